@@ -1,0 +1,20 @@
+"""`Request`: what a trace says of one call to the server, the noun every other folder starts from."""
+
+from typing import NamedTuple
+
+
+class Request(NamedTuple):
+    """One request of a trace (immutable).
+
+    `request_id` is its position in the trace, `arrival_s` seconds after the trace's start, lengths are in tokens.
+    `hash_ids` name the prompt's prefix blocks of `hash_block_tokens` tokens each (equal ids, equal prefix); empty where
+    the trace has none. `session_id` joins the turns of one conversation; empty where the trace has none.
+    """
+
+    request_id: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    session_id: str = ""
+    hash_ids: tuple[int, ...] = ()
+    hash_block_tokens: int = 0
