@@ -1,0 +1,261 @@
+"""`CostModel`: what an iteration and a copy take. The simulator's clock and every policy's predictions use the same one.
+
+Three forms, chosen by the profile (`spec.md`-style algebra, per GPU of a tensor-parallel group of G):
+
+- roofline: T = max(N c_lin / (G F), W / (G H)) + attention over query-context pairs / (G F_attn)
+  + KV bytes read by decodes / H + LM head for sampled tokens + all-reduce + per-layer and per-step overhead.
+- paper: LayerKV Eq. 3 (prefill) and eLLM Eq. 3-4 (decode) as printed; wrong as predictions of time, kept to reproduce
+  the papers' decisions.
+- linear: given coefficients; copies cost seconds a block.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from math import ceil, sqrt
+
+from sim.errors import UserError
+from sim.plan import Direction, IterationPlan
+from sim.profile import Profile
+from sim.specs.hardware import HardwareSpec
+from sim.specs.models import ModelSpec
+
+ACTIVATION_BYTES = 2
+"""Bytes of an activation element (fp16/bf16)."""
+
+
+class CostModel(ABC):
+    """Seconds of iterations and copies. Deterministic, without state."""
+
+    @abstractmethod
+    def iteration_s(self, plan: IterationPlan) -> float:
+        """Computation of one iteration, copies left out."""
+
+    @abstractmethod
+    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
+        """First duration (s) and growth (s per iteration) of decode iterations of a batch that stays the same."""
+
+    @abstractmethod
+    def prefill_s(self, prompt_tokens: int, *, printed: bool = False) -> float:
+        """LayerKV Eq. 3: predicted prefill of one prompt; `printed` leaves out the layer count as the paper does."""
+
+    @abstractmethod
+    def offload_s(self, num_tokens: int, layers: int, *, printed: bool = False) -> float:
+        """LayerKV Eq. 4: predicted copy of `layers` layers of KV to the host; `printed` takes all heads and one link."""
+
+    @abstractmethod
+    def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
+        """Copy over PCIe of `num_bytes` per GPU in `num_copies` pieces, alone on the link."""
+
+    @abstractmethod
+    def swap_s(self, num_blocks: int) -> float:
+        """vLLM 0.5.5's swap of whole blocks: one copy a layer, K and V apart, on the compute stream."""
+
+    def all_reduce_s(self, num_tokens: int) -> float:
+        """All-reduces of one iteration, part of `iteration_s`, s."""
+        return 0.0
+
+    all_reduce_on_pcie: bool = False
+    """Whether all-reduces travel over the same lane as KV copies."""
+    num_all_reduces: int = 0
+    """All-reduces in one iteration."""
+
+
+class LinearCost(CostModel):
+    """Form `linear`: prefill p0 + p1*tokens + p2*sum(len^2), decode d0 + d1*batch + d2*context tokens (s).
+
+    An iteration with both costs the prefill plus d1*batch + d2*context.
+    """
+
+    def __init__(self, prefill: Seq[float], decode: Seq[float], swap_s_per_block: float, block_bytes: float) -> None:
+        self.p0, self.p1, self.p2 = prefill
+        self.d0, self.d1, self.d2 = decode
+        self.swap_s_per_block = swap_s_per_block
+        self.block_bytes = block_bytes
+
+    def iteration_s(self, plan: IterationPlan) -> float:
+        decode = self.d1 * plan.num_decodes + self.d2 * plan.decode_context_tokens
+        if plan.chunks:
+            return self.p0 + self.p1 * plan.prefill_tokens + self.p2 * plan.prefill_squares + decode
+        return self.d0 + decode if plan.num_decodes else 0.0
+
+    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
+        return self.d0 + self.d1 * num_decodes + self.d2 * context_tokens, self.d2 * num_decodes
+
+    def prefill_s(self, prompt_tokens: int, *, printed: bool = False) -> float:
+        return self.p0 + self.p1 * prompt_tokens + (0.0 if printed else self.p2 * prompt_tokens * prompt_tokens)
+
+    def offload_s(self, num_tokens: int, layers: int, *, printed: bool = False) -> float:
+        raise UserError("profile: form 'linear' has no Eq. 4; use a roofline profile to size layer-wise offload")
+
+    def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
+        return num_bytes / self.block_bytes * self.swap_s_per_block
+
+    def swap_s(self, num_blocks: int) -> float:
+        return num_blocks * self.swap_s_per_block
+
+
+class RooflineCost(CostModel):
+    """Form `roofline`: fitted constants on the model's own FLOPs and bytes."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float) -> None:
+        value = profile.value
+        flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
+        self.tp = tp
+        self.layers = model.num_layers
+        self.linear_s_per_token = model.linear_flops_per_token / (tp * flops)
+        self.linear_floor_s = model.linear_weight_bytes / (tp * bandwidth)
+        self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))
+        self.kv_bytes_per_token_layer = model.kv_bytes_per_token_layer(tp)
+        self.decode_s_per_context_token = self.kv_bytes_per_token_layer * model.num_layers / bandwidth
+        self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
+        self.head_floor_s = model.head_weight_bytes / (tp * bandwidth)
+        self.overhead_s = value("step_overhead_s") + model.num_layers * value("layer_overhead_s")
+        self._set_copies(model, hardware, profile, block_bytes)
+        self._set_all_reduce(model, hardware, profile)
+        # Eq. 3: alpha * s * (2P + 2 L h s) / FLOPS; the printed form lacks the L.
+        scale = value("alpha") / (tp * hardware.fp16_flops_per_s)
+        self.eq3_linear_s = scale * 2 * model.num_params
+        self.eq3_square_s = scale * 2 * model.num_layers * model.hidden_size
+        self.eq3_square_printed_s = scale * 2 * model.hidden_size
+
+    def _set_copies(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, block_bytes: float) -> None:
+        value = profile.value
+        self.links = -(-self.tp // hardware.gpus_per_pcie_link)
+        # GPUs of the group that share a link share its bandwidth.
+        share = self.tp / self.links
+        self.d2h_s_per_byte = share / value("d2h_bytes_per_s")
+        self.h2d_s_per_byte = share / value("h2d_bytes_per_s")
+        self.copy_launch_s = value("copy_launch_s")
+        self.block_bytes = block_bytes
+        beta = value("beta")
+        self.eq4_s_per_token_layer = beta * self.kv_bytes_per_token_layer * self.d2h_s_per_byte
+        all_heads_bytes = 2 * model.num_heads * model.head_dim * model.kv_dtype_bytes
+        self.eq4_printed_s_per_token_layer = beta * all_heads_bytes / value("d2h_bytes_per_s")
+
+    def _set_all_reduce(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile) -> None:
+        tp, value = self.tp, profile.value
+        self.all_reduce_on_pcie = tp > 1 and hardware.nvlink_bytes_per_s is None
+        self.num_all_reduces = 2 * model.num_layers if tp > 1 else 0
+        self.all_reduce_s_per_token = 0.0
+        self.all_reduce_fixed_s = 0.0
+        if tp > 1:
+            ring = 2 * (tp - 1) / tp * model.hidden_size * ACTIVATION_BYTES
+            self.all_reduce_s_per_token = self.num_all_reduces * ring / value("allreduce_bytes_per_s")
+            self.all_reduce_fixed_s = self.num_all_reduces * 2 * (tp - 1) * value("allreduce_latency_s")
+
+    def iteration_s(self, plan: IterationPlan) -> float:
+        tokens = plan.prefill_tokens + plan.num_decodes
+        if not tokens:
+            return 0.0
+        sampled = plan.num_sampled_prefills + plan.num_decodes
+        linear = tokens * self.linear_s_per_token
+        if linear < self.linear_floor_s:
+            linear = self.linear_floor_s
+        seconds = (
+            linear
+            + self.attention_s_per_pair * plan.prefill_pairs
+            + self.decode_s_per_context_token * plan.decode_context_tokens
+            + self.overhead_s
+        )
+        if sampled:
+            head = sampled * self.head_s_per_sample
+            seconds += head if head > self.head_floor_s else self.head_floor_s
+        if self.tp > 1:
+            seconds += self.all_reduce_s_per_token * tokens + self.all_reduce_fixed_s
+        return seconds
+
+    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
+        first = (
+            max(num_decodes * self.linear_s_per_token, self.linear_floor_s)
+            + self.decode_s_per_context_token * context_tokens
+            + max(num_decodes * self.head_s_per_sample, self.head_floor_s)
+            + self.overhead_s
+        )
+        if self.tp > 1:
+            first += self.all_reduce_s_per_token * num_decodes + self.all_reduce_fixed_s
+        return first, self.decode_s_per_context_token * num_decodes
+
+    def prefill_s(self, prompt_tokens: int, *, printed: bool = False) -> float:
+        square = self.eq3_square_printed_s if printed else self.eq3_square_s
+        return prompt_tokens * (self.eq3_linear_s + square * prompt_tokens)
+
+    def offload_s(self, num_tokens: int, layers: int, *, printed: bool = False) -> float:
+        if printed:
+            return num_tokens * layers * self.eq4_printed_s_per_token_layer
+        return num_tokens * layers * self.eq4_s_per_token_layer + 2 * layers * self.copy_launch_s
+
+    def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
+        per_byte = self.d2h_s_per_byte if direction is Direction.D2H else self.h2d_s_per_byte
+        return self.copy_launch_s * num_copies + num_bytes * per_byte
+
+    def swap_s(self, num_blocks: int) -> float:
+        return self.copy_s(num_blocks * self.block_bytes, num_blocks * 2 * self.layers, Direction.D2H)
+
+    def all_reduce_s(self, num_tokens: int) -> float:
+        if self.tp == 1:
+            return 0.0
+        return self.all_reduce_s_per_token * num_tokens + self.all_reduce_fixed_s
+
+
+class PaperCost(RooflineCost):
+    """Form `paper`: iterations by the printed equations (LayerKV Eq. 3; eLLM Eq. 3-4), copies as in the roofline.
+
+    Decode per sequence: 24 h^2 L + 4 h L (s+1) + 2 h V s FLOPs over peak FLOPS. The last term charges the LM head for
+    the whole context and nothing is charged for memory bandwidth: use it to reproduce decisions, not times.
+    """
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float) -> None:
+        super().__init__(model, hardware, profile, tp, block_bytes)
+        h, layers = model.hidden_size, model.num_layers
+        peak = tp * hardware.fp16_flops_per_s
+        self.eq3_decode_s = 24 * h * h * layers / peak
+        # Context here counts the token being fed: s + 1.
+        self.eq3_decode_s_per_context_token = (4 * h * layers + 2 * h * model.vocab_size) / peak
+
+    def iteration_s(self, plan: IterationPlan) -> float:
+        prefill = self.eq3_linear_s * plan.prefill_tokens + self.eq3_square_printed_s * plan.prefill_squares
+        return prefill + self.decode_run(plan.num_decodes, plan.decode_context_tokens)[0]
+
+    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
+        slope = self.eq3_decode_s_per_context_token
+        return self.eq3_decode_s * num_decodes + slope * context_tokens, slope * num_decodes
+
+
+def build_cost(
+    model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float, form: str | None = None
+) -> CostModel:
+    """The cost model of a profile, in the profile's own form or, for roofline profiles, in `paper` form."""
+    form = form or profile.form
+    if profile.form == "linear" or form == "linear":
+        if profile.form != form or profile.linear is None:
+            raise UserError(f"cost form {form!r} cannot come from profile {profile.name!r} of form {profile.form!r}")
+        linear = profile.linear
+        return LinearCost(linear.prefill, linear.decode, linear.swap_s_per_block, block_bytes)
+    if form == "roofline":
+        return RooflineCost(model, hardware, profile, tp, block_bytes)
+    if form == "paper":
+        return PaperCost(model, hardware, profile, tp, block_bytes)
+    raise UserError(f"cost form: {form!r} is not one of roofline, paper, linear")
+
+
+def run_s(first_s: float, slope_s: float, steps: int) -> float:
+    """Duration of `steps` iterations, the first `first_s` long and each further one longer by `slope_s`."""
+    return first_s * steps + slope_s * (steps * (steps - 1) / 2)
+
+
+def steps_until(target_s: float, first_s: float, slope_s: float, max_steps: int) -> int:
+    """Fewest iterations (at least 1, at most `max_steps`) that together last `target_s` or longer."""
+    if target_s <= first_s:
+        return 1
+    if slope_s * max_steps <= 1e-9 * first_s:
+        steps = ceil(target_s / first_s)
+    else:
+        half = first_s - slope_s / 2
+        steps = ceil((sqrt(half * half + 2 * slope_s * target_s) - half) / slope_s)
+    steps = max(1, min(steps, max_steps))
+    # Rounding may be off by one either way.
+    while steps > 1 and run_s(first_s, slope_s, steps - 1) >= target_s:
+        steps -= 1
+    while steps < max_steps and run_s(first_s, slope_s, steps) < target_s:
+        steps += 1
+    return steps

@@ -1,0 +1,107 @@
+"""Inter-token latencies of a whole run, kept by iteration instead of by token.
+
+All sequences of an iteration share its end time, so the gaps between tokens are few distinct values with large weights.
+Up to `EXACT_RUNS` recorded runs the statistics are exact; past that the oldest are folded into a histogram of
+logarithmic bins, so that memory stays bounded however long the trace is.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FLOATS_PER_RUN = 4
+EXACT_RUNS = 1 << 20
+"""Runs of iterations kept exactly (32 MiB)."""
+BIN_RATIO = 1.0002
+"""Ratio of neighbouring bin edges: a percentile read from the histogram is within 1e-4 of the exact one."""
+
+
+@dataclass(frozen=True)
+class GapStatistics:
+    """Count, mean, standard deviation and percentiles of all gaps, s; `exact` is False once bins were used."""
+
+    count: int
+    mean: float
+    std: float
+    percentiles: dict[float, float]
+    exact: bool
+
+
+class GapCollector:
+    """Collects runs of gaps: `count` gaps starting at `gap_s`, each longer by `slope_s`, each for `weight` sequences."""
+
+    __slots__ = ("_append", "_bins", "_count", "_max_runs", "_runs", "_sum", "_sum_squares")
+
+    def __init__(self, max_runs: int = EXACT_RUNS) -> None:
+        self._runs = array("d")
+        self._append = self._runs.extend
+        self._max_runs = max_runs
+        self._bins: dict[int, int] = {}
+        self._count = 0
+        self._sum = 0.0
+        self._sum_squares = 0.0
+
+    def add(self, gap_s: float, slope_s: float, count: int, weight: int) -> None:
+        """Record one run of gaps."""
+        self._append((gap_s, slope_s, count, weight))
+        if len(self._runs) >= FLOATS_PER_RUN * self._max_runs:
+            self._fold()
+
+    def _expanded(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Gap values (s) and their weights, one entry an iteration."""
+        runs = np.frombuffer(self._runs, dtype=np.float64).reshape(-1, FLOATS_PER_RUN)
+        counts = runs[:, 2].astype(np.int64)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        position = np.arange(len(first)) - first
+        values = np.repeat(runs[:, 0], counts) + np.repeat(runs[:, 1], counts) * position
+        return values, np.repeat(runs[:, 3].astype(np.int64), counts)
+
+    def _fold(self) -> None:
+        values, weights = self._expanded()
+        self._count += int(weights.sum())
+        self._sum += float(values @ weights)
+        self._sum_squares += float((values * values) @ weights)
+        bins = np.floor(np.log(np.maximum(values, 1e-12)) / np.log(BIN_RATIO)).astype(np.int64)
+        keys, inverse = np.unique(bins, return_inverse=True)
+        for key, weight in zip(keys.tolist(), np.bincount(inverse, weights).tolist(), strict=True):
+            self._bins[key] = self._bins.get(key, 0) + int(weight)
+        self._runs = array("d")
+        self._append = self._runs.extend
+
+    def statistics(self, percentiles: tuple[float, ...]) -> GapStatistics | None:
+        """Statistics over every gap recorded; percentiles interpolate linearly, as `numpy.percentile` does."""
+        exact = not self._bins
+        if exact:
+            values, weights = self._expanded()
+            count, total = int(weights.sum()), float(values @ weights)
+            squares = float((values * values) @ weights)
+        else:
+            self._fold()
+            keys = np.array(sorted(self._bins))
+            values = np.exp((keys + 0.5) * np.log(BIN_RATIO))
+            weights = np.array([self._bins[key] for key in keys.tolist()], dtype=np.int64)
+            count, total, squares = self._count, self._sum, self._sum_squares
+        if not count:
+            return None
+        mean = total / count
+        std = float(np.sqrt(max(0.0, squares / count - mean * mean)))
+        return GapStatistics(count, mean, std, weighted_percentiles(values, weights, percentiles), exact)
+
+
+def weighted_percentiles(
+    values: NDArray[np.float64], weights: NDArray[np.int64], percentiles: tuple[float, ...]
+) -> dict[float, float]:
+    """Percentiles of `values` repeated `weights` times, by linear interpolation, without repeating them."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    last = np.cumsum(weights[order]) - 1
+    result: dict[float, float] = {}
+    for percentile in percentiles:
+        rank = percentile / 100.0 * float(last[-1])
+        low = int(rank)
+        low_value = float(ordered[np.searchsorted(last, low)])
+        high_value = float(ordered[np.searchsorted(last, min(low + 1, int(last[-1])))])
+        result[percentile] = low_value + (high_value - low_value) * (rank - low)
+    return result

@@ -1,0 +1,115 @@
+"""`IterationPlan`: what the engine wants done next. A driver prices it (simulator) or executes it (GPU)."""
+
+from enum import Enum
+from typing import NamedTuple
+
+from sim.sequence import Sequence
+
+
+class Direction(Enum):
+    """Which way a copy goes over PCIe."""
+
+    D2H = "d2h"
+    H2D = "h2d"
+
+
+class PrefillChunk(NamedTuple):
+    """`num_new` prompt tokens of `seq` to compute, after `num_cached` that are computed already.
+
+    `admitted`: the sequence comes from `waiting` in this very iteration.
+    """
+
+    seq: Sequence
+    num_new: int
+    num_cached: int
+    admitted: bool
+
+
+class StepTimes(NamedTuple):
+    """When the tokens of `steps` iterations came, s: the first at `first_end_s`, the last at `end_s`.
+
+    The second iteration took `second_s`, each further one `slope_s` more than the one before.
+    """
+
+    steps: int
+    first_end_s: float
+    second_s: float
+    slope_s: float
+    end_s: float
+
+
+class Transfer(NamedTuple):
+    """A copy beside the computation: `layers` layers of `num_blocks` blocks of `seq` (bytes per GPU).
+
+    The driver reports its completion to the engine, at the first iteration boundary after it.
+    """
+
+    seq: Sequence
+    direction: Direction
+    layers: int
+    num_blocks: int
+    num_bytes: float
+    num_copies: int
+
+
+class IterationPlan:
+    """One iteration, or `max_steps` decode iterations that nothing can tell apart.
+
+    Sums are what prices need (tokens; `prefill_pairs` counts query-context pairs, `prefill_squares` is the sum of
+    squared chunk lengths); the sequences themselves are what execution needs. `num_decodes` members of the batch take a
+    token: all of them, or only the first (`decodes_first`) where a token budget cut the batch.
+    """
+
+    __slots__ = (
+        "background",
+        "chunks",
+        "cut_on_arrival",
+        "decode_context_tokens",
+        "decodes_first",
+        "max_steps",
+        "num_decodes",
+        "num_sampled_prefills",
+        "pipelined_d2h",
+        "prefill_pairs",
+        "prefill_squares",
+        "prefill_tokens",
+        "streamed_bytes",
+        "streamed_copies",
+        "swapped_blocks",
+    )
+
+    def __init__(self) -> None:
+        self.chunks: list[PrefillChunk] = []
+        self.prefill_tokens = 0
+        self.prefill_pairs = 0
+        self.prefill_squares = 0
+        self.num_sampled_prefills = 0
+        self.num_decodes = 0
+        self.decode_context_tokens = 0
+        self.decodes_first = False
+        self.max_steps = 1
+        # A jump may run through arrivals while the head of the queue is blocked by memory.
+        self.cut_on_arrival = True
+        # Copies before the computation, on its stream (vLLM 0.5.5's swap).
+        self.swapped_blocks = 0
+        # Host-resident KV that each layer of the computation waits for.
+        self.streamed_bytes = 0.0
+        self.streamed_copies = 0
+        # Layers of the prefills that leave for the host while later layers compute.
+        self.pipelined_d2h: list[Transfer] = []
+        self.background: list[Transfer] = []
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether copies run beside the computation."""
+        return bool(self.pipelined_d2h or self.background or self.streamed_bytes)
+
+    def add_chunk(self, seq: Sequence, num_new: int, *, admitted: bool = False) -> None:
+        """Compute `num_new` more prompt tokens of `seq`."""
+        cached = seq.num_computed
+        self.chunks.append(PrefillChunk(seq, num_new, cached, admitted))
+        self.prefill_tokens += num_new
+        self.prefill_pairs += num_new * cached + num_new * (num_new + 1) // 2
+        self.prefill_squares += num_new * num_new
+        if cached + num_new == seq.num_tokens:
+            self.num_sampled_prefills += 1

@@ -1,0 +1,80 @@
+"""`Sequence`: how far one request has come, and what it holds."""
+
+from enum import Enum
+
+from traces.request import Request
+
+
+class Status(Enum):
+    """Where a sequence stands (vLLM's words; PARKED is LayerKV's: prefilled, some layers on the host, not decoding)."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    PARKED = "parked"
+    FINISHED = "finished"
+    IGNORED = "ignored"
+
+
+class Sequence:
+    """Progress of one request.
+
+    `num_tokens` is the context length, prompt and generated tokens together (vLLM's `get_len()`). While the sequence is
+    in a `DecodeBatch` its length is `batch_offset + batch.step`, so that a decode iteration touches no sequence;
+    `num_tokens`, `num_generated` and `num_blocks` are brought up to date when it leaves.
+    Times are seconds on the run's clock; -1.0 means not yet.
+    """
+
+    __slots__ = (
+        "batch_offset",
+        "finish_s",
+        "finish_step",
+        "first_scheduled_s",
+        "first_token_s",
+        "layers_on_gpu",
+        "last_token_s",
+        "num_blocks",
+        "num_computed",
+        "num_generated",
+        "num_preemptions",
+        "num_tokens",
+        "output_tokens",
+        "prefilling",
+        "predicted_lower_tokens",
+        "predicted_median_tokens",
+        "request",
+        "status",
+        "transfers",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.output_tokens = request.output_tokens
+        self.num_tokens = request.prompt_tokens
+        self.num_generated = 0
+        self.num_computed = 0
+        self.num_blocks = 0
+        self.num_preemptions = 0
+        self.prefilling = True
+        self.status = Status.WAITING
+        self.first_scheduled_s = -1.0
+        self.first_token_s = -1.0
+        self.last_token_s = -1.0
+        self.finish_s = -1.0
+        self.batch_offset = 0
+        self.finish_step = 0
+        self.layers_on_gpu = 0
+        self.transfers = 0
+        self.predicted_lower_tokens = 1
+        self.predicted_median_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.request.request_id} {self.status.value} {self.num_tokens} tokens>"
+
+    def reset_for_recompute(self) -> None:
+        """Forget the KV cache: the next prefill covers prompt and generated tokens (vLLM 0.5.5)."""
+        self.num_computed = 0
+        self.num_blocks = 0
+        self.prefilling = True
+        self.status = Status.WAITING
+        self.num_preemptions += 1
