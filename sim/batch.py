@@ -29,6 +29,7 @@ class DecodeBatch:
         "last_token_s",
         "members",
         "step",
+        "token_log",
     )
 
     def __init__(self, block_size: int, gaps: GapCollector) -> None:
@@ -42,6 +43,8 @@ class DecodeBatch:
         self._finish_heap: list[int] = []
         self._late: dict[Sequence, float] = {}
         self._gaps = gaps
+        # Times of every token by request, kept only where asked for (`record_tokens`).
+        self.token_log: dict[int, list[float]] | None = None
 
     def __len__(self) -> int:
         return len(self.members)
@@ -137,6 +140,8 @@ class DecodeBatch:
             gaps.add(first_end_s - self.last_token_s, 0.0, 1, in_step)
         if steps > 1:
             gaps.add(second_s, slope_s, steps - 1, size)
+        if self.token_log is not None:
+            self._log_tokens(times)
         self.step = step = self.step + steps
         self.context_tokens += steps * size
         self.last_token_s = end_s
@@ -149,6 +154,14 @@ class DecodeBatch:
                     finished.append(seq)
         return finished
 
+    def _log_tokens(self, times: StepTimes) -> None:
+        token_s, gap_s = times.first_end_s, times.second_s
+        for _ in range(times.steps):
+            for seq in self.members:
+                self.token_log[seq.request.request_id].append(token_s)  # type: ignore[index]
+            token_s += gap_s
+            gap_s += times.slope_s
+
     def advance_first(self, count: int, end_s: float) -> list[Sequence]:
         """Give only the first `count` members a token, move them to the right end, and take out the complete ones.
 
@@ -160,6 +173,8 @@ class DecodeBatch:
         for seq in chosen:
             self._gaps.add(end_s - late.get(seq, self.last_token_s), 0.0, 1, 1)
             late[seq] = end_s
+            if self.token_log is not None:
+                self.token_log[seq.request.request_id].append(end_s)
             self._shift(seq)
             if seq.finish_step == self.step:
                 self.remove(seq)

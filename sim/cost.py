@@ -66,7 +66,11 @@ class LinearCost(CostModel):
     An iteration with both costs the prefill plus d1*batch + d2*context.
     """
 
-    def __init__(self, prefill: Seq[float], decode: Seq[float], swap_s_per_block: float, block_bytes: float) -> None:
+    def __init__(
+        self, prefill: Seq[float], decode: Seq[float], swap_s_per_block: float, block_bytes: float, kv_bytes: float = 0.0
+    ) -> None:
+        """`block_bytes` of a whole block and `kv_bytes` of one token in one layer, per GPU."""
+        self.kv_bytes_per_token_layer = kv_bytes
         self.p0, self.p1, self.p2 = prefill
         self.d0, self.d1, self.d2 = decode
         self.swap_s_per_block = swap_s_per_block
@@ -85,7 +89,7 @@ class LinearCost(CostModel):
         return self.p0 + self.p1 * prompt_tokens + (0.0 if printed else self.p2 * prompt_tokens * prompt_tokens)
 
     def offload_s(self, num_tokens: int, layers: int, *, printed: bool = False) -> float:
-        raise UserError("profile: form 'linear' has no Eq. 4; use a roofline profile to size layer-wise offload")
+        return num_tokens * layers * self.kv_bytes_per_token_layer / self.block_bytes * self.swap_s_per_block
 
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
         return num_bytes / self.block_bytes * self.swap_s_per_block
@@ -230,7 +234,7 @@ def build_cost(
         if profile.form != form or profile.linear is None:
             raise UserError(f"cost form {form!r} cannot come from profile {profile.name!r} of form {profile.form!r}")
         linear = profile.linear
-        return LinearCost(linear.prefill, linear.decode, linear.swap_s_per_block, block_bytes)
+        return LinearCost(linear.prefill, linear.decode, linear.swap_s_per_block, block_bytes, model.kv_bytes_per_token_layer(tp))
     if form == "roofline":
         return RooflineCost(model, hardware, profile, tp, block_bytes)
     if form == "paper":

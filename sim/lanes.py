@@ -1,5 +1,6 @@
 """`Lane`: a resource that does one thing at a time (GPU compute, PCIe in each direction), as a timeline."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -38,26 +39,45 @@ class Lane:
         return end_s
 
 
+@lru_cache(maxsize=1024)
+def retained_layers(num_layers: int, kept: int) -> tuple[int, ...]:
+    """Indices of `kept` layers spread evenly, the last one included (LayerKV section 3.1.2: 4 of 8 are 1, 3, 5, 7)."""
+    return tuple((j + 1) * num_layers // kept - 1 for j in range(kept))
+
+
+@lru_cache(maxsize=1024)
+def offloaded_layers(num_layers: int, kept: int) -> tuple[int, ...]:
+    """The layers that `retained_layers` leaves out."""
+    retained = set(retained_layers(num_layers, kept))
+    return tuple(layer for layer in range(num_layers) if layer not in retained)
+
+
 def pipelined_s(compute_s: float, layers: int, copied: int, copy_s: float, lane_wait_s: float, buffers: int) -> float:
     """Duration of a pass over `layers` equal layers of which `copied`, evenly spread, are copied out behind it.
 
-    Layer k's copy starts once the layer is computed and the lane free (it is busy for `lane_wait_s` yet); a copied layer
-    may only be computed while at most `buffers` of its predecessors' copies are unfinished (LayerKV's send buffer).
-    Max-plus in closed form: the longest path is all computation, or computation of the first copied layer, then copies
-    back to back, then the computation left when the last buffer was freed. Copies after the end are not waited for.
+    A copy (`copy_s` each) starts once its layer is computed and the lane free, which is busy for `lane_wait_s` yet; a
+    copied layer may only be computed while fewer than `buffers` earlier copies are unfinished (LayerKV's send buffer).
+    Copies still under way at the end are not waited for.
     """
-    if copied <= buffers or copy_s <= 0.0:
+    if copied <= buffers:
         return compute_s
     layer_s = compute_s / layers
-    waited = copied - buffers
-    first_ready_s = layer_s * -(-layers // copied)
-    start_s = max(first_ready_s, lane_wait_s)
-    # From the computation of the last copied layer to the end.
-    tail_s = layer_s
-    by_copies = start_s + waited * copy_s + tail_s
-    # The lane's backlog delays only the first copy when copies are faster than computation.
-    by_backlog = max(0.0, lane_wait_s) + copy_s + compute_s * (1.0 - min(1.0, (buffers + 1) / copied))
-    return max(compute_s, by_copies, by_backlog if lane_wait_s > first_ready_s else 0.0)
+    offloaded = offloaded_layers(layers, layers - copied)
+    if copy_s <= layer_s and lane_wait_s <= (offloaded[0] + 1) * layer_s:
+        # Every copy ends before the next offloaded layer does: nothing waits.
+        return compute_s
+    # The max-plus recurrence over the offloaded layers; those between them only take their time.
+    ends: list[float] = []
+    done_s, lane_free_s, previous = 0.0, lane_wait_s, -1
+    for k, layer in enumerate(offloaded):
+        done_s += (layer - previous - 1) * layer_s
+        if k >= buffers and ends[k - buffers] > done_s:
+            done_s = ends[k - buffers]
+        done_s += layer_s
+        lane_free_s = max(done_s, lane_free_s) + copy_s
+        ends.append(lane_free_s)
+        previous = layer
+    return done_s + (layers - 1 - previous) * layer_s
 
 
 def streamed_s(compute_s: float, layers: int, stream_s: float, lane_wait_s: float) -> float:

@@ -14,6 +14,7 @@ from sim.batch import DecodeBatch
 from sim.blocks import BlockPool
 from sim.itl import GapCollector
 from sim.plan import IterationPlan, StepTimes, Transfer
+from sim.predictor import LengthPredictor, NoPredictor
 from sim.sequence import Sequence, Status
 
 if TYPE_CHECKING:
@@ -120,6 +121,10 @@ class Scheduler(ABC):
         """Whether any sequence is still to end."""
         return bool(self.waiting or self.swapped or self.num_running)
 
+    def record_tokens(self, log: dict[int, list[float]]) -> None:
+        """Keep the time of every token, by request id, in `log`."""
+        self.batch.token_log = log
+
     def ignore(self, seq: Sequence, reason: str) -> None:
         """End `seq` without completing it (vLLM's FINISHED_IGNORED); it must hold no blocks."""
         seq.status = Status.IGNORED
@@ -139,3 +144,7 @@ class Policy:
     @abstractmethod
     def scheduler(self, limits: Limits, gaps: GapCollector, deployment: Deployment) -> Scheduler:
         """Build the state that this policy steers."""
+
+    def length_predictor(self, seed: int) -> LengthPredictor:
+        """What the engine is to know of output lengths; nothing unless the policy asks for it."""
+        return NoPredictor()

@@ -344,6 +344,8 @@ class VllmScheduler(Scheduler):
             seq.first_token_s = end_s
         else:
             self.gaps.add(end_s - seq.last_token_s, 0.0, 1, 1)
+        if self.batch.token_log is not None:
+            self.batch.token_log.setdefault(seq.request.request_id, []).append(end_s)
         seq.last_token_s = end_s
         seq.prefilling = False
         seq.num_generated += 1

@@ -1,0 +1,34 @@
+# Everything a fresh machine needs: `make demo` shows what the project does, `make test` checks it. Both set up .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+DEMO   := demo-out
+
+.PHONY: demo test check bench clean
+
+$(BIN)/kvtwin: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/dev: pyproject.toml $(BIN)/kvtwin
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+demo: $(BIN)/kvtwin
+	$(BIN)/kvtwin compare --scenario docs/demo.toml --out $(DEMO)
+	@echo "Look at $(DEMO)/comparison.md and $(DEMO)/figures/"
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(VENV)/dev
+	$(BIN)/python benchmarks/replay_speed.py
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info

@@ -1,0 +1,211 @@
+"""The commands `run` and `compare`. Flags come from the fields of `Scenario` and of the policies' options."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from sim.errors import UserError
+from sim.files import CsvTable, ParquetTable, make_folder
+from sim.metrics import TABLE_COLUMNS
+from sim.policies import POLICIES
+from sim.policies.base import Policy
+from sim.result import assemble, write_result, write_series, write_timeline
+from sim.scenario import (
+    Scenario,
+    base_type,
+    build_scenario,
+    flag,
+    option_fields,
+    parse_policy,
+    policy_options,
+    read_scenario,
+)
+from sim.simulate import Run, build_run, execute, prepare, traffic
+from traces.request import Request
+
+INTERRUPTED = 130
+
+
+def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
+    """Mount `run` and `compare`."""
+    run = subparsers.add_parser("run", help="simulate one policy", description=RUN_HELP)
+    compare = subparsers.add_parser("compare", help="simulate several policies side by side", description=COMPARE_HELP)
+    for parser, command in ((run, run_command), (compare, compare_command)):
+        _add_flags(parser)
+        parser.set_defaults(run=command)
+
+
+RUN_HELP = "Simulate one policy on a trace or a generated workload and write the results to a folder."
+COMPARE_HELP = (
+    "Simulate several policies on the same traffic: a table side by side, ratios to the first, figures. "
+    "Name options in place to compare variants: --policy layerkv --policy layerkv:slo-aware=false"
+)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="TOML file with these options; flags override it")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        metavar="P",
+        help=f"one of {', '.join(POLICIES)}; options as NAME:option=value,... or by their flags",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument("--save-detailed", action="store_true", help="keep every inter-token latency (itls)")
+    parser.add_argument("--timeline", action="store_true", help="write timeline.json.gz for Perfetto, and series.csv")
+    parser.add_argument("--figures", action="store_true", help="draw figures (compare always does)")
+    parser.add_argument("--step", action="store_true", help="simulate every iteration alone instead of jumping")
+    for f, hint in option_fields(Scenario):
+        _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"])
+    known: set[str] = set()
+    for kind in POLICIES.values():
+        group = parser.add_argument_group(f"options of {kind.name}", kind.summary)
+        for f, hint in option_fields(kind):
+            if f.name not in known:
+                known.add(f.name)
+                _add_flag(group, f.name, hint, f"default {f.default}", None)
+
+
+def _add_flag(target: Any, name: str, hint: Any, help_text: str, metavar: str | None) -> None:  # noqa: ANN401
+    """One option; None when not given, so that a scenario file's value or the default holds."""
+    kind = base_type(hint)
+    text = help_text.replace("%", "%%")
+    if kind is bool:
+        target.add_argument(flag(name), action=argparse.BooleanOptionalAction, default=None, help=text)
+    elif get_origin(kind) is Literal:
+        target.add_argument(flag(name), choices=get_args(kind), default=None, help=text)
+    elif get_origin(kind) is tuple:
+        target.add_argument(flag(name), nargs="+", default=None, help=text, metavar="WORD")
+    else:
+        target.add_argument(flag(name), default=None, help=text, metavar=metavar or name.upper())
+
+
+def _options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[str, Policy]], Path]:
+    """Scenario, labelled policies and output folder from flags over an optional scenario file."""
+    values = read_scenario(arguments.scenario) if arguments.scenario else {}
+    values |= {name: value for name, value in vars(arguments).items() if value is not None}
+    owners = policy_options()
+    shared = {name: values[name] for name in owners if name in values}
+    named = values.get("policy") or []
+    texts: list[str] = [named] if isinstance(named, str) else list(named)
+    if not texts:
+        raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
+    policies = [parse_policy(text, shared) for text in texts]
+    for name in shared:
+        if not any(policy.name in owners[name] for _, policy in policies):
+            raise UserError(f"{flag(name)}: an option of {', '.join(owners[name])}, which --policy does not name")
+    if "out" not in values:
+        raise UserError("--out DIR is missing: where are the results to go?")
+    return build_scenario(values), policies, Path(values["out"])
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin run`."""
+    scenario, policies, folder = _options(arguments)
+    if len(policies) != 1:
+        raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
+    label, policy = policies[0]
+    run, result = simulate(scenario, label, policy, folder, arguments)
+    if arguments.figures:
+        from sim.figures import FigureRun, write_figures  # noqa: PLC0415 - matplotlib is slow to import
+
+        write_figures(folder / "figures", [FigureRun.of(run, result)])
+    if not arguments.quiet:
+        from sim.report import print_run  # noqa: PLC0415 - rich is slow to import
+
+        print_run(result, folder)
+    return _status(run)
+
+
+def compare_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin compare`."""
+    from sim.figures import FigureRun, write_figures  # noqa: PLC0415
+    from sim.report import print_comparison, write_comparison  # noqa: PLC0415
+
+    scenario, policies, folder = _options(arguments)
+    labels = [label for label, _ in policies]
+    if len(set(labels)) != len(labels):
+        raise UserError(f"--policy: {', '.join(labels)} names one twice")
+    results: list[dict[str, Any]] = []
+    figures: list[FigureRun] = []
+    status = 0
+    for label, policy in policies:
+        run, result = simulate(scenario, label, policy, folder / folder_name(label), arguments, series=True)
+        results.append(result)
+        figures.append(FigureRun.of(run, result))
+        status = _status(run)
+        if status:
+            break
+    write_comparison(folder, results)
+    write_figures(folder / "figures", figures)
+    if not arguments.quiet:
+        print_comparison(results, folder)
+    return status
+
+
+def folder_name(label: str) -> str:
+    """A policy's label as a folder name."""
+    return "".join(c if c.isalnum() or c in "-_.=," else "_" for c in label)
+
+
+def simulate(
+    scenario: Scenario,
+    label: str,
+    policy: Policy,
+    folder: Path,
+    arguments: argparse.Namespace,
+    *,
+    series: bool = False,
+) -> tuple[Run, dict[str, Any]]:
+    """One run with its files: result.json, the per-request table and what else was asked for."""
+    setup = prepare(scenario, label, policy)
+    requests = traffic(scenario)
+    make_folder(folder, "--out")
+    parquet = find_spec("pyarrow") is not None
+    table_path = folder / ("requests.parquet" if parquet else "requests.csv")
+    table = (ParquetTable if parquet else CsvTable)(table_path, TABLE_COLUMNS)
+    if not arguments.quiet and sys.stderr.isatty():
+        requests = _with_progress(requests, label, scenario)
+    try:
+        run = build_run(
+            setup,
+            requests,
+            table=table,
+            keep_timeline=arguments.timeline,
+            keep_series=series or arguments.figures,
+            save_detailed=arguments.save_detailed,
+            jump=not arguments.step,
+        )
+        execute(run)
+    finally:
+        table.close()
+    result = assemble(run)
+    write_result(folder, result)
+    if run.series is not None:
+        write_series(folder, run.series)
+    if arguments.timeline:
+        write_timeline(folder, run)
+    for warning in result["warnings"]:
+        print(f"kvtwin: {label}: warning: {warning}", file=sys.stderr)
+    if run.error:
+        print(f"kvtwin: {run.error}; what finished before is in {folder}", file=sys.stderr)
+    if run.interrupted:
+        print(f"kvtwin: interrupted; what finished is in {folder}", file=sys.stderr)
+    return run, result
+
+
+def _status(run: Run) -> int:
+    if run.error:
+        return 2
+    return INTERRUPTED if run.interrupted else 0
+
+
+def _with_progress(requests: Iterable[Request], label: str, scenario: Scenario) -> Iterator[Request]:
+    """A progress bar that counts requests as they are read; it shows once a run has taken a while."""
+    from sim.progress import track  # noqa: PLC0415 - rich is slow to import
+
+    return track(requests, label, scenario.num_prompts)

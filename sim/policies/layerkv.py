@@ -1,0 +1,517 @@
+"""LayerKV (Xiong et al., "LayerKV: Optimizing LLM Serving with Layer-wise KV Cache Management"), on vLLM 0.5.5.
+
+A prompt is admitted with the KV of as few as x layers on the GPU (Eq. 4); the other layers leave for the host behind the
+prefill, so that it need not queue for blocks. Admission follows the TPOT slack of everyone decoding (Algorithm 1, Eq.
+1-3). A forecast of free blocks (Eq. 5) offloads retained layers in stages before memory runs out.
+
+What the paper leaves open, and what is done here:
+- Decode of a sequence with layers on the host: `promote` (default) parks it until its missing layers fit, copies them
+  back once and lets it join; `stream` lets it decode at once and copies the missing layers back every step.
+- Eq. 3 printed lacks the layer count in its attention term, Eq. 4 printed takes all heads and a link of one's own;
+  `equations="paper"` decides with the printed forms, and forecasts one block a sequence and step instead of the blocks
+  that the sequences' lengths say.
+- "x/2 layers, then all" is read as half of the retained layers, most recently processed first: parked sequences before
+  decoding ones.
+- One request that can no longer meet its TPOT would stop every prefill: `drop_irrecoverable` leaves it out of Eq. 2.
+- If memory runs out all the same, the last sequence of the batch is offloaded whole before the step (counted), or
+  recomputed when the host is full, as vLLM would.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import inf
+from typing import ClassVar, Literal
+
+from sim.cost import CostModel
+from sim.itl import GapCollector
+from sim.lanes import SEND_BUFFER_LAYERS
+from sim.plan import Direction, IterationPlan, StepTimes, Transfer
+from sim.policies.base import Deployment, Limits, Policy, Scheduler, Verdict
+from sim.policies.vllm import WATERMARK, VllmScheduler
+from sim.predictor import LengthPredictor, build_predictor
+from sim.sequence import Sequence, Status
+
+
+@dataclass(frozen=True)
+class LayerKV(Policy):
+    """Options of LayerKV; the defaults are the paper's system with the corrected equations."""
+
+    name: ClassVar[str] = "layerkv"
+    summary: ClassVar[str] = "LayerKV: layer-wise KV blocks, offload behind prefill, SLO-aware admission"
+    # The paper's testbed has 2 TB for eight GPUs.
+    default_swap_space_gib: ClassVar[float] = 256.0
+
+    slo_aware: bool = True
+    """Admit prefills only within the TPOT slack of the decoding requests (Algorithm 1)."""
+    tpot_slo_ms: float = 200.0
+    """TPOT that Algorithm 1 defends, ms."""
+    decode: Literal["promote", "stream"] = "promote"
+    """Decode of sequences with layers on the host: wait for memory and copy back once, or stream every step."""
+    equations: Literal["corrected", "paper"] = "corrected"
+    """Eq. 3-5 corrected, or as printed."""
+    horizon_steps: int = 8
+    """Iterations that the Eq. 5 forecast looks ahead."""
+    threshold: float = WATERMARK
+    """Share of the GPU's layer-blocks under which the forecast offloads."""
+    drop_irrecoverable: bool = True
+    """Leave requests that can no longer meet their TPOT out of the slack (Eq. 2)."""
+    predictor: Literal["oracle", "bucket", "none"] = "oracle"
+    """Output length classes: known, predicted with `predictor_accuracy`, or unknown."""
+    predictor_accuracy: float = 0.85
+    """Probability that `--predictor bucket` names the right class."""
+
+    def scheduler(self, limits: Limits, gaps: GapCollector, deployment: Deployment) -> Scheduler:
+        return LayerKVScheduler(limits, gaps, deployment, self)
+
+    def length_predictor(self, seed: int) -> LengthPredictor:
+        return build_predictor(self.predictor, self.predictor_accuracy, seed)
+
+
+def minimum_layers(cost: CostModel, num_tokens: int, num_layers: int, *, printed: bool) -> int:
+    """Eq. 4: fewest layers x to keep so that offloading the rest hides behind the prefill (T_offload <= T_prefill)."""
+    per_layer_s = cost.offload_s(num_tokens, 1, printed=printed)
+    if per_layer_s <= 0.0:
+        return 0
+    hidden = int(cost.prefill_s(num_tokens, printed=printed) / per_layer_s)
+    return max(0, num_layers - hidden)
+
+
+class LayerKVScheduler(VllmScheduler):
+    """vLLM's queues with layer-blocks: `batch` holds who can decode, `parked` who waits for layers to come back."""
+
+    def __init__(self, limits: Limits, gaps: GapCollector, deployment: Deployment, options: LayerKV) -> None:
+        self.layers = deployment.model.num_layers
+        super().__init__(limits, gaps, swap=False, layer_group=self.layers)
+        self.options = options
+        self.cost = deployment.cost
+        self.printed = options.equations == "paper"
+        self.tpot_slo_s = options.tpot_slo_ms / 1e3
+        self.layer_block_bytes = limits.block_bytes / self.layers
+        self.watermark_units = self.watermark_blocks * self.layers
+        self.parked: OrderedDict[Sequence, None] = OrderedDict()
+        self.promoting: dict[Sequence, None] = {}
+        self.streaming: dict[Sequence, None] = {}
+        self._background: list[Transfer] = []
+        # Layer-blocks that copies on their way will free.
+        self._releasing = 0
+        self._now_s = 0.0
+        self._slack_s: float | None = None
+        self._admitted_prefill_s = 0.0
+        self._slack_blocks = False
+        self._placement = 0
+        self._last_tpot_s: float | None = None
+
+    @property
+    def num_running(self) -> int:
+        return super().num_running + self.num_swapped
+
+    @property
+    def num_swapped(self) -> int:
+        return len(self.parked) + len(self.promoting)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> IterationPlan | None:
+        self._now_s = now_s
+        self._slack_s = None
+        self._slack_blocks = False
+        self._admitted_prefill_s = 0.0
+        if self.parked or self.streaming:
+            self._promote()
+        self._forecast()
+        plan = super().schedule(now_s)
+        if plan is None:
+            if not self._background:
+                return None
+            plan = IterationPlan()
+        plan.background, self._background = self._background, []
+        for chunk in plan.chunks:
+            if chunk.seq.layers_on_gpu < self.layers:
+                self._offload_behind_prefill(plan, chunk.seq, chunk.num_new, chunk.num_cached)
+        if self.streaming and plan.num_decodes:
+            self._stream(plan)
+        return plan
+
+    def _allow_jump(self, plan: IterationPlan) -> None:
+        super()._allow_jump(plan)
+        if plan.max_steps == 1:
+            return
+        if self._slack_blocks or self.streaming or self._background:
+            # Slack changes with time; streamed bytes with every token.
+            plan.max_steps = 1
+            return
+        spare = self._available_units() // self.layers + self.batch.blocks_needed(1)
+        horizon = self.options.horizon_steps
+        if self.printed:
+            steps = self.batch.steps_within(max(0, spare - len(self.batch) * horizon))
+        else:
+            steps = self.batch.steps_within(max(0, spare)) - horizon
+        plan.max_steps = max(1, min(plan.max_steps, steps))
+
+    def commit(self, plan: IterationPlan, times: StepTimes) -> None:
+        if plan.num_decodes and not plan.chunks:
+            self._last_tpot_s = (times.end_s - self._now_s) / times.steps
+        super().commit(plan, times)
+
+    # -- Algorithm 1: how many prefills the decoding requests' TPOT allows ------------------------------------------
+
+    def _slack_now_s(self) -> float:
+        """Right side of Eq. 2: the least time, s, that any decoding request can still spare (Eq. 1)."""
+        if self._slack_s is None:
+            self._slack_s = self._least_slack_s()
+        return self._slack_s
+
+    def _least_slack_s(self) -> float:
+        batch, now_s, slo_s = self.batch, self._now_s, self.tpot_slo_s
+        least = inf
+        tpot_s = self._last_tpot_s
+        if tpot_s is None:
+            tpot_s = self.cost.decode_run(max(1, len(batch)), batch.context_tokens)[0]
+        drop = self.options.drop_irrecoverable
+        step = batch.step
+        for seq in batch.members:
+            # Both counts leave out the first token, as TPOT does.
+            past = seq.output_tokens - seq.finish_step + step - 1
+            future = seq.predicted_lower_tokens - 1 - past
+            if future < 1:
+                future = 1
+            slack_s = slo_s * (past + future) - (now_s - seq.first_token_s) - tpot_s * future
+            if slack_s < least and (slack_s >= 0.0 or not drop):
+                least = slack_s
+        for seq in chain(self.parked, self.promoting):
+            past = seq.num_generated - 1
+            future = max(1, seq.predicted_lower_tokens - 1 - past)
+            slack_s = slo_s * (past + future) - (now_s - seq.first_token_s) - tpot_s * future
+            if slack_s < least and (slack_s >= 0.0 or not drop):
+                least = slack_s
+        return least
+
+    # -- admission and placement -----------------------------------------------------------------------------------
+
+    def _can_allocate(self, seq: Sequence, plan: IterationPlan, now_s: float) -> Verdict:
+        """Eq. 2, then blocks for x layers and the send buffer; decides how many layers stay (`_placement`)."""
+        blocks = -(-seq.num_tokens // self.limits.block_size)
+        if (self.gpu.num_blocks // self.layers) - blocks < self.watermark_blocks:
+            return Verdict.NEVER
+        prefill_s = 0.0
+        if self.options.slo_aware:
+            prefill_s = self.cost.prefill_s(seq.num_tokens, printed=self.printed)
+            if not self._admitted_prefill_s + prefill_s < self._slack_now_s():
+                self._slack_blocks = True
+                return Verdict.LATER
+        kept = self._layers_to_keep(seq, blocks)
+        if kept is None:
+            return Verdict.LATER
+        self._placement = kept
+        self._admitted_prefill_s += prefill_s
+        return Verdict.OK
+
+    def _layers_to_keep(self, seq: Sequence, blocks: int) -> int | None:
+        """As many layers as memory has to spare, at least Eq. 4's x; None if not even those fit now."""
+        layers = self.layers
+        minimum = minimum_layers(self.cost, seq.num_tokens, layers, printed=self.printed)
+        kept = minimum
+        if not self.parked:
+            spare = self.gpu.free - self._threshold_units() - (len(self.batch) + 1) * layers
+            kept = max(minimum, min(layers, spare // blocks))
+        while kept <= layers:
+            buffer = min(SEND_BUFFER_LAYERS, layers - kept)
+            if (kept + buffer) * blocks > self.gpu.free - self.watermark_units:
+                if kept == minimum:
+                    return None
+                kept = max(minimum, min(kept - 1, (self.gpu.free - self.watermark_units) // blocks - buffer))
+                continue
+            if (layers - kept) * blocks <= self.host.free:
+                return kept
+            # A full host leaves only the GPU, all of it.
+            if layers * blocks <= self.gpu.free - self.watermark_units:
+                return layers
+            return None
+        return None
+
+    def _allocate(self, seq: Sequence, plan: IterationPlan) -> None:
+        kept = seq.layers_on_gpu = self._placement
+        buffer = min(SEND_BUFFER_LAYERS, self.layers - kept)
+        self.gpu.allocate((kept + buffer) * seq.num_blocks)
+        self.host.allocate((self.layers - kept) * seq.num_blocks)
+        if kept < self.layers:
+            self.counters.bump("offloaded_at_prefill_layer_blocks", (self.layers - kept) * seq.num_blocks)
+            self.counters.bump("prefills_offloaded")
+
+    def _offload_behind_prefill(self, plan: IterationPlan, seq: Sequence, num_new: int, cached: int) -> None:
+        """Copies of one prefill chunk: its own KV out, and back in what earlier chunks left on the host."""
+        layers = self.layers - seq.layers_on_gpu
+        block_size = self.limits.block_size
+        last = cached + num_new == seq.num_tokens
+        freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if last else 0
+        blocks = -(-num_new // block_size)
+        plan.pipelined_d2h.append(self._transfer(seq, Direction.D2H, layers, blocks, freed))
+        if cached:
+            blocks = layers * -(-cached // block_size)
+            plan.streamed_bytes += blocks * self.layer_block_bytes
+            plan.streamed_copies += 2 * blocks
+
+    def _transfer(self, seq: Sequence, direction: Direction, layers: int, blocks: int, pool_blocks: int) -> Transfer:
+        """A copy of `layers` x `blocks` layer-blocks, K and V apart; `pool_blocks` GPU layer-blocks hang on its end."""
+        seq.transfers += 1
+        if direction is Direction.D2H:
+            self._releasing += pool_blocks
+        moved = layers * blocks
+        return Transfer(seq, direction, layers, pool_blocks, moved * self.layer_block_bytes, 2 * moved)
+
+    def _join(self, seq: Sequence, *, first: bool = False) -> None:
+        if seq.layers_on_gpu == self.layers:
+            super()._join(seq, first=first)
+        else:
+            seq.status = Status.PARKED
+            self.parked[seq] = None
+            self.counters.bump("parked")
+
+    # -- Eq. 5: forecast and staged offload ------------------------------------------------------------------------
+
+    def _threshold_units(self) -> int:
+        """Layer-blocks that the forecast wants free."""
+        return max(int(self.options.threshold * self.gpu.num_blocks), len(self.batch))
+
+    def _available_units(self) -> int:
+        """Layer-blocks free or on their way to be, above the threshold."""
+        return self.gpu.free + self._releasing - self._threshold_units()
+
+    def _forecast(self) -> None:
+        """Avail(t+1) = Avail(t) + Released(t) - Allocated(t) over the horizon; offload if it falls under the threshold."""
+        batch, horizon = self.batch, self.options.horizon_steps
+        size = len(batch)
+        if not size:
+            return
+        available = self._available_units()
+        growth = size * horizon if self.printed else batch.blocks_needed(horizon)
+        if available >= growth * self.layers:
+            return
+        released = self._predicted_releases(horizon)
+        lowest = available
+        taken = 0
+        for t in range(horizon):
+            taken = size * (t + 1) if self.printed else batch.blocks_needed(t + 1)
+            lowest = min(lowest, available - taken * self.layers)
+            available += released[t]
+        if lowest < 0:
+            self.counters.bump("forecast_shortages")
+            self._offload_retained(-lowest)
+
+    def _predicted_releases(self, horizon: int) -> list[int]:
+        """Layer-blocks freed at the end of each step by sequences whose median predicted length is reached there."""
+        released = [0] * horizon
+        batch = self.batch
+        block_size = self.limits.block_size
+        for seq in batch.members:
+            left = seq.predicted_median_tokens - batch.num_generated_of(seq)
+            if 0 < left <= horizon:
+                released[left - 1] += -(-(batch.num_tokens_of(seq) - 1) // block_size) * seq.layers_on_gpu
+        return released
+
+    def _offload_retained(self, shortage: int) -> None:
+        """Half of the retained layers, most recently processed sequence first; if that is not enough, all of them."""
+        for share in (2, 1):
+            for seq in list(reversed(self.parked)):
+                if shortage <= 0:
+                    return
+                if seq.layers_on_gpu and not seq.transfers:
+                    shortage -= self._offload(seq, -(-seq.layers_on_gpu // share))
+        for seq in list(reversed(self.batch.members)):
+            if shortage <= 0 or len(self.batch) == 1:
+                return
+            if not seq.layers_on_gpu:
+                continue
+            blocks = -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size)
+            half = -(-seq.layers_on_gpu // 2)
+            layers = half if half * blocks >= shortage else seq.layers_on_gpu
+            if seq.transfers or layers * blocks > self.host.free:
+                continue
+            self._leave_batch(seq)
+            shortage -= self._offload(seq, layers)
+
+    def _offload(self, seq: Sequence, layers: int) -> int:
+        """Start copying `layers` retained layers of a parked sequence to the host; layer-blocks that will be freed."""
+        blocks = layers * seq.num_blocks
+        if blocks > self.host.free:
+            return 0
+        self.host.allocate(blocks)
+        seq.layers_on_gpu -= layers
+        self._background.append(self._transfer(seq, Direction.D2H, layers, seq.num_blocks, blocks))
+        self.counters.bump("offloaded_by_forecast_layer_blocks", blocks)
+        return blocks
+
+    def _leave_batch(self, seq: Sequence) -> None:
+        """A decoding sequence is parked; it was here before all that wait, so it stands first among them."""
+        self.batch.remove(seq)
+        self.streaming.pop(seq, None)
+        seq.status = Status.PARKED
+        seq.num_preemptions += 1
+        self.counters.preemptions += 1
+        self.parked[seq] = None
+        self.parked.move_to_end(seq, last=False)
+
+    # -- bringing layers back ----------------------------------------------------------------------------------------
+
+    def _promote(self) -> None:
+        """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""
+        seats = self.limits.max_num_seqs - len(self.batch) - len(self.promoting)
+        idle = not self.batch and not self.promoting and not self._releasing and self.partial is None
+        while (seq := self._next_promotable()) is not None:
+            if seq in self.streaming:
+                seq.num_blocks = -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size)
+            elif seats <= 0:
+                return
+            missing = (self.layers - seq.layers_on_gpu) * seq.num_blocks
+            growth = (len(self.batch) + len(self.promoting) + 1) * self.layers
+            if self.gpu.free - missing - growth < self._threshold_units() and not (
+                idle and self._make_room(seq, missing)
+            ):
+                return
+            idle = False
+            if seq.status is not Status.IGNORED:
+                seats -= seq not in self.streaming
+                self._start_promotion(seq)
+
+    def _next_promotable(self) -> Sequence | None:
+        """The oldest sequence whose copies to the host are complete."""
+        return next((seq for seq in chain(self.streaming, self.parked) if not seq.transfers), None)
+
+    def _make_room(self, seq: Sequence, missing: int) -> bool:
+        """Nothing runs and `seq` does not fit above the threshold: let it use the rest, or push others' layers out."""
+        if missing + self.layers <= self.gpu.free:
+            return True
+        if seq.num_blocks * self.layers + self.layers > self.gpu.num_blocks:
+            self._give_up(seq)
+            return True
+        for other in list(reversed(self.parked)):
+            if other is not seq and other.layers_on_gpu and not other.transfers:
+                self._offload(other, other.layers_on_gpu)
+        if not self._releasing:
+            # The host is full too: whoever came last is computed again.
+            self._recompute_last(seq)
+        return False
+
+    def _give_up(self, seq: Sequence) -> None:
+        """A sequence that outgrew the GPU can never decode again."""
+        self.parked.pop(seq, None)
+        self.streaming.pop(seq, None)
+        self._free(seq)
+        self.ignore(seq, "sequence outgrew the GPU blocks")
+
+    def _recompute_last(self, spared: Sequence) -> None:
+        for seq in reversed(self.parked):
+            if seq is not spared and not seq.transfers:
+                del self.parked[seq]
+                self._free(seq)
+                seq.reset_for_recompute()
+                self.counters.preemptions += 1
+                self.counters.swap_space_exhausted += 1
+                self.waiting.appendleft(seq)
+                return
+
+    def _start_promotion(self, seq: Sequence) -> None:
+        if seq in self.streaming:
+            del self.streaming[seq]
+            self.batch.remove(seq)
+        else:
+            del self.parked[seq]
+        layers = self.layers - seq.layers_on_gpu
+        self.promoting[seq] = None
+        self.gpu.allocate(layers * seq.num_blocks)
+        self._background.append(self._transfer(seq, Direction.H2D, layers, seq.num_blocks, 0))
+        self.counters.bump("promoted")
+        self.counters.bump("promoted_layer_blocks", layers * seq.num_blocks)
+
+    def transfer_done(self, transfer: Transfer) -> None:
+        seq = transfer.seq
+        seq.transfers -= 1
+        if transfer.direction is Direction.D2H:
+            self._releasing -= transfer.num_blocks
+            self.gpu.release(transfer.num_blocks)
+            if self.options.decode == "stream" and not seq.transfers and seq in self.parked:
+                self._start_streaming(seq)
+            return
+        del self.promoting[seq]
+        self.host.release((self.layers - seq.layers_on_gpu) * seq.num_blocks)
+        seq.layers_on_gpu = self.layers
+        seq.status = Status.RUNNING
+        self.batch.add(seq)
+
+    # -- stream: decode with layers on the host ----------------------------------------------------------------------
+
+    def _start_streaming(self, seq: Sequence) -> None:
+        """Let a parked sequence decode from the host, if a step then still keeps to the TPOT."""
+        if len(self.batch) + len(self.promoting) >= self.limits.max_num_seqs:
+            return
+        if self.options.slo_aware:
+            blocks = sum(self._streamed_blocks(s, self.batch.num_tokens_of(s)) for s in self.streaming)
+            blocks += self._streamed_blocks(seq, seq.num_tokens)
+            if self.cost.copy_s(blocks * self.layer_block_bytes, 2 * blocks, Direction.H2D) > self.tpot_slo_s:
+                return
+        del self.parked[seq]
+        seq.status = Status.RUNNING
+        self.streaming[seq] = None
+        self.batch.add(seq)
+        self.counters.bump("streamed_sequences")
+
+    def _streamed_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        return (self.layers - seq.layers_on_gpu) * -(-num_tokens // self.limits.block_size)
+
+    def _stream(self, plan: IterationPlan) -> None:
+        """Every step brings in the missing layers again; blocks that the batch took for them belong to the host."""
+        batch = self.batch
+        decoding = set(islice(batch.members, plan.num_decodes)) if plan.decodes_first else batch.members
+        for seq in self.streaming:
+            if seq not in decoding:
+                continue
+            blocks = self._streamed_blocks(seq, batch.num_tokens_of(seq))
+            plan.streamed_bytes += blocks * self.layer_block_bytes
+            plan.streamed_copies += 2 * blocks
+            if batch.needs_block(seq):
+                missing = self.layers - seq.layers_on_gpu
+                self.gpu.release(missing)
+                self.host.allocate(missing)
+
+    # -- out of memory, and the end ----------------------------------------------------------------------------------
+
+    def _preempt(self, seq: Sequence, plan: IterationPlan) -> None:
+        """The forecast came too late: offload the victim before the step, or have it computed again."""
+        if seq is self.partial:
+            self.partial = None
+        elif seq not in self.streaming and -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size) * (
+            self.layers
+        ) <= self.host.free:
+            self._leave_batch(seq)
+            units = seq.num_blocks * self.layers
+            self.gpu.release(units)
+            self.host.allocate(units)
+            seq.layers_on_gpu = 0
+            plan.swapped_blocks += seq.num_blocks
+            self.counters.swap_out_blocks += seq.num_blocks
+            self.counters.bump("emergency_offloads")
+            return
+        else:
+            self.batch.remove(seq)
+            self.streaming.pop(seq, None)
+            self.counters.swap_space_exhausted += 1
+        self.counters.preemptions += 1
+        self._free(seq)
+        seq.reset_for_recompute()
+        self._preempted.append(seq)
+
+    def _free(self, seq: Sequence) -> None:
+        """Give back what `seq` holds on both sides, the send buffer of a half-done prefill included."""
+        missing = self.layers - seq.layers_on_gpu
+        buffer = min(SEND_BUFFER_LAYERS, missing) if seq.prefilling else 0
+        self.gpu.release((seq.layers_on_gpu + buffer) * seq.num_blocks)
+        self.host.release(missing * seq.num_blocks)
+        seq.num_blocks = 0
+
+    def _end(self, seq: Sequence, end_s: float) -> None:
+        self.streaming.pop(seq, None)
+        self._free(seq)
+        seq.status = Status.FINISHED
+        seq.finish_s = end_s
+        self.finished.append(seq)

@@ -1,0 +1,211 @@
+"""`Scenario`: everything that makes a run, as the CLI, a TOML file or a caller states it. Each field is a flag.
+
+Flags are spelled as vLLM spells them where vLLM has one. A policy's own options are the fields of its dataclass.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from sim.errors import UserError
+from sim.policies import POLICIES, policy_named
+from sim.policies.base import Policy
+
+
+def _flag(default: Any, help_text: str, metavar: str | None = None) -> Any:  # noqa: ANN401 - a dataclass default
+    return field(default=default, metadata={"help": help_text, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Traffic, deployment, engine limits and what to measure. Units are in the names or in the help texts."""
+
+    trace: str | None = _flag(None, "trace file to replay (Azure, Mooncake, BurstGPT, Vidur, ShareGPT, CSV ...)", "FILE")
+    trace_format: str | None = _flag(None, "format of --trace, where it cannot be told from the file", "NAME")
+    time_unit: str | None = _flag(None, "unit of the trace's timestamps, where the format leaves it open", "UNIT")
+    workload: str | None = _flag(None, "generated traffic instead of a trace: see `kvtwin trace list`", "NAME")
+    num_prompts: int | None = _flag(None, "requests to take (trace: all, workload: 1000)", "N")
+    request_rate: float | None = _flag(None, "requests/s; with --trace replaces its arrival times", "R")
+    burstiness: float = _flag(1.0, "gamma shape of the arrivals of --request-rate; 1 is Poisson, less is burstier", "B")
+    rate_scale: float = _flag(1.0, "speed the arrivals up by this factor", "X")
+    clip: int | None = _flag(None, "cut requests to this context length: output up to half of it, then the prompt", "TOKENS")
+    input_len: int | None = _flag(None, "prompt tokens of workloads that take a length", "N")
+    output_len: int | None = _flag(None, "output tokens of workloads that take a length", "N")
+    seed: int = _flag(0, "seed of everything random", "N")
+
+    model: str = _flag("llama-2-7b", "built-in model name, or a Hugging Face config.json", "M")
+    gpu: str = _flag("a100-80g", "GPU name", "G")
+    tp: int = _flag(1, "GPUs in the tensor-parallel group", "N")
+    profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
+    cost_form: Literal["roofline", "paper", "linear"] | None = _flag(None, "cost model form (default: the profile's)")
+
+    num_gpu_blocks_override: int | None = _flag(None, "GPU KV blocks, instead of sizing them from memory", "N")
+    num_cpu_blocks_override: int | None = _flag(None, "host KV blocks, instead of sizing them from --swap-space", "N")
+    block_size: int = _flag(16, "tokens per KV block", "N")
+    max_num_seqs: int = _flag(256, "most sequences in one iteration", "N")
+    max_num_batched_tokens: int | None = _flag(
+        None, "most tokens in one iteration (default: max(max-model-len, 2048), chunked prefill 512)", "N"
+    )
+    max_model_len: int | None = _flag(None, "longest context (default: the model's)", "N")
+    enable_chunked_prefill: bool = _flag(False, "split prompts and batch them with decodes")
+    gpu_memory_utilization: float = _flag(0.9, "share of GPU memory the engine may use", "F")
+    swap_space: float | None = _flag(None, "host memory for KV per GPU, GiB (default: the policy's)", "GIB")
+
+    goodput: tuple[str, ...] = _flag((), "SLOs a request must meet, ms: ttft:3000 tpot:200 e2el:60000")
+
+    def as_dict(self) -> dict[str, Any]:
+        """All options as plain values, for the result."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    return list(value) if isinstance(value, tuple) else value
+
+
+def option_fields(owner: type) -> list[tuple[Field[Any], Any]]:
+    """Fields of an options dataclass with their resolved types."""
+    hints = get_type_hints(owner)
+    return [(f, hints[f.name]) for f in fields(owner)]
+
+
+def base_type(hint: Any) -> Any:  # noqa: ANN401
+    """`int | None` -> `int`; other types as they are."""
+    members = [member for member in get_args(hint) if member is not type(None)]
+    if get_origin(hint) is Literal or len(members) != 1:
+        literal = [member for member in members if get_origin(member) is Literal]
+        return literal[0] if literal else hint
+    return members[0]
+
+
+def convert(name: str, text: Any, hint: Any) -> Any:  # noqa: ANN401
+    """A value from the command line or a TOML file, as the type its option has."""
+    kind = base_type(hint)
+    try:
+        if get_origin(kind) is Literal:
+            if text not in get_args(kind):
+                raise ValueError
+            return text
+        if kind is bool:
+            return _boolean(text)
+        if kind in (int, float):
+            return _number(text, kind)
+        if get_origin(kind) is tuple:
+            return tuple(text.split()) if isinstance(text, str) else tuple(str(word) for word in text)
+        return str(text)
+    except (TypeError, ValueError):
+        wanted = " or ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else kind.__name__
+        raise UserError(f"{name}: {text!r} is not {wanted}") from None
+
+
+def _boolean(text: Any) -> bool:  # noqa: ANN401
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if isinstance(text, bool):
+        return text
+    if str(text).lower() not in words:
+        raise ValueError
+    return words[str(text).lower()]
+
+
+def _number(text: Any, kind: type) -> int | float:  # noqa: ANN401
+    if isinstance(text, bool):
+        raise ValueError
+    number = float(text)
+    if number != number:
+        raise ValueError
+    if kind is int:
+        if number != int(number):
+            raise ValueError
+        return int(number)
+    return number
+
+
+def parse_policy(text: str, shared: Mapping[str, Any]) -> tuple[str, Policy]:
+    """A policy from `NAME` or `NAME:option=value,...`, with the options given for all (`shared`) that it has.
+
+    Returns its label, which is the text itself, and the policy.
+    """
+    name, _, words = text.partition(":")
+    kind = policy_named(name)
+    hints = {f.name: hint for f, hint in option_fields(kind)}
+    values: dict[str, Any] = {key: convert(flag(key), shared[key], hints[key]) for key in shared if key in hints}
+    for word in filter(None, words.split(",")):
+        key, equals, value = word.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or key not in hints:
+            known = ", ".join(hints) or "none"
+            raise UserError(f"--policy {text}: {word!r} is not option=value of {name}; its options: {known}")
+        values[key] = convert(f"--policy {text}: {key}", value.strip(), hints[key])
+    return text, kind(**values)
+
+
+def policy_options() -> dict[str, list[str]]:
+    """Every policy option and the policies that have it."""
+    owners: dict[str, list[str]] = {}
+    for kind in POLICIES.values():
+        for f in fields(kind):
+            owners.setdefault(f.name, []).append(kind.name)
+    return owners
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def read_scenario(path: Path) -> dict[str, Any]:
+    """A scenario file: TOML with the flags' names (dashes or underscores); unknown keys are refused."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--scenario: cannot read {path} ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a TOML file: {error}") from error
+    known = {f.name for f in fields(Scenario)} | {"policy", "out"} | set(policy_options())
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
+            raise UserError(f"{path}: unknown key {key!r}{hint}")
+        values[name] = value
+    return values
+
+
+def build_scenario(values: Mapping[str, Any], source: str = "") -> Scenario:
+    """A checked scenario from option values; `source` prefixes error messages (a file's name)."""
+    hints = get_type_hints(Scenario)
+    given: dict[str, Any] = {}
+    for f in fields(Scenario):
+        if f.name in values and values[f.name] is not None:
+            given[f.name] = convert(source + flag(f.name), values[f.name], hints[f.name])
+        elif f.default is MISSING:
+            raise UserError(f"{source}{flag(f.name)} is missing")
+    scenario = Scenario(**given)
+    _check(scenario)
+    return scenario
+
+
+POSITIVE = ("num_prompts", "rate_scale", "burstiness", "clip", "input_len", "output_len", "tp", "block_size")
+POSITIVE += ("num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "request_rate")
+NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
+
+
+def _check(scenario: Scenario) -> None:
+    if (scenario.trace is None) == (scenario.workload is None):
+        raise UserError("give either --trace FILE or --workload NAME")
+    for name in POSITIVE:
+        value = getattr(scenario, name)
+        if value is not None and not value > 0:
+            raise UserError(f"{flag(name)}: {value} is not greater than 0")
+    for name in NOT_NEGATIVE:
+        value = getattr(scenario, name)
+        if value is not None and value < 0:
+            raise UserError(f"{flag(name)}: {value} is negative")
+    if not 0.0 < scenario.gpu_memory_utilization <= 1.0:
+        raise UserError(f"--gpu-memory-utilization: {scenario.gpu_memory_utilization} is not in (0, 1]")
+    if scenario.clip is not None and scenario.clip < 2:
+        raise UserError(f"--clip: {scenario.clip} leaves no room for a prompt and an output; give 2 or more")

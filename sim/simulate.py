@@ -1,0 +1,206 @@
+"""From a scenario to a finished run: traffic, limits, engine, clock, results. What `kvtwin run` calls."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import simpy
+
+from sim.cost import CostModel, build_cost
+from sim.driver import Arrivals, Instance, Lanes
+from sim.engine import Engine
+from sim.errors import UserError
+from sim.itl import GapCollector
+from sim.memory import kv_cache_blocks
+from sim.metrics import Goodput, RequestLog, TableSink
+from sim.policies.base import Deployment, Limits, Policy, Scheduler
+from sim.profile import Profile, load_profile
+from sim.scenario import Scenario
+from sim.series import Series
+from sim.specs.hardware import HardwareSpec, load_hardware
+from sim.specs.models import ModelSpec, load_model
+from traces import readers, transforms
+from traces.errors import TraceError
+from traces.request import Request
+
+DEFAULT_WORKLOAD_PROMPTS = 1000
+MIN_BATCHED_TOKENS = 2048
+CHUNKED_BATCHED_TOKENS = 512
+"""vLLM 0.5.5's token budgets: max(max_model_len, 2048), with chunked prefill 512."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a scenario resolves to for one policy."""
+
+    scenario: Scenario
+    policy: Policy
+    label: str
+    model: ModelSpec
+    hardware: HardwareSpec
+    profile: Profile
+    limits: Limits
+    cost: CostModel
+    warnings: list[str] = field(default_factory=list)
+
+
+def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
+    """Resolve names, size the pools as vLLM does and check the limits against each other."""
+    warnings: list[str] = []
+    model = load_model(scenario.model)
+    hardware = load_hardware(scenario.gpu)
+    profile = load_profile(scenario.profile, hardware)
+    max_model_len = scenario.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        warnings.append(
+            f"--max-model-len {max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
+        )
+    tokens = scenario.max_num_batched_tokens or (
+        CHUNKED_BATCHED_TOKENS if scenario.enable_chunked_prefill else max(max_model_len, MIN_BATCHED_TOKENS)
+    )
+    _check_budget(scenario, tokens, max_model_len)
+    swap_space = policy.default_swap_space_gib if scenario.swap_space is None else scenario.swap_space
+    pool = kv_cache_blocks(
+        model,
+        hardware,
+        tensor_parallel_size=scenario.tp,
+        gpu_memory_utilization=scenario.gpu_memory_utilization,
+        block_size=scenario.block_size,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=scenario.max_num_seqs,
+        swap_space_bytes_per_gpu=swap_space * GIB,
+        num_gpu_blocks_override=scenario.num_gpu_blocks_override,
+    )
+    host_blocks = scenario.num_cpu_blocks_override
+    limits = Limits(
+        num_gpu_blocks=pool.num_gpu_blocks,
+        num_cpu_blocks=pool.num_cpu_blocks if host_blocks is None else host_blocks,
+        block_size=scenario.block_size,
+        block_bytes=pool.block_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=scenario.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        enable_chunked_prefill=scenario.enable_chunked_prefill,
+    )
+    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
+    return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)
+
+
+def _check_budget(scenario: Scenario, tokens: int, max_model_len: int) -> None:
+    """vLLM 0.5.5 refuses these as well."""
+    if not scenario.enable_chunked_prefill and tokens < max_model_len:
+        raise UserError(
+            f"--max-num-batched-tokens: {tokens} is less than the context length {max_model_len}; raise it, lower "
+            "--max-model-len or give --enable-chunked-prefill"
+        )
+    if tokens < scenario.max_num_seqs:
+        raise UserError(f"--max-num-batched-tokens: {tokens} is less than --max-num-seqs {scenario.max_num_seqs}")
+
+
+def traffic(scenario: Scenario) -> Iterable[Request]:
+    """The scenario's requests, read or generated as they are needed."""
+    requests: Iterable[Request]
+    if scenario.trace is not None:
+        requests = readers.open_trace(scenario.trace, format=scenario.trace_format, time_unit=scenario.time_unit)
+        if scenario.num_prompts is not None:
+            requests = transforms.head(requests, scenario.num_prompts)
+        if scenario.request_rate is not None:
+            requests = transforms.at_request_rate(
+                requests, scenario.request_rate, burstiness=scenario.burstiness, seed=scenario.seed
+            )
+    else:
+        requests = _generated(scenario)
+    if scenario.clip is not None:
+        requests = transforms.clip(requests, scenario.clip)
+    if scenario.rate_scale != 1.0:
+        requests = transforms.scale_rate(requests, scenario.rate_scale)
+    return requests
+
+
+def _generated(scenario: Scenario) -> Iterator[Request]:
+    from traces.generators import generate  # noqa: PLC0415 - numpy is slow to import and replays do not need it
+
+    lengths = {"input_len": scenario.input_len, "output_len": scenario.output_len}
+    return generate(
+        scenario.workload or "",
+        num_prompts=scenario.num_prompts or DEFAULT_WORKLOAD_PROMPTS,
+        request_rate=scenario.request_rate,
+        burstiness=scenario.burstiness,
+        seed=scenario.seed,
+        **lengths,
+    )
+
+
+@dataclass
+class Run:
+    """A run under way or finished: everything a result is made from."""
+
+    setup: Setup
+    scheduler: Scheduler
+    log: RequestLog
+    gaps: GapCollector
+    lanes: Lanes
+    instance: Instance
+    env: simpy.Environment
+    series: Series | None = None
+    interrupted: bool = False
+    error: str | None = None
+    detailed: dict[int, list[float]] | None = None
+
+
+def build_run(
+    setup: Setup,
+    requests: Iterable[Request],
+    *,
+    table: TableSink | None = None,
+    keep_timeline: bool = False,
+    keep_series: bool = False,
+    save_detailed: bool = False,
+    jump: bool = True,
+) -> Run:
+    """Put an instance together; `execute` sets it going."""
+    scenario = setup.scenario
+    gaps = GapCollector()
+    deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost)
+    scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
+    goodput = Goodput.parse(list(scenario.goodput)) if scenario.goodput else None
+    log = RequestLog(table, goodput)
+    lanes = Lanes(keep_intervals=keep_timeline)
+    series = Series(scheduler, lanes) if keep_series or keep_timeline else None
+    detailed: dict[int, list[float]] | None = None
+    if save_detailed:
+        detailed = {}
+        scheduler.record_tokens(detailed)
+    env = simpy.Environment()
+    engine = Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end)
+    instance = Instance(
+        env,
+        engine,
+        setup.cost,
+        Arrivals(requests),
+        lanes,
+        layers=setup.model.num_layers,
+        jump=jump,
+        observer=series.observe if series is not None else None,
+    )
+    return Run(setup, scheduler, log, gaps, lanes, instance, env, series, detailed=detailed)
+
+
+def execute(run: Run) -> Run:
+    """Run to the end.
+
+    An interrupt (Ctrl-C) or a trace that turns out bad half-way ends the run early; what is finished stays valid, and
+    `interrupted` or `error` says so.
+    """
+    try:
+        run.env.run(until=run.env.process(run.instance.serve()))
+    except KeyboardInterrupt:
+        run.interrupted = True
+    except TraceError as error:
+        run.error = str(error)
+    return run
+
+
+def run_scenario(scenario: Scenario, policy: Policy) -> Run:
+    """Prepare and execute in one call, for scripts and tests."""
+    return execute(build_run(prepare(scenario, policy.name, policy), traffic(scenario)))

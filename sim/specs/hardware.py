@@ -1,0 +1,106 @@
+"""GPUs and their host: `load_hardware`. Built-ins lie in `sim/specs/gpus/`, one file each, every value with its source."""
+
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from sim.errors import UserError
+from sim.specs.json_file import convert, nearest, read_json_object
+
+BUILT_IN = Path(__file__).parent / "gpus"
+
+
+class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value of a hardware file: where it comes from, and whether it was specified, measured or assumed."""
+
+    value: float | None
+    status: Literal["specification", "measured", "assumed"]
+    source: str
+
+
+class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A hardware file: a name, and the fields of `HardwareSpec` as quantities."""
+
+    name: str
+    memory_bytes: Quantity
+    fp16_flops_per_s: Quantity
+    hbm_bytes_per_s: Quantity
+    pcie_bytes_per_s: Quantity
+    gpus_per_pcie_link: Quantity
+    nvlink_bytes_per_s: Quantity
+    host_memory_bytes: Quantity
+
+
+class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One kind of GPU in its host.
+
+    Attributes:
+        memory_bytes: total memory as CUDA reports it (`total_memory`), less than or different from the decimal GB
+            of the data sheet; where no such figure was found the source says so.
+        fp16_flops_per_s: dense half-precision peak with float32 accumulation, FLOP/s.
+        hbm_bytes_per_s: peak bandwidth of the GPU's memory, B/s.
+        pcie_bytes_per_s: effective rate of contiguous copies per direction over one link, B/s.
+        gpus_per_pcie_link: GPUs that share a link to the host.
+        nvlink_bytes_per_s: peak per direction and GPU, B/s; None: GPUs talk over PCIe.
+        host_memory_bytes: memory of the host that KV can move to.
+        sources: field name to "status: source".
+    """
+
+    name: str
+    memory_bytes: float
+    fp16_flops_per_s: float
+    hbm_bytes_per_s: float
+    pcie_bytes_per_s: float
+    gpus_per_pcie_link: int
+    nvlink_bytes_per_s: float | None
+    host_memory_bytes: float
+    sources: dict[str, str]
+
+
+def built_in_hardware() -> list[str]:
+    """Names that `load_hardware` knows without a path."""
+    return sorted(path.stem for path in BUILT_IN.glob("*.json"))
+
+
+def load_hardware(name_or_path: str) -> HardwareSpec:
+    """A built-in GPU by name, or a hardware file.
+
+    Raises:
+        UserError: unknown name (with the nearest right one), or a file with a missing, unknown or impossible field.
+    """
+    built_in = BUILT_IN / f"{name_or_path.lower()}.json"
+    if built_in.parent == BUILT_IN and built_in.is_file():
+        return _read(built_in)
+    if not Path(name_or_path).exists():
+        raise nearest(name_or_path, built_in_hardware(), "gpu")
+    return _read(Path(name_or_path))
+
+
+def _read(path: Path) -> HardwareSpec:
+    file = convert(read_json_object(path), HardwareFile, path)
+    if not file.name:
+        raise UserError(f"{path}: field name is empty: name the GPU")
+    values: dict[str, float | None] = {}
+    sources: dict[str, str] = {}
+    for field in HardwareFile.__struct_fields__[1:]:
+        quantity: Quantity = getattr(file, field)
+        values[field] = _checked(quantity, field, path)
+        sources[field] = f"{quantity.status}: {quantity.source}"
+    return msgspec.convert({"name": file.name, "sources": sources, **values}, HardwareSpec)
+
+
+def _checked(quantity: Quantity, field: str, path: Path) -> float | int | None:
+    value = quantity.value
+    if value is None:
+        if field != "nvlink_bytes_per_s":
+            raise UserError(f"{path}: field {field}.value is null: give a number (only nvlink_bytes_per_s may be null)")
+        return None
+    if not isfinite(value) or value <= 0:
+        raise UserError(f"{path}: field {field}.value = {value} must be a positive finite number")
+    if field == "gpus_per_pcie_link":
+        if value != int(value):
+            raise UserError(f"{path}: field {field}.value = {value} must be a whole number")
+        return int(value)
+    return value

@@ -1,0 +1,101 @@
+"""Architectures the Hugging Face reader understands, and why it refuses others it knows of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a `model_type` leaves unsaid in its config.
+
+    Attributes:
+        qkv_bias: biases on Q, K, V: yes, no, or as `attention_bias` says.
+        output_bias: bias on the output projection, likewise.
+        qk_norm: norms of queries and keys: per head (d elements each) or over all heads (n d elements each).
+        layer_norm: LayerNorm with bias (2 h elements) in place of RMSNorm (h elements).
+        moe: experts of `intermediate_size` ("mixtral") or `moe_intermediate_size` ("fine"); None: dense only.
+        sliding_by_default: a `sliding_window` counts even where `use_sliding_window` is absent.
+    """
+
+    qkv_bias: bool | Literal["config"] = "config"
+    output_bias: bool | Literal["config"] = "config"
+    qk_norm: Literal["head", "all"] | None = None
+    layer_norm: bool = False
+    gated_mlp: bool = True
+    mla: bool = False
+    moe: Literal["mixtral", "fine"] | None = None
+    shared_gate: bool = False
+    router_bias: bool = False
+    sliding_by_default: bool = True
+
+
+QWEN3 = Family(qk_norm="head", sliding_by_default=False)
+QWEN3_MOE = Family(qk_norm="head", moe="fine", sliding_by_default=False)
+NO_BIAS = Family(qkv_bias=False, output_bias=False)
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": NO_BIAS,
+    "mixtral": Family(qkv_bias=False, output_bias=False, moe="mixtral"),
+    "phi3": NO_BIAS,
+    "gemma": Family(),
+    "opt": Family(qkv_bias=True, output_bias=True, layer_norm=True, gated_mlp=False),
+    "qwen2": Family(qkv_bias=True, output_bias=False, sliding_by_default=False),
+    "qwen2_moe": Family(qkv_bias=True, output_bias=False, moe="fine", shared_gate=True, sliding_by_default=False),
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_vl_text": QWEN3,
+    "qwen3_vl_moe_text": QWEN3_MOE,
+    "mimo": Family(qkv_bias="config", output_bias=False, sliding_by_default=False),
+    "minimax_m2": Family(qkv_bias=False, output_bias=False, qk_norm="all", moe="mixtral", router_bias=True),
+    "deepseek_v2": Family(mla=True, moe="fine"),
+    "deepseek_v3": Family(mla=True, moe="fine", router_bias=True),
+    "kimi_k2": Family(mla=True, moe="fine", router_bias=True),
+}
+
+WRAPPERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "kimi_k25", "llava", "mistral3"})
+"""Multimodal models whose language model, under `text_config`, attends as its own `model_type` says."""
+
+_LINEAR = "linear-attention layers keep a state of fixed size, not KV per token"
+_MAMBA = "Mamba layers keep a state of fixed size, not KV per token"
+_SPARSE = "its sparse-attention indexer keeps a second cache per token"
+_SLIDING = "sliding-window layers bound their KV, so bytes per token depend on the length"
+_ENCODER = "an encoder-decoder keeps cross-attention KV"
+_SHARED = "layers share KV, so not every layer has its own"
+
+REFUSED: dict[str, str] = {
+    "nemotron_h": _MAMBA,
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA,
+    "jamba": _MAMBA,
+    "bamba": _MAMBA,
+    "falcon_h1": _MAMBA,
+    "zamba2": _MAMBA,
+    "granitemoehybrid": _MAMBA,
+    "qwen3_next": _LINEAR,
+    "qwen3_5": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+    "kimi_linear": _LINEAR,
+    "rwkv": _LINEAR,
+    "minimax": _LINEAR,
+    "recurrent_gemma": _LINEAR,
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "minimax_m3": _SPARSE,
+    "minimax_m3_vl": _SPARSE,
+    "deepseek_v4": "its KV is compressed at a different ratio in each layer",
+    "deepseek_ref": "its KV is compressed at a different ratio in each layer",
+    "gpt_oss": _SLIDING,
+    "gemma2": _SLIDING,
+    "gemma3_text": _SLIDING,
+    "gemma4_text": _SLIDING,
+    "gemma3n_text": _SHARED,
+    "mimo_v2_flash": _SLIDING,
+    "step3p7": _SLIDING,
+    "llama4_text": "layers with chunked attention bound their KV, so bytes per token depend on the length",
+    "nemotron-nas": "layers differ in KV heads and some have no attention (block_configs)",
+    "mllama_text_model": "cross-attention layers keep KV of the image, not of each token",
+    "t5": _ENCODER,
+    "bart": _ENCODER,
+    "whisper": _ENCODER,
+}

@@ -1,0 +1,94 @@
+"""Typed access to the fields of a Hugging Face config, and the refusal of fields that speak of shapes unknown here."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sim.errors import UserError
+
+SHAPE_WORDS = re.compile(
+    "kv|head|layer|window|attn|attention|expert|moe|rank|ssm|mamba|conv|spars|index|shar|compress|chunk|state|hybrid|"
+    "block|cache|recurren|(^|_)dim|hidden|altup|laurel|mixer|delta|retention"
+)
+"""A field with one of these in its name may change what a token's KV or a layer's weights take."""
+
+KNOWN_SHAPES = frozenset(
+    """attention_bias enable_bias mlp_bias expert_bias ffn_dim head_dim hidden_size intermediate_size layer_types
+    num_attention_heads num_hidden_layers num_key_value_heads max_window_layers sliding_window use_sliding_window
+    word_embed_proj_dim do_layer_norm_before decoder_sparse_step mlp_only_layers moe_layer_freq mlp_layer_types
+    first_k_dense_replace num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok
+    experts_per_token num_experts_per_token moe_topk n_shared_experts shared_expert_intermediate_size
+    shared_intermediate_size moe_intermediate_size kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim
+    qk_head_dim v_head_dim is_encoder_decoder""".split()
+)
+"""Fields that the reader takes into account."""
+
+HARMLESS = frozenset(
+    """activation_dropout attention_dropout attention_probs_dropout_prob hidden_act hidden_activation hidden_dropout
+    hidden_dropout_prob layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layerdrop mm_hidden_size
+    rms_norm_eps use_cache cache_implementation output_attentions output_hidden_states num_nextn_predict_layers
+    mtp_transformer_layers chunk_size_feed_forward cross_attention_hidden_size add_cross_attention
+    _attn_implementation attn_implementation pruned_heads moe_aux_loss_coeff moe_router_dtype rotary_dim
+    _remove_final_layer_norm keys_to_ignore_at_inference qk_layernorm_eps num_mtp_modules use_qk_norm
+    initial_context_length""".split()
+)
+"""Fields with such a name that change neither KV nor weights: dropouts, epsilons, outputs, prediction heads."""
+
+
+class Fields:
+    """One config's fields; every misfit is a UserError that names the file, the field and the value."""
+
+    def __init__(self, config: dict[str, Any], path: Path) -> None:
+        self._config = config
+        self.path = path
+
+    def __contains__(self, field: str) -> bool:
+        return self._config.get(field) is not None
+
+    def get(self, field: str) -> Any:
+        """The raw value; None where absent or null."""
+        return self._config.get(field)
+
+    def count(self, field: str, default: int | None = None) -> int:
+        """A positive whole number; `default` where absent or null (required without one)."""
+        value = self._config.get(field)
+        if value is None:
+            if default is None:
+                raise UserError(f"{self.path}: field {field} is missing: give a Hugging Face config with {field}")
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 10**9:
+            raise self.error(field, "must be a positive whole number")
+        return value
+
+    def size(self, field: str) -> int:
+        """A whole number of zero or more; 0 where absent or null."""
+        return 0 if self._config.get(field) in (None, 0) else self.count(field)
+
+    def flag(self, field: str, default: bool) -> bool:
+        """True or false; `default` where absent or null."""
+        value = self._config.get(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(field, "must be true or false")
+        return value
+
+    def one_of(self, names: tuple[str, ...]) -> int | None:
+        """The count that stands under any of several names; UserError when two of them disagree."""
+        found = {name: self.count(name) for name in names if self.size(name)}
+        if len(set(found.values())) > 1:
+            raise UserError(f"{self.path}: fields {found} disagree: keep one")
+        return next(iter(found.values()), None)
+
+    def error(self, field: str, reason: str) -> UserError:
+        """The error for a field's value."""
+        value = repr(self._config.get(field))
+        return UserError(f"{self.path}: field {field} = {value if len(value) <= 60 else value[:57] + '...'} {reason}")
+
+    def refuse_unknown(self) -> None:
+        """UserError for the first field that speaks of shapes, is set, and that this reader does not take into account."""
+        for field, value in self._config.items():
+            # 0 == False, so numeric zeros are empty too.
+            empty = value in (None, False, [], {}, "") or field in KNOWN_SHAPES or field in HARMLESS
+            if not empty and SHAPE_WORDS.search(field) and not isinstance(value, float):
+                raise self.error(field, "is not understood and may change the KV: drop it only if it does not")

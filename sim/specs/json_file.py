@@ -1,0 +1,91 @@
+"""Reading JSON a user wrote: every fault becomes one line naming the file, the field, the value and the remedy."""
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from sim.errors import UserError
+
+T = TypeVar("T")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. UserError when it cannot be read, is no JSON, repeats a field or is no object.
+
+    NaN and Infinity pass, so that whoever checks the values can name the field that holds them.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}): give a JSON file") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{path}: cannot be read ({reason}): check the path and its permissions") from error
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"{path}: field {twice!r} appears twice: keep one")
+        return fields
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise UserError(f"{path}: not JSON at {where} ({error.msg}): correct the file") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: nested too deeply: give a flat JSON object") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: holds {_short(data)}, not a JSON object: give {{...}} with named fields")
+    return data
+
+
+def convert(data: Any, kind: type[T], path: Path | str, field: str = "") -> T:
+    """`data` as a msgspec Struct; UserError naming file, field and value where the schema refuses it.
+
+    Args:
+        data: decoded JSON.
+        kind: the Struct type.
+        path: the file, for the message.
+        field: where in the file `data` stands, for the message.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        message, _, inner = str(error).partition(" - at `$")
+        inner = inner.rstrip("`")
+        where = (field + inner).lstrip(".") or "(top level)"
+        value = _walk(data, inner)
+        shown = f", value {_short(value)}" if value is not data else ""
+        unknown = re.search(r"unknown field `(.+)`", message)
+        remedy = f"remove or rename {unknown[1]!r}" if unknown else "correct the field"
+        raise UserError(f"{path}: field {where}{shown}: {message}: {remedy}") from error
+
+
+def nearest(name: str, known: list[str], what: str) -> UserError:
+    """The error for an unknown name: the closest known one, and all of them."""
+    # The last component, for names spelled as on a model hub ("owner/model") and for paths that do not exist.
+    stem = name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower().removesuffix(".json")
+    close = difflib.get_close_matches(stem, known, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return UserError(f"{what}: {name!r} is neither a built-in name nor an existing path: {hint}Known: {', '.join(known)}")
+
+
+def _walk(data: Any, path: str) -> Any:
+    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        try:
+            data = data[key] if key else data[int(index)]
+        except (KeyError, IndexError, TypeError):
+            return data
+    return data
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

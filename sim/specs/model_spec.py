@@ -1,0 +1,255 @@
+"""`ModelSpec`: what a decoder-only transformer costs per token, in bytes and FLOPs. The only place with these formulas.
+
+Notation of the roofline: L layers, h hidden, n_q/n_kv query/KV heads of d elements, f MLP width, V vocabulary.
+Sources: grouped-query attention (Ainslie et al. 2023), multi-head latent attention (DeepSeek-V2, 2024, sec. 2.1).
+"""
+
+import msgspec
+
+from sim.errors import UserError
+
+HIDDEN_STATE_BYTES = 2
+"""Bytes per element of hidden states."""
+
+
+class MlaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Multi-head latent attention: one latent of `kv_lora_rank` plus one rotary key per token, shared by all heads."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    """Width of the query's low-rank bottleneck; None: queries are projected directly."""
+
+
+class MoeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Mixture of experts in `num_moe_layers` of the layers; the others have the dense MLP."""
+
+    num_experts: int
+    experts_per_token: int
+    moe_intermediate_size: int
+    num_moe_layers: int
+    shared_intermediate_size: int = 0
+    """Width of all shared experts together; 0: none."""
+    shared_gate: bool = False
+    router_bias: bool = False
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Shape of a decoder-only language model, and what follows from it.
+
+    Bytes per weight are averages over layers, scales of quantisation included: `dtype_bytes` for whatever is never
+    quantised (embeddings, head, norms, router), the other three for the projections of attention, of the dense MLP
+    and of the experts. Vision towers, multi-token-prediction heads and adapters are not counted.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    gated_mlp: bool
+    vocab_size: int
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    dtype_bytes: float = 2.0
+    kv_dtype_bytes: float = 2.0
+    attention_dtype_bytes: float = 2.0
+    mlp_dtype_bytes: float = 2.0
+    expert_dtype_bytes: float = 2.0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    norm_params_per_layer: int = 0
+    """Elements of all norms of a layer, those on queries and keys included."""
+    final_norm_params: int = 0
+    position_rows: int = 0
+    """Rows of a learned table of positions; 0: rotary or none."""
+    mla: MlaSpec | None = None
+    moe: MoeSpec | None = None
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the language model, norms and biases included."""
+        layers = self.num_layers * (self._attention_weights + self._attention_biases + self.norm_params_per_layer)
+        mlp = self._num_dense_layers * (self._dense_mlp_weights + self._dense_mlp_biases)
+        if self.moe:
+            mlp += self.moe.num_moe_layers * (self._expert_weights + self._router_params)
+        return layers + mlp + self._embedding_params + self.final_norm_params
+
+    @property
+    def _num_dense_layers(self) -> int:
+        return self.num_layers - (self.moe.num_moe_layers if self.moe else 0)
+
+    @property
+    def _embedding_params(self) -> int:
+        tables = 1 if self.tie_word_embeddings else 2
+        return (tables * self.vocab_size + self.position_rows) * self.hidden_size
+
+    @property
+    def _attention_weights(self) -> int:
+        """Elements of the projections of attention in one layer."""
+        return self._attention_query_output_weights + self._attention_kv_weights + self._attention_latent_weights
+
+    @property
+    def _attention_query_output_weights(self) -> int:
+        """Elements split over the GPUs of a group by query heads."""
+        h, n = self.hidden_size, self.num_heads
+        if self.mla is None:
+            return 2 * h * n * self.head_dim
+        m = self.mla
+        query_in = h if m.q_lora_rank is None else m.q_lora_rank
+        keys_values = m.kv_lora_rank * n * (m.qk_nope_head_dim + m.v_head_dim)
+        return query_in * n * (m.qk_nope_head_dim + m.qk_rope_head_dim) + keys_values + n * m.v_head_dim * h
+
+    @property
+    def _attention_kv_weights(self) -> int:
+        """Elements split by KV heads, replicated where there are more GPUs than KV heads."""
+        return 0 if self.mla else 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+
+    @property
+    def _attention_latent_weights(self) -> int:
+        """Elements every GPU holds: MLA's projections into the latents."""
+        if self.mla is None:
+            return 0
+        return self.hidden_size * (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim + (self.mla.q_lora_rank or 0))
+
+    @property
+    def _attention_biases(self) -> int:
+        if self.mla:
+            return 0
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        return qkv + (self.hidden_size if self.output_bias else 0)
+
+    @property
+    def _mlp_matrices(self) -> int:
+        return 3 if self.gated_mlp else 2
+
+    @property
+    def _dense_mlp_weights(self) -> int:
+        return self._mlp_matrices * self.hidden_size * self.intermediate_size
+
+    @property
+    def _dense_mlp_biases(self) -> int:
+        if not self.mlp_bias:
+            return 0
+        return (self._mlp_matrices - 1) * self.intermediate_size + self.hidden_size
+
+    @property
+    def _expert_weights(self) -> int:
+        """Elements of all experts of one layer, shared ones included."""
+        assert self.moe
+        width = self.moe.num_experts * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
+        return self._mlp_matrices * self.hidden_size * width
+
+    @property
+    def _active_expert_weights(self) -> int:
+        """Elements one token meets in one layer."""
+        assert self.moe
+        width = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
+        return self._mlp_matrices * self.hidden_size * width
+
+    @property
+    def _router_weights(self) -> int:
+        assert self.moe
+        return self.hidden_size * (self.moe.num_experts + (1 if self.moe.shared_gate else 0))
+
+    @property
+    def _router_params(self) -> int:
+        assert self.moe
+        return self._router_weights + (self.moe.num_experts if self.moe.router_bias else 0)
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def check_tp(self, tp: int) -> None:
+        """UserError unless the attention and KV heads can be split over `tp` GPUs as vLLM splits them."""
+        if tp < 1 or self.num_heads % tp:
+            raise UserError(
+                f"{self.name}: tensor_parallel_size {tp} does not divide {self.num_heads} attention heads: "
+                f"choose one of {[n for n in range(1, 65) if self.num_heads % n == 0]}"
+            )
+        if not self.mla and self.num_kv_heads % tp and tp % self.num_kv_heads:
+            raise UserError(
+                f"{self.name}: tensor_parallel_size {tp} neither divides nor is a multiple of {self.num_kv_heads} "
+                "KV heads: choose one that does"
+            )
+
+    def kv_bytes_per_token_layer(self, tp: int = 1) -> float:
+        """Bytes per GPU of one token's KV in one layer. Heads are split over `tp` GPUs, replicated when tp > n_kv.
+
+        MLA's latent is replicated: every GPU holds (kv_lora_rank + qk_rope_head_dim) elements.
+        """
+        self.check_tp(tp)
+        if self.mla:
+            return (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim) * self.kv_dtype_bytes
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim * self.kv_dtype_bytes
+
+    def kv_bytes_per_token(self, tp: int = 1) -> float:
+        """Bytes per GPU of one token's KV in all layers (kappa)."""
+        return self.num_layers * self.kv_bytes_per_token_layer(tp)
+
+    def weight_bytes(self, tp: int = 1) -> float:
+        """Bytes of weights per GPU: projections, experts and embeddings split; norms, router, MLA latents replicated."""
+        self.check_tp(tp)
+        kv_split = tp if self.mla else min(tp, self.num_kv_heads)
+        attention = self._attention_query_output_weights / tp + self._attention_kv_weights / kv_split
+        per_layer = (attention + self._attention_latent_weights) * self.attention_dtype_bytes
+        per_layer += (self._attention_biases / tp + self.norm_params_per_layer) * self.dtype_bytes
+        total = self.num_layers * per_layer
+        dense = self._dense_mlp_weights * self.mlp_dtype_bytes + self._dense_mlp_biases * self.dtype_bytes
+        total += self._num_dense_layers * dense / tp
+        if self.moe:
+            experts = self._expert_weights / tp * self.expert_dtype_bytes + self._router_params * self.dtype_bytes
+            total += self.moe.num_moe_layers * experts
+        return total + (self._embedding_params / tp + self.final_norm_params) * self.dtype_bytes
+
+    @property
+    def linear_weight_bytes(self) -> float:
+        """Bytes of weights that the linear layers of all layers read in one iteration, all GPUs together.
+
+        Counts all experts: with more than a few tokens in the batch nearly every one is used.
+        """
+        total = self.num_layers * self._attention_weights * self.attention_dtype_bytes
+        total += self._num_dense_layers * self._dense_mlp_weights * self.mlp_dtype_bytes
+        if self.moe:
+            experts = self._expert_weights * self.expert_dtype_bytes + self._router_weights * self.dtype_bytes
+            total += self.moe.num_moe_layers * experts
+        return total
+
+    @property
+    def head_weight_bytes(self) -> float:
+        """Bytes of the LM head, V h."""
+        return self.vocab_size * self.hidden_size * self.dtype_bytes
+
+    @property
+    def hidden_bytes_per_token_layer(self) -> float:
+        """Bytes of one token's hidden state at one layer (sigma = 2 h), what hidden-state caching stores."""
+        return float(self.hidden_size * HIDDEN_STATE_BYTES)
+
+    # -- FLOPs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def linear_flops_per_token(self) -> float:
+        """FLOPs per token of all layers' projections and MLP (c_lin); of the experts only those a token activates."""
+        weights = self.num_layers * self._attention_weights + self._num_dense_layers * self._dense_mlp_weights
+        if self.moe:
+            weights += self.moe.num_moe_layers * (self._active_expert_weights + self._router_weights)
+        return 2.0 * weights
+
+    @property
+    def head_flops_per_token(self) -> float:
+        """FLOPs of the LM head per sampled token, 2 h V."""
+        return 2.0 * self.hidden_size * self.vocab_size
+
+    @property
+    def attention_flops_per_token_pair(self) -> float:
+        """FLOPs per (query token, context token) pair over all layers: 4 L n_q d; for MLA 2 L n_q (d_qk + d_v)."""
+        if self.mla:
+            width = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim + self.mla.v_head_dim
+            return 2.0 * self.num_layers * self.num_heads * width
+        return 4.0 * self.num_layers * self.num_heads * self.head_dim
