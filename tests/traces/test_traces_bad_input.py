@@ -1,0 +1,192 @@
+"""Bad input ends in one line that names file, line, field, value and remedy."""
+
+import gzip
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from traces.errors import TraceError
+from traces.readers import CSV_FORMATS, open_trace
+
+OWN = "arrival_s,prompt_tokens,output_tokens\n0.0,10,2\n"
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
+JSONL = '{"timestamp": 0, "input_length": 10, "output_length": 2}\n'
+
+BAD_ROWS = [
+    # text, line, then what the message must hold: field, value, remedy
+    (OWN + "1.0,-5,2\n", 3, ["prompt_tokens", "'-5'", "negative", "correct or delete"]),
+    (OWN + "1.0,5,nan\n", 3, ["output_tokens", "'nan'", "not finite"]),
+    (OWN + "inf,5,2\n", 3, ["arrival_s", "'inf'", "not finite"]),
+    (OWN + "nan,5,2\n2.0,1,1\n", 3, ["arrival_s", "'nan'"]),
+    (OWN + "1.0,5.5,2\n", 3, ["prompt_tokens", "'5.5'", "fraction", "whole numbers"]),
+    (OWN + "1.0,many,2\n", 3, ["prompt_tokens", "'many'", "not a number"]),
+    (OWN + "1.0,1_000,2\n", 3, ["prompt_tokens", "'1_000'", "not a number"]),
+    (OWN + "1.0,,2\n", 3, ["prompt_tokens", "''", "not a number"]),
+    (OWN + "1.0,99999999999,2\n", 3, ["prompt_tokens", "more than 1,000,000,000 tokens", "which column"]),
+    (OWN + '1.0,"' + "9" * 200_000 + '",2\n', 3, ["row", "not CSV", "field limit"]),
+    (JSONL + '{"timestamp": 1' + "0" * 400 + ', "input_length": 9, "output_length": 2}\n', 2, ["timestamp 10"]),
+    (JSONL + "[" * 100_000 + "\n", 2, ["not JSON"]),
+    ("[" + '{"a":' * 100_000, 1, ["element", "nested too deeply"]),
+    (OWN + "1.0,0,2\n", 3, ["prompt_tokens", "'0'", "--zero-tokens"]),
+    (OWN + "1.0,5\n", 3, ["row", "2 fields where the header has 3"]),
+    # Two ragged rows whose fields add up to two whole ones must not be read as such.
+    (OWN + "1,2\n3,4,5,6\n", 3, ["2 fields where the header has 3"]),
+    (OWN.replace("0.0", "-1.0"), 2, ["arrival_s", "'-1.0'", "negative", "shift"]),
+    (AZURE + "2023-11-16 18:15:99.0,1,1\n", 3, ["TIMESTAMP", "18:15:99.0", "not a date stamp", "write it as"]),
+    (AZURE + "2023-13-16 18:15:47,1,1\n", 3, ["TIMESTAMP", "2023-13-16", "not a date stamp"]),
+    (AZURE + "yesterday,1,1\n", 3, ["TIMESTAMP", "'yesterday'"]),
+    (AZURE + "2023-11-16 18:15:40.0,1,1\n", 3, ["TIMESTAMP", "18:15:40.0", "earlier", "--sort"]),
+    (JSONL + "{oops\n", 2, ["'{oops'", "not JSON"]),
+    (JSONL + "[1, 2]\n", 2, ["not a JSON object"]),
+    (JSONL + '{"timestamp": 1, "input_length": 10}\n', 2, ["'output_length'", "timestamp,input_length", "add"]),
+    (JSONL + '{"timestamp": 1, "input_length": true, "output_length": 2}\n', 2, ["input_length True", "not a number"]),
+    (JSONL + '{"timestamp": 1, "input_length": NaN, "output_length": 2}\n', 2, ["input_length nan"]),
+    (JSONL + '{"timestamp": null, "input_length": 1, "output_length": 2}\n', 2, ["timestamp None"]),
+    (
+        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": "x"}\n',
+        2,
+        ["hash_ids", "'x'", "not a list"],
+    ),
+    (
+        "arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens\n0.0,33,2,1 2 x,16\n",
+        2,
+        ["hash_ids", "'1 2 x'", "not a list of numbers"],
+    ),
+    (
+        "arrival_s,prompt_tokens,output_tokens,hash_ids\n0.0,33,2,1 2 3\n",
+        2,
+        ["hash_ids", "no block size", "--hash-block-tokens"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "parts"), BAD_ROWS)
+def test_a_bad_row_is_named(tmp_path, text, line, parts):
+    path = tmp_path / "bad.trace"
+    path.write_text(text)
+    with pytest.raises(TraceError) as caught:
+        list(open_trace(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"{path}, line {line}: " in message
+    for part in parts:
+        assert part in message
+    assert ";" in message  # what to do stands behind the semicolon
+
+
+@pytest.mark.parametrize(
+    ("header", "parts"),
+    [
+        ("TIMESTAMP,ContextToken,GeneratedTokens", ["nearest: azure", "'ContextToken' to 'ContextTokens'"]),
+        ("a,b,c", ["no known format", "arrival_s,prompt_tokens,output_tokens"]),
+        ("arrival_s,prompt_tokens,output_tokens,sesion_id", ["'sesion_id'", "did you mean 'session_id'"]),
+        ('{"text": 1}', ["no known format", "timestamp"]),
+    ],
+)
+def test_a_wrong_header_is_named_with_the_nearest_right_one(tmp_path, header, parts):
+    path = tmp_path / "h.csv"
+    path.write_text(header + "\n1,2,3\n")
+    with pytest.raises(TraceError) as caught:
+        list(open_trace(path))
+    message = str(caught.value)
+    assert f"{path}, line 1: " in message
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_forced_format_names_the_missing_column(tmp_path):
+    path = tmp_path / "f.csv"
+    path.write_text("arrival,prompt_tokens,output_tokens\n1,2,3\n")
+    with pytest.raises(TraceError, match=r"line 1: header .* no column 'arrival_s'; rename column 'arrival'"):
+        list(open_trace(path, format="kvtwin"))
+    with pytest.raises(TraceError, match=r"format 'azur' is unknown; did you mean 'azure'\?"):
+        open_trace(path, format="azur")
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (OWN.splitlines()[0].encode(), "holds no request"),
+        (OWN.encode() + b"1.0,5,\xff\n", r"line 3: byte 0xff at column 7 is not UTF-8.*re-encode"),
+        (gzip.compress(OWN.encode() * 500)[:-20], "damaged gzip file"),
+    ],
+)
+def test_broken_files(tmp_path, data, match):
+    path = tmp_path / "broken"
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=match) as caught:
+        list(open_trace(path))
+    assert str(path) in str(caught.value)
+
+
+def test_missing_files_and_folders(tmp_path):
+    with pytest.raises(TraceError, match="no such file; check the path"):
+        open_trace(tmp_path / "none.csv")
+    with pytest.raises(TraceError, match="is a directory"):
+        open_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"time_unit": "h"}, "time unit 'h' is unknown; give one of s, ms, us, ns"),
+        ({"zero_tokens": "no"}, "zero_tokens 'no'"),
+        ({"hash_block_tokens": 0}, "hash_block_tokens 0 is too small"),
+        ({"tokenizer": "bytes:x"}, "bytes:4"),
+        ({"tokenizer": "/no/such/tokenizer.json"}, "no such file"),
+    ],
+)
+def test_bad_options(tmp_path, options, match):
+    path = tmp_path / "t.csv"
+    path.write_text(OWN)
+    with pytest.raises(TraceError, match=match):
+        open_trace(path, **options)
+
+
+def test_a_time_unit_makes_no_sense_for_stamps(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(AZURE)
+    with pytest.raises(TraceError, match="date stamps"):
+        list(open_trace(path, time_unit="ms"))
+
+
+HEADERS = ["", "[", *(",".join(form.required) for form in CSV_FORMATS.values()), JSONL.strip()]
+PIECES = [
+    "1",
+    "2.5",
+    "-1",
+    "nan",
+    "2023-11-16 18:15:46.68",
+    ",",
+    ",",
+    ",",
+    "\n",
+    "\n",
+    '"',
+    "{",
+    "}",
+    "[",
+    ":",
+    "x",
+    "\r",
+]
+PIECES += ['{"conversations": [{"value": "a"}]}', '{"timestamp": 0, "input_length": 1, "output_length": 1}', "\ufeff"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@given(st.sampled_from(HEADERS), st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=25))
+def test_whatever_is_in_a_file_it_is_read_or_told_in_one_line(tmp_path, header, pieces):
+    path = tmp_path / "any"
+    path.write_text(header + "\n" + "".join(pieces), encoding="utf-8", errors="ignore")
+    try:
+        requests = list(open_trace(path, tokenizer=len, default_output_tokens=1, sharegpt_filter=False))
+    except TraceError as error:
+        assert "\n" not in str(error)
+        assert str(path) in str(error)
+    else:
+        assert all(r.prompt_tokens >= 1 and r.output_tokens >= 1 and r.arrival_s >= 0 for r in requests)
+        assert [r.request_id for r in requests] == list(range(len(requests)))

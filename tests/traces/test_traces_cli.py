@@ -1,0 +1,119 @@
+"""`kvtwin trace` from the command line's arguments to what is printed and written."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+
+from traces.cli import add_commands
+from traces.errors import TraceError
+from traces.readers import open_trace
+
+TRACE = "arrival_s,prompt_tokens,output_tokens\n0.0,100,10\n1.0,200,20\n2.0,300,30\n2.0,400,400\n4.0,500,50\n"
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(TRACE)
+    return path
+
+
+def kvtwin(*words):
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(required=True))
+    args = parser.parse_args(["trace", *map(str, words)])
+    return args.run(args)
+
+
+def test_inspect_prints_a_table_and_json(trace, capsys):
+    assert kvtwin("inspect", trace) == 0
+    shown = capsys.readouterr().out
+    assert "1.25 /s" not in shown
+    assert "1 /s" in shown
+    assert "300" in shown
+    assert kvtwin("inspect", trace, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["format"] == "kvtwin"
+    assert summary["requests"] == 5
+    assert summary["prompt_tokens"]["p50"] == 300
+    assert summary["infinite_cache_token_hits"] is None
+
+
+def test_convert_applies_its_steps_in_order(trace, tmp_path, capsys):
+    out = tmp_path / "out.csv"
+    kvtwin("convert", trace, "-o", out, "--window", "1:4", "--clip", "500", "--rate-scale", "2", "--spread-ties")
+    assert capsys.readouterr().out == f"wrote 3 requests to {out}\n"
+    assert [r[:4] for r in open_trace(out)] == [(0, 0.0, 200, 20), (1, 0.5, 300, 30), (2, 0.75, 250, 250)]
+
+
+def test_convert_merges_sorts_and_heads(trace, tmp_path):
+    unsorted = tmp_path / "u.csv"
+    unsorted.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n3.0,7,7\n0.5,8,8\n")
+    out = tmp_path / "out.csv"
+    with pytest.raises(TraceError, match="--sort"):
+        kvtwin("convert", trace, unsorted, "-o", out)
+    assert not out.exists()
+    kvtwin("convert", trace, unsorted, "-o", out, "--sort", "--head", "3")
+    assert [r[1:3] for r in open_trace(out)] == [(0.0, 100), (0.5, 8), (1.0, 200)]
+
+
+def test_convert_in_place_and_to_jsonl(trace, tmp_path):
+    kvtwin("convert", trace, "-o", trace, "--rate-scale", "0.5")
+    assert [r.arrival_s for r in open_trace(trace)] == [0.0, 2.0, 4.0, 4.0, 8.0]
+    out = tmp_path / "o.jsonl"
+    kvtwin("convert", trace, "-o", out)
+    assert open_trace(out).format == "mooncake"
+    assert list(open_trace(out)) == list(open_trace(trace))
+
+
+def test_convert_gives_words_arrivals(tmp_path, capsys):
+    data = tmp_path / "s.json"
+    turns = [{"from": "human", "value": "a" * 40}, {"from": "gpt", "value": "b" * 80}]
+    data.write_text(json.dumps([{"conversations": turns}] * 50 + [{"conversations": []}]))
+    out = tmp_path / "out.csv"
+    kvtwin("convert", data, "-o", out, "--tokenizer", "bytes:4", "--request-rate", "4", "--seed", "3")
+    assert "50 requests" in (shown := capsys.readouterr().out)
+    assert "1 rows skipped" in shown
+    requests = list(open_trace(out))
+    assert {r[2:4] for r in requests} == {(10, 20)}
+    assert 6 < requests[-1].arrival_s < 20
+
+
+def test_generate_writes_what_the_library_generates(tmp_path, capsys):
+    out = tmp_path / "g.csv"
+    kvtwin("generate", "sessions", "-o", out, "--num-prompts", 50, "--turns", 2, "--seed", 4)
+    assert "wrote 50 requests" in capsys.readouterr().out
+    assert len({r.session_id for r in open_trace(out)}) > 5
+    with pytest.raises(TraceError, match="no option 'turns'"):
+        kvtwin("generate", "fixed", "-o", out, "--turns", 2)
+
+
+def test_list_and_fetch(capsys):
+    kvtwin("list", "--json")
+    names = [item["name"] for item in json.loads(capsys.readouterr().out)]
+    kvtwin("list")
+    table = capsys.readouterr().out
+    assert all(name in table for name in names)
+    with pytest.raises(TraceError, match="--sha256 HEX"):
+        kvtwin("fetch", "azure-conv-2024")
+
+
+@pytest.mark.parametrize("text", ["5", "a:b", "9:5", "-1:4"])
+def test_windows_are_checked(trace, tmp_path, text):
+    with pytest.raises(TraceError, match="window"):
+        kvtwin("convert", trace, "-o", tmp_path / "o.csv", f"--window={text}")
+
+
+def test_help_is_quick_to_load_and_names_the_workloads(capsys):
+    for command in ("inspect", "convert", "generate", "list", "fetch"):
+        with pytest.raises(SystemExit) as caught:
+            kvtwin(command, "--help")
+        assert caught.value.code == 0
+    assert "azure-conv-2023" in capsys.readouterr().out
+    heavy = "{'numpy', 'rich', 'urllib.request'}"
+    code = f"import sys, traces.cli; print(sorted({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,266 @@
+"""Every format, and the traps of each: what a file says is what the stream of requests says."""
+
+import gzip
+import json
+import subprocess
+import sys
+import tracemalloc
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from traces import readers
+from traces.errors import TraceError
+from traces.readers import FORMATS, detect, open_trace
+from traces.request import Request
+from traces.summary import summarize
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
+AZURE, MOONCAKE = SHARED / "azure2023_conv.csv", SHARED / "mooncake_synthetic_trace.jsonl"
+needs_azure = pytest.mark.skipif(not AZURE.exists(), reason="needs the Azure 2023 trace in ../shared (not shipped)")
+needs_mooncake = pytest.mark.skipif(not MOONCAKE.exists(), reason="needs the Mooncake trace in ../shared (not shipped)")
+
+AZURE_2023 = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    "2023-11-16 23:59:58.6805900,374,44\r\n"
+    "2023-11-16 23:59:59.9951691,396,109\r\n"
+    "2023-11-17 00:00:00.0000000,879,55"
+)
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def rows(path, **options):
+    return [request[1:4] for request in open_trace(path, **options)]
+
+
+def test_azure_2023_keeps_seven_digits_across_midnight(tmp_path):
+    path = write(tmp_path, "a.csv", AZURE_2023)
+    assert rows(path) == [(0.0, 374, 44), (1.3145791, 396, 109), (1.31941, 879, 55)]
+    assert open_trace(path).format == "azure"
+
+
+def test_azure_2024_mixes_fractions_and_carries_a_zone(tmp_path):
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-12 00:00:00.003163+00:00,10,1\n"
+        "2024-05-12 00:00:01+00:00,20,2\n"
+        "2024-05-12T02:00:02.5+02:00,30,3\n"
+        "2024-05-12 00:00:03.1Z,40,4\n\n\n"
+    )
+    expected = [(0.0, 10, 1), (0.996837, 20, 2), (2.496837, 30, 3), (3.096837, 40, 4)]
+    assert rows(write(tmp_path, "a.csv", text)) == expected
+
+
+def test_azure_2025_has_a_column_more(tmp_path):
+    text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00.1,2,300,40\n"
+    assert rows(write(tmp_path, "a.csv", text)) == [(0.0, 300, 40)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "kvtwin",
+            "arrival_s,prompt_tokens,output_tokens,note\n1.5,10,2,x\n2.25,20,3,y\n",
+            [(1.5, 10, 2), (2.25, 20, 3)],
+        ),
+        (
+            "burstgpt",
+            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+            "5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,1087,230,1317,API log\n",
+            [(0.0, 472, 18), (40.5, 1087, 230)],
+        ),
+        ("vidur", "arrived_at,num_prefill_tokens,num_decode_tokens\n3.0,7,8\n", [(3.0, 7, 8)]),
+        (
+            "vidur-lengths",
+            "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n74,918,992,0.08\n5,6,11,0.8\n",
+            [(0.0, 74, 918), (0.0, 5, 6)],
+        ),
+        (
+            "splitwise",
+            "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
+            "0,2,0,0.25,1,100,10\n",
+            [(0.25, 100, 10)],
+        ),
+        (
+            "mooncake",
+            '{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
+            '{"timestamp": 4500, "input_length": 512, "output_length": 6, "hash_ids": [1]}\n',
+            [(0.0, 600, 5), (1.5, 512, 6)],
+        ),
+    ],
+)
+def test_formats_are_told_by_their_first_line(tmp_path, name, text, expected):
+    path = write(tmp_path, "trace.any", text)
+    assert detect(path) == name
+    assert rows(path) == expected
+    assert rows(path, format=name) == expected
+
+
+@pytest.mark.parametrize("variant", ["crlf", "bom", "gz", "no newline", "blank lines"])
+def test_odd_but_right_files_read_the_same(tmp_path, variant):
+    text = "arrival_s,prompt_tokens,output_tokens\n0.5,10,2\n1.5,20,3\n"
+    data = {
+        "crlf": text.replace("\n", "\r\n").encode(),
+        "bom": b"\xef\xbb\xbf" + text.encode(),
+        "gz": gzip.compress(text.encode()),
+        "no newline": text.rstrip("\n").encode(),
+        "blank lines": b"\n" + text.replace("1.5", "\n1.5").encode() + b"\n\n",
+    }[variant]
+    assert rows(write(tmp_path, "t.csv", data)) == [(0.5, 10, 2), (1.5, 20, 3)]
+
+
+def test_numbers_as_pandas_writes_them_and_quotes_are_read(tmp_path):
+    text = ',arrival_s,prompt_tokens,output_tokens,session_id\n0,0.0,10.0,2.0,"a,b"\n1,1.0,"11",3,plain\n'
+    requests = list(open_trace(write(tmp_path, "t.csv", text)))
+    assert [r[1:5] for r in requests] == [(0.0, 10, 2, "a,b"), (1.0, 11, 3, "plain")]
+    assert all(type(r.prompt_tokens) is int for r in requests)
+
+
+def test_bailian_joins_turns_into_sessions(tmp_path):
+    lines = [
+        {"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 33, "output_length": 4},
+        {"chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "input_length": 40, "output_length": 8},
+        {"chat_id": 7, "parent_chat_id": -1, "timestamp": 63.0, "input_length": 16, "output_length": 8},
+        {"chat_id": 161, "parent_chat_id": 160, "timestamp": 64.0, "input_length": 40, "output_length": 8},
+    ]
+    for line, ids in zip(lines, ([1, 2, 3], [1, 2], [9], [1]), strict=True):
+        line["hash_ids"] = ids
+    path = write(tmp_path, "b.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    requests = list(open_trace(path))
+    assert [r.session_id for r in requests] == ["159", "159", "7", "159"]
+    assert requests[1].arrival_s == pytest.approx(1.386)
+    assert requests[0].hash_ids == (1, 2, 3)
+    assert requests[0].hash_block_tokens == 16
+
+
+def test_time_units_and_block_sizes_can_be_given(tmp_path):
+    text = '{"timestamp": 1, "input_length": 64, "output_length": 1, "hash_ids": [1, 2, 3, 4]}\n' * 2
+    path = write(tmp_path, "m.jsonl", text.replace("1,", "7,", 1))
+    with pytest.raises(TraceError, match=r"hash_ids .*4 ids where 64 tokens make 1 blocks of 512"):
+        list(open_trace(path))
+    text = text.replace('"timestamp": 1', '"timestamp": 3', 1)
+    requests = list(open_trace(write(tmp_path, "m.jsonl", text), time_unit="s", hash_block_tokens=16, sort=True))
+    assert [(r.request_id, r.arrival_s, r.hash_block_tokens) for r in requests] == [(0, 0.0, 16), (1, 2.0, 16)]
+
+
+def test_vllm_custom_needs_lengths(tmp_path):
+    path = write(tmp_path, "v.jsonl", '{"prompt": "four", "output_tokens": 9}\n{"prompt": "12345"}\n')
+    with pytest.raises(TraceError, match=r"line 1: prompt_tokens None is not given; give `--tokenizer`"):
+        list(open_trace(path))
+    assert rows(path, tokenizer="bytes:4", default_output_tokens=256) == [(0.0, 1, 9), (0.0, 2, 256)]
+    assert rows(path, tokenizer=len, default_output_tokens=1) == [(0.0, 4, 9), (0.0, 5, 1)]
+
+
+def sharegpt(*lengths, **more):
+    turns = [[{"from": "human", "value": "a" * p}, {"from": "gpt", "value": "b" * o}] for p, o in lengths]
+    return [{"id": str(i), "conversations": turn, **more} for i, turn in enumerate(turns)]
+
+
+def test_sharegpt_follows_vllms_rule(tmp_path):
+    # Too short, too long a prompt, too long together, one turn only, and two that stay.
+    data = sharegpt((3, 9), (1025, 4), (1024, 1025), (4, 4), (1024, 1024))
+    data.append({"conversations": [{"from": "human", "value": "hello"}]})
+    trace = open_trace(write(tmp_path, "s.json", json.dumps(data, indent=1)), tokenizer=len)
+    assert [r[:4] for r in trace] == [(0, 0.0, 4, 4), (1, 0.0, 1024, 1024)]
+    assert trace.skipped == 4
+    everything = open_trace(trace.path, tokenizer=len, sharegpt_filter=False)
+    assert [r[2:4] for r in everything] == [(3, 9), (1025, 4), (1024, 1025), (4, 4), (1024, 1024)]
+
+
+def test_sharegpt_larger_than_a_block_is_streamed(tmp_path):
+    data = sharegpt(*[(600, 400)] * 1500)
+    path = write(tmp_path, "s.json", json.dumps(data))
+    assert path.stat().st_size > 1 << 20
+    assert len(rows(path, tokenizer=len)) == 1500
+    broken = write(tmp_path, "t.json", json.dumps(data, indent=0)[:-700])
+    with pytest.raises(TraceError, match=r"t\.json, line \d+: element .* is not whole JSON; download"):
+        rows(broken, tokenizer=len)
+
+
+def test_sharegpt_lengths_may_be_given(tmp_path):
+    path = write(tmp_path, "s.json", json.dumps(sharegpt((1, 1), prompt_tokens=50, output_tokens=60)))
+    assert rows(path) == [(0.0, 50, 60)]
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("drop", [(4.0, 3, 4)]), ("one", [(0.0, 5, 1), (4.0, 3, 4)])])
+def test_zero_tokens_are_refused_unless_told(tmp_path, policy, expected):
+    text = "Timestamp,Request tokens,Response tokens\n5,5,0\n9,3,4\n"
+    path = write(tmp_path, "b.csv", text)
+    with pytest.raises(TraceError, match=r"line 2: Response tokens '0' .*--zero-tokens drop"):
+        list(open_trace(path))
+    trace = open_trace(path, zero_tokens=policy)
+    got = [r[1:4] for r in trace]
+    assert got == ([(0.0, 3, 4)] if policy == "drop" else expected)
+    assert trace.skipped == (policy == "drop")
+
+
+def test_unsorted_times_name_the_line_and_sorting_is_stable(tmp_path):
+    text = "arrival_s,prompt_tokens,output_tokens\n2.0,1,1\n1.0,2,1\n2.0,3,1\n"
+    path = write(tmp_path, "u.csv", text)
+    with pytest.raises(TraceError, match=r"u\.csv, line 3: arrival_s '1\.0' .*kvtwin trace convert --sort"):
+        list(open_trace(path))
+    assert [r[:3] for r in open_trace(path, sort=True)] == [(0, 1.0, 2), (1, 2.0, 1), (2, 2.0, 3)]
+    stamps = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 10:00:01.5,1,1\n2023-11-16 10:00:00.3,2,2\n"
+    assert rows(write(tmp_path, "s.csv", stamps), sort=True) == [(0.0, 2, 2), (1.2, 1, 1)]
+
+
+def test_order_is_checked_across_blocks(tmp_path):
+    # 100,000 rows are many blocks; the step back stands at the start of one, as far as the test can tell.
+    lines = [f"{i}.0,5,5\n" for i in range(100_000)]
+    lines[70_000] = "3.0,5,5\n"
+    path = write(tmp_path, "u.csv", "arrival_s,prompt_tokens,output_tokens\n" + "".join(lines))
+    with pytest.raises(TraceError, match=r"line 70002: arrival_s '3\.0'"):
+        list(open_trace(path))
+
+
+def test_a_trace_can_be_read_twice_and_streams(tmp_path):
+    lines = "".join(f"{i}.25,100,50\n" for i in range(200_000))
+    trace = open_trace(write(tmp_path, "t.csv", "arrival_s,prompt_tokens,output_tokens\n" + lines))
+    tracemalloc.start()
+    count = sum(1 for _ in trace)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 200_000
+    assert peak < 4_000_000  # the requests themselves would take some 50 MB
+    assert list(islice(trace, 2)) == [Request(0, 0.25, 100, 50), Request(1, 1.25, 100, 50)]
+
+
+def test_reading_needs_no_heavy_imports():
+    heavy = "{'numpy', 'pandas', 'msgspec', 'rich'}"
+    code = f"import sys, traces.readers, traces.transforms, traces.cli; print(sorted({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@needs_azure
+def test_the_real_azure_trace():
+    summary = summarize(open_trace(AZURE))
+    assert summary.requests == 19_366
+    assert summary.duration_s == 3501.721937
+    assert [round(summary.prompt_tokens.mean), summary.prompt_tokens.p50] == [1155, 1020]
+    assert [summary.prompt_tokens.p90, summary.prompt_tokens.p99] == [2734.5, 4142]
+    assert [round(summary.output_tokens.mean), summary.output_tokens.p50] == [211, 129]
+    assert [summary.output_tokens.p90, summary.output_tokens.p99] == [424, 601]
+    assert summary.interval_mean_s == pytest.approx(0.1808, abs=5e-5)
+    assert summary.interval_cv == pytest.approx(1.09, abs=5e-3)
+
+
+@needs_mooncake
+def test_the_real_mooncake_trace():
+    summary = summarize(open_trace(MOONCAKE))
+    assert summary.requests == 3_993
+    assert summary.prompt_tokens.mean == pytest.approx(15_326, abs=1)
+    assert summary.infinite_cache_block_hits == pytest.approx(0.640, abs=5e-4)
+
+
+def test_every_format_is_documented_in_the_module():
+
+    for name in FORMATS:
+        assert name in (readers.__doc__ or "")

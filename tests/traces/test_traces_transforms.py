@@ -1,0 +1,160 @@
+"""Transforms keep what they promise, whatever the requests."""
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traces.errors import TraceError
+from traces.request import Request
+from traces.transforms import at_request_rate, clip, head, merge, scale_rate, spread_ties, window
+
+
+def requests_at(*times, prompt=10, output=2):
+    return [Request(i, time, prompt, output) for i, time in enumerate(times)]
+
+
+def times_of(stream):
+    return [request.arrival_s for request in stream]
+
+
+tokens = st.integers(1, 200_000)
+times = st.lists(st.integers(0, 40).map(lambda n: n / 4), max_size=30).map(sorted)
+
+
+def test_scaling_the_rate_by_two_halves_the_arrivals():
+    assert times_of(scale_rate(requests_at(0.0, 3.0, 5.0), 2)) == [0.0, 1.5, 2.5]
+
+
+@given(times, st.floats(0.01, 100))
+def test_scaling_keeps_order_and_count(at, factor):
+    scaled = times_of(scale_rate(requests_at(*at), factor))
+    assert scaled == sorted(scaled)
+    assert scaled == [time / factor for time in at]
+
+
+def test_a_window_is_half_open_rebased_and_renumbered():
+    got = list(window(requests_at(0.0, 1.0, 1.5, 2.0, 9.0), 1.0, 2.0))
+    assert [(r.request_id, r.arrival_s) for r in got] == [(0, 0.0), (1, 0.5)]
+
+
+def test_a_window_stops_reading_at_its_end():
+    def endless():
+        count = 0
+        while True:
+            yield Request(count, float(count), 1, 1)
+            count += 1
+
+    assert len(list(window(endless(), 0, 100))) == 100
+
+
+@pytest.mark.parametrize(
+    ("before", "limit", "after"),
+    [
+        ((100, 50), 150, (100, 50)),  # fits
+        ((100, 50), 149, (99, 50)),  # the prompt gives way
+        ((100, 500), 200, (100, 100)),  # the output beyond half gives way
+        ((1, 500), 200, (1, 199)),  # a short prompt leaves the output more than half
+        ((14_050, 1_000), 4_096, (3_096, 1_000)),
+        ((14_050, 3_000), 4_096, (2_048, 2_048)),
+        ((5, 5), 2, (1, 1)),
+    ],
+)
+def test_clip_by_hand(before, limit, after):
+    got = next(clip([Request(0, 0.0, *before)], limit))
+    assert (got.prompt_tokens, got.output_tokens) == after
+
+
+@given(tokens, tokens, st.integers(2, 100_000), st.integers(1, 512))
+def test_clip_fits_keeps_what_it_can_and_trims_hash_ids(prompt, output, limit, block):
+    hashes = tuple(range(-(-prompt // block))) if prompt // block < 2_000 else ()
+    before = Request(0, 0.0, prompt, output, "s", hashes, block if hashes else 0)
+    after = next(clip([before], limit))
+    assert 1 <= after.prompt_tokens <= prompt
+    assert 1 <= after.output_tokens <= output
+    assert after.prompt_tokens + after.output_tokens == min(prompt + output, limit)
+    assert after.output_tokens >= min(output, limit // 2) or after.prompt_tokens == 1
+    assert next(clip([after], limit)) == after
+    if hashes:
+        assert after.hash_ids == hashes[: -(-after.prompt_tokens // block)]
+
+
+def test_ties_are_spread_up_to_the_next_stamp():
+    got = times_of(spread_ties(requests_at(0.0, 0.0, 0.0, 3.0, 6.0, 6.0)))
+    assert got == [0.0, 1.0, 2.0, 3.0, 6.0, 7.5]
+    assert times_of(spread_ties(requests_at(5.0, 5.0))) == [5.0, 5.0]
+
+
+@given(times)
+def test_spreading_keeps_order_first_of_each_stamp_and_identity(at):
+    before = requests_at(*at)
+    after = list(spread_ties(before))
+    assert times_of(after) == sorted(times_of(after))
+    assert [r.request_id for r in after] == [r.request_id for r in before]
+    for old, new in zip(before, after, strict=True):
+        if at.index(old.arrival_s) == old.request_id:  # the first of its stamp stays
+            assert new.arrival_s == old.arrival_s
+    if len(set(at)) > 1:
+        assert len(set(times_of(after))) == len(at)
+
+
+@given(st.lists(times, min_size=1, max_size=4))
+def test_merge_is_sorted_stable_and_renumbered(streams):
+    inputs = [requests_at(*at, prompt=number + 1) for number, at in enumerate(streams)]
+    got = list(merge(*inputs))
+    assert [r.request_id for r in got] == list(range(sum(map(len, streams))))
+    expected = sorted((time, number) for number, at in enumerate(streams) for time in at)
+    assert [(r.arrival_s, r.prompt_tokens - 1) for r in got] == expected
+
+
+def test_merge_tells_the_prefixes_and_sessions_of_traces_apart():
+    one = [Request(0, 0.0, 32, 1, "a", (1, 2), 16)]
+    two = [Request(0, 1.0, 32, 1, "a", (1, 3), 16)]
+    first, second = merge(one, two)
+    assert not set(first.hash_ids) & set(second.hash_ids)
+    assert first.session_id != second.session_id
+    assert list(merge(one)) == one
+
+
+def test_head():
+    assert len(list(head(requests_at(0.0, 1.0, 2.0), 2))) == 2
+
+
+@pytest.mark.parametrize(("burstiness", "cv"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
+def test_request_rate_and_burstiness_are_those_asked_for(burstiness, cv):
+    at = times_of(at_request_rate(requests_at(*[0.0] * 40_000), 5.0, burstiness, seed=3))
+    gaps = [b - a for a, b in pairwise(at)]
+    mean = sum(gaps) / len(gaps)
+    spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert at[0] == 0.0
+    assert at == sorted(at)
+    assert mean == pytest.approx(0.2, rel=0.04)
+    assert spread / mean == pytest.approx(cv, rel=0.04)
+
+
+def test_request_rate_is_seeded_and_infinity_puts_all_at_once():
+    trace = requests_at(0.0, 1.0, 2.0)
+    assert times_of(at_request_rate(trace, 2.0, seed=1)) == times_of(at_request_rate(trace, 2.0, seed=1))
+    assert times_of(at_request_rate(trace, 2.0, seed=1)) != times_of(at_request_rate(trace, 2.0, seed=2))
+    assert times_of(at_request_rate(trace, inf)) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda r: scale_rate(r, 0),
+        lambda r: scale_rate(r, inf),
+        lambda r: window(r, 5, 5),
+        lambda r: window(r, -1, 5),
+        lambda r: clip(r, 1),
+        lambda r: head(r, 0),
+        lambda r: at_request_rate(r, 0),
+        lambda r: at_request_rate(r, 1, burstiness=0),
+        lambda r: at_request_rate(r, float("nan")),
+    ],
+)
+def test_senseless_arguments_are_refused_at_once(wrong):
+    with pytest.raises(TraceError, match=";"):
+        wrong([])

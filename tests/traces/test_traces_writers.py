@@ -1,0 +1,81 @@
+"""What is written is what is read back, and a failed write leaves nothing."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from traces.errors import TraceError
+from traces.readers import open_trace
+from traces.request import Request
+from traces.writers import write_trace
+
+names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=6)
+
+
+@st.composite
+def requests(draw):
+    count = draw(st.integers(1, 12))
+    times = sorted(draw(st.lists(st.floats(0, 1e9, allow_nan=False), min_size=count, max_size=count)))
+    stream = []
+    for i, time in enumerate(times):
+        prompt, output = draw(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)))
+        block = draw(st.sampled_from((0, max(1, prompt // 3))))
+        hashes = tuple(draw(st.integers(0, 2**63)) for _ in range(-(-prompt // block))) if block else ()
+        stream.append(Request(i, time + 0.0, prompt, output, draw(names), hashes, block))
+    return stream
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(requests())
+def test_our_csv_is_lossless(tmp_path, stream):
+    path = tmp_path / "t.csv"
+    assert write_trace(stream, path) == len(stream)
+    assert list(open_trace(path)) == stream
+
+
+def test_plain_requests_make_plain_rows(tmp_path):
+    path = tmp_path / "t.csv"
+    write_trace([Request(0, 0.1, 5, 6), Request(1, 2.0, 7, 8)], path)
+    assert path.read_text() == "arrival_s,prompt_tokens,output_tokens\n0.1,5,6\n2.0,7,8\n"
+
+
+def test_rows_widen_when_a_later_request_needs_it(tmp_path):
+    plain = [Request(i, float(i), 5, 6) for i in range(10_000)]
+    stream = [*plain, Request(10_000, 10_000.0, 20, 1, "late", (4, 5), 16)]
+    path = tmp_path / "t.csv"
+    write_trace(stream, path)
+    assert list(open_trace(path)) == stream
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_mooncakes_jsonl_reads_back(tmp_path):
+    stream = [Request(0, 0.0, 600, 5, "", (1, 2), 512), Request(1, 1.5, 512, 6, "", (1,), 512)]
+    path = tmp_path / "t.jsonl"
+    write_trace(stream, path)
+    assert path.read_text().splitlines()[1] == (
+        '{"timestamp": 1500, "input_length": 512, "output_length": 6, "hash_ids": [1]}'
+    )
+    assert list(open_trace(path)) == stream
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("old")
+
+    def breaks():
+        yield Request(0, 0.0, 1, 1)
+        raise TraceError("bad row")
+
+    with pytest.raises(TraceError, match="bad row"):
+        write_trace(breaks(), path)
+    with pytest.raises(TraceError, match="no request is left"):
+        write_trace([], path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_unwritable_places_and_names_are_told(tmp_path):
+    with pytest.raises(TraceError, match="cannot be written"):
+        write_trace([Request(0, 0.0, 1, 1)], tmp_path / "none" / "t.csv")
+    with pytest.raises(TraceError, match="line break"):
+        write_trace([Request(0, 0.0, 1, 1, "a\nb")], tmp_path / "t.csv")

@@ -1,0 +1,206 @@
+"""Traces in CSV: Azure 2023-2025, BurstGPT, Vidur, Splitwise and our own, as one table of column names."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from traces.errors import TraceError
+from traces.fields import Where
+from traces.files import text_blocks
+from traces.rows import Columns, LineReader, ReadOptions, Row
+from traces.stamps import TICKS_PER_S, StampClock
+
+
+@dataclass(frozen=True, slots=True)
+class CsvFormat:
+    """Which columns hold what. `time` None: the file has lengths only, and every request arrives at 0."""
+
+    time: str | None
+    prompt: str
+    output: str
+    stamps: bool = False  # times are date stamps rather than numbers
+    rebased: bool = True
+    session: str = ""
+    hashes: str = ""
+    block: str = ""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns that a file of this format must have."""
+        return tuple(name for name in (self.time, self.prompt, self.output) if name is not None)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The columns that it may have and that are read."""
+        return tuple(name for name in (self.session, self.hashes, self.block) if name)
+
+
+# In the order of detection: the first whose required columns are all there is the file's format.
+CSV_FORMATS = {
+    "kvtwin": CsvFormat(
+        "arrival_s",
+        "prompt_tokens",
+        "output_tokens",
+        rebased=False,
+        session="session_id",
+        hashes="hash_ids",
+        block="hash_block_tokens",
+    ),
+    # 2025 adds NumImages; its image tokens are not in ContextTokens' prompt text and are not read.
+    "azure": CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", stamps=True),
+    "burstgpt": CsvFormat("Timestamp", "Request tokens", "Response tokens", session="Session ID"),
+    "vidur": CsvFormat("arrived_at", "num_prefill_tokens", "num_decode_tokens", rebased=False),
+    "vidur-lengths": CsvFormat(None, "num_prefill_tokens", "num_decode_tokens", rebased=False),
+    "splitwise": CsvFormat("arrival_timestamp", "prompt_size", "token_size", rebased=False),
+}
+
+
+def split_cells(where: Where, line: str) -> list[str]:
+    """Return the cells of one CSV line, or raise the `TraceError` that says why there are none."""
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise where.error("row", line, f"is not CSV ({error})", "check that the file is a trace at all") from None
+
+
+def split_header(where: Where, line: str) -> list[str]:
+    """Return the column names of a CSV header line."""
+    return [name.strip() for name in split_cells(where, line)]
+
+
+class CsvReader(LineReader):
+    """Reads one CSV file of the given format."""
+
+    def __init__(self, path: Path, options: ReadOptions, csv_format: CsvFormat) -> None:
+        self.format = csv_format
+        self.rebased = csv_format.rebased
+        super().__init__(path, options)
+        self.clock = StampClock()
+        if csv_format.stamps:
+            if options.time_unit is not None:
+                raise TraceError(f"{path}: its times are date stamps; leave out the time unit ({options.time_unit})")
+            self.per_s = TICKS_PER_S
+        self.header: list[str] = []
+        self.index: dict[str, int] = {}
+
+    def body(self) -> Iterator[tuple[int, str]]:
+        """Read the header, then yield the blocks of lines below it."""
+        header_seen = False
+        for number, text in text_blocks(self.path):
+            while text and not header_seen:
+                line, _, text = text.partition("\n")
+                if line.strip():
+                    self._read_header(Where(self.path, number), line)
+                    header_seen = True
+                number += 1
+            if text:
+                yield number, text
+        if not header_seen:
+            raise TraceError(f"{self.path}: is empty; check that it was written to its end")
+
+    def _read_header(self, where: Where, line: str) -> None:
+        self.header = split_header(where, line)
+        self.index = {name: i for i, name in enumerate(self.header) if name}
+        for name in self.format.required:
+            if name not in self.index:
+                close = get_close_matches(name, self.header, 1, 0.6)
+                remedy = (
+                    f"rename column {close[0]!r}" if close else f"the header needs {','.join(self.format.required)}"
+                )
+                raise where.error("header", line, f"has no column {name!r}", remedy)
+        for name in self.header:
+            close = get_close_matches(name, self.format.optional, 1, 0.8)
+            if close and name not in self.format.optional:
+                raise where.error("header", line, f"has an unknown column {name!r}", f"did you mean {close[0]!r}?")
+        self.time_field = self.format.time or ""
+
+    def fast(self, text: str) -> Columns:
+        """Return the columns of a block of rows without quotes, all as long as the header."""
+        if '"' in text:
+            raise ValueError("quoted")
+        form, index = self.format, self.index
+        if form.stamps:
+            text = text.replace("+00:00,", ",")
+        columns = list(zip(*[line.split(",") for line in text.split("\n")], strict=True))
+        if len(columns) != len(self.header):
+            raise ValueError("ragged")
+        prompts, outputs = columns[index[form.prompt]], columns[index[form.output]]
+        stamps = columns[index[form.time]] if form.time else ()
+        if "_" in text and any("_" in cell for column in (stamps, prompts, outputs) for cell in column):
+            raise ValueError("Python's digit groups are not a trace's")
+        if form.stamps:
+            times = self.clock.ticks(stamps)
+        else:
+            times = list(map(float, stamps)) if form.time else [0.0] * len(prompts)
+        return self._with_optional(Columns(times, list(map(int, prompts)), list(map(int, outputs))), columns)
+
+    def _with_optional(self, plain: Columns, columns: list[tuple[str, ...]]) -> Columns:
+        form, index = self.format, self.index
+        sessions = columns[index[form.session]] if form.session in index else ()
+        if form.hashes not in index:
+            return plain._replace(sessions=sessions)
+        hashes = [tuple(map(int, cell.split())) for cell in columns[index[form.hashes]]]
+        default = self.options.hash_block_tokens or 0
+        blocks = [int(cell) if cell else default for cell in columns[index[form.block]]] if form.block in index else ()
+        blocks = blocks or [default] * len(hashes)
+        if not all(map(hashes_fit, plain.prompts, hashes, blocks)):
+            raise ValueError("hash ids")
+        return plain._replace(sessions=sessions, hashes=hashes, blocks=blocks)
+
+    def row(self, where: Where, line: str) -> Row:
+        """Return one row, quoted or not, or name its first wrong field."""
+        cells = split_cells(where, line)
+        if len(cells) != len(self.header):
+            problem = f"has {len(cells)} fields where the header has {len(self.header)}"
+            raise where.error("row", line, problem, "correct or delete the row")
+        form = self.format
+        zero_allowed = self.options.zero_tokens != "error"
+        time, stamp = 0.0, ""
+        if form.time:
+            stamp = cells[self.index[form.time]].strip()
+            time = self._stamp(where, stamp) if form.stamps else where.number(form.time, stamp)
+        prompt = where.tokens(form.prompt, cells[self.index[form.prompt]], zero_allowed)
+        output = where.tokens(form.output, cells[self.index[form.output]], zero_allowed)
+        session = cells[self.index[form.session]] if form.session in self.index else ""
+        hashes, block = self._hashes(where, cells, prompt)
+        return Row(time, stamp, prompt, output, session, hashes, block)
+
+    def _stamp(self, where: Where, stamp: str) -> float:
+        try:
+            return self.clock.tick(stamp)
+        except ValueError:
+            remedy = "write it as 2023-11-16 18:15:46.6805900, with +00:00 or nothing behind it"
+            raise where.error(self.time_field, stamp, "is not a date stamp", remedy) from None
+
+    def _hashes(self, where: Where, cells: list[str], prompt: int) -> tuple[tuple[int, ...], int]:
+        form = self.format
+        if form.hashes not in self.index:
+            return (), 0
+        text = cells[self.index[form.hashes]]
+        try:
+            hashes = tuple(map(int, text.split()))
+        except ValueError:
+            remedy = "write hash ids as whole numbers with spaces between them"
+            raise where.error(form.hashes, text, "is not a list of numbers", remedy) from None
+        block = self.options.hash_block_tokens or 0
+        if form.block in self.index and (cell := cells[self.index[form.block]].strip()):
+            block = where.tokens(form.block, cell, zero_allowed=True)
+        check_hashes(where, form.hashes, prompt, hashes, block)
+        return hashes, block
+
+
+def hashes_fit(prompt: int, hashes: tuple[int, ...], block: int) -> bool:
+    """Say whether `hashes` name all full blocks of the prompt, and perhaps the partly filled last one."""
+    return not hashes or (block > 0 and prompt // block <= len(hashes) <= -(-prompt // block))
+
+
+def check_hashes(where: Where, field: str, prompt: int, hashes: tuple[int, ...], block: int) -> None:
+    """Raise the error that names hash ids which do not fit the prompt's length."""
+    if hashes_fit(prompt, hashes, block):
+        return
+    if block == 0:
+        raise where.error(field, hashes, "has no block size", "give `--hash-block-tokens` (Mooncake: 512, Bailian: 16)")
+    problem = f"has {len(hashes)} ids where {prompt} tokens make {-(-prompt // block)} blocks of {block}"
+    raise where.error(field, hashes, problem, "give the right `--hash-block-tokens`, or correct the row")

@@ -1,0 +1,78 @@
+"""Opening trace files: gzip or plain, in blocks of whole lines, every failure told as one `TraceError`."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TextIO, cast
+
+from traces.errors import TraceError
+
+BLOCK_CHARS = 1 << 16  # small enough that the first request comes at once, large enough that a block's overhead is not
+
+
+def _open_binary(path: Path) -> IO[bytes]:
+    """Open `path` for reading, decompressing where its first bytes say gzip, whatever its name says."""
+    raw = path.open("rb")
+    if raw.read(2) == b"\x1f\x8b":
+        raw.close()
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    raw.seek(0)
+    return raw
+
+
+def _open_text(path: Path) -> TextIO:
+    _open_binary(path).close()  # the same refusals (missing, a directory, no permission) for both kinds
+    with path.open("rb") as raw:
+        compressed = raw.read(2) == b"\x1f\x8b"
+    if compressed:
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
+    return path.open("r", encoding="utf-8")
+
+
+def _undecodable(path: Path) -> TraceError:
+    """Name the line that is not UTF-8: the text layer reads ahead and cannot tell."""
+    with _open_binary(path) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                byte = line[error.start]
+                return TraceError(
+                    f"{path}, line {number}: byte 0x{byte:02x} at column {error.start + 1} is not UTF-8 text; "
+                    "re-encode the file (`iconv -t UTF-8`) or check that it is a trace at all"
+                )
+    return TraceError(f"{path}: not UTF-8 text; re-encode the file (`iconv -t UTF-8`)")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what the operating system, gzip or the decoder raises into a `TraceError` that names `path`."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise TraceError(
+            f"{path}: no such file; check the path, or get a public trace with `kvtwin trace fetch`"
+        ) from None
+    except IsADirectoryError:
+        raise TraceError(f"{path}: is a directory; name one trace file in it") from None
+    except UnicodeDecodeError:
+        raise _undecodable(path) from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{path}: damaged gzip file ({error}); download it again") from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror or error}); check the path and its rights") from None
+
+
+def text_blocks(path: Path, chars: int = BLOCK_CHARS) -> Iterator[tuple[int, str]]:
+    """Yield (number of the first line, text) for blocks of whole lines; newlines are `\\n`, no byte-order mark.
+
+    Line numbers start at 1. The last block may lack its final newline. Raises `TraceError` as `reading` does.
+    """
+    with reading(path), _open_text(path) as file:
+        number = 1
+        while text := file.read(chars):
+            text += file.readline()
+            yield number, text.removeprefix("\ufeff") if number == 1 else text
+            number += text.count("\n")

@@ -1,0 +1,181 @@
+"""`open_trace`: any known trace file as a stream of `Request`s.
+
+Formats and how they are told apart (by the header's columns or the first object's keys, never by the file's name):
+
+    kvtwin         arrival_s,prompt_tokens,output_tokens[,session_id,hash_ids,hash_block_tokens]      (s, our own)
+    azure          TIMESTAMP,[NumImages,]ContextTokens,GeneratedTokens                                (date stamps)
+    burstgpt       Timestamp,[Session ID,Elapsed time,]Model,Request tokens,Response tokens,...       (s)
+    vidur          arrived_at,num_prefill_tokens,num_decode_tokens; vidur-lengths has no times        (s)
+    splitwise      ...,arrival_timestamp,...,prompt_size,token_size                                   (s)
+    mooncake       {"timestamp", "input_length", "output_length", "hash_ids"} a line                  (ms)
+    bailian        the same with "chat_id" and "parent_chat_id" a line                                (s)
+    vllm-custom    {"prompt", "output_tokens"} a line                                                 (no times)
+    sharegpt       [{"conversations": [{"value"}, {"value"}]}]                                        (no times)
+
+Any of them may be gzipped, begin with a byte-order mark, end its lines with CRLF and lack the last newline.
+"""
+
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from functools import partial
+from itertools import chain, repeat
+from operator import itemgetter
+from pathlib import Path
+from typing import cast
+
+from traces.csv_reader import CSV_FORMATS, CsvReader, split_header
+from traces.errors import TraceError
+from traces.fields import Where
+from traces.files import text_blocks
+from traces.jsonl_reader import JSONL_FORMATS, JsonlReader, parse_object
+from traces.request import Request
+from traces.rows import Columns, Reader, ReadOptions, ZeroTokens
+from traces.text_reader import ShareGptReader, VllmCustomReader, load_tokenizer
+
+FORMATS = (*CSV_FORMATS, *JSONL_FORMATS, "vllm-custom", "sharegpt")
+
+# `Request(*row)` with a third of its cost: a named tuple's own constructor is a Python function, the tuple's is not.
+_request = cast(Callable[[tuple[object, ...]], Request], partial(tuple.__new__, Request))
+
+
+def _requests(columns: Columns, first_id: int) -> Iterator[Request]:
+    ids = range(first_id, first_id + len(columns.times))
+    sessions, hashes, blocks = columns.sessions or repeat(""), columns.hashes or repeat(()), columns.blocks or repeat(0)
+    rows = zip(ids, columns.times, columns.prompts, columns.outputs, sessions, hashes, blocks, strict=False)
+    return map(_request, rows)
+
+
+class Trace:
+    """A trace file: iterate over it for its `Request`s, in order of arrival; each iteration reads the file anew."""
+
+    def __init__(self, path: Path, name: str, options: ReadOptions) -> None:
+        self.path = path
+        self.format = name
+        self.options = options
+        self.skipped = 0  # rows left out by the latest iteration so far, on request or by ShareGPT's rule
+
+    def __repr__(self) -> str:
+        return f"Trace({str(self.path)!r}, format={self.format!r})"
+
+    def __iter__(self) -> Iterator[Request]:
+        if self.options.sort:
+            return self._sorted()
+        return chain.from_iterable(self._blocks())
+
+    def _reader(self) -> Reader:
+        if self.format in CSV_FORMATS:
+            return CsvReader(self.path, self.options, CSV_FORMATS[self.format])
+        if self.format in JSONL_FORMATS:
+            return JsonlReader(self.path, self.options, JSONL_FORMATS[self.format])
+        return (VllmCustomReader if self.format == "vllm-custom" else ShareGptReader)(self.path, self.options)
+
+    def _blocks(self) -> Iterator[Iterator[Request]]:
+        reader, count = self._reader(), 0
+        for columns in reader.columns():
+            self.skipped = reader.skipped
+            yield _requests(columns, count)
+            count += len(columns.times)
+        self.skipped = reader.skipped
+
+    def _sorted(self) -> Iterator[Request]:
+        requests = sorted(chain.from_iterable(self._blocks()), key=itemgetter(1))
+        origin = requests[0].arrival_s if self._reader().rebased else 0.0
+        if requests[0].arrival_s - origin < 0:
+            raise TraceError(f"{self.path}: times start at {requests[0].arrival_s} s, before 0; shift the trace")
+        for request_id, request in enumerate(requests):
+            # Rounded to the nanosecond: taking differences of differences must not add digits to the file's own.
+            arrival_s = round(request.arrival_s - origin, 9) if origin else request.arrival_s
+            yield request._replace(request_id=request_id, arrival_s=arrival_s)
+
+
+def _detect_jsonl(where: Where, line: str) -> str:
+    keys = parse_object(where, line).keys()
+    for name, form in JSONL_FORMATS.items():
+        if keys >= set(form.required):
+            return name
+    if "conversations" in keys or "conversation" in keys:
+        return "sharegpt"
+    if "prompt" in keys:
+        return "vllm-custom"
+    known = "; ".join(f"{name}: {','.join(form.required)}" for name, form in JSONL_FORMATS.items())
+    raise where.error("keys", ",".join(keys), "belong to no known format", f"they need to hold one of {known}")
+
+
+def _detect_csv(where: Where, line: str) -> str:
+    header = set(split_header(where, line))
+    for name, form in CSV_FORMATS.items():
+        if header >= set(form.required):
+            return name
+    overlap = {name: len(header & set(form.required)) for name, form in CSV_FORMATS.items()}
+    nearest = max(overlap, key=lambda name: overlap[name])
+    form = CSV_FORMATS[nearest if overlap[nearest] else "kvtwin"]
+    missing = [name for name in form.required if name not in header]
+    close = [match for name in missing for match in get_close_matches(name, sorted(header), 1, 0.6)]
+    hint = f"rename column {close[0]!r} to {missing[0]!r}" if close else f"add {','.join(missing)}"
+    if not overlap[nearest] and not close:
+        hint = f"write the columns {','.join(form.required)}"
+    raise where.error("header", line, f"belongs to no known format (nearest: {nearest})", hint)
+
+
+def detect(path: Path) -> str:
+    """Return the name of the format of `path`, by its first line that is not blank. Raises `TraceError`."""
+    for number, text in text_blocks(path):
+        for offset, line in enumerate(text.split("\n")):
+            start = line.strip()
+            if start:
+                where = Where(path, number + offset)
+                if start.startswith("["):
+                    return "sharegpt"
+                return _detect_jsonl(where, start) if start.startswith("{") else _detect_csv(where, start)
+    raise TraceError(f"{path}: is empty; check that it was written to its end")
+
+
+def open_trace(
+    path: str | Path,
+    *,
+    format: str | None = None,
+    time_unit: str | None = None,
+    hash_block_tokens: int | None = None,
+    default_prompt_tokens: int | None = None,
+    default_output_tokens: int | None = None,
+    tokenizer: str | Callable[[str], int] | None = None,
+    zero_tokens: ZeroTokens = "error",
+    sharegpt_filter: bool = True,
+    sort: bool = False,
+) -> Trace:
+    """Open a trace file; its rows are read as the returned `Trace` is iterated over, a block at a time.
+
+    Arrivals are seconds after the first request, except in `kvtwin`, `vidur` and `splitwise` files, whose times are
+    kept; formats without times put every request at 0 (see `traces.transforms.at_request_rate`).
+
+    - `format`: one of `FORMATS`; by default it is detected.
+    - `time_unit`: "s", "ms", "us" or "ns" for numeric times, where a tool wrote them in another unit than the format's.
+    - `hash_block_tokens`: tokens of a prefix block, where it is not the format's (Mooncake 512, Bailian 16).
+    - `tokenizer`, `default_prompt_tokens`, `default_output_tokens`: lengths of prompts that a file gives in words; a
+      tokenizer is a function from text to a count, a path to a tokenizer.json, or "bytes:4" for an estimate.
+    - `zero_tokens`: what a row of zero prompt or output tokens is: an "error", to "drop", or a request of "one".
+    - `sharegpt_filter`: apply vLLM's rule of which conversations to keep.
+    - `sort`: sort by time, stably, holding the whole trace in memory; otherwise a time that steps back is an error.
+
+    Raises `TraceError`, at once for a file that cannot be opened or told, while iterating for a bad row.
+    """
+    path = Path(path)
+    if format is None:
+        format = detect(path)
+    elif format not in FORMATS:
+        close = get_close_matches(format, FORMATS, 1, 0.5)
+        remedy = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(FORMATS)}"
+        raise TraceError(f"{path}: format {format!r} is unknown; {remedy}")
+    if isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer)
+    options = ReadOptions(
+        time_unit=time_unit,
+        hash_block_tokens=hash_block_tokens,
+        sort=sort,
+        zero_tokens=zero_tokens,
+        tokenizer=tokenizer,
+        default_prompt_tokens=default_prompt_tokens,
+        default_output_tokens=default_output_tokens,
+        sharegpt_filter=sharegpt_filter,
+    )
+    return Trace(path, format, options)

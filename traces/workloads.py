@@ -1,0 +1,32 @@
+"""Names of the synthetic workloads and their options: apart from the generators, so that help needs no numpy."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+WORKLOADS: Mapping[str, str] = MappingProxyType(
+    {
+        "fixed": "every request --input-len (512) and --output-len (128) tokens long",
+        "uniform": "lengths uniform within 1 +- --range-ratio (0.5) of --input-len (512) and --output-len (128)",
+        "azure-conv-2023": "lengths and arrivals fitted to Azure's conversation trace of 2023 (5.53 requests/s)",
+        "sharegpt": "ShareGPT's published mean lengths, 161 and 338 tokens, heavy-tailed",
+        "ramp": "ShareGPT's lengths at a rate going straight from --request-rate to --end-rate (4x)",
+        "burst": "ShareGPT's lengths at --burst-factor (10) x the rate in the last --burst-duration (5 s) of 60 s",
+        "sessions": "conversations of several turns, each prompt repeating all before it, and shared system prompts",
+    }
+)
+
+# The options that each workload takes beside those of `generate`'s own signature, with their defaults.
+OPTIONS: Mapping[str, Mapping[str, float | None]] = {
+    "uniform": {"range_ratio": 0.5},
+    "ramp": {"end_rate": None},
+    "burst": {"burst_factor": 10.0, "burst_period": 60.0, "burst_duration": 5.0},
+    "sessions": {
+        "turns": 4.0,
+        "think_time": 30.0,
+        "shared_prefix": 512,
+        "prefix_groups": 1,
+        "range_ratio": 0.5,
+        "max_context": 32_768,
+        "hash_block_tokens": 16,
+    },
+}
