@@ -1,4 +1,4 @@
-"""GPUs and their host: `load_hardware`. Built-ins lie in `sim/specs/gpus/`, one file each, every value with its source."""
+"""GPUs and their host: `load_hardware`. Built-ins lie in `sim/specs/gpus/`, every value with its source."""
 
 from math import isfinite
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from sim.errors import UserError
-from sim.specs.json_file import convert, nearest, read_json_object
+from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
 
 BUILT_IN = Path(__file__).parent / "gpus"
 
@@ -37,8 +37,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One kind of GPU in its host.
 
     Attributes:
-        memory_bytes: total memory as CUDA reports it (`total_memory`), less than or different from the decimal GB
-            of the data sheet; where no such figure was found the source says so.
+        memory_bytes: total memory as CUDA reports it, which is what engines divide; it differs from the GB on the
+            data sheet (L20 48 GB: 47.8e9, A100 80 GB: 85.0e9).
         fp16_flops_per_s: dense half-precision peak with float32 accumulation, FLOP/s.
         hbm_bytes_per_s: peak bandwidth of the GPU's memory, B/s.
         pcie_bytes_per_s: effective rate of contiguous copies per direction over one link, B/s.
@@ -61,7 +61,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 def built_in_hardware() -> list[str]:
     """Names that `load_hardware` knows without a path."""
-    return sorted(path.stem for path in BUILT_IN.glob("*.json"))
+    return built_in_names(BUILT_IN)
 
 
 def load_hardware(name_or_path: str) -> HardwareSpec:
@@ -70,15 +70,7 @@ def load_hardware(name_or_path: str) -> HardwareSpec:
     Raises:
         UserError: unknown name (with the nearest right one), or a file with a missing, unknown or impossible field.
     """
-    built_in = BUILT_IN / f"{name_or_path.lower()}.json"
-    if built_in.parent == BUILT_IN and built_in.is_file():
-        return _read(built_in)
-    if not Path(name_or_path).exists():
-        raise nearest(name_or_path, built_in_hardware(), "gpu")
-    return _read(Path(name_or_path))
-
-
-def _read(path: Path) -> HardwareSpec:
+    path = find_file(name_or_path, BUILT_IN, "gpu")
     file = convert(read_json_object(path), HardwareFile, path)
     if not file.name:
         raise UserError(f"{path}: field name is empty: name the GPU")

@@ -51,7 +51,7 @@ def _language_model(outer: dict[str, Any], path: Path) -> tuple[Fields, Family]:
         raise UserError(f"{path}: field is_encoder_decoder = true: only decoder-only models can be sized")
     if not isinstance(inner, dict):
         return Fields(outer, path), _family(types[0], path)
-    if types[0] not in WRAPPERS:
+    if not isinstance(types[0], str) or types[0] not in WRAPPERS:
         raise UserError(
             f"{path}: field model_type = {types[0]!r} with a text_config is not a known multimodal architecture: "
             f"known: {', '.join(sorted(WRAPPERS))}; or give the text_config as a file of its own"
@@ -101,6 +101,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
     check_layers(fields, family, layers)
     width = fields.count("ffn_dim" if "ffn_dim" in fields else "intermediate_size")
     plain = _dtype_bytes(fields)
+    attention = _attention(layers, hidden, heads, kv_heads, head_dim, mla)
     spec = ModelSpec(
         name=name,
         num_layers=layers,
@@ -115,7 +116,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         max_position_embeddings=fields.count("max_position_embeddings"),
         dtype_bytes=plain,
         kv_dtype_bytes=quantization.kv_bytes(plain),
-        attention_dtype_bytes=quantization.mean_bytes(_attention(layers, hidden, heads, kv_heads, head_dim, mla), plain),
+        attention_dtype_bytes=quantization.mean_bytes(attention, plain),
         mlp_dtype_bytes=quantization.mean_bytes(_dense(layers, moe), plain),
         expert_dtype_bytes=quantization.mean_bytes(_experts(layers, moe), plain),
         qkv_bias=_bias(fields, family.qkv_bias),

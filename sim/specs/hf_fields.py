@@ -12,26 +12,28 @@ SHAPE_WORDS = re.compile(
 )
 """A field with one of these in its name may change what a token's KV or a layer's weights take."""
 
-KNOWN_SHAPES = frozenset(
-    """attention_bias enable_bias mlp_bias expert_bias ffn_dim head_dim hidden_size intermediate_size layer_types
-    num_attention_heads num_hidden_layers num_key_value_heads max_window_layers sliding_window use_sliding_window
-    word_embed_proj_dim do_layer_norm_before decoder_sparse_step mlp_only_layers moe_layer_freq mlp_layer_types
-    first_k_dense_replace num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok
-    experts_per_token num_experts_per_token moe_topk n_shared_experts shared_expert_intermediate_size
-    shared_intermediate_size moe_intermediate_size kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim
-    qk_head_dim v_head_dim is_encoder_decoder""".split()
+_KNOWN_SHAPES = (
+    "attention_bias attn_type_list decoder_sparse_step do_layer_norm_before enable_bias expert_bias "
+    "experts_per_token ffn_dim first_k_dense_replace head_dim hidden_size intermediate_size is_encoder_decoder "
+    "kv_lora_rank layer_types max_window_layers mlp_bias mlp_layer_types mlp_only_layers moe_intermediate_size "
+    "moe_layer_freq moe_num_experts moe_topk n_routed_experts n_shared_experts num_attention_heads num_experts "
+    "num_experts_per_tok num_experts_per_token num_hidden_layers num_key_value_heads num_local_experts "
+    "q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim shared_expert_intermediate_size "
+    "shared_intermediate_size sliding_window use_sliding_window v_head_dim word_embed_proj_dim "
 )
+KNOWN_SHAPES = frozenset(_KNOWN_SHAPES.split())
 """Fields that the reader takes into account."""
 
-HARMLESS = frozenset(
-    """activation_dropout attention_dropout attention_probs_dropout_prob hidden_act hidden_activation hidden_dropout
-    hidden_dropout_prob layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layerdrop mm_hidden_size
-    rms_norm_eps use_cache cache_implementation output_attentions output_hidden_states num_nextn_predict_layers
-    mtp_transformer_layers chunk_size_feed_forward cross_attention_hidden_size add_cross_attention
-    _attn_implementation attn_implementation pruned_heads moe_aux_loss_coeff moe_router_dtype rotary_dim
-    _remove_final_layer_norm keys_to_ignore_at_inference qk_layernorm_eps num_mtp_modules use_qk_norm
-    initial_context_length""".split()
+_HARMLESS = (
+    "_attn_implementation _remove_final_layer_norm activation_dropout add_cross_attention attention_dropout "
+    "attention_probs_dropout_prob attn_implementation cache_implementation chunk_size_feed_forward "
+    "cross_attention_hidden_size hidden_act hidden_activation hidden_dropout hidden_dropout_prob "
+    "initial_context_length keys_to_ignore_at_inference layer_norm_elementwise_affine layer_norm_eps "
+    "layer_norm_epsilon layerdrop mm_hidden_size moe_aux_loss_coeff moe_router_dtype mtp_num_hidden_layers "
+    "mtp_transformer_layers num_mtp_modules num_nextn_predict_layers output_attentions output_hidden_states "
+    "pruned_heads qk_layernorm_eps rms_norm_eps rotary_dim use_cache use_qk_norm "
 )
+HARMLESS = frozenset(_HARMLESS.split())
 """Fields with such a name that change neither KV nor weights: dropouts, epsilons, outputs, prediction heads."""
 
 
@@ -45,7 +47,7 @@ class Fields:
     def __contains__(self, field: str) -> bool:
         return self._config.get(field) is not None
 
-    def get(self, field: str) -> Any:
+    def get(self, field: str) -> object:
         """The raw value; None where absent or null."""
         return self._config.get(field)
 
@@ -86,7 +88,7 @@ class Fields:
         return UserError(f"{self.path}: field {field} = {value if len(value) <= 60 else value[:57] + '...'} {reason}")
 
     def refuse_unknown(self) -> None:
-        """UserError for the first field that speaks of shapes, is set, and that this reader does not take into account."""
+        """UserError for the first field that speaks of shapes, is set and is unknown here."""
         for field, value in self._config.items():
             # 0 == False, so numeric zeros are empty too.
             empty = value in (None, False, [], {}, "") or field in KNOWN_SHAPES or field in HARMLESS

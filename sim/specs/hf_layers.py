@@ -62,7 +62,7 @@ def _moe_layers(fields: Fields, layers: int) -> int:
     if isinstance(frequency, list):
         kinds = ["sparse" if one else "dense" for one in frequency]
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"sparse", "dense"}:
+        if not isinstance(kinds, list) or len(kinds) != layers or any(k not in ("sparse", "dense") for k in kinds):
             raise fields.error("mlp_layer_types", f"must name {layers} layers 'dense' or 'sparse'")
         return kinds.count("sparse")
     first = fields.size("first_k_dense_replace")
@@ -77,6 +77,10 @@ def _moe_layers(fields: Fields, layers: int) -> int:
 def check_layers(fields: Fields, family: Family, layers: int) -> None:
     """UserError unless every layer attends to the whole context: only then are KV bytes proportional to tokens."""
     kinds = fields.get("layer_types")
+    # MiniMax numbers its kinds: 1 is full attention, 0 is linear.
+    attention_kinds = fields.get("attn_type_list") or [1]
+    if not isinstance(attention_kinds, list) or any(kind != 1 for kind in attention_kinds):
+        raise fields.error("attn_type_list", "has linear-attention layers, which cannot be sized: expected all 1")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise fields.error("layer_types", f"must name {layers} layers")

@@ -39,6 +39,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path}: not JSON at {where} ({error.msg}): correct the file") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}): correct the file") from error
     except RecursionError as error:
         raise UserError(f"{path}: nested too deeply: give a flat JSON object") from error
     if not isinstance(data, dict):
@@ -46,7 +48,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def convert(data: Any, kind: type[T], path: Path | str, field: str = "") -> T:
+def convert(data: object, kind: type[T], path: Path | str, field: str = "") -> T:
     """`data` as a msgspec Struct; UserError naming file, field and value where the schema refuses it.
 
     Args:
@@ -68,16 +70,44 @@ def convert(data: Any, kind: type[T], path: Path | str, field: str = "") -> T:
         raise UserError(f"{path}: field {where}{shown}: {message}: {remedy}") from error
 
 
-def nearest(name: str, known: list[str], what: str) -> UserError:
+def built_in_names(folder: Path) -> list[str]:
+    """Names of the JSON files a folder ships."""
+    return sorted(path.stem for path in folder.glob("*.json"))
+
+
+def find_file(name_or_path: str, folder: Path, what: str) -> Path:
+    """The shipped file of that name (in any case), else the path itself; UserError when there is neither.
+
+    Args:
+        name_or_path: what the user gave.
+        folder: where the shipped files lie.
+        what: "model", "gpu" or "profile", for the message.
+    """
+    known = built_in_names(folder)
+    if name_or_path.lower() in known:
+        return folder / f"{name_or_path.lower()}.json"
+    path = Path(name_or_path)
+    try:
+        exists = bool(name_or_path) and path.exists()
+    except OSError:
+        exists = False
+    if not exists:
+        raise _nearest(name_or_path, known, what)
+    return path
+
+
+def _nearest(name: str, known: list[str], what: str) -> UserError:
     """The error for an unknown name: the closest known one, and all of them."""
     # The last component, for names spelled as on a model hub ("owner/model") and for paths that do not exist.
     stem = name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower().removesuffix(".json")
     close = difflib.get_close_matches(stem, known, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return UserError(f"{what}: {name!r} is neither a built-in name nor an existing path: {hint}Known: {', '.join(known)}")
+    return UserError(
+        f"{what}: {name!r} is neither a built-in name nor an existing path: {hint}Known: {', '.join(known)}"
+    )
 
 
-def _walk(data: Any, path: str) -> Any:
+def _walk(data: Any, path: str) -> object:  # noqa: ANN401
     for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         try:
             data = data[key] if key else data[int(index)]
@@ -86,6 +116,6 @@ def _walk(data: Any, path: str) -> Any:
     return data
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

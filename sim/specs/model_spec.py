@@ -182,7 +182,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def kv_bytes_per_token_layer(self, tp: int = 1) -> float:
         """Bytes per GPU of one token's KV in one layer. Heads are split over `tp` GPUs, replicated when tp > n_kv.
 
-        MLA's latent is replicated: every GPU holds (kv_lora_rank + qk_rope_head_dim) elements.
+        MLA's latent is replicated: every GPU holds (kv_lora_rank + qk_rope_head_dim) elements. Engines without latent
+        attention (vLLM before 0.7) store DeepSeek's heads expanded, which is not modelled.
         """
         self.check_tp(tp)
         if self.mla:
@@ -194,7 +195,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.num_layers * self.kv_bytes_per_token_layer(tp)
 
     def weight_bytes(self, tp: int = 1) -> float:
-        """Bytes of weights per GPU: projections, experts and embeddings split; norms, router, MLA latents replicated."""
+        """Bytes of weights per GPU: projections, experts and embeddings split, the rest replicated."""
         self.check_tp(tp)
         kv_split = tp if self.mla else min(tp, self.num_kv_heads)
         attention = self._attention_query_output_weights / tp + self._attention_kv_weights / kv_split

@@ -64,6 +64,8 @@ class Quantization:
             return 1 + self._block_scale_bytes()
         if method in ("gptq", "awq"):
             bits, group = self._number("bits"), self._number("group_size")
+            if bits not in (2, 3, 4, 8):
+                raise self._refuse("bits", bits, "expected 2, 3, 4 or 8")
             # Each group keeps a scale and a zero point.
             return bits / 8 + ((SCALE_BYTES + bits / 8) / group if group > 0 else 0)
         if method == "bitsandbytes":

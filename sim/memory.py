@@ -1,0 +1,140 @@
+"""How many KV blocks fit: the pool as vLLM 0.5.5 sizes it, `kv_cache_blocks`.
+
+vLLM loads the weights, runs one dummy prefill of max_num_batched_tokens tokens in max_num_seqs sequences, reads from
+CUDA how much memory is gone, and gives the rest of gpu_memory_utilization to KV blocks (worker.py, 0.5.5):
+
+    num_gpu_blocks = floor((utilization * total - peak) / block_bytes),  num_cpu_blocks = floor(swap / block_bytes)
+
+There is no GPU here, so the peak is estimated: weights + max(forward, sampler) + runtime. Forward and sampler do not
+add up because PyTorch's allocator reuses the first's memory for the second. Public startup logs agree within 1 %:
+
+    vLLM 0.5.4, Llama-3.1-8B, A100 40 GB, max_model_len 512: 9,930 blocks, here 9,928
+    vLLM 0.6.3, Llama-3.1-8B, a 24 GB card, chunks of 512 tokens: 2,575 blocks, here 2,592 on an RTX 4090
+    vLLM 0.6.1, CodeLlama-7B, a 24 GB card, max_model_len 4096: 1,055 blocks, here 1,060 with Llama-2-7B
+
+No such log was found for groups of GPUs: the allowance for NCCL is an estimate.
+"""
+
+from dataclasses import dataclass
+
+from sim.errors import UserError
+from sim.specs.hardware import HardwareSpec
+from sim.specs.model_spec import ModelSpec
+
+ACTIVATION_BYTES = 2
+"""Bytes of an activation element (fp16/bf16)."""
+SAMPLER_BYTES_PER_LOGIT = 38
+"""Peak of vLLM 0.5's top-p/top-k sampling per (sequence, vocabulary entry), bytes: half-precision logits 2, fp32 logits
+4, sorted values 4 and indices 8, probabilities 4, their sums 4, masks 2, the result 4; 6 for sorting fit the logs."""
+RUNTIME_BYTES = 0.1e9
+"""cuBLAS workspaces, allocator rounding and fragmentation, per GPU (fits the logs)."""
+COLLECTIVE_BYTES = 0.4e9
+"""NCCL's buffers per GPU of a tensor-parallel group (estimate)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """KV blocks of a tensor-parallel group. A block spans all layers; every GPU of the group holds its share of it."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    block_bytes: float
+    """Bytes of one block on one GPU."""
+
+
+def activation_bytes(model: ModelSpec, tensor_parallel_size: int, max_num_batched_tokens: int) -> float:
+    """Peak of the forward pass's tensors on one GPU, bytes: the larger of attention and MLP in one layer.
+
+    Alive at the MLP's down projection: residual, input and output (h elements a token each), gate and up together
+    and their product (3 f, split over the group; 2 f without a gate). At attention's output projection: residual,
+    input and output, the projected queries, keys and values and the heads' result. Experts keep their inputs and
+    outputs once per token and activated expert.
+    """
+    tp, heads = tensor_parallel_size, model.num_heads + model.num_kv_heads
+    matrices = 3 if model.gated_mlp else 2
+    hidden = 3 * model.hidden_size
+    attention = hidden + 2 * heads * model.head_dim / tp
+    mlp = hidden + matrices * model.intermediate_size / tp
+    if model.moe:
+        per_expert = matrices * model.moe.moe_intermediate_size / tp + model.hidden_size
+        mlp = max(mlp, hidden + model.moe.experts_per_token * per_expert)
+    return max_num_batched_tokens * max(attention, mlp) * ACTIVATION_BYTES
+
+
+def peak_bytes(model: ModelSpec, tensor_parallel_size: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
+    """Estimated memory in use on one GPU after vLLM 0.5.5's profiling run, bytes."""
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    working = max(
+        activation_bytes(model, tensor_parallel_size, max_num_batched_tokens),
+        # The first GPU of the group gathers the whole vocabulary and samples.
+        float(rows * model.vocab_size * SAMPLER_BYTES_PER_LOGIT),
+    )
+    collective = COLLECTIVE_BYTES if tensor_parallel_size > 1 else 0.0
+    return model.weight_bytes(tensor_parallel_size) + working + RUNTIME_BYTES + collective
+
+
+def kv_cache_blocks(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    *,
+    tensor_parallel_size: int,
+    gpu_memory_utilization: float,
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    swap_space_bytes_per_gpu: float,
+) -> PoolSize:
+    """The KV pool of a group of `tensor_parallel_size` GPUs.
+
+    Args:
+        model: the model served.
+        hardware: one GPU of the group and its host.
+        tensor_parallel_size: GPUs in the group.
+        gpu_memory_utilization: share of each GPU's memory that vLLM may use (its default is 0.9).
+        block_size: tokens per block (vLLM: 16).
+        max_num_batched_tokens: tokens of the profiled prefill.
+        max_num_seqs: sequences of the profiled prefill.
+        swap_space_bytes_per_gpu: host memory for swapped blocks per GPU (vLLM: 4 GiB).
+
+    Raises:
+        UserError: an argument out of range, or not one block fits beside the weights.
+    """
+    _check(gpu_memory_utilization, tensor_parallel_size, block_size, max_num_batched_tokens, max_num_seqs)
+    if not 0 <= swap_space_bytes_per_gpu * tensor_parallel_size <= hardware.host_memory_bytes:
+        raise UserError(
+            f"swap_space_bytes_per_gpu: {swap_space_bytes_per_gpu:g} times {tensor_parallel_size} GPUs must be 0 to "
+            f"the host's {hardware.host_memory_bytes / 1e9:.0f} GB: choose less"
+        )
+    block_bytes = block_size * model.kv_bytes_per_token(tensor_parallel_size)
+    peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs)
+    usable = gpu_memory_utilization * hardware.memory_bytes
+    num_gpu_blocks = int((usable - peak) // block_bytes)
+    if num_gpu_blocks < 1:
+        raise _too_large(model, hardware, tensor_parallel_size, peak + block_bytes, usable)
+    return PoolSize(num_gpu_blocks, int(swap_space_bytes_per_gpu // block_bytes), block_bytes)
+
+
+def _check(utilization: float, tp: int, block_size: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    if not 0 < utilization <= 1:
+        raise UserError(f"gpu_memory_utilization: {utilization} is not between 0 and 1: vLLM's default is 0.9")
+    counts = {
+        "tensor_parallel_size": tp,
+        "block_size": block_size,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs": max_num_seqs,
+    }
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"{name}: {value} must be at least 1: correct the value")
+
+
+def _too_large(model: ModelSpec, hardware: HardwareSpec, tp: int, needed: float, usable: float) -> UserError:
+    weights = model.weight_bytes(tp)
+    if weights < usable:
+        remedy = "lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
+    else:
+        remedy = "raise tensor_parallel_size, or take a GPU with more memory"
+    return UserError(
+        f"{model.name} does not fit on {hardware.name} with tensor_parallel_size {tp}: needs "
+        f"{needed / 1e9:.1f} GB per GPU ({weights / 1e9:.1f} GB of weights), may use {usable / 1e9:.1f} GB: {remedy}"
+    )

@@ -1,0 +1,70 @@
+"""Hardware files: every value has a source, and bad ones are refused by field."""
+
+import json
+
+import pytest
+
+from sim.errors import UserError
+from sim.specs.hardware import BUILT_IN, built_in_hardware, load_hardware
+
+NAMES = ["a100-40g", "a100-80g", "cpu", "h100", "h200", "l20", "l40s", "rtx-4090", "t4", "v100"]
+
+
+def test_the_built_ins():
+    assert built_in_hardware() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_has_a_source_that_says_how_it_is_known(name):
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    assert len(hardware.sources) == 7
+    for source in hardware.sources.values():
+        assert source.split(": ")[0] in ("specification", "measured", "assumed")
+
+
+def test_the_l20_of_the_testbed():
+    l20 = load_hardware("l20")
+    assert (l20.fp16_flops_per_s, l20.hbm_bytes_per_s) == (119.5e12, 864e9)
+    assert (l20.gpus_per_pcie_link, l20.nvlink_bytes_per_s, l20.host_memory_bytes) == (2, None, 2e12)
+    assert l20.memory_bytes == pytest.approx(44.53 * 2**30, abs=1)  # of 48 GB, what CUDA reports
+
+
+def write(tmp_path, field, change):
+    data = json.loads((BUILT_IN / "l20.json").read_text())
+    if change is None:
+        del data[field]
+    else:
+        data[field] = data.get(field, {}) | change
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+def test_a_users_own_file(tmp_path):
+    assert load_hardware(write(tmp_path, "memory_bytes", {"value": 1e10})).memory_bytes == 1e10
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "words"),
+    [
+        ("memory_bytes", {"value": -1}, ["memory_bytes.value", "-1", "positive"]),
+        ("hbm_bytes_per_s", {"value": float("nan")}, ["hbm_bytes_per_s.value", "nan", "finite"]),
+        ("memory_bytes", {"value": None}, ["memory_bytes.value", "null"]),
+        ("gpus_per_pcie_link", {"value": 1.5}, ["gpus_per_pcie_link.value", "1.5", "whole"]),
+        ("fp16_flops_per_s", {"value": "fast"}, ["fp16_flops_per_s.value", "'fast'"]),
+        ("fp16_flops_per_s", {"status": "guessed"}, ["fp16_flops_per_s.status", "guessed"]),
+        ("fp8_flops_per_s", {"value": 1.0}, ["fp8_flops_per_s", "remove or rename"]),
+        ("host_memory_bytes", None, ["host_memory_bytes"]),
+    ],
+)
+def test_bad_values_are_refused_by_field(tmp_path, field, change, words):
+    with pytest.raises(UserError) as error:
+        load_hardware(write(tmp_path, field, change))
+    for word in ["mine.json", *words]:
+        assert word in str(error.value)
+
+
+def test_an_unknown_gpu_gets_the_nearest_right_name():
+    with pytest.raises(UserError, match=r"did you mean 'rtx-4090'\?.*a100-40g, "):
+        load_hardware("rtx4090")

@@ -1,0 +1,254 @@
+"""The Hugging Face reader sizes what it understands and refuses the rest by name."""
+
+import json
+
+import pytest
+
+from sim.errors import UserError
+from sim.specs.models import load_model, read_hf_config
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "attention_dropout": 0.0,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 10,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}
+EXPERTS = LLAMA | {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
+
+def read(tmp_path, config, beside=None):
+    folder = tmp_path / "some-model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if beside:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
+    return load_model(str(folder))
+
+
+def test_a_folder_gives_the_model_its_name(tmp_path):
+    model = read(tmp_path, LLAMA)
+    assert (model.name, model.kv_bytes_per_token_layer()) == ("some-model", 2 * 2 * 8 * 2)
+    layer = 2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 96 + 2 * 64
+    assert model.num_params == 2 * layer + 2 * 100 * 64 + 64
+
+
+@pytest.mark.parametrize(
+    ("change", "kv_layer"),
+    [
+        ({"num_key_value_heads": None}, 2 * 8 * 8 * 2),
+        ({"head_dim": 32}, 2 * 2 * 32 * 2),
+        ({"torch_dtype": "float32"}, 2 * 2 * 8 * 2),  # served in half precision
+        ({"torch_dtype": None, "dtype": "float16"}, 2 * 2 * 8 * 2),
+        ({"sliding_window": 512}, 2 * 2 * 8 * 2),  # no shorter than any context
+        ({"sliding_window": 64, "use_sliding_window": False}, 2 * 2 * 8 * 2),
+        ({"layer_types": ["full_attention"] * 2}, 2 * 2 * 8 * 2),
+    ],
+)
+def test_fields_that_change_the_kv(tmp_path, change, kv_layer):
+    assert read(tmp_path, LLAMA | change).kv_bytes_per_token_layer() == kv_layer
+
+
+def test_biases_follow_the_config(tmp_path):
+    plain, biased = read(tmp_path, LLAMA), read(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True})
+    assert biased.num_params - plain.num_params == 2 * ((64 + 16 + 16 + 64) + (96 + 96 + 64))
+
+
+def test_a_language_model_nested_in_a_multimodal_one(tmp_path):
+    text = LLAMA | {"model_type": "qwen3_vl_text", "tie_word_embeddings": None, "head_dim": 16}
+    text.pop("torch_dtype")
+    model = read(tmp_path, {"model_type": "qwen3_vl", "text_config": text, "tie_word_embeddings": True})
+    assert model.kv_bytes_per_token_layer() == 2 * 2 * 16 * 2
+    assert model.num_kv_heads == 2
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+def test_experts_are_counted_under_four_names(tmp_path, name):
+    model = read(tmp_path, EXPERTS | {name: 6})
+    assert model.moe and (model.moe.num_experts, model.moe.experts_per_token, model.moe.num_moe_layers) == (6, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "moe_layers"),
+    [
+        ({"moe_layer_freq": [0, 1]}, 1),
+        ({"mlp_layer_types": ["dense", "sparse"]}, 1),
+        ({"mlp_only_layers": [0]}, 1),
+        ({"decoder_sparse_step": 2}, 1),
+        ({"first_k_dense_replace": 1}, 1),
+    ],
+)
+def test_layers_without_experts(tmp_path, change, moe_layers):
+    model = read(tmp_path, EXPERTS | {"num_experts": 6} | change)
+    assert model.moe and model.moe.num_moe_layers == moe_layers
+
+
+def test_latent_attention_by_hand(tmp_path):
+    model = read(tmp_path, LATENT)
+    assert model.kv_bytes_per_token_layer(8) == (32 + 4) * 2
+    attention = 64 * 24 + 24 * 8 * 20 + 64 * 36 + 32 * 8 * 32 + 8 * 16 * 64
+    norms = 2 * 64 + 32 + 24
+    experts = 3 * 64 * (6 + 1) * 10 + 64 * 6 + 6  # the router has a bias per expert
+    assert model.num_params == 4 * (attention + norms) + 3 * 64 * 96 + 3 * experts + 2 * 100 * 64 + 64
+
+
+def block_fp8(**more):
+    return {"quant_method": "fp8", "weight_block_size": [128, 128], **more}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "attention", "mlp"),
+    [
+        (block_fp8(), 1 + 4 / 16384, 1 + 4 / 16384),
+        (block_fp8(modules_to_not_convert=["self_attn"]), 2, 1 + 4 / 16384),
+        (block_fp8(modules_to_not_convert=["model.layers.0.mlp"]), 1 + 4 / 16384, (2 + 1 + 4 / 16384) / 2),
+        (block_fp8(modules_to_not_convert=["gate", "lm_head"]), 1 + 4 / 16384, 1 + 4 / 16384),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 2.5 / 128, 0.5 + 2.5 / 128),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, 0.5, 0.5),
+        ({"quant_algo": "NVFP4", "ignore": ["model.layers.*.self_attn*"]}, 2, 0.5625),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
+                "ignore": [r"re:.*mlp\.(gate|up|down)_proj.*"],
+            },
+            0.5 + 2 / 32,
+            2,
+        ),
+    ],
+)
+def test_bytes_per_weight_of_quantised_models(tmp_path, quantization, attention, mlp):
+    model = read(tmp_path, LLAMA | {"quantization_config": quantization})
+    assert (model.attention_dtype_bytes, model.mlp_dtype_bytes) == pytest.approx((attention, mlp))
+    # Embeddings and head stay as they were.
+    sizes = 2 * (2 * 64 * 64 + 2 * 64 * 16), 2 * 3 * 64 * 96
+    rest = 2 * (2 * 100 * 64 + 5 * 64)
+    assert model.weight_bytes() == pytest.approx(sizes[0] * attention + sizes[1] * mlp + rest)
+
+
+def test_the_quantisation_file_beside_the_config_counts_too(tmp_path):
+    model = read(tmp_path, LLAMA, beside={"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"})
+    assert (model.mlp_dtype_bytes, model.kv_bytes_per_token_layer()) == (1, 2 * 2 * 8)
+
+
+REFUSED = [
+    ({"model_type": "nemotron_h"}, ["model_type", "'nemotron_h'", "Mamba"]),
+    ({"model_type": "qwen3_next"}, ["model_type", "linear-attention"]),
+    ({"model_type": "gemma3_text"}, ["model_type", "sliding-window"]),
+    ({"model_type": "t5"}, ["model_type", "encoder-decoder"]),
+    ({"model_type": "gemma3n_text"}, ["layers share KV"]),
+    ({"model_type": "deepseek_v32"}, ["model_type", "second cache"]),
+    ({"model_type": "brand_new"}, ["model_type", "'brand_new'", "known:", "llama"]),
+    ({"model_type": None}, ["model_type", "None"]),
+    ({"model_type": ["llama"]}, ["model_type"]),
+    ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
+    ({"model_type": "other_vl", "text_config": LLAMA}, ["model_type", "'other_vl'", "text_config"]),
+    ({"sliding_window": 128}, ["sliding_window = 128", "512", "lower"]),
+    ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 128}, ["sliding_window = 128"]),
+    ({"layer_types": ["full_attention", "linear_attention"]}, ["layer_types", "'linear_attention'"]),
+    ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
+    ({"attn_type_list": [0, 1]}, ["attn_type_list"]),
+    ({"num_kv_shared_layers": 1}, ["num_kv_shared_layers = 1", "not understood"]),
+    ({"cla_share_factor": 2}, ["cla_share_factor = 2"]),
+    ({"attention_chunk_size": 8192}, ["attention_chunk_size = 8192"]),
+    ({"index_topk": 64}, ["index_topk = 64"]),
+    ({"num_experts": 8, "num_experts_per_tok": 2}, ["8 experts", "dense"]),
+    ({"num_hidden_layers": None}, ["num_hidden_layers", "missing"]),
+    ({"num_hidden_layers": 2.5}, ["num_hidden_layers = 2.5", "whole"]),
+    ({"num_hidden_layers": True}, ["num_hidden_layers = True"]),
+    ({"hidden_size": -64}, ["hidden_size = -64"]),
+    ({"hidden_size": float("nan")}, ["hidden_size = nan"]),
+    ({"hidden_size": 60}, ["head_dim", "60"]),
+    ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "divide"]),
+    ({"tie_word_embeddings": "no"}, ["tie_word_embeddings = 'no'", "true or false"]),
+    ({"torch_dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
+    ({"quantization_config": "fp8"}, ["quantization_config"]),
+    ({"quantization_config": {"quant_method": "quip"}}, ["quantization_config.quant_method", "'quip'"]),
+    ({"quantization_config": {"quant_algo": "MIXED_PRECISION"}}, ["quant_algo", "MIXED_PRECISION"]),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["group_size", "whole number"]),
+    ({"quantization_config": block_fp8(ignore=["re:("])}, ["ignore", "does not compile"]),
+    ({"quantization_config": block_fp8(kv_cache_scheme="int3")}, ["kv_cache_scheme", "int3"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED)
+def test_what_is_not_understood_is_refused_by_name(tmp_path, change, words):
+    with pytest.raises(UserError) as error:
+        read(tmp_path, LLAMA | change)
+    message = str(error.value)
+    assert "\n" not in message
+    assert "config.json" in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"num_experts": 6, "n_routed_experts": 8}, "disagree"),
+        ({"num_experts": 1}, "1 to 1"),
+        ({"num_experts": 6, "mlp_layer_types": ["dense", {}]}, "mlp_layer_types"),
+        ({"num_experts": 6, "mlp_only_layers": 3}, "mlp_only_layers"),
+    ],
+)
+def test_experts_that_do_not_add_up_are_refused(tmp_path, change, word):
+    with pytest.raises(UserError, match=word):
+        read(tmp_path, EXPERTS | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "not JSON at line 1"),
+        ("[1]", "not a JSON object"),
+        ('{"a": 1, "a": 2}', "'a' appears twice"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", "not JSON"),
+        ("[" * 100_000, "nested"),
+    ],
+)
+def test_files_that_hold_no_config(tmp_path, text, word):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=word):
+        read_hf_config(path)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        read_hf_config(tmp_path / "absent.json")
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_hf_config(tmp_path)

@@ -1,0 +1,111 @@
+"""KV pools: worked out by hand, near the reference values, and as real engines printed them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.errors import UserError
+from sim.memory import activation_bytes, kv_cache_blocks
+from sim.specs.hardware import load_hardware
+from sim.specs.models import built_in_models, load_model
+
+GIB = 2**30
+# Models that an H200 holds alone and eight GPUs can share.
+FITTING = [n for n in built_in_models() if load_model(n).num_heads % 8 == 0 and load_model(n).weight_bytes() < 100e9]
+
+
+def pool(model, gpu, **options):
+    defaults = {
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.9,
+        "block_size": 16,
+        "max_num_batched_tokens": 4096,
+        "max_num_seqs": 256,
+        "swap_space_bytes_per_gpu": 4 * GIB,
+    }
+    return kv_cache_blocks(load_model(model), load_hardware(gpu), **(defaults | options))
+
+
+def test_a_pool_by_hand():
+    size = pool("llama-2-7b", "l20")
+    assert size.block_bytes == 16 * 524_288
+    assert size.num_cpu_blocks == 512  # 4 GiB of 8 MiB
+    activations = 4096 * (3 * 4096 + 3 * 11008) * 2
+    sampler = 256 * 32000 * 38
+    assert activations > sampler
+    left = 0.9 * round(44.53 * GIB) - 2 * 6_738_415_616 - activations - 0.1e9
+    assert size.num_gpu_blocks == int(left / (16 * 524_288))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "tokens"),
+    [("llama-2-7b", 1, 3364 * 16), ("yi-34b-200k", 2, 59_000), ("llama-3.1-70b", 4, 78_000)],
+)
+def test_pools_of_the_l20_testbed(model, gpus, tokens):
+    # The reference allows a flat 1.5 GB a GPU beside the weights, of 48 GB.
+    size = pool(model, "l20", tensor_parallel_size=gpus)
+    assert size.num_gpu_blocks * 16 == pytest.approx(tokens, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tokens", "blocks"),
+    [
+        ("llama-3.1-8b", "a100-40g", 2048, 9930),  # vLLM 0.5.4, max_model_len 512
+        ("llama-3.1-8b", "rtx-4090", 512, 2575),  # vLLM 0.6.3, chunked prefill, a card of 24 GB
+        ("llama-2-7b", "rtx-4090", 4096, 1055),  # vLLM 0.6.1, CodeLlama-7B, a card of 24 GB
+    ],
+)
+def test_pools_that_public_startup_logs_show(model, gpu, tokens, blocks):
+    assert pool(model, gpu, max_num_batched_tokens=tokens).num_gpu_blocks == pytest.approx(blocks, rel=0.01)
+
+
+def test_experts_and_latents_count_in_the_activations():
+    dense, expert = (
+        activation_bytes(load_model("opt-13b"), 1, 10),
+        activation_bytes(load_model("deepseek-v2-lite"), 1, 10),
+    )
+    assert dense == 10 * 2 * (3 * 5120 + 2 * 20480)
+    assert expert == 10 * 2 * (3 * 2048 + 6 * (3 * 1408 + 2048))
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_remedy():
+    with pytest.raises(
+        UserError, match=r"yi-34b-200k does not fit on l20 .*1: needs 69.6 GB per GPU .*tensor_parallel"
+    ):
+        pool("yi-34b-200k", "l20")
+    with pytest.raises(UserError, match="lower max_num_batched_tokens"):
+        pool("llama-2-13b", "l20", max_num_batched_tokens=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", float("nan")),
+        ("block_size", 0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -1),
+        ("tensor_parallel_size", 3),
+        ("swap_space_bytes_per_gpu", -1.0),
+        ("swap_space_bytes_per_gpu", 3e12),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(option, value):
+    with pytest.raises(UserError, match=option):
+        pool("llama-2-7b", "l20", **{option: value})
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(FITTING),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 32768),
+    st.integers(1, 512),
+)
+def test_blocks_and_peak_never_exceed_the_share_of_memory(model, tp, tokens, seqs):
+    gpu = load_hardware("h200")
+    size = pool(model, "h200", tensor_parallel_size=tp, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    used = size.num_gpu_blocks * size.block_bytes + load_model(model).weight_bytes(tp)
+    assert used < 0.9 * gpu.memory_bytes
+    more = pool(model, "h200", tensor_parallel_size=tp, max_num_batched_tokens=tokens + 1, max_num_seqs=seqs)
+    assert more.num_gpu_blocks <= size.num_gpu_blocks

@@ -1,0 +1,172 @@
+"""Profiles: every shipped one holds to the schema, and bad files are refused by field."""
+
+import json
+
+import pytest
+
+from sim.errors import UserError
+from sim.profile import (
+    ROOFLINE_UNITS,
+    SHIPPED,
+    default_profile,
+    load_profile,
+    read_profile,
+    shipped_profiles,
+)
+from sim.specs.hardware import built_in_hardware, load_hardware
+
+
+@pytest.mark.parametrize("gpu", built_in_hardware())
+def test_every_gpu_has_a_derived_profile_that_says_where_each_constant_comes_from(gpu):
+    profile = load_profile(f"{gpu}-derived", load_hardware(gpu))
+    assert (profile.gpu, profile.status, profile.form) == (gpu, "derived", "roofline")
+    assert list(profile.constants) == list(ROOFLINE_UNITS)
+    for name, constant in profile.constants.items():
+        assert len(constant.source) > 20, name
+    assert "vLLM 0.5" in profile.constants["step_overhead_s"].source
+    assert profile.linear is None
+
+
+@pytest.mark.parametrize("gpu", built_in_hardware())
+def test_nothing_achieved_exceeds_the_specification(gpu):
+    profile, hardware = default_profile(gpu), load_hardware(gpu)
+    assert profile.value("flops_per_s") < hardware.fp16_flops_per_s
+    assert profile.value("hbm_bytes_per_s") < hardware.hbm_bytes_per_s
+    link = hardware.nvlink_bytes_per_s or hardware.pcie_bytes_per_s
+    assert profile.value("allreduce_bytes_per_s") < link
+    assert profile.value("alpha") * profile.value("flops_per_s") == pytest.approx(hardware.fp16_flops_per_s, rel=1e-5)
+
+
+def test_values_from_fits_and_from_efficiencies():
+    assert load_profile(None, "a100-80g").value("flops_per_s") == 206e12
+    assert load_profile(None, "h200").value("hbm_bytes_per_s") == 4094e9
+    assert load_profile(None, load_hardware("l20")).value("hbm_bytes_per_s") == pytest.approx(0.76 * 864e9)
+
+
+def edited(tmp_path, edit):
+    data = json.loads((SHIPPED / "l20-derived.json").read_text())
+    edit(data)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def constant(name, **fields):
+    return lambda data: data["constants"][name].update(fields)
+
+
+BAD = [
+    (constant("flops_per_s", value=float("nan")), ["constants.flops_per_s.value", "nan", "finite"]),
+    (constant("flops_per_s", value=float("inf")), ["constants.flops_per_s.value", "inf"]),
+    (constant("flops_per_s", value=0), ["constants.flops_per_s.value", "more than zero"]),
+    (constant("layer_overhead_s", value=-1e-6), ["constants.layer_overhead_s.value", "-1e-06", "zero or more"]),
+    (constant("alpha", stderr=-0.1), ["constants.alpha.stderr", "-0.1"]),
+    (constant("step_overhead_s", unit="ms"), ["constants.step_overhead_s.unit", "'ms'", "expected 's'", "convert"]),
+    (constant("beta", source=""), ["constants.beta.source", "empty"]),
+    (constant("beta", value="1"), ["constants.beta.value", "'1'"]),
+    (constant("beta", note="x"), ["constants.beta", "remove or rename 'note'"]),
+    (lambda d: d["constants"].pop("alpha"), ["constants.alpha", "missing", "roofline"]),
+    (lambda d: d["constants"].update(gamma=d["constants"]["alpha"]), ["constants.gamma", "not a constant", "remove"]),
+    (lambda d: d.update(extra=1), ["remove or rename 'extra'"]),
+    (lambda d: d.pop("gpu"), ["gpu"]),
+    (lambda d: d.update(status="guessed"), ["status", "guessed"]),
+    (lambda d: d.update(form="cubic"), ["form", "cubic"]),
+    (lambda d: d.update(constants=[]), ["constants"]),
+    (lambda d: d.update(provenance={"date": 3}), ["provenance"]),
+    (lambda d: d.update(residuals={"prefill_mape": -1}), ["residuals.prefill_mape", "-1"]),
+    (lambda d: d.update(range={"tokens": [9, 1]}), ["range.tokens", "lower limit first"]),
+    (lambda d: d.update(range={"batches": [1, 9]}), ["range", "batches"]),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), BAD)
+def test_bad_files_are_refused_by_field(tmp_path, edit, words):
+    with pytest.raises(UserError) as error:
+        read_profile(edited(tmp_path, edit))
+    message = str(error.value)
+    assert "\n" not in message
+    for word in ["mine.json", *words]:
+        assert word in message
+
+
+def test_the_hash_is_of_the_content_not_the_layout(tmp_path):
+    profile = default_profile("l20")
+    data = json.loads((SHIPPED / "l20-derived.json").read_text())
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({key: data[key] for key in reversed(data)}, indent=7))
+    assert read_profile(path).content_hash == profile.content_hash
+    assert len(profile.content_hash) == 64
+    changed = read_profile(edited(tmp_path, constant("alpha", value=1.5)))
+    assert changed.content_hash != profile.content_hash
+
+
+def test_hashes_differ_between_all_shipped_profiles():
+    names = shipped_profiles()
+    assert len({load_profile(name).content_hash for name in names}) == len(names) >= 10
+
+
+def test_a_written_profile_reads_back(tmp_path):
+    extra = {"range": {"tokens": [16, 16384]}, "residuals": {"prefill_mape": 0.05}}
+    profile = read_profile(edited(tmp_path, lambda data: data.update(extra)))
+    path = tmp_path / "again.json"
+    path.write_bytes(profile.to_json())
+    assert read_profile(path) == profile
+    assert profile.range and profile.range.tokens == (16, 16384)
+
+
+def test_a_profile_of_another_gpu_is_refused():
+    with pytest.raises(UserError, match=r"gpu = 'a100-80g' is not the gpu simulated, 'l20'.*use a profile of l20"):
+        load_profile("a100-80g-derived", "l20")
+
+
+def test_unknown_names():
+    with pytest.raises(UserError, match=r"did you mean 'l20-derived'\?"):
+        load_profile("l20-derive")
+    with pytest.raises(UserError, match=r"none is shipped for gpu 'b200' \(there are: a100-40g, "):
+        default_profile("b200")
+    with pytest.raises(UserError, match="neither a profile nor a gpu"):
+        load_profile()
+
+
+def test_a_constant_that_the_form_lacks():
+    with pytest.raises(UserError, match=r"l20-derived: field constants\.prefill_base_s is missing"):
+        default_profile("l20").value("prefill_base_s")
+
+
+SHORT = {"form": "linear", "prefill": [0.01, 2e-4, 0], "decode": [0.02, 1e-4, 5e-7], "swap_s_per_block": 1e-3}
+
+
+def short(tmp_path, change):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(SHORT | change))
+    return path
+
+
+def test_the_short_linear_form(tmp_path):
+    profile = load_profile(str(short(tmp_path, {})), "l20")
+    assert (profile.name, profile.form, profile.gpu) == ("mine", "linear", "any")
+    assert profile.linear and profile.linear.prefill == (0.01, 2e-4, 0)
+    assert profile.linear.decode == (0.02, 1e-4, 5e-7)
+    assert profile.linear.swap_s_per_block == 1e-3
+    again = tmp_path / "again.json"
+    again.write_bytes(profile.to_json())
+    assert read_profile(again) == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prefill": [0.01, -2e-4, 0]}, ["prefill[1]", "-0.0002", "zero or more"]),
+        ({"decode": [0.01, 1e-4, float("nan")]}, ["decode[2]", "nan"]),
+        ({"swap_s_per_block": -1}, ["swap_s_per_block", "-1"]),
+        ({"prefill": [1, 2]}, ["prefill", "[1, 2]"]),
+        ({"prefill": [1, 2, "3"]}, ["prefill[2]", "'3'"]),
+        ({"decode": None}, ["decode"]),
+        ({"overhead": 1}, ["remove or rename 'overhead'"]),
+    ],
+)
+def test_bad_short_files_are_refused_by_field(tmp_path, change, words):
+    with pytest.raises(UserError) as error:
+        read_profile(short(tmp_path, change))
+    for word in ["mine.json", *words]:
+        assert word in str(error.value)
