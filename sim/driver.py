@@ -128,15 +128,17 @@ class Instance:
 
     def _step(self, plan: IterationPlan, now_s: float) -> StepTimes:
         """Price one iteration with everything that moves before, beside and behind its computation."""
-        cost = self.cost
+        cost, lanes = self.cost, self.lanes
         start_s = now_s
-        if plan.swapped_blocks:
-            start_s = self.lanes.h2d.reserve(now_s, cost.swap_s(plan.swapped_blocks), "swap")
-        seconds = cost.iteration_s(plan)
-        if plan.has_transfers:
-            seconds = self._overlap(plan, start_s, seconds)
+        if plan.has_swaps:
+            start_s = lanes.d2h.reserve(now_s, cost.swap_s(plan.swapped_out_blocks), "swap out")
+            start_s = lanes.h2d.reserve(start_s, cost.swap_s(plan.swapped_in_blocks), "swap in")
+        compute_s = cost.iteration_s(plan)
+        seconds = self._overlap(plan, start_s, compute_s) if plan.has_transfers else compute_s
         label = "decode" if not plan.chunks else "mixed" if plan.num_decodes else "prefill"
-        end_s = self.lanes.compute.reserve(start_s, seconds, label)
+        lanes.compute.reserve(start_s, compute_s, label)
+        # Waiting for copies occupies the iteration, not the lane.
+        lanes.compute.free_s = end_s = start_s + seconds
         return StepTimes(1, end_s, 0.0, 0.0, end_s)
 
     def _overlap(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:

@@ -83,6 +83,7 @@ def kv_cache_blocks(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     swap_space_bytes_per_gpu: float,
+    num_gpu_blocks_override: int | None = None,
 ) -> PoolSize:
     """The KV pool of a group of `tensor_parallel_size` GPUs.
 
@@ -95,6 +96,7 @@ def kv_cache_blocks(
         max_num_batched_tokens: tokens of the profiled prefill.
         max_num_seqs: sequences of the profiled prefill.
         swap_space_bytes_per_gpu: host memory for swapped blocks per GPU (vLLM: 4 GiB).
+        num_gpu_blocks_override: that many GPU blocks, whatever would fit (vLLM: --num-gpu-blocks-override).
 
     Raises:
         UserError: an argument out of range, or not one block fits beside the weights.
@@ -106,12 +108,15 @@ def kv_cache_blocks(
             f"the host's {hardware.host_memory_bytes / 1e9:.0f} GB: choose less"
         )
     block_bytes = block_size * model.kv_bytes_per_token(tensor_parallel_size)
+    num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
+    if num_gpu_blocks_override is not None:
+        return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes)
     peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs)
     usable = gpu_memory_utilization * hardware.memory_bytes
     num_gpu_blocks = int((usable - peak) // block_bytes)
     if num_gpu_blocks < 1:
         raise _too_large(model, hardware, tensor_parallel_size, peak + block_bytes, usable)
-    return PoolSize(num_gpu_blocks, int(swap_space_bytes_per_gpu // block_bytes), block_bytes)
+    return PoolSize(num_gpu_blocks, num_cpu_blocks, block_bytes)
 
 
 def _check(utilization: float, tp: int, block_size: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:

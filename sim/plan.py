@@ -61,44 +61,33 @@ class IterationPlan:
     token: all of them, or only the first (`decodes_first`) where a token budget cut the batch.
     """
 
-    __slots__ = (
-        "background",
-        "chunks",
-        "cut_on_arrival",
-        "decode_context_tokens",
-        "decodes_first",
-        "max_steps",
-        "num_decodes",
-        "num_sampled_prefills",
-        "pipelined_d2h",
-        "prefill_pairs",
-        "prefill_squares",
-        "prefill_tokens",
-        "streamed_bytes",
-        "streamed_copies",
-        "swapped_blocks",
-    )
+    # Defaults live on the class: most iterations change few of them, and a plan is made for each.
+    chunks: tuple[PrefillChunk, ...] = ()
+    prefill_tokens = 0
+    prefill_pairs = 0
+    prefill_squares = 0
+    num_sampled_prefills = 0
+    num_decodes = 0
+    decode_context_tokens = 0
+    decodes_first = False
+    max_steps = 1
+    cut_on_arrival = True
+    """False where a jump may run through arrivals: the head of the queue is blocked by memory."""
+    swapped_out_blocks = 0
+    swapped_in_blocks = 0
+    """Blocks copied before the computation, on its stream (vLLM 0.5.5's swap)."""
+    streamed_bytes = 0.0
+    streamed_copies = 0
+    """Host-resident KV that each layer of the computation waits for."""
+    pipelined_d2h: tuple[Transfer, ...] = ()
+    """Layers of the prefills that leave for the host while later layers compute."""
+    background: tuple[Transfer, ...] = ()
+    """Copies that nothing in this iteration waits for."""
 
-    def __init__(self) -> None:
-        self.chunks: list[PrefillChunk] = []
-        self.prefill_tokens = 0
-        self.prefill_pairs = 0
-        self.prefill_squares = 0
-        self.num_sampled_prefills = 0
-        self.num_decodes = 0
-        self.decode_context_tokens = 0
-        self.decodes_first = False
-        self.max_steps = 1
-        # A jump may run through arrivals while the head of the queue is blocked by memory.
-        self.cut_on_arrival = True
-        # Copies before the computation, on its stream (vLLM 0.5.5's swap).
-        self.swapped_blocks = 0
-        # Host-resident KV that each layer of the computation waits for.
-        self.streamed_bytes = 0.0
-        self.streamed_copies = 0
-        # Layers of the prefills that leave for the host while later layers compute.
-        self.pipelined_d2h: list[Transfer] = []
-        self.background: list[Transfer] = []
+    @property
+    def has_swaps(self) -> bool:
+        """Whether blocks are copied before the computation."""
+        return bool(self.swapped_out_blocks or self.swapped_in_blocks)
 
     @property
     def has_transfers(self) -> bool:
@@ -108,7 +97,7 @@ class IterationPlan:
     def add_chunk(self, seq: Sequence, num_new: int, *, admitted: bool = False) -> None:
         """Compute `num_new` more prompt tokens of `seq`."""
         cached = seq.num_computed
-        self.chunks.append(PrefillChunk(seq, num_new, cached, admitted))
+        self.chunks += (PrefillChunk(seq, num_new, cached, admitted),)
         self.prefill_tokens += num_new
         self.prefill_pairs += num_new * cached + num_new * (num_new + 1) // 2
         self.prefill_squares += num_new * num_new

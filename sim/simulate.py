@@ -59,7 +59,10 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         CHUNKED_BATCHED_TOKENS if scenario.enable_chunked_prefill else max(max_model_len, MIN_BATCHED_TOKENS)
     )
     _check_budget(scenario, tokens, max_model_len)
-    swap_space = policy.default_swap_space_gib if scenario.swap_space is None else scenario.swap_space
+    swap_space = scenario.swap_space
+    if swap_space is None:
+        # By default a policy takes at most half of the host's memory.
+        swap_space = min(policy.default_swap_space_gib, hardware.host_memory_bytes / GIB / scenario.tp / 2)
     pool = kv_cache_blocks(
         model,
         hardware,

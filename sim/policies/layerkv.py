@@ -113,6 +113,14 @@ class LayerKVScheduler(VllmScheduler):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> IterationPlan | None:
+        while True:
+            ended, preempted = len(self.finished), self.counters.preemptions
+            plan = self._schedule_once(now_s)
+            # An empty step that emptied the batch may let parked sequences in.
+            if plan or (ended == len(self.finished) and preempted == self.counters.preemptions):
+                return plan
+
+    def _schedule_once(self, now_s: float) -> IterationPlan | None:
         self._now_s = now_s
         self._slack_s = None
         self._slack_blocks = False
@@ -120,17 +128,24 @@ class LayerKVScheduler(VllmScheduler):
         if self.parked or self.streaming:
             self._promote()
         self._forecast()
+        reserved = self._reserve_host_growth() if self.streaming else 0
         plan = super().schedule(now_s)
         if plan is None:
-            if not self._background:
-                return None
-            plan = IterationPlan()
-        plan.background, self._background = self._background, []
+            self.host.release(reserved)
+            return self._only_copies() if self._background else None
+        plan.background, self._background = tuple(self._background), []
         for chunk in plan.chunks:
             if chunk.seq.layers_on_gpu < self.layers:
                 self._offload_behind_prefill(plan, chunk.seq, chunk.num_new, chunk.num_cached)
         if self.streaming and plan.num_decodes:
-            self._stream(plan)
+            reserved -= self._stream(plan)
+        self.host.release(reserved)
+        return plan
+
+    def _only_copies(self) -> IterationPlan:
+        """Nothing to compute, but copies to start."""
+        plan = IterationPlan()
+        plan.background, self._background = tuple(self._background), []
         return plan
 
     def _allow_jump(self, plan: IterationPlan) -> None:
@@ -213,7 +228,7 @@ class LayerKVScheduler(VllmScheduler):
         minimum = minimum_layers(self.cost, seq.num_tokens, layers, printed=self.printed)
         kept = minimum
         if not self.parked:
-            spare = self.gpu.free - self._threshold_units() - (len(self.batch) + 1) * layers
+            spare = self.gpu.free - self._threshold_units() - self._growth_units()
             kept = max(minimum, min(layers, spare // blocks))
         while kept <= layers:
             buffer = min(SEND_BUFFER_LAYERS, layers - kept)
@@ -246,7 +261,7 @@ class LayerKVScheduler(VllmScheduler):
         last = cached + num_new == seq.num_tokens
         freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if last else 0
         blocks = -(-num_new // block_size)
-        plan.pipelined_d2h.append(self._transfer(seq, Direction.D2H, layers, blocks, freed))
+        plan.pipelined_d2h += (self._transfer(seq, Direction.D2H, layers, blocks, freed),)
         if cached:
             blocks = layers * -(-cached // block_size)
             plan.streamed_bytes += blocks * self.layer_block_bytes
@@ -273,6 +288,12 @@ class LayerKVScheduler(VllmScheduler):
     def _threshold_units(self) -> int:
         """Layer-blocks that the forecast wants free."""
         return max(int(self.options.threshold * self.gpu.num_blocks), len(self.batch))
+
+    def _growth_units(self) -> int:
+        """Most layer-blocks that the forecast may see allocated if one more sequence joins: no admission undoes itself."""
+        sequences = len(self.batch) + len(self.promoting) + 1
+        horizon = self.options.horizon_steps
+        return sequences * self.layers * (horizon if self.printed else -(-horizon // self.limits.block_size))
 
     def _available_units(self) -> int:
         """Layer-blocks free or on their way to be, above the threshold."""
@@ -364,8 +385,7 @@ class LayerKVScheduler(VllmScheduler):
             elif seats <= 0:
                 return
             missing = (self.layers - seq.layers_on_gpu) * seq.num_blocks
-            growth = (len(self.batch) + len(self.promoting) + 1) * self.layers
-            if self.gpu.free - missing - growth < self._threshold_units() and not (
+            if self.gpu.free - missing - self._growth_units() < self._threshold_units() and not (
                 idle and self._make_room(seq, missing)
             ):
                 return
@@ -459,10 +479,27 @@ class LayerKVScheduler(VllmScheduler):
     def _streamed_blocks(self, seq: Sequence, num_tokens: int) -> int:
         return (self.layers - seq.layers_on_gpu) * -(-num_tokens // self.limits.block_size)
 
-    def _stream(self, plan: IterationPlan) -> None:
-        """Every step brings in the missing layers again; blocks that the batch took for them belong to the host."""
+    def _reserve_host_growth(self) -> int:
+        """Take the host blocks that streaming sequences grow into; who finds none is computed again."""
+        while True:
+            batch = self.batch
+            needed = sum(self.layers - seq.layers_on_gpu for seq in self.streaming if batch.needs_block(seq))
+            if needed <= self.host.free:
+                self.host.allocate(needed)
+                return needed
+            seq, _ = self.streaming.popitem()
+            batch.remove(seq)
+            self._free(seq)
+            seq.reset_for_recompute()
+            self.counters.preemptions += 1
+            self.counters.swap_space_exhausted += 1
+            self.waiting.appendleft(seq)
+
+    def _stream(self, plan: IterationPlan) -> int:
+        """Every step brings in the missing layers again; returns the host blocks that the sequences grew by."""
         batch = self.batch
         decoding = set(islice(batch.members, plan.num_decodes)) if plan.decodes_first else batch.members
+        grown = 0
         for seq in self.streaming:
             if seq not in decoding:
                 continue
@@ -470,9 +507,11 @@ class LayerKVScheduler(VllmScheduler):
             plan.streamed_bytes += blocks * self.layer_block_bytes
             plan.streamed_copies += 2 * blocks
             if batch.needs_block(seq):
+                # The batch took a whole block; what belongs to missing layers lies on the host instead.
                 missing = self.layers - seq.layers_on_gpu
                 self.gpu.release(missing)
-                self.host.allocate(missing)
+                grown += missing
+        return grown
 
     # -- out of memory, and the end ----------------------------------------------------------------------------------
 
@@ -488,7 +527,7 @@ class LayerKVScheduler(VllmScheduler):
             self.gpu.release(units)
             self.host.allocate(units)
             seq.layers_on_gpu = 0
-            plan.swapped_blocks += seq.num_blocks
+            plan.swapped_out_blocks += seq.num_blocks
             self.counters.swap_out_blocks += seq.num_blocks
             self.counters.bump("emergency_offloads")
             return
@@ -511,7 +550,4 @@ class LayerKVScheduler(VllmScheduler):
 
     def _end(self, seq: Sequence, end_s: float) -> None:
         self.streaming.pop(seq, None)
-        self._free(seq)
-        seq.status = Status.FINISHED
-        seq.finish_s = end_s
-        self.finished.append(seq)
+        super()._end(seq, end_s)

@@ -39,6 +39,7 @@ class VllmScheduler(Scheduler):
         self._swapped_in: list[Sequence] = []
         self._preempted: list[Sequence] = []
         self._swapped_out: list[Sequence] = []
+        self._stuck: set[Sequence] = set()
 
     @property
     def num_running(self) -> int:
@@ -54,10 +55,11 @@ class VllmScheduler(Scheduler):
                 self._schedule_chunked(plan, now_s)
             else:
                 self._schedule_default(plan, now_s)
-            if plan.chunks or plan.num_decodes or plan.swapped_blocks:
+            if plan.chunks or plan.num_decodes or plan.swapped_out_blocks:
                 return plan
             # Like vLLM's engine loop: an empty step that changed the queues is followed by another at once.
-            if ended == len(self.finished) and preempted == self.counters.preemptions:
+            changed = ended != len(self.finished) or preempted != self.counters.preemptions
+            if not changed and not self._unblock_swapped():
                 return None
 
     def _schedule_default(self, plan: IterationPlan, now_s: float) -> None:
@@ -86,7 +88,7 @@ class VllmScheduler(Scheduler):
             self._schedule_swapped(plan, budget, num_seqs)
             budget -= plan.num_decodes + plan.prefill_tokens - before
             num_seqs = plan.num_decodes + len(plan.chunks)
-        if self.waiting:
+        if self.waiting and budget:
             self._schedule_prefills(plan, now_s, budget, num_seqs)
         plan.cut_on_arrival = not self.waiting
         if not self._requeue_preempted() and not plan.chunks:
@@ -94,7 +96,7 @@ class VllmScheduler(Scheduler):
 
     def _allow_jump(self, plan: IterationPlan) -> None:
         """Let decode iterations that repeat themselves be taken as one event, as far as memory and completions allow."""
-        if plan.decodes_first or plan.swapped_blocks or plan.num_decodes != len(self.batch) or not self.batch:
+        if plan.decodes_first or plan.has_swaps or plan.num_decodes != len(self.batch) or not self.batch:
             return
         batch = self.batch
         steps = batch.steps_to_finish()
@@ -164,7 +166,12 @@ class VllmScheduler(Scheduler):
             order.popleft()
             while pool.free < self.unit:
                 victim = order.pop() if order else seq
-                self._preempt(victim, plan)
+                if victim is seq and self._is_stuck(seq):
+                    self.partial = None
+                    self._free(seq)
+                    self.ignore(seq, "prompt leaves no block free to continue its chunks")
+                else:
+                    self._preempt(victim, plan)
                 if victim is seq:
                     break
             else:
@@ -184,6 +191,18 @@ class VllmScheduler(Scheduler):
 
     # -- preempting ----------------------------------------------------------------------------------------------
 
+    def _is_stuck(self, seq: Sequence) -> bool:
+        """A half-done prompt that preempts itself for the second time while nobody got a token in between.
+
+        vLLM would go on for ever: its prompt takes every block, but a continued chunk wants one block free.
+        """
+        if seq is not self.partial:
+            return False
+        if seq in self._stuck:
+            return True
+        self._stuck.add(seq)
+        return False
+
     def _preempt(self, seq: Sequence, plan: IterationPlan) -> None:
         """Take the blocks of `seq`: to the host if swapping and there is room, else to be computed again."""
         self.counters.preemptions += 1
@@ -196,7 +215,7 @@ class VllmScheduler(Scheduler):
                 self._swap_out(seq, plan)
                 return
             self.counters.swap_space_exhausted += 1
-        self.gpu.release(seq.num_blocks * self.unit)
+        self._free(seq)
         seq.reset_for_recompute()
         self._preempted.append(seq)
 
@@ -204,7 +223,7 @@ class VllmScheduler(Scheduler):
         self.gpu.release(seq.num_blocks)
         self.host.allocate(seq.num_blocks)
         self.counters.swap_out_blocks += seq.num_blocks
-        plan.swapped_blocks += seq.num_blocks
+        plan.swapped_out_blocks += seq.num_blocks
         seq.status = Status.SWAPPED
         seq.num_preemptions += 1
         self._swapped_out.append(seq)
@@ -225,21 +244,20 @@ class VllmScheduler(Scheduler):
         while self.swapped:
             seq = self.swapped[0]
             required = seq.num_blocks + 1
-            if pool.num_blocks < required or self._never_fits_again(plan, required):
-                self.swapped.popleft()
-                self.host.release(seq.num_blocks)
-                self.ignore(seq, "swapped sequence outgrew the GPU blocks")
+            if pool.num_blocks < required:
+                self._ignore_swapped()
                 continue
             if pool.free - required < self.watermark_blocks:
                 return
-            num_new = min(seq.num_tokens - seq.num_computed if seq.prefilling else 1, budget)
-            if num_new == 0 or num_seqs + 1 > self.limits.max_num_seqs:
+            # Not chunked, even under chunked prefill: the rest of a half-done prompt must fit the budget whole.
+            num_new = seq.num_tokens - seq.num_computed if seq.prefilling else 1
+            if num_new > budget or num_seqs >= self.limits.max_num_seqs:
                 return
             self.swapped.popleft()
             self.host.release(seq.num_blocks)
             pool.allocate(seq.num_blocks)
             self.counters.swap_in_blocks += seq.num_blocks
-            plan.swapped_blocks += seq.num_blocks
+            plan.swapped_in_blocks += seq.num_blocks
             budget -= num_new
             num_seqs += 1
             seq.status = Status.RUNNING
@@ -253,10 +271,28 @@ class VllmScheduler(Scheduler):
             plan.decode_context_tokens += seq.num_tokens
             self._swapped_in.append(seq)
 
-    def _never_fits_again(self, plan: IterationPlan, required: int) -> bool:
-        """With every block free the watermark still refuses: vLLM would wait for ever, we give the request up."""
-        pool = self.gpu
-        return pool.free == pool.num_blocks and pool.free - required < self.watermark_blocks and not plan.num_decodes
+    def _ignore_swapped(self) -> None:
+        seq = self.swapped.popleft()
+        self.host.release(seq.num_blocks)
+        self.ignore(seq, "swapped sequence outgrew the GPU blocks")
+
+    def _unblock_swapped(self) -> bool:
+        """Nothing runs, the GPU is empty, and the head of `swapped` is still refused: vLLM would wait for ever.
+
+        A half-done prompt whose rest exceeds the token budget is computed anew; what the watermark refuses is given up.
+        """
+        if not self.swapped or self.num_running or self.gpu.free < self.gpu.num_blocks:
+            return False
+        seq = self.swapped[0]
+        if seq.prefilling and seq.num_tokens - seq.num_computed > self.limits.max_num_batched_tokens:
+            self.swapped.popleft()
+            self.host.release(seq.num_blocks)
+            seq.reset_for_recompute()
+            self.counters.preemptions += 1
+            self.waiting.appendleft(seq)
+        else:
+            self._ignore_swapped()
+        return True
 
     # -- admitting -----------------------------------------------------------------------------------------------
 
@@ -309,6 +345,8 @@ class VllmScheduler(Scheduler):
             ended = batch.advance(times)
         if plan.chunks:
             self._commit_chunks(plan, times.end_s)
+        if self._stuck and (plan.num_decodes or plan.num_sampled_prefills):
+            self._stuck.clear()
         self._swapped_in.clear()
         for seq in ended:
             self._end(seq, times.end_s)
@@ -359,10 +397,14 @@ class VllmScheduler(Scheduler):
         """A prefilled sequence starts to decode."""
         self.batch.add(seq, first=first)
 
-    def _end(self, seq: Sequence, end_s: float) -> None:
-        """A sequence has all its tokens: its blocks are free for the next step."""
+    def _free(self, seq: Sequence) -> None:
+        """Give back the blocks of `seq`, which is not in the batch."""
         self.gpu.release(seq.num_blocks * self.unit)
         seq.num_blocks = 0
+
+    def _end(self, seq: Sequence, end_s: float) -> None:
+        """A sequence has all its tokens: its blocks are free for the next step."""
+        self._free(seq)
         seq.status = Status.FINISHED
         seq.finish_s = end_s
         self.finished.append(seq)

@@ -1,0 +1,189 @@
+"""The figures: files that are really pictures, whatever the runs hold, and the numbers that are drawn."""
+
+import warnings
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+import sim.figures
+from sim.figures import FIGURES, FigureRun, busy_shares, host_in_use, write_figures
+from sim.series import COLUMNS
+
+NAMES = ["ttft_tpot.png", "queueing.png", "memory.png", "lanes.png"]
+
+
+def result_of(ttft_s=(), queue_s=(), **changes):
+    means = {"mean_ttft_ms": None, "mean_queue_ms": None}
+    if len(ttft_s):
+        means = {"mean_ttft_ms": float(np.mean(ttft_s)) * 1e3, "mean_queue_ms": float(np.mean(queue_s)) * 1e3}
+    scenario = {"gpu": "l20", "workload": "sharegpt", "goodput": ["ttft:500", "tpot:50"], "num_gpu_blocks": 100}
+    scenario |= {"num_cpu_blocks": 50, "block_bytes": 2**30}
+    profile = {"name": "l20-derived", "status": "derived"}
+    return means | {"model_id": "m", "scenario": scenario, "profile": profile, "makespan_s": 40.0} | changes
+
+
+def series_of(rows, **columns):
+    values = {name: np.zeros(rows) for name in COLUMNS} | {"time_s": np.arange(rows, dtype=float)}
+    values |= {"gpu_free_blocks": np.full(rows, 100.0), "host_free_blocks": np.full(rows, 50.0)}
+    return values | {name: np.asarray(column, dtype=float) for name, column in columns.items()}
+
+
+def figure_run(label="p", ttft_s=(), tpot_s=(), queue_s=(), arrival_s=None, series=None, **changes):
+    ttft, tpot, queue = (np.asarray(values, dtype=float) for values in (ttft_s, tpot_s, queue_s))
+    arrival = np.asarray(arrival_s, dtype=float) if arrival_s is not None else None
+    return FigureRun(label, result_of(ttft, queue, **changes), series, ttft, tpot, queue, ttft - queue, arrival)
+
+
+def busy_run(label, seed=0, size=200):
+    """A run with a growing queue, a filling pool and lanes in use."""
+    draw = np.random.default_rng(seed)
+    arrival_s = np.sort(draw.uniform(0, 30, size))
+    queue_s = arrival_s * draw.uniform(0, 1, size)
+    series = series_of(
+        300,
+        time_s=np.linspace(0, 39, 300),
+        num_decoding=draw.integers(0, 20, 300),
+        num_waiting=draw.integers(0, 20, 300),
+        num_swapped=draw.integers(0, 3, 300),
+        gpu_free_blocks=np.linspace(100, 0, 300),
+        gpu_allocated_blocks=np.linspace(0, 100, 300),
+        host_free_blocks=np.linspace(50, 20, 300),
+        compute_busy_s=np.linspace(0, 39, 300),
+        d2h_busy_s=np.linspace(0, 3, 300),
+    )
+    return figure_run(
+        label, queue_s + draw.uniform(0.02, 0.1, size), draw.uniform(0.02, 0.2, size), queue_s, arrival_s, series
+    )
+
+
+def drawn(folder, runs):
+    """Draw with warnings as errors; the pictures' arrays by name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paths = write_figures(folder / "figures", runs)
+    assert [path.name for path in paths] == NAMES
+    assert sorted(path.name for path in (folder / "figures").iterdir()) == sorted(NAMES)
+    return {path.name: imread(path) for path in paths}
+
+
+def test_two_runs_give_four_pictures_of_the_right_size(tmp_path):
+    pictures = drawn(tmp_path, [busy_run("vllm-recompute"), busy_run("layerkv", seed=1)])
+    for picture in pictures.values():
+        assert picture.shape[1] == 12 * 160  # 12 inches at 160 dpi
+        assert picture.shape[0] > 700
+        assert len(np.unique(picture[..., 0])) > 20
+
+
+def test_same_runs_give_the_same_bytes(tmp_path):
+    first = write_figures(tmp_path / "a", [busy_run("p")])
+    second = write_figures(tmp_path / "b", [busy_run("p")])
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+DEGENERATE = {
+    "no completed request": [figure_run()],
+    "no request but a series": [figure_run(series=series_of(5), arrival_s=[])],
+    "empty series": [figure_run(ttft_s=[0.5], tpot_s=[0.1], queue_s=[0.1], arrival_s=[0.0], series=series_of(0))],
+    "one request, one row": [
+        figure_run(ttft_s=[0.5], tpot_s=[0.1], queue_s=[0.1], arrival_s=[3.0], series=series_of(1))
+    ],
+    "all zero": [
+        figure_run(
+            ttft_s=[0.0] * 3, tpot_s=[0.0] * 3, queue_s=[0.0] * 3, arrival_s=[0.0] * 3, makespan_s=0.0,
+            series=series_of(3, time_s=[0, 0, 0], gpu_free_blocks=[0, 0, 0], host_free_blocks=[0, 0, 0]),
+        )
+    ],
+    "distributions only": [
+        FigureRun(
+            "p", result_of([1.0, 9.0], [0.5, 5.0]), None,
+            ttft_s=np.array([1.0, 9.0]), tpot_s=np.array([0.1]), queue_s=np.array([0.5, 5.0]), prefill_s=np.empty(0),
+        )
+    ],
+    "no tpot": [figure_run(ttft_s=[0.5, 90.0], queue_s=[0.1, 80.0], arrival_s=[0.0, 1.0])],
+    "empty result": [FigureRun("p", {}, None, np.empty(0), np.empty(0), np.empty(0), np.empty(0))],
+    "one with, one without": [busy_run("a"), figure_run("b")],
+    "six, with odd names": [
+        busy_run(f"layerkv:slo_aware=false,drop_irrecoverable=false,horizon_steps={i},$x_{{$ 数", seed=i)
+        for i in range(6)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+def test_degenerate_runs_are_drawn_without_warnings(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(sim.figures, "DPI", 40)  # what is looked at is whether they draw, and small ones draw faster
+    drawn(tmp_path, DEGENERATE[case])
+
+
+def test_no_run_gives_no_picture(tmp_path):
+    assert write_figures(tmp_path / "figures", []) == []
+
+
+def test_legend_tells_median_and_p99_and_the_slo():
+    run = figure_run("p", ttft_s=np.arange(1, 102), tpot_s=[0.01], queue_s=np.zeros(101))
+    figure = FIGURES["ttft_tpot.png"]([run])
+    texts = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in figure.axes]
+    assert [[text.replace("\xa0", " ") for text in legend] for legend in texts] == [
+        ["p: median 51 s, P99 100 s", "SLO 500 ms", "median, P99"],
+        ["p: median 10 ms, P99 10 ms", "SLO 50 ms", "median, P99"],
+    ]
+
+
+def test_wide_ranges_are_drawn_on_a_logarithmic_axis():
+    wide = figure_run(ttft_s=[0.1, 50.0], tpot_s=[0.02, 0.03], queue_s=[0.0, 0.0])
+    assert [ax.get_xscale() for ax in FIGURES["ttft_tpot.png"]([wide]).axes] == ["log", "linear"]
+
+
+def test_host_memory_counts_whole_blocks_of_layer_groups():
+    # 3,200 units on the GPU are 100 blocks, so a block is 32 units; of 50 host blocks 1,600 - 1,280 units are in use.
+    series = series_of(2, gpu_free_blocks=[3200, 0], gpu_allocated_blocks=[0, 3200], host_free_blocks=[1600, 1280])
+    values, unit = host_in_use(figure_run(series=series))
+    assert values.tolist() == [0.0, 10.0]
+    assert unit == "GiB"
+
+
+def test_lane_is_busy_when_iterations_ran_and_later_where_booked_ahead():
+    # Iterations start at 0, 2 and 4 s; their totals are 2, 2 (nothing ran from 2 to 4) and, at the end (6 s), 5.
+    series = series_of(3, time_s=[0, 2, 4], compute_busy_s=[2, 2, 3], h2d_busy_s=[6, 6, 6])
+    run = figure_run(series=series, makespan_s=6.0, lanes={"GPU compute": {"busy_s": 3.0}})
+    edges_s = np.array([0.0, 2.0, 4.0, 6.0])
+    assert busy_shares(run, "compute_busy_s", "GPU compute", edges_s).tolist() == [1.0, 0.0, 0.5]
+    # Six seconds of copies booked in the first two fill all six.
+    assert busy_shares(run, "h2d_busy_s", "PCIe host to device", edges_s).tolist() == [1.0, 1.0, 1.0]
+
+
+def finished_run(per_request):
+    log = SimpleNamespace(
+        ttft_s=array("d", [1.0, 3.0]),
+        tpot_s=array("d", [0.1]),
+        queue_s=array("f", [0.5, 0.75]),
+        per_request=per_request,
+    )
+    return SimpleNamespace(log=log, series=SimpleNamespace(columns={"time_s": array("d", [0.0])}))
+
+
+def test_pairs_come_from_the_unsorted_arrays_without_ignored_requests():
+    kept = SimpleNamespace(
+        request_ids=array("q", [7, 8, 9]),
+        arrival_s=array("d", [5.0, 6.0, 4.0]),
+        queue_s=array("d", [0.75, 0.0, 0.5]),
+        ttft_s=array("d", [3.0, 0.0, 1.0]),
+        errors={8: "ignored"},
+    )
+    run = FigureRun.of(finished_run(kept), {"policy": "layerkv"})
+    assert run.label == "layerkv"
+    assert run.ttft_s.tolist() == [3.0, 1.0]
+    assert run.prefill_s.tolist() == [2.25, 0.5]
+    assert run.arrival_s.tolist() == [5.0, 4.0]
+    assert run.series["time_s"].tolist() == [0.0]
+
+
+def test_long_runs_keep_distributions_only():
+    run = FigureRun.of(finished_run(None), {"policy": "layerkv"})
+    assert run.ttft_s.tolist() == [1.0, 3.0]
+    assert run.queue_s.tolist() == [0.5, 0.75]
+    assert run.prefill_s.size == 0
+    assert run.arrival_s is None

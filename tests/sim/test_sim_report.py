@@ -1,0 +1,200 @@
+"""The printed reports and the comparison's files: exact texts and numbers from small hand-made results."""
+
+import json
+
+import pytest
+
+from sim.report import (
+    comparison_lines,
+    mean_decoding,
+    metric_values,
+    print_comparison,
+    print_run,
+    run_lines,
+    sentences,
+    write_comparison,
+)
+
+
+def result_of(policy="vllm-recompute", **changes):
+    figures = {
+        "policy": policy,
+        "model_id": "llama-2-7b",
+        "request_rate": 6.0,
+        "complete": True,
+        "duration": 100.0,
+        "completed": 200,
+        "ignored": 1,
+        "request_throughput": 2.0,
+        "output_throughput": 400.0,
+        "total_token_throughput": 1400.0,
+        "request_goodput": 1.5,
+        "goodput_attainment": 0.75,
+        "num_preemptions": 40,
+        "makespan_s": 101.0,
+        "counters": {"swap_out_blocks": 0, "swap_in_blocks": 0},
+        "lanes": {"GPU compute": {"busy_s": 50.5}},
+        "scenario": {"gpu": "l20", "tp": 1, "workload": "sharegpt", "goodput": ["ttft:3000", "tpot:200"]}
+        | {"num_gpu_blocks": 3467, "num_cpu_blocks": 512, "block_bytes": 2**23},
+        "profile": {"name": "l20-derived", "status": "derived", "sha256": "0123456789abcdef"},
+    }
+    for name, mean in (("ttft", 5100.0), ("queue", 4800.0), ("tpot", 41.0), ("itl", 40.0), ("e2el", 15_100.0)):
+        figures |= {f"mean_{name}_ms": mean, f"median_{name}_ms": mean / 2, f"p99_{name}_ms": mean * 3}
+    return figures | changes
+
+
+def layerkv(policy="layerkv", **changes):
+    changed = {
+        "mean_ttft_ms": 408.0,
+        "p99_ttft_ms": 1000.0,
+        "mean_queue_ms": 102.0,
+        "mean_tpot_ms": 82.0,
+        "p99_tpot_ms": 200.0,
+        "mean_e2el_ms": 20_408.0,
+        "num_preemptions": 0,
+        "counters": {"parked": 120},
+        "goodput_attainment": 0.9,
+    }
+    return result_of(policy, **(changed | changes))
+
+
+def empty(policy="vllm-recompute"):
+    """A run of which no request completed."""
+    names = [f"{s}_{n}_ms" for n in ("ttft", "queue", "tpot", "itl", "e2el") for s in ("mean", "median", "p99")]
+    nothing = {"completed": 0, "duration": 0.0, "request_goodput": None, "goodput_attainment": None}
+    return result_of(policy, **dict.fromkeys(names), **nothing)
+
+
+def test_run_is_summed_up_in_80_columns(tmp_path, capsys):
+    (tmp_path / "requests.csv").touch()
+    print_run(result_of(), tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    rows = dict(line.split(":", 1) for line in lines if ":" in line)
+    rows = {name: value.strip() for name, value in rows.items()}
+    assert rows["Constants"] == "l20-derived (derived, not measured)"
+    assert rows["Requests completed"] == "200"
+    assert rows["Requests ignored"] == "1"
+    assert rows["Output tokens (1/s)"] == "400.0"
+    assert rows["Goodput (requests/s)"] == "1.500 (75.0 % of requests meet their SLOs)"
+    assert rows["SLOs (ms)"] == "ttft:3000 tpot:200"
+    assert rows["Queueing's share of mean TTFT"] == "94.1 %"
+    assert rows["GPU KV blocks"] == "3,467 (27.1 GiB per GPU)"
+    assert rows["Host KV blocks"] == "512 (4.0 GiB per GPU)"
+    assert rows["Preemptions"] == "40"
+    assert rows["GPU compute busy"] == "50.0 % of the time"
+    assert rows["Results"] == str(tmp_path / "result.json")
+    assert rows["Beside it"] == "requests.csv"
+    assert "Time to first token            5,100.00     2,550.00    15,300.00" in lines
+    assert max(len(line) for line in lines if not line.startswith("Results")) <= 80
+    assert all(line.isascii() for line in lines if not line.startswith("Results"))
+
+
+def test_measured_profile_is_not_called_anything_else(tmp_path):
+    profile = {"name": "h200-measured", "status": "measured"}
+    assert any(line.endswith(" h200-measured (measured)") for line in run_lines(result_of(profile=profile), tmp_path))
+
+
+@pytest.mark.parametrize("result", [{}, empty(), result_of(scenario={}, profile={}, lanes={}, counters={})])
+def test_missing_numbers_print_as_dashes(tmp_path, result):
+    text = "\n".join(run_lines(result, tmp_path))
+    assert "None" not in text
+    assert "nan" not in text
+
+
+def test_interrupted_run_says_so(tmp_path):
+    lines = run_lines(result_of(complete=False), tmp_path)
+    assert any(line.startswith("Ended early:") and line.endswith("interrupted") for line in lines)
+
+
+def test_requests_past_their_first_token_follow_littles_law():
+    # 200 requests in 100 s that stay 15.1 - 5.1 = 10 s each: 20 at a time.
+    assert mean_decoding(result_of()) == pytest.approx(20.0)
+    assert metric_values(result_of())["queue_share_percent"] == pytest.approx(4800 / 51)
+    assert mean_decoding(empty()) is None
+
+
+def test_comparison_shows_ratios_to_the_first_and_stars_the_best(tmp_path, capsys):
+    print_comparison([result_of(), layerkv()], tmp_path)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == "constants: l20-derived (derived, not measured)"
+    assert "vllm-recompute layerkv" in lines
+    assert "Mean TTFT (ms) 5,100.0 408.0 (0.08x) *" in lines
+    assert "Mean TPOT (ms) 41.0 * 82.0 (2.00x)" in lines
+    assert "Preemptions 40 0 (0x) *" in lines
+    assert "Requests completed 200 200 (1.00x)" in lines  # equal: no star
+    assert "SLOs met (% of requests) 75.0 90.0 (1.20x) *" in lines
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_comparison_of_many_policies_keeps_to_80_columns(count):
+    names = ["layerkv:slo_aware=false,drop_irrecoverable=false,horizon_steps=16", "vllm-swap", "layerkv"]
+    results = [result_of(), *(layerkv(f"{names[i % 3]}{i}") for i in range(count - 1))]
+    lines = comparison_lines(results, "out")
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("Mean TTFT (ms)") for line in lines) >= count // 3
+    assert not any("None" in line or "nan" in line for line in lines)
+
+
+def test_sentences_say_what_differs_and_by_how_much():
+    assert sentences([result_of(), layerkv()]) == [
+        "With layerkv instead of vllm-recompute, mean TTFT falls from 5.1 s to 408 ms (0.08x): requests wait 102 ms in "
+        "the queue on average (25 % of TTFT) instead of 4.8 s (94.1 %). "
+        "Queueing falls by 4.7 s, prefill rises by 6 ms. "
+        "Mean TPOT rises from 41 ms to 82 ms (2.00x), with 40 instead of 20 requests past their first token at a time. "
+        "After a prefill a request had to wait for room for all its layers on the GPU 120 times, part of its TPOT. "
+        "Preemptions: 0 instead of 40. End to end a request takes 20.4 s instead of 15.1 s on average. "
+        "The SLOs are met by 90 % of the requests, instead of 75 %."
+    ]
+
+
+def test_a_tail_against_the_mean_is_told():
+    (text,) = sentences([result_of(), layerkv(p99_ttft_ms=30_600.0)])
+    assert "But P99 TTFT rises from 15.3 s to 30.6 s (2.00x)." in text
+
+
+def test_nothing_differs():
+    assert sentences([result_of(), result_of("vllm-swap", mean_ttft_ms=5110.0)]) == [
+        "vllm-swap and vllm-recompute do not differ: every latency, queueing and throughput is the same within 1 %."
+    ]
+
+
+def test_runs_over_different_requests_are_not_compared_silently():
+    (text,) = sentences([result_of(), layerkv(completed=150, complete=False)])
+    assert text.startswith(
+        "layerkv ended early, so its figures cover only the requests that ended. "
+        "vllm-recompute completes 200 requests and layerkv 150, so their means are over different requests."
+    )
+
+
+def test_nothing_completed_gives_counts_only(tmp_path):
+    assert sentences([empty(), empty("layerkv")]) == ["Neither vllm-recompute nor layerkv completes a request."]
+    assert sentences([result_of(), empty("layerkv")]) == [
+        "vllm-recompute completes 200 requests and layerkv 0, so their means are over different requests."
+    ]
+    assert not any("None" in line for line in comparison_lines([empty(), empty("layerkv")], tmp_path))
+
+
+def test_comparison_files_hold_metrics_ratios_and_links(tmp_path):
+    path = write_comparison(tmp_path / "new", [result_of(), layerkv(mean_itl_ms=None)])
+    assert path == tmp_path / "new" / "comparison.md"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["comparison.json", "comparison.md"]
+    data = json.loads((path.parent / "comparison.json").read_text())
+    assert data["baseline"] == "vllm-recompute"
+    assert data["policies"] == ["vllm-recompute", "layerkv"]
+    assert data["metrics"]["layerkv"]["mean_ttft_ms"] == 408.0
+    assert data["ratios_to_baseline"]["layerkv"]["mean_ttft_ms"] == pytest.approx(0.08)
+    assert data["ratios_to_baseline"]["layerkv"]["mean_itl_ms"] is None
+    assert data["profiles"]["layerkv"]["status"] == "derived"
+    page = path.read_text()
+    assert "| | `vllm-recompute` | `layerkv` |" in page
+    assert "| Mean TTFT (ms) | 5,100.0 | **408.0 (0.08x)** |" in page
+    assert "| Mean ITL (ms) | 40.0 | - |" in page
+    for name in ("ttft_tpot", "queueing", "memory", "lanes"):
+        assert f"(figures/{name}.png)" in page
+    assert "- `layerkv`: l20-derived (derived, not measured), sha256 `0123456789ab`" in page
+    assert sentences([result_of(), layerkv(mean_itl_ms=None)])[0] in page
+
+
+def test_comparison_of_nothing_is_still_a_page(tmp_path):
+    assert "No policy was run." in write_comparison(tmp_path, []).read_text()
+    print_comparison([], tmp_path)
