@@ -13,16 +13,21 @@ class Direction(Enum):
     H2D = "h2d"
 
 
-class PrefillChunk(NamedTuple):
-    """`num_new` prompt tokens of `seq` to compute, after `num_cached` that are computed already.
+class Origin(Enum):
+    """Where a prefill chunk's sequence was before this iteration."""
 
-    `admitted`: the sequence comes from `waiting` in this very iteration.
-    """
+    ADMITTED = "waiting"
+    CONTINUED = "running"
+    SWAPPED_IN = "swapped"
+
+
+class PrefillChunk(NamedTuple):
+    """`num_new` prompt tokens of `seq` to compute, after `num_cached` that are computed already."""
 
     seq: Sequence
     num_new: int
     num_cached: int
-    admitted: bool
+    origin: Origin
 
 
 class StepTimes(NamedTuple):
@@ -94,10 +99,10 @@ class IterationPlan:
         """Whether copies run beside the computation."""
         return bool(self.pipelined_d2h or self.background or self.streamed_bytes)
 
-    def add_chunk(self, seq: Sequence, num_new: int, *, admitted: bool = False) -> None:
+    def add_chunk(self, seq: Sequence, num_new: int, origin: Origin) -> None:
         """Compute `num_new` more prompt tokens of `seq`."""
         cached = seq.num_computed
-        self.chunks += (PrefillChunk(seq, num_new, cached, admitted),)
+        self.chunks += (PrefillChunk(seq, num_new, cached, origin),)
         self.prefill_tokens += num_new
         self.prefill_pairs += num_new * cached + num_new * (num_new + 1) // 2
         self.prefill_squares += num_new * num_new

@@ -156,12 +156,13 @@ class LayerKVScheduler(VllmScheduler):
             # Slack changes with time; streamed bytes with every token.
             plan.max_steps = 1
             return
-        spare = self._available_units() // self.layers + self.batch.blocks_needed(1)
-        horizon = self.options.horizon_steps
+        # Jump no further than the forecast is sure to find enough.
+        batch, horizon = self.batch, self.options.horizon_steps
+        spare = self._available_units() // self.layers + batch.blocks_needed(1)
         if self.printed:
-            steps = self.batch.steps_within(max(0, spare - len(self.batch) * horizon))
-        else:
-            steps = self.batch.steps_within(max(0, spare)) - horizon
+            spare -= len(batch) * horizon
+            horizon = 0
+        steps = batch.steps_within(spare) - horizon if spare >= 0 else 1
         plan.max_steps = max(1, min(plan.max_steps, steps))
 
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import ClassVar
 
 from sim.itl import GapCollector
-from sim.plan import IterationPlan, StepTimes
+from sim.plan import IterationPlan, Origin, StepTimes
 from sim.policies.base import Deployment, Limits, Policy, Scheduler, Verdict
 from sim.sequence import Sequence, Status
 
@@ -125,13 +125,13 @@ class VllmScheduler(Scheduler):
             decodes = size
             chunk = min(partial.num_tokens - partial.num_computed, budget - size)
             if chunk:
-                plan.add_chunk(partial, chunk)
+                plan.add_chunk(partial, chunk, Origin.CONTINUED)
             else:
                 self.partial_front = 0
         else:
             front = self.partial_front
             chunk = min(partial.num_tokens - partial.num_computed, budget - front)
-            plan.add_chunk(partial, chunk)
+            plan.add_chunk(partial, chunk, Origin.CONTINUED)
             decodes = min(size, budget - chunk)
             self.partial_front = None
         if decodes < size:
@@ -177,7 +177,7 @@ class VllmScheduler(Scheduler):
             else:
                 budget -= num_new
                 if seq is self.partial:
-                    plan.add_chunk(seq, num_new)
+                    plan.add_chunk(seq, num_new, Origin.CONTINUED)
                     self.partial_front = None
                     continue
                 decoded += 1
@@ -262,7 +262,7 @@ class VllmScheduler(Scheduler):
             num_seqs += 1
             seq.status = Status.RUNNING
             if seq.prefilling:
-                plan.add_chunk(seq, num_new)
+                plan.add_chunk(seq, num_new, Origin.SWAPPED_IN)
                 continue
             batch.add(seq)
             if batch.needs_block(seq):
@@ -317,7 +317,7 @@ class VllmScheduler(Scheduler):
             seq.status = Status.RUNNING
             if seq.first_scheduled_s < 0.0:
                 seq.first_scheduled_s = now_s
-            plan.add_chunk(seq, num_new, admitted=True)
+            plan.add_chunk(seq, num_new, Origin.ADMITTED)
             budget -= num_new
             num_seqs += 1
 
@@ -354,27 +354,34 @@ class VllmScheduler(Scheduler):
     def _commit_chunks(self, plan: IterationPlan, end_s: float) -> None:
         """Count the computed prompt tokens; complete prompts yield a token and join the batch.
 
-        Order (chunked prefill): new prompts to the left of the decodes, continued and swapped-in ones to the right.
+        Order under chunked prefill: new prompts to the left of the decodes; to their right the continued prompt, then
+        swapped-in decodes, then swapped-in prompts.
         """
         fresh: list[Sequence] = []
-        for seq, num_new, _, admitted in plan.chunks:
+        returned: list[Sequence] = []
+        for seq, num_new, _, origin in plan.chunks:
             seq.num_computed += num_new
             if seq.num_computed < seq.num_tokens:
                 self.partial = seq
-                self.partial_front = len(fresh) if admitted else None
+                self.partial_front = len(fresh) if origin is Origin.ADMITTED else None
                 continue
             if seq is self.partial:
                 self.partial = None
-            if self._emit_token(seq, end_s):
-                if admitted and self.chunking:
-                    fresh.append(seq)
-                else:
-                    self._join(seq)
+            if not self._emit_token(seq, end_s):
+                continue
+            if origin is Origin.SWAPPED_IN:
+                returned.append(seq)
+            elif self.chunking and origin is Origin.ADMITTED:
+                fresh.append(seq)
+            else:
+                self._join(seq)
         for seq in reversed(fresh):
             self._join(seq, first=True)
         for seq in self._swapped_in:
             if seq in self.batch.members:
                 self.batch.members.move_to_end(seq)
+        for seq in returned:
+            self._join(seq)
 
     def _emit_token(self, seq: Sequence, end_s: float) -> bool:
         """The token a complete prefill samples; False if it was the last."""
