@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sim import cli as sim_cli
 from sim.errors import UserError
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for bad input, 130 when interrupted."""
     parser = Parser(prog="kvtwin", description="Which KV-cache policy for this model, GPU and traffic?")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     sim_cli.add_commands(commands)
     traces_cli.add_commands(commands)
     arguments = parser.parse_args(argv)

@@ -1,0 +1,1 @@
+"""Fitted constants of cost models (`profiles/`); measuring and fitting follow."""

@@ -1,0 +1,1 @@
+"""The live runtime: the same engine on a GPU's clock (to come)."""

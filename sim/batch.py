@@ -130,7 +130,7 @@ class DecodeBatch:
         size = len(members)
         late = self._late
         if late:
-            for seq, last_s in late.items():
+            for last_s in late.values():
                 gaps.add(first_end_s - last_s, 0.0, 1, 1)
             in_step = size - len(late)
             late.clear()

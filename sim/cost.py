@@ -1,6 +1,6 @@
-"""`CostModel`: what an iteration and a copy take. The simulator's clock and every policy's predictions use the same one.
+"""`CostModel`: what an iteration and a copy take. The simulator's clock and every policy's predictions share it.
 
-Three forms, chosen by the profile (`spec.md`-style algebra, per GPU of a tensor-parallel group of G):
+Three forms, chosen by the profile (per GPU of a tensor-parallel group of G):
 
 - roofline: T = max(N c_lin / (G F), W / (G H)) + attention over query-context pairs / (G F_attn)
   + KV bytes read by decodes / H + LM head for sampled tokens + all-reduce + per-layer and per-step overhead.
@@ -40,7 +40,7 @@ class CostModel(ABC):
 
     @abstractmethod
     def offload_s(self, num_tokens: int, layers: int, *, printed: bool = False) -> float:
-        """LayerKV Eq. 4: predicted copy of `layers` layers of KV to the host; `printed` takes all heads and one link."""
+        """LayerKV Eq. 4: predicted copy of `layers` layers of KV to the host; `printed`: all heads, one link."""
 
     @abstractmethod
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
@@ -67,7 +67,12 @@ class LinearCost(CostModel):
     """
 
     def __init__(
-        self, prefill: Seq[float], decode: Seq[float], swap_s_per_block: float, block_bytes: float, kv_bytes: float = 0.0
+        self,
+        prefill: Seq[float],
+        decode: Seq[float],
+        swap_s_per_block: float,
+        block_bytes: float,
+        kv_bytes: float = 0.0,
     ) -> None:
         """`block_bytes` of a whole block and `kv_bytes` of one token in one layer, per GPU."""
         self.kv_bytes_per_token_layer = kv_bytes
@@ -234,7 +239,9 @@ def build_cost(
         if profile.form != form or profile.linear is None:
             raise UserError(f"cost form {form!r} cannot come from profile {profile.name!r} of form {profile.form!r}")
         linear = profile.linear
-        return LinearCost(linear.prefill, linear.decode, linear.swap_s_per_block, block_bytes, model.kv_bytes_per_token_layer(tp))
+        return LinearCost(
+            linear.prefill, linear.decode, linear.swap_s_per_block, block_bytes, model.kv_bytes_per_token_layer(tp)
+        )
     if form == "roofline":
         return RooflineCost(model, hardware, profile, tp, block_bytes)
     if form == "paper":

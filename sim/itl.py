@@ -30,7 +30,7 @@ class GapStatistics:
 
 
 class GapCollector:
-    """Collects runs of gaps: `count` gaps starting at `gap_s`, each longer by `slope_s`, each for `weight` sequences."""
+    """Collects runs of gaps: `count` gaps from `gap_s` on, each longer by `slope_s`, each for `weight` sequences."""
 
     __slots__ = ("_append", "_bins", "_count", "_max_runs", "_runs", "_sum", "_sum_squares")
 

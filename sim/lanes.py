@@ -3,7 +3,6 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-
 SEND_BUFFER_LAYERS = 2
 """Layers of a prefill whose copies may be on their way while the next layers compute: layer l must be out before layer
 l+2 is computed (LayerKV section 3.1.2)."""

@@ -1,7 +1,7 @@
 """What is kept of a request that ended, and the statistics over all of them.
 
-Names and definitions are those of `vllm bench serve`: TTFT is first token minus arrival, TPOT is (e2el - ttft) / (n - 1)
-over requests of two tokens or more, goodput counts requests that meet every SLO given.
+Names and definitions are those of `vllm bench serve`: TTFT is first token minus arrival, TPOT is (e2el - ttft) /
+(n - 1) over requests of two tokens or more, goodput counts requests that meet every SLO given.
 """
 
 from array import array
@@ -90,7 +90,10 @@ class PerRequest:
 
 
 class RequestLog:
-    """Counts, sums and the floats that exact percentiles need: 28 bytes a finished request, 60 more up to ARRAY_LIMIT."""
+    """Counts, sums and the floats that exact percentiles need: 28 bytes a finished request.
+
+    The per-request arrays of result.json are kept beside them up to `ARRAY_LIMIT` requests.
+    """
 
     def __init__(self, table: TableSink | None = None, goodput: Goodput | None = None) -> None:
         self.table = table

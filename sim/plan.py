@@ -46,8 +46,8 @@ class StepTimes(NamedTuple):
 class Transfer(NamedTuple):
     """A copy beside the computation: `num_bytes` (per GPU) of `layers` layers of `seq` in `num_copies` pieces.
 
-    The driver reports its completion to the engine at the first iteration boundary after it; then `num_blocks` blocks of
-    the GPU pool are free.
+    The driver reports its completion to the engine at the first iteration boundary after it; then `num_blocks` blocks
+    of the GPU pool are free.
     """
 
     seq: Sequence

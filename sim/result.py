@@ -3,6 +3,7 @@
 import gzip
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,7 +76,7 @@ def assemble(run: Run) -> dict[str, Any]:
 
 
 def _gaps(times_s: list[float]) -> list[float]:
-    return [after - before for before, after in zip(times_s, times_s[1:], strict=False)]
+    return [after - before for before, after in pairwise(times_s)]
 
 
 def _gap_statistics(run: Run) -> dict[str, Any]:
@@ -167,9 +168,7 @@ def timeline_events(run: Run) -> list[dict[str, Any]]:
         columns = run.series.columns
         for i, time_s in enumerate(columns["time_s"]):
             for name in ("gpu_free_blocks", "num_decoding", "num_waiting", "num_swapped"):
-                events.append(
-                    {"ph": "C", "pid": 1, "name": name, "ts": time_s * 1e6, "args": {name: columns[name][i]}}
-                )
+                events.append({"ph": "C", "pid": 1, "name": name, "ts": time_s * 1e6, "args": {name: columns[name][i]}})
     return events
 
 

@@ -23,7 +23,9 @@ def _flag(default: Any, help_text: str, metavar: str | None = None) -> Any:  # n
 class Scenario:
     """Traffic, deployment, engine limits and what to measure. Units are in the names or in the help texts."""
 
-    trace: str | None = _flag(None, "trace file to replay (Azure, Mooncake, BurstGPT, Vidur, ShareGPT, CSV ...)", "FILE")
+    trace: str | None = _flag(
+        None, "trace file to replay (Azure, Mooncake, BurstGPT, Vidur, ShareGPT, CSV ...)", "FILE"
+    )
     trace_format: str | None = _flag(None, "format of --trace, where it cannot be told from the file", "NAME")
     time_unit: str | None = _flag(None, "unit of the trace's timestamps, where the format leaves it open", "UNIT")
     workload: str | None = _flag(None, "generated traffic instead of a trace: see `kvtwin trace list`", "NAME")
@@ -31,7 +33,9 @@ class Scenario:
     request_rate: float | None = _flag(None, "requests/s; with --trace replaces its arrival times", "R")
     burstiness: float = _flag(1.0, "gamma shape of the arrivals of --request-rate; 1 is Poisson, less is burstier", "B")
     rate_scale: float = _flag(1.0, "speed the arrivals up by this factor", "X")
-    clip: int | None = _flag(None, "cut requests to this context length: output up to half of it, then the prompt", "TOKENS")
+    clip: int | None = _flag(
+        None, "cut requests to this context length: output up to half of it, then the prompt", "TOKENS"
+    )
     input_len: int | None = _flag(None, "prompt tokens of workloads that take a length", "N")
     output_len: int | None = _flag(None, "output tokens of workloads that take a length", "N")
     seed: int = _flag(0, "seed of everything random", "N")

@@ -1,8 +1,8 @@
 """LayerKV (Xiong et al., "LayerKV: Optimizing LLM Serving with Layer-wise KV Cache Management"), on vLLM 0.5.5.
 
-A prompt is admitted with the KV of as few as x layers on the GPU (Eq. 4); the other layers leave for the host behind the
-prefill, so that it need not queue for blocks. Admission follows the TPOT slack of everyone decoding (Algorithm 1, Eq.
-1-3). A forecast of free blocks (Eq. 5) offloads retained layers in stages before memory runs out.
+A prompt is admitted with the KV of as few as x layers on the GPU (Eq. 4); the other layers leave for the host behind
+the prefill, so that it need not queue for blocks. Admission follows the TPOT slack of everyone decoding (Algorithm 1,
+Eq. 1-3). A forecast of free blocks (Eq. 5) offloads retained layers in stages before memory runs out.
 
 What the paper leaves open, and what is done here:
 - Decode of a sequence with layers on the host: `promote` (default) parks it until its missing layers fit, copies them
@@ -291,7 +291,7 @@ class LayerKVScheduler(VllmScheduler):
         return max(int(self.options.threshold * self.gpu.num_blocks), len(self.batch))
 
     def _growth_units(self) -> int:
-        """Most layer-blocks that the forecast may see allocated if one more sequence joins: no admission undoes itself."""
+        """Most layer-blocks the forecast may see allocated if one more sequence joins: no admission undoes itself."""
         sequences = len(self.batch) + len(self.promoting) + 1
         horizon = self.options.horizon_steps
         return sequences * self.layers * (horizon if self.printed else -(-horizon // self.limits.block_size))
@@ -301,7 +301,7 @@ class LayerKVScheduler(VllmScheduler):
         return self.gpu.free + self._releasing - self._threshold_units()
 
     def _forecast(self) -> None:
-        """Avail(t+1) = Avail(t) + Released(t) - Allocated(t) over the horizon; offload if it falls under the threshold."""
+        """Avail(t+1) = Avail(t) + Released(t) - Allocated(t) over the horizon; offload if it will be too little."""
         batch, horizon = self.batch, self.options.horizon_steps
         size = len(batch)
         if not size:
@@ -520,9 +520,10 @@ class LayerKVScheduler(VllmScheduler):
         """The forecast came too late: offload the victim before the step, or have it computed again."""
         if seq is self.partial:
             self.partial = None
-        elif seq not in self.streaming and -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size) * (
-            self.layers
-        ) <= self.host.free:
+        elif (
+            seq not in self.streaming
+            and -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size) * (self.layers) <= self.host.free
+        ):
             self._leave_batch(seq)
             units = seq.num_blocks * self.layers
             self.gpu.release(units)

@@ -95,7 +95,7 @@ class VllmScheduler(Scheduler):
             self._allow_jump(plan)
 
     def _allow_jump(self, plan: IterationPlan) -> None:
-        """Let decode iterations that repeat themselves be taken as one event, as far as memory and completions allow."""
+        """Let decode iterations that repeat themselves be one event, as far as memory and completions allow."""
         if plan.decodes_first or plan.has_swaps or plan.num_decodes != len(self.batch) or not self.batch:
             return
         batch = self.batch

@@ -32,8 +32,15 @@ def tiny_model(layers: int = 4) -> ModelSpec:
 
 
 def limits(
-    gpu: int = 100, host: int = 1000, *, block_size: int = 16, max_model_len: int = 4096, seqs: int = 256,
-    tokens: int | None = None, chunked: bool = False, block_bytes: float = 1.0,
+    gpu: int = 100,
+    host: int = 1000,
+    *,
+    block_size: int = 16,
+    max_model_len: int = 4096,
+    seqs: int = 256,
+    tokens: int | None = None,
+    chunked: bool = False,
+    block_bytes: float = 1.0,
 ) -> Limits:
     budget = tokens or (512 if chunked else max(max_model_len, 2048))
     return Limits(gpu, host, block_size, block_bytes, max_model_len, seqs, budget, chunked)

@@ -97,9 +97,7 @@ def test_jumping_and_stepping_agree(policy: Policy, workload: tuple[list[Request
 @pytest.mark.parametrize("policy", POLICIES, ids=IDS)
 @settings(max_examples=25, deadline=None)
 @given(workload=workloads())
-def test_gap_statistics_equal_those_of_single_tokens(
-    policy: Policy, workload: tuple[list[Request], Limits]
-) -> None:
+def test_gap_statistics_equal_those_of_single_tokens(policy: Policy, workload: tuple[list[Request], Limits]) -> None:
     arrivals, limit = workload
     outcome = simulate(policy, arrivals, limit, checked=False, record=True)
     completed = [seq for seq in outcome.ended if seq.status is Status.FINISHED]
