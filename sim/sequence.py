@@ -39,6 +39,7 @@ class Sequence:
         "num_preemptions",
         "num_tokens",
         "output_tokens",
+        "policy_slot",
         "predicted_lower_tokens",
         "predicted_median_tokens",
         "prefilling",
@@ -65,6 +66,7 @@ class Sequence:
         self.finish_step = 0
         self.layers_on_gpu = 0
         self.transfers = 0
+        self.policy_slot = -1
         self.predicted_lower_tokens = 1
         self.predicted_median_tokens = 0
 

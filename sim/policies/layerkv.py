@@ -28,6 +28,7 @@ from sim.itl import GapCollector
 from sim.lanes import SEND_BUFFER_LAYERS
 from sim.plan import Direction, IterationPlan, StepTimes, Transfer
 from sim.policies.base import Deployment, Limits, Policy, Scheduler, Verdict
+from sim.policies.slack import SlackBook
 from sim.policies.vllm import WATERMARK, VllmScheduler
 from sim.predictor import LengthPredictor, build_predictor
 from sim.sequence import Sequence, Status
@@ -89,6 +90,9 @@ class LayerKVScheduler(VllmScheduler):
         self.tpot_slo_s = options.tpot_slo_ms / 1e3
         self.layer_block_bytes = limits.block_bytes / self.layers
         self.watermark_units = self.watermark_blocks * self.layers
+        self._threshold_floor = int(options.threshold * self.gpu.num_blocks)
+        horizon = options.horizon_steps
+        self._growth_per_sequence = self.layers * (horizon if self.printed else -(-horizon // limits.block_size))
         self.parked: OrderedDict[Sequence, None] = OrderedDict()
         self.promoting: dict[Sequence, None] = {}
         self.streaming: dict[Sequence, None] = {}
@@ -96,7 +100,8 @@ class LayerKVScheduler(VllmScheduler):
         # Layer-blocks that copies on their way will free.
         self._releasing = 0
         self._now_s = 0.0
-        self._slack_s: float | None = None
+        self.slack = SlackBook(self.tpot_slo_s, drop_irrecoverable=options.drop_irrecoverable)
+        self._least_slack_s: float | None = None
         self._admitted_prefill_s = 0.0
         self._slack_blocks = False
         self._placement = 0
@@ -122,7 +127,7 @@ class LayerKVScheduler(VllmScheduler):
 
     def _schedule_once(self, now_s: float) -> IterationPlan | None:
         self._now_s = now_s
-        self._slack_s = None
+        self._least_slack_s = None
         self._slack_blocks = False
         self._admitted_prefill_s = 0.0
         if self.parked or self.streaming:
@@ -168,40 +173,26 @@ class LayerKVScheduler(VllmScheduler):
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:
         if plan.num_decodes and not plan.chunks:
             self._last_tpot_s = (times.end_s - self._now_s) / times.steps
+        shifted = list(islice(self.batch.members, plan.num_decodes)) if plan.decodes_first else ()
         super().commit(plan, times)
+        for seq in shifted:
+            if seq in self.batch.members:
+                self.slack.update(seq, decoding=True)
 
     # -- Algorithm 1: how many prefills the decoding requests' TPOT allows ------------------------------------------
 
-    def _slack_now_s(self) -> float:
-        """Right side of Eq. 2: the least time, s, that any decoding request can still spare (Eq. 1)."""
-        if self._slack_s is None:
-            self._slack_s = self._least_slack_s()
-        return self._slack_s
-
-    def _least_slack_s(self) -> float:
-        batch, now_s, slo_s = self.batch, self._now_s, self.tpot_slo_s
-        least = inf
-        tpot_s = self._last_tpot_s
-        if tpot_s is None:
-            tpot_s = self.cost.decode_run(max(1, len(batch)), batch.context_tokens)[0]
-        drop = self.options.drop_irrecoverable
-        step = batch.step
-        for seq in batch.members:
-            # Both counts leave out the first token, as TPOT does.
-            past = seq.output_tokens - seq.finish_step + step - 1
-            future = seq.predicted_lower_tokens - 1 - past
-            if future < 1:
-                future = 1
-            slack_s = slo_s * (past + future) - (now_s - seq.first_token_s) - tpot_s * future
-            if slack_s < least and (slack_s >= 0.0 or not drop):
-                least = slack_s
-        for seq in chain(self.parked, self.promoting):
-            past = seq.num_generated - 1
-            future = max(1, seq.predicted_lower_tokens - 1 - past)
-            slack_s = slo_s * (past + future) - (now_s - seq.first_token_s) - tpot_s * future
-            if slack_s < least and (slack_s >= 0.0 or not drop):
-                least = slack_s
-        return least
+    def _within_slack(self, prefill_s: float) -> bool:
+        """Eq. 2: whether prefills of `prefill_s` in all leave everyone who decodes their TPOT."""
+        least_s = self._least_slack_s
+        if least_s is None:
+            batch = self.batch
+            tpot_s = self._last_tpot_s
+            if tpot_s is None:
+                tpot_s = self.cost.decode_run(max(1, len(batch)), batch.context_tokens)[0]
+            if self.slack.witness_blocks(prefill_s, self._now_s, tpot_s, batch.step):
+                return False
+            least_s = self._least_slack_s = self.slack.least_s(self._now_s, tpot_s, batch.step)
+        return prefill_s < least_s
 
     # -- admission and placement -----------------------------------------------------------------------------------
 
@@ -213,7 +204,7 @@ class LayerKVScheduler(VllmScheduler):
         prefill_s = 0.0
         if self.options.slo_aware:
             prefill_s = self.cost.prefill_s(seq.num_tokens, printed=self.printed)
-            if not self._admitted_prefill_s + prefill_s < self._slack_now_s():
+            if not self._within_slack(self._admitted_prefill_s + prefill_s):
                 self._slack_blocks = True
                 return Verdict.LATER
         kept = self._layers_to_keep(seq, blocks)
@@ -278,23 +269,28 @@ class LayerKVScheduler(VllmScheduler):
 
     def _join(self, seq: Sequence, *, first: bool = False) -> None:
         if seq.layers_on_gpu == self.layers:
-            super()._join(seq, first=first)
+            self._enter_batch(seq, first=first)
         else:
             seq.status = Status.PARKED
             self.parked[seq] = None
+            self.slack.update(seq, decoding=False)
             self.counters.bump("parked")
+
+    def _enter_batch(self, seq: Sequence, *, first: bool = False) -> None:
+        seq.status = Status.RUNNING
+        self.batch.add(seq, first=first)
+        self.slack.update(seq, decoding=True)
 
     # -- Eq. 5: forecast and staged offload ------------------------------------------------------------------------
 
     def _threshold_units(self) -> int:
         """Layer-blocks that the forecast wants free."""
-        return max(int(self.options.threshold * self.gpu.num_blocks), len(self.batch))
+        size = len(self.batch.members)
+        return size if size > self._threshold_floor else self._threshold_floor
 
     def _growth_units(self) -> int:
         """Most layer-blocks the forecast may see allocated if one more sequence joins: no admission undoes itself."""
-        sequences = len(self.batch) + len(self.promoting) + 1
-        horizon = self.options.horizon_steps
-        return sequences * self.layers * (horizon if self.printed else -(-horizon // self.limits.block_size))
+        return (len(self.batch.members) + len(self.promoting) + 1) * self._growth_per_sequence
 
     def _available_units(self) -> int:
         """Layer-blocks free or on their way to be, above the threshold."""
@@ -303,12 +299,13 @@ class LayerKVScheduler(VllmScheduler):
     def _forecast(self) -> None:
         """Avail(t+1) = Avail(t) + Released(t) - Allocated(t) over the horizon; offload if it will be too little."""
         batch, horizon = self.batch, self.options.horizon_steps
-        size = len(batch)
+        size = len(batch.members)
         if not size:
             return
         available = self._available_units()
-        growth = size * horizon if self.printed else batch.blocks_needed(horizon)
-        if available >= growth * self.layers:
+        if available >= self._growth_units():
+            return
+        if not self.printed and available >= batch.blocks_needed(horizon) * self.layers:
             return
         released = self._predicted_releases(horizon)
         lowest = available
@@ -341,7 +338,7 @@ class LayerKVScheduler(VllmScheduler):
                 if seq.layers_on_gpu and not seq.transfers:
                     shortage -= self._offload(seq, -(-seq.layers_on_gpu // share))
         for seq in list(reversed(self.batch.members)):
-            if shortage <= 0 or len(self.batch) == 1:
+            if shortage <= 0 or len(self.batch.members) == 1:
                 return
             if not seq.layers_on_gpu:
                 continue
@@ -373,12 +370,13 @@ class LayerKVScheduler(VllmScheduler):
         self.counters.preemptions += 1
         self.parked[seq] = None
         self.parked.move_to_end(seq, last=False)
+        self.slack.update(seq, decoding=False)
 
     # -- bringing layers back ----------------------------------------------------------------------------------------
 
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""
-        seats = self.limits.max_num_seqs - len(self.batch) - len(self.promoting)
+        seats = self.limits.max_num_seqs - len(self.batch.members) - len(self.promoting)
         idle = not self.batch and not self.promoting and not self._releasing and self.partial is None
         while (seq := self._next_promotable()) is not None:
             if seq in self.streaming:
@@ -397,7 +395,10 @@ class LayerKVScheduler(VllmScheduler):
 
     def _next_promotable(self) -> Sequence | None:
         """The oldest sequence whose copies to the host are complete."""
-        return next((seq for seq in chain(self.streaming, self.parked) if not seq.transfers), None)
+        for seq in chain(self.streaming, self.parked) if self.streaming else self.parked:
+            if not seq.transfers:
+                return seq
+        return None
 
     def _make_room(self, seq: Sequence, missing: int) -> bool:
         """Nothing runs and `seq` does not fit above the threshold: let it use the rest, or push others' layers out."""
@@ -436,6 +437,7 @@ class LayerKVScheduler(VllmScheduler):
         if seq in self.streaming:
             del self.streaming[seq]
             self.batch.remove(seq)
+            self.slack.update(seq, decoding=False)
         else:
             del self.parked[seq]
         layers = self.layers - seq.layers_on_gpu
@@ -457,14 +459,13 @@ class LayerKVScheduler(VllmScheduler):
         del self.promoting[seq]
         self.host.release((self.layers - seq.layers_on_gpu) * seq.num_blocks)
         seq.layers_on_gpu = self.layers
-        seq.status = Status.RUNNING
-        self.batch.add(seq)
+        self._enter_batch(seq)
 
     # -- stream: decode with layers on the host ----------------------------------------------------------------------
 
     def _start_streaming(self, seq: Sequence) -> None:
         """Let a parked sequence decode from the host, if a step then still keeps to the TPOT."""
-        if len(self.batch) + len(self.promoting) >= self.limits.max_num_seqs:
+        if len(self.batch.members) + len(self.promoting) >= self.limits.max_num_seqs:
             return
         if self.options.slo_aware:
             blocks = sum(self._streamed_blocks(s, self.batch.num_tokens_of(s)) for s in self.streaming)
@@ -472,9 +473,8 @@ class LayerKVScheduler(VllmScheduler):
             if self.cost.copy_s(blocks * self.layer_block_bytes, 2 * blocks, Direction.H2D) > self.tpot_slo_s:
                 return
         del self.parked[seq]
-        seq.status = Status.RUNNING
         self.streaming[seq] = None
-        self.batch.add(seq)
+        self._enter_batch(seq)
         self.counters.bump("streamed_sequences")
 
     def _streamed_blocks(self, seq: Sequence, num_tokens: int) -> int:
@@ -544,6 +544,7 @@ class LayerKVScheduler(VllmScheduler):
 
     def _free(self, seq: Sequence) -> None:
         """Give back what `seq` holds on both sides, the send buffer of a half-done prefill included."""
+        self.slack.remove(seq)
         missing = self.layers - seq.layers_on_gpu
         buffer = min(SEND_BUFFER_LAYERS, missing) if seq.prefilling else 0
         self.gpu.release((seq.layers_on_gpu + buffer) * seq.num_blocks)

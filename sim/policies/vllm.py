@@ -43,7 +43,7 @@ class VllmScheduler(Scheduler):
 
     @property
     def num_running(self) -> int:
-        return len(self.batch) + (self.partial is not None)
+        return len(self.batch.members) + (self.partial is not None)
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class VllmScheduler(Scheduler):
         """Prefills alone if any can start (and nothing is swapped out), else one decode step of everything."""
         limits, batch = self.limits, self.batch
         if self.waiting and not self.swapped:
-            self._schedule_prefills(plan, now_s, limits.max_num_batched_tokens, len(batch))
+            self._schedule_prefills(plan, now_s, limits.max_num_batched_tokens, len(batch.members))
             if plan.chunks:
                 return
         plan.cut_on_arrival = not self.waiting and not self.swapped
@@ -96,7 +96,7 @@ class VllmScheduler(Scheduler):
 
     def _allow_jump(self, plan: IterationPlan) -> None:
         """Let decode iterations that repeat themselves be one event, as far as memory and completions allow."""
-        if plan.decodes_first or plan.has_swaps or plan.num_decodes != len(self.batch) or not self.batch:
+        if plan.decodes_first or plan.has_swaps or plan.num_decodes != len(self.batch.members) or not self.batch.members:
             return
         batch = self.batch
         steps = batch.steps_to_finish()
@@ -104,7 +104,7 @@ class VllmScheduler(Scheduler):
             # One block must stay free: vLLM wants one for each sequence it visits, needed or not. The first
             # iteration's blocks are taken already.
             spare = self.gpu.free // self.unit + batch.blocks_needed(1) - 1
-            if spare // len(batch) * batch.block_size < steps:
+            if spare // len(batch.members) * batch.block_size < steps:
                 steps = max(1, min(steps, batch.steps_within(spare)))
         plan.max_steps = steps
 
@@ -113,7 +113,7 @@ class VllmScheduler(Scheduler):
     def _run_all(self, plan: IterationPlan, budget: int) -> bool:
         """Schedule `running` by counts alone; False if blocks may run out on the way."""
         batch, partial = self.batch, self.partial
-        size = len(batch)
+        size = len(batch.members)
         needed = batch.blocks_needed(1)
         if size and self.gpu.free // self.unit <= needed:
             return False
@@ -185,7 +185,7 @@ class VllmScheduler(Scheduler):
                 if batch.needs_block(seq):
                     pool.allocate(self.unit)
         plan.num_decodes = decoded
-        plan.decodes_first = decoded < len(batch)
+        plan.decodes_first = decoded < len(batch.members)
         if self.partial in order:
             self.partial_front = order.index(self.partial)
 

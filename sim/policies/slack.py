@@ -1,0 +1,99 @@
+"""LayerKV's Eq. 1 and 2 over everyone who decodes, as arrays: exact, in a few vector operations.
+
+The slack of request i, with N_past and T_past counted from its first token and N_fut = max(1, lower bound - generated):
+
+    A_i = tpot_slo (N_past + N_fut) - T_past - tpot_now N_fut                                                  (Eq. 1)
+
+Tokens still expected shrink by one an iteration for members of the batch, and stand still for parked sequences.
+"""
+
+from math import inf
+
+import numpy as np
+
+from sim.sequence import Sequence
+
+WITNESSES = 64
+"""How many near-blocking requests are remembered from one full look to the next."""
+WITNESS_WINDOW_S = 2.0
+
+
+class SlackBook:
+    """Slacks of the requests that have their first token and not yet their last."""
+
+    def __init__(self, tpot_slo_s: float, *, drop_irrecoverable: bool) -> None:
+        self.tpot_slo_s = tpot_slo_s
+        # Requests that are late whatever happens are left out of Eq. 2, if so asked.
+        self.floor_s = 0.0 if drop_irrecoverable else -inf
+        self._capacity = 256
+        self._size = 0
+        self._free: list[int] = []
+        self._base_s = np.full(self._capacity, inf)
+        self._left = np.zeros(self._capacity)
+        self._stepping = np.zeros(self._capacity)
+        self._sequences: list[Sequence | None] = []
+        self._witnesses: list[int] = []
+
+    def update(self, seq: Sequence, *, decoding: bool) -> None:
+        """Note where `seq` stands: in the batch (`decoding`) or parked. Call it whenever that changes."""
+        slot = seq.policy_slot
+        if slot < 0:
+            slot = seq.policy_slot = self._free.pop() if self._free else self._grow()
+            self._sequences[slot] = seq
+        lower = seq.predicted_lower_tokens
+        self._base_s[slot] = self.tpot_slo_s * (lower - 1) + seq.first_token_s
+        self._stepping[slot] = decoding
+        if decoding:
+            # Reaches its lower bound when the batch's step reaches this.
+            self._left[slot] = lower - seq.output_tokens + seq.finish_step
+        else:
+            self._left[slot] = lower - seq.num_generated
+
+    def remove(self, seq: Sequence) -> None:
+        """`seq` ended or lost its place."""
+        slot = seq.policy_slot
+        if slot >= 0:
+            seq.policy_slot = -1
+            self._base_s[slot] = inf
+            self._sequences[slot] = None
+            self._free.append(slot)
+
+    def _grow(self) -> int:
+        slot = self._size
+        self._size += 1
+        self._sequences.append(None)
+        if self._size > self._capacity:
+            self._base_s = np.concatenate([self._base_s, np.full(self._capacity, inf)])
+            self._left = np.concatenate([self._left, np.zeros(self._capacity)])
+            self._stepping = np.concatenate([self._stepping, np.zeros(self._capacity)])
+            self._capacity *= 2
+        return slot
+
+    def least_s(self, now_s: float, tpot_s: float, step: int) -> float:
+        """Right side of Eq. 2, s: the least slack of all; infinite with nobody to defend."""
+        if not self._size:
+            return inf
+        left = self._left[: self._size] - self._stepping[: self._size] * step
+        future = np.maximum(left, 1.0)
+        slack = self._base_s[: self._size] + self.tpot_slo_s * (future - left) - tpot_s * future - now_s
+        slack[slack < self.floor_s] = inf
+        least_s = float(slack.min())
+        near = np.flatnonzero(slack <= least_s + WITNESS_WINDOW_S) if least_s < inf else np.empty(0, np.int64)
+        self._witnesses = near[np.argsort(slack[near])][:WITNESSES].tolist()
+        return least_s
+
+    def witness_blocks(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> bool:
+        """Whether one of the requests that were nearest to blocking at the last full look proves Eq. 2 violated.
+
+        True is exact; False proves nothing, the full look has to decide.
+        """
+        witnesses = self._witnesses
+        for position, slot in enumerate(witnesses):
+            left = self._left.item(slot) - self._stepping.item(slot) * step
+            future = left if left > 1.0 else 1.0
+            slack_s = self._base_s.item(slot) + self.tpot_slo_s * (future - left) - tpot_s * future - now_s
+            if self.floor_s <= slack_s <= prefill_s:
+                # Those before it are late or gone, and seldom come back.
+                del witnesses[:position]
+                return True
+        return False
