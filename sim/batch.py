@@ -126,20 +126,20 @@ class DecodeBatch:
     def advance(self, times: StepTimes) -> list[Sequence]:
         """Give every member `times.steps` tokens; take out and return those that are complete."""
         steps, first_end_s, second_s, slope_s, end_s = times
-        members, gaps = self.members, self._gaps
-        size = len(members)
+        add_gap = self._gaps.add
+        size = len(self.members)
         late = self._late
         if late:
             for last_s in late.values():
-                gaps.add(first_end_s - last_s, 0.0, 1, 1)
+                add_gap((first_end_s - last_s, 0.0, 1, 1))
             in_step = size - len(late)
             late.clear()
         else:
             in_step = size
         if in_step:
-            gaps.add(first_end_s - self.last_token_s, 0.0, 1, in_step)
+            add_gap((first_end_s - self.last_token_s, 0.0, 1, in_step))
         if steps > 1:
-            gaps.add(second_s, slope_s, steps - 1, size)
+            add_gap((second_s, slope_s, steps - 1, size))
         if self.token_log is not None:
             self._log_tokens(times)
         self.step = step = self.step + steps
@@ -152,6 +152,8 @@ class DecodeBatch:
                 if seq.finish_step == step:
                     self.remove(seq)
                     finished.append(seq)
+        if finished:
+            self._gaps.bound_memory()
         return finished
 
     def _log_tokens(self, times: StepTimes) -> None:
@@ -171,7 +173,7 @@ class DecodeBatch:
         finished = []
         late = self._late
         for seq in chosen:
-            self._gaps.add(end_s - late.get(seq, self.last_token_s), 0.0, 1, 1)
+            self._gaps.add((end_s - late.get(seq, self.last_token_s), 0.0, 1, 1))
             late[seq] = end_s
             if self.token_log is not None:
                 self.token_log[seq.request.request_id].append(end_s)

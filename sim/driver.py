@@ -123,22 +123,25 @@ class Instance:
         if steps > 1 and until_s < inf:
             steps = steps_until(until_s - TIE_S - now_s, first_s, slope_s, steps)
         end_s = now_s + (run_s(first_s, slope_s, steps) if steps > 1 else first_s)
-        self.lanes.compute.reserve(now_s, end_s - now_s, "decode")
+        self.lanes.compute.run(now_s, end_s - now_s, "decode")
         return StepTimes(steps, now_s + first_s, first_s + slope_s, slope_s, end_s)
 
     def _step(self, plan: IterationPlan, now_s: float) -> StepTimes:
         """Price one iteration with everything that moves before, beside and behind its computation."""
         cost, lanes = self.cost, self.lanes
         start_s = now_s
-        if plan.has_swaps:
+        if plan.swapped_out_blocks or plan.swapped_in_blocks:
             start_s = lanes.d2h.reserve(now_s, cost.swap_s(plan.swapped_out_blocks), "swap out")
             start_s = lanes.h2d.reserve(start_s, cost.swap_s(plan.swapped_in_blocks), "swap in")
         compute_s = cost.iteration_s(plan)
-        seconds = self._overlap(plan, start_s, compute_s) if plan.has_transfers else compute_s
-        label = "decode" if not plan.chunks else "mixed" if plan.num_decodes else "prefill"
-        lanes.compute.reserve(start_s, compute_s, label)
-        # Waiting for copies occupies the iteration, not the lane.
-        lanes.compute.free_s = end_s = start_s + seconds
+        seconds = compute_s
+        if plan.background or plan.pipelined_layers or plan.streamed_bytes:
+            # Waiting for copies occupies the iteration, not the lane.
+            seconds = self._overlap(plan, start_s, compute_s)
+        end_s = start_s + seconds
+        lanes.compute.run(
+            start_s, compute_s, "decode" if not plan.chunks else "mixed" if plan.num_decodes else "prefill"
+        )
         return StepTimes(1, end_s, 0.0, 0.0, end_s)
 
     def _overlap(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:
@@ -156,17 +159,15 @@ class Instance:
             wait_s = max(0.0, lanes.h2d.free_s - start_s)
             compute_s = streamed_s(compute_s, self.layers, stream_s, wait_s)
             lanes.h2d.reserve(start_s, stream_s, "stream KV")
-        if plan.pipelined_d2h:
+        if plan.pipelined_layers:
             compute_s = self._offload_behind(plan, start_s, compute_s, stretch)
         return compute_s
 
     def _offload_behind(self, plan: IterationPlan, start_s: float, compute_s: float, stretch: float) -> float:
         """Copy layers of the prefills to the host while later layers compute (LayerKV section 3.1.2)."""
         lane = self.lanes.d2h
-        copied = max(transfer.layers for transfer in plan.pipelined_d2h)
-        num_bytes = sum(transfer.num_bytes for transfer in plan.pipelined_d2h)
-        num_copies = sum(transfer.num_copies for transfer in plan.pipelined_d2h)
-        copy_s = self.cost.copy_s(num_bytes, num_copies, Direction.D2H) * stretch
+        copied = plan.pipelined_layers
+        copy_s = self.cost.copy_s(plan.pipelined_bytes, plan.pipelined_copies, Direction.D2H) * stretch
         per_layer_s = copy_s / copied
         wait_s = lane.free_s - start_s
         total_s = pipelined_s(compute_s, self.layers, copied, per_layer_s, wait_s, SEND_BUFFER_LAYERS)
@@ -187,7 +188,7 @@ class Instance:
         cost = self.cost
         busy_s = cost.all_reduce_s(plan.prefill_tokens + plan.num_decodes)
         stretch = compute_s / (compute_s - busy_s) if busy_s < compute_s else inf
-        moved = plan.streamed_bytes + sum(t.num_bytes for t in (*plan.pipelined_d2h, *plan.background))
+        moved = plan.streamed_bytes + plan.pipelined_bytes + sum(t.num_bytes for t in plan.background)
         unit_s = cost.copy_s(min(self.copy_unit_bytes, moved), 1, Direction.D2H)
         copies_s = cost.copy_s(moved, max(1, int(moved / self.copy_unit_bytes)), Direction.D2H)
         waiting = cost.num_all_reduces * min(1.0, copies_s / compute_s)

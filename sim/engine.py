@@ -16,12 +16,13 @@ from traces.request import Request
 class Engine:
     """One serving instance: a scheduler, what it predicts of output lengths, and who hears of ended sequences."""
 
-    __slots__ = ("_predict", "on_end", "scheduler")
+    __slots__ = ("_ended", "_predict", "on_end", "scheduler")
 
     def __init__(self, scheduler: Scheduler, predictor: LengthPredictor, on_end: Callable[[Sequence], None]) -> None:
         self.scheduler = scheduler
         self._predict = predictor.predict
         self.on_end = on_end
+        self._ended = scheduler.finished
 
     def add_request(self, request: Request) -> None:
         """Fact: `request` arrived."""
@@ -32,14 +33,14 @@ class Engine:
     def schedule(self, now_s: float) -> IterationPlan | None:
         """What to do at `now_s`; None if nothing can be done until another fact arrives."""
         plan = self.scheduler.schedule(now_s)
-        if self.scheduler.finished:
+        if self._ended:
             self._report_ended()
         return plan
 
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:
         """Fact: `plan` was carried out, its tokens came at `times`."""
         self.scheduler.commit(plan, times)
-        if self.scheduler.finished:
+        if self._ended:
             self._report_ended()
 
     def transfer_done(self, transfer: Transfer) -> None:
@@ -52,6 +53,6 @@ class Engine:
         return self.scheduler.has_unfinished
 
     def _report_ended(self) -> None:
-        for seq in self.scheduler.finished:
+        for seq in self._ended:
             self.on_end(seq)
-        self.scheduler.finished.clear()
+        self._ended.clear()

@@ -6,6 +6,7 @@ logarithmic bins, so that memory stays bounded however long the trace is.
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,26 +33,27 @@ class GapStatistics:
 class GapCollector:
     """Collects runs of gaps: `count` gaps from `gap_s` on, each longer by `slope_s`, each for `weight` sequences."""
 
-    __slots__ = ("_append", "_bins", "_count", "_max_runs", "_runs", "_sum", "_sum_squares")
+    __slots__ = ("_bins", "_count", "_max_floats", "_runs", "_sum", "_sum_squares", "add")
 
     def __init__(self, max_runs: int = EXACT_RUNS) -> None:
         self._runs = array("d")
-        self._append = self._runs.extend
-        self._max_runs = max_runs
+        self.add: Callable[[tuple[float, float, int, int]], None] = self._runs.extend
+        """Record one run: (gap_s, slope_s, count, weight). In the hot path, so nothing but the array's own method."""
+        self._max_floats = FLOATS_PER_RUN * max_runs
         self._bins: dict[int, int] = {}
         self._count = 0
         self._sum = 0.0
         self._sum_squares = 0.0
 
-    def add(self, gap_s: float, slope_s: float, count: int, weight: int) -> None:
-        """Record one run of gaps."""
-        self._append((gap_s, slope_s, count, weight))
-        if len(self._runs) >= FLOATS_PER_RUN * self._max_runs:
+    def bound_memory(self) -> None:
+        """Fold what is recorded into bins if it is too much; call now and then."""
+        if len(self._runs) >= self._max_floats:
             self._fold()
 
     def _expanded(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Gap values (s) and their weights, one entry an iteration."""
-        runs = np.frombuffer(self._runs, dtype=np.float64).reshape(-1, FLOATS_PER_RUN)
+        # A copy: the array could not grow while a view of it lives.
+        runs = np.array(self._runs).reshape(-1, FLOATS_PER_RUN)
         counts = runs[:, 2].astype(np.int64)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         position = np.arange(len(first)) - first
@@ -67,8 +69,7 @@ class GapCollector:
         keys, inverse = np.unique(bins, return_inverse=True)
         for key, weight in zip(keys.tolist(), np.bincount(inverse, weights).tolist(), strict=True):
             self._bins[key] = self._bins.get(key, 0) + int(weight)
-        self._runs = array("d")
-        self._append = self._runs.extend
+        del self._runs[:]
 
     def statistics(self, percentiles: tuple[float, ...]) -> GapStatistics | None:
         """Statistics over every gap recorded; percentiles interpolate linearly, as `numpy.percentile` does."""

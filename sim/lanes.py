@@ -37,6 +37,12 @@ class Lane:
             self.intervals.append(Interval(start_s, end_s, label))
         return end_s
 
+    def run(self, start_s: float, duration_s: float, label: str) -> None:
+        """Occupy a lane that nobody else uses, which is therefore free at `start_s`."""
+        self.busy_s += duration_s
+        if self.intervals is not None and duration_s > 0.0:
+            self.intervals.append(Interval(start_s, start_s + duration_s, label))
+
 
 @lru_cache(maxsize=1024)
 def retained_layers(num_layers: int, kept: int) -> tuple[int, ...]:

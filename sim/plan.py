@@ -84,8 +84,12 @@ class IterationPlan:
     streamed_bytes = 0.0
     streamed_copies = 0
     """Host-resident KV that each layer of the computation waits for."""
+    pipelined_layers = 0
+    pipelined_bytes = 0.0
+    pipelined_copies = 0
+    """KV of the prefills that leaves for the host, layer by layer, while later layers compute."""
     pipelined_d2h: tuple[Transfer, ...] = ()
-    """Layers of the prefills that leave for the host while later layers compute."""
+    """Those of these copies whose end the engine wants to hear of."""
     background: tuple[Transfer, ...] = ()
     """Copies that nothing in this iteration waits for."""
 
@@ -93,11 +97,6 @@ class IterationPlan:
     def has_swaps(self) -> bool:
         """Whether blocks are copied before the computation."""
         return bool(self.swapped_out_blocks or self.swapped_in_blocks)
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether copies run beside the computation."""
-        return bool(self.pipelined_d2h or self.background or self.streamed_bytes)
 
     def add_chunk(self, seq: Sequence, num_new: int, origin: Origin) -> None:
         """Compute `num_new` more prompt tokens of `seq`."""

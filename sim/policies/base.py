@@ -89,6 +89,8 @@ class Scheduler(ABC):
         self.counters = Counters()
         self.finished: list[Sequence] = []
         """Ended since the engine last looked, completed or ignored."""
+        self._changed = False
+        """Whether this step ended or preempted anything: an empty step is then followed by another at once."""
 
     def add(self, seq: Sequence) -> None:
         """A request arrived."""
@@ -128,6 +130,7 @@ class Scheduler(ABC):
     def ignore(self, seq: Sequence, reason: str) -> None:
         """End `seq` without completing it (vLLM's FINISHED_IGNORED); it must hold no blocks."""
         seq.status = Status.IGNORED
+        self._changed = True
         self.counters.ignored[reason] = self.counters.ignored.get(reason, 0) + 1
         self.finished.append(seq)
 

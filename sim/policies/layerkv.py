@@ -20,7 +20,6 @@ What the paper leaves open, and what is done here:
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import chain, islice
-from math import inf
 from typing import ClassVar, Literal
 
 from sim.cost import CostModel
@@ -122,7 +121,7 @@ class LayerKVScheduler(VllmScheduler):
             ended, preempted = len(self.finished), self.counters.preemptions
             plan = self._schedule_once(now_s)
             # An empty step that emptied the batch may let parked sequences in.
-            if plan or (ended == len(self.finished) and preempted == self.counters.preemptions):
+            if plan is not None or (ended == len(self.finished) and preempted == self.counters.preemptions):
                 return plan
 
     def _schedule_once(self, now_s: float) -> IterationPlan | None:
@@ -138,13 +137,15 @@ class LayerKVScheduler(VllmScheduler):
         if plan is None:
             self.host.release(reserved)
             return self._only_copies() if self._background else None
-        plan.background, self._background = tuple(self._background), []
-        for chunk in plan.chunks:
-            if chunk.seq.layers_on_gpu < self.layers:
-                self._offload_behind_prefill(plan, chunk.seq, chunk.num_new, chunk.num_cached)
+        if self._background:
+            plan.background, self._background = tuple(self._background), []
+        for seq, num_new, num_cached, _ in plan.chunks:
+            if seq.layers_on_gpu < self.layers:
+                self._offload_behind_prefill(plan, seq, num_new, num_cached)
         if self.streaming and plan.num_decodes:
             reserved -= self._stream(plan)
-        self.host.release(reserved)
+        if reserved:
+            self.host.release(reserved)
         return plan
 
     def _only_copies(self) -> IterationPlan:
@@ -191,7 +192,7 @@ class LayerKVScheduler(VllmScheduler):
                 tpot_s = self.cost.decode_run(max(1, len(batch)), batch.context_tokens)[0]
             if self.slack.witness_blocks(prefill_s, self._now_s, tpot_s, batch.step):
                 return False
-            least_s = self._least_slack_s = self.slack.least_s(self._now_s, tpot_s, batch.step)
+            least_s = self._least_slack_s = self.slack.least_s(prefill_s, self._now_s, tpot_s, batch.step)
         return prefill_s < least_s
 
     # -- admission and placement -----------------------------------------------------------------------------------
@@ -250,10 +251,15 @@ class LayerKVScheduler(VllmScheduler):
         """Copies of one prefill chunk: its own KV out, and back in what earlier chunks left on the host."""
         layers = self.layers - seq.layers_on_gpu
         block_size = self.limits.block_size
-        last = cached + num_new == seq.num_tokens
-        freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if last else 0
-        blocks = -(-num_new // block_size)
-        plan.pipelined_d2h += (self._transfer(seq, Direction.D2H, layers, blocks, freed),)
+        moved = layers * -(-num_new // block_size)
+        if layers > plan.pipelined_layers:
+            plan.pipelined_layers = layers
+        plan.pipelined_bytes += moved * self.layer_block_bytes
+        plan.pipelined_copies += 2 * moved
+        if cached + num_new == seq.num_tokens:
+            # The end of the last chunk's copies frees the send buffer.
+            freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks
+            plan.pipelined_d2h += (self._transfer(seq, Direction.D2H, layers, 0, freed),)
         if cached:
             blocks = layers * -(-cached // block_size)
             plan.streamed_bytes += blocks * self.layer_block_bytes
@@ -303,7 +309,7 @@ class LayerKVScheduler(VllmScheduler):
         if not size:
             return
         available = self._available_units()
-        if available >= self._growth_units():
+        if available >= size * self._growth_per_sequence:
             return
         if not self.printed and available >= batch.blocks_needed(horizon) * self.layers:
             return
@@ -377,6 +383,8 @@ class LayerKVScheduler(VllmScheduler):
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""
         seats = self.limits.max_num_seqs - len(self.batch.members) - len(self.promoting)
+        if seats <= 0 and not self.streaming:
+            return
         idle = not self.batch and not self.promoting and not self._releasing and self.partial is None
         while (seq := self._next_promotable()) is not None:
             if seq in self.streaming:
@@ -538,6 +546,7 @@ class LayerKVScheduler(VllmScheduler):
             self.streaming.pop(seq, None)
             self.counters.swap_space_exhausted += 1
         self.counters.preemptions += 1
+        self._changed = True
         self._free(seq)
         seq.reset_for_recompute()
         self._preempted.append(seq)

@@ -69,17 +69,23 @@ class SlackBook:
             self._capacity *= 2
         return slot
 
-    def least_s(self, now_s: float, tpot_s: float, step: int) -> float:
-        """Right side of Eq. 2, s: the least slack of all; infinite with nobody to defend."""
-        if not self._size:
+    def least_s(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> float:
+        """Right side of Eq. 2, s: the least slack of all; infinite with nobody to defend.
+
+        If it blocks prefills of `prefill_s`, the nearest to blocking are remembered as witnesses.
+        """
+        size = self._size
+        if not size:
             return inf
-        left = self._left[: self._size] - self._stepping[: self._size] * step
+        left = self._left[:size] - self._stepping[:size] * step
         future = np.maximum(left, 1.0)
-        slack = self._base_s[: self._size] + self.tpot_slo_s * (future - left) - tpot_s * future - now_s
+        slack = self._base_s[:size] + self.tpot_slo_s * (future - left)
+        slack -= tpot_s * future + now_s
         slack[slack < self.floor_s] = inf
         least_s = float(slack.min())
-        near = np.flatnonzero(slack <= least_s + WITNESS_WINDOW_S) if least_s < inf else np.empty(0, np.int64)
-        self._witnesses = near[np.argsort(slack[near])][:WITNESSES].tolist()
+        if least_s <= prefill_s:
+            near = np.flatnonzero(slack <= prefill_s + WITNESS_WINDOW_S)
+            self._witnesses = near[np.argsort(slack[near])][:WITNESSES].tolist()
         return least_s
 
     def witness_blocks(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> bool:

@@ -49,7 +49,7 @@ class VllmScheduler(Scheduler):
 
     def schedule(self, now_s: float) -> IterationPlan | None:
         while True:
-            ended, preempted = len(self.finished), self.counters.preemptions
+            self._changed = False
             plan = IterationPlan()
             if self.chunking:
                 self._schedule_chunked(plan, now_s)
@@ -58,8 +58,7 @@ class VllmScheduler(Scheduler):
             if plan.chunks or plan.num_decodes or plan.swapped_out_blocks:
                 return plan
             # Like vLLM's engine loop: an empty step that changed the queues is followed by another at once.
-            changed = ended != len(self.finished) or preempted != self.counters.preemptions
-            if not changed and not self._unblock_swapped():
+            if not self._changed and not self._unblock_swapped():
                 return None
 
     def _schedule_default(self, plan: IterationPlan, now_s: float) -> None:
@@ -96,7 +95,12 @@ class VllmScheduler(Scheduler):
 
     def _allow_jump(self, plan: IterationPlan) -> None:
         """Let decode iterations that repeat themselves be one event, as far as memory and completions allow."""
-        if plan.decodes_first or plan.has_swaps or plan.num_decodes != len(self.batch.members) or not self.batch.members:
+        if (
+            plan.decodes_first
+            or plan.has_swaps
+            or plan.num_decodes != len(self.batch.members)
+            or not self.batch.members
+        ):
             return
         batch = self.batch
         steps = batch.steps_to_finish()
@@ -206,6 +210,7 @@ class VllmScheduler(Scheduler):
     def _preempt(self, seq: Sequence, plan: IterationPlan) -> None:
         """Take the blocks of `seq`: to the host if swapping and there is room, else to be computed again."""
         self.counters.preemptions += 1
+        self._changed = True
         if seq is self.partial:
             self.partial = None
         else:
@@ -388,7 +393,7 @@ class VllmScheduler(Scheduler):
         if seq.first_token_s < 0.0:
             seq.first_token_s = end_s
         else:
-            self.gaps.add(end_s - seq.last_token_s, 0.0, 1, 1)
+            self.gaps.add((end_s - seq.last_token_s, 0.0, 1, 1))
         if self.batch.token_log is not None:
             self.batch.token_log.setdefault(seq.request.request_id, []).append(end_s)
         seq.last_token_s = end_s
