@@ -1,8 +1,10 @@
 """`kvtwin`: the command line. Mounts each package's commands; nothing heavy is imported before it is needed."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from sim import cli as sim_cli
@@ -11,13 +13,35 @@ from traces import cli as traces_cli
 from traces.errors import TraceError
 
 INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 
 class Parser(argparse.ArgumentParser):
     """Errors in one line, with exit status 2."""
 
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401
+        # Flags are spelled out: what abbreviates one of them today may mean two tomorrow.
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(  # type: ignore[override]
+        self,
+        args: Any = None,  # noqa: ANN401
+        namespace: Any = None,  # noqa: ANN401
+    ) -> tuple[Any, list[str]]:
+        """Refuse unknown flags here, where the command's own are known, with the nearest right one."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {_one_line(message)} (see {self.prog} --help)\n")
+
+
+def _one_line(message: object) -> str:
+    return str(message).replace("\n", "\\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except (UserError, TraceError) as error:
-        print(f"kvtwin: {error}", file=sys.stderr)
+        print(f"kvtwin: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Whoever read our output has left; Python would complain when it flushes the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        print(f"kvtwin: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvtwin: interrupted", file=sys.stderr)

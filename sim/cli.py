@@ -12,10 +12,20 @@ from sim.files import CsvTable, ParquetTable, make_folder
 from sim.metrics import TABLE_COLUMNS
 from sim.policies import POLICIES
 from sim.policies.base import Policy
-from sim.result import assemble, write_result, write_series, write_timeline
+from sim.result import (
+    RESULT_FILE,
+    SERIES_FILE,
+    TIMELINE_FILE,
+    assemble,
+    write_result,
+    write_series,
+    write_timeline,
+)
 from sim.scenario import (
+    Outputs,
     Scenario,
     base_type,
+    build_options,
     build_scenario,
     flag,
     option_fields,
@@ -27,6 +37,7 @@ from sim.simulate import Run, build_run, execute, prepare, traffic
 from traces.request import Request
 
 INTERRUPTED = 130
+TABLE_FILES = ("requests.csv", "requests.parquet")
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
@@ -54,12 +65,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(POLICIES)}; options as NAME:option=value,... or by their flags",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    parser.add_argument("--save-detailed", action="store_true", help="keep every inter-token latency (itls)")
-    parser.add_argument("--timeline", action="store_true", help="write timeline.json.gz for Perfetto, and series.csv")
-    parser.add_argument("--figures", action="store_true", help="draw figures (compare always does)")
-    parser.add_argument("--step", action="store_true", help="simulate every iteration alone instead of jumping")
-    for f, hint in option_fields(Scenario):
+    for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
         _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"])
     known: set[str] = set()
     for kind in POLICIES.values():
@@ -84,14 +90,17 @@ def _add_flag(target: Any, name: str, hint: Any, help_text: str, metavar: str | 
         target.add_argument(flag(name), default=None, help=text, metavar=metavar or name.upper())
 
 
-def _options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[str, Policy]], Path]:
-    """Scenario, labelled policies and output folder from flags over an optional scenario file."""
+def _options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[str, Policy]], Path, Outputs]:
+    """Scenario, labelled policies, output folder and outputs from flags over an optional scenario file."""
     values = read_scenario(arguments.scenario) if arguments.scenario else {}
-    values |= {name: value for name, value in vars(arguments).items() if value is not None}
+    sources = dict.fromkeys(values, str(arguments.scenario))
+    for name, value in vars(arguments).items():
+        if value is not None:
+            values[name] = value
+            sources.pop(name, None)
     owners = policy_options()
     shared = {name: values[name] for name in owners if name in values}
-    named = values.get("policy") or []
-    texts: list[str] = [named] if isinstance(named, str) else list(named)
+    texts: tuple[str, ...] = tuple(values.get("policy") or ())
     if not texts:
         raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
     policies = [parse_policy(text, shared) for text in texts]
@@ -100,21 +109,21 @@ def _options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[str, P
             raise UserError(f"{flag(name)}: an option of {', '.join(owners[name])}, which --policy does not name")
     if "out" not in values:
         raise UserError("--out DIR is missing: where are the results to go?")
-    return build_scenario(values), policies, Path(values["out"])
+    return build_scenario(values, sources), policies, Path(values["out"]), build_options(Outputs, values)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """`kvtwin run`."""
-    scenario, policies, folder = _options(arguments)
+    scenario, policies, folder, outputs = _options(arguments)
     if len(policies) != 1:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
     label, policy = policies[0]
-    run, result = simulate(scenario, label, policy, folder, arguments)
-    if arguments.figures:
+    run, result = simulate(scenario, label, policy, folder, outputs)
+    if outputs.figures:
         from sim.figures import FigureRun, write_figures  # noqa: PLC0415 - matplotlib is slow to import
 
         write_figures(folder / "figures", [FigureRun.of(run, result)])
-    if not arguments.quiet:
+    if not outputs.quiet:
         from sim.report import print_run  # noqa: PLC0415 - rich is slow to import
 
         print_run(result, folder)
@@ -126,7 +135,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     from sim.figures import FigureRun, write_figures  # noqa: PLC0415
     from sim.report import print_comparison, write_comparison  # noqa: PLC0415
 
-    scenario, policies, folder = _options(arguments)
+    scenario, policies, folder, outputs = _options(arguments)
     labels = [label for label, _ in policies]
     if len(set(labels)) != len(labels):
         raise UserError(f"--policy: {', '.join(labels)} names one twice")
@@ -134,7 +143,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     figures: list[FigureRun] = []
     status = 0
     for label, policy in policies:
-        run, result = simulate(scenario, label, policy, folder / folder_name(label), arguments, series=True)
+        run, result = simulate(scenario, label, policy, folder / folder_name(label), outputs, series=True)
         results.append(result)
         figures.append(FigureRun.of(run, result))
         status = _status(run)
@@ -142,7 +151,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
             break
     write_comparison(folder, results)
     write_figures(folder / "figures", figures)
-    if not arguments.quiet:
+    if not outputs.quiet:
         print_comparison(results, folder)
     return status
 
@@ -157,7 +166,7 @@ def simulate(
     label: str,
     policy: Policy,
     folder: Path,
-    arguments: argparse.Namespace,
+    outputs: Outputs,
     *,
     series: bool = False,
 ) -> tuple[Run, dict[str, Any]]:
@@ -165,20 +174,22 @@ def simulate(
     setup = prepare(scenario, label, policy)
     requests = traffic(scenario)
     make_folder(folder, "--out")
+    for name in (RESULT_FILE, SERIES_FILE, TIMELINE_FILE, *TABLE_FILES):
+        # An earlier run's files must not pass for this one's, should it write fewer of them.
+        (folder / name).unlink(missing_ok=True)
     parquet = find_spec("pyarrow") is not None
-    table_path = folder / ("requests.parquet" if parquet else "requests.csv")
-    table = (ParquetTable if parquet else CsvTable)(table_path, TABLE_COLUMNS)
-    if not arguments.quiet and sys.stderr.isatty():
+    table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], TABLE_COLUMNS)
+    if not outputs.quiet and sys.stderr.isatty():
         requests = _with_progress(requests, label, scenario)
     try:
         run = build_run(
             setup,
             requests,
             table=table,
-            keep_timeline=arguments.timeline,
-            keep_series=series or arguments.figures,
-            save_detailed=arguments.save_detailed,
-            jump=not arguments.step,
+            keep_timeline=outputs.timeline,
+            keep_series=series or outputs.figures,
+            save_detailed=outputs.save_detailed,
+            jump=not outputs.step,
         )
         execute(run)
     finally:
@@ -187,7 +198,7 @@ def simulate(
     write_result(folder, result)
     if run.series is not None:
         write_series(folder, run.series)
-    if arguments.timeline:
+    if outputs.timeline:
         write_timeline(folder, run)
     for warning in result["warnings"]:
         print(f"kvtwin: {label}: warning: {warning}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 import gzip
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -14,18 +13,11 @@ from sim.files import write_atomically
 from sim.metrics import PERCENTILES, ended_by_id
 from sim.series import Series
 from sim.simulate import Run, Setup
+from sim.version import VERSION
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
 TIMELINE_FILE = "timeline.json.gz"
-
-
-def kvtwin_version() -> str:
-    """Version of the installed package; `unknown` in a bare checkout."""
-    try:
-        return version("kvtwin")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def assemble(run: Run) -> dict[str, Any]:
@@ -63,7 +55,7 @@ def assemble(run: Run) -> dict[str, Any]:
             "status": setup.profile.status,
             "sha256": setup.profile.content_hash,
         },
-        "versions": {"kvtwin": kvtwin_version()},
+        "versions": {"kvtwin": VERSION},
     }
     if run.log.per_request is None:
         result["per_request"] = "more than 100000 requests: the arrays are in the per-request table"
@@ -118,8 +110,10 @@ def _scenario(setup: Setup) -> dict[str, Any]:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> Path:
-    """Write `result.json`; numbers that do not exist are null."""
+    """Write `result.json`; numbers that do not exist are null, and an infinite request rate is "inf", as vLLM's."""
     path = folder / RESULT_FILE
+    if result["request_rate"] == float("inf"):
+        result = {**result, "request_rate": "inf", "scenario": {**result["scenario"], "request_rate": "inf"}}
     encoded = msgspec.json.encode(result)
     write_atomically(path, lambda file: file.write(encoded + b"\n"))
     return path

@@ -5,14 +5,17 @@ Flags are spelled as vLLM spells them where vLLM has one. A policy's own options
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from sim.errors import UserError
 from sim.policies import POLICIES, policy_named
 from sim.policies.base import Policy
+
+Options = TypeVar("Options")
 
 
 def _flag(default: Any, help_text: str, metavar: str | None = None) -> Any:  # noqa: ANN401 - a dataclass default
@@ -65,6 +68,17 @@ class Scenario:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What a run prints and writes beside its result; flags and scenario keys like those of `Scenario`."""
+
+    quiet: bool = _flag(False, "print nothing but errors and warnings")
+    save_detailed: bool = _flag(False, "keep every inter-token latency (itls)")
+    timeline: bool = _flag(False, "write timeline.json.gz for Perfetto, and series.csv")
+    figures: bool = _flag(False, "draw figures (compare always does)")
+    step: bool = _flag(False, "simulate every iteration alone instead of jumping")
+
+
 def _plain(value: Any) -> Any:  # noqa: ANN401
     return list(value) if isinstance(value, tuple) else value
 
@@ -85,7 +99,7 @@ def base_type(hint: Any) -> Any:  # noqa: ANN401
 
 
 def convert(name: str, text: Any, hint: Any) -> Any:  # noqa: ANN401
-    """A value from the command line or a TOML file, as the type its option has."""
+    """A value from the command line or a TOML file, as the type its option has; `name` is for the message."""
     kind = base_type(hint)
     try:
         if get_origin(kind) is Literal:
@@ -97,11 +111,19 @@ def convert(name: str, text: Any, hint: Any) -> Any:  # noqa: ANN401
         if kind in (int, float):
             return _number(text, kind)
         if get_origin(kind) is tuple:
-            return tuple(text.split()) if isinstance(text, str) else tuple(str(word) for word in text)
-        return str(text)
-    except (TypeError, ValueError):
-        wanted = " or ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else kind.__name__
-        raise UserError(f"{name}: {text!r} is not {wanted}") from None
+            words = text.split() if isinstance(text, str) else text
+            if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+                raise TypeError
+            return tuple(words)
+        if not isinstance(text, str):
+            raise TypeError
+        return text
+    except (TypeError, ValueError, OverflowError):
+        choices = " or ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+        raise UserError(f"{name}: {text!r} is not {choices or WANTED.get(kind, 'a list of words')}") from None
+
+
+WANTED = {int: "a whole number (of 64 bits)", float: "a number", bool: "true or false", str: "text in quotes"}
 
 
 def _boolean(text: Any) -> bool:  # noqa: ANN401
@@ -116,14 +138,23 @@ def _boolean(text: Any) -> bool:  # noqa: ANN401
 def _number(text: Any, kind: type) -> int | float:  # noqa: ANN401
     if isinstance(text, bool):
         raise ValueError
-    number = float(text)
-    if number != number:
-        raise ValueError
-    if kind is int:
-        if number != int(number):
+    if kind is float:
+        number = float(text)
+        if number != number:
             raise ValueError
-        return int(number)
-    return number
+        return number
+    whole: int | None = None
+    if not isinstance(text, float):
+        # Read as written: a float would lose digits beyond 2**53.
+        with suppress(ValueError):
+            whole = int(text)
+    if whole is None:
+        whole = int(float(text))
+        if whole != float(text):
+            raise ValueError
+    if not -(1 << 63) <= whole < 1 << 63:
+        raise OverflowError
+    return whole
 
 
 def parse_policy(text: str, shared: Mapping[str, Any]) -> tuple[str, Policy]:
@@ -160,14 +191,17 @@ def flag(name: str) -> str:
 
 
 def read_scenario(path: Path) -> dict[str, Any]:
-    """A scenario file: TOML with the flags' names (dashes or underscores); unknown keys are refused."""
+    """A scenario file: TOML with the flags' names (dashes or underscores), its values as the types the options have.
+
+    Unknown keys are refused.
+    """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--scenario: cannot read {path} ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a TOML file: {error}") from error
-    known = {f.name for f in fields(Scenario)} | {"policy", "out"} | set(policy_options())
+    known = scenario_keys()
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -175,41 +209,72 @@ def read_scenario(path: Path) -> dict[str, Any]:
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
             raise UserError(f"{path}: unknown key {key!r}{hint}")
-        values[name] = value
+        if name in values:
+            raise UserError(f"{path}: key {key!r} stands twice, with a dash and with an underscore; keep one")
+        values[name] = convert(f"{path}: {key}", value, known[name])
     return values
 
 
-def build_scenario(values: Mapping[str, Any], source: str = "") -> Scenario:
-    """A checked scenario from option values; `source` prefixes error messages (a file's name)."""
-    hints = get_type_hints(Scenario)
-    given: dict[str, Any] = {}
-    for f in fields(Scenario):
-        if f.name in values and values[f.name] is not None:
-            given[f.name] = convert(source + flag(f.name), values[f.name], hints[f.name])
-        elif f.default is MISSING:
-            raise UserError(f"{source}{flag(f.name)} is missing")
-    scenario = Scenario(**given)
-    _check(scenario)
+def scenario_keys() -> dict[str, Any]:
+    """Every key of a scenario file and its type."""
+    owners = (*POLICIES.values(), Outputs, Scenario)
+    keys: dict[str, Any] = {f.name: hint for owner in owners for f, hint in option_fields(owner)}
+    return keys | {"policy": tuple[str, ...], "out": str}
+
+
+def build_options(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    """`Scenario` or `Outputs` from option values, of which None are left out and others than its own ignored."""
+    found = {f.name: (values.get(f.name), hint) for f, hint in option_fields(kind)}
+    return kind(
+        **{name: convert(flag(name), value, hint) for name, (value, hint) in found.items() if value is not None}
+    )
+
+
+def build_scenario(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> Scenario:
+    """A checked scenario from option values; `sources` says which file an option's value came from, for messages."""
+    scenario = build_options(Scenario, values)
+    try:
+        _check(scenario)
+    except OptionError as error:
+        source = (sources or {}).get(error.name)
+        raise UserError(f"{source}: {error}" if source else str(error)) from None
     return scenario
+
+
+class OptionError(UserError):
+    """An option's value is out of range."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"{flag(name)}: {message}")
+        self.name = name
 
 
 POSITIVE = ("num_prompts", "rate_scale", "burstiness", "clip", "input_len", "output_len", "tp", "block_size")
 POSITIVE += ("num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "request_rate")
 NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
+GOES_WITH = {"trace_format": "trace", "time_unit": "trace", "input_len": "workload", "output_len": "workload"}
 
 
 def _check(scenario: Scenario) -> None:
     if (scenario.trace is None) == (scenario.workload is None):
-        raise UserError("give either --trace FILE or --workload NAME")
+        given = "both are" if scenario.trace is not None else "neither is"
+        raise UserError(f"--trace FILE and --workload NAME: {given} given; give one")
+    for name, owner in GOES_WITH.items():
+        value = getattr(scenario, name)
+        if value is not None and getattr(scenario, owner) is None:
+            raise OptionError(name, f"{value} goes with {flag(owner)}, which is not given; leave it out")
+    if scenario.burstiness != 1.0 and scenario.trace is not None and scenario.request_rate is None:
+        raise OptionError("burstiness", "shapes the arrivals of --request-rate, which is not given; leave it out")
     for name in POSITIVE:
         value = getattr(scenario, name)
         if value is not None and not value > 0:
-            raise UserError(f"{flag(name)}: {value} is not greater than 0")
+            raise OptionError(name, f"{value} is not greater than 0; give more")
     for name in NOT_NEGATIVE:
         value = getattr(scenario, name)
         if value is not None and value < 0:
-            raise UserError(f"{flag(name)}: {value} is negative")
+            raise OptionError(name, f"{value} is negative; give 0 or more")
     if not 0.0 < scenario.gpu_memory_utilization <= 1.0:
-        raise UserError(f"--gpu-memory-utilization: {scenario.gpu_memory_utilization} is not in (0, 1]")
+        value = scenario.gpu_memory_utilization
+        raise OptionError("gpu_memory_utilization", f"{value} is not in (0, 1]; vLLM's default is 0.9")
     if scenario.clip is not None and scenario.clip < 2:
-        raise UserError(f"--clip: {scenario.clip} leaves no room for a prompt and an output; give 2 or more")
+        raise OptionError("clip", f"{scenario.clip} leaves no room for a prompt and an output; give 2 or more")

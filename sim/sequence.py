@@ -27,6 +27,7 @@ class Sequence:
 
     __slots__ = (
         "batch_offset",
+        "expected_step",
         "finish_s",
         "finish_step",
         "first_scheduled_s",
@@ -64,6 +65,7 @@ class Sequence:
         self.finish_s = -1.0
         self.batch_offset = 0
         self.finish_step = 0
+        self.expected_step = -1
         self.layers_on_gpu = 0
         self.transfers = 0
         self.policy_slot = -1

@@ -1,7 +1,11 @@
 """From a scenario to a finished run: traffic, limits, engine, clock, results. What `kvtwin run` calls."""
 
+import signal
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 import simpy
 
@@ -195,13 +199,35 @@ def execute(run: Run) -> Run:
     An interrupt (Ctrl-C) or a trace that turns out bad half-way ends the run early; what is finished stays valid, and
     `interrupted` or `error` says so.
     """
+    serving, stop = run.env.process(run.instance.serve()), run.env.event()
     try:
-        run.env.run(until=run.env.process(run.instance.serve()))
+        with _interrupt_as(stop):
+            run.env.run(until=serving | stop)
+        run.interrupted = not serving.triggered
     except KeyboardInterrupt:
         run.interrupted = True
     except TraceError as error:
         run.error = str(error)
     return run
+
+
+@contextmanager
+def _interrupt_as(stop: simpy.Event) -> Iterator[None]:
+    """Ctrl-C ends the run between two events, so that no request is counted by half; a second one ends it at once."""
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, usual)
+        stop.succeed()
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def run_scenario(scenario: Scenario, policy: Policy) -> Run:

@@ -7,7 +7,6 @@ A `Policy` is a preset: a frozen dataclass whose fields are its options (the CLI
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.batch import DecodeBatch
@@ -45,14 +44,6 @@ class Deployment:
     hardware: "HardwareSpec"
     tensor_parallel_size: int
     cost: "CostModel"
-
-
-class Verdict(Enum):
-    """Whether a waiting sequence can have its blocks (vLLM's AllocStatus)."""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
 
 
 @dataclass

@@ -26,11 +26,14 @@ from sim.cost import CostModel
 from sim.itl import GapCollector
 from sim.lanes import SEND_BUFFER_LAYERS
 from sim.plan import Direction, IterationPlan, StepTimes, Transfer
-from sim.policies.base import Deployment, Limits, Policy, Scheduler, Verdict
+from sim.policies.base import Deployment, Limits, Policy, Scheduler
 from sim.policies.slack import SlackBook
 from sim.policies.vllm import WATERMARK, VllmScheduler
 from sim.predictor import LengthPredictor, build_predictor
 from sim.sequence import Sequence, Status
+
+EXPECTED_LIMIT = 4096
+"""Steps with expected ends that are kept before those that have passed are dropped."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,16 @@ class LayerKVScheduler(VllmScheduler):
         horizon = options.horizon_steps
         self._growth_per_sequence = self.layers * (horizon if self.printed else -(-horizon // limits.block_size))
         self.parked: OrderedDict[Sequence, None] = OrderedDict()
+        # Of these, who has layers on the GPU that could go.
+        self._retaining: OrderedDict[Sequence, None] = OrderedDict()
         self.promoting: dict[Sequence, None] = {}
         self.streaming: dict[Sequence, None] = {}
         self._background: list[Transfer] = []
         # Layer-blocks that copies on their way will free.
         self._releasing = 0
+        self._host_reserved = 0
+        self._expected: dict[int, list[Sequence]] = {}
+        self._sizing: dict[int, tuple[float, int]] = {}
         self._now_s = 0.0
         self.slack = SlackBook(self.tpot_slo_s, drop_irrecoverable=options.drop_irrecoverable)
         self._least_slack_s: float | None = None
@@ -117,36 +125,31 @@ class LayerKVScheduler(VllmScheduler):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> IterationPlan | None:
-        while True:
-            ended, preempted = len(self.finished), self.counters.preemptions
-            plan = self._schedule_once(now_s)
-            # An empty step that emptied the batch may let parked sequences in.
-            if plan is not None or (ended == len(self.finished) and preempted == self.counters.preemptions):
-                return plan
+        plan = super().schedule(now_s)
+        if plan is None and self._background:
+            return self._only_copies()
+        return plan
 
-    def _schedule_once(self, now_s: float) -> IterationPlan | None:
+    def _before_step(self, now_s: float) -> None:
         self._now_s = now_s
         self._least_slack_s = None
         self._slack_blocks = False
         self._admitted_prefill_s = 0.0
         if self.parked or self.streaming:
             self._promote()
-        self._forecast()
-        reserved = self._reserve_host_growth() if self.streaming else 0
-        plan = super().schedule(now_s)
-        if plan is None:
-            self.host.release(reserved)
-            return self._only_copies() if self._background else None
+        if self.batch.members:
+            self._forecast()
+        if self.streaming or self._host_reserved:
+            self._reserve_host_growth()
+
+    def _after_step(self, plan: IterationPlan) -> None:
         if self._background:
             plan.background, self._background = tuple(self._background), []
         for seq, num_new, num_cached, _ in plan.chunks:
             if seq.layers_on_gpu < self.layers:
                 self._offload_behind_prefill(plan, seq, num_new, num_cached)
         if self.streaming and plan.num_decodes:
-            reserved -= self._stream(plan)
-        if reserved:
-            self.host.release(reserved)
-        return plan
+            self._stream(plan)
 
     def _only_copies(self) -> IterationPlan:
         """Nothing to compute, but copies to start."""
@@ -179,6 +182,7 @@ class LayerKVScheduler(VllmScheduler):
         for seq in shifted:
             if seq in self.batch.members:
                 self.slack.update(seq, decoding=True)
+                self._expect_end(seq)
 
     # -- Algorithm 1: how many prefills the decoding requests' TPOT allows ------------------------------------------
 
@@ -197,28 +201,32 @@ class LayerKVScheduler(VllmScheduler):
 
     # -- admission and placement -----------------------------------------------------------------------------------
 
-    def _can_allocate(self, seq: Sequence, plan: IterationPlan, now_s: float) -> Verdict:
+    def _fits_now(self, seq: Sequence, blocks: int) -> bool:
         """Eq. 2, then blocks for x layers and the send buffer; decides how many layers stay (`_placement`)."""
-        blocks = -(-seq.num_tokens // self.limits.block_size)
-        if (self.gpu.num_blocks // self.layers) - blocks < self.watermark_blocks:
-            return Verdict.NEVER
-        prefill_s = 0.0
-        if self.options.slo_aware:
-            prefill_s = self.cost.prefill_s(seq.num_tokens, printed=self.printed)
-            if not self._within_slack(self._admitted_prefill_s + prefill_s):
-                self._slack_blocks = True
-                return Verdict.LATER
-        kept = self._layers_to_keep(seq, blocks)
+        prefill_s, minimum = self._size_prefill(seq.num_tokens)
+        prefill_s += self._admitted_prefill_s
+        if self.options.slo_aware and not self._within_slack(prefill_s):
+            self._slack_blocks = True
+            return False
+        kept = self._layers_to_keep(minimum, blocks)
         if kept is None:
-            return Verdict.LATER
+            return False
         self._placement = kept
-        self._admitted_prefill_s += prefill_s
-        return Verdict.OK
+        self._admitted_prefill_s = prefill_s
+        return True
 
-    def _layers_to_keep(self, seq: Sequence, blocks: int) -> int | None:
+    def _size_prefill(self, num_tokens: int) -> tuple[float, int]:
+        """Eq. 3's prefill time, s, and Eq. 4's x; they depend on the length alone."""
+        found = self._sizing.get(num_tokens)
+        if found is None:
+            prefill_s = self.cost.prefill_s(num_tokens, printed=self.printed)
+            minimum = minimum_layers(self.cost, num_tokens, self.layers, printed=self.printed)
+            found = self._sizing[num_tokens] = prefill_s, minimum
+        return found
+
+    def _layers_to_keep(self, minimum: int, blocks: int) -> int | None:
         """As many layers as memory has to spare, at least Eq. 4's x; None if not even those fit now."""
         layers = self.layers
-        minimum = minimum_layers(self.cost, seq.num_tokens, layers, printed=self.printed)
         kept = minimum
         if not self.parked:
             spare = self.gpu.free - self._threshold_units() - self._growth_units()
@@ -238,7 +246,7 @@ class LayerKVScheduler(VllmScheduler):
             return None
         return None
 
-    def _allocate(self, seq: Sequence, plan: IterationPlan) -> None:
+    def _allocate(self, seq: Sequence) -> None:
         kept = seq.layers_on_gpu = self._placement
         buffer = min(SEND_BUFFER_LAYERS, self.layers - kept)
         self.gpu.allocate((kept + buffer) * seq.num_blocks)
@@ -277,15 +285,25 @@ class LayerKVScheduler(VllmScheduler):
         if seq.layers_on_gpu == self.layers:
             self._enter_batch(seq, first=first)
         else:
-            seq.status = Status.PARKED
-            self.parked[seq] = None
-            self.slack.update(seq, decoding=False)
+            self._park(seq)
             self.counters.bump("parked")
+
+    def _park(self, seq: Sequence) -> None:
+        seq.status = Status.PARKED
+        self.parked[seq] = None
+        if seq.layers_on_gpu:
+            self._retaining[seq] = None
+        self.slack.update(seq, decoding=False)
+
+    def _unpark(self, seq: Sequence) -> None:
+        self.parked.pop(seq, None)
+        self._retaining.pop(seq, None)
 
     def _enter_batch(self, seq: Sequence, *, first: bool = False) -> None:
         seq.status = Status.RUNNING
         self.batch.add(seq, first=first)
         self.slack.update(seq, decoding=True)
+        self._expect_end(seq)
 
     # -- Eq. 5: forecast and staged offload ------------------------------------------------------------------------
 
@@ -306,8 +324,6 @@ class LayerKVScheduler(VllmScheduler):
         """Avail(t+1) = Avail(t) + Released(t) - Allocated(t) over the horizon; offload if it will be too little."""
         batch, horizon = self.batch, self.options.horizon_steps
         size = len(batch.members)
-        if not size:
-            return
         available = self._available_units()
         if available >= size * self._growth_per_sequence:
             return
@@ -326,35 +342,44 @@ class LayerKVScheduler(VllmScheduler):
 
     def _predicted_releases(self, horizon: int) -> list[int]:
         """Layer-blocks freed at the end of each step by sequences whose median predicted length is reached there."""
+        batch, block_size = self.batch, self.limits.block_size
         released = [0] * horizon
-        batch = self.batch
-        block_size = self.limits.block_size
-        for seq in batch.members:
-            left = seq.predicted_median_tokens - batch.num_generated_of(seq)
-            if 0 < left <= horizon:
-                released[left - 1] += -(-(batch.num_tokens_of(seq) - 1) // block_size) * seq.layers_on_gpu
+        for t in range(horizon):
+            step = batch.step + t + 1
+            for seq in self._expected.get(step, ()):
+                if seq.expected_step == step and seq in batch.members:
+                    released[t] += -(-(batch.num_tokens_of(seq) - 1) // block_size) * seq.layers_on_gpu
         return released
+
+    def _expect_end(self, seq: Sequence) -> None:
+        """Note at which of the batch's steps the median prediction lets `seq` end."""
+        expected, step = self._expected, self.batch.step
+        seq.expected_step = step + seq.predicted_median_tokens - self.batch.num_generated_of(seq)
+        if seq.expected_step > step:
+            expected.setdefault(seq.expected_step, []).append(seq)
+        if len(expected) > EXPECTED_LIMIT:
+            self._expected = {key: found for key, found in expected.items() if key > step}
 
     def _offload_retained(self, shortage: int) -> None:
         """Half of the retained layers, most recently processed sequence first; if that is not enough, all of them."""
         for share in (2, 1):
-            for seq in list(reversed(self.parked)):
+            for seq in list(reversed(self._retaining)):
                 if shortage <= 0:
                     return
-                if seq.layers_on_gpu and not seq.transfers:
+                if not seq.transfers:
                     shortage -= self._offload(seq, -(-seq.layers_on_gpu // share))
-        for seq in list(reversed(self.batch.members)):
-            if shortage <= 0 or len(self.batch.members) == 1:
+        batch, block_size = self.batch, self.limits.block_size
+        for seq in list(reversed(batch.members)):
+            if shortage <= 0 or len(batch.members) == 1 or self.host.free < self.layers:
                 return
-            if not seq.layers_on_gpu:
+            if seq.transfers or not seq.layers_on_gpu:
                 continue
-            blocks = -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size)
+            blocks = -(-(batch.num_tokens_of(seq) - 1) // block_size)
             half = -(-seq.layers_on_gpu // 2)
             layers = half if half * blocks >= shortage else seq.layers_on_gpu
-            if seq.transfers or layers * blocks > self.host.free:
-                continue
-            self._leave_batch(seq)
-            shortage -= self._offload(seq, layers)
+            if layers * blocks <= self.host.free:
+                self._leave_batch(seq)
+                shortage -= self._offload(seq, layers)
 
     def _offload(self, seq: Sequence, layers: int) -> int:
         """Start copying `layers` retained layers of a parked sequence to the host; layer-blocks that will be freed."""
@@ -363,6 +388,8 @@ class LayerKVScheduler(VllmScheduler):
             return 0
         self.host.allocate(blocks)
         seq.layers_on_gpu -= layers
+        if not seq.layers_on_gpu:
+            self._retaining.pop(seq, None)
         self._background.append(self._transfer(seq, Direction.D2H, layers, seq.num_blocks, blocks))
         self.counters.bump("offloaded_by_forecast_layer_blocks", blocks)
         return blocks
@@ -371,19 +398,18 @@ class LayerKVScheduler(VllmScheduler):
         """A decoding sequence is parked; it was here before all that wait, so it stands first among them."""
         self.batch.remove(seq)
         self.streaming.pop(seq, None)
-        seq.status = Status.PARKED
         seq.num_preemptions += 1
         self.counters.preemptions += 1
-        self.parked[seq] = None
+        self._changed = True
+        self._park(seq)
         self.parked.move_to_end(seq, last=False)
-        self.slack.update(seq, decoding=False)
 
     # -- bringing layers back ----------------------------------------------------------------------------------------
 
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""
         seats = self.limits.max_num_seqs - len(self.batch.members) - len(self.promoting)
-        if seats <= 0 and not self.streaming:
+        if not self.streaming and (seats <= 0 or self._head_must_wait()):
             return
         idle = not self.batch and not self.promoting and not self._releasing and self.partial is None
         while (seq := self._next_promotable()) is not None:
@@ -401,6 +427,13 @@ class LayerKVScheduler(VllmScheduler):
                 seats -= seq not in self.streaming
                 self._start_promotion(seq)
 
+    def _head_must_wait(self) -> bool:
+        """The common case in a word: something decodes, and the oldest parked sequence does not fit."""
+        head = next(iter(self.parked))
+        missing = (self.layers - head.layers_on_gpu) * head.num_blocks
+        room = self.gpu.free - self._threshold_units() - self._growth_units()
+        return bool(self.batch.members) and missing > room
+
     def _next_promotable(self) -> Sequence | None:
         """The oldest sequence whose copies to the host are complete."""
         for seq in chain(self.streaming, self.parked) if self.streaming else self.parked:
@@ -415,8 +448,8 @@ class LayerKVScheduler(VllmScheduler):
         if seq.num_blocks * self.layers + self.layers > self.gpu.num_blocks:
             self._give_up(seq)
             return True
-        for other in list(reversed(self.parked)):
-            if other is not seq and other.layers_on_gpu and not other.transfers:
+        for other in list(reversed(self._retaining)):
+            if other is not seq and not other.transfers:
                 self._offload(other, other.layers_on_gpu)
         if not self._releasing:
             # The host is full too: whoever came last is computed again.
@@ -425,7 +458,7 @@ class LayerKVScheduler(VllmScheduler):
 
     def _give_up(self, seq: Sequence) -> None:
         """A sequence that outgrew the GPU can never decode again."""
-        self.parked.pop(seq, None)
+        self._unpark(seq)
         self.streaming.pop(seq, None)
         self._free(seq)
         self.ignore(seq, "sequence outgrew the GPU blocks")
@@ -433,11 +466,12 @@ class LayerKVScheduler(VllmScheduler):
     def _recompute_last(self, spared: Sequence) -> None:
         for seq in reversed(self.parked):
             if seq is not spared and not seq.transfers:
-                del self.parked[seq]
+                self._unpark(seq)
                 self._free(seq)
                 seq.reset_for_recompute()
                 self.counters.preemptions += 1
                 self.counters.swap_space_exhausted += 1
+                self._changed = True
                 self.waiting.appendleft(seq)
                 return
 
@@ -447,7 +481,7 @@ class LayerKVScheduler(VllmScheduler):
             self.batch.remove(seq)
             self.slack.update(seq, decoding=False)
         else:
-            del self.parked[seq]
+            self._unpark(seq)
         layers = self.layers - seq.layers_on_gpu
         self.promoting[seq] = None
         self.gpu.allocate(layers * seq.num_blocks)
@@ -480,7 +514,7 @@ class LayerKVScheduler(VllmScheduler):
             blocks += self._streamed_blocks(seq, seq.num_tokens)
             if self.cost.copy_s(blocks * self.layer_block_bytes, 2 * blocks, Direction.H2D) > self.tpot_slo_s:
                 return
-        del self.parked[seq]
+        self._unpark(seq)
         self.streaming[seq] = None
         self._enter_batch(seq)
         self.counters.bump("streamed_sequences")
@@ -488,27 +522,30 @@ class LayerKVScheduler(VllmScheduler):
     def _streamed_blocks(self, seq: Sequence, num_tokens: int) -> int:
         return (self.layers - seq.layers_on_gpu) * -(-num_tokens // self.limits.block_size)
 
-    def _reserve_host_growth(self) -> int:
+    def _reserve_host_growth(self) -> None:
         """Take the host blocks that streaming sequences grow into; who finds none is computed again."""
+        self.host.release(self._host_reserved)
+        self._host_reserved = 0
         while True:
             batch = self.batch
             needed = sum(self.layers - seq.layers_on_gpu for seq in self.streaming if batch.needs_block(seq))
             if needed <= self.host.free:
                 self.host.allocate(needed)
-                return needed
+                self._host_reserved = needed
+                return
             seq, _ = self.streaming.popitem()
             batch.remove(seq)
             self._free(seq)
             seq.reset_for_recompute()
             self.counters.preemptions += 1
             self.counters.swap_space_exhausted += 1
+            self._changed = True
             self.waiting.appendleft(seq)
 
-    def _stream(self, plan: IterationPlan) -> int:
-        """Every step brings in the missing layers again; returns the host blocks that the sequences grew by."""
+    def _stream(self, plan: IterationPlan) -> None:
+        """Every step brings in the missing layers again; blocks that they grow by lie on the host."""
         batch = self.batch
         decoding = set(islice(batch.members, plan.num_decodes)) if plan.decodes_first else batch.members
-        grown = 0
         for seq in self.streaming:
             if seq not in decoding:
                 continue
@@ -516,11 +553,10 @@ class LayerKVScheduler(VllmScheduler):
             plan.streamed_bytes += blocks * self.layer_block_bytes
             plan.streamed_copies += 2 * blocks
             if batch.needs_block(seq):
-                # The batch took a whole block; what belongs to missing layers lies on the host instead.
+                # The batch took a whole block on the GPU; of the reserved host blocks these are now in use.
                 missing = self.layers - seq.layers_on_gpu
                 self.gpu.release(missing)
-                grown += missing
-        return grown
+                self._host_reserved -= missing
 
     # -- out of memory, and the end ----------------------------------------------------------------------------------
 
@@ -537,6 +573,7 @@ class LayerKVScheduler(VllmScheduler):
             self.gpu.release(units)
             self.host.allocate(units)
             seq.layers_on_gpu = 0
+            self._retaining.pop(seq, None)
             plan.swapped_out_blocks += seq.num_blocks
             self.counters.swap_out_blocks += seq.num_blocks
             self.counters.bump("emergency_offloads")

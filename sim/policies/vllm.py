@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from sim.itl import GapCollector
 from sim.plan import IterationPlan, Origin, StepTimes
-from sim.policies.base import Deployment, Limits, Policy, Scheduler, Verdict
+from sim.policies.base import Deployment, Limits, Policy, Scheduler
 from sim.sequence import Sequence, Status
 
 WATERMARK = 0.01
@@ -50,16 +50,24 @@ class VllmScheduler(Scheduler):
     def schedule(self, now_s: float) -> IterationPlan | None:
         while True:
             self._changed = False
+            self._before_step(now_s)
             plan = IterationPlan()
             if self.chunking:
                 self._schedule_chunked(plan, now_s)
             else:
                 self._schedule_default(plan, now_s)
             if plan.chunks or plan.num_decodes or plan.swapped_out_blocks:
+                self._after_step(plan)
                 return plan
             # Like vLLM's engine loop: an empty step that changed the queues is followed by another at once.
             if not self._changed and not self._unblock_swapped():
                 return None
+
+    def _before_step(self, now_s: float) -> None:
+        """For policies built on this one: what happens before the queues are looked at."""
+
+    def _after_step(self, plan: IterationPlan) -> None:
+        """For policies built on this one: complete a plan that is not empty."""
 
     def _schedule_default(self, plan: IterationPlan, now_s: float) -> None:
         """Prefills alone if any can start (and nothing is swapped out), else one decode step of everything."""
@@ -303,22 +311,22 @@ class VllmScheduler(Scheduler):
 
     def _schedule_prefills(self, plan: IterationPlan, now_s: float, budget: int, num_seqs: int) -> None:
         """Admit prompts from the head of `waiting`; the first that cannot start stops all behind it."""
-        waiting, max_num_seqs = self.waiting, self.limits.max_num_seqs
+        waiting, max_num_seqs, block_size = self.waiting, self.limits.max_num_seqs, self.limits.block_size
         while waiting:
             seq = waiting[0]
             num_new = min(seq.num_tokens, budget) if self.chunking else seq.num_tokens
             if num_new > self.prompt_limit:
                 self.ignore(waiting.popleft(), "prompt longer than max_model_len or max_num_batched_tokens")
                 continue
-            verdict = self._can_allocate(seq, plan, now_s)
-            if verdict is Verdict.NEVER:
+            blocks = -(-seq.num_tokens // block_size)
+            if self._never_fits(blocks):
                 self.ignore(waiting.popleft(), "prompt needs more KV blocks than the GPU has")
                 continue
-            if verdict is Verdict.LATER or num_new == 0 or num_new > budget or num_seqs >= max_num_seqs:
+            if num_new == 0 or num_new > budget or num_seqs >= max_num_seqs or not self._fits_now(seq, blocks):
                 return
             waiting.popleft()
-            seq.num_blocks = -(-seq.num_tokens // self.limits.block_size)
-            self._allocate(seq, plan)
+            seq.num_blocks = blocks
+            self._allocate(seq)
             seq.status = Status.RUNNING
             if seq.first_scheduled_s < 0.0:
                 seq.first_scheduled_s = now_s
@@ -326,14 +334,15 @@ class VllmScheduler(Scheduler):
             budget -= num_new
             num_seqs += 1
 
-    def _can_allocate(self, seq: Sequence, plan: IterationPlan, now_s: float) -> Verdict:
-        """Whether the whole prompt has blocks now, above the watermark."""
-        needed = -(-seq.num_tokens // self.limits.block_size)
-        if self.gpu.num_blocks - needed < self.watermark_blocks:
-            return Verdict.NEVER
-        return Verdict.OK if self.gpu.free - needed >= self.watermark_blocks else Verdict.LATER
+    def _never_fits(self, blocks: int) -> bool:
+        """Whether a prompt of so many blocks is refused even by an empty GPU (the watermark counts)."""
+        return self.limits.num_gpu_blocks - blocks < self.watermark_blocks
 
-    def _allocate(self, seq: Sequence, plan: IterationPlan) -> None:
+    def _fits_now(self, seq: Sequence, blocks: int) -> bool:
+        """Whether the whole prompt has blocks now, above the watermark."""
+        return self.gpu.free - blocks >= self.watermark_blocks
+
+    def _allocate(self, seq: Sequence) -> None:
         """Take blocks for the whole prompt, even if only a chunk of it is computed now."""
         self.gpu.allocate(seq.num_blocks)
 

@@ -112,6 +112,7 @@ def check_pools(scheduler: Scheduler) -> None:
             gpu += (seq.layers_on_gpu + min(SEND_BUFFER_LAYERS, missing)) * seq.num_blocks
             host += missing * seq.num_blocks
         gpu += scheduler._releasing
+        host += scheduler._host_reserved
     assert scheduler.gpu.num_blocks - scheduler.gpu.free == gpu
     assert scheduler.host.num_blocks - scheduler.host.free == host
 

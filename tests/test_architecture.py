@@ -1,0 +1,182 @@
+"""Who may import whom, where clocks and randomness may be, and what no tracked file may mention."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "traces": set(),
+    "sim": {"traces"},
+    "gpu_runtime": {"sim", "traces"},
+    "calib": {"gpu_runtime", "sim", "traces"},
+    "kvtwin": {"calib", "gpu_runtime", "sim", "traces"},
+}
+"""The packages, from the bottom up, and what each may import beside itself."""
+ONLY_IN = {"simpy": ("sim.driver", "sim.simulate"), "torch": ("gpu_runtime", "calib")}
+TIMELESS = ("engine", "policies", "cost", "batch", "blocks", "plan", "sequence", "predictor")
+LAZY = {("traces.transforms", "traces.arrivals")}
+"""Imports inside a function, for numpy's sake, that would else close a cycle."""
+CLOCKS_AND_DICE = {"time", "datetime", "random", "secrets", "uuid"}
+RUNS_DATA = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
+RUNS_TEXT = {"eval", "exec", "__import__"}
+
+
+def sources() -> dict[str, str]:
+    """Every module of ours by its dotted name."""
+    found = {"kvtwin": ROOT / "kvtwin.py"}
+    for package in MAY_IMPORT:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: path.read_text(encoding="utf-8") for name, path in found.items()}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a module imports, wherever in it; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def faults(modules: dict[str, str]) -> list[str]:
+    """What breaks the rules, one line each."""
+    found: list[str] = []
+    edges: dict[str, set[str]] = {}
+    for name, text in modules.items():
+        tree = ast.parse(text)
+        package = name.partition(".")[0]
+        names = set(imported(tree))
+        for target in sorted(names):
+            head = target.partition(".")[0]
+            if head in MAY_IMPORT and head != package and head not in MAY_IMPORT[package]:
+                found.append(f"{name} imports {target}: {package} may not import {head}")
+            if head in ONLY_IN and not within(name, ONLY_IN[head]):
+                found.append(f"{name} imports {target}: only {', '.join(ONLY_IN[head])} may")
+            if head in RUNS_DATA:
+                found.append(f"{name} imports {target}")
+        ours = {target if target in modules else target.rpartition(".")[0] for target in names}
+        edges[name] = {target for target in ours if target in modules and (name, target) not in LAZY}
+        found += _calls(name, tree)
+        if within(name, tuple(f"sim.{module}" for module in TIMELESS)):
+            found += _clocks_and_dice(name, tree, names)
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        found.append(f"import cycle: {' <- '.join(error.args[1])}")
+    return found
+
+
+def _calls(name: str, tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RUNS_TEXT:
+            yield f"{name} line {node.lineno}: calls {node.func.id}"
+
+
+def _clocks_and_dice(name: str, tree: ast.AST, names: set[str]) -> Iterator[str]:
+    for target in sorted(names):
+        if target.partition(".")[0] in CLOCKS_AND_DICE or target.startswith("numpy.random"):
+            yield f"{name} imports {target}: no clock and no randomness there"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("random", "urandom"):
+            yield f"{name} line {node.lineno}: uses .{node.attr}"
+
+
+def test_the_rules_of_imports_clocks_and_randomness_hold():
+    assert faults(sources()) == []
+
+
+def test_the_modules_that_the_rules_name_exist():
+    modules = sources()
+    assert set(MAY_IMPORT) <= set(modules)
+    assert {f"sim.{module}" for module in TIMELESS} | {"sim.driver", "sim.simulate"} <= set(modules)
+    assert "simpy" in set(imported(ast.parse(modules["sim.driver"])))
+    assert len([name for name in modules if name.startswith("sim.policies.")]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("modules", "fault"),
+    [
+        ({"traces.a": "import sim.errors"}, "traces.a imports sim.errors: traces may not import sim"),
+        ({"traces.a": "def f():\n    from sim import errors"}, "traces may not import sim"),
+        ({"sim.a": "from gpu_runtime.model import Model"}, "sim may not import gpu_runtime"),
+        ({"sim.a": "import calib"}, "sim may not import calib"),
+        ({"gpu_runtime.a": "import calib.fit"}, "gpu_runtime may not import calib"),
+        ({"sim.a": "import kvtwin"}, "sim may not import kvtwin"),
+        ({"sim.result": "import simpy"}, "only sim.driver, sim.simulate may"),
+        ({"sim.driver2": "from simpy import Environment"}, "only sim.driver, sim.simulate may"),
+        ({"sim.a": "try:\n    import torch\nexcept ImportError:\n    torch = None"}, "only gpu_runtime, calib may"),
+        ({"sim.a": "import sim.b", "sim.b": "from sim.a import x"}, "import cycle"),
+        ({"sim.a": "from sim import b", "sim.b": "from sim import c", "sim.c": "import sim.a"}, "import cycle"),
+        ({"sim.engine": "from time import monotonic"}, "sim.engine imports time.monotonic: no clock"),
+        ({"sim.policies.new": "import datetime as d"}, "no clock and no randomness"),
+        ({"sim.policies": "import random"}, "no clock and no randomness"),
+        ({"sim.cost": "import numpy as np\nx = np.random.rand()"}, "sim.cost line 2: uses .random"),
+        ({"sim.batch": "from numpy.random import default_rng"}, "no clock and no randomness"),
+        ({"sim.plan": "import os\nos.urandom(1)"}, "uses .urandom"),
+        ({"traces.a": "import pickle"}, "traces.a imports pickle"),
+        ({"calib.a": "x = eval('1')"}, "calib.a line 1: calls eval"),
+        ({"kvtwin": "exec('pass')"}, "kvtwin line 1: calls exec"),
+    ],
+)
+def test_a_module_that_breaks_a_rule_is_found(modules, fault):
+    (found,) = faults(modules)
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        {"sim.a": "from traces.request import Request", "traces.request": "from collections import deque"},
+        {"sim.driver": "import simpy", "calib.a": "import torch, gpu_runtime, sim, traces"},
+        {"sim.progress": "from time import monotonic", "traces.a": "import numpy as np\nnp.random.default_rng(0)"},
+        {"gpu_runtime.a": "model.eval()"},
+        {"sim.policies": "from sim.policies.vllm import A", "sim.policies.vllm": "from sim.policies.base import B"},
+    ],
+)
+def test_a_module_that_keeps_the_rules_passes(modules):
+    assert faults(modules) == []
+
+
+# In pieces, so that this file passes its own test.
+HOSTS = ("pypi" + ".org", "python" + "hosted.org", "npmjs" + ".org", "conda" + ".anaconda.org", "artifact" + "ory")
+MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:" + "|".join(("work", "tmp", "home", "root", "mnt", "Users")) + r")/\w")
+
+
+def machine_names(text: str) -> list[str]:
+    """Package hosts and paths of one machine in a text."""
+    return [host for host in HOSTS if host in text] + MACHINE_PATH.findall(text)
+
+
+def test_no_tracked_file_names_a_package_host_or_a_path_of_one_machine():
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    found = {}
+    for name in filter(None, listing.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink():
+            text = path.read_bytes().decode("utf-8", errors="replace")
+            if names := machine_names(text):
+                found[name] = names
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["--index-url https://" + HOSTS[0] + "/simple", "cd /" + "work/main", "'/" + "tmp/x'", "(/" + "home/me)"]
+)
+def test_a_text_of_one_machine_is_found(text):
+    assert machine_names(text)
+    assert not machine_names("https://example.com/work/main and the folder work/tmp/x")
