@@ -1,19 +1,20 @@
 """`kvtwin`: the command line. Mounts each package's commands; nothing heavy is imported before it is needed."""
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from sim import cli as sim_cli
 from sim.errors import UserError
-from traces import cli as traces_cli
 from traces.errors import TraceError
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+GC_THRESHOLD = 100_000
+"""A simulation makes many objects and few cycles: looking for garbage after every 700 of them is waste."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,6 +47,12 @@ def _one_line(message: object) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for bad input, 130 when interrupted."""
+    gc.set_threshold(GC_THRESHOLD, 50, 50)
+    # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from sim import cli as sim_cli  # noqa: PLC0415
+    from traces import cli as traces_cli  # noqa: PLC0415
+
     parser = Parser(prog="kvtwin", description="Which KV-cache policy for this model, GPU and traffic?")
     commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     sim_cli.add_commands(commands)

@@ -152,8 +152,7 @@ class Instance:
             compute_s, stretch = self._share_with_all_reduce(plan, compute_s)
         for transfer in plan.background:
             copy_s = cost.copy_s(transfer.num_bytes, transfer.num_copies, transfer.direction) * stretch
-            label = f"{transfer.direction.value} request {transfer.seq.request.request_id}"
-            self._finish_at(lanes.of(transfer.direction).reserve(start_s, copy_s, label), transfer)
+            self._finish_at(lanes.of(transfer.direction).reserve(start_s, copy_s, "KV layers"), transfer)
         if plan.streamed_bytes:
             stream_s = cost.copy_s(plan.streamed_bytes, plan.streamed_copies, Direction.H2D) * stretch
             wait_s = max(0.0, lanes.h2d.free_s - start_s)

@@ -135,10 +135,16 @@ class LayerKVScheduler(VllmScheduler):
         self._least_slack_s = None
         self._slack_blocks = False
         self._admitted_prefill_s = 0.0
-        if self.parked or self.streaming:
+        members = len(self.batch.members)
+        # While something decodes, promotion has to wait for memory or a seat most of the time: seen at a glance.
+        if self.streaming or (self.parked and (not members or self._head_may_return(members))):
             self._promote()
-        if self.batch.members:
-            self._forecast()
+            members = len(self.batch.members)
+        if members:
+            floor = self._threshold_floor
+            available = self.gpu.free + self._releasing - (members if members > floor else floor)
+            if available < members * self._growth_per_sequence:
+                self._forecast(available)
         if self.streaming or self._host_reserved:
             self._reserve_host_growth()
 
@@ -320,13 +326,10 @@ class LayerKVScheduler(VllmScheduler):
         """Layer-blocks free or on their way to be, above the threshold."""
         return self.gpu.free + self._releasing - self._threshold_units()
 
-    def _forecast(self) -> None:
+    def _forecast(self, available: int) -> None:
         """Avail(t+1) = Avail(t) + Released(t) - Allocated(t) over the horizon; offload if it will be too little."""
         batch, horizon = self.batch, self.options.horizon_steps
         size = len(batch.members)
-        available = self._available_units()
-        if available >= size * self._growth_per_sequence:
-            return
         if not self.printed and available >= batch.blocks_needed(horizon) * self.layers:
             return
         released = self._predicted_releases(horizon)
@@ -409,8 +412,6 @@ class LayerKVScheduler(VllmScheduler):
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""
         seats = self.limits.max_num_seqs - len(self.batch.members) - len(self.promoting)
-        if not self.streaming and (seats <= 0 or self._head_must_wait()):
-            return
         idle = not self.batch and not self.promoting and not self._releasing and self.partial is None
         while (seq := self._next_promotable()) is not None:
             if seq in self.streaming:
@@ -427,12 +428,15 @@ class LayerKVScheduler(VllmScheduler):
                 seats -= seq not in self.streaming
                 self._start_promotion(seq)
 
-    def _head_must_wait(self) -> bool:
-        """The common case in a word: something decodes, and the oldest parked sequence does not fit."""
+    def _head_may_return(self, members: int) -> bool:
+        """Whether there is a seat and memory for the oldest parked sequence."""
+        taken = members + len(self.promoting)
         head = next(iter(self.parked))
-        missing = (self.layers - head.layers_on_gpu) * head.num_blocks
-        room = self.gpu.free - self._threshold_units() - self._growth_units()
-        return bool(self.batch.members) and missing > room
+        floor = self._threshold_floor
+        room = self.gpu.free - (members if members > floor else floor) - (taken + 1) * self._growth_per_sequence
+        # A head whose copies are still on their way lets others pass: look closer.
+        fits = (self.layers - head.layers_on_gpu) * head.num_blocks <= room or head.transfers > 0
+        return fits and taken < self.limits.max_num_seqs
 
     def _next_promotable(self) -> Sequence | None:
         """The oldest sequence whose copies to the host are complete."""

@@ -24,14 +24,14 @@ class SlackBook:
     def __init__(self, tpot_slo_s: float, *, drop_irrecoverable: bool) -> None:
         self.tpot_slo_s = tpot_slo_s
         # Requests that are late whatever happens are left out of Eq. 2, if so asked.
+        self.drop_irrecoverable = drop_irrecoverable
         self.floor_s = 0.0 if drop_irrecoverable else -inf
         self._capacity = 256
         self._size = 0
         self._free: list[int] = []
         self._base_s = np.full(self._capacity, inf)
-        self._left = np.zeros(self._capacity)
+        self._left = np.ones(self._capacity)
         self._stepping = np.zeros(self._capacity)
-        self._sequences: list[Sequence | None] = []
         self._witnesses: list[int] = []
 
     def update(self, seq: Sequence, *, decoding: bool) -> None:
@@ -39,7 +39,6 @@ class SlackBook:
         slot = seq.policy_slot
         if slot < 0:
             slot = seq.policy_slot = self._free.pop() if self._free else self._grow()
-            self._sequences[slot] = seq
         lower = seq.predicted_lower_tokens
         self._base_s[slot] = self.tpot_slo_s * (lower - 1) + seq.first_token_s
         self._stepping[slot] = decoding
@@ -55,16 +54,16 @@ class SlackBook:
         if slot >= 0:
             seq.policy_slot = -1
             self._base_s[slot] = inf
-            self._sequences[slot] = None
+            self._left[slot] = 1.0
+            self._stepping[slot] = 0.0
             self._free.append(slot)
 
     def _grow(self) -> int:
         slot = self._size
         self._size += 1
-        self._sequences.append(None)
         if self._size > self._capacity:
             self._base_s = np.concatenate([self._base_s, np.full(self._capacity, inf)])
-            self._left = np.concatenate([self._left, np.zeros(self._capacity)])
+            self._left = np.concatenate([self._left, np.ones(self._capacity)])
             self._stepping = np.concatenate([self._stepping, np.zeros(self._capacity)])
             self._capacity *= 2
         return slot
@@ -78,13 +77,18 @@ class SlackBook:
         if not size:
             return inf
         left = self._left[:size] - self._stepping[:size] * step
-        future = np.maximum(left, 1.0)
-        slack = self._base_s[:size] + self.tpot_slo_s * (future - left)
-        slack -= tpot_s * future + now_s
-        slack[slack < self.floor_s] = inf
-        least_s = float(slack.min())
+        slack = self._base_s[:size] - tpot_s * left
+        if left.min() < 1.0:
+            # Past its lower bound a request still expects one token, and every token it has earned it time.
+            past = np.minimum(left - 1.0, 0.0)
+            slack += (tpot_s - self.tpot_slo_s) * past
+        slack -= now_s
+        # Read as integers, negative floats are greater than all others: this minimum leaves them out in one pass.
+        least_s = float(slack[slack.view(np.uint64).argmin()] if self.drop_irrecoverable else slack.min())
+        if least_s < 0.0 and self.drop_irrecoverable:
+            return inf
         if least_s <= prefill_s:
-            near = np.flatnonzero(slack <= prefill_s + WITNESS_WINDOW_S)
+            near = np.flatnonzero((slack >= self.floor_s) & (slack <= prefill_s + WITNESS_WINDOW_S))
             self._witnesses = near[np.argsort(slack[near])][:WITNESSES].tolist()
         return least_s
 

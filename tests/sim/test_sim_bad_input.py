@@ -1,0 +1,338 @@
+"""Bad input to `kvtwin run`: one line on standard error that names the place, the value and the remedy; exit 2."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvtwin
+
+ROOT = Path(kvtwin.__file__).parent
+HEADER = "arrival_s,prompt_tokens,output_tokens\n"
+GOOD = HEADER + "0.0,100,5\n0.5,50,3\n1.0,20,1\n"
+LINEAR = {"form": "linear", "prefill": [0.01, 1e-4, 0.0], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
+WORKLOAD = ["--workload", "fixed", "--num-prompts", "3", "--input-len", "10", "--output-len", "3"]
+MACHINE = ["--model", "llama-2-7b", "--gpu", "l20"]
+
+
+def attempt(capsys, arguments):
+    """Exit status and standard error of one command; nothing may be printed to standard output."""
+    try:
+        status = kvtwin.main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        status = end.code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return status, printed.err
+
+
+def refused(capsys, arguments, parts):
+    status, error = attempt(capsys, arguments)
+    assert status == 2
+    assert error.startswith("kvtwin")
+    assert error.count("\n") == 1 and error.endswith("\n"), error
+    assert "Traceback" not in error
+    assert [part for part in parts if part not in error] == [], error
+
+
+def command(out, *words, policy="vllm-recompute"):
+    return ["run", *MACHINE, "--policy", policy, "--out", out, "--quiet", *words]
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "--num-prompts": [
+        ("0", "greater than 0"),
+        ("-3", "greater than 0"),
+        ("2.5", "whole number"),
+        ("x", "whole number"),
+    ],
+    "--seed": [("-1", "negative"), ("nan", "whole number"), ("1e400", "whole number"), (str(2**64), "64 bits")],
+    "--tp": [("3", "choose one of [1, 2, 4, 8"), ("0", "greater than 0"), ("64", "32 attention heads")],
+    "--request-rate": [("0", "greater than 0"), ("-1", "greater than 0"), ("nan", "not a number")],
+    "--burstiness": [("0", "greater than 0"), ("inf", "1 is Poisson")],
+    "--rate-scale": [("0", "greater than 0"), ("inf", "2 doubles the rate")],
+    "--clip": [("0", "greater than 0"), ("1", "give 2 or more")],
+    "--input-len": [("0", "greater than 0")],
+    "--output-len": [("-1", "greater than 0")],
+    "--block-size": [("0", "greater than 0"), ("16.5", "whole number")],
+    "--max-num-seqs": [("0", "greater than 0"), ("5000", "--max-num-batched-tokens: 4096 is less than")],
+    "--max-num-batched-tokens": [("0", "greater than 0"), ("100", "--enable-chunked-prefill")],
+    "--max-model-len": [("0", "greater than 0"), ("", "whole number")],
+    "--num-gpu-blocks-override": [("0", "greater than 0")],
+    "--num-cpu-blocks-override": [("-1", "negative")],
+    "--swap-space": [("-1", "negative"), ("nan", "not a number"), ("inf", "choose less"), ("1e9", "choose less")],
+    "--gpu-memory-utilization": [("0", "(0, 1]"), ("1.5", "(0, 1]"), ("nan", "not a number")],
+    "--model": [("llama-2-7", "did you mean 'llama-2-7b'?"), ("", "Known: "), ("gpt-9", "neither a built-in name")],
+    "--gpu": [("l2", "did you mean 'l20'?"), ("quantum", "Known: ")],
+    "--profile": [("l20-derive", "did you mean 'l20-derived'?"), ("h100-derived", "use a profile of l20")],
+    "--workload": [("fixd", "did you mean 'fixed'?"), ("", "give one of fixed")],
+    "--cost-form": [("foo", "choose from"), ("linear", "'l20-derived' of form 'roofline'")],
+    "--trace-format": [("azure", "goes with --trace")],
+    "--time-unit": [("s", "goes with --trace")],
+    "--goodput": [
+        *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("ttft", "ttft:x", "ttft:-1")),
+        *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("itl:3", "ttft:nan", "ttft:0")),
+        *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("tpot:inf", ":5", "TTFT:5")),
+    ],
+    "--tpot-slo-ms": [("5", "an option of layerkv, which --policy does not name")],
+}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "part"), [(flag, value, part) for flag, cases in OPTIONS.items() for value, part in cases]
+)
+def test_an_impossible_value_is_refused(tmp_path, capsys, flag, value, part):
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, f"{flag}={value}"), [part])
+
+
+@pytest.mark.parametrize(
+    ("policy", "parts"),
+    [
+        ("layerk", ["--policy: unknown policy 'layerk'", "did you mean 'layerkv'?", "vllm-recompute"]),
+        ("", ["unknown policy ''", "known: vllm-recompute"]),
+        ("layerkv:slo=1", ["'slo=1' is not option=value of layerkv", "slo_aware"]),
+        ("layerkv:slo-aware", ["'slo-aware' is not option=value"]),
+        ("layerkv:horizon-steps=x", ["horizon_steps: 'x' is not a whole number"]),
+        ("layerkv:decode=later", ["decode: 'later' is not promote or stream"]),
+        ("layerkv:predictor=bucket,predictor-accuracy=2", ["--predictor-accuracy: 2.0 is not between 0 and 1"]),
+        ("vllm-swap:slo-aware=true", ["is not option=value of vllm-swap", "its options: none"]),
+    ],
+)
+def test_an_impossible_policy_is_refused(tmp_path, capsys, policy, parts):
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, policy=policy), parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["kvtwin: ", "COMMAND", "--help"]),
+        (["rum"], ["'rum'", "run", "compare"]),
+        (["run"], ["--policy is missing", "vllm-recompute, vllm-swap, layerkv"]),
+        (["run", "--policy"], ["--policy: expected one argument"]),
+        (["run", "--policy", "layerkv", "--workload", "fixed"], ["--out DIR is missing"]),
+        (["run", "--polcy", "layerkv"], ["kvtwin run: ", "--polcy", "did you mean --policy?", "kvtwin run --help"]),
+        (["run", "--num-prompt", "3"], ["--num-prompt", "did you mean --num-prompts?"]),
+        (["run", "--num_prompts=3"], ["--num_prompts=3", "did you mean --num-prompts?"]),
+        (["run", "--policy", "layerkv", "stray\nword"], ["stray\\nword"]),
+        (["run", "--policy", "layerkv", "--out", "o", "--workload", "a\nb"], ["'a\\nb'"]),
+        (["run", "--policy", "layerkv", "--out", "o"], ["--trace FILE and --workload NAME: neither is given"]),
+        (
+            ["run", "--policy", "layerkv", "--policy", "vllm-swap", "--out", "o", *WORKLOAD],
+            ["one --policy", "kvtwin compare"],
+        ),
+        (
+            ["compare", "--policy", "layerkv", "--policy", "layerkv", "--out", "o", *WORKLOAD],
+            ["layerkv names one twice"],
+        ),
+        (["run", "--scenario", "no\nsuch.toml"], ["--scenario: cannot read no\\nsuch.toml", "No such file"]),
+    ],
+)
+def test_an_incomplete_or_unknown_command_is_refused(capsys, words, parts):
+    refused(capsys, words, parts)
+
+
+def test_both_sources_of_traffic_are_refused(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_text(GOOD)
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--trace", path), ["--trace", "--workload", "both are given"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--input-len", "5"], "--input-len: 5 goes with --workload"),
+        (["--burstiness", "2"], "--burstiness: shapes the arrivals of --request-rate"),
+        (["--trace-format", "azur"], "did you mean 'azure'?"),
+        (["--time-unit", "fortnight"], "give one of s, ms, us, ns"),
+    ],
+)
+def test_an_option_that_a_trace_cannot_have_is_refused(tmp_path, capsys, words, part):
+    path = tmp_path / "t.csv"
+    path.write_text(GOOD)
+    refused(capsys, command(tmp_path / "out", "--trace", path, *words), [part])
+
+
+def test_a_model_that_is_too_large_for_the_gpu_is_refused_with_its_size(tmp_path, capsys):
+    words = ["--model", "llama-2-70b", "--gpu", "l20", "--policy", "vllm-swap", "--out", tmp_path / "out", *WORKLOAD]
+    refused(capsys, ["run", *words], ["llama-2-70b does not fit on l20", "GB of weights", "raise tensor_parallel_size"])
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+BAD_TRACES = [
+    # text of the file, line, what else the message must hold: field, value, remedy
+    ("a,b,c\n1,2,3\n", 1, ["header", "a,b,c", "arrival_s,prompt_tokens,output_tokens"]),
+    ("arrival,prompt_tokens,output_tokens\n1,2,3\n", 1, ["rename column 'arrival' to 'arrival_s'"]),
+    (HEADER + "0.0,-5,2\n", 2, ["prompt_tokens", "'-5'", "negative", "correct or delete"]),
+    (HEADER + "0.0,5,nan\n", 2, ["output_tokens", "'nan'", "not finite"]),
+    (HEADER + "nan,5,2\n", 2, ["arrival_s", "'nan'"]),
+    (HEADER + "0.0,5.5,2\n", 2, ["prompt_tokens", "'5.5'", "whole numbers"]),
+    (HEADER + "0.0,0,2\n", 2, ["prompt_tokens", "'0'"]),
+    (HEADER + "0.0,5\n", 2, ["2 fields where the header has 3"]),
+    (HEADER + "5.0,10,2\n1.0,10,2\n", 3, ["arrival_s", "'1.0'", "earlier", "sort"]),
+    (HEADER, None, ["holds no request"]),
+    ("", None, ["is empty"]),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "parts"), BAD_TRACES)
+def test_a_bad_trace_is_refused_by_file_line_field_and_value(tmp_path, capsys, text, line, parts):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    where = f"{path}, line {line}: " if line else f"{path}"
+    refused(capsys, command(tmp_path / "out", "--trace", path), [where, *parts])
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "part"),
+    [
+        ("--trace", "missing.csv", "no such file; check the path"),
+        ("--trace", ".", "is a directory; name one trace file"),
+        ("--profile", "missing.json", "neither a built-in name nor an existing path"),
+        ("--profile", ".", "Is a directory"),
+        ("--model", ".", "config.json: cannot be read"),
+        ("--scenario", "missing.toml", "No such file"),
+        ("--scenario", ".", "Is a directory"),
+        ("--out", "file", "cannot create folder"),
+        ("--out", "file/below", "cannot create folder"),
+    ],
+)
+def test_a_file_that_is_missing_or_a_folder_is_refused(tmp_path, capsys, flag, name, part):
+    (tmp_path / "file").write_text("in the way")
+    words = WORKLOAD if flag != "--trace" else []
+    path = tmp_path / name
+    refused(capsys, command(tmp_path / "out", *words, flag, path), [str(path), part])
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_result_that_cannot_be_written_is_refused(tmp_path, capsys):
+    (tmp_path / "out" / "result.json").mkdir(parents=True)
+    refused(capsys, command(tmp_path / "out", *WORKLOAD), ["result.json"])
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"prefill": [float("nan"), 0, 0]}, ["prefill[0] = nan", "not a finite number"]),
+        ({"decode": [0, float("inf"), 0]}, ["decode[1] = inf", "not a finite number"]),
+        ({"decode": [0.1, -1e-3, 0]}, ["decode[1] = -0.001", "zero or more"]),
+        ({"prefill": [1, 2]}, ["prefill", "[1, 2]"]),
+        ({"swap_s_per_block": None}, ["swap_s_per_block"]),
+        ({"swap_s_per_block": "fast"}, ["swap_s_per_block", "'fast'"]),
+        ({"decode": ...}, ["decode"]),
+        ({"form": "quadratic"}, ["form", "'quadratic'"]),
+        ({"prefil": [1, 2, 3]}, ["prefil", "remove or rename"]),
+    ],
+)
+def test_a_bad_profile_is_refused_by_file_field_and_value(tmp_path, capsys, change, parts):
+    path = tmp_path / "linear.json"
+    path.write_text(json.dumps({key: value for key, value in (LINEAR | change).items() if value is not ...}))
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), [str(path), *parts])
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("{", "line 1"), ("[1]", "not a JSON object"), ("", "not JSON"), ('{"form": 1, "form": 2}', "appears twice")],
+)
+def test_a_profile_that_is_no_json_object_is_refused(tmp_path, capsys, text, part):
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), [str(path), part])
+
+
+def test_a_shipped_profile_without_a_constant_is_refused(tmp_path, capsys):
+    profile = json.loads((ROOT / "calib" / "profiles" / "l20-derived.json").read_text())
+    del profile["constants"]["hbm_bytes_per_s"]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(profile))
+    parts = [str(path), "constants.hbm_bytes_per_s is missing", "B/s"]
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), parts)
+
+
+# -- half-way --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(folder):
+    if (folder / "requests.parquet").exists():
+        return pytest.importorskip("pyarrow.parquet").read_table(folder / "requests.parquet").to_pylist()
+    with (folder / "requests.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name", ["run", "compare"])
+def test_a_bad_row_half_way_keeps_what_finished_before(tmp_path, capsys, name):
+    # Readers check a block of rows at a time, so the bad one must stand far enough behind.
+    good = "".join(f"{i * 0.5},20,2\n" for i in range(20_000))
+    path = tmp_path / "long.csv"
+    path.write_text(HEADER + good + "10000.0,-7,2\n" + "10001.0,5,2\n")
+    out = tmp_path / "out"
+    refused(
+        capsys,
+        [name, *command(out, "--trace", path)[1:]],
+        [f"{path}, line 20002: ", "prompt_tokens", "'-7'", f"what finished before is in {out}"],
+    )
+    folder = out if name == "run" else out / "vllm-recompute"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["complete"] is False
+    assert "line 20002" in result["error"]
+    assert 0 < result["completed"] == len(rows_of(folder)) == len(result["ttfts"]) <= 20_000
+
+
+def test_a_bad_first_row_leaves_no_result_of_an_earlier_run(tmp_path, capsys):
+    assert attempt(capsys, command(tmp_path / "out", *WORKLOAD)) == (0, "")
+    path = tmp_path / "bad.csv"
+    path.write_text(HEADER + "0.0,-5,2\n")
+    refused(capsys, command(tmp_path / "out", "--trace", path), ["line 2"])
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_swapping_without_host_memory_recomputes_counts_and_warns_once(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_text(HEADER + "".join(f"0.0,{60 + i},40\n" for i in range(8)))
+    words = ["--trace", path, "--num-gpu-blocks-override", "24", "--swap-space", "0"]
+    status, error = attempt(capsys, command(tmp_path / "swap", *words, policy="vllm-swap"))
+    result = json.loads((tmp_path / "swap" / "result.json").read_text())
+    counters = result["counters"]
+    assert status == 0
+    assert result["completed"] == 8
+    assert counters["swap_space_exhausted"] == result["num_preemptions"] > 1
+    assert counters["swap_out_blocks"] == counters["swap_in_blocks"] == 0
+    assert error.count("\n") == 1
+    assert f"host KV blocks ran out {counters['swap_space_exhausted']} times" in error and "--swap-space" in error
+    # Without host memory it is vLLM that recomputes.
+    assert attempt(capsys, command(tmp_path / "recompute", *words)) == (0, "")
+    other = json.loads((tmp_path / "recompute" / "result.json").read_text())
+    assert other["latencies"] == result["latencies"]
+
+
+@pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "layerkv"])
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [(500, "prompt needs more KV blocks than the GPU has"), (5000, "prompt longer than max_model_len")],
+)
+def test_a_prompt_that_never_fits_is_ignored_and_the_others_are_served(tmp_path, capsys, policy, prompt, reason):
+    path = tmp_path / "t.csv"
+    path.write_text(HEADER + f"0.0,20,3\n0.1,{prompt},3\n0.2,20,3\n")
+    words = ["--trace", path, "--num-gpu-blocks-override", "20"]
+    status, error = attempt(capsys, command(tmp_path / "out", *words, policy=policy))
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert status == 0
+    assert "warning: 1 requests ignored: " + reason in error and error.count("\n") == 1
+    assert (result["completed"], result["ignored"]) == (2, 1)
+    assert [bool(text) for text in result["errors"]] == [False, True, False]
+    assert [name.startswith(reason) for name in result["counters"]["ignored"]] == [True]
+
+
+def test_the_process_itself_exits_with_2_and_one_line(tmp_path):
+    words = map(str, command(tmp_path / "out", "--trace", tmp_path / "missing.csv"))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "kvtwin.py"), *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvtwin: ") and done.stderr.count("\n") == 1

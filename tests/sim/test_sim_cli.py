@@ -1,0 +1,228 @@
+"""`kvtwin run` and `kvtwin compare`: what they write and print, how they start, and what an interrupt leaves."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kvtwin
+from sim import cli
+from sim.policies.vllm import VllmRecompute
+from sim.scenario import Scenario
+from sim.simulate import build_run, execute, prepare
+from traces.request import Request
+
+ROOT = Path(kvtwin.__file__).parent
+FIGURES = {"ttft_tpot.png", "queueing.png", "memory.png", "lanes.png"}
+SMALL = ["--workload", "fixed", "--num-prompts", "5", "--input-len", "20", "--output-len", "3", "--gpu", "l20"]
+
+
+def table_rows(folder):
+    """Rows of the per-request table, whichever there is."""
+    if (folder / "requests.parquet").exists():
+        return pytest.importorskip("pyarrow.parquet").read_table(folder / "requests.parquet").to_pylist()
+    with (folder / "requests.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+# -- what is written and printed -------------------------------------------------------------------------------------
+
+
+def test_a_quiet_run_writes_its_result_and_table_and_says_nothing(tmp_path, capsys):
+    assert kvtwin.main(["run", *SMALL, "--policy", "layerkv", "--out", str(tmp_path / "a" / "b"), "--quiet"]) == 0
+    assert {name.partition(".")[0] for name in names(tmp_path / "a" / "b")} == {"result", "requests"}
+    assert capsys.readouterr() == ("", "")
+    assert len(table_rows(tmp_path / "a" / "b")) == 5
+
+
+def test_a_run_reports_what_it_found_and_where(tmp_path, capsys):
+    assert kvtwin.main(["run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path / "out"), "--figures"]) == 0
+    printed = capsys.readouterr()
+    assert "vllm-swap" in printed.out and "TTFT" in printed.out and "result.json" in printed.out
+    assert printed.err == ""
+    assert names(tmp_path / "out" / "figures") == FIGURES
+    for name in FIGURES:
+        assert (tmp_path / "out" / "figures" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_pyarrow_the_table_is_csv(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    assert kvtwin.main(["run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path), "--quiet"]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    rows = table_rows(tmp_path)
+    assert [float(row["e2el_s"]) for row in sorted(rows, key=lambda row: int(row["request_id"]))] == result["latencies"]
+    assert {row["status"] for row in rows} == {"completed"}
+
+
+def test_compare_runs_every_policy_on_the_same_traffic_and_draws_them(tmp_path, capsys):
+    policies = ["vllm-recompute", "layerkv", "layerkv:slo-aware=false,decode=stream"]
+    words = [word for policy in policies for word in ("--policy", policy)]
+    assert kvtwin.main(["compare", *SMALL, *words, "--out", str(tmp_path), "--seed", "4"]) == 0
+    folders = [cli.folder_name(policy) for policy in policies]
+    assert names(tmp_path) >= {*folders, "comparison.json", "comparison.md", "figures"}
+    assert names(tmp_path / "figures") == FIGURES
+    results = [json.loads((tmp_path / folder / "result.json").read_text()) for folder in folders]
+    assert [result["policy"] for result in results] == policies
+    assert results[2]["scenario"]["policy_options"]["slo_aware"] is False
+    for name in ("start_times", "input_lens", "output_lens"):
+        assert results[0][name] == results[1][name] == results[2][name]
+    printed = capsys.readouterr().out
+    assert all(policy in printed for policy in policies[:2])
+
+
+def test_compare_gives_the_numbers_of_single_runs(tmp_path):
+    words = [*SMALL, "--quiet", "--policy", "vllm-swap"]
+    assert kvtwin.main(["compare", *words, "--policy", "layerkv", "--out", str(tmp_path / "both")]) == 0
+    assert kvtwin.main(["run", *words, "--out", str(tmp_path / "one")]) == 0
+    single = (tmp_path / "one" / "result.json").read_bytes()
+    assert (tmp_path / "both" / "vllm-swap" / "result.json").read_bytes() == single
+
+
+# -- starting up -----------------------------------------------------------------------------------------------------
+
+HEAVY = {"matplotlib", "pandas", "torch", "rich", "pyarrow", "scipy", "IPython"}
+SHOW = "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+
+
+@pytest.mark.parametrize(
+    ("body", "allowed"),
+    [
+        ("import kvtwin", set()),
+        ("import kvtwin\ntry: kvtwin.main(['run', '--help'])\nexcept SystemExit: pass", set()),
+        ("import kvtwin\nassert kvtwin.main(['run', *{words}, '--quiet', '--timeline']) == 0", {"pyarrow"}),
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(tmp_path, body, allowed):
+    words = [*SMALL, "--policy", "layerkv", "--out", str(tmp_path / "out")]
+    code = body.replace("{words}", repr(words)) + SHOW
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    modules = set(done.stderr.split())
+    assert "kvtwin" in modules and ("simpy" in modules or body == "import kvtwin")
+    assert modules & (HEAVY - allowed) == set()
+
+
+def test_output_that_nobody_reads_is_no_traceback(tmp_path):
+    command = [sys.executable, str(ROOT / "kvtwin.py"), "run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert (tmp_path / "result.json").exists()
+
+
+# -- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_process_exits_130_and_leaves_what_is_finished(tmp_path):
+    words = ["--workload", "fixed", "--num-prompts", "5000000", "--input-len", "20", "--output-len", "3"]
+    words += ["--request-rate", "50", "--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet"]
+    command = [sys.executable, str(ROOT / "kvtwin.py"), "run", *words]
+    # A shell in the background hands an ignored SIGINT down; the process must have the usual one.
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("requests.*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.8)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        sent = time.monotonic()
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - sent < 5
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == f"kvtwin: interrupted; what finished is in {tmp_path}\n"
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["complete"] is False
+    assert result["completed"] == len(table_rows(tmp_path)) > 0
+
+
+@pytest.fixture
+def usual_interrupt():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Rows:
+    """A table in memory that raises signals at its tenth row, in the midst of counting a request."""
+
+    def __init__(self, signals):
+        self.signals = signals
+        self.rows = []
+
+    def write(self, row):
+        if len(self.rows) == 10:
+            for _ in range(self.signals):
+                signal.raise_signal(signal.SIGINT)
+        self.rows.append(row)
+
+
+def interrupted_run(signals):
+    scenario = Scenario(workload="fixed")
+    table = Rows(signals)
+    requests = [Request(i, i * 10.0, 20, 3) for i in range(30)]
+    return execute(build_run(prepare(scenario, "p", VllmRecompute()), requests, table=table)), table.rows
+
+
+def test_an_interrupt_ends_the_run_between_two_events(usual_interrupt):
+    run, rows = interrupted_run(signals=1)
+    assert run.interrupted
+    assert run.error is None
+    kept = run.log.per_request
+    assert kept is not None
+    assert len(rows) == run.log.completed == len(kept.request_ids) == len(kept.e2el_s) == len(run.log.queue_s) == 11
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_ends_it_at_once(usual_interrupt):
+    run, rows = interrupted_run(signals=2)
+    assert run.interrupted
+    assert len(rows) == 10
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_run_left_alone_is_not_interrupted(usual_interrupt):
+    run, rows = interrupted_run(signals=0)
+    assert not run.interrupted
+    assert len(rows) == 30
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_interrupt_stays_ignored(usual_interrupt):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run, rows = interrupted_run(signals=1)
+    assert not run.interrupted
+    assert len(rows) == 30
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_interrupt, capsys):
+    def interrupting(scenario):
+        for i in range(20):
+            if i == 12:
+                signal.raise_signal(signal.SIGINT)
+            yield Request(i, i * 10.0, 20, 3)
+
+    monkeypatch.setattr(cli, "traffic", interrupting)
+    words = ["--policy", "vllm-recompute", "--policy", "vllm-swap", "--out", str(tmp_path), "--quiet"]
+    assert kvtwin.main(["compare", *SMALL, *words]) == 130
+    assert (tmp_path / "vllm-recompute" / "result.json").exists()
+    assert not (tmp_path / "vllm-swap").exists()
+    assert "interrupted" in capsys.readouterr().err

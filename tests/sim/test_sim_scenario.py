@@ -1,0 +1,317 @@
+"""Flags and scenario files: the same names and the same results, every option in the result, units as documented."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import kvtwin
+from sim.errors import UserError
+from sim.policies import POLICIES
+from sim.scenario import Outputs, Scenario, build_scenario, convert, flag, parse_policy, read_scenario
+
+ROOT = Path(kvtwin.__file__).parent
+BASE = {"workload": "fixed", "num-prompts": 4, "input-len": 20, "output-len": 3, "request-rate": 5.0, "gpu": "l20"}
+
+
+def words_of(options):
+    """Options as flags; True stands for a bare flag, a list for several words."""
+    found = []
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        found += [f"--{name}", *map(str, values)]
+    return found
+
+
+def run(out, options, *words):
+    """Exit 0 and the result."""
+    arguments = ["run", *words_of(options), "--out", str(out), *words, "--quiet"]
+    if "policy" not in options and "--scenario" not in words:
+        arguments += ["--policy", "vllm-recompute"]
+    assert kvtwin.main(arguments) == 0
+    return json.loads((out / "result.json").read_text())
+
+
+def scenario_file(folder, options):
+    text = {True: "true", False: "false"}
+    lines = (f"{key} = {text[v] if isinstance(v, bool) else json.dumps(v)}" for key, v in options.items())
+    path = folder / "scenario.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def trace(folder, *rows):
+    path = folder / "trace.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{','.join(map(str, row))}\n" for row in rows))
+    return path
+
+
+# -- files and flags -------------------------------------------------------------------------------------------------
+
+WRITTEN = [
+    {"enable-chunked-prefill": True, "max-num-batched-tokens": 64, "max-num-seqs": 8, "policy": "vllm-swap"},
+    {"goodput": ["ttft:3000", "tpot:200"], "block-size": 8, "swap-space": 0.5, "seed": 3, "policy": "vllm-recompute"},
+    {"model": "qwen2.5-7b", "tp": 2, "gpu": "h100", "gpu-memory-utilization": 0.8, "policy": "layerkv"},
+    {"policy": "layerkv", "decode": "stream", "slo-aware": False, "tpot-slo-ms": 55.5, "horizon-steps": 3},
+]
+
+
+@pytest.mark.parametrize("options", WRITTEN)
+@pytest.mark.parametrize("separator", ["-", "_"])
+def test_a_scenario_file_is_worth_its_flags(tmp_path, options, separator):
+    options = BASE | options
+    spelled = {key.replace("-", separator): value for key, value in options.items()}
+    flags = {f"no-{key}" if value is False else key: value or True for key, value in options.items()}
+    from_flags = run(tmp_path / "flags", flags)
+    from_file = run(tmp_path / "file", {}, "--scenario", str(scenario_file(tmp_path, spelled)))
+    assert from_file == from_flags
+    chosen = from_flags["scenario"] | from_flags["scenario"]["policy_options"]
+    for key, value in options.items():
+        assert chosen[key.replace("-", "_")] == value
+
+
+def test_a_flag_overrides_the_file(tmp_path):
+    written = BASE | {"policy": ["layerkv", "vllm-swap"], "seed": 1, "timeline": True, "enable-chunked-prefill": True}
+    path = str(scenario_file(tmp_path, written | {"out": str(tmp_path / "unused")}))
+    flags = ["--policy", "vllm-recompute", "--seed", "2", "--no-timeline", "--no-enable-chunked-prefill"]
+    result = run(tmp_path / "out", {}, "--scenario", path, *flags)
+    scenario = result["scenario"]
+    assert (scenario["policy"], scenario["seed"], scenario["enable_chunked_prefill"]) == ("vllm-recompute", 2, False)
+    assert scenario["input_len"] == 20
+    assert not (tmp_path / "out" / "timeline.json.gz").exists()
+    assert not (tmp_path / "unused").exists()
+
+
+def test_the_file_may_ask_for_outputs_and_name_the_folder(tmp_path):
+    names = {"out": str(tmp_path / "out"), "timeline": True, "save-detailed": True, "quiet": True}
+    path = scenario_file(tmp_path, BASE | names | {"policy": "vllm-recompute"})
+    assert kvtwin.main(["run", "--scenario", str(path)]) == 0
+    assert (tmp_path / "out" / "timeline.json.gz").exists()
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["itls"]
+
+
+def test_the_demo_scenario_is_one():
+    scenario = build_scenario(values := read_scenario(ROOT / "docs" / "demo.toml"))
+    assert (scenario.workload, scenario.gpu, scenario.goodput) == ("sharegpt", "l20", ("ttft:3000", "tpot:200"))
+    assert values["policy"] == ("vllm-recompute", "layerkv")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("num-promts = 3", ["unknown key 'num-promts'", "did you mean 'num-prompts'?"]),
+        ("slo_awar = true", ["unknown key 'slo_awar'", "did you mean 'slo-aware'?"]),
+        ("polices = 'layerkv'", ["unknown key 'polices'", "did you mean 'policy'?"]),
+        ("[traffic]\nworkload = 'fixed'", ["unknown key 'traffic'"]),
+        ("zzz = 1", ["unknown key 'zzz'"]),
+        ("num-prompts = 'many'", ["num-prompts: 'many' is not a whole number"]),
+        ("num-prompts = true", ["num-prompts: True is not a whole number"]),
+        ("seed = 1.5", ["seed: 1.5 is not a whole number"]),
+        ("seed = inf", ["seed: inf is not a whole number"]),
+        (f"seed = {10**30}", ["seed: 1000", "is not a whole number (of 64 bits)"]),
+        ("request-rate = nan", ["request-rate: nan is not a number"]),
+        ("request-rate = [1]", ["request-rate: [1] is not a number"]),
+        ("model = 5", ["model: 5 is not text in quotes"]),
+        ("out = 5", ["out: 5 is not text in quotes"]),
+        ("policy = 5", ["policy: 5 is not a list of words"]),
+        ("policy = ['layerkv', 1]", ["policy: ['layerkv', 1] is not a list of words"]),
+        ("goodput = 5", ["goodput: 5 is not a list of words"]),
+        ("slo-aware = 'maybe'", ["slo-aware: 'maybe' is not true or false"]),
+        ("quiet = 'maybe'", ["quiet: 'maybe' is not true or false"]),
+        ("decode = 'later'", ["decode: 'later' is not promote or stream"]),
+        ("cost-form = 3", ["cost-form: 3 is not roofline or paper or linear"]),
+        ("tp = 2020-01-01", ["tp: datetime.date(2020, 1, 1) is not a whole number"]),
+        ("max-num-seqs = 1\nmax_num_seqs = 2", ["key 'max_num_seqs' stands twice"]),
+        ("seed = 1\nseed = 2\ntp = 1", ["not a TOML file", "line 2"]),
+        ("seed =", ["not a TOML file"]),
+    ],
+)
+def test_a_bad_scenario_file_is_refused_with_file_key_and_value(tmp_path, text, parts):
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_scenario(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_value_out_of_range_names_the_file_unless_a_flag_gave_it(tmp_path, capsys):
+    path = scenario_file(tmp_path, BASE | {"block-size": -1, "policy": "vllm-recompute"})
+    command = ["run", "--scenario", str(path), "--out", str(tmp_path / "out")]
+    assert kvtwin.main(command) == 2
+    assert capsys.readouterr().err == f"kvtwin: {path}: --block-size: -1 is not greater than 0; give more\n"
+    assert kvtwin.main([*command, "--block-size", "-2"]) == 2
+    assert capsys.readouterr().err == "kvtwin: --block-size: -2 is not greater than 0; give more\n"
+
+
+# -- every option ----------------------------------------------------------------------------------------------------
+
+
+def test_every_option_has_a_flag_and_a_line_of_help(capsys):
+    for command in ("run", "compare"):
+        with pytest.raises(SystemExit) as caught:
+            kvtwin.main([command, "--help"])
+        assert caught.value.code == 0
+        words = capsys.readouterr().out.replace(",", " ").split()
+        owners = (Scenario, Outputs, *POLICIES.values())
+        flags = {flag(f.name) for owner in owners for f in fields(owner)} | {"--scenario", "--policy", "--out"}
+        assert flags - set(words) == set()
+
+
+def test_the_flags_of_the_contract_are_there_with_their_defaults():
+    scenario = Scenario()
+    assert (scenario.block_size, scenario.max_num_seqs, scenario.gpu_memory_utilization) == (16, 256, 0.9)
+    assert (scenario.seed, scenario.tp, scenario.rate_scale, scenario.burstiness) == (0, 1, 1.0, 1.0)
+    unset = {f.name for f in fields(Scenario) if getattr(scenario, f.name) is None}
+    assert unset == {"trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "clip"} | {
+        "input_len", "output_len", "profile", "cost_form", "num_gpu_blocks_override", "num_cpu_blocks_override",
+        "max_num_batched_tokens", "max_model_len", "swap_space",
+    }  # fmt: skip
+
+
+def other_values(kind):
+    """A value that is not the default for each option of a policy, as text."""
+    found = {}
+    for name, default in ((f.name, f.default) for f in fields(kind)):
+        found[name] = str(not default).lower() if isinstance(default, bool) else str(default)
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            found[name] = str(default + 1 if isinstance(default, int) else default / 2)
+    return found | {name: value for name, value in OTHER_WORDS.items() if name in found}
+
+
+OTHER_WORDS = {"decode": "stream", "equations": "paper", "predictor": "bucket"}
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_every_policy_option_has_a_flag_and_is_in_the_result(tmp_path, name):
+    kind = POLICIES[name]
+    options = other_values(kind)
+    words = [f"{flag(key)}={value}" for key, value in options.items() if value not in ("true", "false")]
+    words += [
+        flag(("" if value == "true" else "no_") + key) for key, value in options.items() if value in ("true", "false")
+    ]
+    named = name + ":" + ",".join(f"{key.replace('_', '-')}={value}" for key, value in options.items())
+    by_flags = run(tmp_path / "flags", BASE | {"policy": name}, *words)
+    in_place = run(tmp_path / "place", BASE | {"policy": named if options else name})
+    plain = run(tmp_path / "plain", BASE | {"policy": name})["scenario"]["policy_options"]
+    found = by_flags["scenario"]["policy_options"]
+    assert list(found) == [f.name for f in fields(kind)]
+    assert [key for key in found if found[key] == plain[key]] == []
+    assert in_place["scenario"]["policy_options"] == found
+
+
+def test_an_option_in_place_wins_over_its_flag():
+    label, policy = parse_policy("layerkv:tpot-slo-ms=50", {"tpot_slo_ms": "80", "decode": "stream"})
+    assert label == "layerkv:tpot-slo-ms=50"
+    assert (policy.tpot_slo_ms, policy.decode) == (50.0, "stream")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "value"),
+    [
+        ("9007199254740993", int, 9007199254740993),
+        ("1e3", int, 1000),
+        (2.0, int, 2),
+        (str(-(2**63)), int | None, -(2**63)),
+        ("inf", float, float("inf")),
+        ("3", float | None, 3.0),
+        ("Yes", bool, True),
+        ("0", bool, False),
+        ("a b", tuple[str, ...], ("a", "b")),
+    ],
+)
+def test_values_are_read_as_written(text, hint, value):
+    found = convert("--x", text, hint)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(("text", "hint"), [(str(2**63), int), ("1e400", int), ("0.5", int), ("", float), (None, str)])
+def test_values_that_do_not_fit_their_type_are_refused(text, hint):
+    with pytest.raises(UserError, match=r"^--x: .* is not "):
+        convert("--x", text, hint)
+
+
+# -- what the options do ---------------------------------------------------------------------------------------------
+
+
+def test_limits_are_those_of_vllm(tmp_path):
+    def limits(**options):
+        scenario = run(tmp_path / "out", BASE | {key.replace("_", "-"): value for key, value in options.items()})[
+            "scenario"
+        ]
+        return scenario["max_model_len"], scenario["max_num_batched_tokens"]
+
+    assert limits() == (4096, 4096)
+    assert limits(max_model_len=1000) == (1000, 2048)
+    assert limits(enable_chunked_prefill=True) == (4096, 512)
+    assert limits(enable_chunked_prefill=True, max_num_batched_tokens=300) == (4096, 300)
+
+
+def test_pools_are_those_given(tmp_path):
+    options = {"num-gpu-blocks-override": 77, "num-cpu-blocks-override": 5, "block-size": 8}
+    scenario = run(tmp_path / "out", BASE | options)["scenario"]
+    assert (scenario["num_gpu_blocks"], scenario["num_cpu_blocks"]) == (77, 5)
+    # 8 tokens x 32 layers x K and V x 4096 x 2 bytes.
+    assert scenario["block_bytes"] == 8 * 32 * 2 * 4096 * 2
+    # --swap-space is GiB per GPU: 1 GiB holds 2**30 / 4 MiB blocks.
+    assert run(tmp_path / "out", BASE | {"swap-space": 1, "block-size": 8})["scenario"]["num_cpu_blocks"] == 256
+
+
+def test_memory_utilization_sizes_the_pool(tmp_path):
+    sizes = [
+        run(tmp_path / "out", BASE | {"gpu-memory-utilization": share})["scenario"]["num_gpu_blocks"]
+        for share in (0.8, 0.9)
+    ]
+    # A tenth of 47.8e9 bytes in blocks of 8 MiB.
+    assert sizes[1] - sizes[0] == pytest.approx(0.1 * 47.8e9 / 2**23, rel=0.01)
+
+
+def test_clip_keeps_an_output_up_to_half_and_cuts_the_prompt(tmp_path):
+    path = trace(tmp_path, (0.0, 5000, 3000), (0.0, 5000, 100), (0.0, 2000, 2000), (0.0, 4000, 2048))
+    result = run(tmp_path / "out", {"trace": path, "clip": 4096})
+    assert list(zip(result["input_lens"], result["output_lens"], strict=True)) == [
+        (2048, 2048),
+        (3996, 100),
+        (2000, 2000),
+        (2048, 2048),
+    ]
+
+
+def test_arrivals_are_scaled_taken_and_replaced(tmp_path):
+    path = trace(tmp_path, *((i * 1.0, 10, 2) for i in range(6)))
+
+    def starts(**options):
+        return run(tmp_path / "out", {"trace": path} | options)["start_times"]
+
+    assert starts() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert starts(**{"rate-scale": 4, "num-prompts": 3}) == [0.0, 0.25, 0.5]
+    random = starts(**{"request-rate": 100})
+    assert random[0] == 0.0 and 0.0 < random[-1] < 1.0
+    assert starts(**{"request-rate": 100, "rate-scale": 2}) == pytest.approx([start / 2 for start in random])
+    assert starts(**{"request-rate": 100, "seed": 1}) != random
+
+
+def test_max_num_seqs_of_one_serves_one_after_the_other(tmp_path):
+    path = trace(tmp_path, *((0.0, 10, 4) for _ in range(3)))
+    result = run(tmp_path / "out", {"trace": path, "max-num-seqs": 1})
+    assert result["queue_times"][1:] == pytest.approx(result["latencies"][:2])
+
+
+def test_chunked_prefill_splits_a_prompt_over_iterations(tmp_path):
+    path = trace(tmp_path, (0.0, 100, 1))
+    options = {"trace": path, "max-num-seqs": 8, "enable-chunked-prefill": True, "max-num-batched-tokens": 40}
+    assert run(tmp_path / "out", options)["num_iterations"] == 3
+    assert run(tmp_path / "out", {"trace": path})["num_iterations"] == 1
+
+
+def test_stepping_and_jumping_give_the_same_result(tmp_path):
+    options = BASE | {"num-prompts": 30, "output-len": 50, "num-gpu-blocks-override": 40}
+    jumped, stepped = (run(tmp_path / name, options, *words) for name, words in (("j", []), ("s", ["--step"])))
+    assert stepped["num_iterations"] == jumped["num_iterations"]
+    assert stepped["num_preemptions"] == jumped["num_preemptions"]
+    assert stepped["latencies"] == pytest.approx(jumped["latencies"], abs=1e-7)
+    assert stepped["p99_itl_ms"] == pytest.approx(jumped["p99_itl_ms"], abs=1e-6)
