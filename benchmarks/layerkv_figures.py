@@ -37,8 +37,13 @@ RATES = {"llama-2-7b": (4.0, 7.0), "yi-34b-200k": (3.0, 6.0), "llama-3.1-70b": (
 TTFT_SLO_S, TPOT_SLO_S = 3.0, 0.2
 GOODPUT = ("--goodput", "ttft:3000", "tpot:200")
 FIXED_MODEL_LEN, CHAT_MODEL_LEN = 17408, 4096
-COLOURS = {VLLM: "#0072B2", LAYERKV: "#D55E00", UNAWARE: "#009E73"}
-LABELS = {VLLM: "vLLM", LAYERKV: "LayerKV", UNAWARE: "LayerKV without SLO-aware scheduler"}
+COLOURS = {VLLM: "#0072B2", LAYERKV: "#D55E00", STREAM_UNAWARE: "#009E73", LITERAL: "#CC79A7"}
+LABELS = {
+    VLLM: "vLLM",
+    LAYERKV: "LayerKV",
+    STREAM_UNAWARE: "LayerKV, stream, no SLO-aware scheduler",
+    LITERAL: "LayerKV, Algorithm 1 as printed",
+}
 
 Rows = list[list[str]]
 
@@ -91,7 +96,7 @@ class Outcome:
 
     def requests(self) -> list[dict[str, float]]:
         """The per-request table's numbers; a TPOT that a one-token answer lacks is 0."""
-        columns = ("prompt_tokens", "output_tokens", "ttft_s", "tpot_s")
+        columns = ("request_id", "arrival_s", "prompt_tokens", "output_tokens", "ttft_s", "tpot_s")
         if find_spec("pyarrow"):
             import pyarrow.parquet as parquet  # noqa: PLC0415 - an optional dependency
 
@@ -168,7 +173,8 @@ class Runner:
         """ShareGPT-like requests."""
         if self.quick:
             requests = min(requests, 200)
-        traffic = (*workload, "--request-rate", rate, "--num-prompts", requests, "--seed", seed)
+        arrivals = () if "--trace" in workload else ("--request-rate", rate)
+        traffic = (*workload, *arrivals, "--num-prompts", requests, "--seed", seed)
         served = ("--model", model, "--gpu", "l20", "--tp", GPUS[model], "--max-model-len", model_len)
         return self.compare(policies, *traffic, *served, *GOODPUT, *options)
 
@@ -212,7 +218,7 @@ def save(name: str, columns: int, rows: int, draw: Callable[[Any], None], folder
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    figure = Figure(figsize=(3.6 * columns + 0.4, 2.7 * rows + 0.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(3.6 * columns + 0.4, 2.7 * rows + 0.5), dpi=96, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
@@ -262,10 +268,12 @@ def figure_1(runner: Runner, folder: Path) -> Tables:
                 for a, b in ((before.ttft_s, o.ttft_s), (before.prefill_s, o.prefill_s), (before.tpot_ms, o.tpot_ms))
             )
         share = f"{o.queue_s / o.ttft_s * 100:.0f} %"
-        cells = (digits(o.ttft_s), digits(o.queue_s), digits(o.prefill_s), share, digits(o.tpot_ms), slope)
+        alone_s = runner.fixed(model, n, requests=1)[VLLM].prefill_s
+        cells = (digits(o.ttft_s), digits(o.queue_s), digits(o.prefill_s), digits(alone_s), share, digits(o.tpot_ms))
+        cells = (*cells, slope)
         rows.append([f"{n:,}", *cells])
-    head = ["prompt", "TTFT (s)", "queueing (s)", "prefill (s)", "queueing / TTFT", "TPOT (ms)"]
-    tables = {"fig1": markdown([*head, "exponent of TTFT / prefill / TPOT"], rows)}
+    head = ["prompt", "TTFT (s)", "queueing (s)", "prefill (s)", "one prefill alone (s)", "queueing / TTFT"]
+    tables = {"fig1": markdown([*head, "TPOT (ms)", "exponent of TTFT / prefill / TPOT"], rows)}
 
     sizes = (None, 2500, 2000, 1500)
     rows = []
@@ -396,10 +404,7 @@ def figure_5(runner: Runner, folder: Path) -> Tables:
     model, groups = "yi-34b-200k", (2, 4, 8)
     lengths = runner.prompts(1024, 2048, 4096, 8192, 16384)
     policies = (*BOTH, UNAWARE)
-    found = {
-        tp: [runner.fixed(model, n, policies=BOTH if tp == 2 else policies, tp=tp) for n in lengths] for tp in groups
-    }
-    found[2] = [runner.fixed(model, n, policies=policies, tp=2) for n in lengths]
+    found = {tp: [runner.fixed(model, n, policies=policies, tp=tp) for n in lengths] for tp in groups}
     rows = [
         [f"{tp}, {n:,}", *comparison_row(o[VLLM], o[LAYERKV]), digits(o[UNAWARE].ttft_s)]
         for tp, outcomes in found.items()
@@ -422,7 +427,8 @@ def figure_5(runner: Runner, folder: Path) -> Tables:
 
 
 def figure_6_7(runner: Runner, folder: Path) -> Tables:
-    found = {model: [runner.chat(model, rate) for rate in runner.rates(model)] for model in GPUS}
+    policies = (*BOTH, UNAWARE)
+    found = {model: [runner.chat(model, rate, policies=policies) for rate in runner.rates(model)] for model in GPUS}
     tables = {}
     for model, outcomes in found.items():
         rows: Rows = []
@@ -430,8 +436,9 @@ def figure_6_7(runner: Runner, folder: Path) -> Tables:
             vllm, layerkv = o[VLLM], o[LAYERKV]
             tails = (digits(vllm.p99_ttft_s), digits(layerkv.p99_ttft_s), times(vllm.p99_ttft_s / layerkv.p99_ttft_s))
             means = comparison_row(vllm, layerkv)
-            rows.append([f"{rate:g}", *means[:3], *tails, *means[3:]])
+            rows.append([f"{rate:g}", *means[:3], *tails, *means[3:], digits(o[UNAWARE].ttft_s)])
         head = ["req/s", *COMPARISON[:3], "P99 vLLM (s)", "P99 LayerKV (s)", "vLLM / LayerKV", *COMPARISON[3:]]
+        head.append("TTFT without SLO-aware scheduler (s)")
         tables[f"fig6-{model}"] = markdown(head, rows)
 
     rows = []
@@ -478,17 +485,25 @@ def figure_6_7(runner: Runner, folder: Path) -> Tables:
 
 def figure_8(runner: Runner, folder: Path) -> Tables:
     model, counts = "llama-2-7b", (500, 1000)
-    policies = (VLLM, LAYERKV, UNAWARE)
+    policies = (VLLM, LAYERKV, UNAWARE, LITERAL, STREAM, STREAM_UNAWARE)
     rates = runner.rates(model)
     found = {count: [runner.chat(model, r, policies=policies, requests=count) for r in rates] for count in counts}
     rows: Rows = []
     for count, outcomes in found.items():
         for rate, o in zip(rates, outcomes, strict=True):
             shares = {policy: o[policy].violations() for policy in policies}
-            vllm, layerkv, unaware = (shares[policy] for policy in policies)
-            cells = (f"{s[0]:.1f} ({s[1]:.1f} / {s[2]:.1f})" for s in (vllm, layerkv, unaware))
-            rows.append([f"{count:,}, {rate:g}", *cells, f"{vllm[0] - layerkv[0]:.1f}"])
-    head = ["requests, req/s", "vLLM", "LayerKV", "without SLO-aware", "vLLM - LayerKV"]
+            vllm, layerkv = shares[VLLM], shares[LAYERKV]
+            cells = [f"{either:.1f} ({ttft:.1f} / {tpot:.1f})" for either, ttft, tpot in (vllm, layerkv)]
+            cells += [f"{vllm[0] - layerkv[0]:.1f}", *(f"{shares[policy][0]:.1f}" for policy in policies[2:])]
+            rows.append([f"{count:,}, {rate:g}", *cells])
+    head = [
+        "requests, req/s",
+        "vLLM (TTFT / TPOT)",
+        "LayerKV (TTFT / TPOT)",
+        "vLLM - LayerKV",
+        "no SLO-aware scheduler",
+    ]
+    head += ["Algorithm 1 as printed", "stream", "stream, no SLO-aware scheduler"]
     tables = {"fig8": markdown(head, rows)}
 
     variants = (VLLM, LAYERKV, UNAWARE, LITERAL, STREAM, STREAM_UNAWARE, PAPER, "layerkv:predictor=bucket")
@@ -501,7 +516,7 @@ def figure_8(runner: Runner, folder: Path) -> Tables:
 
     def draw(axes: Any) -> None:  # noqa: ANN401
         for axis, (count, outcomes) in zip(axes[0], found.items(), strict=True):
-            for policy in policies:
+            for policy in (VLLM, LAYERKV, STREAM_UNAWARE, LITERAL):
                 line(axis, rates, [o[policy].violations()[0] for o in outcomes], policy)
             axis.set_title(f"Llama-2-7B, {count:,} requests a point")
             axis.set_xlabel("arrivals, requests/s")
@@ -562,7 +577,7 @@ def sensitivities(runner: Runner, folder: Path) -> Tables:
 def profile(work: Path, name: str, factors: dict[str, float]) -> Path:
     """The shipped profile with some constants times a factor, as a file."""
     values = json.loads(PROFILE.read_text())
-    slug = "".join(c if c.isalnum() else "-" for c in name.lower())
+    slug = "".join(c if c.isalnum() else "-" for c in name.lower().replace("-1", "minus 1"))
     for key, factor in factors.items():
         values["constants"][key]["value"] *= factor
     values["name"] = f"l20-derived-{slug}"
@@ -572,8 +587,8 @@ def profile(work: Path, name: str, factors: dict[str, float]) -> Path:
 
 
 def ranked_trace(work: Path, outcome: Outcome) -> Path:
-    """The same prompt and output lengths, the longest prompt with the longest output; in the prompts' order."""
-    rows = outcome.requests()
+    """The same arrivals, prompt and output lengths, but the longest prompt with the longest output and so on."""
+    rows = sorted(outcome.requests(), key=lambda row: row["request_id"])
     outputs = sorted(row["output_tokens"] for row in rows)
     order = sorted(range(len(rows)), key=lambda i: rows[i]["prompt_tokens"])
     paired = dict(zip(order, outputs, strict=True))
@@ -581,7 +596,7 @@ def ranked_trace(work: Path, outcome: Outcome) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("arrival_s", "prompt_tokens", "output_tokens"))
-        writer.writerows((i, int(rows[i]["prompt_tokens"]), int(paired[i])) for i in range(len(rows)))
+        writer.writerows((row["arrival_s"], int(row["prompt_tokens"]), int(paired[i])) for i, row in enumerate(rows))
     return path
 
 

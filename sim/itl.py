@@ -8,6 +8,7 @@ logarithmic bins, so that memory stays bounded however long the trace is.
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,18 +78,20 @@ class GapCollector:
         if exact:
             values, weights = self._expanded()
             count, total = int(weights.sum()), float(values @ weights)
-            squares = float((values * values) @ weights)
         else:
             self._fold()
             keys = np.array(sorted(self._bins))
             values = np.exp((keys + 0.5) * np.log(BIN_RATIO))
             weights = np.array([self._bins[key] for key in keys.tolist()], dtype=np.int64)
-            count, total, squares = self._count, self._sum, self._sum_squares
+            count, total = self._count, self._sum
         if not count:
             return None
         mean = total / count
-        std = float(np.sqrt(max(0.0, squares / count - mean * mean)))
-        return GapStatistics(count, mean, std, weighted_percentiles(values, weights, percentiles), exact)
+        if exact:
+            variance = float((values - mean) ** 2 @ weights) / count
+        else:
+            variance = max(0.0, self._sum_squares / count - mean * mean)
+        return GapStatistics(count, mean, sqrt(variance), weighted_percentiles(values, weights, percentiles), exact)
 
 
 def weighted_percentiles(

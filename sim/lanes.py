@@ -68,7 +68,7 @@ def pipelined_s(compute_s: float, layers: int, copied: int, copy_s: float, lane_
         return compute_s
     layer_s = compute_s / layers
     offloaded = offloaded_layers(layers, layers - copied)
-    if copy_s <= layer_s and lane_wait_s <= (offloaded[0] + 1) * layer_s:
+    if buffers > 1 and copy_s <= layer_s and lane_wait_s <= (offloaded[0] + 1) * layer_s:
         # Every copy ends before the next offloaded layer does: nothing waits.
         return compute_s
     # The max-plus recurrence over the offloaded layers; those between them only take their time.

@@ -1,0 +1,113 @@
+"""The simulator against results that a formula gives."""
+
+from math import ceil
+
+import numpy as np
+import pytest
+from small import DECODE, PREFILL, limits, requests, simulate
+
+from sim.cost import LinearCost, build_cost, run_s, steps_until
+from sim.memory import kv_cache_blocks
+from sim.policies.vllm import VllmRecompute
+from sim.profile import load_profile
+from sim.specs.hardware import load_hardware
+from sim.specs.models import load_model
+from traces.generators import generate
+
+
+def test_a_single_request_takes_its_prefill_and_one_decode_a_token() -> None:
+    """Worked by hand: 100 tokens in, 5 out; the k-th decode sees a context of 100 + k tokens."""
+    outcome = simulate(VllmRecompute(), requests((2.0, 100, 5)), limits())
+    seq = outcome.ended[0]
+    prefill = 0.005 + 4e-5 * 100 + 2e-9 * 100**2
+    decodes = sum(0.02 + 2e-5 + 6e-7 * (100 + k) for k in range(1, 5))
+    assert seq.first_token_s == pytest.approx(2.0 + prefill, abs=1e-12)
+    assert seq.finish_s == pytest.approx(2.0 + prefill + decodes, abs=1e-12)
+    assert outcome.instance.iterations == 5
+
+
+def test_one_token_requests_one_at_a_time_queue_as_an_m_d_1() -> None:
+    """Mean wait of an M/D/1 queue is rho s / (2 (1 - rho)) (Pollaczek-Khinchine)."""
+    service_s, load = 0.05, 0.7
+    arrivals = list(generate("fixed", num_prompts=60_000, request_rate=load / service_s, seed=5, input_len=10, output_len=1))
+    cost = LinearCost((service_s, 0.0, 0.0), DECODE, 0.0, 1.0)
+    outcome = simulate(VllmRecompute(), arrivals, limits(seqs=1), cost=cost, checked=False)
+    waited = np.frombuffer(outcome.log.queue_s, dtype=np.float32)
+    # One prompt an iteration: the token budget of 4,096 would batch what waits, so give each its own.
+    alone = simulate(
+        VllmRecompute(), arrivals, limits(seqs=1, max_model_len=10, tokens=10), cost=cost, checked=False
+    )  # fmt: skip
+    waited = np.frombuffer(alone.log.queue_s, dtype=np.float32)
+    assert waited.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.04)
+
+
+def test_a_saturated_gpu_gives_the_rooflines_throughput() -> None:
+    """256 equal sequences in lockstep: token rate = batch / decode step, summed by hand from the roofline."""
+    model, gpu = load_model("llama-2-7b"), load_hardware("h200")
+    profile = load_profile(None, gpu)
+    pool = kv_cache_blocks(
+        model, gpu, tensor_parallel_size=1, gpu_memory_utilization=0.9, block_size=16, max_num_batched_tokens=32768,
+        max_num_seqs=256, swap_space_bytes_per_gpu=0,
+    )  # fmt: skip
+    cost = build_cost(model, gpu, profile, 1, pool.block_bytes)
+    batch, prompt, output = 256, 128, 200
+    limit = limits(gpu=pool.num_gpu_blocks, tokens=32768, block_bytes=pool.block_bytes)
+    outcome = simulate(VllmRecompute(), requests(*[(0.0, prompt, output)] * batch), limit, cost=cost, model=model)
+    value = profile.value
+    flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
+    fixed = value("step_overhead_s") + 32 * value("layer_overhead_s")
+    head = max(batch * 2 * 4096 * 32000 / flops, 4096 * 32000 * 2 / bandwidth)
+    linear = max(batch * model.linear_flops_per_token / flops, model.linear_weight_bytes / bandwidth)
+    decodes = sum(
+        linear + head + fixed + 524288 * batch * (prompt + k) / bandwidth for k in range(1, output)
+    )  # fmt: skip
+    span = outcome.ended[0].finish_s - outcome.ended[0].first_token_s
+    assert span == pytest.approx(decodes, rel=1e-9)
+    assert outcome.instance.iterations == output
+
+
+def test_prefill_cost_is_the_rooflines() -> None:
+    """Llama-2-7B, 2,048 tokens on one A100: compute-bound, 2 x linear params x tokens plus causal attention."""
+    model, gpu = load_model("llama-2-7b"), load_hardware("a100-80g")
+    profile = load_profile(None, gpu)
+    cost = build_cost(model, gpu, profile, 1, 16 * 524288)
+    outcome = simulate(VllmRecompute(), requests((0.0, 2048, 1)), limits(gpu=200), cost=cost, model=model)
+    value = profile.value
+    expected = (
+        2048 * 12.952e9 / value("flops_per_s")
+        + 4 * 32 * 4096 * 2048 * 2049 / 2 / value("attention_flops_per_s")
+        + 4096 * 32000 * 2 / value("hbm_bytes_per_s")
+        + value("step_overhead_s")
+        + 32 * value("layer_overhead_s")
+    )
+    assert outcome.ended[0].first_token_s == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_tensor_parallel_group_divides_work_and_adds_all_reduce() -> None:
+    model, gpu = load_model("llama-2-70b"), load_hardware("l20")
+    profile = load_profile(None, gpu)
+    four = build_cost(model, gpu, profile, 4, 1.0)
+    eight = build_cost(model, gpu, profile, 8, 1.0)
+    ring = 160 * 2 * 3 / 4 * 8192 * 2 / profile.value("allreduce_bytes_per_s")
+    latency = 160 * 2 * 3 * profile.value("allreduce_latency_s")
+    assert four.all_reduce_s(1000) == pytest.approx(1000 * ring + latency)
+    assert four.all_reduce_on_pcie
+    first, slope = four.decode_run(8, 8000)
+    first8, slope8 = eight.decode_run(8, 8000)
+    assert slope == pytest.approx(2 * slope8)
+    assert first - four.all_reduce_s(8) > first8 - eight.all_reduce_s(8)
+
+
+@pytest.mark.parametrize(("first_s", "slope_s"), [(0.02, 0.0), (0.02, 1e-6), (0.5, 0.01), (1e-4, 1e-12)])
+def test_steps_until_is_the_first_boundary_at_or_after_the_target(first_s: float, slope_s: float) -> None:
+    for target in (0.0, first_s, 1.7 * first_s, 10.3 * first_s, 999.9 * first_s):
+        steps = steps_until(target, first_s, slope_s, 500)
+        assert run_s(first_s, slope_s, steps) >= target or steps == 500
+        assert steps == 1 or run_s(first_s, slope_s, steps - 1) < target
+
+
+def test_linear_cost_matches_its_definition() -> None:
+    cost = LinearCost(PREFILL, DECODE, 3e-4, 1.0)
+    assert cost.decode_run(3, 100) == pytest.approx((0.02 + 3 * 2e-5 + 100 * 6e-7, 3 * 6e-7))
+    assert cost.prefill_s(1000) == pytest.approx(0.005 + 0.04 + 0.002)
+    assert cost.swap_s(ceil(70 / 16)) == pytest.approx(5 * 3e-4)

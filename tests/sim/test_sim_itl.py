@@ -1,0 +1,54 @@
+"""Weighted gap statistics against numpy on the repeated values."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.itl import GapCollector
+
+runs = st.lists(
+    st.tuples(st.floats(1e-4, 5), st.floats(0, 1e-3), st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=40
+)
+
+
+def repeated(found: list[tuple[float, float, int, int]]) -> list[float]:
+    return [gap + slope * i for gap, slope, count, weight in found for i in range(count) for _ in range(weight)]
+
+
+@given(runs)
+def test_statistics_are_those_of_the_repeated_values(found: list[tuple[float, float, int, int]]) -> None:
+    collector = GapCollector()
+    for run in found:
+        collector.add(run)
+    values = repeated(found)
+    statistics = collector.statistics((0.0, 50.0, 90.0, 99.0, 100.0))
+    assert statistics is not None and statistics.exact
+    assert statistics.count == len(values)
+    assert statistics.mean == pytest.approx(np.mean(values))
+    assert statistics.std == pytest.approx(np.std(values), abs=1e-7)
+    for percentile, value in statistics.percentiles.items():
+        assert value == pytest.approx(np.percentile(values, percentile))
+
+
+@given(runs)
+def test_binned_percentiles_stay_within_their_bound(found: list[tuple[float, float, int, int]]) -> None:
+    collector = GapCollector(max_runs=4)
+    for run in found:
+        collector.add(run)
+        collector.bound_memory()
+    values = np.sort(repeated(found))
+    statistics = collector.statistics((50.0, 99.0))
+    assert statistics is not None
+    assert statistics.exact == (len(found) < 4)
+    assert statistics.count == len(values)
+    assert statistics.mean == pytest.approx(values.mean())
+    for percentile, value in statistics.percentiles.items():
+        # Interpolation between two values may fall anywhere between their bins.
+        rank = percentile / 100 * (len(values) - 1)
+        low, high = values[int(rank)], values[min(int(rank) + 1, len(values) - 1)]
+        assert low * (1 - 2e-4) <= value <= high * (1 + 2e-4)
+
+
+def test_no_gaps_no_statistics() -> None:
+    assert GapCollector().statistics((50.0,)) is None

@@ -1,0 +1,220 @@
+"""LayerKV's decisions on cases worked by hand."""
+
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small import limits, requests, simulate, tiny_model
+
+from sim.cost import LinearCost, RooflineCost
+from sim.itl import GapCollector
+from sim.policies.base import Deployment
+from sim.policies.layerkv import LayerKV, LayerKVScheduler, minimum_layers
+from sim.policies.slack import SlackBook
+from sim.policies.vllm import VllmRecompute
+from sim.predictor import BucketPredictor
+from sim.profile import load_profile
+from sim.sequence import Sequence
+from sim.specs.hardware import load_hardware
+from sim.specs.models import load_model
+from traces.request import Request
+
+
+def l20_cost(model: str = "llama-2-7b", tp: int = 1) -> RooflineCost:
+    gpu = load_hardware("l20")
+    return RooflineCost(load_model(model), gpu, load_profile(None, gpu), tp, 1.0)
+
+
+# -- equations ---------------------------------------------------------------------------------------------------------
+
+
+def test_equation_3_corrected_and_printed() -> None:
+    """Llama-2-7B, s = 16,384, L20: alpha s (2P + 2 L h s) / peak; the printed form has no L."""
+    alpha = load_profile(None, load_hardware("l20")).value("alpha")
+    s, params, peak = 16384, 6_738_415_616, 119.5e12
+    cost = l20_cost()
+    assert cost.prefill_s(s) == pytest.approx(alpha * s * (2 * params + 2 * 32 * 4096 * s) / peak)
+    assert cost.prefill_s(s, printed=True) == pytest.approx(alpha * s * (2 * params + 2 * 4096 * s) / peak)
+
+
+def test_equation_4_corrected_counts_kv_heads_and_shared_links() -> None:
+    """Yi-34B on two L20s that share one link: 8 KV heads of 128, split over 2 GPUs, the link halved for each."""
+    profile = load_profile(None, load_hardware("l20"))
+    cost, s, layers = l20_cost("yi-34b-200k", 2), 1000, 10
+    link = profile.value("d2h_bytes_per_s")
+    moved = s * layers * 2 * 8 * 128 * 2
+    launches = 2 * layers * profile.value("copy_launch_s")
+    assert cost.offload_s(s, layers) == pytest.approx(profile.value("beta") * moved / link + launches)
+    printed = s * layers * 2 * 56 * 128 * 2
+    assert cost.offload_s(s, layers, printed=True) == pytest.approx(profile.value("beta") * printed / link)
+
+
+@pytest.mark.parametrize("tokens", [512, 2048, 16384])
+@pytest.mark.parametrize(("model", "tp"), [("llama-2-7b", 1), ("yi-34b-200k", 2), ("llama-3.1-70b", 4)])
+def test_no_layer_need_stay_in_any_of_the_papers_setups(model: str, tp: int, tokens: int) -> None:
+    cost = l20_cost(model, tp)
+    assert minimum_layers(cost, tokens, load_model(model).num_layers, printed=False) == 0
+
+
+def test_layers_stay_where_the_link_is_too_slow() -> None:
+    """Prefill 1 s a 1,000 tokens; a layer takes 0.4 s to copy: two of four hide, two stay."""
+    cost = LinearCost((0.0, 1e-3, 0.0), (0.0, 0.0, 0.0), 1.6, 16 * 4.0, 1.0)
+    # 1,000 tokens of one layer are 1000 / 64 blocks of 1.6 s / ... = 25 s: nothing hides.
+    assert minimum_layers(cost, 1000, 4, printed=False) == 4
+    quick = LinearCost((0.0, 1e-3, 0.0), (0.0, 0.0, 0.0), 0.4 * 64 / 1000, 16 * 4.0, 1.0)
+    assert minimum_layers(quick, 1000, 4, printed=False) == 2
+
+
+# -- Algorithm 1 ---------------------------------------------------------------------------------------------------------
+
+
+def decoding(lower: int, generated: int, first_s: float, output: int = 100) -> Sequence:
+    seq = Sequence(Request(0, 0.0, 10, output))
+    seq.predicted_lower_tokens = lower
+    seq.num_generated = generated
+    seq.first_token_s = first_s
+    seq.finish_step = output - generated
+    return seq
+
+
+def by_equation_1(seq: Sequence, now_s: float, tpot_s: float, slo_s: float) -> float:
+    past = seq.num_generated - 1
+    future = max(1, seq.predicted_lower_tokens - 1 - past)
+    return slo_s * (past + future) - ((now_s - seq.first_token_s) + tpot_s * future)
+
+
+def test_slack_of_one_request_by_hand() -> None:
+    """21 tokens since 1.0 s, at least 41 in all, TPOT now 0.05 s, SLO 0.2 s, at 3.0 s: 0.2*40 - (2 + 0.05*20) = 5."""
+    book = SlackBook(0.2, drop_irrecoverable=True)
+    book.update(decoding(41, 21, 1.0), decoding=True)
+    assert book.least_s(0.0, 3.0, 0.05, 0) == pytest.approx(5.0)
+    # Ten steps on, the same request has ten tokens more to its name.
+    assert book.least_s(0.0, 3.5, 0.05, 10) == pytest.approx(0.2 * 40 - (2.5 + 0.05 * 10))
+
+
+slacks = st.lists(
+    st.tuples(st.integers(1, 90), st.integers(1, 90), st.floats(0, 20), st.booleans()), min_size=0, max_size=30
+)
+
+
+@given(slacks, st.floats(0, 30), st.floats(0.01, 0.3), st.booleans(), st.floats(0, 5))
+def test_the_book_is_the_minimum_of_equation_1(
+    rows: list[tuple[int, int, float, bool]], now_s: float, tpot_s: float, drop: bool, prefill_s: float
+) -> None:
+    book = SlackBook(0.2, drop_irrecoverable=drop)
+    expected = inf
+    for lower, generated, first_s, in_batch in rows:
+        seq = decoding(lower, generated, first_s)
+        book.update(seq, decoding=in_batch)
+        slack_s = by_equation_1(seq, now_s, tpot_s, 0.2)
+        if slack_s >= 0 or not drop:
+            expected = min(expected, slack_s)
+    least_s = book.least_s(prefill_s, now_s, tpot_s, 0)
+    assert least_s == pytest.approx(expected, abs=1e-9)
+    # A witness proves a block; it may miss one only if there is none.
+    if least_s < prefill_s - 1e-9:
+        assert book.witness_blocks(prefill_s, now_s, tpot_s, 0)
+    if least_s > prefill_s + 1e-9:
+        assert not book.witness_blocks(prefill_s, now_s, tpot_s, 0)
+
+
+def test_prefills_wait_while_a_decoding_request_has_no_slack() -> None:
+    """SLO 25 ms a token at about 20 ms a step leaves 0.1 s over 20 tokens; a prefill of 0.5 s must wait its turn."""
+    cost = LinearCost((0.0, 1e-3, 0.0), (0.02, 0.0, 0.0), 0.0, 16 * 4.0, 1.0)
+    arrivals = requests((0.0, 10, 21), (0.1, 500, 2))
+    tight = simulate(LayerKV(tpot_slo_ms=25.0), arrivals, limits(), cost=cost).by_id()
+    assert tight[1].first_scheduled_s == pytest.approx(tight[0].finish_s)
+    loose = simulate(LayerKV(tpot_slo_ms=60.0), arrivals, limits(), cost=cost).by_id()
+    assert loose[1].first_scheduled_s < 0.15
+    blind = simulate(LayerKV(tpot_slo_ms=25.0, slo_aware=False), arrivals, limits(), cost=cost).by_id()
+    assert blind[1].first_scheduled_s < 0.15
+
+
+# -- placement, promotion, forecast --------------------------------------------------------------------------------------
+
+
+def scheduler(gpu: int, options: LayerKV, layers: int = 4) -> LayerKVScheduler:
+    model = tiny_model(layers)
+    cost = LinearCost((0.0, 1e-3, 0.0), (0.02, 0.0, 0.0), 1e-6, 16.0 * layers, 1.0)
+    deployment = Deployment(model, load_hardware("a100-80g"), 1, cost)
+    return LayerKVScheduler(limits(gpu=gpu, block_bytes=16.0 * layers), GapCollector(), deployment, options)
+
+
+def test_with_memory_to_spare_layerkv_decides_as_vllm_does() -> None:
+    arrivals = requests(*[(0.05 * i, 40 + i, 30) for i in range(40)])
+    ours = simulate(LayerKV(), arrivals, limits(gpu=1000))
+    vllms = simulate(VllmRecompute(), arrivals, limits(gpu=1000))
+    assert {i: s.finish_s for i, s in ours.by_id().items()} == {i: s.finish_s for i, s in vllms.by_id().items()}
+    assert ours.lanes.d2h.busy_s == 0.0
+
+
+def test_a_prompt_that_does_not_fit_leaves_its_layers_on_the_host_instead_of_waiting() -> None:
+    """Ten blocks; the first request holds nine. vLLM lets the second wait, LayerKV prefills it at once and parks it."""
+    arrivals = requests((0.0, 130, 12), (0.01, 30, 4))
+    limit = limits(gpu=10)
+    vllms = simulate(VllmRecompute(), arrivals, limit).by_id()
+    outcome = simulate(LayerKV(), arrivals, limit)
+    ours = outcome.by_id()
+    assert vllms[1].first_token_s > vllms[0].finish_s
+    assert ours[1].first_token_s < ours[0].finish_s
+    assert ours[1].finish_s > ours[0].finish_s
+    assert outcome.scheduler.counters.policy["parked"] == 1
+    assert outcome.scheduler.counters.policy["promoted"] == 1
+
+
+def test_as_many_layers_stay_as_memory_has_to_spare() -> None:
+    """Ten whole blocks of four layers = 40; a prompt of three blocks, with 1 % and one block's growth kept free."""
+    state = scheduler(10, LayerKV())
+    assert state._layers_to_keep(0, 3) == 4
+    state.gpu.allocate(27)
+    # 13 left: 13 - 0 (1 % of 40 is 0) - 4 (one sequence's growth) = 9 = 3 layers of 3 blocks; one more in the buffer.
+    assert state._layers_to_keep(0, 3) == 3
+    state.gpu.allocate(7)
+    # 6 left: two layers' buffer of three blocks each fit, nothing stays.
+    assert state._layers_to_keep(0, 3) == 0
+    state.gpu.allocate(1)
+    assert state._layers_to_keep(0, 3) is None
+
+
+def test_the_forecast_offloads_half_and_then_all_of_the_latest_parked() -> None:
+    state = scheduler(100, LayerKV())
+    for i, blocks in enumerate((5, 5)):
+        seq = Sequence(Request(i, 0.0, 80, 10))
+        seq.num_blocks, seq.layers_on_gpu, seq.num_generated, seq.first_token_s = blocks, 3, 1, 0.0
+        state.gpu.allocate(3 * blocks)
+        state.host.allocate(blocks)
+        state._park(seq)
+    older, newer = state.parked
+    state._offload_retained(8)
+    assert (older.layers_on_gpu, newer.layers_on_gpu) == (3, 1)
+    for transfer in state._background:
+        state.transfer_done(transfer)
+    state._background.clear()
+    # Half of the rest of both is 5 + 10; 20 asks for all.
+    state._offload_retained(20)
+    assert (older.layers_on_gpu, newer.layers_on_gpu) == (1, 0)
+
+
+def test_streaming_pays_the_link_every_step() -> None:
+    arrivals = requests((0.0, 130, 12), (0.01, 30, 4))
+    promoted = simulate(LayerKV(), arrivals, limits(gpu=10))
+    streamed = simulate(LayerKV(decode="stream"), arrivals, limits(gpu=10))
+    assert streamed.scheduler.counters.policy["streamed_sequences"] >= 1
+    assert streamed.by_id()[1].finish_s < promoted.by_id()[1].finish_s
+    assert streamed.lanes.h2d.busy_s > promoted.lanes.h2d.busy_s
+
+
+def test_bucket_predictor_is_right_as_often_as_it_says() -> None:
+    predictor = BucketPredictor(0.85, seed=3)
+    bounds = [*predictor.classes, 10**9]
+    right = 0
+    lengths = np.random.default_rng(0).integers(1, 3000, 20_000).tolist()
+    for i, length in enumerate(lengths):
+        lower, median = predictor.predict(Request(i, 0.0, 1, length))
+        upper = bounds[bounds.index(lower) + 1]
+        right += lower <= length < upper
+        assert lower <= median
+    assert right / len(lengths) == pytest.approx(0.85, abs=0.01)
+    assert predictor.predict(Request(7, 0.0, 1, 500)) == predictor.predict(Request(7, 9.0, 5, 500))
