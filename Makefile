@@ -16,8 +16,9 @@ $(VENV)/dev: pyproject.toml $(BIN)/kvtwin
 	touch $@
 
 demo: $(BIN)/kvtwin
-	$(BIN)/kvtwin compare --scenario docs/demo.toml --out $(DEMO)
-	@echo "Look at $(DEMO)/comparison.md and $(DEMO)/figures/"
+	$(BIN)/kvtwin compare --scenario docs/demo-azure-hour.toml --out $(DEMO)/azure-hour
+	$(BIN)/kvtwin compare --scenario docs/demo-sharegpt.toml --out $(DEMO)/sharegpt
+	@echo "Look at $(DEMO)/*/comparison.md and the figures beside them."
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest

@@ -258,6 +258,9 @@ def steps_until(target_s: float, first_s: float, slope_s: float, max_steps: int)
     """Fewest iterations (at least 1, at most `max_steps`) that together last `target_s` or longer."""
     if target_s <= first_s:
         return 1
+    if first_s <= 0.0 and slope_s <= 0.0:
+        # Iterations that take no time never get there.
+        return max_steps
     if slope_s * max_steps <= 1e-9 * first_s:
         steps = ceil(target_s / first_s)
     else:

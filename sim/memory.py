@@ -104,8 +104,8 @@ def kv_cache_blocks(
     _check(gpu_memory_utilization, tensor_parallel_size, block_size, max_num_batched_tokens, max_num_seqs)
     if not 0 <= swap_space_bytes_per_gpu * tensor_parallel_size <= hardware.host_memory_bytes:
         raise UserError(
-            f"swap_space_bytes_per_gpu: {swap_space_bytes_per_gpu:g} times {tensor_parallel_size} GPUs must be 0 to "
-            f"the host's {hardware.host_memory_bytes / 1e9:.0f} GB: choose less"
+            f"--swap-space (swap_space_bytes_per_gpu): {swap_space_bytes_per_gpu:g} times {tensor_parallel_size} GPUs "
+            f"must be 0 to the host's {hardware.host_memory_bytes / 1e9:.0f} GB: choose less"
         )
     block_bytes = block_size * model.kv_bytes_per_token(tensor_parallel_size)
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
@@ -136,9 +136,9 @@ def _check(utilization: float, tp: int, block_size: int, max_num_batched_tokens:
 def _too_large(model: ModelSpec, hardware: HardwareSpec, tp: int, needed: float, usable: float) -> UserError:
     weights = model.weight_bytes(tp)
     if weights < usable:
-        remedy = "lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
+        remedy = "lower --max-num-batched-tokens or --max-num-seqs, or raise --tp (tensor_parallel_size)"
     else:
-        remedy = "raise tensor_parallel_size, or take a GPU with more memory"
+        remedy = "raise --tp (tensor_parallel_size), or take a GPU with more memory"
     return UserError(
         f"{model.name} does not fit on {hardware.name} with tensor_parallel_size {tp}: needs "
         f"{needed / 1e9:.1f} GB per GPU ({weights / 1e9:.1f} GB of weights), may use {usable / 1e9:.1f} GB: {remedy}"

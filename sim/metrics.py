@@ -65,6 +65,8 @@ class Goodput:
                 milliseconds = -1.0
             if name not in SLO_NAMES or not 0.0 < milliseconds < float("inf"):
                 raise UserError(f"--goodput: {word!r} is not NAME:MILLISECONDS with NAME one of {', '.join(SLO_NAMES)}")
+            if f"{name}_s" in found:
+                raise UserError(f"--goodput: {name} is given twice; name each SLO once")
             found[f"{name}_s"] = milliseconds / 1e3
         return Goodput(**found)
 
@@ -156,7 +158,7 @@ class RequestLog:
         request = seq.request
         self.ignored += 1
         if self.per_request is not None:
-            self.per_request.errors[request.request_id] = "ignored: the request can never fit"
+            self.per_request.errors[request.request_id] = seq.error
             self._keep(request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0)
         if self.table is not None:
             row = (request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, 0.0)

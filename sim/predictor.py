@@ -75,7 +75,5 @@ def build_predictor(kind: str, accuracy: float, seed: int) -> LengthPredictor:
     if kind == "none":
         return NoPredictor()
     if kind == "bucket":
-        if not 0.0 <= accuracy <= 1.0:
-            raise UserError(f"--predictor-accuracy: {accuracy} is not between 0 and 1")
         return BucketPredictor(accuracy, seed)
     raise UserError(f"--predictor: {kind!r} is not one of oracle, bucket, none")

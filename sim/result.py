@@ -105,6 +105,7 @@ def _scenario(setup: Setup) -> dict[str, Any]:
         "num_cpu_blocks": limits.num_cpu_blocks,
         "block_bytes": limits.block_bytes,
         "max_model_len": limits.max_model_len,
+        "enable_chunked_prefill": limits.enable_chunked_prefill,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
     }
 

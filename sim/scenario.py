@@ -57,7 +57,9 @@ class Scenario:
         None, "most tokens in one iteration (default: max(max-model-len, 2048), chunked prefill 512)", "N"
     )
     max_model_len: int | None = _flag(None, "longest context (default: the model's)", "N")
-    enable_chunked_prefill: bool = _flag(False, "split prompts and batch them with decodes")
+    enable_chunked_prefill: bool | None = _flag(
+        None, "split prompts and batch them with decodes (default: above 32,768 tokens of context, as vLLM 0.5.5)"
+    )
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory the engine may use", "F")
     swap_space: float | None = _flag(None, "host memory for KV per GPU, GiB (default: the policy's)", "GIB")
 

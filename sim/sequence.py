@@ -27,6 +27,7 @@ class Sequence:
 
     __slots__ = (
         "batch_offset",
+        "error",
         "expected_step",
         "finish_s",
         "finish_step",
@@ -69,6 +70,7 @@ class Sequence:
         self.layers_on_gpu = 0
         self.transfers = 0
         self.policy_slot = -1
+        self.error = ""
         self.predicted_lower_tokens = 1
         self.predicted_median_tokens = 0
 

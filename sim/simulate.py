@@ -30,6 +30,8 @@ DEFAULT_WORKLOAD_PROMPTS = 1000
 MIN_BATCHED_TOKENS = 2048
 CHUNKED_BATCHED_TOKENS = 512
 """vLLM 0.5.5's token budgets: max(max_model_len, 2048), with chunked prefill 512."""
+LONG_CONTEXT = 32_768
+"""Above this context length vLLM 0.5.5 turns chunked prefill on unless told otherwise."""
 GIB = 1 << 30
 
 
@@ -59,10 +61,26 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         warnings.append(
             f"--max-model-len {max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
         )
+    chunked = scenario.enable_chunked_prefill
+    if chunked is None:
+        chunked = max_model_len > LONG_CONTEXT
+        if chunked:
+            warnings.append(
+                f"chunked prefill is on because the context length {max_model_len} is above {LONG_CONTEXT}, as in vLLM "
+                "0.5.5; lower --max-model-len or give --no-enable-chunked-prefill"
+            )
     tokens = scenario.max_num_batched_tokens or (
-        CHUNKED_BATCHED_TOKENS if scenario.enable_chunked_prefill else max(max_model_len, MIN_BATCHED_TOKENS)
+        CHUNKED_BATCHED_TOKENS if chunked else max(max_model_len, MIN_BATCHED_TOKENS)
     )
-    _check_budget(scenario, tokens, max_model_len)
+    if not chunked and tokens < max_model_len:
+        # vLLM 0.5.5 refuses these as well.
+        raise UserError(
+            f"--max-num-batched-tokens: {tokens} is less than the context length {max_model_len}; raise it, lower "
+            "--max-model-len or give --enable-chunked-prefill"
+        )
+    if tokens < scenario.max_num_seqs:
+        raise UserError(f"--max-num-batched-tokens: {tokens} is less than --max-num-seqs {scenario.max_num_seqs}")
+    Goodput.parse(list(scenario.goodput))
     swap_space = scenario.swap_space
     if swap_space is None:
         # By default a policy takes at most half of the host's memory.
@@ -87,21 +105,10 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         max_model_len=max_model_len,
         max_num_seqs=scenario.max_num_seqs,
         max_num_batched_tokens=tokens,
-        enable_chunked_prefill=scenario.enable_chunked_prefill,
+        enable_chunked_prefill=chunked,
     )
     cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
     return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)
-
-
-def _check_budget(scenario: Scenario, tokens: int, max_model_len: int) -> None:
-    """vLLM 0.5.5 refuses these as well."""
-    if not scenario.enable_chunked_prefill and tokens < max_model_len:
-        raise UserError(
-            f"--max-num-batched-tokens: {tokens} is less than the context length {max_model_len}; raise it, lower "
-            "--max-model-len or give --enable-chunked-prefill"
-        )
-    if tokens < scenario.max_num_seqs:
-        raise UserError(f"--max-num-batched-tokens: {tokens} is less than --max-num-seqs {scenario.max_num_seqs}")
 
 
 def traffic(scenario: Scenario) -> Iterable[Request]:

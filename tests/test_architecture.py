@@ -20,8 +20,6 @@ MAY_IMPORT = {
 """The packages, from the bottom up, and what each may import beside itself."""
 ONLY_IN = {"simpy": ("sim.driver", "sim.simulate"), "torch": ("gpu_runtime", "calib")}
 TIMELESS = ("engine", "policies", "cost", "batch", "blocks", "plan", "sequence", "predictor")
-LAZY = {("traces.transforms", "traces.arrivals")}
-"""Imports inside a function, for numpy's sake, that would else close a cycle."""
 CLOCKS_AND_DICE = {"time", "datetime", "random", "secrets", "uuid"}
 RUNS_DATA = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 RUNS_TEXT = {"eval", "exec", "__import__"}
@@ -68,7 +66,7 @@ def faults(modules: dict[str, str]) -> list[str]:
             if head in RUNS_DATA:
                 found.append(f"{name} imports {target}")
         ours = {target if target in modules else target.rpartition(".")[0] for target in names}
-        edges[name] = {target for target in ours if target in modules and (name, target) not in LAZY}
+        edges[name] = {target for target in ours if target in modules}
         found += _calls(name, tree)
         if within(name, tuple(f"sim.{module}" for module in TIMELESS)):
             found += _clocks_and_dice(name, tree, names)

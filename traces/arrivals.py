@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import TraceError
-from traces.transforms import check_rate
+from traces.rates import check_rate
 
 CHUNK = 4096
 FloatArray = NDArray[np.float64]

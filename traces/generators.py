@@ -14,9 +14,9 @@ import numpy as np
 from traces.arrivals import CHUNK, Clock, bursts, ramp, steady, unit_chunks
 from traces.errors import TraceError
 from traces.lengths import IntArray, load_model
+from traces.rates import check_rate
 from traces.request import Request
 from traces.sessions import SessionShape, sessions
-from traces.transforms import check_rate
 from traces.workloads import OPTIONS, WORKLOADS
 
 __all__ = ["WORKLOADS", "generate"]

@@ -10,6 +10,7 @@ from math import inf, isfinite
 from operator import itemgetter
 
 from traces.errors import TraceError
+from traces.rates import check_rate
 from traces.request import Request
 
 
@@ -121,14 +122,6 @@ def at_request_rate(
     """
     check_rate(rate_per_s, burstiness)
     return _at_request_rate(requests, rate_per_s, burstiness, seed)
-
-
-def check_rate(rate_per_s: float, burstiness: float) -> None:
-    """Raise `TraceError` unless both are positive and the burstiness is finite."""
-    if not rate_per_s > 0:
-        raise TraceError(f"request rate {rate_per_s} is not positive; give requests per second, or inf for all at once")
-    if not (burstiness > 0 and isfinite(burstiness)):
-        raise TraceError(f"burstiness {burstiness} is not a positive number; 1 is Poisson, below 1 burstier")
 
 
 def _at_request_rate(requests: Iterable[Request], rate_per_s: float, burstiness: float, seed: int) -> Iterator[Request]:

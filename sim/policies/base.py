@@ -121,6 +121,7 @@ class Scheduler(ABC):
     def ignore(self, seq: Sequence, reason: str) -> None:
         """End `seq` without completing it (vLLM's FINISHED_IGNORED); it must hold no blocks."""
         seq.status = Status.IGNORED
+        seq.error = f"ignored: {reason}"
         self._changed = True
         self.counters.ignored[reason] = self.counters.ignored.get(reason, 0) + 1
         self.finished.append(seq)

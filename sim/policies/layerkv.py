@@ -23,6 +23,7 @@ from itertools import chain, islice
 from typing import ClassVar, Literal
 
 from sim.cost import CostModel
+from sim.errors import UserError
 from sim.itl import GapCollector
 from sim.lanes import SEND_BUFFER_LAYERS
 from sim.plan import Direction, IterationPlan, StepTimes, Transfer
@@ -32,6 +33,7 @@ from sim.policies.vllm import WATERMARK, VllmScheduler
 from sim.predictor import LengthPredictor, build_predictor
 from sim.sequence import Sequence, Status
 
+MAX_HORIZON_STEPS = 10_000
 EXPECTED_LIMIT = 4096
 """Steps with expected ends that are kept before those that have passed are dropped."""
 
@@ -63,6 +65,16 @@ class LayerKV(Policy):
     """Output length classes: known, predicted with `predictor_accuracy`, or unknown."""
     predictor_accuracy: float = 0.85
     """Probability that `--predictor bucket` names the right class."""
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("tpot-slo-ms", self.tpot_slo_ms, 1e-3, 1e9),
+            ("horizon-steps", self.horizon_steps, 1, MAX_HORIZON_STEPS),
+            ("threshold", self.threshold, 0.0, 1.0),
+            ("predictor-accuracy", self.predictor_accuracy, 0.0, 1.0),
+        ):
+            if not low <= value <= high:
+                raise UserError(f"--{name}: {value} is not between {low:g} and {high:g}")
 
     def scheduler(self, limits: Limits, gaps: GapCollector, deployment: Deployment) -> Scheduler:
         return LayerKVScheduler(limits, gaps, deployment, self)

@@ -18,6 +18,10 @@ from sim.plan import IterationPlan, Origin, StepTimes
 from sim.policies.base import Deployment, Limits, Policy, Scheduler
 from sim.sequence import Sequence, Status
 
+TOO_LONG = "prompt longer than max_model_len or max_num_batched_tokens"
+TOO_LONG_AGAIN = (
+    "prompt and generated tokens, to be computed again, longer than max_model_len or max_num_batched_tokens"
+)
 WATERMARK = 0.01
 """Share of the GPU blocks kept free at admission (vLLM's BlockSpaceManagerV1)."""
 
@@ -316,7 +320,7 @@ class VllmScheduler(Scheduler):
             seq = waiting[0]
             num_new = min(seq.num_tokens, budget) if self.chunking else seq.num_tokens
             if num_new > self.prompt_limit:
-                self.ignore(waiting.popleft(), "prompt longer than max_model_len or max_num_batched_tokens")
+                self.ignore(waiting.popleft(), TOO_LONG_AGAIN if seq.num_generated else TOO_LONG)
                 continue
             blocks = -(-seq.num_tokens // block_size)
             if self._never_fits(blocks):
@@ -377,7 +381,7 @@ class VllmScheduler(Scheduler):
             seq.num_computed += num_new
             if seq.num_computed < seq.num_tokens:
                 self.partial = seq
-                self.partial_front = len(fresh) if origin is Origin.ADMITTED else None
+                self.partial_front = 0 if origin is Origin.ADMITTED else None
                 continue
             if seq is self.partial:
                 self.partial = None
@@ -391,6 +395,8 @@ class VllmScheduler(Scheduler):
                 self._join(seq)
         for seq in reversed(fresh):
             self._join(seq, first=True)
+            if self.partial_front is not None and seq in self.batch.members:
+                self.partial_front += 1
         for seq in self._swapped_in:
             if seq in self.batch.members:
                 self.batch.members.move_to_end(seq)

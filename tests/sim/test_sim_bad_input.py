@@ -160,7 +160,7 @@ def test_an_option_that_a_trace_cannot_have_is_refused(tmp_path, capsys, words, 
 
 def test_a_model_that_is_too_large_for_the_gpu_is_refused_with_its_size(tmp_path, capsys):
     words = ["--model", "llama-2-70b", "--gpu", "l20", "--policy", "vllm-swap", "--out", tmp_path / "out", *WORKLOAD]
-    refused(capsys, ["run", *words], ["llama-2-70b does not fit on l20", "GB of weights", "raise tensor_parallel_size"])
+    refused(capsys, ["run", *words], ["llama-2-70b does not fit on l20", "GB of weights", "raise --tp"])
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

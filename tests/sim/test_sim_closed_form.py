@@ -29,7 +29,9 @@ def test_a_single_request_takes_its_prefill_and_one_decode_a_token() -> None:
 def test_one_token_requests_one_at_a_time_queue_as_an_m_d_1() -> None:
     """Mean wait of an M/D/1 queue is rho s / (2 (1 - rho)) (Pollaczek-Khinchine)."""
     service_s, load = 0.05, 0.7
-    arrivals = list(generate("fixed", num_prompts=60_000, request_rate=load / service_s, seed=5, input_len=10, output_len=1))
+    arrivals = list(
+        generate("fixed", num_prompts=60_000, request_rate=load / service_s, seed=5, input_len=10, output_len=1)
+    )
     cost = LinearCost((service_s, 0.0, 0.0), DECODE, 0.0, 1.0)
     outcome = simulate(VllmRecompute(), arrivals, limits(seqs=1), cost=cost, checked=False)
     waited = np.frombuffer(outcome.log.queue_s, dtype=np.float32)

@@ -27,7 +27,7 @@ def l20_cost(model: str = "llama-2-7b", tp: int = 1) -> RooflineCost:
     return RooflineCost(load_model(model), gpu, load_profile(None, gpu), tp, 1.0)
 
 
-# -- equations ---------------------------------------------------------------------------------------------------------
+# -- equations -------------------------------------------------------------------------------------------------------
 
 
 def test_equation_3_corrected_and_printed() -> None:
@@ -67,7 +67,7 @@ def test_layers_stay_where_the_link_is_too_slow() -> None:
     assert minimum_layers(quick, 1000, 4, printed=False) == 2
 
 
-# -- Algorithm 1 ---------------------------------------------------------------------------------------------------------
+# -- Algorithm 1 -----------------------------------------------------------------------------------------------------
 
 
 def decoding(lower: int, generated: int, first_s: float, output: int = 100) -> Sequence:
@@ -132,7 +132,7 @@ def test_prefills_wait_while_a_decoding_request_has_no_slack() -> None:
     assert blind[1].first_scheduled_s < 0.15
 
 
-# -- placement, promotion, forecast --------------------------------------------------------------------------------------
+# -- placement, promotion, forecast ----------------------------------------------------------------------------------
 
 
 def scheduler(gpu: int, options: LayerKV, layers: int = 4) -> LayerKVScheduler:

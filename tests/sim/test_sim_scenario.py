@@ -92,7 +92,7 @@ def test_the_file_may_ask_for_outputs_and_name_the_folder(tmp_path):
 
 
 def test_the_demo_scenario_is_one():
-    scenario = build_scenario(values := read_scenario(ROOT / "docs" / "demo.toml"))
+    scenario = build_scenario(values := read_scenario(ROOT / "docs" / "demo-sharegpt.toml"))
     assert (scenario.workload, scenario.gpu, scenario.goodput) == ("sharegpt", "l20", ("ttft:3000", "tpot:200"))
     assert values["policy"] == ("vllm-recompute", "layerkv")
 
@@ -315,3 +315,16 @@ def test_stepping_and_jumping_give_the_same_result(tmp_path):
     assert stepped["num_preemptions"] == jumped["num_preemptions"]
     assert stepped["latencies"] == pytest.approx(jumped["latencies"], abs=1e-7)
     assert stepped["p99_itl_ms"] == pytest.approx(jumped["p99_itl_ms"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("length", "flags", "chunked", "budget"), [
+    (32768, [], False, 32768), (40000, [], True, 512), (40000, ["--no-enable-chunked-prefill"], False, 40000),
+])  # fmt: skip
+def test_long_contexts_turn_chunked_prefill_on_as_in_vllm(tmp_path, capsys, length, flags, chunked, budget):
+    command = ["run", "--workload", "fixed", "--num-prompts", "2", "--model", "llama-3.1-8b", "--out", str(tmp_path)]
+    command += ["--max-model-len", str(length), "--policy", "vllm-recompute", "--quiet", *flags]
+    assert kvtwin.main(command) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["scenario"]["enable_chunked_prefill"] is chunked
+    assert result["scenario"]["max_num_batched_tokens"] == budget
+    assert ("chunked prefill is on" in capsys.readouterr().err) is (chunked and not flags)

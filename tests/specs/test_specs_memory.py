@@ -73,7 +73,7 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy():
         UserError, match=r"yi-34b-200k does not fit on l20 .*1: needs 69.6 GB per GPU .*tensor_parallel"
     ):
         pool("yi-34b-200k", "l20")
-    with pytest.raises(UserError, match="lower max_num_batched_tokens"):
+    with pytest.raises(UserError, match="lower --max-num-batched-tokens"):
         pool("llama-2-13b", "l20", max_num_batched_tokens=1_000_000)
 
 
