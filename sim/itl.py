@@ -54,11 +54,11 @@ class GapCollector:
     def _expanded(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Gap values (s) and their weights, one entry an iteration."""
         # A copy: the array could not grow while a view of it lives.
-        runs = np.array(self._runs).reshape(-1, FLOATS_PER_RUN)
+        runs: NDArray[np.float64] = np.array(self._runs, dtype=np.float64).reshape(-1, FLOATS_PER_RUN)
         counts = runs[:, 2].astype(np.int64)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        position = np.arange(len(first)) - first
-        values = np.repeat(runs[:, 0], counts) + np.repeat(runs[:, 1], counts) * position
+        position = np.arange(len(first), dtype=np.float64) - first
+        values: NDArray[np.float64] = np.repeat(runs[:, 0], counts) + np.repeat(runs[:, 1], counts) * position
         return values, np.repeat(runs[:, 3].astype(np.int64), counts)
 
     def _fold(self) -> None:
