@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -69,15 +70,14 @@ class ParquetTable:
     ROWS_PER_GROUP = 65536
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        import pyarrow  # noqa: PLC0415 - optional, and slow to import
-        import pyarrow.parquet  # noqa: PLC0415
-
+        # Optional, and slow to import.
+        self._pa: Any = import_module("pyarrow")
+        self._parquet: Any = import_module("pyarrow.parquet")
         self.path = path
-        self._pa = pyarrow
         self._columns = list(columns)
         self._types: list[type] = []
         self._rows: list[tuple[Any, ...]] = []
-        self._writer: pyarrow.parquet.ParquetWriter | None = None
+        self._writer: Any = None
 
     def write(self, row: tuple[object, ...]) -> None:
         """Append a row."""
@@ -95,7 +95,7 @@ class ParquetTable:
             columns = [pa.nulls(0) for _ in self._columns]
         table = pa.Table.from_arrays(columns, names=self._columns)
         if self._writer is None:
-            self._writer = self._pa.parquet.ParquetWriter(str(self.path), table.schema, compression="zstd")
+            self._writer = self._parquet.ParquetWriter(str(self.path), table.schema, compression="zstd")
         self._writer.write_table(table)
         self._rows.clear()
 
