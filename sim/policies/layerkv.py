@@ -136,12 +136,6 @@ class LayerKVScheduler(VllmScheduler):
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def schedule(self, now_s: float) -> IterationPlan | None:
-        plan = super().schedule(now_s)
-        if plan is None and self._background:
-            return self._only_copies()
-        return plan
-
     def _before_step(self, now_s: float) -> None:
         self._now_s = now_s
         self._least_slack_s = None
@@ -169,8 +163,10 @@ class LayerKVScheduler(VllmScheduler):
         if self.streaming and plan.num_decodes:
             self._stream(plan)
 
-    def _only_copies(self) -> IterationPlan:
-        """Nothing to compute, but copies to start."""
+    def _idle_plan(self) -> IterationPlan | None:
+        """Nothing to compute, but perhaps copies to start."""
+        if not self._background:
+            return None
         plan = IterationPlan()
         plan.background, self._background = tuple(self._background), []
         return plan
@@ -189,6 +185,8 @@ class LayerKVScheduler(VllmScheduler):
         if self.printed:
             spare -= len(batch) * horizon
             horizon = 0
+        if spare // len(batch.members) * batch.block_size - horizon >= plan.max_steps:
+            return
         steps = batch.steps_within(spare) - horizon if spare >= 0 else 1
         plan.max_steps = max(1, min(plan.max_steps, steps))
 
@@ -379,7 +377,7 @@ class LayerKVScheduler(VllmScheduler):
         """Half of the retained layers, most recently processed sequence first; if that is not enough, all of them."""
         for share in (2, 1):
             for seq in list(reversed(self._retaining)):
-                if shortage <= 0:
+                if shortage <= 0 or not self.host.free:
                     return
                 if not seq.transfers:
                     shortage -= self._offload(seq, -(-seq.layers_on_gpu // share))

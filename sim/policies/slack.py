@@ -13,7 +13,7 @@ import numpy as np
 
 from sim.sequence import Sequence
 
-WITNESSES = 64
+WITNESSES = 8
 """How many near-blocking requests are remembered from one full look to the next."""
 WITNESS_WINDOW_S = 2.0
 

@@ -65,13 +65,17 @@ class VllmScheduler(Scheduler):
                 return plan
             # Like vLLM's engine loop: an empty step that changed the queues is followed by another at once.
             if not self._changed and not self._unblock_swapped():
-                return None
+                return self._idle_plan()
 
     def _before_step(self, now_s: float) -> None:
         """For policies built on this one: what happens before the queues are looked at."""
 
     def _after_step(self, plan: IterationPlan) -> None:
         """For policies built on this one: complete a plan that is not empty."""
+
+    def _idle_plan(self) -> IterationPlan | None:
+        """For policies built on this one: what to do when there is nothing to compute."""
+        return None
 
     def _schedule_default(self, plan: IterationPlan, now_s: float) -> None:
         """Prefills alone if any can start (and nothing is swapped out), else one decode step of everything."""
