@@ -13,6 +13,7 @@ What the paper leaves open, and what is done here:
 - "x/2 layers, then all" is read as half of the retained layers, most recently processed first: parked sequences before
   decoding ones.
 - One request that can no longer meet its TPOT would stop every prefill: `drop_irrecoverable` leaves it out of Eq. 2.
+- `max_num_seqs` bounds who decodes or is on the way back; parked sequences wait outside it.
 - If memory runs out all the same, the last sequence of the batch is offloaded whole before the step (counted), or
   recomputed when the host is full, as vLLM would.
 """
@@ -481,13 +482,17 @@ class LayerKVScheduler(VllmScheduler):
         for seq in reversed(self.parked):
             if seq is not spared and not seq.transfers:
                 self._unpark(seq)
-                self._free(seq)
-                seq.reset_for_recompute()
-                self.counters.preemptions += 1
-                self.counters.swap_space_exhausted += 1
-                self._changed = True
+                self._drop(seq)
                 self.waiting.appendleft(seq)
                 return
+
+    def _drop(self, seq: Sequence) -> None:
+        """Give up the KV of `seq`, for which the host has no room; it is to be computed again."""
+        self._free(seq)
+        seq.reset_for_recompute()
+        self.counters.preemptions += 1
+        self.counters.swap_space_exhausted += 1
+        self._changed = True
 
     def _start_promotion(self, seq: Sequence) -> None:
         if seq in self.streaming:
@@ -549,11 +554,7 @@ class LayerKVScheduler(VllmScheduler):
                 return
             seq, _ = self.streaming.popitem()
             batch.remove(seq)
-            self._free(seq)
-            seq.reset_for_recompute()
-            self.counters.preemptions += 1
-            self.counters.swap_space_exhausted += 1
-            self._changed = True
+            self._drop(seq)
             self.waiting.appendleft(seq)
 
     def _stream(self, plan: IterationPlan) -> None:
@@ -577,30 +578,23 @@ class LayerKVScheduler(VllmScheduler):
     def _preempt(self, seq: Sequence, plan: IterationPlan) -> None:
         """The forecast came too late: offload the victim before the step, or have it computed again."""
         if seq is self.partial:
-            self.partial = None
-        elif (
-            seq not in self.streaming
-            and -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size) * (self.layers) <= self.host.free
-        ):
-            self._leave_batch(seq)
-            units = seq.num_blocks * self.layers
-            self.gpu.release(units)
-            self.host.allocate(units)
-            seq.layers_on_gpu = 0
-            self._retaining.pop(seq, None)
-            plan.swapped_out_blocks += seq.num_blocks
-            self.counters.swap_out_blocks += seq.num_blocks
-            self.counters.bump("emergency_offloads")
+            super()._preempt(seq, plan)
             return
-        else:
+        blocks = -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size)
+        if seq in self.streaming or blocks * self.layers > self.host.free:
             self.batch.remove(seq)
             self.streaming.pop(seq, None)
-            self.counters.swap_space_exhausted += 1
-        self.counters.preemptions += 1
-        self._changed = True
-        self._free(seq)
-        seq.reset_for_recompute()
-        self._preempted.append(seq)
+            self._drop(seq)
+            self._preempted.append(seq)
+            return
+        self._leave_batch(seq)
+        self.gpu.release(blocks * self.layers)
+        self.host.allocate(blocks * self.layers)
+        seq.layers_on_gpu = 0
+        self._retaining.pop(seq, None)
+        plan.swapped_out_blocks += blocks
+        self.counters.swap_out_blocks += blocks
+        self.counters.bump("emergency_offloads")
 
     def _free(self, seq: Sequence) -> None:
         """Give back what `seq` holds on both sides, the send buffer of a half-done prefill included."""
