@@ -148,7 +148,7 @@ class Instance:
         """Put the plan's copies on their lanes; returns the computation's duration, waiting for copies included."""
         cost, lanes = self.cost, self.lanes
         stretch = 1.0
-        if cost.all_reduce_on_pcie:
+        if cost.all_reduce_on_pcie and compute_s > 0.0:
             compute_s, stretch = self._share_with_all_reduce(plan, compute_s)
         for transfer in plan.background:
             copy_s = cost.copy_s(transfer.num_bytes, transfer.num_copies, transfer.direction) * stretch
@@ -186,7 +186,7 @@ class Instance:
         """
         cost = self.cost
         busy_s = cost.all_reduce_s(plan.prefill_tokens + plan.num_decodes)
-        stretch = compute_s / (compute_s - busy_s) if busy_s < compute_s else inf
+        stretch = compute_s / (compute_s - busy_s)
         moved = plan.streamed_bytes + plan.pipelined_bytes + sum(t.num_bytes for t in plan.background)
         unit_s = cost.copy_s(min(self.copy_unit_bytes, moved), 1, Direction.D2H)
         copies_s = cost.copy_s(moved, max(1, int(moved / self.copy_unit_bytes)), Direction.D2H)

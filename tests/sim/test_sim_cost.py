@@ -1,0 +1,128 @@
+"""Cost forms by hand, every shipped profile with every policy, and PCIe shared with all-reduces."""
+
+import pytest
+import simpy
+from small import limits, requests, simulate
+
+from sim.cost import PaperCost, RooflineCost, build_cost
+from sim.driver import Arrivals, Instance, Lanes
+from sim.engine import Engine
+from sim.errors import UserError
+from sim.itl import GapCollector
+from sim.plan import Direction, IterationPlan
+from sim.policies import POLICIES
+from sim.policies.base import Deployment
+from sim.policies.layerkv import LayerKV
+from sim.predictor import NoPredictor
+from sim.profile import load_profile
+from sim.scenario import Scenario
+from sim.simulate import build_run, execute, prepare, traffic
+from sim.specs.hardware import built_in_hardware, load_hardware
+from sim.specs.models import load_model
+
+
+def cost_of(kind: type[RooflineCost], model: str = "llama-2-7b", gpu: str = "l20", tp: int = 1) -> RooflineCost:
+    spec, hardware = load_model(model), load_hardware(gpu)
+    return kind(spec, hardware, load_profile(None, hardware), tp, 16 * spec.kv_bytes_per_token(tp))
+
+
+def test_paper_form_is_the_printed_equations() -> None:
+    """LayerKV Eq. 3 for prefills; eLLM Eq. 3-4 for decodes: (24 h^2 L + 4 h L (s+1) + 2 h V s) / FLOPS, s+1 for s."""
+    cost, h, layers, vocab, peak = cost_of(PaperCost), 4096, 32, 32000, 119.5e12
+    alpha = load_profile(None, load_hardware("l20")).value("alpha")
+    plan = IterationPlan()
+    plan.prefill_tokens, plan.prefill_squares = 300, 200**2 + 100**2
+    plan.num_decodes, plan.decode_context_tokens = 2, 1500
+    prefill = alpha * (2 * 6_738_415_616 * 300 + 2 * h * (200**2 + 100**2)) / peak
+    decode = (2 * 24 * h * h * layers + (4 * h * layers + 2 * h * vocab) * 1500) / peak
+    assert cost.iteration_s(plan) == pytest.approx(prefill + decode)
+
+
+def test_a_roofline_profile_cannot_give_linear_costs() -> None:
+    model, gpu = load_model("llama-2-7b"), load_hardware("l20")
+    with pytest.raises(UserError, match="linear"):
+        build_cost(model, gpu, load_profile(None, gpu), 1, 1.0, "linear")
+
+
+def test_swapping_one_block_is_a_copy_a_layer_for_keys_and_for_values() -> None:
+    cost = cost_of(RooflineCost)
+    profile = load_profile(None, load_hardware("l20"))
+    expected = 64 * profile.value("copy_launch_s") + 16 * 524288 / profile.value("d2h_bytes_per_s")
+    assert cost.swap_s(1) == pytest.approx(expected)
+    assert cost.swap_s(10) == pytest.approx(10 * expected)
+
+
+@pytest.mark.parametrize("gpu", built_in_hardware())
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_runs_from_every_shipped_profile(gpu: str, policy: str) -> None:
+    scenario = Scenario(
+        workload="fixed", num_prompts=30, request_rate=20.0, input_len=100, output_len=20, gpu=gpu,
+        model="qwen3-0.6b", num_gpu_blocks_override=60, max_model_len=512, max_num_seqs=16,
+    )  # fmt: skip
+    setup = prepare(scenario, policy, POLICIES[policy]())
+    run = execute(build_run(setup, traffic(scenario)))
+    assert run.log.completed == 30
+    assert setup.profile.name.startswith(gpu)
+
+
+def lanes_after(model: str, tp: int, unit_bytes: float) -> tuple[Lanes, float]:
+    """One prefill of 2,000 tokens with every layer offloaded: its lanes and its duration, s."""
+    spec, hardware = load_model(model), load_hardware("l20")
+    cost = cost_of(RooflineCost, model, "l20", tp)
+    limit = limits(gpu=4000, host=4000, block_bytes=16 * spec.kv_bytes_per_token(tp))
+    scheduler = LayerKV().scheduler(limit, GapCollector(), Deployment(spec, hardware, tp, cost))
+    scheduler._layers_to_keep = lambda minimum, blocks: 0  # type: ignore[attr-defined]
+    ended: list[float] = []
+    env, lanes = simpy.Environment(), Lanes()
+    engine = Engine(scheduler, NoPredictor(), lambda seq: ended.append(seq.first_token_s))
+    instance = Instance(
+        env, engine, cost, Arrivals(requests((0.0, 2000, 1))), lanes, layers=spec.num_layers, copy_unit_bytes=unit_bytes
+    )
+    env.run(until=env.process(instance.serve()))
+    return lanes, ended[0]
+
+
+def test_all_reduces_on_the_pcie_lane_stretch_copies_and_wait_for_units_on_their_way() -> None:
+    """Yi-34B on two L20s: copies get the time all-reduces leave; each all-reduce may wait for half a unit."""
+    cost = cost_of(RooflineCost, "yi-34b-200k", "l20", 2)
+    plan = IterationPlan()
+    plan.prefill_tokens, plan.prefill_pairs, plan.num_sampled_prefills = 2000, 2000 * 2001 // 2, 1
+    alone_s, reduce_s = cost.iteration_s(plan), cost.all_reduce_s(2000)
+    assert cost.all_reduce_on_pcie and reduce_s > 0
+    num_bytes = 125 * 16 * load_model("yi-34b-200k").kv_bytes_per_token(2)
+    copy_s = cost.copy_s(num_bytes, 2 * 60 * 125, Direction.D2H)
+    lanes, seconds = lanes_after("yi-34b-200k", 2, 1 << 20)
+    unit_s = cost.copy_s(1 << 20, 1, Direction.D2H)
+    assert alone_s < seconds <= alone_s + 120 * unit_s / 2
+    assert lanes.d2h.busy_s == pytest.approx(copy_s * seconds / (seconds - reduce_s), rel=0.05)
+    _, finer = lanes_after("yi-34b-200k", 2, 1 << 16)
+    assert alone_s < finer < seconds
+
+
+def test_a_step_that_only_copies_shares_the_lane_with_nobody() -> None:
+    """Prompts that leave no room for one another, on two L20s: some steps have copies to start and nothing to compute."""
+    scenario = Scenario(
+        workload="fixed", num_prompts=8, request_rate=1.0, input_len=4096, output_len=64, gpu="l20", tp=2,
+        model="yi-34b-200k", num_gpu_blocks_override=300, max_model_len=8192,
+    )  # fmt: skip
+    run = execute(build_run(prepare(scenario, "layerkv", LayerKV()), traffic(scenario)))
+    assert run.log.completed == 8
+    assert run.scheduler.counters.policy["promoted"] > 0
+
+
+def test_offloading_every_layer_of_a_prefill_hides_behind_it_on_one_gpu() -> None:
+    cost = cost_of(RooflineCost)
+    plan = IterationPlan()
+    plan.prefill_tokens, plan.prefill_pairs, plan.num_sampled_prefills = 2000, 2000 * 2001 // 2, 1
+    lanes, seconds = lanes_after("llama-2-7b", 1, 1 << 20)
+    assert seconds == pytest.approx(cost.iteration_s(plan))
+    assert lanes.d2h.busy_s > 0
+
+
+def test_swap_costs_the_step_that_swaps() -> None:
+    """Two sequences that outgrow five blocks: the swap's copy comes before the step, on its own lane."""
+    outcome = simulate(POLICIES["vllm-swap"](), requests((0.0, 30, 30), (0.0, 30, 30)), limits(gpu=5))
+    counters = outcome.scheduler.counters
+    assert counters.swap_out_blocks == counters.swap_in_blocks > 0
+    assert outcome.lanes.d2h.busy_s == pytest.approx(counters.swap_out_blocks * 3e-4)
+    assert outcome.lanes.h2d.busy_s == pytest.approx(counters.swap_in_blocks * 3e-4)
