@@ -88,30 +88,41 @@ class Instance:
         self._num_transfers = 0
 
     def serve(self) -> Generator[simpy.Event, None, None]:
-        """Serve until every request of the trace has ended."""
+        """Serve until every request of the trace has ended.
+
+        The process runs ahead of `env.now` as long as no other event is due before the end of an iteration: what nobody
+        else can notice need not be an event.
+        """
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
-        observer, commit, schedule = self.observer, engine.commit, engine.schedule
+        observer, commit, schedule, peek = self.observer, engine.commit, engine.schedule, env.peek
+        now_s = env.now
         while True:
-            now_s = env.now
-            if arrivals.next_s <= now_s + TIE_S:
-                arrivals.deliver(now_s + TIE_S, engine.add_request)
-            while transfers and transfers[0][0] <= now_s + TIE_S:
+            due_s = now_s + TIE_S
+            if arrivals.next_s <= due_s:
+                arrivals.deliver(due_s, engine.add_request)
+            while transfers and transfers[0][0] <= due_s:
                 engine.transfer_done(heappop(transfers)[2])
             plan = schedule(now_s)
             if plan is None:
-                next_s = min(arrivals.next_s, transfers[0][0]) if transfers else arrivals.next_s
-                if next_s == inf:
+                times = None
+                end_s = min(arrivals.next_s, transfers[0][0]) if transfers else arrivals.next_s
+                if end_s == inf:
                     break
-                yield env.timeout(max(0.0, next_s - now_s))
-                continue
-            times = self._run(plan, now_s) if plan.max_steps > 1 else self._step(plan, now_s)
-            self.iterations += times.steps
-            yield env.timeout(times.end_s - now_s)
-            if observer is not None:
-                observer(plan, now_s, times)
-            commit(plan, times)
+            else:
+                times = self._run(plan, now_s) if plan.max_steps > 1 else self._step(plan, now_s)
+                end_s = times.end_s
+            if peek() <= end_s:
+                yield env.timeout(end_s - env.now)
+            if plan is not None and times is not None:
+                self.iterations += times.steps
+                if observer is not None:
+                    observer(plan, now_s, times)
+                commit(plan, times)
+            now_s = end_s
         if engine.has_unfinished:
-            raise InvariantError(f"the engine stands still at {env.now} s with requests unfinished")
+            raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
+        if now_s > env.now:
+            yield env.timeout(now_s - env.now)
 
     def _run(self, plan: IterationPlan, now_s: float) -> StepTimes:
         """Price identical decode iterations as one event, up to the first boundary after the next fact."""
@@ -158,25 +169,22 @@ class Instance:
             wait_s = max(0.0, lanes.h2d.free_s - start_s)
             compute_s = streamed_s(compute_s, self.layers, stream_s, wait_s)
             lanes.h2d.reserve(start_s, stream_s, "stream KV")
-        if plan.pipelined_layers:
-            compute_s = self._offload_behind(plan, start_s, compute_s, stretch)
-        return compute_s
-
-    def _offload_behind(self, plan: IterationPlan, start_s: float, compute_s: float, stretch: float) -> float:
-        """Copy layers of the prefills to the host while later layers compute (LayerKV section 3.1.2)."""
-        lane = self.lanes.d2h
         copied = plan.pipelined_layers
-        copy_s = self.cost.copy_s(plan.pipelined_bytes, plan.pipelined_copies, Direction.D2H) * stretch
-        per_layer_s = copy_s / copied
-        wait_s = lane.free_s - start_s
-        total_s = pipelined_s(compute_s, self.layers, copied, per_layer_s, wait_s, SEND_BUFFER_LAYERS)
-        first_ready_s = start_s + compute_s / self.layers
-        end_s = lane.reserve(first_ready_s, copy_s, "offload behind prefill")
-        # The last layer's copy cannot start before the layer is computed.
-        lane.free_s = end_s = max(end_s, start_s + total_s - total_s / self.layers + per_layer_s)
-        for transfer in plan.pipelined_d2h:
-            self._finish_at(end_s, transfer)
-        return total_s
+        if copied:
+            # Layers of the prefills leave for the host while later layers compute (LayerKV section 3.1.2).
+            copy_s = cost.copy_s(plan.pipelined_bytes, plan.pipelined_copies, Direction.D2H) * stretch
+            lane, layers, per_layer_s = lanes.d2h, self.layers, copy_s / copied
+            wait_s = lane.free_s - start_s
+            first_ready_s = start_s + compute_s / layers
+            compute_s = pipelined_s(compute_s, layers, copied, per_layer_s, wait_s, SEND_BUFFER_LAYERS)
+            end_s = lane.reserve(first_ready_s, copy_s, "offload behind prefill")
+            # The last layer's copy cannot start before the layer is computed.
+            last_s = start_s + compute_s - compute_s / layers + per_layer_s
+            if last_s > end_s:
+                lane.free_s = end_s = last_s
+            for transfer in plan.pipelined_d2h:
+                self._finish_at(end_s, transfer)
+        return compute_s
 
     def _share_with_all_reduce(self, plan: IterationPlan, compute_s: float) -> tuple[float, float]:
         """All-reduces on the PCIe lane go first: copies get the time that is left, in units of `copy_unit_bytes`.

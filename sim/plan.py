@@ -32,10 +32,6 @@ class PrefillChunk(NamedTuple):
     origin: Origin
 
 
-# `PrefillChunk(*fields)` at half its cost: a named tuple's own constructor is a Python function, the tuple's is not.
-_chunk = cast(Callable[[tuple[Sequence, int, int, Origin]], PrefillChunk], partial(tuple.__new__, PrefillChunk))
-
-
 class StepTimes(NamedTuple):
     """When the tokens of `steps` iterations came, s: the first at `first_end_s`, the last at `end_s`.
 
@@ -62,6 +58,14 @@ class Transfer(NamedTuple):
     num_blocks: int
     num_bytes: float
     num_copies: int
+
+
+# `PrefillChunk(*fields)` and `Transfer(*fields)` at half their cost: a named tuple's own constructor is a Python
+# function, the tuple's is not.
+_chunk = cast(Callable[[tuple[Sequence, int, int, Origin]], PrefillChunk], partial(tuple.__new__, PrefillChunk))
+make_transfer = cast(
+    Callable[[tuple[Sequence, Direction, int, int, float, int]], Transfer], partial(tuple.__new__, Transfer)
+)
 
 
 class IterationPlan:

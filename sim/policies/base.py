@@ -5,7 +5,7 @@ A `Policy` is a preset: a frozen dataclass whose fields are its options (the CLI
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -56,12 +56,8 @@ class Counters:
     swap_space_exhausted: int = 0
     """Swaps that became recomputations for lack of host blocks; vLLM 0.5.5 aborts there."""
     ignored: dict[str, int] = field(default_factory=dict)
-    policy: dict[str, float] = field(default_factory=dict)
+    policy: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Counters of one policy, by name."""
-
-    def bump(self, name: str, amount: float = 1) -> None:
-        """Add to a counter of the policy's own."""
-        self.policy[name] = self.policy.get(name, 0) + amount
 
 
 class Scheduler(ABC):

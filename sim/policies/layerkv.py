@@ -27,7 +27,7 @@ from sim.cost import CostModel
 from sim.errors import UserError
 from sim.itl import GapCollector
 from sim.lanes import SEND_BUFFER_LAYERS
-from sim.plan import Direction, IterationPlan, StepTimes, Transfer
+from sim.plan import Direction, IterationPlan, StepTimes, Transfer, make_transfer
 from sim.policies.base import Deployment, Limits, Policy, Scheduler
 from sim.policies.slack import SlackBook
 from sim.policies.vllm import WATERMARK, VllmScheduler
@@ -99,6 +99,7 @@ class LayerKVScheduler(VllmScheduler):
     def __init__(self, limits: Limits, gaps: GapCollector, deployment: Deployment, options: LayerKV) -> None:
         self.layers = deployment.model.num_layers
         super().__init__(limits, gaps, swap=False, layer_group=self.layers)
+        self.tally = self.counters.policy
         self.options = options
         self.cost = deployment.cost
         self.printed = options.equations == "paper"
@@ -269,8 +270,8 @@ class LayerKVScheduler(VllmScheduler):
         self.gpu.allocate((kept + buffer) * seq.num_blocks)
         self.host.allocate((self.layers - kept) * seq.num_blocks)
         if kept < self.layers:
-            self.counters.bump("offloaded_at_prefill_layer_blocks", (self.layers - kept) * seq.num_blocks)
-            self.counters.bump("prefills_offloaded")
+            self.tally["offloaded_at_prefill_layer_blocks"] += (self.layers - kept) * seq.num_blocks
+            self.tally["prefills_offloaded"] += 1
 
     def _offload_behind_prefill(self, plan: IterationPlan, seq: Sequence, num_new: int, cached: int) -> None:
         """Copies of one prefill chunk: its own KV out, and back in what earlier chunks left on the host."""
@@ -296,14 +297,14 @@ class LayerKVScheduler(VllmScheduler):
         if direction is Direction.D2H:
             self._releasing += pool_blocks
         moved = layers * blocks
-        return Transfer(seq, direction, layers, pool_blocks, moved * self.layer_block_bytes, 2 * moved)
+        return make_transfer((seq, direction, layers, pool_blocks, moved * self.layer_block_bytes, 2 * moved))
 
     def _join(self, seq: Sequence, *, first: bool = False) -> None:
         if seq.layers_on_gpu == self.layers:
             self._enter_batch(seq, first=first)
         else:
             self._park(seq)
-            self.counters.bump("parked")
+            self.tally["parked"] += 1
 
     def _park(self, seq: Sequence) -> None:
         seq.status = Status.PARKED
@@ -351,7 +352,7 @@ class LayerKVScheduler(VllmScheduler):
             lowest = min(lowest, available - taken * self.layers)
             available += released[t]
         if lowest < 0:
-            self.counters.bump("forecast_shortages")
+            self.tally["forecast_shortages"] += 1
             self._offload_retained(-lowest)
 
     def _predicted_releases(self, horizon: int) -> list[int]:
@@ -405,7 +406,7 @@ class LayerKVScheduler(VllmScheduler):
         if not seq.layers_on_gpu:
             self._retaining.pop(seq, None)
         self._background.append(self._transfer(seq, Direction.D2H, layers, seq.num_blocks, blocks))
-        self.counters.bump("offloaded_by_forecast_layer_blocks", blocks)
+        self.tally["offloaded_by_forecast_layer_blocks"] += blocks
         return blocks
 
     def _leave_batch(self, seq: Sequence) -> None:
@@ -505,8 +506,8 @@ class LayerKVScheduler(VllmScheduler):
         self.promoting[seq] = None
         self.gpu.allocate(layers * seq.num_blocks)
         self._background.append(self._transfer(seq, Direction.H2D, layers, seq.num_blocks, 0))
-        self.counters.bump("promoted")
-        self.counters.bump("promoted_layer_blocks", layers * seq.num_blocks)
+        self.tally["promoted"] += 1
+        self.tally["promoted_layer_blocks"] += layers * seq.num_blocks
 
     def transfer_done(self, transfer: Transfer) -> None:
         seq = transfer.seq
@@ -536,7 +537,7 @@ class LayerKVScheduler(VllmScheduler):
         self._unpark(seq)
         self.streaming[seq] = None
         self._enter_batch(seq)
-        self.counters.bump("streamed_sequences")
+        self.tally["streamed_sequences"] += 1
 
     def _streamed_blocks(self, seq: Sequence, num_tokens: int) -> int:
         return (self.layers - seq.layers_on_gpu) * -(-num_tokens // self.limits.block_size)
@@ -594,7 +595,7 @@ class LayerKVScheduler(VllmScheduler):
         self._retaining.pop(seq, None)
         plan.swapped_out_blocks += blocks
         self.counters.swap_out_blocks += blocks
-        self.counters.bump("emergency_offloads")
+        self.tally["emergency_offloads"] += 1
 
     def _free(self, seq: Sequence) -> None:
         """Give back what `seq` holds on both sides, the send buffer of a half-done prefill included."""
