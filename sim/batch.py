@@ -98,10 +98,11 @@ class DecodeBatch:
         size = self.block_size
         cycles, rest = divmod(steps, size)
         needed = cycles * len(self.members)
-        growth, step = self._growth, self.step
-        for i in range(step, step + rest):
-            needed += growth[i % size]
-        return needed
+        begin = self.step % size
+        end = begin + rest
+        if end > size:
+            return needed + sum(self._growth[begin:]) + sum(self._growth[: end - size])
+        return needed + sum(self._growth[begin:end])
 
     def steps_within(self, blocks: int) -> int:
         """Largest number of iterations whose growth fits in `blocks`."""
