@@ -124,6 +124,10 @@ class DecodeBatch:
             del self._finishing[heappop(heap)]
         return heap[0] - step
 
+    def finishing_at(self, step: int) -> list[Sequence]:
+        """Members that complete when the batch's step reaches `step`."""
+        return [seq for seq in dict.fromkeys(self._finishing.get(step, ())) if seq.finish_step == step]
+
     def advance(self, times: StepTimes) -> list[Sequence]:
         """Give every member `times.steps` tokens; take out and return those that are complete."""
         steps, first_end_s, second_s, slope_s, end_s = times

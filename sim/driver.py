@@ -176,7 +176,9 @@ class Instance:
             lane, layers, per_layer_s = lanes.d2h, self.layers, copy_s / copied
             wait_s = lane.free_s - start_s
             first_ready_s = start_s + compute_s / layers
-            compute_s = pipelined_s(compute_s, layers, copied, per_layer_s, wait_s, SEND_BUFFER_LAYERS)
+            if max(per_layer_s, wait_s) * layers > compute_s:
+                # Else every copy ends before the next layer does, and nothing waits.
+                compute_s = pipelined_s(compute_s, layers, copied, per_layer_s, wait_s, SEND_BUFFER_LAYERS)
             end_s = lane.reserve(first_ready_s, copy_s, "offload behind prefill")
             # The last layer's copy cannot start before the layer is computed.
             last_s = start_s + compute_s - compute_s / layers + per_layer_s

@@ -121,7 +121,10 @@ class LayerKVScheduler(VllmScheduler):
         self._expected: dict[int, list[Sequence]] = {}
         self._sizing: dict[int, tuple[float, int]] = {}
         self._now_s = 0.0
-        self.slack = SlackBook(self.tpot_slo_s, drop_irrecoverable=options.drop_irrecoverable)
+        self.lengths_known = options.predictor == "oracle"
+        self.slack = SlackBook(
+            self.tpot_slo_s, drop_irrecoverable=options.drop_irrecoverable, lengths_known=self.lengths_known
+        )
         self._least_slack_s: float | None = None
         self._admitted_prefill_s = 0.0
         self._slack_blocks = False
@@ -361,13 +364,15 @@ class LayerKVScheduler(VllmScheduler):
         released = [0] * horizon
         for t in range(horizon):
             step = batch.step + t + 1
-            for seq in self._expected.get(step, ()):
-                if seq.expected_step == step and seq in batch.members:
+            for seq in batch.finishing_at(step) if self.lengths_known else self._expected.get(step, ()):
+                if self.lengths_known or (seq.expected_step == step and seq in batch.members):
                     released[t] += -(-(batch.num_tokens_of(seq) - 1) // block_size) * seq.layers_on_gpu
         return released
 
     def _expect_end(self, seq: Sequence) -> None:
-        """Note at which of the batch's steps the median prediction lets `seq` end."""
+        """Note at which of the batch's steps the median prediction lets `seq` end; the batch knows if it is right."""
+        if self.lengths_known:
+            return
         expected, step = self._expected, self.batch.step
         seq.expected_step = step + seq.predicted_median_tokens - self.batch.num_generated_of(seq)
         if seq.expected_step > step:

@@ -21,8 +21,10 @@ WITNESS_WINDOW_S = 2.0
 class SlackBook:
     """Slacks of the requests that have their first token and not yet their last."""
 
-    def __init__(self, tpot_slo_s: float, *, drop_irrecoverable: bool) -> None:
+    def __init__(self, tpot_slo_s: float, *, drop_irrecoverable: bool, lengths_known: bool = False) -> None:
+        """`lengths_known`: lower bounds are the lengths themselves, which nobody outlives."""
         self.tpot_slo_s = tpot_slo_s
+        self.lengths_known = lengths_known
         # Requests that are late whatever happens are left out of Eq. 2, if so asked.
         self.drop_irrecoverable = drop_irrecoverable
         self.floor_s = 0.0 if drop_irrecoverable else -inf
@@ -77,19 +79,21 @@ class SlackBook:
         if not size:
             return inf
         left = self._left[:size] - self._stepping[:size] * step
-        slack = self._base_s[:size] - tpot_s * left
-        if left.min() < 1.0:
+        slack = left * -tpot_s
+        slack += self._base_s[:size]
+        if not self.lengths_known and np.minimum.reduce(left) < 1.0:
             # Past its lower bound a request still expects one token, and every token it has earned it time.
-            past = np.minimum(left - 1.0, 0.0)
-            slack += (tpot_s - self.tpot_slo_s) * past
+            slack += (tpot_s - self.tpot_slo_s) * np.minimum(left - 1.0, 0.0)
         slack -= now_s
         # Read as integers, negative floats are greater than all others: this minimum leaves them out in one pass.
-        least_s = float(slack[slack.view(np.uint64).argmin()] if self.drop_irrecoverable else slack.min())
+        least_s = slack.item((slack.view(np.uint64) if self.drop_irrecoverable else slack).argmin())
         if least_s < 0.0 and self.drop_irrecoverable:
             return inf
         if least_s <= prefill_s:
             near = np.flatnonzero((slack >= self.floor_s) & (slack <= prefill_s + WITNESS_WINDOW_S))
             self._witnesses = near[np.argsort(slack[near])][:WITNESSES].tolist()
+        else:
+            self._witnesses.clear()
         return least_s
 
     def witness_blocks(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> bool:
