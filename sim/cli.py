@@ -73,7 +73,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         for f, hint in option_fields(kind):
             if f.name not in known:
                 known.add(f.name)
-                _add_flag(group, f.name, hint, f"default {f.default}", None)
+                _add_flag(group, f.name, hint, f"{f.metadata.get('help', '')} (default {f.default})", None)
 
 
 def _add_flag(target: Any, name: str, hint: Any, help_text: str, metavar: str | None) -> None:  # noqa: ANN401

@@ -31,7 +31,11 @@ class Scenario:
     )
     trace_format: str | None = _flag(None, "format of --trace, where it cannot be told from the file", "NAME")
     time_unit: str | None = _flag(None, "unit of the trace's timestamps, where the format leaves it open", "UNIT")
-    workload: str | None = _flag(None, "generated traffic instead of a trace: see `kvtwin trace list`", "NAME")
+    workload: str | None = _flag(
+        None,
+        "generated traffic instead of a trace: sharegpt, azure-conv-2023, fixed, uniform, ramp, burst, sessions",
+        "NAME",
+    )
     num_prompts: int | None = _flag(None, "requests to take (trace: all, workload: 1000)", "N")
     request_rate: float | None = _flag(None, "requests/s; with --trace replaces its arrival times", "R")
     burstiness: float = _flag(1.0, "gamma shape of the arrivals of --request-rate; 1 is Poisson, less is burstier", "B")

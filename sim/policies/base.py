@@ -7,7 +7,7 @@ A `Policy` is a preset: a frozen dataclass whose fields are its options (the CLI
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sim.batch import DecodeBatch
 from sim.blocks import BlockPool
@@ -121,6 +121,11 @@ class Scheduler(ABC):
         self._changed = True
         self.counters.ignored[reason] = self.counters.ignored.get(reason, 0) + 1
         self.finished.append(seq)
+
+
+def option(default: Any, help_text: str) -> Any:  # noqa: ANN401 - a dataclass default
+    """A policy's option with the text that `--help` shows."""
+    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from sim.errors import UserError
 from sim.itl import GapCollector
 from sim.lanes import SEND_BUFFER_LAYERS
 from sim.plan import Direction, IterationPlan, StepTimes, Transfer, make_transfer
-from sim.policies.base import Deployment, Limits, Policy, Scheduler
+from sim.policies.base import Deployment, Limits, Policy, Scheduler, option
 from sim.policies.slack import SlackBook
 from sim.policies.vllm import WATERMARK, VllmScheduler
 from sim.predictor import LengthPredictor, build_predictor
@@ -48,24 +48,19 @@ class LayerKV(Policy):
     # The paper's testbed has 2 TB for eight GPUs.
     default_swap_space_gib: ClassVar[float] = 256.0
 
-    slo_aware: bool = True
-    """Admit prefills only within the TPOT slack of the decoding requests (Algorithm 1)."""
-    tpot_slo_ms: float = 200.0
-    """TPOT that Algorithm 1 defends, ms."""
-    decode: Literal["promote", "stream"] = "promote"
-    """Decode of sequences with layers on the host: wait for memory and copy back once, or stream every step."""
-    equations: Literal["corrected", "paper"] = "corrected"
-    """Eq. 3-5 corrected, or as printed."""
-    horizon_steps: int = 8
-    """Iterations that the Eq. 5 forecast looks ahead."""
-    threshold: float = WATERMARK
-    """Share of the GPU's layer-blocks under which the forecast offloads."""
-    drop_irrecoverable: bool = True
-    """Leave requests that can no longer meet their TPOT out of the slack (Eq. 2)."""
-    predictor: Literal["oracle", "bucket", "none"] = "oracle"
-    """Output length classes: known, predicted with `predictor_accuracy`, or unknown."""
-    predictor_accuracy: float = 0.85
-    """Probability that `--predictor bucket` names the right class."""
+    slo_aware: bool = option(True, "admit prefills only within the TPOT slack of who decodes (Algorithm 1)")
+    tpot_slo_ms: float = option(200.0, "TPOT that Algorithm 1 defends, ms")
+    decode: Literal["promote", "stream"] = option(
+        "promote", "sequences with layers on the host wait and copy them back once, or stream them every step"
+    )
+    equations: Literal["corrected", "paper"] = option("corrected", "Eq. 3-5 corrected, or as printed")
+    horizon_steps: int = option(8, "iterations that the Eq. 5 forecast looks ahead")
+    threshold: float = option(WATERMARK, "share of the GPU's layer-blocks under which the forecast offloads")
+    drop_irrecoverable: bool = option(True, "leave requests that can no longer meet their TPOT out of Eq. 2")
+    predictor: Literal["oracle", "bucket", "none"] = option(
+        "oracle", "output lengths are known, predicted by class with --predictor-accuracy, or unknown"
+    )
+    predictor_accuracy: float = option(0.85, "probability that the predictor names the right class")
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
