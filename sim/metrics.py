@@ -123,8 +123,7 @@ class RequestLog:
 
     def end(self, seq: Sequence) -> None:
         """Take the figures of a sequence that ended."""
-        request = seq.request
-        arrival_s = request.arrival_s
+        request_id, arrival_s, prompt_tokens = seq.request[:3]
         if arrival_s < self.first_arrival_s:
             self.first_arrival_s = arrival_s
         if seq.status is Status.IGNORED:
@@ -139,7 +138,7 @@ class RequestLog:
             tpot_s = (e2el_s - ttft_s) / (num_output - 1)
             self.tpot_s.append(tpot_s)
         self.completed += 1
-        self.prompt_tokens += request.prompt_tokens
+        self.prompt_tokens += prompt_tokens
         self.output_tokens += num_output
         if finish_s > self.last_finish_s:
             self.last_finish_s = finish_s
@@ -149,10 +148,12 @@ class RequestLog:
         if self.goodput is not None and self.goodput.met(ttft_s, tpot_s, e2el_s):
             self.good += 1
         if self.per_request is not None:
-            self._keep(request.request_id, arrival_s, request.prompt_tokens, num_output, queue_s, ttft_s, e2el_s)
+            self._keep(request_id, arrival_s, prompt_tokens, num_output, queue_s, ttft_s, e2el_s)
         if self.table is not None:
-            row = (request.request_id, arrival_s, request.prompt_tokens, num_output, queue_s, ttft_s, tpot_s, e2el_s)
-            self.table.write((*row, seq.num_preemptions, "completed"))
+            times = (queue_s, ttft_s, tpot_s, e2el_s)
+            self.table.write(
+                (request_id, arrival_s, prompt_tokens, num_output, *times, seq.num_preemptions, "completed")
+            )
 
     def _ignore(self, seq: Sequence) -> None:
         request = seq.request
