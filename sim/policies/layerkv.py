@@ -411,7 +411,7 @@ class LayerKVScheduler(VllmScheduler):
 
     def _leave_batch(self, seq: Sequence) -> None:
         """A decoding sequence is parked; it was here before all that wait, so it stands first among them."""
-        self.batch.remove(seq)
+        self._take_out(seq)
         self.streaming.pop(seq, None)
         seq.num_preemptions += 1
         self.counters.preemptions += 1
@@ -498,7 +498,7 @@ class LayerKVScheduler(VllmScheduler):
     def _start_promotion(self, seq: Sequence) -> None:
         if seq in self.streaming:
             del self.streaming[seq]
-            self.batch.remove(seq)
+            self._take_out(seq)
             self.slack.update(seq, decoding=False)
         else:
             self._unpark(seq)
@@ -554,7 +554,7 @@ class LayerKVScheduler(VllmScheduler):
                 self._host_reserved = needed
                 return
             seq, _ = self.streaming.popitem()
-            batch.remove(seq)
+            self._take_out(seq)
             self._drop(seq)
             self.waiting.appendleft(seq)
 
@@ -583,7 +583,7 @@ class LayerKVScheduler(VllmScheduler):
             return
         blocks = -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size)
         if seq in self.streaming or blocks * self.layers > self.host.free:
-            self.batch.remove(seq)
+            self._take_out(seq)
             self.streaming.pop(seq, None)
             self._drop(seq)
             self._preempted.append(seq)

@@ -128,6 +128,12 @@ class VllmScheduler(Scheduler):
                 steps = max(1, min(steps, batch.steps_within(spare)))
         plan.max_steps = steps
 
+    def _take_out(self, seq: Sequence) -> None:
+        """Take `seq` out of the batch between steps; the half-done prompt keeps its place among the others."""
+        if self.partial_front and seq in islice(self.batch.members, self.partial_front):
+            self.partial_front -= 1
+        self.batch.remove(seq)
+
     # -- running sequences ---------------------------------------------------------------------------------------
 
     def _run_all(self, plan: IterationPlan, budget: int) -> bool:

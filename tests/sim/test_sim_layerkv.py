@@ -218,3 +218,12 @@ def test_bucket_predictor_is_right_as_often_as_it_says() -> None:
         assert lower <= median
     assert right / len(lengths) == pytest.approx(0.85, abs=0.01)
     assert predictor.predict(Request(7, 0.0, 1, 500)) == predictor.predict(Request(7, 9.0, 5, 500))
+
+
+def test_a_half_done_prompt_keeps_its_place_when_one_before_it_is_offloaded() -> None:
+    """Chunked prefill: prompts 0 and 1 complete beside the first chunk of 2, then the forecast parks 1."""
+    arrivals = requests((0.0, 8, 20), (0.0, 45, 20), (0.0, 102, 20), (0.0, 34, 20), (0.0, 60, 20))
+    limit = limits(gpu=21, host=1000, tokens=64, seqs=8, max_model_len=256, chunked=True)
+    outcome = simulate(LayerKV(equations="paper"), arrivals, limit)
+    assert outcome.scheduler.counters.policy["offloaded_by_forecast_layer_blocks"] > 0
+    assert len(outcome.ended) == 5
