@@ -132,8 +132,8 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def compare_command(arguments: argparse.Namespace) -> int:
     """`kvtwin compare`."""
+    from sim.comparison import print_comparison, write_comparison  # noqa: PLC0415
     from sim.figures import FigureRun, write_figures  # noqa: PLC0415
-    from sim.report import print_comparison, write_comparison  # noqa: PLC0415
 
     scenario, policies, folder, outputs = _options(arguments)
     labels = [label for label, _ in policies]

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-import sim.figures
-from sim.figures import FIGURES, FigureRun, busy_shares, host_in_use, write_figures
+import sim.figure_style
+from sim.figure_lanes import busy_shares
+from sim.figure_memory import host_in_use
+from sim.figures import FIGURES, FigureRun, write_figures
 from sim.series import COLUMNS
 
 NAMES = ["ttft_tpot.png", "queueing.png", "memory.png", "lanes.png"]
@@ -114,7 +116,8 @@ DEGENERATE = {
 
 @pytest.mark.parametrize("case", DEGENERATE)
 def test_degenerate_runs_are_drawn_without_warnings(tmp_path, monkeypatch, case):
-    monkeypatch.setattr(sim.figures, "DPI", 40)  # what is looked at is whether they draw, and small ones draw faster
+    # What is looked at is whether they draw, and small ones draw faster.
+    monkeypatch.setattr(sim.figure_style, "DPI", 40)
     drawn(tmp_path, DEGENERATE[case])
 
 

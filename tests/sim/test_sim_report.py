@@ -4,16 +4,9 @@ import json
 
 import pytest
 
-from sim.report import (
-    comparison_lines,
-    mean_decoding,
-    metric_values,
-    print_comparison,
-    print_run,
-    run_lines,
-    sentences,
-    write_comparison,
-)
+from sim.comparison import comparison_lines, print_comparison, write_comparison
+from sim.comparison_sentences import sentences
+from sim.report import mean_decoding, metric_values, print_run, run_lines
 
 
 def result_of(policy="vllm-recompute", **changes):
