@@ -68,8 +68,7 @@ class DecodeBatch:
         offset = seq.batch_offset
         seq.num_tokens = offset + self.step
         seq.num_generated = seq.output_tokens - (seq.finish_step - self.step)
-        # KV of the last token is not written yet: it is what the next iteration would feed.
-        seq.num_blocks = -(-(seq.num_tokens - 1) // self.block_size)
+        seq.num_blocks = self.num_blocks_of(seq)
         seq.last_token_s = self._late.pop(seq, self.last_token_s)
         self.context_tokens -= seq.num_tokens
         self._growth[(1 - offset) % self.block_size] -= 1
@@ -78,6 +77,10 @@ class DecodeBatch:
     def num_tokens_of(self, seq: Sequence) -> int:
         """Context length that the next iteration feeds and attends to."""
         return seq.batch_offset + self.step
+
+    def num_blocks_of(self, seq: Sequence) -> int:
+        """Whole blocks that hold its KV between iterations: the last token's is written when the next one feeds it."""
+        return -(-(seq.batch_offset + self.step - 1) // self.block_size)
 
     def num_generated_of(self, seq: Sequence) -> int:
         """Output tokens produced so far."""

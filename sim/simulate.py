@@ -235,8 +235,3 @@ def _interrupt_as(stop: simpy.Event) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-
-
-def run_scenario(scenario: Scenario, policy: Policy) -> Run:
-    """Prepare and execute in one call, for scripts and tests."""
-    return execute(build_run(prepare(scenario, policy.name, policy), traffic(scenario)))

@@ -344,7 +344,6 @@ class LayerKVScheduler(VllmScheduler):
             return
         released = self._predicted_releases(horizon)
         lowest = available
-        taken = 0
         for t in range(horizon):
             taken = size * (t + 1) if self.printed else batch.blocks_needed(t + 1)
             lowest = min(lowest, available - taken * self.layers)
@@ -355,13 +354,13 @@ class LayerKVScheduler(VllmScheduler):
 
     def _predicted_releases(self, horizon: int) -> list[int]:
         """Layer-blocks freed at the end of each step by sequences whose median predicted length is reached there."""
-        batch, block_size = self.batch, self.limits.block_size
+        batch = self.batch
         released = [0] * horizon
         for t in range(horizon):
             step = batch.step + t + 1
             for seq in batch.finishing_at(step) if self.lengths_known else self._expected.get(step, ()):
                 if self.lengths_known or (seq.expected_step == step and seq in batch.members):
-                    released[t] += -(-(batch.num_tokens_of(seq) - 1) // block_size) * seq.layers_on_gpu
+                    released[t] += batch.num_blocks_of(seq) * seq.layers_on_gpu
         return released
 
     def _expect_end(self, seq: Sequence) -> None:
@@ -383,13 +382,13 @@ class LayerKVScheduler(VllmScheduler):
                     return
                 if not seq.transfers:
                     shortage -= self._offload(seq, -(-seq.layers_on_gpu // share))
-        batch, block_size = self.batch, self.limits.block_size
+        batch = self.batch
         for seq in list(reversed(batch.members)):
             if shortage <= 0 or len(batch.members) == 1 or self.host.free < self.layers:
                 return
             if seq.transfers or not seq.layers_on_gpu:
                 continue
-            blocks = -(-(batch.num_tokens_of(seq) - 1) // block_size)
+            blocks = batch.num_blocks_of(seq)
             half = -(-seq.layers_on_gpu // 2)
             layers = half if half * blocks >= shortage else seq.layers_on_gpu
             if layers * blocks <= self.host.free:
@@ -427,7 +426,7 @@ class LayerKVScheduler(VllmScheduler):
         idle = not self.batch and not self.promoting and not self._releasing and self.partial is None
         while (seq := self._next_promotable()) is not None:
             if seq in self.streaming:
-                seq.num_blocks = -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size)
+                seq.num_blocks = self.batch.num_blocks_of(seq)
             elif seats <= 0:
                 return
             missing = (self.layers - seq.layers_on_gpu) * seq.num_blocks
@@ -581,7 +580,7 @@ class LayerKVScheduler(VllmScheduler):
         if seq is self.partial:
             super()._preempt(seq, plan)
             return
-        blocks = -(-(self.batch.num_tokens_of(seq) - 1) // self.limits.block_size)
+        blocks = self.batch.num_blocks_of(seq)
         if seq in self.streaming or blocks * self.layers > self.host.free:
             self._take_out(seq)
             self.streaming.pop(seq, None)
