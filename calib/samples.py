@@ -24,6 +24,7 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 
 import csv
 import gzip
+import hashlib
 from collections.abc import Iterable, Sequence
 from io import StringIO
 from math import isfinite
@@ -93,14 +94,17 @@ _REQUIRED = ("op", "latency_s")
 
 
 def write_samples(path: Path, samples: Iterable[Sample], comments: Sequence[str] = ()) -> None:
-    """Write samples, whole or not at all; `comments` become leading lines with a `#`."""
+    """Write samples, whole or not at all, gzipped if the path ends in .gz; `comments` become lines with a `#`."""
     text = StringIO()
     for comment in comments:
         text.write(f"# {comment}\n")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows([repr(v) if isinstance(v, float) else v for v in msgspec.structs.astuple(s)] for s in samples)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    data = text.getvalue().encode()
+    # Without a date in it, so that the same samples give the same file.
+    packed = gzip.compress(data, mtime=0) if path.suffix == ".gz" else data
+    write_atomically(path, lambda file: file.write(packed))
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -134,6 +138,23 @@ def _records(path: Path) -> Iterable[tuple[int, list[str]]]:
     numbered = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
     records = csv.reader(line for _, line in numbered)
     return zip((number for number, _ in numbered), records, strict=True)
+
+
+def read_comments(path: Path) -> dict[str, str]:
+    """What the comments `# key: value` at the top of a samples file say: where the samples come from."""
+    found: dict[str, str] = {}
+    for line in read_text(path).splitlines():
+        if not line.startswith("#"):
+            break
+        key, colon, value = line[1:].partition(":")
+        if colon and value.strip():
+            found[key.strip()] = value.strip()
+    return found
+
+
+def samples_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a samples file's text, the same plain or gzipped."""
+    return hashlib.sha256(read_text(path).encode()).hexdigest()
 
 
 def read_text(path: Path) -> str:

@@ -2,8 +2,9 @@
 
 Three forms, chosen by the profile (per GPU of a tensor-parallel group of G):
 
-- roofline: T = max(N c_lin / (G F), W / (G H)) + attention over query-context pairs / (G F_attn)
-  + KV bytes read by decodes / H + LM head for sampled tokens + all-reduce + per-layer and per-step overhead.
+- roofline: T = ridge(N c_lin / (G F), (W + N a) / (G H)) + attention over query-context pairs / (G F_attn)
+  + KV bytes read by decodes / H + LM head for sampled tokens + all-reduce + per-layer and per-step overhead, where
+  ridge(c, m) = (c^p + m^p)^(1/p) and a are the activations that the linear layers read and write for a token.
 - paper: LayerKV Eq. 3 (prefill) and eLLM Eq. 3-4 (decode) as printed; wrong as predictions of time, kept to reproduce
   the papers' decisions.
 - linear: given coefficients; copies cost seconds a block.
@@ -109,15 +110,18 @@ class RooflineCost(CostModel):
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float) -> None:
         value = profile.value
         flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
+        self.exponent = value("roofline_exponent")
         self.tp = tp
         self.layers = model.num_layers
         self.linear_s_per_token = model.linear_flops_per_token / (tp * flops)
-        self.linear_floor_s = model.linear_weight_bytes / (tp * bandwidth)
+        self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
+        self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
         self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))
         self.kv_bytes_per_token_layer = model.kv_bytes_per_token_layer(tp)
         self.decode_s_per_context_token = self.kv_bytes_per_token_layer * model.num_layers / bandwidth
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
-        self.head_floor_s = model.head_weight_bytes / (tp * bandwidth)
+        self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
+        self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
         self.overhead_s = value("step_overhead_s") + model.num_layers * value("layer_overhead_s")
         self._set_copies(model, hardware, profile, block_bytes)
         self._set_all_reduce(model, hardware, profile)
@@ -152,32 +156,38 @@ class RooflineCost(CostModel):
             self.all_reduce_s_per_token = self.num_all_reduces * ring / value("allreduce_bytes_per_s")
             self.all_reduce_fixed_s = self.num_all_reduces * 2 * (tp - 1) * value("allreduce_latency_s")
 
+    def linear_s(self, tokens: int) -> float:
+        """Linear layers of all layers over `tokens` tokens, s."""
+        memory = self.linear_weights_s + tokens * self.activations_s_per_token
+        return ridge(tokens * self.linear_s_per_token, memory, self.exponent)
+
+    def head_s(self, num_sampled: int) -> float:
+        """LM head for `num_sampled` tokens, s."""
+        memory = self.head_weights_s + num_sampled * self.logits_s_per_sample
+        return ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
+
     def iteration_s(self, plan: IterationPlan) -> float:
         tokens = plan.prefill_tokens + plan.num_decodes
         if not tokens:
             return 0.0
         sampled = plan.num_sampled_prefills + plan.num_decodes
-        linear = tokens * self.linear_s_per_token
-        if linear < self.linear_floor_s:
-            linear = self.linear_floor_s
         seconds = (
-            linear
+            self.linear_s(tokens)
             + self.attention_s_per_pair * plan.prefill_pairs
             + self.decode_s_per_context_token * plan.decode_context_tokens
             + self.overhead_s
         )
         if sampled:
-            head = sampled * self.head_s_per_sample
-            seconds += head if head > self.head_floor_s else self.head_floor_s
+            seconds += self.head_s(sampled)
         if self.tp > 1:
             seconds += self.all_reduce_s_per_token * tokens + self.all_reduce_fixed_s
         return seconds
 
     def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
         first = (
-            max(num_decodes * self.linear_s_per_token, self.linear_floor_s)
+            self.linear_s(num_decodes)
             + self.decode_s_per_context_token * context_tokens
-            + max(num_decodes * self.head_s_per_sample, self.head_floor_s)
+            + self.head_s(num_decodes)
             + self.overhead_s
         )
         if self.tp > 1:
@@ -247,6 +257,17 @@ def build_cost(
     if form == "paper":
         return PaperCost(model, hardware, profile, tp, block_bytes)
     raise UserError(f"cost form: {form!r} is not one of roofline, paper, linear")
+
+
+def ridge(compute_s: float, memory_s: float, exponent: float) -> float:
+    """Time of work that computes for `compute_s` and moves memory for `memory_s`, s.
+
+    (c^p + m^p)^(1/p): p = 1 one after the other, p towards infinity perfect overlap, max(c, m). Kernels lie between:
+    waves of tiles that leave multiprocessors idle, and prologues that wait for memory, round off the roofline's ridge.
+    """
+    if compute_s < memory_s:
+        compute_s, memory_s = memory_s, compute_s
+    return compute_s * (1.0 + (memory_s / compute_s) ** exponent) ** (1.0 / exponent)
 
 
 def run_s(first_s: float, slope_s: float, steps: int) -> float:

@@ -20,6 +20,7 @@ ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
     "attention_flops_per_s": "FLOP/s",
     "hbm_bytes_per_s": "B/s",
+    "roofline_exponent": "1",
     "layer_overhead_s": "s",
     "step_overhead_s": "s",
     "h2d_bytes_per_s": "B/s",
@@ -34,6 +35,7 @@ ROOFLINE_UNITS = {
 """Constants of the forms `roofline` and `paper` and their units; rates are those achieved, per GPU.
 
 `alpha` and `beta` are LayerKV's corrections of Eq. 3 (prefill over peak FLOP/s) and Eq. 4 (copy over the PCIe rate);
+`roofline_exponent` is the sharpness p of the ridge between compute and memory (`sim.cost.ridge`);
 `allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them.
 """
 LINEAR_UNITS = {

@@ -222,10 +222,42 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             total += self.moe.num_moe_layers * experts
         return total
 
+    def linear_activation_bytes_per_token(self, tp: int = 1) -> float:
+        """Bytes per GPU that the linear layers of all layers read as inputs and write as outputs for one token.
+
+        Widths between column- and row-parallel projections are split over `tp` GPUs, the hidden state is not.
+        """
+        self.check_tp(tp)
+        h = self.hidden_size
+        elements = self.num_layers * (3 * h + self._attention_inner_width(tp))
+        gates = 2 if self.gated_mlp else 1
+        # Into the MLP: h; out of its first projections: `gates` widths; into its last: one; out of it: h.
+        elements += self._num_dense_layers * (h + (gates + 1) * self.intermediate_size / tp)
+        if self.moe:
+            width = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
+            experts = self.moe.experts_per_token + (1 if self.moe.shared_intermediate_size else 0)
+            # Every expert reads the hidden state and writes one; the h counted above is that of a dense MLP's output.
+            elements += self.moe.num_moe_layers * ((2 * experts - 1) * h + (gates + 1) * width / tp)
+        return elements * self.dtype_bytes
+
+    def _attention_inner_width(self, tp: int) -> float:
+        """Elements of one token between the projections of attention: queries, keys, values, and attention's output."""
+        n = self.num_heads / tp
+        if self.mla is None:
+            return (2 * n + 2 * max(1, self.num_kv_heads // tp)) * self.head_dim
+        m = self.mla
+        latents = 2 * (m.kv_lora_rank + (m.q_lora_rank or 0)) + m.qk_rope_head_dim
+        return latents + n * (m.qk_nope_head_dim + m.qk_rope_head_dim) + n * (m.qk_nope_head_dim + 2 * m.v_head_dim)
+
     @property
     def head_weight_bytes(self) -> float:
         """Bytes of the LM head, V h."""
         return self.vocab_size * self.hidden_size * self.dtype_bytes
+
+    @property
+    def head_activation_bytes_per_token(self) -> float:
+        """Bytes the LM head reads and writes for one sampled token: a hidden state and the logits."""
+        return (self.hidden_size + self.vocab_size) * self.dtype_bytes
 
     @property
     def hidden_bytes_per_token_layer(self) -> float:
@@ -246,6 +278,13 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def head_flops_per_token(self) -> float:
         """FLOPs of the LM head per sampled token, 2 h V."""
         return 2.0 * self.hidden_size * self.vocab_size
+
+    @property
+    def kv_projection_flops_per_token_layer(self) -> float:
+        """FLOPs that make K and V of one token from one layer's hidden state, 4 h n_kv d: hidden-state restoration."""
+        if self.mla:
+            return 2.0 * self.hidden_size * (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+        return 2.0 * self._attention_kv_weights
 
     @property
     def attention_flops_per_token_pair(self) -> float:

@@ -1,0 +1,352 @@
+"""The commands `calibrate` and `profile`."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from sim.errors import UserError
+from sim.files import make_folder, write_atomically
+from sim.profile import Profile, default_profile, load_profile, shipped_profiles
+from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
+
+if TYPE_CHECKING:
+    from calib.fit import FitReport
+    from calib.samples import Sample
+
+DATA = Path(__file__).parent / "data"
+"""Samples of shipped profiles."""
+SAMPLES_FILE = "samples.csv"
+DEVICES = {
+    "H200": "h200", "H100": "h100", "L40S": "l40s", "L20": "l20", "A100": "a100-80g", "RTX 4090": "rtx-4090",
+    "V100": "v100", "T4": "t4",
+}  # fmt: skip
+"""Parts of names that CUDA gives devices, and our specs of them; the first that fits."""
+Status = Literal["measured", "imported"]
+
+
+def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
+    """Mount `calibrate` and `profile`; each leaf sets `run`, from the parsed arguments to the exit status."""
+    _add_calibrate(subparsers)
+    profile = subparsers.add_parser("profile", help="list, show, compare, fit and import fitted constants")
+    commands = profile.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    listing = commands.add_parser("list", help="list the shipped profiles")
+    listing.set_defaults(run=run_list)
+    show = commands.add_parser("show", help="show a profile: constants, errors, range and where it comes from")
+    show.add_argument("profile", help="name of a shipped profile, or a file")
+    show.add_argument("--samples", type=Path, metavar="FILE", help="samples it was fitted to (default: shipped)")
+    show.add_argument("--figure", type=Path, metavar="FILE.png", help="draw measured against fitted")
+    show.set_defaults(run=run_show)
+    diff = commands.add_parser("diff", help="compare two profiles constant by constant")
+    diff.add_argument("first")
+    diff.add_argument("second")
+    diff.add_argument("--model", default="llama-2-7b", help="model whose iterations both predict (%(default)s)")
+    diff.add_argument("--figure", type=Path, metavar="FILE.png", help="draw the ratios and the predictions")
+    diff.set_defaults(run=run_diff)
+    _add_fit(commands)
+    _add_imports(commands)
+    _add_derive(commands)
+
+
+def _add_calibrate(subparsers: Any) -> None:  # noqa: ANN401
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="measure this machine's kernels and copies, and fit a profile",
+        description="Time the runtime's own layers, copies and overlaps, then fit a profile. A killed run resumes with "
+        "the same command. Needs the extra `gpu` (torch).",
+    )
+    parser.add_argument("--device", required=True, choices=("cuda", "cpu"))
+    parser.add_argument(
+        "--model", action="append", required=True, help="name or config.json whose layer shapes to time; repeatable"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats: under a minute")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of weights and KV cache")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights and inputs (%(default)s)")
+    parser.add_argument("--gpu", metavar="NAME", help="spec of the GPU (default: told by its name), or a file")
+    parser.add_argument("--base", metavar="PROFILE", help="profile to complete what cannot be measured here")
+    parser.add_argument("--name", help="name of the profile (default: <gpu>-measured)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for samples, profile and report")
+    parser.set_defaults(run=run_calibrate)
+
+
+def _add_fit(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser("fit", help="fit a profile to a CSV of samples", description=_samples_help())
+    parser.add_argument("samples", type=Path, metavar="SAMPLES.csv")
+    _add_target(parser)
+    parser.set_defaults(run=run_fit, status="measured")
+
+
+def _samples_help() -> str:
+    return (
+        "Fit the roofline to measured operating points: CSV with the columns op, latency_s, model, batch_size, "
+        "new_tokens, context_tokens, num_bytes ... (docs/calibration.md). Writes the profile, a report and a figure."
+    )
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", required=True, metavar="NAME", help="spec of the GPU, by name or file")
+    parser.add_argument("--base", metavar="PROFILE", help="profile to complete it (default: the GPU's derived)")
+    parser.add_argument("--name", help="name of the profile (default: <gpu>-measured or <gpu>-imported)")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (%(default)s)")
+
+
+def _add_imports(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser("import", help="turn public tables into samples and fit them")
+    kinds = parser.add_subparsers(title="tables", metavar="TABLES", required=True)
+    tables = kinds.add_parser("aiconfigurator", help="aiconfigurator-core's operator tables (needs pyarrow)")
+    tables.add_argument("--system", required=True, help="a100_sxm, l40s, h100_sxm or h200_sxm")
+    tables.add_argument("--model", action="append", help="models to compose; repeatable (default: six Llama and Qwen)")
+    tables.add_argument("--engine", default="vllm", help="whose attention: vllm, sglang or trtllm (%(default)s)")
+    tables.add_argument("--tables", type=Path, metavar="DIR", help="the package's systems/data (default: installed)")
+    tables.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (%(default)s)")
+    tables.set_defaults(run=run_import_aiconfigurator, gpu=None, base=None, name=None)
+    vidur = kinds.add_parser("vidur", help="Vidur's mlp, attention and all_reduce CSVs")
+    vidur.add_argument("--model", required=True, help="whose tables these are")
+    vidur.add_argument("--mlp", type=Path, required=True, metavar="CSV")
+    vidur.add_argument("--attention", type=Path, required=True, metavar="CSV")
+    vidur.add_argument("--all-reduce", type=Path, metavar="CSV")
+    _add_target(vidur)
+    vidur.set_defaults(run=run_import_vidur)
+    steps = kinds.add_parser("steps", help="whole steps: prompt_time and token_time in ms (Splitwise's perf_model.csv)")
+    steps.add_argument("table", type=Path, metavar="CSV")
+    steps.add_argument("--hardware", default="", help="value of the column `hardware` to take")
+    steps.add_argument(
+        "--model", action="append", required=True, metavar="THEIRS=OURS", help="model of the table; repeatable"
+    )
+    _add_target(steps)
+    steps.set_defaults(run=run_import_steps)
+    samples = kinds.add_parser("samples", help="a samples CSV measured by others", description=_samples_help())
+    samples.add_argument("samples", type=Path, metavar="SAMPLES.csv")
+    _add_target(samples)
+    samples.set_defaults(run=run_fit, status="imported")
+
+
+def _add_derive(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser("derive", help="assume a profile for a GPU from a sibling's")
+    parser.add_argument("--gpu", required=True, metavar="NAME", help="spec of the GPU, by name or file")
+    parser.add_argument("--sibling", required=True, metavar="PROFILE", help="profile whose shares are taken over")
+    parser.add_argument("--base", metavar="PROFILE", help="profile with the GPU's own PCIe and all-reduce constants")
+    parser.add_argument("--compute-share", type=float, help="share of the peak FLOP/s, if not the sibling's")
+    parser.add_argument("--reason", default="", help="why that share")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (%(default)s)")
+    parser.set_defaults(run=run_derive)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Print the shipped profiles, and the GPUs that have none measured."""
+    profiles = [load_profile(name) for name in shipped_profiles()]
+    width = max(len(profile.name) for profile in profiles)
+    for profile in profiles:
+        used = "  (default)" if default_profile(profile.gpu).name == profile.name else ""
+        print(f"{profile.name:{width}}  {profile.status:8}  {_errors_text(profile)}{used}")
+    return 0
+
+
+def _errors_text(profile: Profile) -> str:
+    residuals = profile.residuals or {}
+    found = []
+    for phase in ("prefill", "decode"):
+        unseen, own = residuals.get(f"unseen_model_{phase}_mape"), residuals.get(f"{phase}_mape")
+        error = own if unseen is None else unseen
+        if error is not None:
+            found.append(f"{phase} {100 * error:.1f} %{' on unseen models' if unseen is not None else ''}")
+    return ", ".join(found) or "no measured errors"
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    """Print a profile; draw it where its samples are at hand."""
+    from calib.report import readable, table  # noqa: PLC0415
+
+    profile = load_profile(arguments.profile)
+    print(f"{profile.name}: {profile.gpu}, {profile.status}, form {profile.form}, {profile.content_hash[:12]}\n")
+    rows = []
+    for name, constant in profile.constants.items():
+        error = "-" if constant.stderr is None else readable(constant.stderr, constant.unit)
+        rows.append((name, readable(constant.value, constant.unit), error, constant.source))
+    print(table(("constant", "value", "standard error", "source"), rows))
+    for title, values in (("provenance", profile.provenance), ("residuals", profile.residuals or {})):
+        print(f"\n{title}:" + ("" if values else " none"))
+        for key, value in values.items():
+            print(f"  {key}: {value}")
+    limits = profile.range
+    if limits is not None:
+        print("\nrange seen:")
+        for field in ("tokens", "batch", "context_tokens"):
+            pair = getattr(limits, field)
+            if pair is not None:
+                print(f"  {field}: {pair[0]:g} to {pair[1]:g}")
+    if arguments.figure is not None:
+        _draw_profile(profile, arguments.samples, arguments.figure)
+    return 0
+
+
+def _draw_profile(profile: Profile, samples: Path | None, path: Path) -> None:
+    from calib.figure import draw_fit, save_figure  # noqa: PLC0415
+
+    source = samples or DATA / f"{profile.name}.csv.gz"
+    if not source.exists():
+        raise UserError(f"--figure: the samples of {profile.name} are not shipped: name them with --samples FILE")
+    status: Status = "measured" if profile.status == "measured" else "imported"
+    report = _fit(source, load_hardware(profile.gpu), None, profile.name, status)
+    print(f"\nwrote {save_figure(path, draw_fit(report))}")
+
+
+def run_diff(arguments: argparse.Namespace) -> int:
+    """Print two profiles side by side."""
+    from calib.report import readable, table  # noqa: PLC0415
+
+    first, second = load_profile(arguments.first), load_profile(arguments.second)
+    if first.form != second.form:
+        raise UserError(
+            f"{first.name} is of form {first.form}, {second.name} of form {second.form}: compare like forms"
+        )
+    rows = []
+    for name, constant in first.constants.items():
+        other = second.constants[name]
+        ratio = f"{other.value / constant.value:.3f}" if constant.value else "-"
+        rows.append((name, readable(constant.value, constant.unit), readable(other.value, other.unit), ratio))
+    print(table(("constant", first.name, second.name, "second / first"), rows))
+    if arguments.figure is not None:
+        from calib.figure import draw_diff, save_figure  # noqa: PLC0415
+
+        print(f"wrote {save_figure(arguments.figure, draw_diff(first, second, arguments.model))}")
+    return 0
+
+
+def run_fit(arguments: argparse.Namespace) -> int:
+    """Fit a file of samples."""
+    hardware = load_hardware(arguments.gpu)
+    name = arguments.name or f"{hardware.name}-{arguments.status}"
+    report = _fit(arguments.samples, hardware, arguments.base, name, arguments.status)
+    return _write(report, make_folder(arguments.out, "--out"))
+
+
+def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
+    """Compose samples from operator tables and fit them."""
+    from calib.importers import aiconfigurator  # noqa: PLC0415
+
+    gpu = aiconfigurator.SYSTEMS.get(arguments.system, "")
+    models = arguments.model or aiconfigurator.MODELS
+    found = aiconfigurator.import_samples(arguments.system, models, arguments.engine, arguments.tables)
+    arguments.gpu = gpu
+    return _import(arguments, found)
+
+
+def run_import_vidur(arguments: argparse.Namespace) -> int:
+    """Compose samples from Vidur's tables and fit them."""
+    from calib.importers import vidur  # noqa: PLC0415
+
+    found = vidur.import_samples(arguments.model, arguments.mlp, arguments.attention, arguments.all_reduce)
+    return _import(arguments, found)
+
+
+def run_import_steps(arguments: argparse.Namespace) -> int:
+    """Take whole steps from a table and fit them."""
+    from calib.importers import steps  # noqa: PLC0415
+
+    models: dict[str, str] = {}
+    for pair in arguments.model:
+        theirs, equals, ours = pair.partition("=")
+        if not equals or not theirs or not ours:
+            raise UserError(f"--model: {pair!r} is not THEIRS=OURS, for example llama2-70b=llama-2-70b")
+        models[theirs] = ours
+    return _import(arguments, steps.import_samples(arguments.table, arguments.hardware, models))
+
+
+def run_derive(arguments: argparse.Namespace) -> int:
+    """Write a derived profile."""
+    from calib.derive import derive_profile  # noqa: PLC0415
+
+    hardware, sibling = load_hardware(arguments.gpu), load_profile(arguments.sibling)
+    profile = derive_profile(
+        hardware,
+        sibling,
+        load_hardware(sibling.gpu),
+        _base(arguments.base, hardware),
+        compute_share=arguments.compute_share,
+        reason=arguments.reason,
+    )
+    path = make_folder(arguments.out, "--out") / f"{profile.name}.json"
+    write_atomically(path, lambda file: file.write(profile.to_json()))
+    print(f"wrote {path}")
+    return 0
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Measure, then fit."""
+    from calib.measure.run import calibrate  # noqa: PLC0415
+
+    hardware = load_hardware(arguments.gpu) if arguments.gpu else _hardware_of(arguments.device)
+    out = make_folder(arguments.out, "--out")
+    calibrate(arguments.device, arguments.model, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
+    name = arguments.name or f"{hardware.name}-measured"
+    return _write(_fit(out / SAMPLES_FILE, hardware, arguments.base, name, "measured"), out)
+
+
+def _hardware_of(device: str) -> HardwareSpec:
+    """The spec of the machine's GPU, by the name CUDA gives it."""
+    if device == "cpu":
+        return load_hardware("cpu")
+    from calib.measure.run import device_name  # noqa: PLC0415
+
+    name = device_name(device)
+    for part, gpu in DEVICES.items():
+        if part in name:
+            return load_hardware("a100-40g" if part == "A100" and "40GB" in name else gpu)
+    raise UserError(f"--gpu: no spec for {name!r}: name one of {', '.join(built_in_hardware())}, or give a file")
+
+
+def _import(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]") -> int:
+    from calib.samples import write_samples  # noqa: PLC0415
+
+    samples, provenance = found
+    hardware = load_hardware(arguments.gpu)
+    name = arguments.name or f"{hardware.name}-imported"
+    out = make_folder(arguments.out, "--out")
+    path = out / f"{name}.csv.gz"
+    write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
+    print(f"wrote {path} ({len(samples)} samples)")
+    return _write(_fit(path, hardware, arguments.base, name, "imported"), out)
+
+
+def _base(name: str | None, hardware: HardwareSpec) -> Profile:
+    """The profile that completes another: named, or the derived one shipped for the GPU."""
+    if name is not None:
+        return load_profile(name)
+    derived = f"{hardware.name.lower()}-derived"
+    return load_profile(derived) if derived in shipped_profiles() else default_profile(hardware.name)
+
+
+def _fit(samples: Path, hardware: HardwareSpec, base: str | None, name: str, status: Status) -> "FitReport":
+    from calib.fit import fit_profile  # noqa: PLC0415
+    from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
+
+    found = read_samples(samples)
+    provenance = read_comments(samples) | {"samples": samples.name, "samples_sha256": samples_sha256(samples)}
+    provenance.setdefault("date", datetime.now(UTC).date().isoformat())
+    return fit_profile(
+        found, samples.parent, hardware, _base(base, hardware), name=name, status=status, provenance=provenance
+    )
+
+
+def _write(report: "FitReport", out: Path) -> int:
+    """Write the profile, the report and the figure, and say in short what was found."""
+    from calib.figure import draw_fit, save_figure  # noqa: PLC0415
+    from calib.report import constants_table, errors_table, fit_markdown, papers_table  # noqa: PLC0415
+
+    profile = report.profile
+    print(f"\n{constants_table(report)}\n\n{errors_table(report)}\n")
+    print(f"The papers' constants:\n{papers_table(report)}\n")
+    if report.carried:
+        print(f"not measured, carried over: {', '.join(report.carried)}", file=sys.stderr)
+    files: dict[str, Callable[[Any], object]] = {
+        f"{profile.name}.json": lambda file: file.write(profile.to_json()),
+        f"{profile.name}.md": lambda file: file.write(fit_markdown(report).encode()),
+    }
+    for file_name, write in files.items():
+        write_atomically(out / file_name, write)
+        print(f"wrote {out / file_name}")
+    print(f"wrote {save_figure(out / f'{profile.name}.png', draw_fit(report))}")
+    return 0

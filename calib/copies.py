@@ -1,0 +1,104 @@
+"""Fits of copies and of all-reduces: a cost of asking plus bytes over a rate.
+
+T_copy = launch * pieces + bytes / X          (per direction; LayerKV's beta is not one constant for small copies)
+T_all-reduce = 2 (G - 1) latency + 2 (G - 1) / G * bytes / X_ar          (a ring of G GPUs)
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from calib.robust import Array, Fit, Parameter, fit_relative
+from calib.samples import Sample
+from sim.errors import UserError
+
+LEAST_SIZES = 3
+LEAST_SPAN = 16.0
+"""Copies of fewer sizes, or of sizes closer together, cannot tell the cost of asking from the rate."""
+
+
+def plain_copies(samples: Sequence[Sample], op: str) -> list[Sample]:
+    """Copies of pinned memory that ran alone."""
+    return [s for s in samples if s.op == op and s.memory == "pinned" and not s.beside]
+
+
+def check_sizes(samples: Sequence[Sample], op: str) -> None:
+    """UserError naming what is missing, unless the samples' sizes can tell launch from rate."""
+    sizes = sorted({s.num_bytes / s.num_copies for s in samples})
+    if len(sizes) < LEAST_SIZES or sizes[-1] < LEAST_SPAN * sizes[0]:
+        raise UserError(
+            f"samples: op {op!r} has {len(sizes)} sizes, from {sizes[0]:g} to {sizes[-1]:g} bytes a piece: measure at "
+            f"least {LEAST_SIZES} sizes spanning a factor of {LEAST_SPAN:g}, or leave the op out"
+        )
+
+
+def copy_s(constants: Mapping[str, float], samples: Sequence[Sample]) -> Array:
+    """Seconds of each copy, shape (samples,)."""
+    rates = np.array([constants[f"{s.op}_bytes_per_s"] for s in samples])
+    return constants["copy_launch_s"] * _pieces(samples) + _bytes(samples) / rates
+
+
+def fit_copies(samples: Sequence[Sample]) -> Fit | None:
+    """copy_launch_s (one for both directions) and {h2d,d2h}_bytes_per_s; None where no copy was measured."""
+    chosen = [s for op in ("h2d", "d2h") for s in plain_copies(samples, op)]
+    if not chosen:
+        return None
+    ops = sorted({s.op for s in chosen})
+    for op in ops:
+        check_sizes([s for s in chosen if s.op == op], op)
+    measured = _measured(chosen)
+    parameters = {"copy_launch_s": Parameter(max(float(np.min(measured / _pieces(chosen))), 1e-9), log=False)}
+    for op in ops:
+        best = max(s.num_bytes / s.latency_s for s in chosen if s.op == op)
+        parameters[f"{op}_bytes_per_s"] = Parameter(best)
+    return fit_relative(lambda values: copy_s(values, chosen), measured, parameters)
+
+
+def fit_host_memcpy(samples: Sequence[Sample]) -> Fit | None:
+    """host_memcpy_bytes_per_s, with a cost of asking that no profile needs; None where it was not measured."""
+    chosen = plain_copies(samples, "host_memcpy")
+    if not chosen:
+        return None
+    check_sizes(chosen, "host_memcpy")
+    measured, pieces, moved = _measured(chosen), _pieces(chosen), _bytes(chosen)
+    parameters = {
+        "host_memcpy_bytes_per_s": Parameter(float(np.max(moved / measured))),
+        "host_memcpy_launch_s": Parameter(max(float(np.min(measured / pieces)), 1e-9), log=False),
+    }
+    return fit_relative(
+        lambda v: v["host_memcpy_launch_s"] * pieces + moved / v["host_memcpy_bytes_per_s"], measured, parameters
+    )
+
+
+def all_reduce_s(constants: Mapping[str, float], num_bytes: Array, gpus: Array) -> Array:
+    """Seconds of all-reduces of `num_bytes` over `gpus` GPUs, shapes (n,); zero on one GPU."""
+    steps = 2 * (gpus - 1)
+    ring = steps / np.maximum(gpus, 1) * num_bytes / constants["allreduce_bytes_per_s"]
+    return steps * constants["allreduce_latency_s"] + ring
+
+
+def fit_all_reduce(samples: Sequence[Sample]) -> Fit | None:
+    """allreduce_bytes_per_s and allreduce_latency_s; None where no all-reduce was measured."""
+    chosen = [s for s in samples if s.op == "all_reduce" and not s.beside]
+    if not chosen:
+        return None
+    check_sizes(chosen, "all_reduce")
+    measured, moved = _measured(chosen), _bytes(chosen)
+    gpus = np.array([s.tp for s in chosen], dtype=np.float64)
+    parameters = {
+        "allreduce_bytes_per_s": Parameter(float(np.max(2 * (gpus - 1) / gpus * moved / measured))),
+        "allreduce_latency_s": Parameter(max(float(np.min(measured / (2 * (gpus - 1)))), 1e-9), log=False),
+    }
+    return fit_relative(lambda values: all_reduce_s(values, moved, gpus), measured, parameters)
+
+
+def _measured(samples: Sequence[Sample]) -> Array:
+    return np.array([s.latency_s for s in samples])
+
+
+def _bytes(samples: Sequence[Sample]) -> Array:
+    return np.array([s.num_bytes for s in samples])
+
+
+def _pieces(samples: Sequence[Sample]) -> Array:
+    return np.array([s.num_copies for s in samples], dtype=np.float64)

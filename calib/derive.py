@@ -1,0 +1,82 @@
+"""A profile for a GPU that nobody measured: a sibling's shares of the specification, every assumption spelled out."""
+
+from sim.errors import UserError
+from sim.profile import ROOFLINE_UNITS, Constant, Profile
+from sim.specs.hardware import HardwareSpec
+
+OWN = (
+    "layer_overhead_s",
+    "step_overhead_s",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "copy_launch_s",
+    "host_memcpy_bytes_per_s",
+    "allreduce_bytes_per_s",
+    "allreduce_latency_s",
+    "beta",
+)
+"""Constants that a sibling says nothing about: engine, link and host."""
+
+
+def derive_profile(
+    hardware: HardwareSpec,
+    sibling: Profile,
+    sibling_hardware: HardwareSpec,
+    base: Profile,
+    *,
+    compute_share: float | None = None,
+    reason: str = "",
+) -> Profile:
+    """Constants of `hardware` from the shares of the specification that a measured sibling reaches.
+
+    Args:
+        sibling, sibling_hardware: the GPU whose shares are taken over: compute, attention, memory.
+        base: profile of `hardware` itself, for `OWN`.
+        compute_share: share of the peak FLOP/s that matrix products are assumed to reach; the sibling's if None.
+        reason: why `compute_share` is what it is; needed with it.
+
+    Raises:
+        UserError: `compute_share` outside (0, 1], or without a reason.
+    """
+    if compute_share is not None and not 0 < compute_share <= 1:
+        raise UserError(f"--compute-share: {compute_share} is not a share of the peak: give one above 0, at most 1")
+    if compute_share is not None and not reason:
+        raise UserError("--compute-share: say in --reason why, for the profile to carry")
+    theirs = sibling.value("flops_per_s") / sibling_hardware.fp16_flops_per_s
+    share = theirs if compute_share is None else compute_share
+    why = reason or f"the share {sibling.name} reaches"
+    flops = share * hardware.fp16_flops_per_s
+    attention = sibling.value("attention_flops_per_s") / sibling.value("flops_per_s")
+    memory_share = sibling.value("hbm_bytes_per_s") / sibling_hardware.hbm_bytes_per_s
+    found: dict[str, Constant] = {}
+    for name, unit in ROOFLINE_UNITS.items():
+        if name == "flops_per_s":
+            text = f"assumed: {share:.3g} of the peak, {hardware.fp16_flops_per_s:.4g} FLOP/s: {why}"
+            found[name] = Constant(flops, None, unit, text)
+        elif name == "attention_flops_per_s":
+            text = f"assumed: {attention:.3g} of flops_per_s, as {sibling.name} reaches"
+            found[name] = Constant(attention * flops, None, unit, text)
+        elif name == "hbm_bytes_per_s":
+            value = memory_share * hardware.hbm_bytes_per_s
+            text = (
+                f"assumed: {memory_share:.3g} of {hardware.hbm_bytes_per_s:.4g} B/s, the share {sibling.name} reaches"
+            )
+            found[name] = Constant(value, None, unit, text)
+        elif name == "alpha":
+            text = "derived: specified peak over flops_per_s (LayerKV Eq. 3 divides by the peak)"
+            found[name] = Constant(1 / share, None, unit, text)
+        elif name in OWN:
+            found[name] = base.constants[name]
+        else:
+            found[name] = Constant(sibling.value(name), None, unit, f"assumed as in {sibling.name}")
+    return Profile(
+        name=f"{hardware.name}-derived",
+        gpu=hardware.name,
+        status="derived",
+        form="roofline",
+        constants=found,
+        provenance={
+            "method": f"shares of the specification that {sibling.name} reaches; see each source",
+            "caution": "nothing here was measured on this GPU; calibrate before relying on absolute times",
+        },
+    )

@@ -1,0 +1,232 @@
+"""From samples to a `Profile`: every constant fitted that the samples can tell, the others carried over and marked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from calib.copies import fit_all_reduce, fit_copies, fit_host_memcpy
+from calib.holdout import (
+    Holdout,
+    Region,
+    errors_of,
+    is_decode,
+    is_scored_prefill,
+    leave_one_model_out,
+    mean_holdout,
+    regions,
+    small_predicts_large,
+)
+from calib.papers import PaperConstant, eq3_alpha, paper_constants
+from calib.robust import Array, Estimate
+from calib.roofline import complete, fit_roofline
+from calib.samples import Sample
+from calib.terms import Terms, load_models, terms_of
+from sim.errors import UserError
+from sim.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile
+from sim.specs.hardware import HardwareSpec
+
+FITTED_OPS = ("layers", "step", "lm_head", "recompute")
+"""Operations that the roofline explains."""
+LEAST_SIZES = 3
+LEAST_TOKENS_SPAN = 4.0
+LEAST_BATCH_SPAN = 4.0
+LEAST_CONTEXT_SPAN = 4.0
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """A fitted profile and all that says how far to trust it.
+
+    Attributes:
+        samples, terms, measured_s, predicted_s: what the roofline was fitted to, and what it gives; shapes (samples,).
+        estimates: fitted constants with their intervals.
+        by_model, small_to_large: held-out errors.
+        papers: the papers' own constants.
+        carried: constants the samples say nothing about, taken from the base profile.
+    """
+
+    profile: Profile
+    samples: list[Sample]
+    terms: Terms
+    measured_s: Array
+    predicted_s: Array
+    estimates: dict[str, Estimate]
+    regions: list[Region]
+    by_model: dict[str, Holdout]
+    small_to_large: Holdout
+    papers: list[PaperConstant]
+    carried: list[str]
+
+    @property
+    def errors(self) -> Array:
+        """Predicted / measured - 1, shape (samples,)."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def fit_profile(
+    samples: Sequence[Sample],
+    folder: Path,
+    hardware: HardwareSpec,
+    base: Profile,
+    *,
+    name: str,
+    status: Literal["measured", "imported"],
+    provenance: Mapping[str, str],
+) -> FitReport:
+    """Fit a profile of form `roofline`.
+
+    Args:
+        samples: of one device; rows with `beside` are not fitted.
+        folder: where models given as paths are looked for.
+        hardware: the GPU, for its peak FLOP/s and PCIe rate.
+        base: profile of the same form whose constants stand in where the samples say nothing.
+        name, status, provenance: of the new profile.
+
+    Raises:
+        UserError: samples too few, or of too few sizes, to tell the constants apart; it names what is missing.
+    """
+    models = load_models(samples, folder)
+    chosen = with_graphs([s for s in samples if s.op in FITTED_OPS and not s.beside])
+    check_enough(chosen)
+    terms, measured = terms_of(chosen, models), np.array([s.latency_s for s in chosen])
+    estimates: dict[str, Estimate] = {}
+    scatter: dict[str, float] = {}
+    for fit in (fit_all_reduce(samples), fit_copies(samples), fit_host_memcpy(samples)):
+        if fit is not None:
+            estimates |= fit.estimates
+            scatter |= dict.fromkeys(fit.estimates, fit.scatter)
+    fixed = {n: _value(n, estimates, base) for n in ("allreduce_bytes_per_s", "allreduce_latency_s")}
+    fit = fit_roofline(terms, measured, fixed=fixed)
+    estimates |= fit.estimates
+    scatter |= dict.fromkeys(fit.estimates, fit.scatter)
+    constants = complete({**fixed, **fit.values})
+    errors = errors_of(constants, terms, measured)
+    papers = paper_constants(samples, models, hardware, constants)
+    alpha = eq3_alpha(papers)
+    if alpha is not None:
+        estimates["alpha"] = alpha
+    by_model = leave_one_model_out(chosen, terms, measured, fixed=fixed)
+    large = small_predicts_large(chosen, terms, measured, fixed=fixed)
+    found = regions(chosen, errors)
+    fitted, carried = _constants(estimates, scatter, base, len(chosen))
+    profile = Profile(
+        name=name,
+        gpu=hardware.name,
+        status=status,
+        form="roofline",
+        constants=fitted,
+        provenance={**provenance, "base": f"{base.name}, for what the samples do not tell"},
+        range=range_of(chosen),
+        residuals=_residuals(chosen, errors, by_model, large, found),
+    )
+    return FitReport(
+        profile, chosen, terms, measured, measured * (1 + errors), estimates, found, by_model, large, papers, carried
+    )
+
+
+def with_graphs(samples: Sequence[Sample]) -> list[Sample]:
+    """Of a shape timed with and without a CUDA graph, the one with: engines replay their decodes from graphs."""
+    graphed = {_shape(s) for s in samples if s.graph}
+    return [s for s in samples if s.graph or _shape(s) not in graphed]
+
+
+def _shape(s: Sample) -> tuple[object, ...]:
+    return s.op, s.model, s.tp, s.num_layers, s.batch_size, s.new_tokens, s.context_tokens
+
+
+def check_enough(samples: Sequence[Sample]) -> None:
+    """UserError that names everything missing, unless the samples can tell the roofline's constants apart."""
+    if not samples:
+        raise UserError(f"samples: none of {', '.join(FITTED_OPS)} that ran alone: measure prompts and decodes")
+    prompts = [s.tokens for s in samples if not s.is_decode and s.op != "lm_head"]
+    decodes = [s for s in samples if s.is_decode]
+    missing = [
+        *_missing("prompts", "tokens", prompts, LEAST_TOKENS_SPAN),
+        *_missing("decodes", "sequences", [s.batch_size for s in decodes], LEAST_BATCH_SPAN),
+        *_missing("decodes", "context tokens", [s.context_tokens for s in decodes], LEAST_CONTEXT_SPAN),
+    ]
+    if missing:
+        raise UserError(f"samples: too few to tell compute, memory and overhead apart: {'; '.join(missing)}")
+
+
+def _missing(phase: str, quantity: str, values: Sequence[int], span: float) -> list[str]:
+    sizes = sorted(set(values))
+    if len(sizes) >= LEAST_SIZES and sizes[-1] >= span * sizes[0]:
+        return []
+    have = "none" if not sizes else f"{len(sizes)} size{'s' * (len(sizes) > 1)} ({sizes[0]} to {sizes[-1]})"
+    return [f"{phase} by {quantity}: {have}, needed are {LEAST_SIZES} or more spanning a factor of {span:g}"]
+
+
+def range_of(samples: Sequence[Sample]) -> FittedRange:
+    """What the samples covered: tokens of a prompt iteration; sequences and context tokens of a decode iteration."""
+    prompts = [s.tokens for s in samples if not s.is_decode and s.op != "lm_head"]
+    decodes = [s for s in samples if s.is_decode]
+    batches = [s.batch_size for s in decodes]
+    contexts = [s.batch_size * (s.context_tokens + 1) for s in decodes]
+    return FittedRange(
+        tokens=(min(prompts), max(prompts)),
+        batch=(min(batches), max(batches)),
+        context_tokens=(min(contexts), max(contexts)),
+    )
+
+
+def _value(name: str, estimates: Mapping[str, Estimate], base: Profile) -> float:
+    return estimates[name].value if name in estimates else base.value(name)
+
+
+def _constants(
+    estimates: dict[str, Estimate], scatter: Mapping[str, float], base: Profile, count: int
+) -> tuple[dict[str, Constant], list[str]]:
+    """All constants of the form, and the names of those carried over from `base`."""
+    found: dict[str, Constant] = {}
+    carried: list[str] = []
+    for name, unit in ROOFLINE_UNITS.items():
+        estimate = estimates.get(name)
+        if name == "beta" and "d2h_bytes_per_s" in estimates:
+            found[name] = Constant(1.0, None, unit, "by definition: d2h_bytes_per_s is the rate reached")
+        elif name == "attention_flops_per_s" and estimate is None:
+            value = estimates["flops_per_s"]
+            found[name] = Constant(
+                value.value, value.stderr, unit, "taken as flops_per_s: no prompt long enough to tell attention apart"
+            )
+        elif estimate is None:
+            carried.append(name)
+            old = base.constants[name]
+            found[name] = Constant(old.value, old.stderr, unit, f"carried over from {base.name}: {old.source}")
+        else:
+            found[name] = Constant(estimate.value, estimate.stderr, unit, _source(estimate, scatter.get(name), count))
+    return found, carried
+
+
+def _source(estimate: Estimate, scatter: float | None, count: int) -> str:
+    if estimate.at_limit:
+        return "fitted: at the limit of what it may be, so without an interval"
+    interval = f"95 % interval {estimate.low:.6g} to {estimate.high:.6g}"
+    if scatter is None:
+        return f"fitted: {interval}"
+    return f"fitted jointly: {interval}; points scatter by {100 * scatter:.1f} % about the fit"
+
+
+def _residuals(
+    samples: Sequence[Sample],
+    errors: Array,
+    by_model: Mapping[str, Holdout],
+    large: Holdout,
+    found: Sequence[Region],
+) -> dict[str, float]:
+    held_out = mean_holdout(by_model)
+    absolute = np.abs(errors)
+    prompts, decodes = is_scored_prefill(samples), is_decode(samples)
+    values = {
+        "prefill_mape": float(np.mean(absolute[prompts])) if prompts.any() else float("nan"),
+        "decode_mape": float(np.mean(absolute[decodes])) if decodes.any() else float("nan"),
+        "unseen_model_prefill_mape": held_out.prefill,
+        "unseen_model_decode_mape": held_out.decode,
+        "unseen_size_prefill_mape": large.prefill,
+        "unseen_size_decode_mape": large.decode,
+        "largest_region_bias": max((abs(region.bias) for region in found), default=float("nan")),
+    }
+    return {name: round(value, 5) for name, value in values.items() if np.isfinite(value)}

@@ -1,0 +1,154 @@
+"""How far a fit can be trusted: errors on samples it has not seen, and where it leans.
+
+A fit's error on its own samples flatters it. Here models are left out one at a time, and small sizes predict large
+ones; regions show a lean that an average would hide.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calib.robust import Array
+from calib.roofline import NO_ALL_REDUCE, complete, fit_roofline, predict_s, without_activations
+from calib.samples import Sample
+from calib.terms import Terms
+
+Mask = NDArray[np.bool_]
+
+PROMPT_TOKENS = 128
+"""Prompts below this many tokens are not scored: pure overhead, and what they cost nobody asks."""
+SMALL_SHARE = 0.5
+"""Share of each phase's samples, the fastest, that predict the others."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Samples that have a phase and a size in common."""
+
+    name: str
+    count: int
+    bias: float
+    """Mean of predicted / measured - 1."""
+    mape: float
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Mean absolute relative errors of prompts and of decodes; NaN where there was nothing to score."""
+
+    prefill: float
+    decode: float
+    count: int
+
+
+def is_decode(samples: Sequence[Sample]) -> Mask:
+    """Which samples are decodes."""
+    return np.array([s.is_decode for s in samples])
+
+
+def is_scored_prefill(samples: Sequence[Sample]) -> Mask:
+    """Which samples are prompts long enough to score."""
+    return np.array([not s.is_decode and s.tokens >= PROMPT_TOKENS and s.op != "lm_head" for s in samples])
+
+
+def errors_of(constants: Mapping[str, float], terms: Terms, measured_s: Array) -> Array:
+    """Predicted / measured - 1 of every sample."""
+    return predict_s(constants, terms) / measured_s - 1
+
+
+def leave_one_model_out(
+    samples: Sequence[Sample],
+    terms: Terms,
+    measured_s: Array,
+    form: str = "full",
+    fixed: Mapping[str, float] = NO_ALL_REDUCE,
+) -> dict[str, Holdout]:
+    """Each model predicted by a fit to the others; empty where there is only one."""
+    models = np.array([s.model for s in samples])
+    names = sorted(set(models))
+    if len(names) < 2:
+        return {}
+    return {str(name): _held_out(samples, terms, measured_s, models == name, form, fixed) for name in names}
+
+
+def small_predicts_large(
+    samples: Sequence[Sample],
+    terms: Terms,
+    measured_s: Array,
+    form: str = "full",
+    fixed: Mapping[str, float] = NO_ALL_REDUCE,
+    share: float = SMALL_SHARE,
+) -> Holdout:
+    """The longer prompts and decodes (by measured time, each phase apart) predicted by a fit to the shorter ones."""
+    large = np.zeros(len(samples), dtype=bool)
+    decodes = is_decode(samples)
+    for phase in (decodes, ~decodes):
+        if phase.any():
+            large |= phase & (measured_s > np.quantile(measured_s[phase], share))
+    return _held_out(samples, terms, measured_s, large, form, fixed)
+
+
+def mean_holdout(parts: Mapping[str, Holdout]) -> Holdout:
+    """The average over held-out models, each counting the same."""
+    prefill = [part.prefill for part in parts.values() if not np.isnan(part.prefill)]
+    decode = [part.decode for part in parts.values() if not np.isnan(part.decode)]
+    count = sum(part.count for part in parts.values())
+    return Holdout(_mean(prefill), _mean(decode), count)
+
+
+def _held_out(
+    samples: Sequence[Sample], terms: Terms, measured_s: Array, left_out: Mask, form: str, fixed: Mapping[str, float]
+) -> Holdout:
+    constants = complete({**fixed, **fit_roofline(terms[~left_out], measured_s[~left_out], form, fixed).values})
+    if form == "no activations":
+        terms = without_activations(terms)
+    errors = np.abs(errors_of(constants, terms, measured_s))
+    return Holdout(
+        _mean(errors[left_out & is_scored_prefill(samples)]),
+        _mean(errors[left_out & is_decode(samples)]),
+        int(left_out.sum()),
+    )
+
+
+def _mean(values: Sequence[float] | Array) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def regions(samples: Sequence[Sample], errors: Array) -> list[Region]:
+    """Errors by phase and size: prompts by tokens, decodes by batch and by context tokens, in steps of four-fold."""
+    groups: dict[str, list[int]] = {}
+    for i, sample in enumerate(samples):
+        for name in _regions_of(sample):
+            groups.setdefault(name, []).append(i)
+    found = []
+    for name, members in groups.items():
+        part = errors[members]
+        found.append(Region(name, len(members), float(np.mean(part)), float(np.mean(np.abs(part)))))
+    return sorted(found, key=lambda region: _sort_key(region.name))
+
+
+def _regions_of(sample: Sample) -> list[str]:
+    if sample.op == "lm_head":
+        return [f"LM head, rows {_span(sample.batch_size)}"]
+    if sample.is_decode:
+        context = sample.batch_size * (sample.context_tokens + 1)
+        return [f"decode, batch {_span(sample.batch_size)}", f"decode, context tokens {_span(context)}"]
+    cached = ", after a context" if sample.context_tokens else ""
+    return [f"{'recompute' if sample.op == 'recompute' else 'prefill'}, tokens {_span(sample.tokens)}{cached}"]
+
+
+def _span(value: int) -> str:
+    """The four-fold interval around a value: powers of four."""
+    low = 4 ** int(np.floor(np.log(value) / np.log(4) + 1e-9))
+    return f"{low:,}-{4 * low - 1:,}"
+
+
+def _sort_key(name: str) -> tuple[str, int]:
+    head, _, span = name.rpartition(" ")
+    digits = "".join(c for c in span.partition("-")[0] if c.isdigit())
+    if not digits:
+        head, _, span = name.partition(", after")
+        return _sort_key(head)
+    return head, int(digits)

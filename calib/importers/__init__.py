@@ -1,0 +1,1 @@
+"""Importers: public measured tables, each turned into the samples of `calib.samples`."""

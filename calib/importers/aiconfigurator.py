@@ -1,0 +1,277 @@
+"""NVIDIA aiconfigurator-core's tables of operators (Apache-2.0, package `aiconfigurator-core`), composed into layers.
+
+The tables hold latencies in ms of GEMMs (m, n, k), of attention over prompts and of attention over a KV cache, measured
+by several engines' collectors. A decoder layer is the sum of its four GEMMs (QKV, output, gate and up, down) and its
+attention; norms, rotary embedding and activation are not in the tables, so a layer of them is missing a few per cent.
+
+- A GEMM that several collectors timed counts with the median of them: they call the same library, and the median of
+  three machines is steadier than any.
+- Widths between two of the grid are interpolated linearly in n and k (Llama's MLP widths are not on the grid); numbers
+  of tokens are not: only those on the grid become samples.
+- Attention is that of one engine, whose kernels it is.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from calib.robust import MADS
+from calib.samples import Sample
+from sim.errors import UserError
+from sim.specs.models import ModelSpec, load_model
+
+PACKAGE = "aiconfigurator_core"
+SYSTEMS = {"a100_sxm": "a100-80g", "l40s": "l40s", "h100_sxm": "h100", "h200_sxm": "h200"}
+"""Systems of the package and the GPUs of ours that they are."""
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b")
+"""Models whose heads are in the tables and whose shapes differ from each other."""
+DTYPE = "bfloat16"
+HEAD_DIM = 128
+MS = 1e-3
+MOST_DECODES = 512
+LEAST_CONTEXT_TOKENS = 127
+LEAST_PROMPT_TOKENS = 128
+"""Shorter prompts cost what decodes of as many tokens do."""
+LEAST_REDUCED_BYTES, MOST_REDUCED_BYTES = 8 << 10, 256 << 20
+"""Messages of a tensor-parallel layer, from one token to a long prompt."""
+REDUCING_GPUS = {"l40s": (2,)}
+"""Group sizes taken, where not all: over PCIe, NCCL's rate per byte falls 4- and 13-fold at 4 and 8 GPUs in the table,
+which is that machine's topology, not the GPU."""
+
+
+class Gemm(NamedTuple):
+    """Rows, output width, inner width."""
+
+    m: int
+    n: int
+    k: int
+
+
+class Timing(NamedTuple):
+    """Median s, robust standard deviation s, how many collectors timed it."""
+
+    latency_s: float
+    spread_s: float
+    repeats: int
+
+
+def import_samples(
+    system: str, models: Sequence[str] = MODELS, engine: str = "vllm", folder: Path | None = None
+) -> tuple[list[Sample], dict[str, str]]:
+    """Samples of one layer per model, prompt and decode, and all-reduces; with where they come from.
+
+    Args:
+        system: a key of `SYSTEMS`.
+        models: names or config paths; their head counts must be in the tables.
+        engine: whose attention kernels: vllm, sglang or trtllm.
+        folder: the package's `systems/data`; by default that of the installed package.
+    """
+    if system not in SYSTEMS:
+        raise UserError(f"aiconfigurator: system {system!r} is not known: use one of {', '.join(SYSTEMS)}")
+    root = (folder or _package_data()) / system
+    gemms = _gemm_table(root)
+    prompts = _attention_table(root, engine, "context")
+    decodes = _attention_table(root, engine, "generation")
+    samples: list[Sample] = []
+    for name in models:
+        model = load_model(name)
+        found = list(_layers(name, model, gemms, prompts, decodes))
+        if not found:
+            raise UserError(
+                f"aiconfigurator: {system} has no attention of {model.num_heads} query and {model.num_kv_heads} KV "
+                f"heads of {model.head_dim} (model {name}): leave it out"
+            )
+        samples += found
+    samples += _all_reduces(root)
+    return samples, _provenance(root, engine)
+
+
+def _package_data() -> Path:
+    found = find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise UserError("aiconfigurator-core is not installed: pip install 'aiconfigurator-core==0.12.*' pyarrow")
+    return Path(found.origin).parent / "systems" / "data"
+
+
+def _read(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a parquet file, those of `columns` that it has."""
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UserError("reading parquet needs pyarrow: pip install pyarrow") from error
+    known = set(parquet.read_schema(path).names)
+    return parquet.read_table(path, columns=[c for c in columns if c in known]).to_pylist()
+
+
+def _newest(folder: Path, name: str) -> list[Path]:
+    """The file `name` of the newest version of each collector (or of `folder` itself) under a folder."""
+    found: list[Path] = []
+    for collector in sorted(folder.glob("*")):
+        versions = sorted(collector.glob(f"*/{name}"), key=lambda path: _version(path.parent.name))
+        found += versions[-1:]
+    if not found:
+        raise UserError(f"{folder}: holds no {name}: give the package's systems/data folder")
+    return found
+
+
+def _version(text: str) -> tuple[int, ...]:
+    digits = "".join(c if c.isdigit() else " " for c in text)
+    return tuple(int(part) for part in digits.split())
+
+
+def _gemm_table(root: Path) -> dict[Gemm, Timing]:
+    times: defaultdict[Gemm, list[float]] = defaultdict(list)
+    for path in _newest(root / "gemm", "gemm_perf.parquet"):
+        once: defaultdict[Gemm, list[float]] = defaultdict(list)
+        for row in _read(path, ("gemm_dtype", "m", "n", "k", "latency")):
+            if row["gemm_dtype"] == DTYPE:
+                once[Gemm(row["m"], row["n"], row["k"])].append(row["latency"] * MS)
+        for shape, values in once.items():
+            times[shape].append(median(values))
+    return {shape: _timing(values) for shape, values in times.items()}
+
+
+def _timing(values: Sequence[float]) -> Timing:
+    middle = median(values)
+    return Timing(middle, MADS * median(abs(v - middle) for v in values), len(values))
+
+
+AttentionKey = tuple[int, int, int, int, int]
+"""Sequences, new tokens, cached tokens, query heads, KV heads."""
+
+
+def _attention_table(root: Path, engine: str, kind: str) -> dict[AttentionKey, list[float]]:
+    name = f"{kind}_attention_perf.parquet"
+    paths = [path for path in _newest(root / "attention", name) if path.parent.parent.name == engine]
+    if not paths:
+        raise UserError(f"{root / 'attention'}: holds no tables of engine {engine!r}: use vllm, sglang or trtllm")
+    columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "attn_dtype")
+    found: defaultdict[AttentionKey, list[float]] = defaultdict(list)
+    for row in _read(paths[0], (*columns, "kv_cache_dtype", "window_size", "latency")):
+        if (
+            row["attn_dtype"] == row["kv_cache_dtype"] == DTYPE
+            and row["head_dim"] == 128
+            and not row.get("window_size")
+        ):
+            key = (row["batch_size"], row["isl"], row["step"], row["num_heads"], row["num_key_value_heads"])
+            found[key].append(row["latency"] * MS)
+    return found
+
+
+def _layers(
+    name: str,
+    model: ModelSpec,
+    gemms: Mapping[Gemm, Timing],
+    prompts: Mapping[AttentionKey, list[float]],
+    decodes: Mapping[AttentionKey, list[float]],
+) -> Iterator[Sample]:
+    """Samples of one layer of `model` on one GPU."""
+    linear = _linear(model, gemms)
+    heads = (model.num_heads, model.num_kv_heads)
+    for table in (prompts, decodes):
+        for (batch, new, cached, *shape), times in sorted(table.items()):
+            tokens = batch * new
+            if tuple(shape) != heads or tokens not in linear:
+                continue
+            if table is prompts and tokens < LEAST_PROMPT_TOKENS:
+                continue
+            if table is decodes and (batch > MOST_DECODES or cached < LEAST_CONTEXT_TOKENS):
+                continue
+            timing = linear[tokens]
+            yield Sample(
+                op="layers",
+                latency_s=timing.latency_s + median(times),
+                spread_s=timing.spread_s,
+                repeats=timing.repeats,
+                model=name,
+                batch_size=batch,
+                new_tokens=new,
+                context_tokens=cached,
+            )
+
+
+def _linear(model: ModelSpec, gemms: Mapping[Gemm, Timing]) -> dict[int, Timing]:
+    """The four GEMMs of a layer together, by number of tokens."""
+    h, f, d = model.hidden_size, model.intermediate_size, model.head_dim
+    shapes = [((model.num_heads + 2 * model.num_kv_heads) * d, h), (h, model.num_heads * d), (2 * f, h), (h, f)]
+    widths = sorted({shape.n for shape in gemms}), sorted({shape.k for shape in gemms})
+    found: dict[int, Timing] = {}
+    for m in sorted({shape.m for shape in gemms}):
+        parts = [_interpolated(m, n, k, gemms, widths) for n, k in shapes]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(shapes):
+            variance = sum(part.spread_s**2 for part in known)
+            repeats = min(part.repeats for part in known)
+            found[m] = Timing(sum(part.latency_s for part in known), variance**0.5, repeats)
+    return found
+
+
+def _interpolated(
+    m: int, n: int, k: int, gemms: Mapping[Gemm, Timing], widths: tuple[Sequence[int], Sequence[int]]
+) -> Timing | None:
+    latency_s = spread_s = 0.0
+    repeats: list[int] = []
+    for n_near, n_weight in _neighbours(n, widths[0]):
+        for k_near, k_weight in _neighbours(k, widths[1]):
+            timing = gemms.get(Gemm(m, n_near, k_near))
+            if timing is None:
+                return None
+            latency_s += n_weight * k_weight * timing.latency_s
+            spread_s += n_weight * k_weight * timing.spread_s
+            repeats.append(timing.repeats)
+    return Timing(latency_s, spread_s, min(repeats)) if repeats else None
+
+
+def _neighbours(value: int, grid: Sequence[int]) -> Iterable[tuple[int, float]]:
+    """Grid values around `value` with the weights of linear interpolation; none outside the grid."""
+    if value in grid:
+        return ((value, 1.0),)
+    below = [v for v in grid if v < value]
+    above = [v for v in grid if v > value]
+    if not below or not above:
+        return ()
+    low, high = below[-1], above[0]
+    weight = (value - low) / (high - low)
+    return ((low, 1 - weight), (high, weight))
+
+
+def _all_reduces(root: Path) -> Iterator[Sample]:
+    """NCCL's all-reduces of half precision, newest version."""
+    allowed = REDUCING_GPUS.get(root.name, (2, 4, 8))
+    for path in _newest(root / "comm", "nccl_perf.parquet"):
+        for row in _read(path, ("nccl_dtype", "op_name", "num_gpus", "message_size", "latency")):
+            gpus, num_bytes = row["num_gpus"], row["message_size"]
+            if row["op_name"] != "all_reduce" or row["nccl_dtype"] != "half":
+                continue
+            if gpus in allowed and LEAST_REDUCED_BYTES <= num_bytes <= MOST_REDUCED_BYTES:
+                yield Sample(
+                    op="all_reduce",
+                    latency_s=row["latency"] * MS,
+                    tp=gpus,
+                    num_bytes=float(num_bytes),
+                )
+
+
+def _provenance(root: Path, engine: str) -> dict[str, str]:
+    gemm = ", ".join(f"{p.parent.parent.name} {p.parent.name}" for p in _newest(root / "gemm", "gemm_perf.parquet"))
+    attention = [
+        path.parent.name
+        for path in _newest(root / "attention", "context_attention_perf.parquet")
+        if path.parent.parent.name == engine
+    ]
+    device = _read(_newest(root / "gemm", "gemm_perf.parquet")[0], ("device",))[0]["device"]
+    nccl = _newest(root / "comm", "nccl_perf.parquet")[0].parent.name
+    return {
+        "tables": "aiconfigurator-core 0.12, NVIDIA, Apache-2.0",
+        "system": root.name,
+        "device": str(device),
+        "dtype": DTYPE,
+        "gemm": f"median over the collectors {gemm}",
+        "attention": f"{engine} {attention[0]}",
+        "all_reduce": f"NCCL {nccl}, half precision",
+        "missing": "norms, rotary embedding, activation, LM head, PCIe copies, engine overhead: not in the tables",
+    }

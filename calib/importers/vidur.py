@@ -1,0 +1,136 @@
+"""Vidur's profiles (MIT, its `data/profiling`): one CSV of operators, one of attention, one of all-reduces.
+
+Medians in ms, resolved to a microsecond, per layer and GPU: `mlp.csv` by number of tokens (projections, MLP, norms,
+rotary embedding, activation, residual), `attention.csv` by chunk, batch and KV cache, `all_reduce.csv` by bytes. A
+layer is an attention row plus the operators at its number of tokens, interpolated linearly between neighbours of the
+dense grid.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from calib.importers.tables import Table
+from calib.samples import Sample
+from sim.errors import UserError
+from sim.specs.models import ModelSpec, load_model
+
+MS = 1e-3
+OPERATORS = (
+    "input_layernorm",
+    "attn_pre_proj",
+    "attn_rope",
+    "attn_post_proj",
+    "post_attention_layernorm",
+    "mlp_up_proj",
+    "mlp_act",
+    "mlp_down_proj",
+    "add",
+)
+"""Operators of a layer; models with parallel attention and MLP lack the second norm."""
+MAY_LACK = ("post_attention_layernorm",)
+ATTENTION = ("attn_input_reshape", "attn_output_reshape", "attn_kv_cache_save")
+
+
+def import_samples(
+    model_name: str, mlp: Path, attention: Path, all_reduce: Path | None = None
+) -> tuple[list[Sample], dict[str, str]]:
+    """Samples of one layer of a model on one GPU of every tensor-parallel size in the tables; with where from."""
+    model = load_model(model_name)
+    linear = _operators(mlp, model)
+    samples = list(_layers(attention, model_name, model, linear))
+    if not samples:
+        raise UserError(f"{attention}: has no attention of {model_name}'s shape: give the model's own table")
+    if all_reduce is not None:
+        samples += _all_reduces(all_reduce)
+    return samples, {
+        "tables": "Vidur's data/profiling, Microsoft, MIT licence",
+        "files": ", ".join(path.name for path in (mlp, attention, all_reduce) if path is not None),
+        "missing": "LM head, PCIe copies, engine overhead: not in the tables",
+    }
+
+
+def _check_model(table: Table, row: int, model: ModelSpec, shape: Mapping[str, int]) -> bool:
+    """Whether a row is of this model's shape."""
+    return all(table.integer(row, column) == value for column, value in shape.items())
+
+
+def _operators(path: Path, model: ModelSpec) -> dict[int, dict[int, float]]:
+    """Seconds of a layer without attention, by tensor-parallel size and tokens."""
+    needed = [f"time_stats.{name}.median" for name in OPERATORS if name not in MAY_LACK]
+    table = Table(path, [*needed, "num_tokens", "num_tensor_parallel_workers", "n_head", "n_embd"])
+    shape = {"n_head": model.num_heads, "n_kv_head": model.num_kv_heads, "n_embd": model.hidden_size}
+    shape["n_expanded_embd"] = model.intermediate_size
+    times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in range(len(table)):
+        if not _check_model(table, row, model, shape):
+            continue
+        total = sum(table.number(row, f"time_stats.{name}.median", 0.0) for name in OPERATORS)
+        tp, tokens = table.integer(row, "num_tensor_parallel_workers"), table.integer(row, "num_tokens")
+        times[tp][tokens].append(total * MS)
+    if not times:
+        wanted = ", ".join(f"{column} {value}" for column, value in shape.items())
+        raise UserError(f"{path}: has no rows of {model.name} ({wanted}): give the model's own table")
+    return {tp: {n: median(values) for n, values in by_tokens.items()} for tp, by_tokens in times.items()}
+
+
+def _layers(path: Path, model_name: str, model: ModelSpec, linear: Mapping[int, Mapping[int, float]]) -> list[Sample]:
+    required = ("is_prefill", "batch_size", "prefill_chunk_size", "kv_cache_size", "num_tensor_parallel_workers")
+    table = Table(path, (*required, "n_q_head", "n_kv_head", "time_stats.attn_decode.median"))
+    shape = {"n_q_head": model.num_heads, "n_kv_head": model.num_kv_heads, "n_embd": model.hidden_size}
+    times: defaultdict[tuple[int, int, int, int], list[float]] = defaultdict(list)
+    for row in range(len(table)):
+        tp = table.integer(row, "num_tensor_parallel_workers")
+        if tp not in linear or not _check_model(table, row, model, shape):
+            continue
+        prompt = table.text(row, "is_prefill").lower() == "true"
+        batch, cached = table.integer(row, "batch_size"), table.integer(row, "kv_cache_size")
+        new = table.integer(row, "prefill_chunk_size") if prompt else 1
+        linear_s = _at(linear[tp], batch * new)
+        if linear_s is None or new < 1:
+            continue
+        kernel = "attn_prefill" if prompt else "attn_decode"
+        total = table.number(row, f"time_stats.{kernel}.median")
+        total += sum(table.number(row, f"time_stats.{name}.median", 0.0) for name in ATTENTION)
+        times[tp, batch, new, cached].append(linear_s + total * MS)
+    return [
+        Sample(
+            op="layers",
+            latency_s=median(values),
+            repeats=len(values),
+            model=model_name,
+            tp=tp,
+            batch_size=batch,
+            new_tokens=new,
+            context_tokens=cached,
+        )
+        for (tp, batch, new, cached), values in sorted(times.items())
+    ]
+
+
+def _at(by_tokens: Mapping[int, float], tokens: int) -> float | None:
+    """Seconds at a number of tokens, interpolated linearly; None outside the grid."""
+    if tokens in by_tokens:
+        return by_tokens[tokens]
+    grid = sorted(by_tokens)
+    above = bisect_left(grid, tokens)
+    if above in (0, len(grid)):
+        return None
+    low, high = grid[above - 1], grid[above]
+    weight = (tokens - low) / (high - low)
+    return (1 - weight) * by_tokens[low] + weight * by_tokens[high]
+
+
+def _all_reduces(path: Path) -> list[Sample]:
+    table = Table(path, ("time_stats.all_reduce.median", "num_workers", "size"))
+    times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for row in range(len(table)):
+        key = table.integer(row, "num_workers"), table.integer(row, "size")
+        times[key].append(table.number(row, "time_stats.all_reduce.median") * MS)
+    return [
+        Sample(op="all_reduce", latency_s=median(values), repeats=len(values), tp=workers, num_bytes=float(size))
+        for (workers, size), values in sorted(times.items())
+        if workers > 1
+    ]

@@ -1,0 +1,148 @@
+"""What a fit found, in Markdown: constants, errors, regions, the papers' constants, what each term is worth."""
+
+from collections.abc import Iterable, Sequence
+from math import isnan
+
+import numpy as np
+
+from calib.fit import FitReport
+from calib.holdout import (
+    PROMPT_TOKENS,
+    Holdout,
+    is_decode,
+    is_scored_prefill,
+    leave_one_model_out,
+    mean_holdout,
+    small_predicts_large,
+)
+from calib.roofline import FORMS
+from sim.profile import ROOFLINE_UNITS
+
+SCALES = (("FLOP/s", 1e12, "TFLOP/s"), ("B/s", 1e9, "GB/s"), ("s", 1e-6, "us"))
+"""Units as people read them: SI unit, size of the readable one, its name."""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def readable(value: float, unit: str) -> str:
+    """A value with a unit one reads: 2.5e14 FLOP/s is 250 TFLOP/s."""
+    for si, scale, name in SCALES:
+        if unit == si:
+            return f"{value / scale:.4g} {name}"
+    return f"{value:.4g}" if unit == "1" else f"{value:.4g} {unit}"
+
+
+def percent(share: float) -> str:
+    """A share in per cent; a dash where there is none."""
+    return "-" if isnan(share) else f"{100 * share:.1f} %"
+
+
+def fit_markdown(report: FitReport) -> str:
+    """The whole report on one fit."""
+    profile = report.profile
+    decodes = int(is_decode(report.samples).sum())
+    parts = [
+        f"# {profile.name}",
+        f"{profile.gpu}, {profile.status}; {len(report.samples)} samples, {decodes} of them decodes. "
+        + " ".join(f"{key}: {value}." for key, value in profile.provenance.items()),
+        "## Constants",
+        constants_table(report),
+        "## Errors",
+        f"Mean absolute relative error; prefill are prompts of {PROMPT_TOKENS} tokens and more.",
+        errors_table(report),
+        "## By region",
+        regions_table(report),
+        "## The papers' constants",
+        papers_table(report),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def constants_table(report: FitReport) -> str:
+    """Every constant with its interval, or where it was carried over from."""
+    rows = []
+    for name, unit in ROOFLINE_UNITS.items():
+        constant, estimate = report.profile.constants[name], report.estimates.get(name)
+        if estimate is None or name in report.carried:
+            rows.append((f"`{name}`", readable(constant.value, unit), "-", constant.source))
+        elif estimate.at_limit:
+            rows.append((f"`{name}`", readable(constant.value, unit), "-", "fitted, at its limit"))
+        else:
+            interval = f"{readable(estimate.low, unit)} to {readable(estimate.high, unit)}"
+            rows.append((f"`{name}`", readable(constant.value, unit), interval, "fitted"))
+    return table(("constant", "value", "95 % interval", "from"), rows)
+
+
+def errors_table(report: FitReport) -> str:
+    """Errors on the samples themselves and on what the fit did not see."""
+    absolute = np.abs(report.errors)
+    prompts, decodes = is_scored_prefill(report.samples), is_decode(report.samples)
+    own = Holdout(_mean(absolute[prompts]), _mean(absolute[decodes]), len(report.samples))
+    rows = [_error_row("the samples fitted", own)]
+    if report.by_model:
+        rows.append(_error_row("a model left out (mean)", mean_holdout(report.by_model)))
+        rows += [_error_row(f"{name} left out", part) for name, part in report.by_model.items()]
+    rows.append(_error_row("the longer half from the shorter", report.small_to_large))
+    return table(("predicting", "prefill", "decode", "samples"), rows)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _error_row(name: str, found: Holdout) -> tuple[str, str, str, str]:
+    return name, percent(found.prefill), percent(found.decode), str(found.count)
+
+
+def regions_table(report: FitReport) -> str:
+    """Lean and error by phase and size."""
+    rows = [(r.name, str(r.count), f"{100 * r.bias:+.1f} %", percent(r.mape)) for r in report.regions]
+    return table(("region", "samples", "bias", "error"), rows)
+
+
+def papers_table(report: FitReport) -> str:
+    """The papers' constants, printed and corrected."""
+    rows = []
+    for found in report.papers:
+        estimate = found.estimate
+        value = "-" if estimate is None else readable(estimate.value, found.unit)
+        interval = "-"
+        if estimate is not None and estimate.low < estimate.high:
+            interval = f"{readable(estimate.low, found.unit)} to {readable(estimate.high, found.unit)}"
+        row = (found.equation, found.form, found.constant, value, interval, percent(found.mape), str(found.count))
+        rows.append(row)
+    return table(("equation", "form", "constant", "value", "95 % interval", "error", "samples"), rows)
+
+
+def forms_table(reports: Sequence[FitReport]) -> str:
+    """What each term of the form is worth: held-out errors (prefill / decode) with it left out."""
+    rows = []
+    for form, about in FORMS.items():
+        cells = [f"{form}: {about}"]
+        for report in reports:
+            held_out = mean_holdout(leave_one_model_out(report.samples, report.terms, report.measured_s, form))
+            cells.append(f"{percent(held_out.prefill)} / {percent(held_out.decode)}")
+        rows.append(cells)
+    return table(("form", *(report.profile.gpu for report in reports)), rows)
+
+
+def size_table(reports: Sequence[FitReport], shares: Sequence[float] = (0.5, 0.75)) -> str:
+    """Shorter samples predicting longer ones (prefill / decode), for several places of the cut."""
+    rows = []
+    for share in shares:
+        cells = [f"the shortest {100 * share:.0f} % predict the rest"]
+        for report in reports:
+            found = small_predicts_large(report.samples, report.terms, report.measured_s, share=share)
+            cells.append(f"{percent(found.prefill)} / {percent(found.decode)}")
+        rows.append(cells)
+    return table(("sizes", *(report.profile.gpu for report in reports)), rows)
+
+
+def worst_region(report: FitReport) -> str:
+    """The region that the fit leans in most."""
+    worst = max(report.regions, key=lambda region: abs(region.bias))
+    return f"{100 * worst.bias:+.1f} % ({worst.name})"

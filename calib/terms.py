@@ -1,0 +1,99 @@
+"""`Terms`: what a sample computes and moves, as the roofline counts it. Samples in, arrays of FLOPs and bytes out.
+
+The counts are `ModelSpec`'s; `sim.cost.RooflineCost` prices the same ones, and a test holds the two together.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calib.samples import Sample
+from sim.cost import ACTIVATION_BYTES
+from sim.errors import UserError
+from sim.specs.json_file import built_in_names
+from sim.specs.models import BUILT_IN, ModelSpec, load_model
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Per sample and per GPU of its group, arrays of shape (samples,).
+
+    Attributes:
+        linear_flops: projections and MLP of the timed layers.
+        weight_bytes, activation_bytes: what those read of weights, and read and write of activations.
+        attention_flops: of prompts and chunks, over query-context pairs.
+        kv_bytes: KV cache read by decodes.
+        head_flops, head_bytes: LM head, where it was timed.
+        reduced_bytes, gpus: per all-reduce of a whole step, two a layer; none where a single GPU's layers were timed.
+        layers, steps: how often the overhead per layer and per step was paid.
+    """
+
+    linear_flops: Array
+    weight_bytes: Array
+    activation_bytes: Array
+    attention_flops: Array
+    kv_bytes: Array
+    head_flops: Array
+    head_bytes: Array
+    reduced_bytes: Array
+    gpus: Array
+    layers: Array
+    steps: Array
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> "Terms":
+        return Terms(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+def load_models(samples: Iterable[Sample], folder: Path) -> dict[str, ModelSpec]:
+    """The spec of every model the samples name; paths are seen from the samples' folder. UserError for an unknown."""
+    found: dict[str, ModelSpec] = {}
+    for name in sorted({sample.model for sample in samples if sample.model}):
+        beside = folder / name
+        known = name.lower() in built_in_names(BUILT_IN)
+        found[name] = load_model(str(beside) if not known and beside.exists() else name)
+    return found
+
+
+def terms_of(samples: Sequence[Sample], models: Mapping[str, ModelSpec]) -> Terms:
+    """The terms of samples whose op computes tokens."""
+    rows = [_row(sample, models[sample.model]) for sample in samples]
+    columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(fields(Terms))).T
+    return Terms(*columns)
+
+
+def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
+    tp, tokens, layers = sample.tp, sample.tokens, sample.num_layers
+    if model.moe and layers != model.num_layers:
+        raise UserError(f"model {model.name}: samples of {layers} layers cannot be priced: its layers differ; time all")
+    share = layers / model.num_layers
+    head_rows = sample.batch_size if sample.op in ("step", "lm_head") else 0
+    head = (
+        head_rows * model.head_flops_per_token / tp,
+        (model.head_weight_bytes + head_rows * model.head_activation_bytes_per_token) / tp if head_rows else 0.0,
+    )
+    if sample.op == "lm_head":
+        return (0.0, 0.0, 0.0, 0.0, 0.0, *head, 0.0, 1.0, 0.0, 0.0)
+    pairs = sample.batch_size * (
+        sample.new_tokens * sample.context_tokens + sample.new_tokens * (sample.new_tokens + 1) / 2
+    )
+    decode_context = sample.batch_size * (sample.context_tokens + 1) if sample.is_decode else 0
+    return (
+        share * tokens * model.linear_flops_per_token / tp,
+        share * model.linear_weight_bytes / tp,
+        share * tokens * model.linear_activation_bytes_per_token(tp),
+        0.0 if sample.is_decode else share * pairs * model.attention_flops_per_token_pair / tp,
+        decode_context * layers * model.kv_bytes_per_token_layer(tp),
+        *head,
+        tokens * model.hidden_size * ACTIVATION_BYTES if sample.op == "step" else 0.0,
+        float(tp) if sample.op == "step" else 1.0,
+        float(layers),
+        1.0 if sample.op == "step" else 0.0,
+    )
