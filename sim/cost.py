@@ -12,11 +12,11 @@ Three forms, chosen by the profile (per GPU of a tensor-parallel group of G):
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 from sim.errors import UserError
 from sim.plan import Direction, IterationPlan
-from sim.profile import Profile
+from sim.profile import FittedRange, Profile
 from sim.specs.hardware import HardwareSpec
 from sim.specs.models import ModelSpec
 
@@ -55,6 +55,12 @@ class CostModel(ABC):
         """All-reduces of one iteration, part of `iteration_s`, s."""
         return 0.0
 
+    beyond: dict[str, float]
+    """What was priced beyond the range the constants were fitted on: quantity of `FittedRange`, most seen."""
+
+    def __init__(self) -> None:
+        self.beyond = {}
+
     all_reduce_on_pcie: bool = False
     """Whether all-reduces travel over the same lane as KV copies."""
     num_all_reduces: int = 0
@@ -76,6 +82,7 @@ class LinearCost(CostModel):
         kv_bytes: float = 0.0,
     ) -> None:
         """`block_bytes` of a whole block and `kv_bytes` of one token in one layer, per GPU."""
+        super().__init__()
         self.kv_bytes_per_token_layer = kv_bytes
         self.p0, self.p1, self.p2 = prefill
         self.d0, self.d1, self.d2 = decode
@@ -108,8 +115,10 @@ class RooflineCost(CostModel):
     """Form `roofline`: fitted constants on the model's own FLOPs and bytes."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float) -> None:
+        super().__init__()
         value = profile.value
         flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
+        self._set_range(profile.range or FittedRange())
         self.exponent = value("roofline_exponent")
         self.tp = tp
         self.layers = model.num_layers
@@ -130,6 +139,16 @@ class RooflineCost(CostModel):
         self.eq3_linear_s = scale * 2 * model.num_params
         self.eq3_square_s = scale * 2 * model.num_layers * model.hidden_size
         self.eq3_square_printed_s = scale * 2 * model.hidden_size
+
+    def _set_range(self, seen: FittedRange) -> None:
+        # Below the least seen, prompts cost what decodes of as many tokens do, and those begin at one.
+        self.most_tokens = seen.tokens[1] if seen.tokens else inf
+        self.most_batch = seen.batch[1] if seen.batch else inf
+        self.most_context_tokens = seen.context_tokens[1] if seen.context_tokens else inf
+
+    def _note_beyond(self, name: str, value: float) -> None:
+        if value > self.beyond.get(name, 0.0):
+            self.beyond[name] = value
 
     def _set_copies(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, block_bytes: float) -> None:
         value = profile.value
@@ -181,7 +200,17 @@ class RooflineCost(CostModel):
             seconds += self.head_s(sampled)
         if self.tp > 1:
             seconds += self.all_reduce_s_per_token * tokens + self.all_reduce_fixed_s
+        if plan.prefill_tokens > self.most_tokens:
+            self._note_beyond("tokens", plan.prefill_tokens)
+        if plan.decode_context_tokens > self.most_context_tokens or plan.num_decodes > self.most_batch:
+            self._note_decodes(plan.num_decodes, plan.decode_context_tokens)
         return seconds
+
+    def _note_decodes(self, num_decodes: int, context_tokens: int) -> None:
+        if num_decodes > self.most_batch:
+            self._note_beyond("batch", num_decodes)
+        if context_tokens > self.most_context_tokens:
+            self._note_beyond("context_tokens", context_tokens)
 
     def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
         first = (
@@ -192,6 +221,8 @@ class RooflineCost(CostModel):
         )
         if self.tp > 1:
             first += self.all_reduce_s_per_token * num_decodes + self.all_reduce_fixed_s
+        if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
+            self._note_decodes(num_decodes, context_tokens)
         return first, self.decode_s_per_context_token * num_decodes
 
     def prefill_s(self, prompt_tokens: int, *, printed: bool = False) -> float:

@@ -54,6 +54,7 @@ def assemble(run: Run) -> dict[str, Any]:
             "name": setup.profile.name,
             "status": setup.profile.status,
             "sha256": setup.profile.content_hash,
+            **({"beyond_range": setup.cost.beyond} if setup.cost.beyond else {}),
         },
         "versions": {"kvtwin": VERSION},
     }
@@ -90,9 +91,20 @@ def _warnings(run: Run) -> list[str]:
             f"host KV blocks ran out {counters.swap_space_exhausted} times and the victims were recomputed "
             "(vLLM 0.5.5 aborts there); raise --swap-space"
         )
+    warnings += _beyond_range(run.setup)
     for reason, count in sorted(counters.ignored.items()):
         warnings.append(f"{count} requests ignored: {reason}")
     return warnings
+
+
+def _beyond_range(setup: Setup) -> list[str]:
+    """One warning for each quantity that was priced beyond what the constants were fitted on."""
+    seen = setup.profile.range
+    return [
+        f"iterations of up to {most:,.0f} {name.replace('_', ' ')} were predicted, but {setup.profile.name} was fitted "
+        f"up to {getattr(seen, name)[1]:,.0f}: those times are extrapolated"
+        for name, most in sorted(setup.cost.beyond.items())
+    ]
 
 
 def _scenario(setup: Setup) -> dict[str, Any]:

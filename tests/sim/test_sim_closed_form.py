@@ -58,8 +58,13 @@ def test_a_saturated_gpu_gives_the_rooflines_throughput() -> None:
     value = profile.value
     flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
     fixed = value("step_overhead_s") + 32 * value("layer_overhead_s")
-    head = max(batch * 2 * 4096 * 32000 / flops, 4096 * 32000 * 2 / bandwidth)
-    linear = max(batch * model.linear_flops_per_token / flops, model.linear_weight_bytes / bandwidth)
+    p = value("roofline_exponent")
+    compute, memory = batch * 2 * 4096 * 32000 / flops, (4096 + batch * (1 + 4096 / 32000)) * 32000 * 2 / bandwidth
+    head = (compute**p + memory**p) ** (1 / p)
+    # In and out of QKV, attention's output, gate and up, down: 3 h + 2 x 4 h / 2 + h + 3 f elements a token and layer.
+    activations = 32 * (3 * 4096 + 4 * 4096 + 4096 + 3 * 11008) * 2
+    memory = (model.linear_weight_bytes + batch * activations) / bandwidth
+    linear = ((batch * model.linear_flops_per_token / flops) ** p + memory**p) ** (1 / p)
     decodes = sum(
         linear + head + fixed + 524288 * batch * (prompt + k) / bandwidth for k in range(1, output)
     )  # fmt: skip
@@ -82,7 +87,7 @@ def test_prefill_cost_is_the_rooflines() -> None:
         + value("step_overhead_s")
         + 32 * value("layer_overhead_s")
     )
-    assert outcome.ended[0].first_token_s == pytest.approx(expected, rel=1e-3)
+    assert outcome.ended[0].first_token_s == pytest.approx(expected, rel=2e-3)
 
 
 def test_a_tensor_parallel_group_divides_work_and_adds_all_reduce() -> None:

@@ -1,7 +1,10 @@
 """Cost forms by hand, every shipped profile with every policy, and PCIe shared with all-reduces."""
 
+from dataclasses import replace
+
 import pytest
 import simpy
+from msgspec import structs
 from small import limits, requests, simulate
 
 from sim.cost import PaperCost, RooflineCost, build_cost
@@ -14,7 +17,8 @@ from sim.policies import POLICIES
 from sim.policies.base import Deployment
 from sim.policies.layerkv import LayerKV
 from sim.predictor import NoPredictor
-from sim.profile import load_profile
+from sim.profile import FittedRange, load_profile
+from sim.result import assemble
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute, prepare, traffic
 from sim.specs.hardware import built_in_hardware, load_hardware
@@ -126,3 +130,26 @@ def test_swap_costs_the_step_that_swaps() -> None:
     assert counters.swap_out_blocks == counters.swap_in_blocks > 0
     assert outcome.lanes.d2h.busy_s == pytest.approx(counters.swap_out_blocks * 3e-4)
     assert outcome.lanes.h2d.busy_s == pytest.approx(counters.swap_in_blocks * 3e-4)
+
+
+def test_a_prediction_beyond_the_fitted_range_is_marked_once() -> None:
+    """Fitted up to 100 tokens, 4 sequences and 500 context tokens; a run that passes all three says so, once each."""
+    profile = structs.replace(
+        load_profile("a100-80g-imported"), range=FittedRange((16, 100), (1, 4), (16, 500)), name="narrow"
+    )
+    scenario = Scenario(
+        workload="fixed", num_prompts=20, request_rate=float("inf"), input_len=150, output_len=30, gpu="a100-80g",
+        model="qwen3-0.6b", num_gpu_blocks_override=200, max_model_len=512, max_num_seqs=8,
+    )  # fmt: skip
+    setup = prepare(scenario, "vllm", POLICIES["vllm-recompute"]())
+    cost = build_cost(setup.model, setup.hardware, profile, 1, setup.limits.block_bytes)
+    result = assemble(execute(build_run(replace(setup, profile=profile, cost=cost), traffic(scenario))))
+    beyond = result["profile"]["beyond_range"]
+    assert sorted(beyond) == ["batch", "context_tokens", "tokens"]
+    assert beyond["batch"] == 8
+    assert beyond["tokens"] >= 150
+    warned = [text for text in result["warnings"] if "narrow was fitted up to" in text]
+    assert len(warned) == 3
+    within = assemble(execute(build_run(setup, traffic(scenario))))
+    assert "beyond_range" not in within["profile"]
+    assert not [text for text in within["warnings"] if "extrapolated" in text]

@@ -34,13 +34,24 @@ def test_nothing_achieved_exceeds_the_specification(gpu):
     assert profile.value("hbm_bytes_per_s") < hardware.hbm_bytes_per_s
     link = hardware.nvlink_bytes_per_s or hardware.pcie_bytes_per_s
     assert profile.value("allreduce_bytes_per_s") < link
-    assert profile.value("alpha") * profile.value("flops_per_s") == pytest.approx(hardware.fp16_flops_per_s, rel=1e-5)
+    # Eq. 3 has one rate for all: alpha is a fit to whole prompts, a little off the peak over that of matrix products.
+    apart = 1e-5 if profile.status == "derived" else 0.1
+    assert profile.value("alpha") * profile.value("flops_per_s") == pytest.approx(hardware.fp16_flops_per_s, rel=apart)
 
 
 def test_values_from_fits_and_from_efficiencies():
-    assert load_profile(None, "a100-80g").value("flops_per_s") == 206e12
-    assert load_profile(None, "h200").value("hbm_bytes_per_s") == 4094e9
-    assert load_profile(None, load_hardware("l20")).value("hbm_bytes_per_s") == pytest.approx(0.76 * 864e9)
+    assert load_profile("a100-80g-derived").value("flops_per_s") == 206e12
+    assert load_profile("h200-derived").value("hbm_bytes_per_s") == 4094e9
+    share = load_profile("l40s-imported").value("hbm_bytes_per_s") / load_hardware("l40s").hbm_bytes_per_s
+    l20 = load_profile(None, load_hardware("l20"))
+    assert l20.value("hbm_bytes_per_s") == pytest.approx(share * 864e9)
+    assert l20.value("flops_per_s") == pytest.approx(0.70 * 119.5e12)
+
+
+def test_imported_profiles_are_taken_before_derived_ones():
+    for gpu in ("a100-80g", "l40s", "h100", "h200"):
+        assert default_profile(gpu).name == f"{gpu}-imported"
+    assert default_profile("l20").name == "l20-derived"
 
 
 def edited(tmp_path, edit):

@@ -1,0 +1,146 @@
+"""Write the tables of docs/calibration.md anew, from the samples that ship with the imported and measured profiles.
+
+    python benchmarks/calibration_tables.py
+
+Every block between `<!-- NAME -->` and `<!-- end -->` is replaced; the text around them stays. Takes a few seconds.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from calib.cli import DATA  # noqa: E402
+from calib.figure import draw_fit, save_figure  # noqa: E402
+from calib.fit import FitReport, fit_profile  # noqa: E402
+from calib.holdout import mean_holdout  # noqa: E402
+from calib.papers import PaperConstant  # noqa: E402
+from calib.report import (  # noqa: E402
+    forms_table,
+    percent,
+    readable,
+    regions_table,
+    size_table,
+    table,
+    worst_region,
+)
+from calib.samples import read_samples  # noqa: E402
+from sim.profile import load_profile  # noqa: E402
+from sim.specs.hardware import load_hardware  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "calibration.md"
+FIGURES = ROOT / "docs" / "figures"
+CONSTANTS = ("flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "roofline_exponent", "layer_overhead_s")
+
+
+def fits() -> list[FitReport]:
+    """Every shipped set of samples, fitted again."""
+    found = []
+    for path in sorted(DATA.glob("*.csv.gz")):
+        shipped = load_profile(path.name.removesuffix(".csv.gz"))
+        assert shipped.status != "derived"
+        base = load_profile(f"{shipped.gpu}-derived")
+        found.append(
+            fit_profile(
+                read_samples(path),
+                path.parent,
+                load_hardware(shipped.gpu),
+                base,
+                name=shipped.name,
+                status=shipped.status,
+                provenance=shipped.provenance,
+            )
+        )
+    return found
+
+
+def errors(reports: Sequence[FitReport]) -> str:
+    """Held-out errors of each profile, prefill / decode."""
+    rows = []
+    for report in reports:
+        own, unseen = report.profile.residuals or {}, mean_holdout(report.by_model)
+        worst_prefill = max((part.prefill, name) for name, part in report.by_model.items() if part.prefill > 0)
+        worst_decode = max((part.decode, name) for name, part in report.by_model.items() if part.decode > 0)
+        rows.append(
+            (
+                f"`{report.profile.name}`",
+                str(len(report.samples)),
+                f"{percent(own['prefill_mape'])} / {percent(own['decode_mape'])}",
+                f"**{percent(unseen.prefill)} / {percent(unseen.decode)}**",
+                f"{percent(worst_prefill[0])} ({worst_prefill[1]}) / {percent(worst_decode[0])} ({worst_decode[1]})",
+                worst_region(report),
+            )
+        )
+    header = ("profile", "samples", "on its samples", "on a model left out", "worst model", "largest bias of a region")
+    return table(header, rows)
+
+
+def constants(reports: Sequence[FitReport]) -> str:
+    """Fitted constants with 95 % intervals."""
+    rows = []
+    for name in CONSTANTS:
+        cells = [f"`{name}`"]
+        for report in reports:
+            estimate, unit = report.estimates[name], report.profile.constants[name].unit
+            half = (estimate.high - estimate.low) / 2
+            shown = readable(estimate.value, unit)
+            cells.append(shown if estimate.at_limit else f"{shown} +- {100 * half / estimate.value:.1f} %")
+        rows.append(cells)
+    return table(("constant", *(report.profile.gpu for report in reports)), rows)
+
+
+def papers(reports: Sequence[FitReport]) -> str:
+    """The papers' constants in both forms, value and error."""
+    rows = []
+    keys = list(dict.fromkeys((c.equation, c.form, c.constant) for report in reports for c in report.papers))
+    for equation, form, constant in keys:
+        cells = [equation, form, constant]
+        for report in reports:
+            found = [c for c in report.papers if (c.equation, c.form, c.constant) == (equation, form, constant)]
+            cells.append(_paper_cell(found))
+        rows.append(cells)
+    return table(("equation", "form", "constant", *(report.profile.gpu for report in reports)), rows)
+
+
+def _paper_cell(found: Sequence[PaperConstant]) -> str:
+    if not found or found[0].estimate is None:
+        return "not measured"
+    return f"{readable(found[0].estimate.value, found[0].unit)}, error {percent(found[0].mape)}"
+
+
+def regions(reports: Sequence[FitReport]) -> str:
+    """Regions of every profile."""
+    return "\n\n".join(f"`{report.profile.name}`:\n\n{regions_table(report)}" for report in reports)
+
+
+TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
+    "errors": errors,
+    "constants": constants,
+    "forms": forms_table,
+    "sizes": size_table,
+    "papers": papers,
+    "regions": regions,
+}
+
+
+def main() -> None:
+    """Replace every block of the document, and draw the figures it shows."""
+    reports = fits()
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name, make in TABLES.items():
+        block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not block.search(text):
+            raise SystemExit(f"{DOCUMENT}: has no block <!-- {name} --> ... <!-- end -->")
+        content = make(reports)
+        text = block.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
+    DOCUMENT.write_text(text, encoding="utf-8")
+    for report in reports:
+        save_figure(FIGURES / f"calibration-{report.profile.name}.png", draw_fit(report))
+    print(f"wrote {DOCUMENT} and {len(reports)} figures")
+
+
+if __name__ == "__main__":
+    main()
