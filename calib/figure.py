@@ -177,4 +177,4 @@ def _draw_ratios(ax: Axes, first: Profile, second: Profile) -> None:
     ax.set_yticks(range(len(names)), list(reversed(names)))
     ax.axvline(1.0, color=FAINT, lw=0.8)
     dress(ax, "second over first")
-    set_title(ax, f"{second.name} over {first.name}", 40)
+    set_title(ax, f"{second.name} over {first.name}", 24)

@@ -2,9 +2,9 @@
 
 from array import array
 
-from sim.driver import Lanes
 from sim.plan import IterationPlan, StepTimes
 from sim.policies.base import Scheduler
+from sim.pricing import Lanes
 
 COLUMNS = (
     "time_s",

@@ -9,14 +9,16 @@ from types import FrameType
 
 import simpy
 
+from sim.arrivals import Arrivals
 from sim.cost import CostModel, build_cost
-from sim.driver import Arrivals, Instance, Lanes
+from sim.driver import Instance
 from sim.engine import Engine
 from sim.errors import UserError
 from sim.itl import GapCollector
 from sim.memory import kv_cache_blocks
 from sim.metrics import Goodput, RequestLog, TableSink
 from sim.policies.base import Deployment, Limits, Policy, Scheduler
+from sim.pricing import Lanes
 from sim.profile import Profile, load_profile
 from sim.scenario import Scenario
 from sim.series import Series

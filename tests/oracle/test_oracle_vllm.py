@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import simpy
 
+from sim.arrivals import Arrivals
 from sim.cost import LinearCost
-from sim.driver import Arrivals, Instance, Lanes
+from sim.driver import Instance
 from sim.engine import Engine
 from sim.itl import GapCollector
 from sim.plan import IterationPlan, Origin, StepTimes
 from sim.policies.base import Limits
 from sim.policies.vllm import VllmScheduler
 from sim.predictor import NoPredictor
+from sim.pricing import Lanes
 from sim.sequence import Sequence, Status
 from traces.request import Request
 

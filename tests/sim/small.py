@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import msgspec
 import simpy
 
+from sim.arrivals import Arrivals
 from sim.cost import CostModel, LinearCost
-from sim.driver import Arrivals, Instance, Lanes
+from sim.driver import Instance
 from sim.engine import Engine
 from sim.itl import GapCollector
 from sim.lanes import SEND_BUFFER_LAYERS
@@ -16,6 +17,7 @@ from sim.plan import IterationPlan, StepTimes
 from sim.policies.base import Deployment, Limits, Policy, Scheduler
 from sim.policies.layerkv import LayerKVScheduler
 from sim.policies.vllm import VllmScheduler
+from sim.pricing import Lanes
 from sim.sequence import Sequence
 from sim.specs.hardware import load_hardware
 from sim.specs.models import ModelSpec, load_model

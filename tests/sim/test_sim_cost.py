@@ -7,8 +7,9 @@ import simpy
 from msgspec import structs
 from small import limits, requests, simulate
 
+from sim.arrivals import Arrivals
 from sim.cost import PaperCost, RooflineCost, build_cost
-from sim.driver import Arrivals, Instance, Lanes
+from sim.driver import Instance
 from sim.engine import Engine
 from sim.errors import UserError
 from sim.itl import GapCollector
@@ -17,6 +18,7 @@ from sim.policies import POLICIES
 from sim.policies.base import Deployment
 from sim.policies.layerkv import LayerKV
 from sim.predictor import NoPredictor
+from sim.pricing import Lanes
 from sim.profile import FittedRange, load_profile
 from sim.result import assemble
 from sim.scenario import Scenario

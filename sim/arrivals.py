@@ -1,0 +1,31 @@
+"""`Arrivals`: the requests of a trace, handed over as they fall due on whichever clock runs."""
+
+from collections.abc import Callable, Iterable
+from math import inf
+
+from traces.request import Request
+
+TIE_S = 1e-9
+"""Facts this close to a boundary count as simultaneous with it: sums of floats differ by less."""
+
+
+class Arrivals:
+    """Requests of a trace in order of arrival, read one ahead."""
+
+    __slots__ = ("_iterator", "_next", "next_s")
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._iterator = iter(requests)
+        self._next: Request | None = None
+        self.next_s = -inf
+        self._read()
+
+    def _read(self) -> None:
+        self._next = next(self._iterator, None)
+        self.next_s = inf if self._next is None else self._next.arrival_s
+
+    def deliver(self, until_s: float, to: Callable[[Request], None]) -> None:
+        """Hand over every request that has arrived by `until_s`."""
+        while self._next is not None and self.next_s <= until_s:
+            to(self._next)
+            self._read()
