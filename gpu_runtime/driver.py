@@ -1,0 +1,98 @@
+"""The real clock: facts in, plans out, a device that executes them. The twin of `sim.driver`, with time measured.
+
+The loop is the simulator's: deliver what has arrived, report copies that have ended, schedule, execute, commit. Nothing
+here knows torch; the device does the work and says when tokens came.
+"""
+
+from collections.abc import Callable
+from math import inf
+from typing import Protocol
+
+from sim.arrivals import TIE_S
+from sim.engine import Engine
+from sim.errors import InvariantError
+from sim.plan import IterationPlan, StepTimes, Transfer
+from traces.request import Request
+
+
+class Device(Protocol):
+    """What executes plans. Times are seconds on its own clock, zero when serving began."""
+
+    def now_s(self) -> float:
+        """The time."""
+        ...
+
+    def execute(self, plan: IterationPlan) -> StepTimes:
+        """Carry out one iteration of a plan, starting its copies; returns when its tokens are there."""
+        ...
+
+    def ended_transfers(self) -> list[Transfer]:
+        """Copies beside the computation that have ended since this was last asked, in order."""
+        ...
+
+    @property
+    def copies_pending(self) -> bool:
+        """Whether copies are under way whose end the engine is to hear of."""
+        ...
+
+    def wait(self, until_s: float) -> None:
+        """Return at `until_s`, or earlier when a copy ends or a request may have arrived."""
+        ...
+
+
+class Inbox(Protocol):
+    """Where requests come from: a trace (`sim.arrivals.Arrivals`) or a server."""
+
+    @property
+    def next_s(self) -> float:
+        """When the next known request arrives, s; infinite if none is known."""
+        ...
+
+    def deliver(self, until_s: float, to: Callable[[Request], None]) -> None:
+        """Hand over every request that has arrived by `until_s`."""
+        ...
+
+
+Observer = Callable[[IterationPlan, float, StepTimes], None]
+"""Hears of every plan, when it was decided and when its tokens came, before it is committed."""
+
+
+class LiveInstance:
+    """One engine on the real clock."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        device: Device,
+        inbox: Inbox,
+        *,
+        observer: Observer | None = None,
+        is_open: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_open` says whether requests that nobody knows of yet may still come, as to a server."""
+        self.engine, self.device, self.inbox = engine, device, inbox
+        self.observer, self.is_open = observer, is_open
+        self.iterations = 0
+
+    def serve(self) -> None:
+        """Serve until every request has ended and no more can come."""
+        engine, device, inbox = self.engine, self.device, self.inbox
+        while True:
+            now_s = device.now_s()
+            inbox.deliver(now_s + TIE_S, engine.add_request)
+            for transfer in device.ended_transfers():
+                engine.transfer_done(transfer)
+            plan = engine.schedule(now_s)
+            if plan is None:
+                next_s = inbox.next_s
+                if next_s == inf and not device.copies_pending and not self.is_open():
+                    break
+                device.wait(next_s)
+                continue
+            times = device.execute(plan)
+            self.iterations += times.steps
+            if self.observer is not None:
+                self.observer(plan, now_s, times)
+            engine.commit(plan, times)
+        if engine.has_unfinished:
+            raise InvariantError(f"the engine stands still at {device.now_s()} s with requests unfinished")
