@@ -2,14 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
 from sim.files import CsvTable, ParquetTable, make_folder
-from sim.metrics import TABLE_COLUMNS
+from sim.metrics import TABLE_COLUMNS, TableSink
 from sim.policies import POLICIES
 from sim.policies.base import Policy
 from sim.result import (
@@ -33,7 +33,7 @@ from sim.scenario import (
     policy_options,
     read_scenario,
 )
-from sim.simulate import Run, build_run, execute, prepare, traffic
+from sim.simulate import Keep, Run, Setup, build_run, execute, prepare, traffic
 from traces.request import Request
 
 INTERRUPTED = 130
@@ -45,7 +45,7 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     run = subparsers.add_parser("run", help="simulate one policy", description=RUN_HELP)
     compare = subparsers.add_parser("compare", help="simulate several policies side by side", description=COMPARE_HELP)
     for parser, command in ((run, run_command), (compare, compare_command)):
-        _add_flags(parser)
+        add_flags(parser)
         parser.set_defaults(run=command)
 
 
@@ -56,7 +56,8 @@ COMPARE_HELP = (
 )
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of a scenario and every option of the policies."""
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="TOML file with these options; flags override it")
     parser.add_argument(
         "--policy",
@@ -90,7 +91,7 @@ def _add_flag(target: Any, name: str, hint: Any, help_text: str, metavar: str | 
         target.add_argument(flag(name), default=None, help=text, metavar=metavar or name.upper())
 
 
-def _options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[str, Policy]], Path, Outputs]:
+def read_options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[str, Policy]], Path, Outputs]:
     """Scenario, labelled policies, output folder and outputs from flags over an optional scenario file."""
     values = read_scenario(arguments.scenario) if arguments.scenario else {}
     sources = dict.fromkeys(values, str(arguments.scenario))
@@ -114,7 +115,7 @@ def _options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[str, P
 
 def run_command(arguments: argparse.Namespace) -> int:
     """`kvtwin run`."""
-    scenario, policies, folder, outputs = _options(arguments)
+    scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
     label, policy = policies[0]
@@ -135,7 +136,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     from sim.comparison import print_comparison, write_comparison  # noqa: PLC0415
     from sim.figures import FigureRun, write_figures  # noqa: PLC0415
 
-    scenario, policies, folder, outputs = _options(arguments)
+    scenario, policies, folder, outputs = read_options(arguments)
     labels = [label for label, _ in policies]
     if len(set(labels)) != len(labels):
         raise UserError(f"--policy: {', '.join(labels)} names one twice")
@@ -170,8 +171,23 @@ def simulate(
     *,
     series: bool = False,
 ) -> tuple[Run, dict[str, Any]]:
+    """One simulated run with its files."""
+
+    def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
+        return execute(build_run(setup, requests, table=table, keep=keep, jump=not outputs.step))
+
+    return record(prepare(scenario, label, policy), folder, outputs, perform, series=series)
+
+
+Perform = Callable[[Setup, Iterable[Request], TableSink, Keep], Run]
+"""Carries a run out on one of the clocks."""
+
+
+def record(
+    setup: Setup, folder: Path, outputs: Outputs, perform: Perform, *, series: bool = False
+) -> tuple[Run, dict[str, Any]]:
     """One run with its files: result.json, the per-request table and what else was asked for."""
-    setup = prepare(scenario, label, policy)
+    scenario, label = setup.scenario, setup.label
     requests = traffic(scenario)
     make_folder(folder, "--out")
     for name in (RESULT_FILE, SERIES_FILE, TIMELINE_FILE, *TABLE_FILES):
@@ -182,16 +198,7 @@ def simulate(
     if not outputs.quiet and sys.stderr.isatty():
         requests = _with_progress(requests, label, scenario)
     try:
-        run = build_run(
-            setup,
-            requests,
-            table=table,
-            keep_timeline=outputs.timeline,
-            keep_series=series or outputs.figures,
-            save_detailed=outputs.save_detailed,
-            jump=not outputs.step,
-        )
-        execute(run)
+        run = perform(setup, requests, table, Keep(outputs.timeline, series or outputs.figures, outputs.save_detailed))
     finally:
         table.close()
     result = assemble(run)

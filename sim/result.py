@@ -25,7 +25,7 @@ def assemble(run: Run) -> dict[str, Any]:
     setup, scheduler = run.setup, run.scheduler
     counters = scheduler.counters
     result: dict[str, Any] = {
-        "backend": "kvtwin-sim",
+        "backend": run.backend,
         "model_id": setup.model.name,
         "policy": setup.label,
         "num_prompts": run.log.ended,
@@ -58,6 +58,8 @@ def assemble(run: Run) -> dict[str, Any]:
         },
         "versions": {"kvtwin": VERSION},
     }
+    if run.machine is not None:
+        result["machine"] = run.machine
     if run.log.per_request is None:
         result["per_request"] = "more than 100000 requests: the arrays are in the per-request table"
     else:

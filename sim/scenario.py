@@ -48,6 +48,9 @@ class Scenario:
     seed: int = _flag(0, "seed of everything random", "N")
 
     model: str = _flag("llama-2-7b", "built-in model name, or a Hugging Face config.json", "M")
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float32"] = _flag(
+        "auto", "of weights and KV cache (auto: the model's, 16 bits unless it is quantised)"
+    )
     gpu: str = _flag("a100-80g", "GPU name", "G")
     tp: int = _flag(1, "GPUs in the tensor-parallel group", "N")
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")

@@ -2,10 +2,11 @@
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any, Protocol
 
 import simpy
 
@@ -35,6 +36,7 @@ CHUNKED_BATCHED_TOKENS = 512
 LONG_CONTEXT = 32_768
 """Above this context length vLLM 0.5.5 turns chunked prefill on unless told otherwise."""
 GIB = 1 << 30
+DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
     warnings: list[str] = []
     model = load_model(scenario.model)
+    if scenario.dtype != "auto":
+        model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
     hardware = load_hardware(scenario.gpu)
     profile = load_profile(scenario.profile, hardware)
     max_model_len = scenario.max_model_len or model.max_position_embeddings
@@ -147,21 +151,71 @@ def _generated(scenario: Scenario) -> Iterator[Request]:
     )
 
 
-@dataclass
+class HasIterations(Protocol):
+    """An instance on either clock."""
+
+    iterations: int
+
+
+@dataclass(kw_only=True)
 class Run:
-    """A run under way or finished: everything a result is made from."""
+    """A run under way or finished, on either clock: everything a result is made from."""
 
     setup: Setup
     scheduler: Scheduler
+    engine: Engine
     log: RequestLog
     gaps: GapCollector
     lanes: Lanes
-    instance: Instance
-    env: simpy.Environment
+    instance: HasIterations
     series: Series | None = None
     interrupted: bool = False
     error: str | None = None
     detailed: dict[int, list[float]] | None = None
+    backend: str = "kvtwin-sim"
+    machine: dict[str, str] | None = None
+    """What executed the run, where anything real did."""
+
+
+@dataclass(kw_only=True)
+class SimulatedRun(Run):
+    """A run on the virtual clock."""
+
+    env: simpy.Environment
+    serve: Callable[[], Generator[simpy.Event, None, None]]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a run keeps beside its statistics: intervals of the lanes, a time series, every token's time."""
+
+    timeline: bool = False
+    series: bool = False
+    detailed: bool = False
+
+
+def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> dict[str, Any]:
+    """The parts of a `Run` that are the same on both clocks, by field."""
+    scenario = setup.scenario
+    gaps = GapCollector()
+    deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost)
+    scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
+    goodput = Goodput.parse(list(scenario.goodput)) if scenario.goodput else None
+    log = RequestLog(table, goodput)
+    lanes = Lanes(keep_intervals=keep.timeline)
+    detailed: dict[int, list[float]] | None = {} if keep.detailed else None
+    if detailed is not None:
+        scheduler.record_tokens(detailed)
+    return {
+        "setup": setup,
+        "scheduler": scheduler,
+        "engine": Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end),
+        "log": log,
+        "gaps": gaps,
+        "lanes": lanes,
+        "series": Series(scheduler, lanes) if keep.series or keep.timeline else None,
+        "detailed": detailed,
+    }
 
 
 def build_run(
@@ -169,46 +223,32 @@ def build_run(
     requests: Iterable[Request],
     *,
     table: TableSink | None = None,
-    keep_timeline: bool = False,
-    keep_series: bool = False,
-    save_detailed: bool = False,
+    keep: Keep = Keep(),
     jump: bool = True,
-) -> Run:
+) -> SimulatedRun:
     """Put an instance together; `execute` sets it going."""
-    scenario = setup.scenario
-    gaps = GapCollector()
-    deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost)
-    scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
-    goodput = Goodput.parse(list(scenario.goodput)) if scenario.goodput else None
-    log = RequestLog(table, goodput)
-    lanes = Lanes(keep_intervals=keep_timeline)
-    series = Series(scheduler, lanes) if keep_series or keep_timeline else None
-    detailed: dict[int, list[float]] | None = None
-    if save_detailed:
-        detailed = {}
-        scheduler.record_tokens(detailed)
-    env = simpy.Environment()
-    engine = Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end)
+    parts = build_engine(setup, table, keep)
+    env, series = simpy.Environment(), parts["series"]
     instance = Instance(
         env,
-        engine,
+        parts["engine"],
         setup.cost,
         Arrivals(requests),
-        lanes,
+        parts["lanes"],
         layers=setup.model.num_layers,
         jump=jump,
         observer=series.observe if series is not None else None,
     )
-    return Run(setup, scheduler, log, gaps, lanes, instance, env, series, detailed=detailed)
+    return SimulatedRun(**parts, instance=instance, env=env, serve=instance.serve)
 
 
-def execute(run: Run) -> Run:
+def execute(run: SimulatedRun) -> SimulatedRun:
     """Run to the end.
 
     An interrupt (Ctrl-C) or a trace that turns out bad half-way ends the run early; what is finished stays valid, and
     `interrupted` or `error` says so.
     """
-    serving, stop = run.env.process(run.instance.serve()), run.env.event()
+    serving, stop = run.env.process(run.serve()), run.env.event()
     try:
         with _interrupt_as(stop):
             run.env.run(until=serving | stop)

@@ -71,6 +71,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
 
+    def with_dtype(self, dtype_bytes: float) -> "ModelSpec":
+        """The same model with weights, activations and KV cache of `dtype_bytes`; what is quantised stays so."""
+        old = self.dtype_bytes
+        sizes = ("dtype_bytes", "kv_dtype_bytes", "attention_dtype_bytes", "mlp_dtype_bytes", "expert_dtype_bytes")
+        return msgspec.structs.replace(self, **{name: dtype_bytes for name in sizes if getattr(self, name) == old})
+
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     @property
