@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from calib import cli as calib_cli  # noqa: PLC0415
+    from gpu_runtime import cli as gpu_cli  # noqa: PLC0415
     from sim import cli as sim_cli  # noqa: PLC0415
     from traces import cli as traces_cli  # noqa: PLC0415
 
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     sim_cli.add_commands(commands)
     traces_cli.add_commands(commands)
+    gpu_cli.add_commands(commands)
     calib_cli.add_commands(commands)
     arguments = parser.parse_args(argv)
     try:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from calib.cli import DATA  # noqa: E402
-from calib.figure import draw_fit, save_figure  # noqa: E402
+from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
 from calib.holdout import mean_holdout  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
@@ -28,6 +28,7 @@ from calib.report import (  # noqa: E402
     worst_region,
 )
 from calib.samples import read_samples  # noqa: E402
+from sim.figure_style import save_figure  # noqa: E402
 from sim.profile import load_profile  # noqa: E402
 from sim.specs.hardware import load_hardware  # noqa: E402
 

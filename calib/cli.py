@@ -183,7 +183,8 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def _draw_profile(profile: Profile, samples: Path | None, path: Path) -> None:
-    from calib.figure import draw_fit, save_figure  # noqa: PLC0415
+    from calib.figure import draw_fit  # noqa: PLC0415
+    from sim.figure_style import save_figure  # noqa: PLC0415
 
     source = samples or DATA / f"{profile.name}.csv.gz"
     if not source.exists():
@@ -209,7 +210,8 @@ def run_diff(arguments: argparse.Namespace) -> int:
         rows.append((name, readable(constant.value, constant.unit), readable(other.value, other.unit), ratio))
     print(table(("constant", first.name, second.name, "second / first"), rows))
     if arguments.figure is not None:
-        from calib.figure import draw_diff, save_figure  # noqa: PLC0415
+        from calib.figure import draw_diff  # noqa: PLC0415
+        from sim.figure_style import save_figure  # noqa: PLC0415
 
         print(f"wrote {save_figure(arguments.figure, draw_diff(first, second, arguments.model))}")
     return 0
@@ -218,7 +220,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
 def run_fit(arguments: argparse.Namespace) -> int:
     """Fit a file of samples."""
     hardware = load_hardware(arguments.gpu)
-    name = arguments.name or f"{hardware.name}-{arguments.status}"
+    name = _name(arguments, hardware, arguments.status)
     report = _fit(arguments.samples, hardware, arguments.base, name, arguments.status)
     return _write(report, make_folder(arguments.out, "--out"))
 
@@ -281,7 +283,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     hardware = load_hardware(arguments.gpu) if arguments.gpu else _hardware_of(arguments.device)
     out = make_folder(arguments.out, "--out")
     calibrate(arguments.device, arguments.model, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
-    name = arguments.name or f"{hardware.name}-measured"
+    name = _name(arguments, hardware, "measured")
     return _write(_fit(out / SAMPLES_FILE, hardware, arguments.base, name, "measured"), out)
 
 
@@ -303,7 +305,7 @@ def _import(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str,
 
     samples, provenance = found
     hardware = load_hardware(arguments.gpu)
-    name = arguments.name or f"{hardware.name}-imported"
+    name = _name(arguments, hardware, "imported")
     out = make_folder(arguments.out, "--out")
     path = out / f"{name}.csv.gz"
     write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
@@ -311,12 +313,23 @@ def _import(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str,
     return _write(_fit(path, hardware, arguments.base, name, "imported"), out)
 
 
+def _name(arguments: argparse.Namespace, hardware: HardwareSpec, status: Status) -> str:
+    """The new profile's name, which its files get."""
+    name = arguments.name or f"{hardware.name}-{status}"
+    if Path(name).name != name or "\0" in name:
+        raise UserError(f"--name: {name!r} cannot name a file: give a plain name, without slashes")
+    return name
+
+
 def _base(name: str | None, hardware: HardwareSpec) -> Profile:
     """The profile that completes another: named, or the derived one shipped for the GPU."""
-    if name is not None:
-        return load_profile(name)
     derived = f"{hardware.name.lower()}-derived"
-    return load_profile(derived) if derived in shipped_profiles() else default_profile(hardware.name)
+    if name is None and derived not in shipped_profiles():
+        raise UserError(f"--base: no profile is shipped for gpu {hardware.name!r}: name one to complete it with")
+    base = load_profile(name or derived)
+    if base.form == "linear":
+        raise UserError(f"--base: {base.name} is of form linear: give one of form roofline, such as l20-derived")
+    return base
 
 
 def _fit(samples: Path, hardware: HardwareSpec, base: str | None, name: str, status: Status) -> "FitReport":
@@ -333,8 +346,9 @@ def _fit(samples: Path, hardware: HardwareSpec, base: str | None, name: str, sta
 
 def _write(report: "FitReport", out: Path) -> int:
     """Write the profile, the report and the figure, and say in short what was found."""
-    from calib.figure import draw_fit, save_figure  # noqa: PLC0415
+    from calib.figure import draw_fit  # noqa: PLC0415
     from calib.report import constants_table, errors_table, fit_markdown, papers_table  # noqa: PLC0415
+    from sim.figure_style import save_figure  # noqa: PLC0415
 
     profile = report.profile
     print(f"\n{constants_table(report)}\n\n{errors_table(report)}\n")

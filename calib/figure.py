@@ -1,11 +1,9 @@
 """Figures of a fit (measured against fitted, residuals, intervals) and of two profiles side by side."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from calib.fit import FitReport
@@ -13,19 +11,12 @@ from calib.holdout import is_decode
 from calib.report import readable
 from sim.cost import build_cost
 from sim.figure_style import COLOURS, FAINT, dress, new_figure, plain_text, set_title
-from sim.files import write_atomically
 from sim.plan import IterationPlan
 from sim.profile import ROOFLINE_UNITS, Profile
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 
 TITLE_WIDTH = 62
-
-
-def save_figure(path: Path, figure: Figure) -> Path:
-    """Write a figure as PNG, whole or not at all."""
-    write_atomically(path, FigureCanvasAgg(figure).print_png)
-    return path
 
 
 def draw_fit(report: FitReport) -> Figure:

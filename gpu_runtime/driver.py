@@ -48,7 +48,7 @@ class Inbox(Protocol):
         """When the next known request arrives, s; infinite if none is known."""
         ...
 
-    def deliver(self, until_s: float, to: Callable[[Request], None]) -> None:
+    def deliver(self, until_s: float, to: Callable[[Request], object]) -> None:
         """Hand over every request that has arrived by `until_s`."""
         ...
 

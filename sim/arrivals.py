@@ -24,7 +24,7 @@ class Arrivals:
         self._next = next(self._iterator, None)
         self.next_s = inf if self._next is None else self._next.arrival_s
 
-    def deliver(self, until_s: float, to: Callable[[Request], None]) -> None:
+    def deliver(self, until_s: float, to: Callable[[Request], object]) -> None:
         """Hand over every request that has arrived by `until_s`."""
         while self._next is not None and self.next_s <= until_s:
             to(self._next)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from heapq import heappop, heappush
 from itertools import islice
 
+from sim.errors import InvariantError
 from sim.itl import GapCollector
 from sim.plan import StepTimes
 from sim.sequence import Sequence
@@ -202,6 +203,14 @@ class DecodeBatch:
         seq.batch_offset += 1
         self.context_tokens += 1
         self._schedule_finish(seq, seq.finish_step - 1)
+
+    def shorten(self, seq: Sequence, output_tokens: int) -> None:
+        """Let a member end with its `output_tokens`-th token, which must be yet to come and no later than planned."""
+        generated = self.num_generated_of(seq)
+        if not generated < output_tokens <= seq.output_tokens:
+            raise InvariantError(f"{seq}: has {generated} tokens and cannot end with {output_tokens}")
+        seq.output_tokens = output_tokens
+        self._schedule_finish(seq, self.step + output_tokens - generated)
 
     def _schedule_finish(self, seq: Sequence, finish_step: int) -> None:
         seq.finish_step = finish_step

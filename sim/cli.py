@@ -120,6 +120,11 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
     label, policy = policies[0]
     run, result = simulate(scenario, label, policy, folder, outputs)
+    return print_result(run, result, folder, outputs)
+
+
+def print_result(run: Run, result: dict[str, Any], folder: Path, outputs: Outputs) -> int:
+    """Draw and print one run as far as asked for; returns the exit status."""
     if outputs.figures:
         from sim.figures import FigureRun, write_figures  # noqa: PLC0415 - matplotlib is slow to import
 

@@ -24,11 +24,12 @@ class Engine:
         self.on_end = on_end
         self._ended = scheduler.finished
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request) -> Sequence:
         """Fact: `request` arrived."""
         seq = Sequence(request)
         seq.predicted_lower_tokens, seq.predicted_median_tokens = self._predict(request)
         self.scheduler.add(seq)
+        return seq
 
     def schedule(self, now_s: float) -> IterationPlan | None:
         """What to do at `now_s`; None if nothing can be done until another fact arrives."""
@@ -40,6 +41,16 @@ class Engine:
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:
         """Fact: `plan` was carried out, its tokens came at `times`."""
         self.scheduler.commit(plan, times)
+        if self._ended:
+            self._report_ended()
+
+    def truncate(self, seq: Sequence, output_tokens: int) -> None:
+        """Fact: the `output_tokens`-th token of `seq`, yet to be committed or computed, is its last."""
+        self.scheduler.truncate(seq, output_tokens)
+
+    def cancel(self, seq: Sequence) -> None:
+        """Fact: nobody waits for `seq` any more. Its memory is free after its next token at the latest."""
+        self.scheduler.cancel(seq)
         if self._ended:
             self._report_ended()
 

@@ -1,15 +1,18 @@
 """How all figures look: a policy's colour and line, axes and titles, and how labels and numbers are written."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from sim.figure_data import FigureRun, Floats
+from sim.files import write_atomically
 
 DPI = 160
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -22,6 +25,12 @@ LOG_RANGE = 30.0
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of that size in inches, its layout fitted when drawn."""
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def save_figure(path: Path, figure: Figure) -> Path:
+    """Write a figure as PNG, whole or not at all."""
+    write_atomically(path, FigureCanvasAgg(figure).print_png)
+    return path
 
 
 def policy_colour(index: int) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from sim.figure_data import FigureRun
@@ -16,8 +15,8 @@ from sim.figure_lanes import draw_lanes
 from sim.figure_latency import draw_latency
 from sim.figure_memory import draw_memory
 from sim.figure_queueing import draw_queueing
-from sim.figure_style import FAINT, plain_text
-from sim.files import make_folder, write_atomically
+from sim.figure_style import FAINT, plain_text, save_figure
+from sim.files import make_folder
 
 FIGURES: dict[str, Callable[[Sequence[FigureRun]], Figure]] = {
     "ttft_tpot.png": draw_latency,
@@ -38,9 +37,7 @@ def write_figures(folder: Path, runs: Sequence[FigureRun]) -> list[Path]:
 
 def _save(path: Path, figure: Figure, result: dict[str, Any]) -> Path:
     figure.suptitle(plain_text(_subject(result)), fontsize=8.5, color=FAINT, x=0.01, ha="left")
-    canvas = FigureCanvasAgg(figure)
-    write_atomically(path, canvas.print_png)
-    return path
+    return save_figure(path, figure)
 
 
 def _subject(result: dict[str, Any]) -> str:
@@ -55,7 +52,7 @@ def _subject(result: dict[str, Any]) -> str:
         traffic + (f" at {rate:g} requests/s" if rate else ""),
         f"constants {profile.get('name')} ({_status(profile)})" if profile else "",
     ]
-    return "simulated:  " + "  |  ".join(filter(None, words))
+    return ("live:  " if result.get("backend") == "kvtwin-live" else "simulated:  ") + "  |  ".join(filter(None, words))
 
 
 def _status(profile: dict[str, Any]) -> str:

@@ -127,7 +127,8 @@ def _rule(title: str, line: str) -> str:
 
 def run_lines(result: Result, folder: Path) -> list[str]:
     """The lines of `print_run`."""
-    lines = [_rule(f"kvtwin: {labels([result])[0]}, simulated", "=")]
+    clock = "executed live" if result.get("backend") == "kvtwin-live" else "simulated"
+    lines = [_rule(f"kvtwin: {labels([result])[0]}, {clock}", "=")]
     lines += [_row("Serving", deployment(result)), _row("Constants", constants(result))]
     if not result.get("complete", True):
         lines.append(_row("Ended early", str(result.get("error") or "interrupted")))

@@ -95,6 +95,27 @@ class Scheduler(ABC):
         """A copy beside the computation ended."""
         raise NotImplementedError(f"{type(self).__name__} starts no transfers")
 
+    def num_generated_of(self, seq: Sequence) -> int:
+        """Output tokens that a sequence has had."""
+        return self.batch.num_generated_of(seq) if seq in self.batch.members else seq.num_generated
+
+    def truncate(self, seq: Sequence, output_tokens: int) -> None:
+        """`seq` ends with its `output_tokens`-th token, which is yet to come (a stop token; a client that has left)."""
+        if seq in self.batch.members:
+            self.batch.shorten(seq, output_tokens)
+        else:
+            seq.output_tokens = output_tokens
+
+    def cancel(self, seq: Sequence) -> None:
+        """Nobody waits for `seq` any more: it leaves the queue, or ends with its next token."""
+        if seq.status in (Status.FINISHED, Status.IGNORED):
+            return
+        if seq.status is Status.WAITING and seq in self.waiting:
+            self.waiting.remove(seq)
+            self.ignore(seq, "cancelled")
+            return
+        self.truncate(seq, min(seq.output_tokens, self.num_generated_of(seq) + 1))
+
     @property
     @abstractmethod
     def num_running(self) -> int:

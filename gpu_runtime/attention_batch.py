@@ -1,0 +1,151 @@
+"""`AttentionBatch`: what one iteration's attention must know of its sequences, as tensors on the device."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NOWHERE = -1
+"""A slot that `write_kv` skips on CUDA: padding of a captured batch."""
+
+BlockTables = Sequence[Sequence[Sequence[int]]] | np.ndarray
+"""Block ids per layer group and sequence; or an int32 array [num_groups, B, max_blocks], padded with any id."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """B sequences with N new tokens in all, whose rows lie one sequence after the other. Tensors are int32.
+
+    Attributes:
+        num_new: new tokens of each sequence (on the host).
+        context: tokens of each sequence whose KV is cached already (on the host).
+        query_start: [B + 1] first row of each sequence, then N.
+        context_lens: [B] as `context`.
+        seq_lens: [B] context + new.
+        positions: [N] position of each new token in its sequence.
+        block_tables: [num_groups, B, max_blocks] physical block ids.
+        slot_mapping: [num_groups, N] where each new token's KV goes: block * block_tokens + offset; -1: nowhere.
+        decode_seqs: indices of the sequences with one new token.
+        chunk_seqs: indices of the others, those with cached context first.
+        num_cached_chunks: how many of `chunk_seqs` have cached context.
+        block_tokens: tokens per block.
+        max_query_len: most new tokens of a sequence.
+        max_seq_len: longest context + new.
+    """
+
+    num_new: tuple[int, ...]
+    context: tuple[int, ...]
+    query_start: Tensor
+    context_lens: Tensor
+    seq_lens: Tensor
+    positions: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    decode_seqs: Tensor
+    chunk_seqs: Tensor
+    num_cached_chunks: int
+    block_tokens: int
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """N, new tokens of all sequences."""
+        return self.positions.shape[0]
+
+    @property
+    def last_rows(self) -> Tensor:
+        """[B] row of each sequence's last new token, the one to sample from."""
+        return self.query_start[1:] - 1
+
+    def chunk_rows(self) -> Iterator[tuple[int, slice]]:
+        """Index and rows of each sequence with more than one new token."""
+        start = 0
+        for seq, n in enumerate(self.num_new):
+            if n > 1:
+                yield seq, slice(start, start + n)
+            start += n
+
+    def num_blocks(self, seq: int) -> int:
+        """Blocks that hold all tokens of a sequence, in each group."""
+        return -(-(self.context[seq] + self.num_new[seq]) // self.block_tokens)
+
+    @classmethod
+    def build(
+        cls,
+        num_new: Sequence[int],
+        context: Sequence[int],
+        block_tables: BlockTables,
+        block_tokens: int,
+        device: torch.device | str,
+    ) -> "AttentionBatch":
+        """Lay out an iteration; everything travels to the device in one copy.
+
+        Args:
+            num_new: new tokens of each sequence, at least one.
+            context: tokens cached before, for each sequence.
+            block_tables: per layer group and sequence, enough blocks for context + new tokens.
+            block_tokens: tokens per block.
+            device: where the tensors shall lie.
+        """
+        new, cached = np.asarray(num_new, dtype=np.int32), np.asarray(context, dtype=np.int32)
+        if new.ndim != 1 or new.shape != cached.shape or not len(new) or new.min() < 1 or cached.min() < 0:
+            raise ValueError(
+                f"num_new {list(num_new)} must be positive, context {list(context)} as long and not negative"
+            )
+        total = cached + new
+        tables = _tables(block_tables, -(-total // block_tokens))
+        start = np.concatenate(([0], np.cumsum(new)))
+        owner = np.repeat(np.arange(len(new)), new)
+        positions = np.arange(start[-1]) - start[owner] + cached[owner]
+        slots = tables[:, owner, positions // block_tokens] * block_tokens + positions % block_tokens
+        cached_chunks = np.flatnonzero((new > 1) & (cached > 0))
+        parts = {
+            "query_start": start,
+            "context_lens": cached,
+            "seq_lens": total,
+            "positions": positions,
+            "block_tables": tables,
+            "slot_mapping": slots,
+            "decode_seqs": np.flatnonzero(new == 1),
+            "chunk_seqs": np.concatenate((cached_chunks, np.flatnonzero((new > 1) & (cached == 0)))),
+        }
+        return cls(
+            num_new=tuple(new.tolist()),
+            context=tuple(cached.tolist()),
+            num_cached_chunks=len(cached_chunks),
+            block_tokens=block_tokens,
+            max_query_len=int(new.max()),
+            max_seq_len=int(total.max()),
+            **_to_device(parts, torch.device(device)),
+        )
+
+
+def _tables(given: BlockTables, num_blocks: np.ndarray) -> np.ndarray:
+    """[num_groups, B, max_blocks], rows padded with 0; ValueError where a sequence has too few blocks."""
+    if isinstance(given, np.ndarray):
+        if given.ndim != 3 or given.shape[1] != len(num_blocks) or given.shape[2] < num_blocks.max():
+            raise ValueError(
+                f"block tables of shape {given.shape}: {len(num_blocks)} sequences need {num_blocks} blocks"
+            )
+        return given
+    tables = np.zeros((len(given), len(num_blocks), int(num_blocks.max())), dtype=np.int32)
+    for group, rows in enumerate(given):
+        if len(rows) != len(num_blocks):
+            raise ValueError(f"group {group}: block tables of {len(rows)} sequences, the batch has {len(num_blocks)}")
+        for index, (row, count) in enumerate(zip(rows, num_blocks.tolist(), strict=True)):
+            if len(row) < count:
+                raise ValueError(f"group {group}, sequence {index}: {len(row)} blocks given, {count} needed")
+            tables[group, index, :count] = row[:count]
+    return tables
+
+
+def _to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """The arrays as int32 tensors, sent as one."""
+    flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays.values()]).astype(np.int32))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays.values()])
+    return {name: part.view(arrays[name].shape) for name, part in zip(arrays, parts, strict=True)}

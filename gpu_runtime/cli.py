@@ -1,0 +1,137 @@
+"""The commands `live` and `validate`."""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.cli import add_flags, folder_name, print_result, read_options, record, simulate
+from sim.errors import UserError
+from sim.files import make_folder, write_atomically
+from sim.metrics import TableSink
+from sim.policies.base import Policy
+from sim.scenario import Outputs, Scenario
+from sim.simulate import Keep, Run, Setup, prepare
+from traces.request import Request
+
+if TYPE_CHECKING:
+    from gpu_runtime.decoder import Decoder
+    from gpu_runtime.live import LiveOptions
+
+OWN = ("device", "weights", "runs")
+"""Flags that are not a scenario's."""
+
+
+def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
+    """Mount `live` and `validate`; each sets `run`, from the parsed arguments to the exit status."""
+    live = subparsers.add_parser(
+        "live",
+        help="execute one policy on this machine, in real time",
+        description="Serve a trace or a generated workload with torch: the policies of `kvtwin run`, on a real clock. "
+        "The same files come out. Needs the extra `gpu` (torch).",
+    )
+    validate = subparsers.add_parser(
+        "validate",
+        help="run the same traffic simulated and live, and compare",
+        description="Simulate a scenario, execute it on this machine several times, and report the error of every "
+        "metric against the live runs' own spread.",
+    )
+    for parser, command in ((live, run_live), (validate, run_validate)):
+        add_flags(parser)
+        parser.add_argument("--device", choices=("cuda", "cpu"), required=True, help="what executes the plans")
+        parser.add_argument("--weights", type=Path, metavar="DIR", help="checkpoint folder (default: random weights)")
+        parser.set_defaults(run=command)
+    validate.add_argument("--runs", type=int, default=3, metavar="N", help="live runs of each policy (%(default)s)")
+
+
+def run_live(arguments: argparse.Namespace) -> int:
+    """`kvtwin live`."""
+    options, _ = _own_options(arguments)
+    scenario, policies, folder, outputs = read_options(arguments)
+    if len(policies) != 1:
+        raise UserError(f"live takes one --policy, {len(policies)} given")
+    scenario, decoder = _decoder(scenario, options)
+    run, result = execute_live(scenario, *policies[0], folder, outputs, decoder, options)
+    return print_result(run, result, folder, outputs)
+
+
+def run_validate(arguments: argparse.Namespace) -> int:
+    """`kvtwin validate`."""
+    from gpu_runtime.twin import agreements, markdown, verdict  # noqa: PLC0415
+    from gpu_runtime.twin_figure import draw_twin  # noqa: PLC0415
+    from sim.figure_style import save_figure  # noqa: PLC0415
+    from sim.figures import FigureRun  # noqa: PLC0415
+
+    options, runs = _own_options(arguments)
+    if runs < 1:
+        raise UserError(f"--runs: {runs} is less than 1: give how often to run live")
+    scenario, policies, folder, outputs = read_options(arguments)
+    scenario, decoder = _decoder(scenario, options)
+    make_folder(folder, "--out")
+    parts, agreed = [], True
+    for label, policy in policies:
+        place = folder / folder_name(label)
+        run, result = simulate(scenario, label, policy, place / "simulated", outputs, series=True)
+        simulated, drawn, lived = FigureRun.of(run, result), [], []
+        for i in range(runs):
+            run, live = execute_live(
+                scenario, label, policy, place / f"live-{i + 1}", outputs, decoder, options, series=True
+            )
+            lived.append(live)
+            drawn.append(FigureRun.of(run, live))
+            if run.interrupted or run.error:
+                return print_result(run, live, place, outputs)
+        found = agreements(result, lived)
+        agreed = agreed and verdict(found)
+        parts.append(markdown(label, found, runs))
+        save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
+    text = "# Simulated and live\n\n" + "\n".join(parts)
+    write_atomically(folder / "validation.md", lambda file: file.write(text.encode()))
+    if not outputs.quiet:
+        print(text)
+        print(f"wrote {folder / 'validation.md'} and a figure for each policy")
+    return 0 if agreed else 1
+
+
+def execute_live(
+    scenario: Scenario,
+    label: str,
+    policy: Policy,
+    folder: Path,
+    outputs: Outputs,
+    decoder: "Decoder",
+    options: "LiveOptions",
+    *,
+    series: bool = False,
+) -> tuple[Run, dict[str, Any]]:
+    """One live run with its files."""
+    from gpu_runtime.live import perform  # noqa: PLC0415 - torch is slow to import
+
+    def on_device(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
+        return perform(setup, requests, table, keep, decoder, options)
+
+    return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series)
+
+
+def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, int]":
+    """Take the flags that are not a scenario's out of the arguments."""
+    if find_spec("torch") is None:
+        raise UserError("torch is not installed: pip install 'kvtwin[gpu]'")
+    from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
+
+    own = {name: vars(arguments).pop(name, None) for name in OWN}
+    check_device(own["device"])
+    return LiveOptions(own["device"], own["weights"], arguments.seed or 0), own["runs"] or 1
+
+
+def _decoder(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":
+    """The weights, and the scenario with the dtype they are in."""
+    from gpu_runtime.live import load_decoder  # noqa: PLC0415 - torch is slow to import
+
+    if scenario.tp != 1:
+        raise UserError(f"--tp: {scenario.tp} GPUs; the live runtime serves from one: simulate tensor parallelism")
+    if scenario.dtype == "auto":
+        scenario = replace(scenario, dtype="float32" if options.device == "cpu" else "bfloat16")
+    return scenario, load_decoder(scenario.model, scenario.dtype, options)

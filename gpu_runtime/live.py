@@ -1,0 +1,152 @@
+"""A scenario on the real clock: the same set-up, engine and result as a simulated one, executed by torch."""
+
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from platform import processor
+
+import torch
+
+from gpu_runtime.decoder import Decoder
+from gpu_runtime.decoder_config import DecoderConfig
+from gpu_runtime.device import TorchDevice
+from gpu_runtime.driver import LiveInstance
+from sim.arrivals import Arrivals
+from sim.errors import UserError
+from sim.metrics import TableSink
+from sim.plan import IterationPlan, StepTimes
+from sim.policies.base import Scheduler
+from sim.policies.layerkv import LayerKV
+from sim.simulate import Keep, Run, Setup, build_engine
+from sim.specs.json_file import built_in_names
+from sim.specs.models import BUILT_IN, load_model
+from traces.errors import TraceError
+from traces.request import Request
+
+DTYPES = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """What a live run needs beside its scenario.
+
+    Attributes:
+        device: cuda or cpu.
+        weights: folder with config.json and *.safetensors; None: random weights of the scenario's model and seed.
+        seed: of random weights and of prompts.
+    """
+
+    device: str
+    weights: Path | None = None
+    seed: int = 0
+
+
+def check_device(device: str) -> None:
+    """UserError unless torch can use the device."""
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device: {device!r} is not known: use cuda or cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device: use --device cpu, or install a CUDA build of torch")
+
+
+def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
+    """The model with its weights on the device.
+
+    Args:
+        model: built-in name or config.json, used unless `options.weights` names a checkpoint.
+        dtype: a key of `DTYPES`.
+    """
+    check_device(options.device)
+    if options.weights is not None:
+        return Decoder.from_safetensors(options.weights, options.device, DTYPES[dtype])
+    built_in = model.lower() in built_in_names(BUILT_IN)
+    config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(Path(model))
+    return Decoder.random(config, device=options.device, dtype=DTYPES[dtype], seed=options.seed)
+
+
+def random_prompts(vocab_size: int, seed: int) -> Callable[[Request], list[int]]:
+    """Token ids for requests that come with lengths alone: random, the same for the same request and seed."""
+
+    def prompt_of(request: Request) -> list[int]:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + request.request_id)
+        return torch.randint(0, vocab_size, (request.prompt_tokens,), generator=generator).tolist()
+
+    return prompt_of
+
+
+def layer_group_of(setup: Setup) -> int:
+    """Layers that a block of the policy's pools holds."""
+    return 1 if isinstance(setup.policy, LayerKV) else setup.model.num_layers
+
+
+def scratch_blocks_of(setup: Setup) -> int:
+    """GPU layer-blocks through which decodes with layers on the host pass: two layers of all that may stream."""
+    policy, limits = setup.policy, setup.limits
+    if not isinstance(policy, LayerKV) or policy.decode != "stream":
+        return 0
+    longest = -(-limits.max_model_len // limits.block_size)
+    return 2 * min(limits.num_cpu_blocks, limits.max_num_seqs * longest)
+
+
+def build_device(setup: Setup, scheduler: Scheduler, decoder: Decoder, options: LiveOptions) -> TorchDevice:
+    """The device that executes a set-up's plans."""
+    return TorchDevice(
+        decoder,
+        scheduler,
+        setup.limits,
+        layer_group=layer_group_of(setup),
+        prompt_of=random_prompts(decoder.config.vocab_size, options.seed),
+        device=options.device,
+        dtype=decoder.dtype,
+        scratch_blocks=scratch_blocks_of(setup),
+    )
+
+
+def perform(
+    setup: Setup,
+    requests: Iterable[Request],
+    table: TableSink | None,
+    keep: Keep,
+    decoder: Decoder,
+    options: LiveOptions,
+) -> Run:
+    """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
+    parts = build_engine(setup, table, keep)
+    device = build_device(setup, parts["scheduler"], decoder, options)
+    lanes, series = parts["lanes"], parts["series"]
+
+    def observe(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+        label = "decode" if not plan.chunks else "mixed" if plan.num_decodes else "prefill"
+        lanes.compute.run(start_s, times.end_s - start_s, label)
+        if series is not None:
+            series.observe(plan, start_s, times)
+
+    instance = LiveInstance(parts["engine"], device, Arrivals(requests), observer=observe)
+    run = Run(**parts, instance=instance, backend="kvtwin-live", machine=describe_machine(device))
+    try:
+        with torch.inference_mode():
+            device.warm_up()
+            device.start()
+            instance.serve()
+        device.check()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run.interrupted = True
+    except TraceError as error:
+        run.error = str(error)
+    finally:
+        device.close()
+    return run
+
+
+def describe_machine(device: TorchDevice) -> dict[str, str]:
+    """What executed a run: device, library, type of the weights."""
+    cuda = device.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device.device) if cuda else processor() or "CPU",
+        "torch": version("torch"),
+        "dtype": str(device.gpu.dtype).removeprefix("torch."),
+        "threads": str(torch.get_num_threads()),
+    }

@@ -1,0 +1,93 @@
+"""How well the simulated twin agrees with the live one: errors of every metric against the live runs' own spread."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+METRICS = (
+    ("mean_ttft_ms", "mean TTFT", "ms"),
+    ("p99_ttft_ms", "P99 TTFT", "ms"),
+    ("mean_tpot_ms", "mean TPOT", "ms"),
+    ("p99_tpot_ms", "P99 TPOT", "ms"),
+    ("mean_itl_ms", "mean ITL", "ms"),
+    ("mean_e2el_ms", "mean end to end", "ms"),
+    ("request_throughput", "throughput", "requests/s"),
+    ("output_throughput", "output throughput", "tokens/s"),
+)
+"""Fields of a result, their names, their units."""
+JUDGED = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "request_throughput")
+"""The metrics that decide whether the twin agrees."""
+TOLERANCE = 0.10
+SPREADS = 2.0
+"""The twin may be off by this share, or by this many times the live runs' own spread, whichever is more."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One metric: what the simulator says, what the live runs say, and by how much they differ.
+
+    Attributes:
+        simulated, live: value, and mean of the live runs.
+        spread: largest minus smallest of the live runs, over their mean.
+        error: (simulated - live) / live.
+        allowed: the error that still counts as agreement.
+    """
+
+    field: str
+    name: str
+    unit: str
+    simulated: float
+    live: float
+    spread: float
+    error: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the simulator is within what is allowed."""
+        return abs(self.error) <= self.allowed
+
+
+def agreements(simulated: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> list[Agreement]:
+    """Every metric that all runs have; empty where no request completed."""
+    found = []
+    for field, name, unit in METRICS:
+        values = [run.get(field) for run in live]
+        mine = simulated.get(field)
+        numbers = [value for value in values if isinstance(value, int | float)]
+        if not isinstance(mine, int | float) or len(numbers) != len(live) or not numbers:
+            continue
+        middle = mean(numbers)
+        if middle <= 0:
+            continue
+        spread = (max(numbers) - min(numbers)) / middle
+        allowed = max(TOLERANCE, SPREADS * spread)
+        found.append(Agreement(field, name, unit, float(mine), middle, spread, mine / middle - 1, allowed))
+    return found
+
+
+def verdict(found: Sequence[Agreement]) -> bool:
+    """Whether every metric that is judged agrees."""
+    judged = [agreement for agreement in found if agreement.field in JUDGED]
+    return bool(judged) and all(agreement.agrees for agreement in judged)
+
+
+def markdown(label: str, found: Sequence[Agreement], runs: int) -> str:
+    """A table of the agreement of one policy."""
+    lines = [
+        f"## {label}",
+        "",
+        f"The twin {'agrees' if verdict(found) else '**does not agree**'}: judged are metrics marked *, each within "
+        f"{TOLERANCE:.0%} or {SPREADS:g} times the spread of {runs} live runs, whichever is more.",
+        "",
+        "| metric | simulated | live | spread of live runs | error | allowed |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for a in found:
+        star = " *" if a.field in JUDGED else ""
+        lines.append(
+            f"| {a.name}, {a.unit}{star} | {a.simulated:.4g} | {a.live:.4g} | {a.spread:.1%} | {a.error:+.1%} | "
+            f"{a.allowed:.1%} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,59 @@
+"""Small decoders, and a runner that keeps sequences in a scattered pool."""
+
+import random
+
+import torch
+
+from gpu_runtime.attention import AttentionBatch
+from gpu_runtime.decoder import Decoder
+from gpu_runtime.decoder_config import DecoderConfig
+from gpu_runtime.kv_pool import KVPool
+
+torch.set_num_threads(1)
+
+SMALL = DecoderConfig(
+    name="small",
+    num_layers=4,
+    hidden_size=48,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=80,
+    vocab_size=101,
+    max_position_embeddings=512,
+)
+
+
+class Runner:
+    """Sequences of one decoder: their tokens, their block tables, and the pool that holds them in random order."""
+
+    def __init__(self, decoder: Decoder, layer_group=1, block_tokens=4, num_blocks=400, seed=0):
+        self.decoder = decoder
+        self.pool = KVPool(decoder.config, num_blocks, block_tokens, layer_group, decoder.device, decoder.dtype)
+        ids = self.pool.allocate(num_blocks)
+        random.Random(seed).shuffle(ids)
+        self.pool.free(ids)
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}
+        self.hidden: dict[int, torch.Tensor] = {}
+
+    def batch(self, new: dict[int, list[int]]) -> AttentionBatch:
+        """Take the tokens into the sequences and lay out the iteration that computes them."""
+        context = [len(self.tokens.setdefault(seq, [])) for seq in new]
+        for seq, tokens in new.items():
+            self.tokens[seq] += tokens
+            table = self.tables.setdefault(seq, [[] for _ in range(self.pool.num_groups)])
+            for blocks in table:
+                blocks += self.pool.allocate(-(-len(self.tokens[seq]) // self.pool.block_tokens) - len(blocks))
+        tables = [[self.tables[seq][group] for seq in new] for group in range(self.pool.num_groups)]
+        return AttentionBatch.build(
+            [len(t) for t in new.values()], context, tables, self.pool.block_tokens, self.decoder.device
+        )
+
+    def step(self, new: dict[int, list[int]]) -> dict[int, torch.Tensor]:
+        """Logits [new tokens, V] of every sequence in the iteration; keeps layer inputs in `hidden`."""
+        batch = self.batch(new)
+        ids = torch.tensor([t for tokens in new.values() for t in tokens], device=self.decoder.device)
+        rows = torch.arange(len(ids), device=self.decoder.device)
+        logits = self.decoder.forward(ids, batch, self.pool, rows, after_layer=self.hidden.__setitem__)
+        return dict(zip(new, logits.split([len(tokens) for tokens in new.values()]), strict=True))

@@ -1,0 +1,166 @@
+"""Checkpoints are read whole and checked by name, shape and type; nothing but safetensors is opened."""
+# ruff: noqa: E402 (torch may be absent)
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+from gpu_runtime.checkpoint import INDEX
+from gpu_runtime.decoder import Decoder
+from sim.errors import UserError
+
+CONFIG = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 11,
+    "max_position_embeddings": 32,
+}
+NORM, K_BIAS = "model.norm.weight", "model.layers.1.self_attn.k_proj.bias"
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    shapes = {"model.embed_tokens.weight": (11, 16), "lm_head.weight": (11, 16), NORM: (16,)}
+    for layer in ("model.layers.0.", "model.layers.1."):
+        shapes |= {layer + f"{norm}_layernorm.weight": (16,) for norm in ("input", "post_attention")}
+        for which, rows in (("q", 16), ("k", 8), ("v", 8)):
+            shapes[f"{layer}self_attn.{which}_proj.weight"] = (rows, 16)
+            shapes[f"{layer}self_attn.{which}_proj.bias"] = (rows,)
+        shapes[layer + "self_attn.o_proj.weight"] = (16, 16)
+        shapes |= {f"{layer}mlp.{which}_proj.weight": (24, 16) for which in ("gate", "up")}
+        shapes[layer + "mlp.down_proj.weight"] = (16, 24)
+    noise = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=noise) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def save(folder, weights, name="model.safetensors"):
+    safetensors.save_file(weights, str(folder / name))
+
+
+def load(folder) -> Decoder:
+    return Decoder.from_safetensors(folder, "cpu", torch.float32)
+
+
+def test_projections_are_fused_in_the_order_q_k_v_and_gate_up(folder):
+    weights = tensors()
+    save(folder, weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    layer = load(folder).layers[1].weights
+    parts = [weights[f"model.layers.1.self_attn.{which}_proj.weight"] for which in "qkv"]
+    assert torch.equal(layer.qkv, torch.cat(parts))
+    assert torch.equal(layer.qkv_bias[16:24], weights[K_BIAS])
+    parts = [weights[f"model.layers.1.mlp.{which}_proj.weight"] for which in ("gate", "up")]
+    assert torch.equal(layer.gate_up, torch.cat(parts))
+
+
+def test_a_checkpoint_in_several_files_is_one(folder):
+    weights = tensors()
+    save(folder, {NORM: weights.pop(NORM)}, "model-00001-of-00002.safetensors")
+    save(folder, weights, "model-00002-of-00002.safetensors")
+    whole = load(folder)
+    names = dict.fromkeys(weights, "model-00002-of-00002.safetensors") | {NORM: "model-00001-of-00002.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    save(folder, weights, "consolidated.safetensors")
+    assert torch.equal(load(folder).ends.final_norm, whole.ends.final_norm)
+
+
+def test_weights_are_converted(folder):
+    weights = {name: weight.to(torch.bfloat16) for name, weight in tensors().items()}
+    save(folder, weights)
+    decoder = Decoder.from_safetensors(str(folder), "cpu", torch.float16)
+    assert decoder.dtype == torch.float16
+    assert torch.equal(decoder.ends.final_norm, weights[NORM].half())
+
+
+def drop(weights):
+    del weights[K_BIAS]
+
+
+def misshape(weights):
+    weights[K_BIAS] = torch.zeros(16)
+
+
+def quantise(weights):
+    weights[K_BIAS] = weights[K_BIAS].to(torch.int8)
+
+
+def add(weights):
+    weights["model.layers.0.self_attn.q_norm.weight"] = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, f"tensor {K_BIAS} and 0 others are missing"),
+        (misshape, rf"model.safetensors: tensor {K_BIAS} is F32 \[16\], expected one of .* and \[8\]"),
+        (quantise, f"tensor {K_BIAS} is I8"),
+        (add, "tensor model.layers.0.self_attn.q_norm.weight is not part of the model"),
+    ],
+)
+def test_a_tensor_missing_misshapen_quantised_or_unknown_is_refused(folder, change, message):
+    weights = tensors()
+    change(weights)
+    save(folder, weights)
+    with pytest.raises(UserError, match=message):
+        load(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(folder):
+    weights = tensors()
+    save(folder, weights)
+    save(folder, {NORM: weights[NORM]}, "other.safetensors")
+    with pytest.raises(UserError, match=f"tensor {NORM} is in model.safetensors too"):
+        load(folder)
+
+
+def test_a_folder_without_weights_is_refused_and_pickles_are_not_opened(folder):
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(UserError, match=r"no \*.safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all", b"\xff" * 64])
+def test_a_broken_file_is_refused(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors: not a readable safetensors file"):
+        load(folder)
+
+
+def test_a_file_cut_short_is_refused(folder):
+    save(folder, tensors())
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("named", ["../model.safetensors", "/etc/model.safetensors", "pytorch_model.bin", 3])
+def test_an_index_that_points_elsewhere_is_refused(folder, named):
+    save(folder, tensors())
+    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: named}}))
+    with pytest.raises(UserError, match="weight_map must name"):
+        load(folder)
+
+
+def test_an_index_that_names_an_absent_file_is_refused(folder):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: not a readable safetensors file"):
+        load(folder)
+
+
+def test_a_tied_head_in_the_file_is_not_read(folder):
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    save(folder, tensors())
+    ends = load(folder).ends
+    assert ends.head is ends.embedding

@@ -1,0 +1,244 @@
+"""Copies bring exactly the right blocks, tell the truth about being done, and fail without taking others along."""
+# ruff: noqa: E402 (torch may be absent)
+
+import threading
+from itertools import pairwise
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_small import SMALL, Runner
+
+from gpu_runtime import copy_engine
+from gpu_runtime.copy_engine import CopyEngine, CopyFailed, contiguous_runs, prefers_staging
+from gpu_runtime.decoder import Decoder
+from gpu_runtime.hidden_state_store import HiddenStateStore
+from gpu_runtime.kv_pool import KVPool, OutOfBlocks
+from sim.plan import Direction
+
+D2H, H2D = Direction.D2H, Direction.H2D
+
+
+def pool(num_blocks, layer_group=1, noise=None):
+    made = KVPool(SMALL, num_blocks, 4, layer_group, "cpu", torch.float32)
+    if noise is not None:
+        made.data.normal_(generator=torch.Generator().manual_seed(noise))
+    return made
+
+
+@pytest.fixture
+def engine():
+    with CopyEngine("cpu") as made:
+        yield made
+
+
+class Gate:
+    """A destination that does not take its bytes before it is opened, or never."""
+
+    def __init__(self, target, error=None):
+        self.target, self.error, self.open = target, error, threading.Event()
+        self.is_cuda = False
+
+    def copy_(self, source, non_blocking):
+        assert self.open.wait(10)
+        if self.error:
+            raise self.error
+        return self.target.copy_(source)
+
+
+@given(st.permutations(range(30)), st.permutations(range(30)), st.integers(0, 30))
+def test_runs_are_the_longest_stretches_of_neighbours(src, dst, cut):
+    src, dst = sorted(src[:cut]), sorted(dst[:cut])
+    runs = list(contiguous_runs(src, dst))
+    assert [i for start, _, n in runs for i in range(start, start + n)] == src
+    assert [i for _, start, n in runs for i in range(start, start + n)] == dst
+    for (a, b, n), (c, d, _) in pairwise(runs):
+        assert (a + n, b + n) != (c, d)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.permutations(range(20)),
+    st.permutations(range(25)),
+    st.integers(0, 20),
+    st.sampled_from([D2H, H2D]),
+    st.booleans(),
+)
+def test_random_blocks_arrive_and_no_other_changes(src_ids, dst_ids, count, direction, staged):
+    source, target = pool(20, noise=1), pool(25, noise=2)
+    src_ids, dst_ids = src_ids[:count], dst_ids[:count]
+    expected = target.data.clone()
+    expected[dst_ids] = source.data[src_ids]
+    with pytest.MonkeyPatch.context() as patch, CopyEngine("cpu") as engine:
+        # Through the staging buffer, three blocks at a time, as scattered blocks go on CUDA.
+        patch.setattr(copy_engine, "STAGING_BYTES", 3 * source.block_bytes)
+        if staged:
+            copy_engine._copy_staged(source.data, src_ids, target.data, dst_ids, direction)
+        else:
+            handle = engine.copy_blocks(source, src_ids, target, dst_ids, direction)
+            handle.wait()
+            assert handle.done()
+    assert torch.equal(target.data, expected)
+
+
+def test_scattered_small_blocks_are_staged_and_long_runs_are_not():
+    assert prefers_staging(num_runs=100, num_host_runs=1, num_bytes=100 * 2**16)
+    assert not prefers_staging(num_runs=100, num_host_runs=90, num_bytes=100 * 2**16)
+    assert not prefers_staging(num_runs=100, num_host_runs=1, num_bytes=100 * 2**20)
+    assert not prefers_staging(num_runs=1, num_host_runs=1, num_bytes=2**10)
+
+
+def test_layers_arrive_one_by_one(engine):
+    source, target = pool(8, layer_group=2, noise=1), pool(8, layer_group=2)
+    handle = engine.copy_blocks(source, [6, 7, 1], target, [0, 5, 3], H2D, groups=[0, 0, 1])
+    handle.wait_layer(1)
+    assert torch.equal(target.data[[0, 5]], source.data[[6, 7]])
+    handle.wait_layer(2)
+    assert torch.equal(target.data[3], source.data[1])
+    handle.wait_layer(7)
+    handle.wait()
+    assert target.data[[1, 2, 4, 6, 7]].count_nonzero() == 0
+
+
+def test_a_layer_is_there_before_the_next_one_and_before_the_whole(engine, monkeypatch):
+    release, copied, original = threading.Event(), [], copy_engine.copy_now
+
+    def slowly(src, src_ids, *rest):
+        if copied:
+            assert release.wait(10)
+        copied.append(src_ids)
+        original(src, src_ids, *rest)
+
+    monkeypatch.setattr(copy_engine, "copy_now", slowly)
+    source, target = pool(4, noise=1), pool(4)
+    handle = engine.copy_blocks(source, [0, 1], target, [2, 3], H2D, groups=[0, 1])
+    handle.wait_layer(0)
+    assert torch.equal(target.data[2], source.data[0])
+    assert not handle.done()
+    release.set()
+    handle.wait_layer(1)
+    assert torch.equal(target.data[3], source.data[1])
+    handle.wait()
+    assert handle.done()
+
+
+def test_copies_run_beside_the_caller_and_lanes_beside_one_another(engine):
+    gate, here = Gate(torch.zeros(3)), torch.zeros(3)
+    slow = engine.copy_tensors([(torch.ones(3), gate)], D2H)
+    after = engine.copy_tensors([(torch.ones(3), here)], D2H)
+    other = engine.copy_tensors([(torch.ones(3), torch.zeros(3))], H2D)
+    other.wait()
+    assert not slow.done() and not after.done() and here.sum() == 0
+    gate.open.set()
+    after.wait()
+    assert slow.done() and gate.target.sum() == 3 and here.sum() == 3
+
+
+def test_a_copy_that_fails_says_so_and_harms_no_other(engine):
+    gate = Gate(torch.zeros(3), OSError("the cable is out"))
+    gate.open.set()
+    failed = engine.copy_tensors([(torch.ones(3), gate)], D2H)
+    for ask in (failed.wait, failed.wait, lambda: failed.wait_layer(0)):
+        with pytest.raises(CopyFailed, match="the cable is out") as caught:
+            ask()
+        assert isinstance(caught.value.__cause__, OSError)
+    assert failed.done()
+    source, target = pool(4, noise=1), pool(4)
+    engine.copy_blocks(source, [1], target, [2], D2H).wait()
+    assert torch.equal(target.data[2], source.data[1])
+
+
+def test_layers_behind_a_failure_are_not_waited_for_in_vain(engine, monkeypatch):
+    def fails_late(src, src_ids, *rest):
+        if src_ids == [1]:
+            raise RuntimeError("lost")
+
+    monkeypatch.setattr(copy_engine, "copy_now", fails_late)
+    handle = engine.copy_blocks(pool(4), [0, 1, 2], pool(4), [0, 1, 2], H2D, groups=[0, 1, 3])
+    with pytest.raises(CopyFailed, match="lost"):
+        handle.wait_layer(3)
+    handle.wait_layer(2)
+
+
+def test_pinned_blocks_go_on_to_pageable_memory_once_they_are_there(engine):
+    gpu, pinned, pageable = pool(6, noise=1), pool(6), pool(6)
+    first = engine.copy_blocks(gpu, [5, 0, 3], pinned, [1, 2, 4], D2H)
+    engine.copy_on_host(pinned, [1, 2, 4], pageable, [0, 1, 5], after=first).wait()
+    assert torch.equal(pageable.data[[0, 1, 5]], gpu.data[[5, 0, 3]])
+    gate = Gate(torch.zeros(3), OSError("gone"))
+    gate.open.set()
+    with pytest.raises(CopyFailed, match="gone"):
+        engine.copy_on_host(pinned, [1], pageable, [2], after=engine.copy_tensors([(torch.ones(3), gate)], D2H)).wait()
+    assert pageable.data[2].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"src_ids": [0]}, "1 blocks to 2 different places"),
+        ({"dst_ids": [1, 1]}, "2 blocks to 1 different places"),
+        ({"src_ids": [0, 4]}, "ids from 0 to 4 in a pool of 4"),
+        ({"dst_ids": [-1, 2]}, "ids from -1 to 2"),
+        ({"dst_pool": pool(4, layer_group=2)}, "blocks of"),
+        ({"dst_pool": KVPool(SMALL, 4, 4, 1, "cpu", torch.float16)}, "float16"),
+        ({"groups": [0]}, "1 groups for 2 blocks"),
+        ({"groups": [1, 0]}, "ascending"),
+    ],
+)
+def test_a_copy_that_makes_no_sense_is_refused_at_once(engine, change, message):
+    fits = {"src_pool": pool(4), "src_ids": [0, 1], "dst_pool": pool(4), "dst_ids": [2, 3], "direction": D2H}
+    with pytest.raises(ValueError, match=message):
+        engine.copy_blocks(**fits | change)
+
+
+def test_what_is_queued_when_the_engine_closes_is_still_copied():
+    source, target = pool(4, noise=1), pool(4)
+    with CopyEngine("cpu") as engine:
+        handles = [engine.copy_blocks(source, [i], target, [i], D2H) for i in range(4)]
+    assert all(handle.done() for handle in handles)
+    assert torch.equal(source.data, target.data)
+
+
+def test_an_engine_leaves_no_thread_behind():
+    before = threading.active_count()
+    with CopyEngine("cpu"):
+        assert threading.active_count() == before + 3
+    assert threading.active_count() == before
+
+
+def test_kv_is_restored_from_hidden_states_kept_on_the_host(engine):
+    decoder = Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=1)
+    runner = Runner(decoder, layer_group=4)
+    store = HiddenStateStore(engine, SMALL, num_blocks=8, block_tokens=8, dtype=torch.float32)
+    ids = store.allocate(4)[::-1]
+    tokens = list(range(27))
+    for first, last in ((0, 13), (13, 14), (14, 27)):
+        runner.step({0: tokens[first:last]})
+        for layer, hidden in runner.hidden.items():
+            store.save(layer, hidden, ids, first).wait()
+    kept = runner.pool.data.clone()
+    runner.pool.data.zero_()
+    again = Runner(decoder, layer_group=4)
+    again.pool, again.tables = runner.pool, runner.tables
+    batch = again.batch({0: tokens})
+    for layer in range(4):
+        hidden, handle = store.load(layer, ids, 0, 27)
+        handle.wait_layer(layer)
+        decoder.layers[layer].restore_kv(hidden, batch, again.pool, layer)
+    torch.testing.assert_close(again.pool.data, kept, atol=1e-6, rtol=1e-6)
+    hidden, handle = store.load(2, ids, 10, 9)
+    handle.wait()
+    whole, handle = store.load(2, ids, 0, 27)
+    handle.wait()
+    assert torch.equal(hidden, whole[10:19])
+    store.free(ids)
+    store.check()
+    assert store.num_free == 8
+    with pytest.raises(OutOfBlocks):
+        store.allocate(9)
+    with pytest.raises(ValueError, match="1 blocks of 8 tokens for 9 tokens"):
+        store.save(0, torch.zeros(2, 48), [0], first=7)

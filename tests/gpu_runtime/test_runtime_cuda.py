@@ -1,0 +1,128 @@
+"""On CUDA the runtime computes what it computes on a CPU, in each precision, eagerly and from captured graphs."""
+# ruff: noqa: E402 (torch may be absent)
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from runtime_small import SMALL, Runner
+
+from gpu_runtime.copy_engine import CopyEngine
+from gpu_runtime.decode_graph import DecodeGraph
+from gpu_runtime.decoder import Decoder, DecoderLayer
+from gpu_runtime.hidden_state_store import HiddenStateStore
+from gpu_runtime.kv_pool import KVPool
+from gpu_runtime.rotary import RotaryEmbedding
+from gpu_runtime.weights import EndWeights, LayerWeights
+from sim.plan import Direction
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+# Of logits, whose standard deviation is one.
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
+CONFIGS = {
+    "mha": msgspec.structs.replace(SMALL, num_kv_heads=6),
+    "gqa": msgspec.structs.replace(SMALL, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=True),
+    "odd": msgspec.structs.replace(SMALL, num_heads=7, num_kv_heads=1, head_dim=24, qkv_bias=True),
+}
+STEPS = [{0: range(40), 1: range(3)}, {1: [7], 0: range(50, 99), 2: range(5)}, {0: [1], 1: [2], 2: [3]}, {2: range(33)}]
+
+
+def moved(weights, device, dtype):
+    values = {name: getattr(weights, name) for name in weights.__dataclass_fields__}
+    return type(weights)(**{n: None if v is None else v.to(device, dtype) for n, v in values.items()})
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def on_cpu(request):
+    return CONFIGS[request.param], Decoder.random(CONFIGS[request.param], device="cpu", dtype=torch.float32, seed=3)
+
+
+def on_cuda(config, decoder, dtype) -> Decoder:
+    layers: list[LayerWeights] = [moved(layer.weights, "cuda", dtype) for layer in decoder.layers]
+    ends: EndWeights = moved(decoder.ends, "cuda", dtype)
+    return Decoder(config, layers, ends)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("layer_group", [1, 4])
+def test_logits_are_those_of_the_cpu(on_cpu, dtype, layer_group):
+    reference = Runner(on_cpu[1], layer_group)
+    runner = Runner(on_cuda(*on_cpu, dtype), layer_group, block_tokens=16)
+    for step in STEPS:
+        new = {seq: list(tokens) for seq, tokens in step.items()}
+        expected, logits = reference.step(new), runner.step(new)
+        for seq in new:
+            torch.testing.assert_close(logits[seq].float().cpu(), expected[seq], atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype):
+    decoder = on_cuda(*on_cpu, dtype)
+    runner = Runner(decoder, layer_group=2)
+    graph = DecodeGraph(decoder, runner.pool, [1, 2, 4], max_blocks=30)
+    runner.step({0: list(range(60)), 1: [5], 2: list(range(17))})
+    for new in ({0: [1], 1: [2], 2: [3]}, {1: [9]}, {2: [4], 0: [8]}):
+        batch = runner.batch(new)
+        ids = torch.tensor([tokens[0] for tokens in new.values()], device="cuda")
+        free = runner.pool.data.clone()
+        logits = graph.run(ids, batch).clone()
+        written = runner.pool.data.clone()
+        runner.pool.data.copy_(free)
+        expected = decoder.forward(ids, batch, runner.pool)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(written, runner.pool.data, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    with pytest.raises(ValueError, match="captured are decodes of 4 sequences"):
+        graph.run(ids, runner.batch({0: [1, 2]}))
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_blocks_survive_a_trip_to_the_host_beside_computation(scattered):
+    gpu = KVPool(SMALL, 300, 16, 1, "cuda", torch.float16)
+    host = KVPool(SMALL, 300, 16, 1, "cpu", torch.float16, pin=True)
+    gpu.data.normal_()
+    before = gpu.data.clone()
+    ids = torch.randperm(300).tolist() if scattered else list(range(300))
+    groups = [i // 75 for i in range(300)]
+    with CopyEngine("cuda") as engine:
+        out = engine.copy_blocks(gpu, ids, host, list(range(300)), Direction.D2H, groups)
+        torch.randn(2048, 2048, device="cuda") @ torch.randn(2048, 2048, device="cuda")
+        out.wait()
+        assert torch.equal(host.data, before[ids].cpu())
+        gpu.data.zero_()
+        back = engine.copy_blocks(host, list(range(300)), gpu, ids, Direction.H2D, groups)
+        for layer in range(4):
+            back.wait_layer(layer)
+            mine = ids[75 * layer : 75 * (layer + 1)]
+            assert torch.equal(gpu.data[mine], before[mine])
+        back.wait()
+        assert back.done()
+
+
+def test_hidden_states_come_back_from_the_host():
+    hidden = torch.randn(37, SMALL.hidden_size, device="cuda", dtype=torch.bfloat16)
+    with CopyEngine("cuda") as engine:
+        store = HiddenStateStore(engine, SMALL, num_blocks=8, block_tokens=16, dtype=torch.bfloat16)
+        assert store.data.is_pinned()
+        ids = store.allocate(4)
+        store.save(1, hidden[:20], ids).wait()
+        store.save(1, hidden[20:], ids, first=20).wait()
+        loaded, handle = store.load(1, ids, 0, 37)
+        handle.wait_layer(1)
+        assert torch.equal(loaded, hidden)
+
+
+def test_true_shapes_of_a_large_model_run_in_half_precision():
+    config = msgspec.structs.replace(
+        SMALL, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=28672, num_layers=80
+    )
+    decoder = Decoder.random(config, device="cuda", dtype=torch.float16, seed=0, num_layers=1, with_head=False)
+    layer: DecoderLayer = decoder.layers[0]
+    assert isinstance(layer._rotary, RotaryEmbedding)
+    runner = Runner(decoder, num_blocks=64, block_tokens=16)
+    hidden = torch.randn(300, 8192, device="cuda", dtype=torch.float16)
+    for new in ({0: list(range(300))}, {0: list(range(200))}, {0: [1]}):
+        out = layer.forward(hidden[: len(new[0])], runner.batch(new), runner.pool, 0)
+        assert out.isfinite().all() and 0.5 < out.float().std() < 2.0

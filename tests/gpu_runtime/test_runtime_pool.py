@@ -1,0 +1,83 @@
+"""Blocks are given out once, come back once, and lie in one piece of memory each."""
+# ruff: noqa: E402 (torch may be absent)
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_small import SMALL
+
+from gpu_runtime.block_ids import BlockIds
+from gpu_runtime.kv_pool import KVPool, OutOfBlocks
+from sim.errors import InvariantError
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.randoms()), max_size=40))
+def test_blocks_are_conserved(num_blocks, steps):
+    ids, held = BlockIds(num_blocks), []
+    for takes, count, dice in steps:
+        if takes and count > num_blocks - len(held):
+            with pytest.raises(
+                OutOfBlocks, match=f"{count} blocks asked for, {num_blocks - len(held)} of {num_blocks}"
+            ):
+                ids.allocate(count)
+        elif takes:
+            got = ids.allocate(count)
+            assert len(got) == count and not set(got) & set(held)
+            held += got
+        else:
+            dice.shuffle(held)
+            gone, held = held[:count], held[count:]
+            ids.free(gone)
+        ids.check()
+        assert ids.num_free == num_blocks - len(held)
+        assert all(0 <= block < num_blocks for block in held)
+        assert len(set(held)) == len(held)
+
+
+def test_a_fresh_pool_gives_neighbours_and_freed_blocks_come_back_in_order():
+    ids = BlockIds(6)
+    assert ids.allocate(4) == [0, 1, 2, 3]
+    ids.free([1, 2])
+    assert ids.allocate(3) == [1, 2, 4]
+    assert ids.allocate(0) == []
+
+
+@pytest.mark.parametrize("wrong", [[3], [0, 0], [-1], [4]])
+def test_a_block_that_is_not_allocated_cannot_be_freed(wrong):
+    ids = BlockIds(4)
+    ids.allocate(2)
+    with pytest.raises(InvariantError, match="is not allocated"):
+        ids.free(wrong)
+
+
+def test_a_broken_free_list_is_found():
+    pool = KVPool(SMALL, 4, 4, 2, "cpu", torch.float32)
+    pool.check()
+    pool._ids._free.append(0)
+    with pytest.raises(InvariantError, match="5 blocks listed free, 4 marked free"):
+        pool.check()
+
+
+@pytest.mark.parametrize(("layer_group", "groups"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_a_block_is_one_piece_of_memory(layer_group, groups):
+    pool = KVPool(SMALL, 5, 8, layer_group, "cpu", torch.float16)
+    assert pool.num_groups == groups
+    assert pool.block_bytes == layer_group * 2 * SMALL.num_kv_heads * 8 * SMALL.head_dim * 2
+    assert pool.data[3].is_contiguous()
+    assert pool.key_value(0).shape == (5, 2, SMALL.num_kv_heads, 8, SMALL.head_dim)
+    group, view = pool.layer(3)
+    assert group == 3 // layer_group
+    view[2, 1] = 7.0
+    assert (pool.data[2, 3 % layer_group, 1] == 7.0).all()
+    assert pool.data.count_nonzero() == SMALL.num_kv_heads * 8 * SMALL.head_dim
+    with pytest.raises(IndexError):
+        pool.layer(groups * layer_group)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 1), (4, 0, 1), (4, 4, 0), (4, 4, 5)])
+def test_a_pool_without_sense_is_refused(sizes):
+    with pytest.raises(ValueError, match="must be positive"):
+        KVPool(SMALL, *sizes, "cpu", torch.float32)

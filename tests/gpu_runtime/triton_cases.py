@@ -1,0 +1,162 @@
+"""The Triton kernels against plain torch, on CUDA or, with TRITON_INTERPRET=1, on a CPU. Run by test_runtime_triton."""
+
+import os
+import random
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from runtime_small import SMALL, Runner
+
+from gpu_runtime import backend, decode_graph, torch_attention, triton_attention, triton_layer
+from gpu_runtime.attention import AttentionBatch
+from gpu_runtime.decoder import Decoder, silu_and_mul
+from gpu_runtime.kv_pool import KVPool
+from gpu_runtime.rotary import RotaryEmbedding
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# Triton's interpreter multiplies bf16 as if it were integers.
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SHAPES = {
+    "mha": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 32},
+    "gqa": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64},
+    "group-of-7": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 20},
+    "mqa": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 16},
+}
+
+
+def on_device(batch: AttentionBatch) -> AttentionBatch:
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return replace(batch, **{n: v.to(DEVICE) for n, v in values.items() if isinstance(v, torch.Tensor)})
+
+
+def make(shape: str, block_tokens: int, dtype: torch.dtype, num_new: list[int], context: list[int]):
+    """A pool of two layers full of noise, a batch with scattered blocks in it, and the config."""
+    config = msgspec.structs.replace(SMALL, num_layers=2, **SHAPES[shape])
+    counts = [-(-(n + c) // block_tokens) for n, c in zip(num_new, context, strict=True)]
+    pool = KVPool(config, sum(counts) + 1, block_tokens, 2, "cpu", dtype)
+    pool.data.normal_(generator=torch.Generator().manual_seed(1))
+    ids = pool.allocate(sum(counts))
+    random.Random(2).shuffle(ids)
+    tables = [[ids.pop() for _ in range(count)] for count in counts]
+    return config, pool, AttentionBatch.build(num_new, context, [tables], block_tokens, "cpu")
+
+
+def close(ours, expected, dtype):
+    torch.testing.assert_close(ours.cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "block_tokens"), [("mha", 16), ("gqa", 16), ("group-of-7", 3), ("mqa", 8)])
+def test_attention_of_decodes_and_chunks(shape, block_tokens, dtype):
+    num_new, context = [1, 20, 1, 3, 30, 1], [150, 17, 0, 70, 0, 33]
+    config, pool, batch = make(shape, block_tokens, dtype, num_new, context)
+    query = torch.randn(sum(num_new), config.num_heads, config.head_dim).to(dtype)
+    cache, tables = pool.key_value(1), batch.block_tables[0]
+    expected = torch_attention.paged_attention(query, cache, tables, batch, None)
+    there = on_device(batch)
+    arguments = (query.to(DEVICE), cache.to(DEVICE), tables.to(DEVICE), there)
+    for splits in (1, 3):
+        out = torch.zeros_like(arguments[0])
+        triton_attention.attend_decodes(*arguments, out, splits)
+        triton_attention.attend_chunks(*arguments, there.chunk_seqs, out)
+        close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", ["gqa", "group-of-7"])
+def test_rotation_and_write(shape, norm, dtype):
+    config, pool, batch = make(shape, 4, dtype, [5, 1, 9], [0, 30, 6])
+    projected = torch.randn(15, config.q_size + 2 * config.kv_size).to(dtype)
+    norms = (torch.randn(config.head_dim).to(dtype), torch.randn(config.head_dim).to(dtype)) if norm else None
+    cache, slots = pool.key_value(1).clone().to(DEVICE), batch.slot_mapping[0].clone()
+    rotary = RotaryEmbedding(config, "cpu")
+    slots[3] = -1
+    skipped = batch.slot_mapping[0][3] // 4, ..., batch.slot_mapping[0][3] % 4, slice(None)
+    kept = pool.key_value(1)[skipped].clone()
+    expected = rotary.rotate_and_write(projected, *(norms or (None, None)), pool, 1, batch)
+    pool.key_value(1)[skipped] = kept
+    there = [t.to(DEVICE) for t in (rotary.table, batch.positions, slots)]
+    norms = (norms[0].to(DEVICE), norms[1].to(DEVICE)) if norms else None
+    ours = triton_layer.rotate_and_write(projected.to(DEVICE), norms, config.rms_norm_eps, *there, cache)
+    for one, other in zip((*ours, cache), (*expected, pool.key_value(1)), strict=True):
+        close(one, other, dtype)
+    only_kv = projected[:, config.q_size :].contiguous().to(DEVICE)
+    queries, keys, values = triton_layer.rotate_and_write(only_kv, norms, config.rms_norm_eps, *there, cache)
+    assert queries.numel() == 0
+    close(keys, expected[1], dtype)
+    close(values, expected[2], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(dtype):
+    gate_up = 3 * torch.randn(3, 2 * 1300).to(dtype)
+    close(triton_layer.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up), dtype)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_runtime_cuda runs the decoder itself")
+class TestDecoder:
+    """The way a decoder takes on CUDA, with the interpreter in the place of the GPU."""
+
+    @pytest.fixture
+    def runners(self, monkeypatch):
+        config = msgspec.structs.replace(SMALL, num_layers=2, qk_norm=True, qkv_bias=True)
+        decoder = Decoder.random(config, device="cpu", dtype=torch.float32, seed=0)
+        reference, runner = (Runner(decoder, block_tokens=4, seed=seed) for seed in (1, 2))
+        monkeypatch.setattr(triton_attention, "_num_sms", lambda device: 8)
+        monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 16)
+        return reference, runner
+
+    def test_logits_are_those_of_plain_torch(self, runners, monkeypatch):
+        reference, runner = runners
+        for new in (
+            {0: range(20), 1: range(3), 2: [5]},
+            {1: [7], 0: range(50, 70), 3: range(4)},
+            {0: [1], 1: [2], 2: [3]},
+        ):
+            new = {seq: list(tokens) for seq, tokens in new.items()}
+            expected = reference.step(new)
+            with monkeypatch.context() as patch:
+                patch.setattr(backend, "uses_triton", lambda tensor: True)
+                logits = runner.step(new)
+            for seq in new:
+                torch.testing.assert_close(logits[seq], expected[seq], atol=2e-5, rtol=0)
+
+    def test_a_padded_batch_gives_the_same_and_writes_nothing_else(self, runners, monkeypatch):
+        reference, runner = runners
+        captured = []
+
+        def capture(graph, size):
+            tokens, batch = graph._tokens[:size], decode_graph._first(graph._batch, size)
+            logits = torch.zeros(size, SMALL.vocab_size)
+            captured.append(size)
+            replay = lambda: logits.copy_(runner.decoder.forward(tokens, batch, runner.pool))  # noqa: E731
+            return SimpleNamespace(replay=replay), logits
+
+        monkeypatch.setattr(decode_graph.DecodeGraph, "_capture", capture)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(runner.decoder, "device", torch.device("cuda"))
+        graph = decode_graph.DecodeGraph(runner.decoder, runner.pool, [1, 4], max_blocks=12)
+        assert captured == [4, 1]
+        monkeypatch.setattr(runner.decoder, "device", torch.device("cpu"))
+        prompts = {0: list(range(19)), 1: [3], 2: list(range(30, 40))}
+        reference.step(prompts)
+        runner.step(prompts)
+        for new in ({0: [1], 1: [2], 2: [3]}, {1: [4]}, {2: [5], 0: [6]}):
+            expected = reference.step(new)
+            batch = runner.batch(new)
+            free = runner.pool.data[runner.pool._ids._free].clone()
+            with monkeypatch.context() as patch:
+                patch.setattr(backend, "uses_triton", lambda tensor: True)
+                logits = graph.run(torch.tensor([tokens[0] for tokens in new.values()]), batch)
+            for row, seq in zip(logits, new, strict=True):
+                torch.testing.assert_close(row, expected[seq][0], atol=2e-5, rtol=0)
+            assert torch.equal(runner.pool.data[runner.pool._ids._free], free)
+        for seq in prompts:
+            for mine, theirs in zip(runner.tables[seq], reference.tables[seq], strict=True):
+                torch.testing.assert_close(runner.pool.data[mine], reference.pool.data[theirs], atol=1e-5, rtol=1e-5)
