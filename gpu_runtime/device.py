@@ -5,25 +5,26 @@ background copies start, then the layers run one after the other. Layer l waits 
 streams in from the host, or the send-buffer slot that its own KV leaves through (LayerKV section 3.1.2).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter, sleep
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_runtime.attention_batch import AttentionBatch
 from gpu_runtime.block_ids import BlockIds
-from gpu_runtime.copy_engine import CopyEngine, CopyHandle
+from gpu_runtime.copy_engine import CopyEngine, CopyFailed, CopyHandle
 from gpu_runtime.decoder import Decoder, greedy
 from gpu_runtime.kv_pool import KVPool
 from gpu_runtime.placement import Move, Placement
 from sim.lanes import SEND_BUFFER_LAYERS
-from sim.plan import Direction, IterationPlan, StepTimes, Transfer
+from sim.plan import Direction, IterationPlan, PrefillChunk, StepTimes, Transfer
 from sim.policies.base import Limits, Scheduler
-from sim.sequence import Sequence
+from sim.sequence import Sequence, Status
 from traces.request import Request
 
 PromptOf = Callable[[Request], Seq[int]]
@@ -98,6 +99,8 @@ class TorchDevice:
         self._background: list[tuple[Transfer, CopyHandle]] = []
         self._behind: list[tuple[Transfer, list[CopyHandle]]] = []
         self._open_copies: dict[Sequence, list[CopyHandle]] = {}
+        self._failures: list[tuple[Sequence, str]] = []
+        self._known_rows: dict[Sequence, tuple[int, np.ndarray]] = {}
         self._begun_s = perf_counter()
 
     # -- the clock -----------------------------------------------------------------------------------------------
@@ -132,14 +135,13 @@ class TorchDevice:
         ended: list[Transfer] = []
         for transfer, handle in list(self._background):
             if handle.done():
-                handle.wait()
+                self._check_copies(transfer.seq, [handle])
                 self._background.remove((transfer, handle))
                 self.placement.end(transfer)
                 ended.append(transfer)
         for transfer, handles in list(self._behind):
             if all(handle.done() for handle in handles):
-                for handle in handles:
-                    handle.wait()
+                self._check_copies(transfer.seq, handles)
                 self._behind.remove((transfer, handles))
                 self.placement.end_prefill(transfer.seq)
                 ended.append(transfer)
@@ -147,11 +149,20 @@ class TorchDevice:
 
     def _settle(self, seq: Sequence) -> None:
         """Wait for every copy of a sequence, whose blocks are about to be given to others."""
-        for handle in self._open_copies.pop(seq, ()):
-            handle.wait()
-        for transfer, handle in self._background:
-            if transfer.seq is seq:
+        handles = [handle for transfer, handle in self._background if transfer.seq is seq]
+        self._check_copies(seq, [*self._open_copies.pop(seq, ()), *handles])
+
+    def _check_copies(self, seq: Sequence, handles: Iterable[CopyHandle]) -> None:
+        """Wait for copies; one that failed has lost the sequence's KV, which ends the sequence and nobody else."""
+        for handle in handles:
+            try:
                 handle.wait()
+            except CopyFailed as error:
+                self._failures.append((seq, f"copy of KV blocks: {error}"))
+
+    def failures(self) -> list[tuple[Sequence, str]]:
+        found, self._failures = self._failures, []
+        return found
 
     def _copy(self, move: Move) -> CopyHandle:
         pools = (self.gpu, self.host) if move.direction is Direction.D2H else (self.host, self.gpu)
@@ -162,12 +173,12 @@ class TorchDevice:
     def execute(self, plan: IterationPlan) -> StepTimes:
         decodes = list(self._decodes(plan))
         for move in self.placement.follow(plan, decodes, self._settle):
-            # On the computation's stream, as vLLM 0.5.5 swaps: the same blocks may be written next.
-            self._copy(move).wait()
+            # Before the computation, as vLLM 0.5.5 swaps: the same blocks may be written next.
+            self._check_copies(move.seq, [self._copy(move)])
         for transfer in plan.background:
             self._background.append((transfer, self._copy(self.placement.begin(transfer))))
         if plan.chunks or decodes:
-            self._compute(plan, decodes)
+            self._compute_or_fail(plan, decodes)
         end_s = self.now_s()
         self._forget_ended()
         return StepTimes(1, end_s, 0.0, 0.0, end_s)
@@ -179,28 +190,67 @@ class TorchDevice:
             for seq in members:
                 yield seq, batch.num_tokens_of(seq)
 
-    def _compute(self, plan: IterationPlan, decodes: Seq[tuple[Sequence, int]]) -> None:
-        work, ids, sampled = self._lay_out(plan, decodes)
-        tables = self._tables(work)
-        batch = AttentionBatch.build(work.num_new, work.cached, tables, self.block_tokens, self.device)
-        rows = batch.last_rows[torch.tensor(sampled, device=self.device)] if sampled else None
-        logits = self.decoder.forward(
-            torch.tensor(ids, device=self.device),
-            batch,
-            self.gpu,
-            rows,
-            before_layer=lambda layer: self._before_layer(work, layer),
-            after_layer=lambda layer, _: self._after_layer(work, layer),
-        )
+    def _compute_or_fail(self, plan: IterationPlan, decodes: Seq[tuple[Sequence, int]]) -> None:
+        """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails."""
+        try:
+            self._compute(plan, plan.chunks, decodes)
+        except torch.OutOfMemoryError:
+            # The error holds the frames, and with them the tensors that filled the memory: leave it first.
+            pass
+        else:
+            return
+        parts: list[tuple[Seq[PrefillChunk], Seq[tuple[Sequence, int]]]] = [((chunk,), ()) for chunk in plan.chunks]
+        parts += [((), (decode,)) for decode in decodes]
+        for chunks, few in parts:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            try:
+                self._compute(plan, chunks, few)
+            except torch.OutOfMemoryError as error:
+                self._give_up(plan, chunks, few, f"out of memory: {str(error).splitlines()[0]}")
+
+    def _give_up(
+        self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]], reason: str
+    ) -> None:
+        """A sequence that could not be computed: it fails, and the token that the engine counts is a filler."""
+        sampled = [seq for seq, new, cached, _ in chunks if cached + new == seq.num_tokens]
+        for seq in [*sampled, *(seq for seq, _ in decodes)]:
+            self._tokens_of(seq).append(0)
+        for seq in [*(chunk.seq for chunk in chunks), *(seq for seq, _ in decodes)]:
+            self._failures.append((seq, reason))
+            # Copies behind its prefill have nothing to copy: they are over.
+            self._behind += [(transfer, []) for transfer in plan.pipelined_d2h if transfer.seq is seq]
+
+    def _compute(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]]) -> None:
+        work, ids, sampled = self._lay_out(chunks, decodes)
+        try:
+            batch = AttentionBatch.build(work.num_new, work.cached, self._tables(work), self.block_tokens, self.device)
+            rows = batch.last_rows[torch.tensor(sampled, device=self.device)] if sampled else None
+            logits = self.decoder.forward(
+                torch.tensor(ids, device=self.device),
+                batch,
+                self.gpu,
+                rows,
+                before_layer=lambda layer: self._before_layer(work, layer),
+                after_layer=lambda layer, _: self._after_layer(work, layer),
+            )
+            chosen = greedy(logits)
+        except torch.OutOfMemoryError:
+            for (i, _), handle in work.leaving.items():
+                self._check_copies(work.seqs[i], [handle])
+            self._release_scratch(work)
+            raise
         self._finish_behind(plan, work)
-        if logits is not None and sampled:
-            self._emit([work.seqs[i] for i in sampled], greedy(logits))
+        if sampled:
+            self._emit([work.seqs[i] for i in sampled], chosen)
         self._release_scratch(work)
 
-    def _lay_out(self, plan: IterationPlan, decodes: Seq[tuple[Sequence, int]]) -> tuple[Pass, list[int], list[int]]:
+    def _lay_out(
+        self, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]]
+    ) -> tuple[Pass, list[int], list[int]]:
         """The pass, the token ids it feeds, and which of its sequences are sampled."""
         work, ids, sampled = Pass([], [], [], [], []), [], []
-        for seq, num_new, cached, _ in plan.chunks:
+        for seq, num_new, cached, _ in chunks:
             tokens = self._tokens_of(seq)
             ids += tokens[cached : cached + num_new]
             if cached + num_new == seq.num_tokens:
@@ -239,12 +289,24 @@ class TorchDevice:
                 for ids in work.slots[i]:
                     self.scratch.free(ids)
 
-    def _tables(self, work: Pass) -> list[list[list[int]]]:
-        """Block ids by group and sequence: its own, or the slot its group passes through."""
-        return [
-            [self.placement.table(seq, group, work.slots[i]) for i, seq in enumerate(work.seqs)]
-            for group in range(self.groups)
-        ]
+    def _tables(self, work: Pass) -> np.ndarray:
+        """Block ids [groups, sequences, blocks], int32: a sequence's own, or the slot its group passes through."""
+        rows = [self._rows(seq, work.slots[i]) for i, seq in enumerate(work.seqs)]
+        tables = np.zeros((self.groups, len(rows), max(row.shape[1] for row in rows)), dtype=np.int32)
+        for i, row in enumerate(rows):
+            tables[:, i, : row.shape[1]] = row
+        return tables
+
+    def _rows(self, seq: Sequence, slots: Seq[list[int]]) -> np.ndarray:
+        """Block ids [groups, blocks] of one sequence, kept until they change."""
+        held = self.placement.held[seq]
+        known = self._known_rows.get(seq)
+        if known is not None and known[0] == held.version and not slots:
+            return known[1]
+        rows = np.array([self.placement.table(seq, group, slots) for group in range(self.groups)], dtype=np.int32)
+        if not slots:
+            self._known_rows[seq] = held.version, rows
+        return rows
 
     # -- around each layer (groups of one layer: only LayerKV has sequences with slots) -------------------------------
 
@@ -257,12 +319,12 @@ class TorchDevice:
             turn = self.placement.turn(seq, layer)
             out = work.leaving.get((i, turn - len(work.slots[i])))
             if out is not None:
-                out.wait()
+                self._check_copies(seq, [out])
             if work.streaming[i] and work.cached[i]:
                 blocks = self.placement.blocks_for(work.cached[i])
                 source = held.host[layer][:blocks]
                 target = work.slots[i][turn % len(work.slots[i])][:blocks]
-                self._copy(Move(Direction.H2D, tuple(source), tuple(target))).wait()
+                self._check_copies(seq, [self._copy(Move(seq, Direction.H2D, tuple(source), tuple(target)))])
 
     def _after_layer(self, work: Pass, layer: int) -> None:
         """Send what the layer has written to the host, through its slot."""
@@ -275,7 +337,7 @@ class TorchDevice:
             blocks = self.placement.blocks_for(work.cached[i] + work.num_new[i])
             source = work.slots[i][turn % len(work.slots[i])][first:blocks]
             target = held.host[layer][first:blocks]
-            work.leaving[i, turn] = self._copy(Move(Direction.D2H, tuple(source), tuple(target)))
+            work.leaving[i, turn] = self._copy(Move(seq, Direction.D2H, tuple(source), tuple(target)))
 
     def _finish_behind(self, plan: IterationPlan, work: Pass) -> None:
         """Copies behind a prefill go on after it; what else a pass wrote must be out before its slots are reused."""
@@ -289,8 +351,7 @@ class TorchDevice:
                 self._behind.append((behind[seq], handles))
                 self._open_copies[seq] = handles
                 continue
-            for handle in handles:
-                handle.wait()
+            self._check_copies(seq, handles)
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
@@ -320,9 +381,12 @@ class TorchDevice:
         return self.placement.blocks_for(num_tokens)
 
     def _forget_ended(self) -> None:
-        """Drop the copies' handles of sequences that hold nothing any more."""
-        for seq in [seq for seq in self._open_copies if seq not in self.placement.held]:
-            del self._open_copies[seq]
+        """Forget what is known of sequences whose blocks have been given back; a preempted one keeps its tokens."""
+        for seq in self.placement.take_dropped():
+            self._open_copies.pop(seq, None)
+            self._known_rows.pop(seq, None)
+            if seq.status in (Status.FINISHED, Status.IGNORED):
+                self.tokens.pop(seq, None)
 
     def check(self) -> None:
         """InvariantError unless the ids balance: nobody holds a block twice, and pools list each free block once."""

@@ -12,6 +12,7 @@ from sim.arrivals import TIE_S
 from sim.engine import Engine
 from sim.errors import InvariantError
 from sim.plan import IterationPlan, StepTimes, Transfer
+from sim.sequence import Sequence
 from traces.request import Request
 
 
@@ -28,6 +29,10 @@ class Device(Protocol):
 
     def ended_transfers(self) -> list[Transfer]:
         """Copies beside the computation that have ended since this was last asked, in order."""
+        ...
+
+    def failures(self) -> list[tuple[Sequence, str]]:
+        """Sequences whose computation or copy went wrong since this was last asked, and why."""
         ...
 
     @property
@@ -82,6 +87,7 @@ class LiveInstance:
             inbox.deliver(now_s + TIE_S, engine.add_request)
             for transfer in device.ended_transfers():
                 engine.transfer_done(transfer)
+            self._report_failures()
             plan = engine.schedule(now_s)
             if plan is None:
                 next_s = inbox.next_s
@@ -90,9 +96,14 @@ class LiveInstance:
                 device.wait(next_s)
                 continue
             times = device.execute(plan)
+            self._report_failures()
             self.iterations += times.steps
             if self.observer is not None:
                 self.observer(plan, now_s, times)
             engine.commit(plan, times)
         if engine.has_unfinished:
             raise InvariantError(f"the engine stands still at {device.now_s()} s with requests unfinished")
+
+    def _report_failures(self) -> None:
+        for seq, reason in self.device.failures():
+            self.engine.fail(seq, reason)

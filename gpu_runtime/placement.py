@@ -30,8 +30,9 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True)
 class Move:
-    """A copy of blocks between the tiers, id by id."""
+    """A copy of a sequence's blocks between the tiers, id by id."""
 
+    seq: Sequence
     direction: Direction
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -48,6 +49,8 @@ class Held:
     """GPU ids of groups whose copy to the host is under way: free when it ends."""
     arriving: dict[int, list[int]] = field(default_factory=dict)
     """GPU ids of groups whose copy from the host is under way."""
+    version: int = 0
+    """Goes up whenever `gpu` changes."""
 
 
 class Placement:
@@ -64,6 +67,7 @@ class Placement:
         self.gpu, self.host, self.scratch = gpu, host, scratch
         self.num_groups, self.block_tokens = num_groups, block_tokens
         self.held: dict[Sequence, Held] = {}
+        self._dropped: list[Sequence] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of each group that hold `num_tokens` tokens."""
@@ -106,8 +110,14 @@ class Placement:
             self._grow(seq, self.blocks_for(num_tokens))
         return moves
 
+    def take_dropped(self) -> list[Sequence]:
+        """Sequences that have given all their blocks back since this was last asked."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     def _drop(self, seq: Sequence) -> None:
         held = self.held.pop(seq)
+        self._dropped.append(seq)
         for ids in (*held.gpu.values(), *held.slots, *held.leaving.values(), *held.arriving.values()):
             self.gpu.free(ids)
         for ids in held.host.values():
@@ -136,9 +146,10 @@ class Placement:
         for group, ids in sorted(held.gpu.items()):
             target = self.host.allocate(len(ids))
             held.host[group] = target
-            moves.append(Move(Direction.D2H, tuple(ids), tuple(target)))
+            moves.append(Move(seq, Direction.D2H, tuple(ids), tuple(target)))
             self.gpu.free(ids)
         held.gpu.clear()
+        held.version += 1
         return moves
 
     def _return(self, seq: Sequence) -> list[Move]:
@@ -148,7 +159,8 @@ class Placement:
             return []
         ids = held.host.pop(0)
         held.gpu[0] = self.gpu.allocate(len(ids))
-        move = Move(Direction.H2D, tuple(ids), tuple(held.gpu[0]))
+        held.version += 1
+        move = Move(seq, Direction.H2D, tuple(ids), tuple(held.gpu[0]))
         self.host.free(ids)
         return [move]
 
@@ -157,6 +169,7 @@ class Placement:
         for ids in held.gpu.values():
             if len(ids) < blocks:
                 ids += self.gpu.allocate(blocks - len(ids))
+                held.version += 1
         for ids in held.host.values():
             if len(ids) < blocks:
                 ids += self.host.allocate(blocks - len(ids))
@@ -166,6 +179,7 @@ class Placement:
     def begin(self, transfer: Transfer) -> Move:
         """Choose the groups of a background copy and reserve where they go; `end` follows when the copy has ended."""
         held = self.held[transfer.seq]
+        held.version += 1
         source: list[int] = []
         target: list[int] = []
         if transfer.direction is Direction.D2H:
@@ -187,13 +201,14 @@ class Placement:
                 raise InvariantError(
                     f"{transfer.seq}: {len(held.host)} groups on the host, {transfer.layers} to return"
                 )
-        return Move(transfer.direction, tuple(source), tuple(target))
+        return Move(transfer.seq, transfer.direction, tuple(source), tuple(target))
 
     def end(self, transfer: Transfer) -> None:
         """A background copy has ended: what it left behind is free."""
         held = self.held.get(transfer.seq)
         if held is None:
             return
+        held.version += 1
         if transfer.direction is Direction.H2D:
             for group, ids in held.arriving.items():
                 held.gpu[group] = ids

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from sim.plan import IterationPlan, StepTimes, Transfer
 from sim.policies.base import Scheduler
 from sim.predictor import LengthPredictor
-from sim.sequence import Sequence
+from sim.sequence import Sequence, Status
 from traces.request import Request
 
 
@@ -51,6 +51,17 @@ class Engine:
     def cancel(self, seq: Sequence) -> None:
         """Fact: nobody waits for `seq` any more. Its memory is free after its next token at the latest."""
         self.scheduler.cancel(seq)
+        if self._ended:
+            self._report_ended()
+
+    def fail(self, seq: Sequence, reason: str) -> None:
+        """Fact: what `seq` computed or held is lost (a copy or a kernel failed). It ends as `cancel` says, in error."""
+        if seq.error or seq.status in (Status.FINISHED, Status.IGNORED):
+            return
+        self.scheduler.cancel(seq)
+        seq.error = f"failed: {reason}"
+        failed = self.scheduler.counters.ignored
+        failed[seq.error] = failed.get(seq.error, 0) + 1
         if self._ended:
             self._report_ended()
 

@@ -126,7 +126,7 @@ class RequestLog:
         request_id, arrival_s, prompt_tokens = seq.request[:3]
         if arrival_s < self.first_arrival_s:
             self.first_arrival_s = arrival_s
-        if seq.status is Status.IGNORED:
+        if seq.status is Status.IGNORED or seq.error:
             self._ignore(seq)
             return
         finish_s, num_output = seq.finish_s, seq.num_generated

@@ -5,6 +5,7 @@ from heapq import heappop, heappush
 from sim.arrivals import TIE_S
 from sim.plan import IterationPlan, StepTimes, Transfer
 from sim.pricing import Pricer
+from sim.sequence import Sequence
 
 
 class PretendedDevice:
@@ -33,6 +34,9 @@ class PretendedDevice:
         while self.pending and self.pending[0][0] <= self.clock_s + TIE_S:
             ended.append(heappop(self.pending)[2])
         return ended
+
+    def failures(self) -> list[tuple[Sequence, str]]:
+        return []
 
     @property
     def copies_pending(self) -> bool:
