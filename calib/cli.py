@@ -25,6 +25,7 @@ DEVICES = {
 }  # fmt: skip
 """Parts of names that CUDA gives devices, and our specs of them; the first that fits."""
 Status = Literal["measured", "imported"]
+FORMS = ("roofline", "linear")
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
@@ -67,6 +68,12 @@ def _add_calibrate(subparsers: Any) -> None:  # noqa: ANN401
     parser.add_argument("--gpu", metavar="NAME", help="spec of the GPU (default: told by its name), or a file")
     parser.add_argument("--base", metavar="PROFILE", help="profile to complete what cannot be measured here")
     parser.add_argument("--name", help="name of the profile (default: <gpu>-measured)")
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        help="roofline (default on CUDA), or the linear coefficients of one model (default on a CPU, whose attention "
+        "follows no roofline)",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for samples, profile and report")
     parser.set_defaults(run=run_calibrate)
 
@@ -75,6 +82,7 @@ def _add_fit(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser("fit", help="fit a profile to a CSV of samples", description=_samples_help())
     parser.add_argument("samples", type=Path, metavar="SAMPLES.csv")
     _add_target(parser)
+    parser.add_argument("--form", choices=FORMS, default="roofline", help="what to fit (%(default)s)")
     parser.set_defaults(run=run_fit, status="measured")
 
 
@@ -120,7 +128,7 @@ def _add_imports(commands: Any) -> None:  # noqa: ANN401
     samples = kinds.add_parser("samples", help="a samples CSV measured by others", description=_samples_help())
     samples.add_argument("samples", type=Path, metavar="SAMPLES.csv")
     _add_target(samples)
-    samples.set_defaults(run=run_fit, status="imported")
+    samples.set_defaults(run=run_fit, status="imported", form="roofline")
 
 
 def _add_derive(commands: Any) -> None:  # noqa: ANN401
@@ -187,10 +195,10 @@ def _draw_profile(profile: Profile, samples: Path | None, path: Path) -> None:
     from sim.figure_style import save_figure  # noqa: PLC0415
 
     source = samples or DATA / f"{profile.name}.csv.gz"
-    if not source.exists():
+    if samples is None and not source.exists():
         raise UserError(f"--figure: the samples of {profile.name} are not shipped: name them with --samples FILE")
     status: Status = "measured" if profile.status == "measured" else "imported"
-    report = _fit(source, load_hardware(profile.gpu), None, profile.name, status)
+    report = _fit(source, load_hardware(profile.gpu), None, profile.name, status, profile.form)
     print(f"\nwrote {save_figure(path, draw_fit(report))}")
 
 
@@ -221,7 +229,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
     """Fit a file of samples."""
     hardware = load_hardware(arguments.gpu)
     name = _name(arguments, hardware, arguments.status)
-    report = _fit(arguments.samples, hardware, arguments.base, name, arguments.status)
+    report = _fit(arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form)
     return _write(report, make_folder(arguments.out, "--out"))
 
 
@@ -284,7 +292,8 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     out = make_folder(arguments.out, "--out")
     calibrate(arguments.device, arguments.model, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
     name = _name(arguments, hardware, "measured")
-    return _write(_fit(out / SAMPLES_FILE, hardware, arguments.base, name, "measured"), out)
+    form = arguments.form or ("linear" if arguments.device == "cpu" and len(arguments.model) == 1 else "roofline")
+    return _write(_fit(out / SAMPLES_FILE, hardware, arguments.base, name, "measured", form), out)
 
 
 def _hardware_of(device: str) -> HardwareSpec:
@@ -332,13 +341,18 @@ def _base(name: str | None, hardware: HardwareSpec) -> Profile:
     return base
 
 
-def _fit(samples: Path, hardware: HardwareSpec, base: str | None, name: str, status: Status) -> "FitReport":
+def _fit(
+    samples: Path, hardware: HardwareSpec, base: str | None, name: str, status: Status, form: str = "roofline"
+) -> "FitReport":
     from calib.fit import fit_profile  # noqa: PLC0415
+    from calib.linear import fit_linear_profile  # noqa: PLC0415
     from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
 
     found = read_samples(samples)
     provenance = read_comments(samples) | {"samples": samples.name, "samples_sha256": samples_sha256(samples)}
     provenance.setdefault("date", datetime.now(UTC).date().isoformat())
+    if form == "linear":
+        return fit_linear_profile(found, samples.parent, hardware, name=name, status=status, provenance=provenance)
     return fit_profile(
         found, samples.parent, hardware, _base(base, hardware), name=name, status=status, provenance=provenance
     )
@@ -352,7 +366,8 @@ def _write(report: "FitReport", out: Path) -> int:
 
     profile = report.profile
     print(f"\n{constants_table(report)}\n\n{errors_table(report)}\n")
-    print(f"The papers' constants:\n{papers_table(report)}\n")
+    if report.papers:
+        print(f"The papers' constants:\n{papers_table(report)}\n")
     if report.carried:
         print(f"not measured, carried over: {', '.join(report.carried)}", file=sys.stderr)
     files: dict[str, Callable[[Any], object]] = {

@@ -12,7 +12,7 @@ from calib.report import readable
 from sim.cost import build_cost
 from sim.figure_style import COLOURS, FAINT, dress, new_figure, plain_text, set_title
 from sim.plan import IterationPlan
-from sim.profile import ROOFLINE_UNITS, Profile
+from sim.profile import UNITS, Profile
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 
@@ -106,14 +106,15 @@ def _draw_residuals(ax: Axes, report: FitReport) -> None:
 
 def _draw_intervals(ax: Axes, report: FitReport) -> None:
     """Half-widths of the 95 % intervals, relative to the values."""
-    names = [n for n in ROOFLINE_UNITS if n in report.estimates and not report.estimates[n].at_limit]
+    units = UNITS[report.profile.form]
+    names = [n for n in units if n in report.estimates and not report.estimates[n].at_limit]
     for row, name in enumerate(reversed(names)):
         estimate = report.estimates[name]
         low, high = (100 * (bound / estimate.value - 1) for bound in (estimate.low, estimate.high))
         ax.plot([low, high], [row, row], color=COLOURS[0], lw=2.4, solid_capstyle="butt")
         ax.plot([0.0], [row], "o", color=COLOURS[0], ms=5)
         ax.annotate(
-            plain_text(f"{name}  {readable(estimate.value, ROOFLINE_UNITS[name])}"),
+            plain_text(f"{name}  {readable(estimate.value, units[name])}"),
             (0.0, row),
             xytext=(0, 6),
             textcoords="offset points",

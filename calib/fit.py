@@ -102,6 +102,7 @@ def fit_profile(
     fit = fit_roofline(terms, measured, fixed=fixed)
     estimates |= fit.estimates
     scatter |= dict.fromkeys(fit.estimates, fit.scatter)
+    check_told(estimates)
     constants = complete({**fixed, **fit.values})
     errors = errors_of(constants, terms, measured)
     papers = paper_constants(samples, models, hardware, constants)
@@ -111,7 +112,7 @@ def fit_profile(
     by_model = leave_one_model_out(chosen, terms, measured, fixed=fixed)
     large = small_predicts_large(chosen, terms, measured, fixed=fixed)
     found = regions(chosen, errors)
-    fitted, carried = _constants(estimates, scatter, base, len(chosen))
+    fitted, carried = _constants(estimates, scatter, base, steps=bool(terms.steps.any()))
     profile = Profile(
         name=name,
         gpu=hardware.name,
@@ -160,6 +161,16 @@ def _missing(phase: str, quantity: str, values: Sequence[int], span: float) -> l
     return [f"{phase} by {quantity}: {have}, needed are {LEAST_SIZES} or more spanning a factor of {span:g}"]
 
 
+def check_told(estimates: Mapping[str, Estimate]) -> None:
+    """UserError that names the rates which the samples leave open: times that hardly depend on them."""
+    for name, estimate in estimates.items():
+        if name.endswith("_per_s") and not estimate.told:
+            raise UserError(
+                f"samples: they do not tell {name}: {estimate.value:.3g}, 95 % interval {estimate.low:.3g} to "
+                f"{estimate.high:.3g}: measure longer prompts, larger batches or larger copies"
+            )
+
+
 def range_of(samples: Sequence[Sample]) -> FittedRange:
     """What the samples covered: tokens of a prompt iteration; sequences and context tokens of a decode iteration."""
     prompts = [s.tokens for s in samples if not s.is_decode and s.op != "lm_head"]
@@ -178,9 +189,9 @@ def _value(name: str, estimates: Mapping[str, Estimate], base: Profile) -> float
 
 
 def _constants(
-    estimates: dict[str, Estimate], scatter: Mapping[str, float], base: Profile, count: int
+    estimates: dict[str, Estimate], scatter: Mapping[str, float], base: Profile, *, steps: bool
 ) -> tuple[dict[str, Constant], list[str]]:
-    """All constants of the form, and the names of those carried over from `base`."""
+    """All constants of the form, and the names of those carried over from `base`; `steps`: whole steps were timed."""
     found: dict[str, Constant] = {}
     carried: list[str] = []
     for name, unit in ROOFLINE_UNITS.items():
@@ -192,16 +203,21 @@ def _constants(
             found[name] = Constant(
                 value.value, value.stderr, unit, "taken as flops_per_s: no prompt long enough to tell attention apart"
             )
+        elif name == "step_overhead_s" and estimate is None and steps:
+            found[name] = Constant(
+                0.0, None, unit, "part of layer_overhead_s: all steps had as many layers, which tells no step apart"
+            )
         elif estimate is None:
             carried.append(name)
             old = base.constants[name]
             found[name] = Constant(old.value, old.stderr, unit, f"carried over from {base.name}: {old.source}")
         else:
-            found[name] = Constant(estimate.value, estimate.stderr, unit, _source(estimate, scatter.get(name), count))
+            stderr = estimate.stderr if estimate.stderr is not None and np.isfinite(estimate.stderr) else None
+            found[name] = Constant(estimate.value, stderr, unit, _source(estimate, scatter.get(name)))
     return found, carried
 
 
-def _source(estimate: Estimate, scatter: float | None, count: int) -> str:
+def _source(estimate: Estimate, scatter: float | None) -> str:
     if estimate.at_limit:
         return "fitted: at the limit of what it may be, so without an interval"
     interval = f"95 % interval {estimate.low:.6g} to {estimate.high:.6g}"

@@ -65,12 +65,14 @@ def leave_one_model_out(
     form: str = "full",
     fixed: Mapping[str, float] = NO_ALL_REDUCE,
 ) -> dict[str, Holdout]:
-    """Each model predicted by a fit to the others; empty where there is only one."""
+    """Each model predicted by a fit to the others, if those have prompts and decodes; empty where there is only one."""
     models = np.array([s.model for s in samples])
-    names = sorted(set(models))
-    if len(names) < 2:
-        return {}
-    return {str(name): _held_out(samples, terms, measured_s, models == name, form, fixed) for name in names}
+    prompts, decodes = is_scored_prefill(samples), is_decode(samples)
+    return {
+        str(name): _held_out(samples, terms, measured_s, models == name, form, fixed)
+        for name in sorted(set(models))
+        if np.any(prompts & (models != name)) and np.any(decodes & (models != name))
+    }
 
 
 def small_predicts_large(

@@ -28,6 +28,9 @@ from sim.specs.models import ModelSpec
 
 Models = Mapping[str, ModelSpec]
 
+LEAST_SAMPLES = 3
+"""Fewer cannot tell a constant from chance."""
+
 
 @dataclass(frozen=True)
 class PaperConstant:
@@ -107,8 +110,10 @@ def _whole_s(samples: Sequence[Sample], models: Models, constants: Mapping[str, 
 def _scaled(
     equation: str, name: str, unit: str, per_unit_s: Mapping[str, Array], measured_s: Array, *, divides: bool
 ) -> list[PaperConstant]:
-    """Fits `measured = constant * per_unit` (or per_unit / constant) for each form."""
-    found = []
+    """Fits `measured = constant * per_unit` (or per_unit / constant) for each form; none from too few samples."""
+    found: list[PaperConstant] = []
+    if len(measured_s) < LEAST_SAMPLES:
+        return found
     for form, amounts in per_unit_s.items():
         ratio = measured_s / amounts
         start = float(np.median(1 / ratio if divides else ratio))

@@ -16,7 +16,7 @@ from calib.holdout import (
     small_predicts_large,
 )
 from calib.roofline import FORMS
-from sim.profile import ROOFLINE_UNITS
+from sim.profile import UNITS
 
 SCALES = (("FLOP/s", 1e12, "TFLOP/s"), ("B/s", 1e9, "GB/s"), ("s", 1e-6, "us"))
 """Units as people read them: SI unit, size of the readable one, its name."""
@@ -56,16 +56,16 @@ def fit_markdown(report: FitReport) -> str:
         errors_table(report),
         "## By region",
         regions_table(report),
-        "## The papers' constants",
-        papers_table(report),
     ]
+    if report.papers:
+        parts += ["## The papers' constants", papers_table(report)]
     return "\n\n".join(parts) + "\n"
 
 
 def constants_table(report: FitReport) -> str:
     """Every constant with its interval, or where it was carried over from."""
     rows = []
-    for name, unit in ROOFLINE_UNITS.items():
+    for name, unit in UNITS[report.profile.form].items():
         constant, estimate = report.profile.constants[name], report.estimates.get(name)
         if estimate is None or name in report.carried:
             rows.append((f"`{name}`", readable(constant.value, unit), "-", constant.source))
@@ -83,10 +83,11 @@ def errors_table(report: FitReport) -> str:
     prompts, decodes = is_scored_prefill(report.samples), is_decode(report.samples)
     own = Holdout(_mean(absolute[prompts]), _mean(absolute[decodes]), len(report.samples))
     rows = [_error_row("the samples fitted", own)]
-    if report.by_model:
+    if len(report.by_model) > 1:
         rows.append(_error_row("a model left out (mean)", mean_holdout(report.by_model)))
         rows += [_error_row(f"{name} left out", part) for name, part in report.by_model.items()]
-    rows.append(_error_row("the longer half from the shorter", report.small_to_large))
+    if report.small_to_large.count:
+        rows.append(_error_row("the longer half from the shorter", report.small_to_large))
     return table(("predicting", "prefill", "decode", "samples"), rows)
 
 

@@ -15,6 +15,8 @@ FIRST_SCALE = 0.05
 CAUCHY = 2.385
 """Standard deviations at which Cauchy's loss turns: 95 % of least squares' efficiency on normal errors."""
 LEAST_SCALE = 1e-4
+LEAST_SLOPE = 1e-6
+"""Root mean square of d log(prediction) / d variable below which the points say nothing of the variable."""
 MADS = 1.4826
 """Median absolute deviations to a standard deviation, for normal errors."""
 
@@ -31,7 +33,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A fitted value, its standard error and 95 % interval; no error where the value stands at a limit."""
+    """A fitted value, its standard error and 95 % interval.
+
+    The error is None where the value stands at a limit, infinite where the points say nothing about it.
+    """
 
     value: float
     stderr: float | None
@@ -42,6 +47,11 @@ class Estimate:
     def at_limit(self) -> bool:
         """Whether the data pushed the value to the edge of what it may be."""
         return self.stderr is None
+
+    @property
+    def told(self) -> bool:
+        """Whether the points tell a positive value: known better than by its own size."""
+        return bool(np.isfinite(self.value)) and (self.stderr is None or self.stderr < self.value)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,8 @@ class Fit:
         return {name: estimate.value for name, estimate in self.estimates.items()}
 
 
+# The search may try rates beyond any number, from where it turns back.
+@np.errstate(over="ignore", divide="ignore", invalid="ignore")
 def fit_relative(
     predict: Callable[[Mapping[str, float]], Array], measured: Array, parameters: Mapping[str, Parameter]
 ) -> Fit:
@@ -112,8 +124,12 @@ def _jacobian(residuals: Callable[[Array], Array], x: Array) -> Array:
 
 
 def _sandwich(jacobian: Array, errors: Array, scale: float, free: NDArray[np.bool_]) -> Array:
-    """Standard deviations of the searched variables; NaN for those at a limit."""
+    """Standard deviations of the searched variables; NaN for those at a limit, infinite for those that do nothing."""
     deviations = np.full(len(free), np.nan)
+    slopes = np.sqrt(np.mean(jacobian**2, axis=0))
+    idle = free & ~((slopes >= LEAST_SLOPE) & np.isfinite(slopes))
+    deviations[idle] = np.inf
+    free = free & ~idle
     jacobian = jacobian[:, free]
     z = (errors / scale) ** 2
     influence, curvature = errors / (1 + z), (1 - z) / (1 + z) ** 2

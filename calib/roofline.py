@@ -71,7 +71,7 @@ def fit_roofline(
     Returns:
         Estimates of flops_per_s, attention_flops_per_s, hbm_bytes_per_s, roofline_exponent, layer_overhead_s and
         step_overhead_s; those the samples say nothing about are left out (attention, where prompts are short; the
-        step, where no whole step was timed).
+        step, where no whole step was timed, or where all had as many layers: then the layers' overhead holds both).
     """
     if form == "no activations":
         terms = without_activations(terms)
@@ -83,7 +83,7 @@ def fit_roofline(
     }
     if form != "one rate" and _has_long_prompts(terms):
         parameters["attention_flops_per_s"] = Parameter(parameters["flops_per_s"].start)
-    if np.any(terms.steps):
+    if _tells_steps_apart(terms):
         parameters["step_overhead_s"] = Parameter(1e-4, 0.0, log=False)
     if form == "hard ridge":
         del parameters["overlap"]
@@ -94,6 +94,9 @@ def fit_roofline(
         return predict_s(complete({**fixed, **values}), terms)
 
     found = fit_relative(predicted, measured_s, parameters)
+    if "attention_flops_per_s" in parameters and not found.estimates["attention_flops_per_s"].told:
+        del parameters["attention_flops_per_s"]
+        found = fit_relative(predicted, measured_s, parameters)
     estimates = dict(found.estimates)
     if "overlap" in estimates:
         # Searched as 1/p, which has finite limits.
@@ -126,6 +129,12 @@ def _has_long_prompts(terms: Terms) -> bool:
     total = terms.linear_flops + terms.attention_flops
     share = np.divide(terms.attention_flops, total, out=np.zeros_like(total), where=total > 0)
     return bool(np.max(share, initial=0.0) >= LONG_ATTENTION)
+
+
+def _tells_steps_apart(terms: Terms) -> bool:
+    """Whether a step's overhead can be told from its layers': not if every sample has as many of both."""
+    layered = terms.layers > 0
+    return len(np.unique(terms.steps[layered] / terms.layers[layered])) > 1
 
 
 def without_activations(terms: Terms) -> Terms:

@@ -20,11 +20,13 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 | `memory` | host memory: `pinned` or `pageable` | pinned |
 | `beside` | `op` that ran on another stream or lane at the same time; empty: alone | empty |
 | `graph` | 1 if replayed from a CUDA graph | 0 |
+| `dtype_bytes` | bytes of an element of weights and KV cache, where they were not the model's own | 0, the model's |
 """
 
 import csv
 import gzip
 import hashlib
+import zlib
 from collections.abc import Iterable, Sequence
 from io import StringIO
 from math import isfinite
@@ -56,6 +58,8 @@ SHORTEST_S = 1e-7
 """No operation here takes longer or shorter: values beyond are milliseconds or nanoseconds under the wrong name."""
 FASTEST_BYTES_PER_S = 2e13
 """No copy is faster than this: a rate beyond it is a unit gone wrong."""
+MOST_COUNT = 10**9
+"""No column counts more tokens, sequences, layers, GPUs, pieces or repeats than this."""
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,6 +80,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     memory: str = "pinned"
     beside: str = ""
     graph: int = 0
+    dtype_bytes: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -134,10 +139,13 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def _records(path: Path) -> Iterable[tuple[int, list[str]]]:
-    lines = enumerate(read_text(path).splitlines(), start=1)
-    numbered = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
-    records = csv.reader(line for _, line in numbered)
-    return zip((number for number, _ in numbered), records, strict=True)
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            # One line at a time: a quotation mark left open must not swallow the lines below.
+            try:
+                yield number, next(csv.reader([line], strict=True))
+            except csv.Error as error:
+                raise UserError(f"{path}: line {number}: not CSV ({error}): correct the line") from error
 
 
 def read_comments(path: Path) -> dict[str, str]:
@@ -166,7 +174,7 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}): give a CSV file") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read ({reason}): check the path") from error
 
@@ -204,6 +212,8 @@ def fault_of(sample: Sample) -> str:
         least = 1 if name in ("tp", "num_layers", "batch_size", "num_copies", "repeats") else 0
         if not isinstance(value, str) and value < least:
             return f"{name} = {value} is less than {least}: correct it"
+        if isinstance(value, int) and value > MOST_COUNT:
+            return f"{name} = {value} is more than {MOST_COUNT:,}: correct it"
     for check in (_time_fault, _word_fault, _shape_fault):
         fault = check(sample)
         if fault:

@@ -64,9 +64,16 @@ def load_models(samples: Iterable[Sample], folder: Path) -> dict[str, ModelSpec]
 
 def terms_of(samples: Sequence[Sample], models: Mapping[str, ModelSpec]) -> Terms:
     """The terms of samples whose op computes tokens."""
-    rows = [_row(sample, models[sample.model]) for sample in samples]
+    rows = [_row(sample, _as_timed(models[sample.model], sample)) for sample in samples]
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(fields(Terms))).T
     return Terms(*columns)
+
+
+def _as_timed(model: ModelSpec, sample: Sample) -> ModelSpec:
+    """The model in the type its weights had."""
+    if sample.dtype_bytes in (0.0, model.dtype_bytes):
+        return model
+    return model.with_dtype(sample.dtype_bytes)
 
 
 def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:

@@ -79,11 +79,15 @@ def import_samples(
     samples: list[Sample] = []
     for name in models:
         model = load_model(name)
+        if model.mla or model.moe or model.head_dim != HEAD_DIM:
+            raise UserError(
+                f"aiconfigurator: model {name} is not four matrices and attention over heads of {HEAD_DIM}: omit it"
+            )
         found = list(_layers(name, model, gemms, prompts, decodes))
         if not found:
             raise UserError(
                 f"aiconfigurator: {system} has no attention of {model.num_heads} query and {model.num_kv_heads} KV "
-                f"heads of {model.head_dim} (model {name}): leave it out"
+                f"heads, or no matrices of its widths (model {name}): leave it out"
             )
         samples += found
     samples += _all_reduces(root)
@@ -97,14 +101,20 @@ def _package_data() -> Path:
     return Path(found.origin).parent / "systems" / "data"
 
 
-def _read(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of a parquet file, those of `columns` that it has."""
+def _read(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows of a parquet file: `columns`, and those of `optional` that it has."""
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError as error:
         raise UserError("reading parquet needs pyarrow: pip install pyarrow") from error
-    known = set(parquet.read_schema(path).names)
-    return parquet.read_table(path, columns=[c for c in columns if c in known]).to_pylist()
+    try:
+        known = set(parquet.read_schema(path).names)
+        for name in columns:
+            if name not in known:
+                raise UserError(f"{path}: column {name!r} is missing: give the package's own tables")
+        return parquet.read_table(path, columns=[*columns, *(c for c in optional if c in known)]).to_pylist()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as parquet ({error}): give the package's own tables") from error
 
 
 def _newest(folder: Path, name: str) -> list[Path]:
@@ -151,10 +161,10 @@ def _attention_table(root: Path, engine: str, kind: str) -> dict[AttentionKey, l
         raise UserError(f"{root / 'attention'}: holds no tables of engine {engine!r}: use vllm, sglang or trtllm")
     columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "attn_dtype")
     found: defaultdict[AttentionKey, list[float]] = defaultdict(list)
-    for row in _read(paths[0], (*columns, "kv_cache_dtype", "window_size", "latency")):
+    for row in _read(paths[0], (*columns, "kv_cache_dtype", "latency"), ("window_size",)):
         if (
             row["attn_dtype"] == row["kv_cache_dtype"] == DTYPE
-            and row["head_dim"] == 128
+            and row["head_dim"] == HEAD_DIM
             and not row.get("window_size")
         ):
             key = (row["batch_size"], row["isl"], row["step"], row["num_heads"], row["num_key_value_heads"])
@@ -197,7 +207,8 @@ def _layers(
 def _linear(model: ModelSpec, gemms: Mapping[Gemm, Timing]) -> dict[int, Timing]:
     """The four GEMMs of a layer together, by number of tokens."""
     h, f, d = model.hidden_size, model.intermediate_size, model.head_dim
-    shapes = [((model.num_heads + 2 * model.num_kv_heads) * d, h), (h, model.num_heads * d), (2 * f, h), (h, f)]
+    into_mlp = (2 if model.gated_mlp else 1) * f
+    shapes = [((model.num_heads + 2 * model.num_kv_heads) * d, h), (h, model.num_heads * d), (into_mlp, h), (h, f)]
     widths = sorted({shape.n for shape in gemms}), sorted({shape.k for shape in gemms})
     found: dict[int, Timing] = {}
     for m in sorted({shape.m for shape in gemms}):

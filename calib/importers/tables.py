@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 from calib.samples import read_text
@@ -9,21 +10,26 @@ from sim.errors import UserError
 
 
 class Table:
-    """A CSV file with a header; `line` counts from the top of the file."""
+    """A CSV file with a header, of words and of numbers that are never negative; `lines` are those of the file."""
 
     def __init__(self, path: Path, required: Sequence[str]) -> None:
         self.path = path
-        rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
-        if not rows:
+        reader = csv.reader(read_text(path).splitlines())
+        try:
+            found = [(reader.line_num, row) for row in reader if row]
+        except csv.Error as error:
+            raise UserError(f"{path}: line {reader.line_num}: not CSV ({error}): repair the file") from error
+        if not found:
             raise UserError(f"{path}: is empty: give a CSV file with a header")
+        self.lines, rows = [line for line, _ in found[1:]], [row for _, row in found]
         self.columns = {name.strip(): i for i, name in enumerate(rows[0])}
         self.rows = rows[1:]
         for name in required:
             if name not in self.columns:
                 raise UserError(f"{path}: column {name!r} is missing: is this the right table? it has {self._shown()}")
-        for i, row in enumerate(self.rows):
+        for line, row in zip(self.lines, self.rows, strict=True):
             if len(row) != len(rows[0]):
-                raise UserError(f"{path}: line {i + 2}: {len(row)} values for {len(rows[0])} columns: repair the file")
+                raise UserError(f"{path}: line {line}: {len(row)} values for {len(rows[0])} columns: repair the file")
 
     def _shown(self) -> str:
         names = list(self.columns)
@@ -43,13 +49,19 @@ class Table:
         if cell == "" and default is not None:
             return default
         try:
-            return float(cell)
+            value = float(cell)
         except ValueError as error:
-            raise UserError(f"{self.path}: line {row + 2}: {column} = {cell!r} is not a number: correct it") from error
+            raise UserError(f"{self._place(row)}: {column} = {cell!r} is not a number: correct it") from error
+        if not isfinite(value) or value < 0:
+            raise UserError(f"{self._place(row)}: {column} = {cell!r} is not a finite number of 0 or more: correct it")
+        return value
 
     def integer(self, row: int, column: str, default: int | None = None) -> int:
         """A cell as a whole number."""
         value = self.number(row, column, default)
         if value != int(value):
-            raise UserError(f"{self.path}: line {row + 2}: {column} = {value} is not a whole number: correct it")
+            raise UserError(f"{self._place(row)}: {column} = {value} is not a whole number: correct it")
         return int(value)
+
+    def _place(self, row: int) -> str:
+        return f"{self.path}: line {self.lines[row]}"

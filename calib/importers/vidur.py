@@ -60,9 +60,9 @@ def _check_model(table: Table, row: int, model: ModelSpec, shape: Mapping[str, i
 def _operators(path: Path, model: ModelSpec) -> dict[int, dict[int, float]]:
     """Seconds of a layer without attention, by tensor-parallel size and tokens."""
     needed = [f"time_stats.{name}.median" for name in OPERATORS if name not in MAY_LACK]
-    table = Table(path, [*needed, "num_tokens", "num_tensor_parallel_workers", "n_head", "n_embd"])
     shape = {"n_head": model.num_heads, "n_kv_head": model.num_kv_heads, "n_embd": model.hidden_size}
     shape["n_expanded_embd"] = model.intermediate_size
+    table = Table(path, [*needed, "num_tokens", "num_tensor_parallel_workers", *shape])
     times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in range(len(table)):
         if not _check_model(table, row, model, shape):
@@ -78,8 +78,8 @@ def _operators(path: Path, model: ModelSpec) -> dict[int, dict[int, float]]:
 
 def _layers(path: Path, model_name: str, model: ModelSpec, linear: Mapping[int, Mapping[int, float]]) -> list[Sample]:
     required = ("is_prefill", "batch_size", "prefill_chunk_size", "kv_cache_size", "num_tensor_parallel_workers")
-    table = Table(path, (*required, "n_q_head", "n_kv_head", "time_stats.attn_decode.median"))
     shape = {"n_q_head": model.num_heads, "n_kv_head": model.num_kv_heads, "n_embd": model.hidden_size}
+    table = Table(path, (*required, *shape, "time_stats.attn_prefill.median", "time_stats.attn_decode.median"))
     times: defaultdict[tuple[int, int, int, int], list[float]] = defaultdict(list)
     for row in range(len(table)):
         tp = table.integer(row, "num_tensor_parallel_workers")

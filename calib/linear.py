@@ -1,0 +1,145 @@
+"""Form `linear`: the coefficients of one model on one machine, from whole iterations.
+
+    prefill p0 + p1 tokens + p2 sum(len^2),   decode d0 + d1 sequences + d2 context tokens,   s per swapped block
+
+No physics, so nothing carries over to another model; but where kernels do not follow a roofline (a CPU's attention
+works sequence by sequence), it predicts the machine it was measured on.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from calib.copies import fit_copies
+from calib.fit import FitReport, check_enough, range_of
+from calib.holdout import Holdout, is_decode, regions
+from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
+from calib.samples import Sample
+from calib.terms import load_models, terms_of
+from sim.errors import UserError
+from sim.profile import LINEAR_UNITS, Constant, Profile
+from sim.specs.hardware import HardwareSpec
+
+BLOCK_TOKENS = 16
+"""Tokens of the blocks that `swap_s_per_block` is for."""
+FOLDS = 3
+
+
+def fit_linear_profile(
+    samples: Sequence[Sample],
+    folder: Path,
+    hardware: HardwareSpec,
+    *,
+    name: str,
+    status: Literal["measured", "imported"],
+    provenance: Mapping[str, str],
+) -> FitReport:
+    """Fit a profile of form `linear` to the samples of op `step`.
+
+    Raises:
+        UserError: steps of no or several models, of part of a model's layers, or of too few sizes; no copies.
+    """
+    models = load_models(samples, folder)
+    steps = [s for s in samples if s.op == "step" and not s.beside and not s.graph and s.tp == 1]
+    names = sorted({s.model for s in steps})
+    if len(names) != 1:
+        raise UserError(f"samples: form linear is of one model, steps are of {', '.join(names) or 'none'}: choose one")
+    model = models[names[0]]
+    if any(s.num_layers != model.num_layers for s in steps):
+        built = steps[0].num_layers
+        raise UserError(f"samples: steps of {built} of {model.num_layers} layers: form linear needs whole iterations")
+    check_enough(steps)
+    copies = fit_copies(samples)
+    if copies is None:
+        raise UserError("samples: form linear needs copies (h2d or d2h) for swap_s_per_block: measure some")
+    measured = np.array([s.latency_s for s in steps])
+    fit = _fit(steps, measured)
+    kind = steps[0].dtype_bytes or model.dtype_bytes
+    block_bytes = BLOCK_TOKENS * model.with_dtype(kind).kv_bytes_per_token()
+    rate = min(copies.values[n] for n in ("h2d_bytes_per_s", "d2h_bytes_per_s") if n in copies.values)
+    swap_s = copies.values["copy_launch_s"] + block_bytes / rate
+    predicted = predict_s(fit.values, steps)
+    errors = predicted / measured - 1
+    constants = {
+        n: Constant(fit.estimates[n].value, fit.estimates[n].stderr, unit, _source(fit, n))
+        for n, unit in LINEAR_UNITS.items()
+        if n in fit.estimates
+    }
+    swap_source = f"a contiguous copy of a block of {BLOCK_TOKENS} tokens, {block_bytes:.0f} bytes, at the fitted rate"
+    constants["swap_s_per_block"] = Constant(swap_s, None, "s/block", swap_source)
+    unseen = _unseen(steps, measured)
+    residuals = {"prefill_mape": _mean(errors, ~is_decode(steps)), "decode_mape": _mean(errors, is_decode(steps))}
+    residuals |= {"unseen_sample_prefill_mape": unseen.prefill, "unseen_sample_decode_mape": unseen.decode}
+    profile = Profile(
+        name=name,
+        gpu=hardware.name,
+        status=status,
+        form="linear",
+        constants=constants,
+        provenance={**provenance, "model": model.name, "caution": "of this model on this machine alone"},
+        range=range_of(steps),
+        residuals={key: round(value, 5) for key, value in residuals.items()},
+    )
+    terms = terms_of(steps, models)
+    by_sample = {"every third sample": unseen}
+    found = regions(steps, errors)
+    nobody = Holdout(float("nan"), float("nan"), 0)
+    return FitReport(
+        profile, steps, terms, measured, predicted, fit.estimates, found, by_sample, nobody, [], ["swap_s_per_block"]
+    )
+
+
+def predict_s(values: Mapping[str, float], steps: Sequence[Sample]) -> Array:
+    """Seconds of each iteration, shape (samples,)."""
+    tokens = np.array([s.tokens for s in steps], dtype=np.float64)
+    squares = np.array([s.batch_size * s.new_tokens**2 for s in steps], dtype=np.float64)
+    batch = np.array([s.batch_size for s in steps], dtype=np.float64)
+    context = np.array([s.batch_size * (s.context_tokens + 1) for s in steps], dtype=np.float64)
+    prefill = values["prefill_base_s"] + values["prefill_s_per_token"] * tokens
+    prefill = prefill + values["prefill_s_per_square_token"] * squares
+    decode = values["decode_base_s"] + values["decode_s_per_sequence"] * batch
+    decode = decode + values["decode_s_per_context_token"] * context
+    return np.where(is_decode(steps), decode, prefill)
+
+
+def _fit(steps: Sequence[Sample], measured: Array) -> Fit:
+    decodes = is_decode(steps)
+    shortest = {phase: float(np.min(measured[mask])) for phase, mask in (("prefill", ~decodes), ("decode", decodes))}
+    most_tokens = max(s.tokens for s in steps if not s.is_decode)
+    most_squares = max(s.batch_size * s.new_tokens**2 for s in steps if not s.is_decode)
+    most_batch = max(s.batch_size for s in steps if s.is_decode)
+    most_context = max(s.batch_size * (s.context_tokens + 1) for s in steps if s.is_decode)
+    longest = {phase: float(np.max(measured[mask])) for phase, mask in (("prefill", ~decodes), ("decode", decodes))}
+    starts = {
+        "prefill_base_s": shortest["prefill"] / 2,
+        "prefill_s_per_token": longest["prefill"] / most_tokens,
+        "prefill_s_per_square_token": longest["prefill"] / most_squares / 10,
+        "decode_base_s": shortest["decode"] / 2,
+        "decode_s_per_sequence": longest["decode"] / most_batch / 2,
+        "decode_s_per_context_token": longest["decode"] / most_context / 2,
+    }
+    parameters = {name: Parameter(start, 0.0, log=False) for name, start in starts.items()}
+    return fit_relative(lambda values: predict_s(values, steps), measured, parameters)
+
+
+def _unseen(steps: Sequence[Sample], measured: Array) -> Holdout:
+    """Every third sample predicted by a fit to the others, in turn."""
+    errors = np.full(len(steps), np.nan)
+    for fold in range(FOLDS):
+        out = np.arange(len(steps)) % FOLDS == fold
+        fit = _fit([s for s, left in zip(steps, out, strict=True) if not left], measured[~out])
+        errors[out] = (predict_s(fit.values, steps) / measured - 1)[out]
+    return Holdout(_mean(errors, ~is_decode(steps)), _mean(errors, is_decode(steps)), len(steps))
+
+
+def _mean(errors: Array, mask: np.ndarray) -> float:
+    return float(np.mean(np.abs(errors[mask])))
+
+
+def _source(fit: Fit, name: str) -> str:
+    estimate: Estimate = fit.estimates[name]
+    if estimate.at_limit:
+        return "fitted: at the limit of what it may be, so without an interval"
+    return f"fitted jointly: 95 % interval {estimate.low:.6g} to {estimate.high:.6g}; scatter {100 * fit.scatter:.1f} %"

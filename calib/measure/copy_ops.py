@@ -1,0 +1,111 @@
+"""Work that moves bytes: between device and host, from pinned to pageable memory, and between GPUs."""
+
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.cuda import nccl
+
+from calib.measure.clocks import Work
+from calib.measure.points import Point
+
+TILE_BYTES = 16 * 2**20
+"""Random bytes, repeated: making a gigabyte of them takes seconds."""
+PIECES = 4096
+"""Places in the buffers that repeats take turns with, at most."""
+LEAD_BYTES = 256 * 2**20
+"""Written on every GPU before an all-reduce, so that all ranks are asked before the first of them can start."""
+
+
+class CopyBuffers:
+    """Buffers of one size on the device, in pinned and in pageable host memory, made when first needed.
+
+    On a CPU all three are plain memory and copies between them are `memcpy` through the same code.
+    """
+
+    def __init__(self, size: int, device: torch.device, seed: int) -> None:
+        self._size = size
+        self._device = device
+        self._seed = seed
+        self._buffers: dict[str, Tensor] = {}
+
+    def work(self, point: Point, half: int | None = None) -> Work:
+        """Copies of a point's pieces, one call each, from and to places in random order.
+
+        Args:
+            point: its op is h2d, d2h or host_memcpy.
+            half: which half of the buffers to stay in, so that two copies at a time do not meet; None: anywhere.
+        """
+        if point.op == "host_memcpy":
+            return self._memcpy(point)
+        device, host = self._buffer("device"), self._buffer(point.memory)
+        piece, count = point.piece_bytes, point.num_copies
+        start = (half or 0) * self._size // 2
+        slots = (self._size if half is None else self._size // 2) // piece
+        rounds = max(1, min(slots, PIECES) // count)
+        rng = np.random.default_rng(self._seed + point.num_bytes)
+        sources, targets = ((start + piece * rng.permutation(slots)[: rounds * count]).tolist() for _ in range(2))
+        source, target = (device, host) if point.op == "d2h" else (host, device)
+        pairs = [(target[t : t + piece], source[s : s + piece]) for s, t in zip(sources, targets, strict=True)]
+        turns = cycle([pairs[first : first + count] for first in range(0, rounds * count, count)])
+
+        def copy() -> None:
+            for to, of in next(turns):
+                to.copy_(of, non_blocking=True)
+
+        return copy
+
+    def _memcpy(self, point: Point) -> Work:
+        """One thread's `memcpy`, which numpy calls; torch would use several."""
+        source, target = self._buffer("pinned").numpy(), self._buffer("pageable").numpy()
+        size = point.num_bytes
+        starts = [size * turn for turn in range(max(1, min(self._size // size, PIECES)))]
+        turns = cycle([(target[start : start + size], source[start : start + size]) for start in starts])
+
+        def copy() -> None:
+            to, of = next(turns)
+            np.copyto(to, of)
+
+        return copy
+
+    def _buffer(self, kind: str) -> Tensor:
+        if kind not in self._buffers:
+            on_device = kind == "device"
+            pin = kind == "pinned" and self._device.type == "cuda"
+            device = self._device if on_device else torch.device("cpu")
+            buffer = torch.empty(self._size, dtype=torch.uint8, device=device, pin_memory=pin)
+            generator = torch.Generator().manual_seed(self._seed + len(self._buffers))
+            tile = torch.randint(256, (min(TILE_BYTES, self._size),), dtype=torch.uint8, generator=generator)
+            for part in buffer.split(len(tile)):
+                part.copy_(tile[: len(part)])
+            self._buffers[kind] = buffer
+        return self._buffers[kind]
+
+
+class AllReduce:
+    """Sums over several GPUs of one process through NCCL."""
+
+    def __init__(self, point: Point, dtype: torch.dtype) -> None:
+        self._devices = [torch.device("cuda", index) for index in range(point.tp)]
+        elements = point.num_bytes // dtype.itemsize
+        self._parts = [torch.randn(elements, device=device, dtype=dtype) for device in self._devices]
+        # Sums of sums would overflow: they go elsewhere.
+        self._sums = [torch.empty_like(part) for part in self._parts]
+        self._leads = [torch.empty(LEAD_BYTES, dtype=torch.uint8, device=device) for device in self._devices]
+
+    def once(self) -> float:
+        """Seconds of one all-reduce on the first GPU, all ranks having been asked before."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._synchronize()
+        for lead in self._leads:
+            lead.zero_()
+        start.record()
+        nccl.all_reduce(self._parts, self._sums)
+        end.record()
+        self._synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    def _synchronize(self) -> None:
+        for device in self._devices:
+            torch.cuda.synchronize(device)

@@ -1,0 +1,107 @@
+"""Whole iterations as the live runtime runs them, engine and all: from one decision to the next."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from math import inf
+
+import msgspec
+
+from calib.measure.model_points import BLOCK_TOKENS
+from calib.measure.points import Point
+from gpu_runtime.decoder import Decoder
+from gpu_runtime.device import TorchDevice
+from gpu_runtime.driver import LiveInstance
+from sim.cost import LinearCost
+from sim.engine import Engine
+from sim.itl import GapCollector
+from sim.plan import IterationPlan, StepTimes
+from sim.policies.base import Deployment, Limits
+from sim.policies.vllm import VllmRecompute
+from sim.predictor import NoPredictor
+from sim.specs.hardware import load_hardware
+from sim.specs.model_spec import ModelSpec
+from traces.request import Request
+
+WARM_UPS = 2
+"""Iterations of each kind that do not count."""
+
+
+class Waves:
+    """An inbox that sends the next wave of equal requests once the engine has ended the last one."""
+
+    def __init__(self, point: Point, waves: int, output_tokens: int) -> None:
+        self._prompt_tokens = point.context_tokens or point.new_tokens
+        self._size, self._left, self._output_tokens = point.batch_size, waves, output_tokens
+        self._sent = 0
+        self.unfinished = 0
+
+    @property
+    def next_s(self) -> float:
+        """Now, as long as there are waves."""
+        return 0.0 if self._left else inf
+
+    def deliver(self, until_s: float, to: Callable[[Request], object]) -> None:
+        """Hand over a wave if nobody is served."""
+        if self.unfinished or not self._left:
+            return
+        self._left -= 1
+        for _ in range(self._size):
+            to(Request(self._sent, until_s, self._prompt_tokens, self._output_tokens))
+            self._sent += 1
+            self.unfinished += 1
+
+
+def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) -> list[float]:
+    """Seconds of `repeats` iterations of a point of op `step`, each from one decision of the engine to the next.
+
+    Args:
+        decoder: of the layers that `point.num_layers` says.
+        spec: the model's shape.
+        point: equal prompts computed whole, or decodes whose context grows by one token a repeat.
+    """
+    decodes = point.context_tokens > 0
+    waves, output = (1, repeats + WARM_UPS + 2) if decodes else (repeats + WARM_UPS, 2)
+    longest = (point.context_tokens or point.new_tokens) + output
+    blocks = point.batch_size * (-(-longest // BLOCK_TOKENS) + 1)
+    budget = point.batch_size * (point.context_tokens or point.new_tokens)
+    model = msgspec.structs.replace(spec, num_layers=point.num_layers)
+    limits = Limits(
+        num_gpu_blocks=blocks + blocks // 50 + 2,
+        num_cpu_blocks=1,
+        block_size=BLOCK_TOKENS,
+        block_bytes=1.0,
+        max_model_len=longest,
+        max_num_seqs=point.batch_size,
+        max_num_batched_tokens=max(budget, longest),
+    )
+    # Nothing here predicts: any costs will do.
+    cost = LinearCost((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), 0.0, limits.block_bytes)
+    scheduler = VllmRecompute().scheduler(limits, GapCollector(), Deployment(model, load_hardware("cpu"), 1, cost))
+    inbox = Waves(point, waves, output)
+
+    def ended(_: object) -> None:
+        inbox.unfinished -= 1
+
+    starts: list[tuple[float, bool]] = []
+
+    def observe(plan: IterationPlan, start_s: float, _: StepTimes) -> None:
+        starts.append((start_s, bool(plan.chunks)))
+
+    device = TorchDevice(
+        decoder,
+        scheduler,
+        limits,
+        layer_group=point.num_layers,
+        prompt_of=lambda request: [
+            (7 * i + request.request_id) % spec.vocab_size for i in range(request.prompt_tokens)
+        ],
+        device=decoder.device,
+        dtype=decoder.dtype,
+    )
+    try:
+        device.start()
+        LiveInstance(Engine(scheduler, NoPredictor(), ended), device, inbox, observer=observe).serve()
+    finally:
+        device.close()
+    lasted = [after - before for (before, is_prompt), (after, _) in pairwise(starts) if is_prompt != decodes]
+    return lasted[WARM_UPS : WARM_UPS + repeats]

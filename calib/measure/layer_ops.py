@@ -1,0 +1,133 @@
+"""Work of one model: the live runtime's own layers, over paged KV in place, at the model's true shapes."""
+
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from calib.measure.clocks import Unmeasurable, Work
+from calib.measure.points import BLOCK_TOKENS, Point
+from gpu_runtime.attention import AttentionBatch
+from gpu_runtime.decode_graph import DecodeGraph
+from gpu_runtime.decoder import Decoder, greedy
+from gpu_runtime.decoder_config import DecoderConfig
+from gpu_runtime.kv_pool import KVPool
+from sim.specs.model_spec import ModelSpec
+
+TILE_ELEMENTS = 2**22
+"""Random keys and values, repeated: making a pool full of them takes long on a CPU."""
+
+
+class ModelWork:
+    """A decoder of a few layers with seeded random weights, and a pool of random keys and values for it.
+
+    Each layer has blocks of its own, in random order and anew for every point, as in a pool long in use.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        num_layers: int,
+        kv_blocks: int,
+        longest: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        """Build weights and pool on the device.
+
+        Args:
+            spec: shapes.
+            num_layers: decoder layers to build.
+            kv_blocks: blocks of the KV cache per layer.
+            longest: tokens of the longest sequence; positions past the model's own cost the same.
+            device: where all lies.
+            dtype: of weights and KV cache.
+            seed: of weights and data.
+        """
+        config = DecoderConfig.from_spec(spec)
+        positions = max(config.max_position_embeddings, longest)
+        config = msgspec.structs.replace(config, max_position_embeddings=positions)
+        self._decoder = Decoder.random(config, device=device, dtype=dtype, seed=seed, num_layers=num_layers)
+        self._pool = KVPool(self._decoder.config, num_layers * kv_blocks, BLOCK_TOKENS, 1, device, dtype)
+        _fill(self._pool.data, seed)
+        self._seed = seed
+
+    @property
+    def decoder(self) -> Decoder:
+        """The layers built."""
+        return self._decoder
+
+    def work(self, point: Point) -> Work:
+        """What executes a point of this model, on fresh random data."""
+        seed = crc32(msgspec.json.encode(point), self._seed)
+        if point.op == "lm_head":
+            rows = self._hidden(point.batch_size, seed)
+            return lambda: self._decoder.logits(rows)
+        if point.op == "step":
+            return self._step(point, seed)
+        batch = self._batch(point, self._tables(point, np.random.default_rng(seed)))
+        hidden = self._hidden(point.tokens, seed)
+        built = len(self._decoder.layers)
+        order = [(self._decoder.layers[index % built], index % built) for index in range(point.num_layers)]
+        pool = self._pool
+
+        def run_layers() -> Tensor:
+            states = hidden
+            for layer, index in order:
+                states = layer.forward(states, batch, pool, index)
+            return states
+
+        def restore() -> None:
+            for layer, index in order:
+                layer.restore_kv(hidden, batch, pool, index)
+
+        return restore if point.op == "restore" else run_layers
+
+    def _step(self, point: Point, seed: int) -> Work:
+        """Decodes replayed from the runtime's graph, from block tables on the host to tokens on the host."""
+        tables = self._tables(point, np.random.default_rng(seed))
+        ids = torch.randint(
+            self._decoder.config.vocab_size, (point.tokens,), generator=torch.Generator().manual_seed(seed)
+        )
+
+        decoder, pool = self._decoder, self._pool
+        graph = DecodeGraph(decoder, pool, [point.batch_size], tables.shape[2])
+
+        def step() -> list[int]:
+            return greedy(graph.run(ids.to(decoder.device), self._batch(point, tables))).tolist()
+
+        return step
+
+    def _batch(self, point: Point, tables: np.ndarray) -> AttentionBatch:
+        new, cached = [point.new_tokens] * point.batch_size, [point.context_tokens] * point.batch_size
+        return AttentionBatch.build(new, cached, tables, BLOCK_TOKENS, self._decoder.device)
+
+    def _tables(self, point: Point, rng: np.random.Generator) -> np.ndarray:
+        """Block ids [layers, sequences, blocks], int32; a recomputed prefix is dropped, so its layers share theirs."""
+        layers = self._pool.num_groups
+        width = -(-point.length // BLOCK_TOKENS)
+        own = 1 if point.op == "recompute" else layers
+        count = own * point.batch_size * width
+        if count > self._pool.num_blocks:
+            raise Unmeasurable(f"needs {count} KV blocks, the pool has {self._pool.num_blocks}")
+        ids = rng.permutation(self._pool.num_blocks)[:count].astype(np.int32)
+        tables = ids.reshape(own, point.batch_size, width)
+        return np.ascontiguousarray(np.broadcast_to(tables, (layers, point.batch_size, width)))
+
+    def _hidden(self, rows: int, seed: int) -> Tensor:
+        device, dtype = self._decoder.device, self._decoder.dtype
+        shape = (rows, self._decoder.config.hidden_size)
+        return torch.randn(shape, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(seed))
+
+
+def _fill(data: Tensor, seed: int) -> None:
+    """Normal random values throughout."""
+    flat = data.view(-1)
+    generator = torch.Generator(data.device).manual_seed(seed)
+    tile = torch.randn(min(TILE_ELEMENTS, len(flat)), device=data.device, dtype=data.dtype, generator=generator)
+    for part in flat.split(len(tile)):
+        part.copy_(tile[: len(part)])

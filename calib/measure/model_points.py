@@ -1,0 +1,132 @@
+"""`ModelPoints`: the shapes of one model that are worth timing on this machine."""
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from calib.measure.grid import Grid
+from calib.measure.limits import Limits
+from calib.measure.points import BLOCK_TOKENS, Point, pair, readable_bytes
+from calib.terms import terms_of
+from sim.specs.model_spec import ModelSpec
+
+MAX_BUILT_LAYERS = 8
+TIMED_LAYERS = 8
+QUICK_BYTES = 3.2e9
+"""Where layers are quick, up to so many run in a row, so that what starting and stopping cost is spread over them: on a
+GPU those whose weights together are below so many bytes, and ..."""
+QUICK_TOKENS = 256
+"""... over so few tokens."""
+CACHES = 4
+"""The layers built hold so many times the last-level cache: no weight is still in it when its turn comes again."""
+KV_SHARE = 0.35
+"""Of the device's free memory, for the KV cache."""
+CPU_KV_BYTES = {True: 2**30, False: 4 * 2**30}
+"""Most KV cache on a CPU, quick or not."""
+PIECE_S = {True: 0.5, False: 10.0}
+CPU_PIECE_S = {True: 0.25, False: 2.0}
+"""Longest execution, quick or not, by the limits' rough rates."""
+
+
+class ModelPoints:
+    """The grid's points of one model, and which of them the machine has room and time for."""
+
+    def __init__(self, name: str, spec: ModelSpec, limits: Limits, grid: Grid, quick: bool, element_bytes: int) -> None:
+        self._name = name
+        self._spec = spec
+        self._limits = limits
+        self._grid = grid
+        on_cpu = not limits.num_gpus
+        self._piece_s = (CPU_PIECE_S if on_cpu else PIECE_S)[quick]
+        weights = spec.linear_weight_bytes / spec.num_layers * element_bytes / spec.dtype_bytes
+        wanted = -(-CACHES * limits.cache_bytes // int(weights))
+        self.built = min(spec.num_layers, MAX_BUILT_LAYERS, max(2, wanted))
+        # Passes over what is built make more layers of it; a CPU has no launches to spread.
+        passes = min(TIMED_LAYERS // self.built, round(QUICK_BYTES / (self.built * weights)))
+        self._many = self.built if on_cpu else self.built * max(1, passes)
+        block = BLOCK_TOKENS * spec.kv_bytes_per_token_layer() * element_bytes / spec.kv_dtype_bytes * self.built
+        kv_bytes = min(KV_SHARE * limits.device_bytes, CPU_KV_BYTES[quick] if on_cpu else float("inf"))
+        self._kv_blocks = int(kv_bytes // block)
+        self._block_bytes = block
+
+    def points(self) -> Iterator[tuple[Point, Point | None]]:
+        """All of the grid, those beside others last."""
+        grid = self._grid
+        for tokens in grid.prompts:
+            yield self._layers(1, tokens, 0), None
+        for batch, tokens in grid.prompt_batches:
+            yield self._layers(batch, tokens, 0), None
+        for tokens, context in grid.chunks:
+            yield self._layers(1, tokens, context), None
+        for context in grid.decode_contexts:
+            for batch in grid.decode_batches:
+                yield self._layers(batch, 1, context), None
+                if self._limits.graphs and batch in grid.graph_batches:
+                    yield self._layers(batch, 1, context, graph=1), None
+        for tokens in grid.recomputed:
+            yield self._layers(1, tokens, 0, op="recompute"), None
+        for tokens in grid.restored:
+            yield self._layers(1, tokens, 0, op="restore"), None
+        for rows in grid.head_rows:
+            yield Point(op="lm_head", model=self._name, batch_size=rows, new_tokens=1), None
+        for batch, tokens, context in grid.steps:
+            # One pass through the decoder, whatever its tokens.
+            step = replace(self._layers(batch, tokens, context, op="step"), num_layers=self.built)
+            yield step, None
+            if self._limits.graphs and tokens == 1:
+                yield replace(step, graph=1), None
+        yield from self._beside()
+
+    def _beside(self) -> Iterator[tuple[Point, Point | None]]:
+        grid = self._grid
+        prompt = self._first([self._layers(1, tokens, 0) for tokens in grid.beside_prompts])
+        decode = self._first([self._layers(batch, 1, context) for batch, context in grid.beside_decodes])
+        prefixes = [self._layers(1, tokens, 0, op="recompute") for tokens in grid.beside_recomputed]
+        restore = self._layers(1, prompt.new_tokens, 0, op="restore")
+        for point in (prompt, decode, restore, *prefixes):
+            yield point, None
+        for piece, count in grid.beside_copies:
+            shapes = (prompt, decode, restore) if count == 1 else (prompt, decode)
+            for direction in ("d2h", "h2d"):
+                yield Point(op=direction, num_bytes=piece * count, num_copies=count), None
+                for shape in shapes:
+                    both = replace(shape, num_bytes=piece * count, num_copies=count)
+                    yield pair(both, direction)
+                    yield pair(replace(both, op=direction), shape.op)
+        for prefix in prefixes:
+            yield replace(prefix, beside="layers"), decode
+        yield replace(decode, beside="recompute"), self._first(prefixes[::-1])
+
+    def _layers(self, batch: int, tokens: int, context: int, *, op: str = "layers", graph: int = 0) -> Point:
+        layers = self._many if batch * tokens <= QUICK_TOKENS else self.built
+        return Point(
+            op=op,
+            model=self._name,
+            num_layers=layers,
+            batch_size=batch,
+            new_tokens=tokens,
+            context_tokens=context,
+            graph=graph,
+        )
+
+    def _first(self, candidates: list[Point]) -> Point:
+        """The first that fits the limits, else the last."""
+        return next((point for point in candidates if not self.fault(point)), candidates[-1])
+
+    def fault(self, point: Point) -> str:
+        """Why a point cannot be measured; empty if it can."""
+        if not point.new_tokens:
+            return ""
+        if point.blocks > self._kv_blocks:
+            return f"needs more KV cache than {readable_bytes(int(self._kv_blocks * self._block_bytes))}"
+        if self._rough_s(point) > self._piece_s and point.tokens > self._grid.prompts[2]:
+            return f"may take more than {self._piece_s:g} s an execution"
+        return ""
+
+    def _rough_s(self, point: Point) -> float:
+        if point.op not in ("layers", "recompute", "restore", "step", "lm_head"):
+            return 0.0
+        t = terms_of([point.sample([1.0])], {self._name: self._spec})
+        flops = t.linear_flops + t.attention_flops + t.head_flops
+        moved = t.weight_bytes + t.kv_bytes + t.head_bytes
+        return float((flops / self._limits.flops_per_s + moved / self._limits.bytes_per_s)[0])

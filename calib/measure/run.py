@@ -1,0 +1,222 @@
+"""`calibrate`: measure a machine point by point; a killed run resumes with the same arguments."""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import copyfile
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from calib.measure.log import Header, Measured, Note, PointLog, Skipped
+from calib.measure.plan import Plan, make_plan
+from calib.measure.provenance import comments, provenance
+from calib.measure.timing import Rule
+from calib.samples import OPS, Sample, write_samples
+from sim.errors import UserError
+from sim.files import make_folder, write_atomically
+from sim.simulate import DTYPE_BYTES
+from sim.specs.json_file import find_file
+from sim.specs.model_spec import ModelSpec
+from sim.specs.models import BUILT_IN, built_in_models, load_model
+from sim.version import VERSION
+
+if TYPE_CHECKING:
+    import torch
+
+    from calib.measure.bench import Bench
+
+LOG, SAMPLES, PROVENANCE, CONFIGS = "points.jsonl", "samples.csv", "provenance.json", "configs"
+"""Files of the output folder, and the subfolder for copies of models' configs."""
+DEVICES = ("cuda", "cpu")
+DTYPES = ("float32", "float16", "bfloat16")
+RULES = {True: Rule(budget_s=0.1), False: Rule()}
+"""By whether the run is quick."""
+HURRY_S = {True: 40.0, False: 480.0}
+"""After so long every point is measured as little as its rule allows: under a minute, under ten."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model to time: its name in samples, its spec, its config's file and whether that is built in."""
+
+    name: str
+    spec: ModelSpec
+    config: Path
+    built_in: bool
+
+
+def device_name(device: str) -> str:
+    """The name CUDA gives the first GPU, or the processor's. UserError where there is no such device."""
+    _check_device(device)
+    from calib.measure import machine  # noqa: PLC0415
+
+    return machine.device_name(device)
+
+
+def calibrate(
+    device: str,
+    models: Sequence[str],
+    out: Path,
+    *,
+    quick: bool,
+    dtype: str | None = None,
+    seed: int = 0,
+    ops: Sequence[str] | None = None,
+) -> list[Sample]:
+    """Measure layers, copies and overlaps; write `samples.csv`, `provenance.json` and `points.jsonl` to a folder.
+
+    Args:
+        device: "cuda" (the first GPU, and all for all-reduces) or "cpu".
+        models: built-in names or paths of config.json, whose layer shapes are timed.
+        out: the folder; what an earlier run with the same settings has measured there is not measured again.
+        quick: fewer shapes and repeats.
+        dtype: of weights and KV cache; None: bfloat16 or float16 on CUDA, whichever it computes, float32 on a CPU.
+        seed: of random weights, inputs and block tables.
+        ops: measure only these keys of `OPS`; None: all.
+
+    Raises:
+        UserError: no such device, no torch, a model the runtime does not compute, a folder with other measurements.
+    """
+    _check_arguments(device, models, dtype, ops)
+    found = _models(models)
+    import torch  # noqa: PLC0415
+
+    from calib.measure import machine  # noqa: PLC0415
+
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    kind: torch.dtype = getattr(torch, dtype or _default_dtype(place))
+    settings = machine.device_facts(place) | {
+        "kvtwin": VERSION,
+        "dtype": str(kind).removeprefix("torch."),
+        "models": ", ".join(f"{model.name} ({_sha256(model.config)[:12]})" for model in found),
+        "grid": "quick" if quick else "full",
+        "seed": str(seed),
+        "ops": ", ".join(ops) if ops else "all",
+    }
+    make_folder(out, "--out")
+    log = PointLog(out / LOG, Header(settings, machine.limits_of(place), machine.now_utc()))
+    try:
+        _keep_configs(found, out)
+        specs = {model.name: model.spec for model in found}
+        plan = make_plan(specs, log.header.limits, quick=quick, element_bytes=kind.itemsize, ops=ops)
+        if any(not log.has(point) for point in plan.points):
+            from calib.measure.bench import Bench  # noqa: PLC0415
+
+            log.add(Note(machine.now_utc(), machine.state_under_load(place, kind)))
+            _measure(Bench(plan, specs, log.header.limits, place, kind, seed), plan, log, quick)
+            log.add(Note(machine.now_utc(), machine.state_under_load(place, kind)))
+        return _write(log, plan, device, out)
+    finally:
+        log.close()
+
+
+def _check_arguments(device: str, models: Sequence[str], dtype: str | None, ops: Sequence[str] | None) -> None:
+    _check_device(device)
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype: {dtype!r} is not known: use one of {', '.join(DTYPES)}")
+    if not models:
+        raise UserError("--model: none given: name a model, or a config.json, whose layers to time")
+    for op in ops or ():
+        if op not in OPS:
+            raise UserError(f"ops: {op!r} is not known: use some of {', '.join(OPS)}")
+
+
+def _check_device(device: str) -> None:
+    if device not in DEVICES:
+        raise UserError(f"--device: {device!r} is not known: use one of {', '.join(DEVICES)}")
+    if find_spec("torch") is None:
+        raise UserError("--device: measuring needs torch, which is not installed: pip install 'kvtwin[gpu]'")
+    import torch  # noqa: PLC0415
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"--device: cuda is not available to torch {torch.__version__}: check the driver and that torch is a CUDA "
+            "build, or use --device cpu"
+        )
+
+
+def _default_dtype(device: "torch.device") -> str:
+    if device.type == "cpu":
+        return "float32"
+    import torch  # noqa: PLC0415
+
+    # Before Ampere, bfloat16 is emulated.
+    return "bfloat16" if torch.cuda.get_device_capability(device)[0] >= 8 else "float16"
+
+
+def _models(names: Sequence[str]) -> list[_Model]:
+    """The models by the names they will have in samples; one given twice counts once."""
+    from gpu_runtime.decoder_config import DecoderConfig  # noqa: PLC0415
+
+    found: dict[str, _Model] = {}
+    for given in dict.fromkeys(names):
+        spec, config = load_model(given), find_file(given, BUILT_IN, "model")
+        config = config / "config.json" if config.is_dir() else config
+        built_in = given.lower() in built_in_models()
+        name = given.lower() if built_in else f"{CONFIGS}/{re.sub(r'[^A-Za-z0-9._-]', '-', spec.name)}.json"
+        if {spec.attention_dtype_bytes, spec.mlp_dtype_bytes, spec.kv_dtype_bytes} != {spec.dtype_bytes}:
+            raise UserError(f"{config}: is quantised, and the runtime computes unquantised models: give another config")
+        DecoderConfig.from_spec(spec)
+        other = found.get(name)
+        if other and _sha256(other.config) != _sha256(config):
+            raise UserError(f"--model: {other.config} and {config} have the same name {spec.name!r}: rename one folder")
+        found[name] = _Model(name, spec, config, built_in)
+    return list(found.values())
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _keep_configs(models: Sequence[_Model], out: Path) -> None:
+    """Copies of given configs, so that the samples' `model` is found from their folder."""
+    for model in models:
+        if not model.built_in:
+            (out / CONFIGS).mkdir(exist_ok=True)
+            if (out / model.name).resolve() != model.config.resolve():
+                copyfile(model.config, out / model.name)
+
+
+def _measure(bench: "Bench", plan: Plan, log: PointLog, quick: bool) -> None:
+    from calib.measure.clocks import Unmeasurable  # noqa: PLC0415
+
+    begun = perf_counter()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(plan.points))
+        for point in plan.points:
+            progress.update(task, description=point.label)
+            if not log.has(point):
+                rule = RULES[quick] if perf_counter() - begun < HURRY_S[quick] else RULES[quick].hurried()
+                try:
+                    log.add(Measured(point, bench.measure(point, rule)))
+                except Unmeasurable as reason:
+                    log.add(Skipped(point, str(reason)))
+            progress.advance(task)
+
+
+def _write(log: PointLog, plan: Plan, device: str, out: Path) -> list[Sample]:
+    """The results, from the log alone: the same log gives the same files."""
+    kind = DTYPE_BYTES[log.header.settings["dtype"]]
+    measured = [point.sample(log.measured[point]) for point in plan.points if point in log.measured]
+    samples = [msgspec.structs.replace(s, dtype_bytes=kind) if s.model else s for s in measured]
+    facts = provenance(log, plan, device)
+    by_reason: dict[str, list[str]] = {}
+    for entry in facts["skipped"]:
+        by_reason.setdefault(entry["reason"], []).append(entry["point"])
+    for reason, labels in by_reason.items():
+        print(f"skipped ({reason}): {'; '.join(labels)}", file=sys.stderr)
+    for warning in facts["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+    write_atomically(out / PROVENANCE, lambda file: file.write(json.dumps(facts, indent=2).encode() + b"\n"))
+    write_samples(out / SAMPLES, samples, comments(facts))
+    return samples

@@ -1,0 +1,244 @@
+"""A small model calibrated on this machine's CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from measure_small import write_config
+
+torch = pytest.importorskip("torch")
+
+from calib.measure import bench, layer_ops, machine, provenance, run  # noqa: E402
+from calib.measure.clocks import CudaClock, HostClock, Unmeasurable  # noqa: E402
+from calib.measure.log import Note  # noqa: E402
+from calib.samples import OPS, read_comments, read_samples  # noqa: E402
+from calib.terms import load_models  # noqa: E402
+from sim.errors import UserError  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+CALIBRATE = """
+import sys, torch
+from pathlib import Path
+from calib.measure.run import calibrate
+torch.set_num_threads(1)
+calibrate("cpu", [sys.argv[1]], Path(sys.argv[2]), quick=True)
+"""
+torch.set_num_threads(1)
+
+
+def calibrate(model, out, **options):
+    return run.calibrate("cpu", [str(model)], out, quick=True, **options)
+
+
+def points_of(log):
+    return [line for line in log.read_bytes().splitlines(keepends=True) if line.startswith(b'{"line":"point"')]
+
+
+def test_a_killed_calibration_resumes_and_is_complete(tmp_path):
+    model, out = write_config(tmp_path / "small"), tmp_path / "out"
+    log = out / "points.jsonl"
+    killed = subprocess.Popen([sys.executable, "-c", CALIBRATE, model, out], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = monotonic() + 60
+    while not log.exists() or len(points_of(log)) < 8:
+        assert killed.poll() is None and monotonic() < deadline
+        sleep(0.01)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    before = points_of(log)
+    assert not (out / "samples.csv").exists()
+
+    begun = monotonic()
+    samples = calibrate(model, out)
+    assert monotonic() - begun < 60
+
+    after = points_of(log)
+    whole = [line for line in before if line.endswith(b"\n")]
+    assert after[: len(whole)] == whole
+    assert len(after) == len({line.split(b'"repeats_s"')[0] for line in after}) > len(whole) >= 7
+
+    assert read_samples(out / "samples.csv") == samples
+    assert {sample.op for sample in samples} == set(OPS) - {"all_reduce"}
+    assert {sample.model for sample in samples} == {"", "configs/small.json"}
+    assert load_models(samples, out)["configs/small.json"].hidden_size == 64
+    told = json.loads((out / "provenance.json").read_text())
+    assert told["points"] == len(samples) == len(after)
+    assert told["cpu_threads"] == "1" and told["torch"] == torch.__version__ and told["grid"] == "quick"
+    assert [state["when"] for state in told["states"]] == sorted(state["when"] for state in told["states"])
+    assert read_comments(out / "samples.csv")["dtype"] == "float32"
+
+    # All is measured: asking again changes no byte.
+    contents = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert calibrate(model, out) == samples
+    assert contents == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+def test_what_does_not_fit_in_memory_is_skipped_and_listed(tmp_path, monkeypatch, capsys):
+    logits = layer_ops.Decoder.logits
+
+    def short_of_memory(decoder, hidden):
+        if len(hidden) == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore")
+        return logits(decoder, hidden)
+
+    monkeypatch.setattr(layer_ops.Decoder, "logits", short_of_memory)
+    out = tmp_path / "out"
+    (sample,) = calibrate(write_config(tmp_path / "small"), out, ops=["lm_head"])
+    assert sample.batch_size == 1
+    expected = {
+        "point": "lm_head configs/small.json, 64 x 1 tokens",
+        "reason": "out of memory: CUDA out of memory. Tried to allocate 3 GiB.",
+    }
+    assert expected in json.loads((out / "provenance.json").read_text())["skipped"]
+    assert "64 x 1 tokens" in capsys.readouterr().err
+    assert len(read_samples(out / "samples.csv")) == 1
+
+
+def test_layers_that_cannot_be_built_are_skipped_together(tmp_path, monkeypatch):
+    built = []
+
+    def no_room(*_, **__):
+        built.append(1)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+
+    monkeypatch.setattr(bench, "ModelWork", no_room)
+    out = tmp_path / "out"
+    samples = calibrate(write_config(tmp_path / "small"), out, ops=["lm_head", "launch"])
+    assert {sample.op for sample in samples} == {"launch"}
+    assert len(built) == 1
+    assert "do not fit" in (out / "provenance.json").read_text()
+
+
+def test_an_error_of_ours_is_not_taken_for_a_lack_of_memory(tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(layer_ops.Decoder, "logits", broken)
+    with pytest.raises(RuntimeError, match="mat1"):
+        calibrate(write_config(tmp_path / "small"), tmp_path / "out", ops=["lm_head"])
+
+
+def test_other_settings_are_refused(tmp_path):
+    model, out = write_config(tmp_path / "small"), tmp_path / "out"
+    calibrate(model, out, ops=["launch"])
+    with pytest.raises(UserError, match=r"seed was 0, is 1.*give another --out"):
+        calibrate(model, out, ops=["launch"], seed=1)
+    with pytest.raises(UserError, match="dtype was float32, is bfloat16; ops was launch, is all"):
+        calibrate(model, out, dtype="bfloat16")
+    write_config(model, hidden_size=128)
+    with pytest.raises(UserError, match=r"models was configs/small\.json \(\w+\), is configs/small\.json \(\w+\)"):
+        calibrate(model, out, ops=["launch"])
+
+
+def test_bad_arguments_are_refused_in_one_line(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="--device: 'tpu' is not known: use one of cuda, cpu"):
+        run.calibrate("tpu", ["llama-2-7b"], tmp_path, quick=True)
+    with pytest.raises(UserError, match="--model: none given"):
+        run.calibrate("cpu", [], tmp_path, quick=True)
+    with pytest.raises(UserError, match="--dtype: 'int8' is not known"):
+        run.calibrate("cpu", ["llama-2-7b"], tmp_path, quick=True, dtype="int8")
+    with pytest.raises(UserError, match="ops: 'copy' is not known"):
+        run.calibrate("cpu", ["llama-2-7b"], tmp_path, quick=True, ops=["copy"])
+    with pytest.raises(UserError, match="multi-head latent attention"):
+        run.calibrate("cpu", ["deepseek-v2-lite"], tmp_path, quick=True)
+    with pytest.raises(UserError, match="did you mean 'llama-2-7b'"):
+        run.calibrate("cpu", ["llama-2-7"], tmp_path, quick=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="cuda is not available to torch"):
+        run.device_name("cuda")
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"pip install 'kvtwin\[gpu\]'"):
+        run.calibrate("cpu", ["llama-2-7b"], tmp_path, quick=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_models_of_one_name_are_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    first, second = write_config(tmp_path / "small"), write_config(tmp_path / "a" / "small", vocab_size=501)
+    with pytest.raises(UserError, match="the same name 'small'"):
+        run.calibrate("cpu", [str(first), str(second)], tmp_path / "out", quick=True)
+
+
+def test_the_other_work_runs_while_the_first_is_timed():
+    turns = []
+    with HostClock().beside(lambda: sleep(0.02), lambda: (turns.append(1), sleep(0.001))) as once:
+        before = len(turns)
+        assert before >= 1
+        assert once() >= 0.02
+        assert len(turns) > before
+    after = len(turns)
+    sleep(0.01)
+    assert len(turns) == after
+
+
+def test_an_error_of_the_other_work_is_not_lost():
+    def fails():
+        raise RuntimeError("out of memory")
+
+    with HostClock().beside(lambda: None, fails) as once, pytest.raises(RuntimeError, match="out of memory"):
+        once()
+
+
+class Together(CudaClock):
+    """A clock whose timed work ends within the other one from `enough` executions on."""
+
+    def __init__(self, enough):
+        self.enough, self.counts = enough, []
+        self._device, self._beside = torch.device("cuda"), None
+
+    def _warm_s(self, stream, work):
+        return work()
+
+    def _together(self, timed, work, other, count):
+        self.counts.append(count)
+        return 1.0, count < self.enough
+
+
+def test_other_work_that_ends_too_early_is_queued_more_often(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    clock = Together(enough=30)
+    with clock.beside(lambda: 2.0, lambda: 0.5) as once:
+        assert once() == 1.0
+        assert clock.counts == [10, 20, 40]
+        assert once() == 1.0
+        assert clock.counts == [10, 20, 40, 40]
+
+
+def test_other_work_that_always_ends_too_early_makes_a_pair_unmeasurable(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    clock = Together(enough=1000)
+    with clock.beside(lambda: 2.0, lambda: 0.5) as once, pytest.raises(Unmeasurable, match="cannot queue it fast"):
+        once()
+    assert clock.counts == [10, 20, 40, 80]
+
+
+def test_clocks_that_fell_are_warned_of():
+    notes = [Note("a", {"sm_mhz": 1980.0, "throttled": "no"}), Note("b", {"sm_mhz": 1600.0, "throttled": "power cap"})]
+    first, second = provenance.warnings(notes, 2)
+    assert "fell from 1980 to 1600 MHz" in first and "power cap" in second
+    assert provenance.warnings([notes[0], Note("b", {"sm_mhz": 1900.0, "throttled": "unknown"})], 2) == []
+    (slower,) = provenance.warnings([Note("a", {"matmul_s": 0.9}), Note("b", {"matmul_s": 1.0})], 2)
+    assert "took 0.9 s before and 1 s after" in slower
+    (busy,) = provenance.warnings([Note("a", {"load_average": 1.5}), Note("b", {"load_average": 9.0})], 2)
+    assert "load average was 1.50 before" in busy
+
+
+def test_what_nvidia_smi_says_of_the_clocks_is_read(monkeypatch):
+    answers = {
+        "clocks.sm,clocks.mem,power.draw,temperature.gpu": "1980, 3201, 612.5, [N/A]",
+        "clocks_throttle_reasons.active": "0x0000000000000024",
+    }
+    monkeypatch.setattr(machine, "_smi", lambda _, fields: answers.get(fields, ""))
+    assert machine._clocks(torch.device("cuda", 0)) == {
+        "sm_mhz": 1980.0,
+        "memory_mhz": 3201.0,
+        "power_w": 612.5,
+        "temperature_c": "[N/A]",
+        "throttled": "power cap, software thermal",
+    }
+    monkeypatch.setattr(machine, "_smi", lambda *_: "")
+    assert machine._clocks(torch.device("cuda", 0)) == {"throttled": "unknown"}
