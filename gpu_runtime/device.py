@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
-from time import perf_counter, sleep
+from threading import Event
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from gpu_runtime.block_ids import BlockIds
 from gpu_runtime.copy_engine import CopyEngine, CopyFailed, CopyHandle
 from gpu_runtime.decoder import Decoder, greedy
 from gpu_runtime.kv_pool import KVPool
-from gpu_runtime.placement import Move, Placement
+from gpu_runtime.placement import Held, Move, Placement
 from sim.lanes import SEND_BUFFER_LAYERS
 from sim.plan import Direction, IterationPlan, PrefillChunk, StepTimes, Transfer
 from sim.policies.base import Limits, Scheduler
@@ -100,7 +101,8 @@ class TorchDevice:
         self._behind: list[tuple[Transfer, list[CopyHandle]]] = []
         self._open_copies: dict[Sequence, list[CopyHandle]] = {}
         self._failures: list[tuple[Sequence, str]] = []
-        self._known_rows: dict[Sequence, tuple[int, np.ndarray]] = {}
+        self._known_rows: dict[Sequence, tuple[Held, int, np.ndarray]] = {}
+        self._woken = Event()
         self._begun_s = perf_counter()
 
     # -- the clock -----------------------------------------------------------------------------------------------
@@ -118,9 +120,15 @@ class TorchDevice:
             if left_s <= 0 or any(handle.done() for _, handle in self._background) or self._behind_ended():
                 return
             # Copies end without a signal: look again soon while there are any.
-            sleep(min(left_s, 1e-4 if self.copies_pending else WAKE_S))
+            if self._woken.wait(min(left_s, 1e-4 if self.copies_pending else WAKE_S)):
+                self._woken.clear()
+                return
             if left_s > WAKE_S and not self.copies_pending:
                 return
+
+    def wake(self) -> None:
+        """Let `wait` return, now or the next time it is called. For other threads: a request may have arrived."""
+        self._woken.set()
 
     def _behind_ended(self) -> bool:
         return any(all(handle.done() for handle in handles) for _, handles in self._behind)
@@ -159,6 +167,13 @@ class TorchDevice:
                 handle.wait()
             except CopyFailed as error:
                 self._failures.append((seq, f"copy of KV blocks: {error}"))
+
+    def _await(self, seq: Sequence, handle: CopyHandle, layer: int) -> None:
+        """Let the computation's stream wait for a copy; the host goes on queueing layers."""
+        try:
+            handle.wait_layer(layer)
+        except CopyFailed as error:
+            self._failures.append((seq, f"copy of KV blocks: {error}"))
 
     def failures(self) -> list[tuple[Sequence, str]]:
         found, self._failures = self._failures, []
@@ -301,11 +316,11 @@ class TorchDevice:
         """Block ids [groups, blocks] of one sequence, kept until they change."""
         held = self.placement.held[seq]
         known = self._known_rows.get(seq)
-        if known is not None and known[0] == held.version and not slots:
-            return known[1]
+        if known is not None and known[0] is held and known[1] == held.version and not slots:
+            return known[2]
         rows = np.array([self.placement.table(seq, group, slots) for group in range(self.groups)], dtype=np.int32)
         if not slots:
-            self._known_rows[seq] = held.version, rows
+            self._known_rows[seq] = held, held.version, rows
         return rows
 
     # -- around each layer (groups of one layer: only LayerKV has sequences with slots) -------------------------------
@@ -319,12 +334,12 @@ class TorchDevice:
             turn = self.placement.turn(seq, layer)
             out = work.leaving.get((i, turn - len(work.slots[i])))
             if out is not None:
-                self._check_copies(seq, [out])
+                self._await(seq, out, layer)
             if work.streaming[i] and work.cached[i]:
                 blocks = self.placement.blocks_for(work.cached[i])
                 source = held.host[layer][:blocks]
                 target = work.slots[i][turn % len(work.slots[i])][:blocks]
-                self._check_copies(seq, [self._copy(Move(seq, Direction.H2D, tuple(source), tuple(target)))])
+                self._await(seq, self._copy(Move(seq, Direction.H2D, tuple(source), tuple(target))), layer)
 
     def _after_layer(self, work: Pass, layer: int) -> None:
         """Send what the layer has written to the host, through its slot."""
