@@ -124,7 +124,7 @@ def perform(
             series.observe(plan, start_s, times)
 
     instance = LiveInstance(parts["engine"], device, Arrivals(requests), observer=observe)
-    run = Run(**parts, instance=instance, backend="kvtwin-live", machine=describe_machine(device))
+    run = Run(**parts, instance=instance, backend="kvtwin-live", machine=describe_machine(decoder))
     try:
         with torch.inference_mode():
             device.warm_up()
@@ -141,12 +141,12 @@ def perform(
     return run
 
 
-def describe_machine(device: TorchDevice) -> dict[str, str]:
-    """What executed a run: device, library, type of the weights."""
-    cuda = device.device.type == "cuda"
+def describe_machine(decoder: Decoder) -> dict[str, str]:
+    """What executes a decoder: device, library, type of the weights."""
+    cuda = decoder.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device.device) if cuda else processor() or "CPU",
+        "device": torch.cuda.get_device_name(decoder.device) if cuda else processor() or "CPU",
         "torch": version("torch"),
-        "dtype": str(device.gpu.dtype).removeprefix("torch."),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
         "threads": str(torch.get_num_threads()),
     }
