@@ -86,9 +86,7 @@ def fit_linear_profile(
     by_sample = {"every third sample": unseen}
     found = regions(steps, errors)
     nobody = Holdout(float("nan"), float("nan"), 0)
-    return FitReport(
-        profile, steps, terms, measured, predicted, fit.estimates, found, by_sample, nobody, [], ["swap_s_per_block"]
-    )
+    return FitReport(profile, steps, terms, measured, predicted, fit.estimates, found, by_sample, nobody, [], [])
 
 
 def predict_s(values: Mapping[str, float], steps: Sequence[Sample]) -> Array:
@@ -125,10 +123,12 @@ def _fit(steps: Sequence[Sample], measured: Array) -> Fit:
 
 
 def _unseen(steps: Sequence[Sample], measured: Array) -> Holdout:
-    """Every third sample predicted by a fit to the others, in turn."""
+    """Every third prompt and every third decode predicted by a fit to the others, in turn."""
     errors = np.full(len(steps), np.nan)
+    decodes = is_decode(steps)
+    place = np.where(decodes, np.cumsum(decodes), np.cumsum(~decodes))
     for fold in range(FOLDS):
-        out = np.arange(len(steps)) % FOLDS == fold
+        out = place % FOLDS == fold
         fit = _fit([s for s, left in zip(steps, out, strict=True) if not left], measured[~out])
         errors[out] = (predict_s(fit.values, steps) / measured - 1)[out]
     return Holdout(_mean(errors, ~is_decode(steps)), _mean(errors, is_decode(steps)), len(steps))

@@ -85,7 +85,7 @@ def errors_table(report: FitReport) -> str:
     rows = [_error_row("the samples fitted", own)]
     if len(report.by_model) > 1:
         rows.append(_error_row("a model left out (mean)", mean_holdout(report.by_model)))
-        rows += [_error_row(f"{name} left out", part) for name, part in report.by_model.items()]
+    rows += [_error_row(f"{name} left out", part) for name, part in report.by_model.items()]
     if report.small_to_large.count:
         rows.append(_error_row("the longer half from the shorter", report.small_to_large))
     return table(("predicting", "prefill", "decode", "samples"), rows)
