@@ -1,0 +1,549 @@
+"""`kvtwin profile`: what it prints and writes, and bad input, which ends in one line and exit status 2."""
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from calib_small import A100, copies, noisy, planted, shapes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.image import imread
+
+import calib.cli
+import kvtwin
+from calib.fit import fit_profile
+from calib.samples import read_samples, samples_sha256, write_samples
+from sim.profile import LINEAR_UNITS, ROOFLINE_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
+from sim.specs.hardware import load_hardware
+
+ROOT = Path(kvtwin.__file__).parent
+MODELS = ("llama-2-7b", "llama-3.1-8b")
+LINEAR = {"form": "linear", "prefill": [0.01, 1e-4, 0.0], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A file of samples: two models, copies both ways, with noise and outliers."""
+    path = tmp_path_factory.mktemp("measured") / "samples.csv"
+    samples = [*planted(shapes(MODELS)), *copies("h2d", launch_s=2e-6, bytes_per_s=2.4e10)]
+    write_samples(path, noisy([*samples, *copies("d2h", launch_s=2e-6, bytes_per_s=2.2e10)]), ["device: a card"])
+    return path
+
+
+def attempt(capsys, *words):
+    """Exit status, standard output and standard error of one command."""
+    try:
+        status = kvtwin.main([str(word) for word in words])
+    except SystemExit as end:
+        status = end.code
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def refused(capsys, *words, parts):
+    status, out, error = attempt(capsys, *words)
+    assert (status, out) == (2, "")
+    assert error.startswith("kvtwin")
+    assert error.count("\n") == 1 and error.endswith("\n"), error
+    assert "Traceback" not in error
+    assert [part for part in parts if part not in error] == [], error
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def is_drawn(path):
+    """Whether a PNG is a picture with lines, words and colours on it."""
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = (imread(path)[:, :, :3] * 255).astype(int)
+    height, width, _ = pixels.shape
+    codes = pixels[:, :, 0] * 65536 + pixels[:, :, 1] * 256 + pixels[:, :, 2]
+    inked = (codes != 0xFFFFFF).mean()
+    coloured = (pixels.max(axis=2) - pixels.min(axis=2) > 60).sum()
+    return height > 500 and width > 1000 and 0.01 < inked < 0.9 and coloured > 500
+
+
+# -- list, show, diff ------------------------------------------------------------------------------------------------
+
+
+def test_list_shows_every_profile_its_errors_and_which_is_the_default(capsys):
+    status, out, error = attempt(capsys, "profile", "list")
+    assert (status, error) == (0, "")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == shipped_profiles()
+    found = {line.split()[0]: line for line in lines}
+    assert "prefill 2.5 % on unseen models, decode 3.1 % on unseen models  (default)" in found["a100-80g-imported"]
+    assert "prefill 5.9 %, decode 4.1 %" in found["a100-80g-derived"]
+    assert not found["a100-80g-derived"].endswith("(default)")
+    assert found["l20-derived"].endswith("no measured errors  (default)")
+
+
+@pytest.mark.parametrize("name", ["l20-derived", "h200-imported"])
+def test_show_prints_constants_provenance_errors_and_range(capsys, name):
+    status, out, error = attempt(capsys, "profile", "show", name)
+    assert (status, error) == (0, "")
+    profile = load_profile(name)
+    assert out.startswith(f"{name}: {profile.gpu}, {profile.status}, form roofline, {profile.content_hash[:12]}\n")
+    for constant in profile.constants.values():
+        assert constant.source in out
+    for key, value in profile.provenance.items():
+        assert f"  {key}: {value}\n" in out
+    if profile.status == "imported":
+        assert "| flops_per_s | 725.3 TFLOP/s | 1." in out
+        assert "range seen:\n  tokens: 128 to 32768\n  batch: 1 to 512\n  context_tokens: 128 to " in out
+        assert "  unseen_model_decode_mape: 0.0" in out
+    else:
+        assert "residuals: none" in out
+        assert "range seen" not in out
+
+
+def test_show_draws_a_shipped_profile_from_its_samples(capsys, tmp_path):
+    path = tmp_path / "fit.png"
+    status, out, _ = attempt(capsys, "profile", "show", "h200-imported", "--figure", path)
+    assert status == 0
+    assert out.endswith(f"\nwrote {path}\n")
+    assert names(tmp_path) == ["fit.png"]
+    assert is_drawn(path)
+
+
+def test_show_reads_a_file_in_either_form(capsys, tmp_path):
+    linear, copy = tmp_path / "mine.json", tmp_path / "copy.json"
+    linear.write_text(json.dumps(LINEAR))
+    copy.write_bytes((SHIPPED / "l20-derived.json").read_bytes())
+    status, out, _ = attempt(capsys, "profile", "show", linear)
+    assert status == 0
+    assert "mine: any, measured, form linear" in out
+    assert "| prefill_s_per_token | 0.0001 s/token | - | given by the user in mine.json |" in out
+    assert attempt(capsys, "profile", "show", copy)[0] == 0
+
+
+def test_diff_prints_the_ratio_of_every_constant_and_draws_it(capsys, tmp_path):
+    path = tmp_path / "diff.png"
+    words = ["profile", "diff", "l20-derived", "l40s-imported", "--model", "llama-3.1-8b", "--figure", path]
+    status, out, error = attempt(capsys, *words)
+    assert (status, error) == (0, "")
+    first, second = load_profile("l20-derived"), load_profile("l40s-imported")
+    lines = out.splitlines()
+    assert lines[0] == "| constant | l20-derived | l40s-imported | second / first |"
+    for name, line in zip(ROOFLINE_UNITS, lines[2:], strict=False):
+        ratio = f"{second.value(name) / first.value(name):.3f}" if first.value(name) else "-"
+        assert line.startswith(f"| {name} | ") and line.endswith(f" | {ratio} |")
+    assert is_drawn(path)
+
+
+def test_a_profile_differs_from_itself_by_nothing(capsys):
+    _, out, _ = attempt(capsys, "profile", "diff", "h100-imported", "h100-imported")
+    ratios = {line.rstrip(" |").rpartition(" ")[2] for line in out.splitlines()[2:]}
+    assert ratios == {"1.000"}
+
+
+# -- fit and import --------------------------------------------------------------------------------------------------
+
+
+def test_fit_writes_profile_report_and_figure_each_whole(capsys, measured, tmp_path, monkeypatch):
+    moves, replace = [], Path.replace
+
+    def recorded(self, target):
+        moves.append((self.name, Path(target).name))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", recorded)
+    day = datetime.now(UTC).date().isoformat()
+    out_folder = tmp_path / "new" / "folder"
+    words = ["profile", "fit", measured, "--gpu", "a100-80g", "--name", "mine", "--out", out_folder]
+    status, out, error = attempt(capsys, *words)
+    assert status == 0
+    assert names(out_folder) == ["mine.json", "mine.md", "mine.png"]
+    # Nobody sees half a file: each is written under another name and moved.
+    assert moves == [(f"mine.{kind}.part", f"mine.{kind}") for kind in ("json", "md", "png")]
+    assert [line for line in out.splitlines() if line.startswith("wrote")] == [
+        f"wrote {out_folder / f'mine.{kind}'}" for kind in ("json", "md", "png")
+    ]
+    assert is_drawn(out_folder / "mine.png")
+    profile = read_profile(out_folder / "mine.json")
+    assert (profile.name, profile.gpu, profile.status) == ("mine", "a100-80g", "measured")
+    assert {n: profile.value(n) for n in A100} == pytest.approx(A100, rel=0.3)
+    assert profile.provenance == {
+        "device": "a card",
+        "samples": "samples.csv",
+        "samples_sha256": samples_sha256(measured),
+        "date": profile.provenance["date"],
+        "base": "a100-80g-derived, for what the samples do not tell",
+    }
+    assert profile.provenance["date"] in (day, datetime.now(UTC).date().isoformat())
+    assert f"\n| `flops_per_s` | {profile.value('flops_per_s') / 1e12:.4g} TFLOP/s | " in out
+    assert "| a model left out (mean) | " in out and "| LayerKV Eq. 3 | corrected | alpha | " in out
+    assert (out_folder / "mine.md").read_text().startswith("# mine\n")
+    assert error == (
+        "not measured, carried over: step_overhead_s, host_memcpy_bytes_per_s, allreduce_bytes_per_s, "
+        "allreduce_latency_s\n"
+    )
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_old_one(capsys, measured, tmp_path, monkeypatch):
+    (tmp_path / "mine.png").write_bytes(b"old")
+
+    def full(self, file, **options):
+        file.write(b"\x89PN")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", full)
+    words = ["profile", "fit", measured, "--gpu", "a100-80g", "--name", "mine", "--out", tmp_path]
+    status, _, error = attempt(capsys, *words)
+    assert status == 2
+    assert error.endswith("kvtwin: [Errno 28] No space left on device\n")
+    assert (tmp_path / "mine.png").read_bytes() == b"old"
+    assert read_profile(tmp_path / "mine.json").name == "mine"
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Fits without their figures, which take longer than all the rest; returns where they would have gone."""
+    drawn = []
+    for module in ("calib.figure", "sim.figure_style"):
+        monkeypatch.setattr(f"{module}.save_figure", lambda path, figure: drawn.append(path) or path, raising=False)
+    monkeypatch.setattr("calib.figure.draw_fit", lambda report: None)
+    return drawn
+
+
+def test_the_default_name_says_gpu_and_status_and_the_file_serves_a_run(capsys, measured, tmp_path, undrawn):
+    assert attempt(capsys, "profile", "fit", measured, "--gpu", "A100-80G", "--out", tmp_path)[0] == 0
+    assert attempt(capsys, "profile", "import", "samples", measured, "--gpu", "a100-80g", "--out", tmp_path)[0] == 0
+    assert names(tmp_path) == [f"a100-80g-{s}.{kind}" for s in ("imported", "measured") for kind in ("json", "md")]
+    assert [path.name for path in undrawn] == ["a100-80g-measured.png", "a100-80g-imported.png"]
+    assert read_profile(tmp_path / "a100-80g-imported.json").status == "imported"
+    run = ["run", "--workload", "fixed", "--num-prompts", "3", "--input-len", "20", "--output-len", "3", "--quiet"]
+    run += ["--model", "llama-2-7b", "--gpu", "a100-80g", "--policy", "vllm-recompute"]
+    profile = tmp_path / "a100-80g-measured.json"
+    assert kvtwin.main([*run, "--profile", str(profile), "--out", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["profile"]["name"] == "a100-80g-measured"
+
+
+def test_the_same_samples_give_the_same_files(capsys, measured, tmp_path, undrawn):
+    for folder in ("a", "b"):
+        words = ["profile", "fit", measured, "--gpu", "a100-80g", "--out", tmp_path / folder]
+        assert attempt(capsys, *words)[0] == 0
+    for name in names(tmp_path / "a"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_base_completes_a_gpu_that_nothing_is_shipped_for(capsys, measured, tmp_path, undrawn):
+    gpu = tmp_path / "gpu.json"
+    data = json.loads((ROOT / "sim" / "specs" / "gpus" / "a100-80g.json").read_text())
+    gpu.write_text(json.dumps({**data, "name": "mine"}))
+    words = ["profile", "fit", measured, "--gpu", gpu, "--out", tmp_path / "out"]
+    refused(capsys, *words, parts=["--base: no profile is shipped for gpu 'mine'", "name one"])
+    assert attempt(capsys, *words, "--base", "l20-derived")[0] == 0
+    profile = read_profile(tmp_path / "out" / "mine-measured.json")
+    assert profile.constants["step_overhead_s"].source.startswith("carried over from l20-derived: ")
+
+
+def test_fit_of_form_linear_writes_coefficients_that_show_reads_and_draws(capsys, tmp_path):
+    path = tmp_path / "steps.csv"
+    steps = planted(shapes(("llama-2-7b",), "step"), {**A100, "step_overhead_s": 3e-3})
+    write_samples(path, noisy([*steps, *copies("h2d", launch_s=2e-6, bytes_per_s=2.4e10)]))
+    words = ["profile", "fit", path, "--gpu", "a100-80g", "--form", "linear", "--out", tmp_path / "out"]
+    status, out, error = attempt(capsys, *words)
+    assert (status, error) == (0, "")
+    assert "papers" not in out
+    assert names(tmp_path / "out") == [f"a100-80g-measured.{kind}" for kind in ("json", "md", "png")]
+    assert is_drawn(tmp_path / "out" / "a100-80g-measured.png")
+    profile = tmp_path / "out" / "a100-80g-measured.json"
+    assert list(read_profile(profile).constants) == list(LINEAR_UNITS)
+    status, out, _ = attempt(capsys, "profile", "show", profile)
+    assert status == 0 and "| prefill_s_per_token | " in out
+    refused(capsys, *words[:3], "--gpu", "l20", "--form", "cubic", parts=["invalid choice: 'cubic'"])
+
+
+def steps_table(folder):
+    """Steps of 20 ms and more of one model, growing with everything."""
+    path = folder / "steps.csv"
+    rows = [
+        f"llama2,a100,1,{p},{b},128,{20 + p * b / 16},{20 + p * b / 2000 + b / 8}"
+        for p in (128, 512, 2048)
+        for b in (1, 2, 4, 8)
+    ]
+    path.write_text(
+        "model,hardware,tensor_parallel,prompt_size,batch_size,token_size,prompt_time,token_time\n" + "\n".join(rows)
+    )
+    return path
+
+
+def test_import_steps_writes_samples_beside_the_profile(capsys, tmp_path, undrawn):
+    words = ["profile", "import", "steps", steps_table(tmp_path), "--hardware", "a100", "--model", "llama2=llama-2-7b"]
+    status, out, error = attempt(capsys, *words, "--gpu", "a100-80g", "--out", tmp_path / "out", "--name", "his")
+    assert status == 0
+    assert names(tmp_path / "out") == ["his.csv.gz", "his.json", "his.md"]
+    assert f"wrote {tmp_path / 'out' / 'his.csv.gz'} (24 samples)" in out
+    profile = read_profile(tmp_path / "out" / "his.json")
+    samples = read_samples(tmp_path / "out" / "his.csv.gz")
+    assert len(samples) == 24
+    assert profile.provenance["samples"] == "his.csv.gz"
+    assert profile.provenance["samples_sha256"] == samples_sha256(tmp_path / "out" / "his.csv.gz")
+    assert profile.provenance["tables"] == "steps.csv: whole steps, rows of hardware 'a100'"
+    assert profile.value("step_overhead_s") == 0.0
+    assert "step_overhead_s" not in error
+
+
+def vidur_tables(folder):
+    from calib.importers.vidur import OPERATORS  # noqa: PLC0415
+
+    columns = [f"time_stats.{name}.median" for name in OPERATORS]
+    mlp, attention = folder / "mlp.csv", folder / "attention.csv"
+    shape = "1,32,32,4096,11008"
+    rows = [",".join([*[str((1 + n / 400) * 0.03)] * len(OPERATORS), str(n), shape]) for n in (1, 16, 128, 1024)]
+    mlp.write_text(
+        ",".join([*columns, "num_tokens,num_tensor_parallel_workers,n_head,n_kv_head,n_embd,n_expanded_embd"])
+        + "\n"
+        + "\n".join(rows)
+    )
+    rows = [f"True,1,{n},0,1,32,32,4096,{n * n / 1e6}," for n in (128, 256, 512, 1024)]
+    rows += [f"False,{b},0,{c},1,32,32,4096,,{b * c / 2e5}" for b in (1, 4, 16) for c in (128, 1024, 4096)]
+    attention.write_text(
+        "is_prefill,batch_size,prefill_chunk_size,kv_cache_size,num_tensor_parallel_workers,n_q_head,n_kv_head,n_embd,"
+        "time_stats.attn_prefill.median,time_stats.attn_decode.median\n" + "\n".join(rows)
+    )
+    return ["--mlp", mlp, "--attention", attention]
+
+
+def test_import_vidur_composes_and_fits(capsys, tmp_path, undrawn):
+    words = ["profile", "import", "vidur", "--model", "llama-2-7b", *vidur_tables(tmp_path)]
+    status, out, _ = attempt(capsys, *words, "--gpu", "a100-80g", "--out", tmp_path / "out")
+    assert status == 0
+    assert "(13 samples)" in out
+    assert read_profile(tmp_path / "out" / "a100-80g-imported.json").provenance["files"] == "mlp.csv, attention.csv"
+
+
+def test_show_draws_a_users_profile_from_the_samples_named(capsys, measured, tmp_path):
+    report = fit_profile(
+        read_samples(measured),
+        measured.parent,
+        load_hardware("a100-80g"),
+        load_profile("a100-80g-derived"),
+        name="mine",
+        status="measured",
+        provenance={},
+    )
+    path = tmp_path / "mine.json"
+    path.write_bytes(report.profile.to_json())
+    words = ["profile", "show", path, "--figure", tmp_path / "mine.png"]
+    assert attempt(capsys, *words)[0] == 2
+    assert attempt(capsys, *words, "--samples", measured)[0] == 0
+    assert is_drawn(tmp_path / "mine.png")
+
+
+# -- derive ----------------------------------------------------------------------------------------------------------
+
+
+def test_derive_writes_what_the_sibling_reaches(capsys, tmp_path):
+    words = ["profile", "derive", "--gpu", "l20", "--sibling", "l40s-imported", "--compute-share", "0.7"]
+    path = tmp_path / "deep" / "l20-derived.json"
+    assert attempt(capsys, *words, "--reason", "a guess", "--out", path.parent)[:2] == (0, f"wrote {path}\n")
+    profile = read_profile(path)
+    assert profile.value("flops_per_s") == pytest.approx(0.7 * 119.5e12)
+    assert profile.constants["flops_per_s"].source.endswith("a guess")
+    shipped = load_profile("l20-derived")
+    assert {n: c.value for n, c in profile.constants.items()} == pytest.approx(
+        {n: c.value for n, c in shipped.constants.items()}
+    )
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def linear(tmp_path):
+    path = tmp_path / "linear.json"
+    path.write_text(json.dumps(LINEAR))
+    return path
+
+
+BAD = [
+    ("profile show l40s-importd", ["did you mean 'l40s-imported'?"]),
+    ("profile show", ["required: profile", "--help"]),
+    ("profile show {tmp}", ["cannot be read"]),
+    ("profile diff l20-derived", ["required: second"]),
+    ("profile diff l20-derived nope", ["profile: 'nope' is neither a built-in name nor an existing path"]),
+    ("profile diff l20-derived {linear}", ["form roofline", "form linear", "compare like forms"]),
+    ("profile fit {good}", ["--gpu"]),
+    ("profile fit --gpu l20", ["SAMPLES.csv"]),
+    ("profile fit {tmp}/none.csv --gpu a100-80g", ["none.csv: cannot be read (No such file or directory)"]),
+    ("profile fit {tmp} --gpu a100-80g", ["cannot be read (Is a directory)"]),
+    ("profile fit {good} --gpu a100", ["gpu: 'a100' is neither a built-in name", "Known: a100-40g, "]),
+    ("profile fit {good} --gpu a100-80g --base nope", ["profile: 'nope'", "Known: "]),
+    ("profile fit {good} --gpu a100-80g --base {linear}", ["--base: linear is of form linear", "roofline"]),
+    ("profile fit {good} --gpu a100-80g --out {good}", ["--out: cannot create folder", "name another"]),
+    ("profile fit {good} --gpu a100-80g --out {tmp} --name a/b", ["--name: 'a/b' cannot name a file"]),
+    ("profile fit {good} --gpu a100-80g --out {tmp} --name ../x", ["--name: '../x' cannot name a file"]),
+    ("profile fit {good} --gpu a100-80g --nam x", ["unrecognized arguments: --nam", "did you mean --name?"]),
+    ("profile import samples {tmp}/none.csv --gpu l20", ["cannot be read"]),
+    ("profile import vidur --model llama-2-7b --mlp {good} --attention {good} --gpu l20", ["column 'time_stats."]),
+    ("profile import vidur --model llama-2-7b --mlp {good} --gpu l20", ["--attention"]),
+    (
+        "profile import steps {good} --model a=llama-2-7b --gpu l20",
+        ["column 'model' is missing: is this the right"],
+    ),
+    ("profile import steps {good} --model llama-2-7b --gpu l20", ["--model: 'llama-2-7b' is not THEIRS=OURS"]),
+    ("profile import steps {good} --model =x --gpu l20", ["is not THEIRS=OURS, for example"]),
+    ("profile import steps {good} --gpu l20", ["--model"]),
+    ("profile import aiconfigurator --system b200", ["system 'b200' is not known: use one of a100_sxm"]),
+    ("profile import aiconfigurator --system l40s --tables {tmp}", ["holds no gemm_perf.parquet"]),
+    ("profile derive --gpu l20", ["--sibling"]),
+    ("profile derive --gpu l20 --sibling l40s-imported --compute-share 2 --reason x", ["2.0 is not a share"]),
+    ("profile derive --gpu l20 --sibling l40s-imported --compute-share nan --reason x", ["nan is not a share"]),
+    ("profile derive --gpu l20 --sibling l40s-imported --compute-share 0.5", ["say in --reason why"]),
+    ("profile derive --gpu l20 --sibling l40s-imported --compute-share half", ["invalid float value: 'half'"]),
+    ("profile derive --gpu l20 --sibling l40s-imported --base {linear}", ["--base: linear is of form linear"]),
+    ("profile derive --gpu l20 --sibling nope", ["profile: 'nope'"]),
+    ("profile derive --gpu l2 --sibling l40s-imported", ["did you mean 'l20'?"]),
+    ("profile", ["required: COMMAND"]),
+    ("profile import", ["required: TABLES"]),
+    ("profile nothing", ["invalid choice: 'nothing'"]),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), BAD)
+def test_bad_input_ends_in_one_line_and_exit_status_2(capsys, tmp_path, measured, linear, line, parts):
+    words = [word.format(tmp=tmp_path, good=measured, linear=linear) for word in line.split()]
+    refused(capsys, *words, parts=parts)
+    assert names(tmp_path) == ["linear.json"]
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("l20-derived --figure {tmp}/f.png", "--figure: the samples of l20-derived are not shipped: name them with"),
+        ("l40s-imported --figure {tmp}/f.png --samples {tmp}/none.csv", "none.csv: cannot be read (No such file"),
+        ("l40s-imported --figure {tmp}/f.png --samples {tmp}", "cannot be read (Is a directory)"),
+        ("l40s-imported --figure {tmp}/none/f.png", "No such file or directory"),
+    ],
+)
+def test_a_profile_that_cannot_be_drawn_is_still_shown(capsys, tmp_path, line, part):
+    status, out, error = attempt(capsys, "profile", "show", *line.format(tmp=tmp_path).split())
+    assert status == 2
+    assert "provenance:" in out
+    assert error.startswith("kvtwin: ") and error.count("\n") == 1
+    assert part in error
+    assert names(tmp_path) == []
+
+
+BAD_SAMPLES = [
+    ("op,latency_s\nlaunch,nan\n", ["line 2: latency_s = nan is not a finite number", "leave out"]),
+    ("op,latency_s\nlaunch,700\n", ["line 2: latency_s = 700.0 is over 600 s: is it milliseconds? give seconds"]),
+    ("op,latency_s\nlaunch,1e-5\n", ["samples: none of layers, step, lm_head, recompute that ran alone"]),
+    ('op,latency_s\nlaunch,"1e-5\n', ["line 2: not CSV", "correct the line"]),
+    ("op,latency_s,model,new_tokens\nlayers,1e-3,lama-2-7b,9\n", ["model: 'lama-2-7b'", "did you mean 'llama-2-7b'?"]),
+    ("op,latency_s,model,new_tokens\nlayers,1e-3,llama-2-7b,9\n", ["prompts by tokens: 1 size (9 to 9)"]),
+    ("op,latency_s,model,new_tokens\nlayers,1e-3,none/config.json,9\n", ["neither a built-in name nor an existing"]),
+    ("", ["holds no header"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), BAD_SAMPLES)
+@pytest.mark.parametrize("command", ["profile fit", "profile import samples"])
+def test_bad_samples_end_in_one_line_that_names_the_place(capsys, tmp_path, command, text, parts):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    refused(capsys, *command.split(), path, "--gpu", "a100-80g", "--out", tmp_path / "out", parts=parts)
+    assert names(tmp_path) == ["bad.csv"]
+
+
+cells = st.text(max_size=8) | st.sampled_from(
+    [
+        "nan",
+        "inf",
+        "-1",
+        "0",
+        "1e-5",
+        "9" * 30,
+        '"',
+        "#",
+        "layers",
+        "step",
+        "h2d",
+        "all_reduce",
+        "llama-2-70b",
+        "2",
+        "1",
+    ]
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15), cells), min_size=1, max_size=4), cut=st.booleans()
+)
+def test_whatever_stands_in_the_samples_a_fit_ends_well_or_in_one_line(
+    capsys, tmp_path_factory, measured, edits, cut, monkeypatch
+):
+    monkeypatch.setattr(calib.cli, "_write", lambda report, out: 0)
+    lines = [line.split(",") for line in measured.read_text().splitlines()[: 20 if cut else 60]]
+    for row, column, cell in edits:
+        line = lines[row % len(lines)]
+        line[column % len(line)] = cell
+    folder = tmp_path_factory.mktemp("any")
+    path = folder / "any.csv"
+    path.write_bytes("\n".join(",".join(line) for line in lines).encode())
+    status, _, error = attempt(capsys, "profile", "fit", path, "--gpu", "a100-80g", "--out", folder)
+    assert (status, error) == (0, "") or (status == 2 and error.startswith("kvtwin: ") and error.count("\n") == 1)
+
+
+# -- help and imports ------------------------------------------------------------------------------------------------
+
+LEAVES = [
+    "calibrate", "profile", "profile list", "profile show", "profile diff", "profile fit", "profile derive",
+    "profile import", "profile import aiconfigurator", "profile import vidur", "profile import steps",
+    "profile import samples",
+]  # fmt: skip
+HEAVY = {"torch", "scipy", "matplotlib", "pyarrow", "pandas", "rich"}
+HELP_ALL = """
+import sys, kvtwin
+for leaf in {leaves!r}:
+    try:
+        kvtwin.main([*leaf.split(), "--help"])
+    except SystemExit as end:
+        print("status", end.code, file=sys.stderr)
+print(*sorted({{name.partition(".")[0] for name in sys.modules}}), file=sys.stderr)
+"""
+
+
+def in_a_process(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_every_command_explains_itself(capsys, leaf):
+    status, out, error = attempt(capsys, *leaf.split(), "--help")
+    assert (status, error) == (0, "")
+    assert out.startswith(f"usage: kvtwin {leaf} ")
+    assert "show this help message" in out
+
+
+def test_help_imports_nothing_heavy():
+    done = in_a_process(HELP_ALL.format(leaves=LEAVES))
+    *statuses, modules = done.stderr.splitlines()
+    assert statuses == ["status 0"] * len(LEAVES)
+    assert done.stdout.count("usage: kvtwin ") == len(LEAVES)
+    assert "calib" in modules.split()
+    assert set(modules.split()) & HEAVY == set()
+
+
+def test_listing_needs_no_fit_and_fitting_no_torch(measured, tmp_path):
+    words = ["profile", "fit", str(measured), "--gpu", "a100-80g", "--out", str(tmp_path)]
+    code = (
+        "import sys, kvtwin\n"
+        "kvtwin.main(['profile', 'list'])\n"
+        "assert not {'scipy', 'matplotlib', 'torch'} & set(sys.modules)\n"
+        f"assert kvtwin.main({words!r}) == 0\n"
+        "assert 'scipy' in sys.modules and 'torch' not in sys.modules and 'pandas' not in sys.modules\n"
+    )
+    in_a_process(code)
+    assert names(tmp_path) == [f"a100-80g-measured.{kind}" for kind in ("json", "md", "png")]

@@ -1,0 +1,635 @@
+"""The roofline and its fit: planted constants come back with honest intervals, in `sim.cost`'s own terms."""
+
+import json
+import warnings
+from dataclasses import fields
+
+import msgspec
+import numpy as np
+import pytest
+from calib_small import (
+    A100,
+    BASE,
+    H100,
+    HARDWARE,
+    L20,
+    THREE,
+    copies,
+    noise,
+    noisy,
+    planted,
+    shapes,
+    spec,
+    terms,
+    timed,
+)
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from calib.fit import fit_profile, with_graphs
+from calib.report import fit_markdown
+from calib.robust import Parameter, fit_relative
+from calib.roofline import MOST_EXPONENT, complete, fit_roofline, predict_s, ridge_s
+from calib.samples import Sample
+from calib.terms import Terms, terms_of
+from sim.cost import RooflineCost, ridge
+from sim.errors import UserError
+from sim.plan import IterationPlan
+from sim.profile import ROOFLINE_UNITS, default_profile, load_profile, read_profile
+from sim.specs.hardware import load_hardware
+from sim.specs.models import built_in_models
+
+# -- the same price as the simulator's -------------------------------------------------------------------------------
+
+GPUS = ("a100-80g", "l40s", "h100", "h200", "l20", "cpu")
+
+
+def cost_and_constants(model, gpu, tp):
+    profile, hardware = default_profile(gpu), load_hardware(gpu)
+    cost = RooflineCost(spec(model), hardware, profile, tp, 16 * spec(model).kv_bytes_per_token(tp))
+    return cost, {name: constant.value for name, constant in profile.constants.items()}
+
+
+def divides(model, tp):
+    try:
+        spec(model).check_tp(tp)
+    except UserError:
+        return False
+    return True
+
+
+def plan_of(sample):
+    """The iteration that a sample timed."""
+    plan, b, n, c = IterationPlan(), sample.batch_size, sample.new_tokens, sample.context_tokens
+    if sample.is_decode:
+        plan.num_decodes, plan.decode_context_tokens = b, b * (c + 1)
+        return plan
+    plan.prefill_tokens, plan.num_sampled_prefills = b * n, b
+    plan.prefill_pairs = b * (n * c + n * (n + 1) // 2)
+    return plan
+
+
+shape = {
+    "model": st.sampled_from(built_in_models()),
+    "tp": st.sampled_from([1, 2, 4, 8]),
+    "batch_size": st.integers(1, 512),
+    "new_tokens": st.just(1) | st.integers(1, 20_000),
+    "context_tokens": st.just(0) | st.integers(0, 100_000),
+    "gpu": st.sampled_from(GPUS),
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(**shape)
+def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_tokens, context_tokens, gpu):
+    assume(divides(model, tp))
+    sample = Sample(
+        op="step",
+        latency_s=1.0,
+        model=model,
+        tp=tp,
+        num_layers=spec(model).num_layers,
+        batch_size=batch_size,
+        new_tokens=new_tokens,
+        context_tokens=context_tokens,
+    )
+    cost, constants = cost_and_constants(model, gpu, tp)
+    assert predict_s(constants, terms([sample]))[0] == pytest.approx(cost.iteration_s(plan_of(sample)), rel=1e-9)
+    if sample.is_decode:
+        first_s, _ = cost.decode_run(batch_size, batch_size * (context_tokens + 1))
+        assert predict_s(constants, terms([sample]))[0] == pytest.approx(first_s, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(**shape, layers=st.integers(1, 80))
+def test_timed_layers_cost_their_share_without_head_step_and_all_reduces(
+    model, tp, batch_size, new_tokens, context_tokens, gpu, layers
+):
+    whole = spec(model).num_layers
+    assume(divides(model, tp) and layers <= whole and (not spec(model).moe or layers == whole))
+    common = {"latency_s": 1.0, "model": model, "tp": tp, "num_layers": layers, "batch_size": batch_size}
+    sample = Sample(op="layers", **common, new_tokens=new_tokens, context_tokens=context_tokens)
+    cost, constants = cost_and_constants(model, gpu, tp)
+    beside = cost.head_s(batch_size) + constants["step_overhead_s"] + cost.all_reduce_s(sample.tokens)
+    expected = layers / whole * (cost.iteration_s(plan_of(sample)) - beside)
+    # What is subtracted from a short step is most of it, so that its digits go.
+    assert predict_s(constants, terms([sample]))[0] == pytest.approx(expected, rel=1e-7)
+    head = Sample(op="lm_head", **common, new_tokens=1)
+    assert predict_s(constants, terms([head]))[0] == pytest.approx(cost.head_s(batch_size), rel=1e-9)
+
+
+times = st.floats(1e-9, 1e3)
+
+
+@settings(max_examples=200)
+@given(compute_s=times, memory_s=times, exponent=st.floats(1.0, 50.0))
+def test_the_ridge_is_the_simulators(compute_s, memory_s, exponent):
+    found = ridge_s(np.array([compute_s]), np.array([memory_s]), exponent)[0]
+    assert found == pytest.approx(ridge(compute_s, memory_s, exponent), rel=1e-12)
+    assert max(compute_s, memory_s) <= found <= (compute_s + memory_s) * (1 + 1e-12)
+
+
+def test_nothing_to_do_takes_no_time_under_the_ridge():
+    assert ridge_s(np.zeros(1), np.zeros(1), 3.0)[0] == 0.0
+
+
+def test_terms_by_hand():
+    """Llama-2 7B over two GPUs: 8 sequences of 100 tokens after 10; the whole step, then 3 of its 32 layers."""
+    model = spec("llama-2-7b")
+    common = {"latency_s": 1.0, "model": "llama-2-7b", "tp": 2, "batch_size": 8}
+    found = terms(
+        [
+            Sample(op="step", **common, num_layers=32, new_tokens=100, context_tokens=10),
+            Sample(op="layers", **common, num_layers=3, new_tokens=1, context_tokens=99),
+        ]
+    )
+    per_layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    assert found.linear_flops.tolist() == pytest.approx([800 * 32 * per_layer, 8 * 3 * per_layer])
+    assert found.weight_bytes.tolist() == pytest.approx([32 * per_layer, 3 * per_layer])
+    # Hidden state in and out of attention and MLP whole, everything between halved; two bytes an element.
+    width = 4 * 4096 + (4 * 4096 + 3 * 11008) / 2
+    assert found.activation_bytes.tolist() == pytest.approx([800 * 32 * 2 * width, 8 * 3 * 2 * width])
+    assert found.attention_flops.tolist() == pytest.approx([8 * (1000 + 5050) * 4 * 32 * 4096 / 2, 0.0])
+    assert found.kv_bytes.tolist() == pytest.approx([0.0, 8 * 100 * 3 * 2 * 4096 * 2 / 2])
+    assert found.head_flops.tolist() == pytest.approx([8 * 2 * 4096 * 32000 / 2, 0.0])
+    assert found.head_bytes.tolist() == pytest.approx([(4096 * 32000 + 8 * 36096) * 2 / 2, 0.0])
+    assert found.reduced_bytes.tolist() == [800 * 4096 * 2, 0.0]
+    assert (found.gpus.tolist(), found.layers.tolist(), found.steps.tolist()) == ([2.0, 1.0], [32.0, 3.0], [1.0, 0.0])
+    assert model.num_layers == 32
+
+
+def test_another_type_of_elements_moves_other_bytes():
+    """Llama-2 7B timed in four bytes an element: twice the bytes of its own two, and the same FLOPs."""
+    samples = [Sample(op="step", latency_s=1.0, model="llama-2-7b", num_layers=32, new_tokens=1, context_tokens=99)]
+    samples += [msgspec.structs.replace(samples[0], dtype_bytes=size) for size in (2.0, 4.0)]
+    found = terms(samples)
+    for name in ("weight_bytes", "activation_bytes", "kv_bytes", "head_bytes"):
+        own, same, twice = getattr(found, name)
+        assert (same, twice) == (own, 2 * own), name
+    for name in ("linear_flops", "head_flops", "layers", "steps"):
+        assert len(set(getattr(found, name))) == 1, name
+
+
+def test_terms_are_chosen_row_by_row():
+    whole = terms(shapes())
+    chosen = whole[np.array([0, 5])]
+    assert len(chosen) == 2
+    for field in fields(Terms):
+        assert getattr(chosen, field.name).tolist() == getattr(whole, field.name)[[0, 5]].tolist()
+
+
+def test_layers_that_differ_are_only_priced_together():
+    whole = spec("deepseek-v2-lite").num_layers
+    common = {"op": "layers", "latency_s": 1.0, "model": "deepseek-v2-lite", "new_tokens": 5}
+    assert len(terms([Sample(**common, num_layers=whole)])) == 1
+    with pytest.raises(UserError, match="deepseek-v2-lite: samples of 1 layers"):
+        terms([Sample(**common, num_layers=1)])
+
+
+def test_a_group_that_the_heads_do_not_divide_over_is_refused():
+    with pytest.raises(UserError, match="tensor_parallel_size 3 does not divide 32"):
+        terms([Sample(op="layers", latency_s=1.0, model="llama-2-7b", tp=3, new_tokens=5)])
+
+
+# -- the fit of the roofline -----------------------------------------------------------------------------------------
+
+
+def fit_of(samples, **options):
+    return fit_roofline(terms(samples), np.array([s.latency_s for s in samples]), **options)
+
+
+@pytest.mark.parametrize("constants", [A100, H100, L20])
+def test_exact_data_give_the_constants_back(constants):
+    fit = fit_of(planted(shapes(), constants))
+    assert fit.values == pytest.approx(constants, rel=1e-4)
+    assert fit.scatter < 1e-5
+    for estimate in fit.estimates.values():
+        assert estimate.low <= estimate.value <= estimate.high
+        assert estimate.high - estimate.low < 1e-3 * estimate.value
+
+
+def test_exact_steps_of_several_gpus_give_the_steps_overhead_too():
+    """Whole steps on two GPUs and layers of one, with all-reduces fitted apart."""
+    fixed = {"allreduce_bytes_per_s": 1e11, "allreduce_latency_s": 5e-6}
+    constants = {**A100, "step_overhead_s": 3e-3}
+    steps = [msgspec.structs.replace(s, tp=2) for s in shapes(("llama-3.1-8b", "llama-2-70b"), "step")]
+    samples = [*steps, *shapes(("llama-2-7b",))]
+    exact = timed(samples, predict_s({**constants, **fixed}, terms(samples)))
+    assert fit_of(exact, fixed=fixed).values == pytest.approx(constants, rel=1e-4)
+    # Without their price, all-reduces pass for a step's overhead.
+    assert fit_of(exact).values["step_overhead_s"] > 3.5e-3
+
+
+def test_intervals_cover_planted_constants_in_90_to_99_of_100_sets():
+    """3 % noise and 5 % outliers up to three times slower; three GPUs, 300 sets.
+
+    At the 95 % that is meant, the bounds are four and three standard deviations of the count away.
+    """
+    sets, seen = 100, dict.fromkeys([*A100, "step_overhead_s"], 0)
+    samples = [*shapes(), *shapes(("llama-3.1-8b",), "step")]
+    amounts = terms(samples)
+    for seed, gpu in enumerate((A100, H100, L20)):
+        true = {**gpu, "step_overhead_s": 3e-3}
+        rng, exact = np.random.default_rng(seed), predict_s(complete(true), amounts)
+        for _ in range(sets):
+            fit = fit_roofline(amounts, exact * noise(rng, len(samples)))
+            assert set(fit.estimates) == set(true)
+            for name, estimate in fit.estimates.items():
+                seen[name] += estimate.low <= true[name] <= estimate.high
+    for name, hits in seen.items():
+        assert 0.90 <= hits / (3 * sets) <= 0.99, (name, hits)
+
+
+def test_outliers_move_no_constant_out_of_its_interval():
+    samples = planted(shapes())
+    exact = np.array([s.latency_s for s in samples])
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+        clean = exact * noise(rng, len(samples), outliers=0.0)
+        slow = np.where(rng.random(len(samples)) < 0.05, rng.uniform(1.2, 3.0, len(samples)), 1.0)
+        assert slow.max() > 1.2
+        without, within = (fit_roofline(terms(samples), y) for y in (clean, clean * slow))
+        for name, estimate in without.estimates.items():
+            assert estimate.low <= within.values[name] <= estimate.high, name
+        assert within.scatter == pytest.approx(0.03, rel=0.5)
+
+
+def test_a_twentieth_of_the_points_may_be_ten_times_too_slow():
+    samples = planted(shapes())
+    slow = np.ones(len(samples))
+    slow[3::20] = 10.0
+    fit = fit_roofline(terms(samples), np.array([s.latency_s for s in samples]) * slow)
+    assert fit.values == pytest.approx(A100, rel=0.01)
+
+
+def test_an_overhead_below_zero_is_reported_as_zero_without_an_interval():
+    samples = planted(shapes(), {**A100, "layer_overhead_s": -2e-5})
+    estimate = fit_of(samples).estimates["layer_overhead_s"]
+    assert (estimate.value, estimate.stderr, estimate.low, estimate.high) == (0.0, None, 0.0, 0.0)
+    assert estimate.at_limit
+
+
+def test_perfect_overlap_is_reported_as_the_largest_exponent_without_an_interval():
+    samples = shapes()
+    counted = terms(samples)
+    exact = timed(samples, predict_s(complete({**A100, "roofline_exponent": 1e4}), counted))
+    assert fit_of(exact).estimates["roofline_exponent"].high == MOST_EXPONENT
+    estimates = fit_of(noisy(exact)).estimates
+    estimate = estimates["roofline_exponent"]
+    assert (estimate.value, estimate.stderr) == (pytest.approx(MOST_EXPONENT), None)
+    assert estimate.low == estimate.high == estimate.value
+    assert estimates["flops_per_s"].stderr is not None
+
+
+def test_attention_has_no_rate_of_its_own_where_prompts_are_short():
+    short = shapes(prompts=(16, 64, 256), contexts=(128, 512, 2048))
+    fit = fit_of(planted(short))
+    assert "attention_flops_per_s" not in fit.estimates
+    assert fit.values["flops_per_s"] == pytest.approx(A100["flops_per_s"], rel=0.05)
+
+
+def test_an_attention_rate_that_the_noise_hides_is_left_out():
+    """One prompt just long enough, timed badly: no rate is better than one known to a factor."""
+    samples = planted(shapes(("llama-2-7b",), prompts=(64, 128, 256, 512, 6000)))
+    assert "attention_flops_per_s" in fit_of(samples).estimates
+    times = np.array([s.latency_s for s in samples]) * np.exp(np.random.default_rng(0).normal(0, 0.1, len(samples)))
+    fit = fit_roofline(terms(samples), times)
+    assert "attention_flops_per_s" not in fit.estimates
+    assert fit.estimates["flops_per_s"].told
+
+
+def test_steps_of_one_depth_leave_their_overhead_with_the_layers():
+    """32 layers in every step: 32 c + c_step is all that they tell, and one of 80 layers more parts them."""
+    true = {**A100, "step_overhead_s": 3.2e-3}
+    one = planted(shapes(("llama-2-7b",), "step"), true)
+    fit = fit_of(one)
+    assert "step_overhead_s" not in fit.estimates
+    assert fit.values["layer_overhead_s"] == pytest.approx(A100["layer_overhead_s"] + 3.2e-3 / 32, rel=1e-4)
+    two = [*one, *planted(shapes(("llama-2-70b",), "step"), true)]
+    assert fit_of(two).values["step_overhead_s"] == pytest.approx(3.2e-3, rel=1e-3)
+    with_layers = [*one, *planted(shapes(("llama-2-7b",), layers=32), true)]
+    assert fit_of(with_layers).values["step_overhead_s"] == pytest.approx(3.2e-3, rel=1e-3)
+
+
+def test_each_form_lacks_its_term():
+    samples = noisy(planted(shapes()))
+    assert fit_of(samples, form="one rate").estimates.keys() == A100.keys() - {"attention_flops_per_s"}
+    assert fit_of(samples, form="hard ridge").estimates.keys() == A100.keys() - {"roofline_exponent"}
+    assert fit_of(samples, form="no overhead").estimates.keys() == A100.keys() - {"layer_overhead_s"}
+    bare = fit_of(samples, form="no activations")
+    assert bare.estimates.keys() == A100.keys()
+    assert bare.values["hbm_bytes_per_s"] != pytest.approx(fit_of(samples).values["hbm_bytes_per_s"], rel=1e-6)
+
+
+# -- robust least squares --------------------------------------------------------------------------------------------
+
+
+def test_a_line_by_relative_errors():
+    """y = a + b x over six decades: relative errors see both ends, and 2 of 40 outliers are let go."""
+    x = np.logspace(0, 6, 40)
+    y = 5.0 + 0.01 * x
+    y[[7, 30]] *= 2.5
+    parameters = {"a": Parameter(1.0, log=False), "b": Parameter(1.0)}
+    fit = fit_relative(lambda v: v["a"] + v["b"] * x, y, parameters)
+    assert fit.values == pytest.approx({"a": 5.0, "b": 0.01}, rel=1e-3)
+
+
+def test_the_standard_error_of_a_mean_is_the_scatter_over_the_root_of_the_count():
+    rng = np.random.default_rng(0)
+    y = np.exp(rng.normal(0.0, 0.03, 400)) * 7.0
+    fit = fit_relative(lambda v: np.full(400, v["m"]), y, {"m": Parameter(1.0)})
+    estimate = fit.estimates["m"]
+    assert fit.scatter == pytest.approx(0.03, rel=0.15)
+    assert estimate.stderr == pytest.approx(7.0 * 0.03 / 20, rel=0.15)
+    assert estimate.high / estimate.value == pytest.approx(np.exp(1.966 * 0.03 / 20), rel=1e-3)
+
+
+def test_a_parameter_that_does_nothing_has_no_bounds():
+    y = np.full(20, 3.0)
+    parameters = {"m": Parameter(1.0), "idle": Parameter(5.0), "line": Parameter(2.0, 0.0, 9.0, log=False)}
+    fit = fit_relative(lambda v: np.full(20, v["m"]) + 0.0 * v["idle"], y, parameters)
+    assert fit.estimates["m"].told
+    for name, bounds in (("idle", (0.0, np.inf)), ("line", (0.0, 9.0))):
+        estimate = fit.estimates[name]
+        assert not estimate.told
+        assert (estimate.low, estimate.high) == bounds
+
+
+# -- profiles from samples -------------------------------------------------------------------------------------------
+
+
+def fitted(samples, folder, **options):
+    given_ = {"name": "mine", "status": "measured", "provenance": {"device": "a card"}, **options}
+    return fit_profile(samples, folder, HARDWARE, BASE, **given_)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """A report on exact data of all that can be fitted."""
+    reduces = [
+        Sample(op="all_reduce", latency_s=2 * (g - 1) * 4e-6 + 2 * (g - 1) / g * n / 9e10, tp=g, num_bytes=n)
+        for g in (2, 4)
+        for n in (1e4, 1e6, 1e8)
+    ]
+    samples = [
+        *planted([*shapes(), *shapes(("llama-3.1-8b",), "step")], {**A100, "step_overhead_s": 2e-3}),
+        *copies("h2d", launch_s=3e-6, bytes_per_s=2.4e10),
+        *copies("d2h", launch_s=3e-6, bytes_per_s=2.2e10),
+        *copies("host_memcpy", launch_s=1e-6, bytes_per_s=9e9),
+        *reduces,
+    ]
+    return fitted(samples, tmp_path_factory.mktemp("all"))
+
+
+def test_everything_measured_leaves_nothing_to_carry_over(everything):
+    expected = {
+        **A100,
+        "step_overhead_s": 2e-3,
+        "h2d_bytes_per_s": 2.4e10,
+        "d2h_bytes_per_s": 2.2e10,
+        "copy_launch_s": 3e-6,
+        "host_memcpy_bytes_per_s": 9e9,
+        "allreduce_bytes_per_s": 9e10,
+        "allreduce_latency_s": 4e-6,
+        "beta": 1.0,
+    }
+    profile = everything.profile
+    assert everything.carried == []
+    assert list(profile.constants) == list(ROOFLINE_UNITS)
+    assert {n: profile.value(n) for n in expected} == pytest.approx(expected, rel=1e-3)
+    assert "by definition" in profile.constants["beta"].source
+    for name in expected.keys() - {"beta"}:
+        source = profile.constants[name].source
+        assert source.startswith("fitted jointly: 95 % interval "), name
+        assert profile.constants[name].stderr is not None
+    assert profile.constants["alpha"].source.startswith("fitted: 95 % interval ")
+    assert (profile.name, profile.gpu, profile.status, profile.form) == ("mine", "a100-80g", "measured", "roofline")
+    assert profile.provenance == {"device": "a card", "base": "a100-80g-derived, for what the samples do not tell"}
+
+
+def test_range_and_residuals_are_those_of_the_samples(everything):
+    profile, errors = everything.profile, everything.errors
+    assert profile.range is not None and profile.residuals is not None
+    assert profile.range.tokens == (16, 8192)
+    assert profile.range.batch == (1, 256)
+    assert profile.range.context_tokens == (129, 256 * 16385)
+    assert np.abs(errors).max() < 1e-3
+    assert everything.predicted_s == pytest.approx(everything.measured_s, rel=1e-3)
+    assert set(profile.residuals) == {
+        *(f"{kind}{phase}_mape" for kind in ("", "unseen_model_", "unseen_size_") for phase in ("prefill", "decode")),
+        "largest_region_bias",
+    }
+    own = [profile.residuals[name] for name in ("prefill_mape", "decode_mape", "largest_region_bias")]
+    assert max(own) < 1e-3
+
+
+def test_residuals_by_hand(tmp_path):
+    """A tenth on every decode of a model whose prompts are exact: the fit's own errors, averaged over each phase."""
+    samples = noisy(planted(shapes()), seed=3)
+    report = fitted(samples, tmp_path)
+    errors = report.predicted_s / [s.latency_s for s in samples] - 1
+    prompts = [abs(e) for e, s in zip(errors, samples, strict=True) if not s.is_decode and s.tokens >= 128]
+    decodes = [abs(e) for e, s in zip(errors, samples, strict=True) if s.is_decode]
+    residuals = report.profile.residuals or {}
+    assert residuals["prefill_mape"] == round(sum(prompts) / len(prompts), 5) > 0.01
+    assert residuals["decode_mape"] == round(sum(decodes) / len(decodes), 5) > 0.01
+    assert residuals["largest_region_bias"] == round(max(abs(r.bias) for r in report.regions), 5)
+    held_out = [report.by_model[model].decode for model in THREE]
+    assert residuals["unseen_model_decode_mape"] == round(sum(held_out) / 3, 5)
+
+
+def test_one_model_has_no_unseen_one(tmp_path):
+    report = fitted(planted(shapes(("llama-2-7b",))), tmp_path)
+    assert report.by_model == {}
+    assert "unseen_model_prefill_mape" not in (report.profile.residuals or {})
+    assert "unseen_size_prefill_mape" in (report.profile.residuals or {})
+
+
+def test_a_model_that_the_others_cannot_predict_is_not_left_out(tmp_path):
+    """A second model with prompts alone tells nothing of decodes: only it is predicted, not the first from it."""
+    samples = [*planted(shapes(("llama-2-7b",))), *planted(shapes(("llama-2-70b",), contexts=(), batches=()))]
+    report = fitted(samples, tmp_path)
+    assert list(report.by_model) == ["llama-2-70b"]
+    assert report.by_model["llama-2-70b"].prefill < 1e-3
+    assert np.isnan(report.by_model["llama-2-70b"].decode)
+
+
+def test_a_profile_comes_back_from_its_file(everything, tmp_path):
+    for report in (everything, fitted(noisy(planted(shapes())), tmp_path)):
+        path = tmp_path / "p.json"
+        path.write_bytes(report.profile.to_json())
+        assert read_profile(path) == report.profile
+
+
+def test_the_same_samples_give_the_same_bytes(tmp_path):
+    samples = noisy([*planted(shapes()), *copies("d2h", launch_s=2e-6, bytes_per_s=2e10)])
+    first, second = fitted(samples, tmp_path), fitted(list(samples), tmp_path)
+    assert first.profile.to_json() == second.profile.to_json()
+    assert fit_markdown(first) == fit_markdown(second)
+
+
+def test_what_was_not_measured_is_carried_over_and_says_so(tmp_path):
+    report = fitted(planted(shapes()), tmp_path)
+    expected = [
+        "step_overhead_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "copy_launch_s", "host_memcpy_bytes_per_s",
+        "allreduce_bytes_per_s", "allreduce_latency_s", "beta",
+    ]  # fmt: skip
+    assert report.carried == expected
+    for name in expected:
+        constant, old = report.profile.constants[name], BASE.constants[name]
+        assert (constant.value, constant.stderr, constant.unit) == (old.value, old.stderr, old.unit)
+        assert constant.source == f"carried over from a100-80g-derived: {old.source}"
+
+
+def test_attention_that_short_prompts_cannot_tell_is_taken_as_the_rest(tmp_path):
+    report = fitted(planted(shapes(prompts=(16, 64, 256, 512), contexts=(128, 512, 2048))), tmp_path)
+    attention, rest = (report.profile.constants[n] for n in ("attention_flops_per_s", "flops_per_s"))
+    assert (attention.value, attention.stderr) == (rest.value, rest.stderr)
+    assert attention.source.startswith("taken as flops_per_s: no prompt long enough")
+    assert "attention_flops_per_s" not in report.carried
+
+
+def test_a_step_overhead_within_the_layers_is_not_counted_twice(tmp_path):
+    """Steps of one depth: the base's 5 ms a step must not be added to layers that hold it already."""
+    samples = planted(shapes(("llama-2-7b",), "step"), {**A100, "step_overhead_s": 3.2e-3})
+    profile = fitted(samples, tmp_path).profile
+    assert profile.value("step_overhead_s") == 0.0
+    assert profile.constants["step_overhead_s"].source.startswith("part of layer_overhead_s")
+    cost = RooflineCost(spec("llama-2-7b"), HARDWARE, profile, 1, 1.0)
+    for sample in samples:
+        assert cost.iteration_s(plan_of(sample)) == pytest.approx(sample.latency_s, rel=1e-3)
+
+
+def test_a_constant_at_its_limit_says_so(tmp_path):
+    report = fitted(planted(shapes(), {**A100, "layer_overhead_s": -2e-5}), tmp_path)
+    overhead = report.profile.constants["layer_overhead_s"]
+    assert (overhead.value, overhead.stderr) == (0.0, None)
+    assert overhead.source == "fitted: at the limit of what it may be, so without an interval"
+    assert "| `layer_overhead_s` | 0 us | - | fitted, at its limit |" in fit_markdown(report)
+
+
+def test_graphs_take_the_place_of_eager_calls_of_the_same_shape(tmp_path):
+    """Eager decodes twice as slow beside the same ones from graphs: as if they had not been timed."""
+    samples = planted(shapes())
+    decodes = [s for s in samples if s.is_decode]
+    graphed = [msgspec.structs.replace(s, graph=1) for s in decodes]
+    eager = [msgspec.structs.replace(s, latency_s=2 * s.latency_s) for s in decodes]
+    prompts = [s for s in samples if not s.is_decode]
+    assert with_graphs([*eager, *prompts, *graphed]) == [*prompts, *graphed]
+    report = fitted([*prompts, *eager, *graphed], tmp_path)
+    assert report.samples == [*prompts, *graphed]
+    assert {n: report.profile.value(n) for n in A100} == pytest.approx(A100, rel=1e-3)
+
+
+def test_what_ran_beside_something_else_is_not_fitted(tmp_path):
+    samples = planted(shapes())
+    beside = [msgspec.structs.replace(s, latency_s=3 * s.latency_s, beside="d2h") for s in samples]
+    report = fitted([*beside, *samples], tmp_path)
+    assert report.samples == samples
+    assert {n: report.profile.value(n) for n in A100} == pytest.approx(A100, rel=1e-3)
+
+
+def test_operations_that_the_roofline_does_not_price_are_not_fitted(tmp_path):
+    samples = planted(shapes())
+    others = [
+        Sample(op="launch", latency_s=0.1),
+        Sample(op="restore", latency_s=9.0, model="llama-2-7b", new_tokens=512),
+        *copies("host_memcpy", launch_s=1e-6, bytes_per_s=9e9),
+    ]
+    assert fitted([*others, *samples], tmp_path).samples == samples
+
+
+PROMPTS_MISSING = "prompts by tokens: {}, needed are 3 or more spanning a factor of 4"
+SEQUENCES_MISSING = "decodes by sequences: {}, needed are 3 or more spanning a factor of 4"
+CONTEXTS_MISSING = "decodes by context tokens: {}, needed are 3 or more spanning a factor of 4"
+TOO_FEW = [
+    (shapes(prompts=()), [PROMPTS_MISSING.format("none")]),
+    (
+        shapes(batches=()),
+        [SEQUENCES_MISSING.format("none"), CONTEXTS_MISSING.format("none")],
+    ),
+    (shapes(prompts=(512,)), [PROMPTS_MISSING.format("1 size (512 to 512)")]),
+    (shapes(prompts=(512, 1024)), [PROMPTS_MISSING.format("2 sizes (512 to 1024)")]),
+    (shapes(prompts=(512, 1024, 2047)), [PROMPTS_MISSING.format("3 sizes (512 to 2047)")]),
+    (shapes(batches=(4,)), [SEQUENCES_MISSING.format("1 size (4 to 4)")]),
+    (shapes(contexts=(256, 512)), [CONTEXTS_MISSING.format("2 sizes (256 to 512)")]),
+    (
+        shapes(prompts=(512,), batches=(4,), contexts=(256,)),
+        [
+            PROMPTS_MISSING.format("1 size (512 to 512)"),
+            SEQUENCES_MISSING.format("1 size (4 to 4)"),
+            CONTEXTS_MISSING.format("1 size (256 to 256)"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("samples", "missing"), TOO_FEW)
+def test_samples_too_few_are_refused_with_all_that_is_missing(samples, missing, tmp_path):
+    with pytest.raises(UserError) as caught:
+        fitted(samples, tmp_path)
+    expected = "samples: too few to tell compute, memory and overhead apart: " + "; ".join(missing)
+    assert str(caught.value) == expected
+
+
+def test_just_enough_samples_are_fitted(tmp_path):
+    samples = planted(shapes(("llama-2-7b",), prompts=(512, 1024, 2048), batches=(1, 2, 4), contexts=(256, 512, 1024)))
+    assert fitted(samples, tmp_path).profile.value("hbm_bytes_per_s") == pytest.approx(1.6e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [],
+        copies("h2d", launch_s=1e-6, bytes_per_s=1e10),
+        [msgspec.structs.replace(s, beside="h2d") for s in planted(shapes())],
+    ],
+)
+def test_no_prompts_and_decodes_at_all_are_refused(samples, tmp_path):
+    with pytest.raises(UserError, match=r"none of layers, step, lm_head, recompute that ran alone: measure prompts"):
+        fitted(samples, tmp_path)
+
+
+def test_a_rate_that_no_time_depends_on_is_refused(tmp_path):
+    """Prompts of 2 to 8 tokens wait for weights whatever the FLOP/s: any value fits, so none is given."""
+    samples = noisy(planted(shapes(("llama-2-7b",), prompts=(2, 4, 8), batches=(1, 4, 16))))
+    with pytest.raises(UserError, match=r"they do not tell flops_per_s: .* interval .*: measure longer prompts"):
+        fitted(samples, tmp_path)
+
+
+def test_times_that_do_not_grow_with_anything_are_refused(tmp_path):
+    with pytest.raises(UserError, match="do not tell"):
+        fitted(timed(shapes(), [1e-3] * len(shapes())), tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_times_end_in_a_profile_or_a_refusal_without_warnings(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    samples = [s for s in shapes(THREE[: 1 + seed % 3], ("layers", "step")[seed % 2]) if rng.random() < 0.5]
+    low, high = ((-6.9, 2.7), (-4.0, -1.0))[seed % 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            report = fitted(timed(samples, 10 ** rng.uniform(low, high, len(samples))), tmp_path)
+        except UserError:
+            return
+    values = json.loads(report.profile.to_json())["constants"]
+    assert all(np.isfinite(constant["value"]) for constant in values.values())
+
+
+def test_a_profile_fitted_to_another_profiles_predictions_prices_like_it(tmp_path):
+    """Round trip through the simulator's cost: what the fit returns is what the engine charges."""
+    source = load_profile("h100-imported")
+    constants = {name: constant.value for name, constant in source.constants.items()}
+    samples = [*shapes(), *shapes(("llama-3.1-8b",), "step")]
+    exact = timed(samples, predict_s(constants, terms(samples)))
+    profile = fitted(exact, tmp_path).profile
+    cost = RooflineCost(spec("llama-2-13b"), HARDWARE, profile, 1, 1.0)
+    true = RooflineCost(spec("llama-2-13b"), HARDWARE, source, 1, 1.0)
+    for sample in shapes(("llama-2-13b",), "step"):
+        assert cost.iteration_s(plan_of(sample)) == pytest.approx(true.iteration_s(plan_of(sample)), rel=1e-3)
+
+
+def test_models_that_nobody_loaded_are_a_programming_error():
+    with pytest.raises(KeyError):
+        terms_of(shapes(), {})

@@ -1,0 +1,565 @@
+"""Importers: hand-made tables in each format, summed by hand, and NVIDIA's own where they are installed."""
+
+from importlib.util import find_spec
+
+import pytest
+
+import kvtwin
+from calib.cli import DATA
+from calib.importers import aiconfigurator, steps, vidur
+from calib.importers.tables import Table
+from calib.robust import MADS
+from calib.samples import Sample, fault_of, read_comments, read_samples
+from sim.errors import UserError
+from sim.profile import read_profile
+
+# -- CSV tables ------------------------------------------------------------------------------------------------------
+
+
+def written(folder, text, name="t.csv"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_a_table_gives_cells_by_column(tmp_path):
+    table = Table(written(tmp_path, "a, b,c\n\n1, two ,\n2.0,x,7\n"), ("b", "a"))
+    assert len(table) == 2
+    assert [table.text(0, c) for c in ("a", "b", "c", "none")] == ["1", "two", "", ""]
+    assert [table.integer(i, "a") for i in (0, 1)] == [1, 2]
+    assert [table.number(i, "c", 0.5) for i in (0, 1)] == [0.5, 7.0]
+    assert table.integer(0, "none", 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty: give a CSV file with a header"),
+        ("\n\n", "is empty: give a CSV file with a header"),
+        ("b,c\n1,2\n", "column 'a' is missing: is this the right table? it has b, c"),
+        ("b,c,d,e,f,g,h\n", "column 'a' is missing: is this the right table? it has b, c, d, e, f, g, ..."),
+        ("a\n1\n\n1,2\n", "line 4: 2 values for 1 columns: repair the file"),
+        ("a\n" + "9" * 200_000 + "\n", "line 2: not CSV (field larger than field limit (131072)): repair the file"),
+        (b"a\n\xff\n", "not UTF-8 text (byte 2): give a CSV file"),
+    ],
+)
+def test_a_file_that_is_no_such_table_is_refused(tmp_path, text, message):
+    path = written(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        Table(path, ("a",))
+    assert str(caught.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("x", "a = 'x' is not a number: correct it"),
+        ("", "a = '' is not a number: correct it"),
+        ("nan", "a = 'nan' is not a finite number of 0 or more: correct it"),
+        ("inf", "a = 'inf' is not a finite number of 0 or more: correct it"),
+        ("-3", "a = '-3' is not a finite number of 0 or more: correct it"),
+        ("2.5", "a = 2.5 is not a whole number: correct it"),
+    ],
+)
+def test_a_cell_that_is_no_number_is_named_with_its_line(tmp_path, cell, message):
+    # The blank line counts: the line is where an editor shows the row.
+    path = written(tmp_path, f"a,b\n\n1,1\n{cell},1\n")
+    with pytest.raises(UserError) as caught:
+        Table(path, ("a",)).integer(1, "a")
+    assert str(caught.value) == f"{path}: line 4: {message}"
+
+
+# -- Vidur -----------------------------------------------------------------------------------------------------------
+
+OPERATOR_TIMES = dict(zip(vidur.OPERATORS, (0.01, 0.2, 0.02, 0.1, 0.01, 0.4, 0.03, 0.2, 0.03), strict=True))
+"""Milliseconds at 128 tokens: 1 ms together."""
+LLAMA = "32,32,4096,11008"
+MLP_COLUMNS = [f"time_stats.{name}.median" for name in vidur.OPERATORS]
+MLP_HEADER = ",".join([*MLP_COLUMNS, "num_tokens,num_tensor_parallel_workers,n_head,n_kv_head,n_embd,n_expanded_embd"])
+ATTENTION_HEADER = (
+    "is_prefill,batch_size,prefill_chunk_size,kv_cache_size,num_tensor_parallel_workers,n_q_head,n_kv_head,n_embd,"
+    "time_stats.attn_prefill.median,time_stats.attn_decode.median,time_stats.attn_input_reshape.median,"
+    "time_stats.attn_output_reshape.median,time_stats.attn_kv_cache_save.median"
+)
+
+
+def mlp_row(tokens, factor, tp=1, shape=LLAMA):
+    times = [repr(factor * ms) for ms in OPERATOR_TIMES.values()]
+    return ",".join([*times, str(tokens), str(tp), shape])
+
+
+def mlp_table(folder, *rows, header=MLP_HEADER):
+    # 1 ms at 128 tokens, 3 ms at 256; 0.5 ms at 1.
+    rows = rows or (mlp_row(1, 0.5), mlp_row(128, 1.0), mlp_row(256, 3.0), mlp_row(128, 0.6, tp=2))
+    return written(folder, "\n".join([header, *rows, ""]), "mlp.csv")
+
+
+def attention_table(folder, *rows, header=ATTENTION_HEADER):
+    return written(folder, "\n".join([header, *rows, ""]), "attention.csv")
+
+
+def imported(folder, *rows, **tables):
+    mlp = tables.get("mlp") or mlp_table(folder)
+    return vidur.import_samples("llama-2-7b", mlp, attention_table(folder, *rows), tables.get("all_reduce"))
+
+
+def test_a_vidur_layer_is_its_operators_and_its_attention(tmp_path):
+    samples, provenance = imported(tmp_path, "True,1,128,0,1,32,32,4096,0.25,,0.01,0.02,0.02")
+    (sample,) = samples
+    assert sample == Sample(op="layers", latency_s=sample.latency_s, model="llama-2-7b", new_tokens=128)
+    assert sample.latency_s == pytest.approx(1.3e-3)
+    assert provenance["files"] == "mlp.csv, attention.csv"
+    assert "Vidur" in provenance["tables"]
+
+
+def test_vidur_operators_are_interpolated_between_tokens(tmp_path):
+    """A quarter of the way from 128 to 256 tokens: 1.5 ms, and 0.5 of attention."""
+    samples, _ = imported(
+        tmp_path,
+        "True,2,80,0,1,32,32,4096,0.5,,,,",
+        "False,64,0,999,1,32,32,4096,,0.1,,,",
+        "True,1,300,0,1,32,32,4096,0.5,,,,",
+    )
+    # 64 decodes stand 63/127 of the way from 1 token to 128; 300 tokens lie outside the grid.
+    expected = [0.5e-3 + (0.5 + 0.5 * 63 / 127 - 0.5) * 1e-3 + 0.1e-3, 2.0e-3]
+    found = {(s.batch_size, s.new_tokens, s.context_tokens): s.latency_s for s in samples}
+    assert found == {
+        (64, 1, 999): pytest.approx(expected[0]),
+        (2, 80, 0): pytest.approx(expected[1]),
+    }
+
+
+def test_vidur_repeats_count_with_their_median_and_chunks_have_a_context(tmp_path):
+    rows = [f"true,1,128,512,1,32,32,4096,{ms},,,," for ms in (0.2, 0.9, 0.3)]
+    (sample,), _ = imported(tmp_path, *rows)
+    assert sample.latency_s == pytest.approx(1.3e-3)
+    assert (sample.repeats, sample.new_tokens, sample.context_tokens) == (3, 128, 512)
+
+
+def test_vidur_groups_of_gpus_stand_apart(tmp_path):
+    samples, _ = imported(
+        tmp_path,
+        "True,1,128,0,1,32,32,4096,0.25,,,,",
+        "True,1,128,0,2,32,32,4096,0.15,,,,",
+        "True,1,128,0,4,32,32,4096,0.05,,,,",
+    )
+    assert [(s.tp, s.latency_s) for s in samples] == [(1, pytest.approx(1.25e-3)), (2, pytest.approx(0.75e-3))]
+
+
+def test_vidur_rows_of_other_models_are_left_out(tmp_path):
+    other = "True,1,128,0,1,32,8,4096,0.9,,,,"
+    samples, _ = imported(
+        tmp_path,
+        other,
+        "True,1,128,0,1,32,32,4096,0.25,,,,",
+        mlp=mlp_table(tmp_path, mlp_row(128, 1.0), mlp_row(128, 9.0, shape="32,32,4096,14336")),
+    )
+    assert [s.latency_s for s in samples] == [pytest.approx(1.25e-3)]
+
+
+def test_vidur_models_with_one_norm_lack_the_second(tmp_path):
+    row = mlp_row(128, 1.0).split(",")
+    place = vidur.OPERATORS.index("post_attention_layernorm")
+    header = ",".join(h for i, h in enumerate(MLP_HEADER.split(",")) if i != place)
+    mlp = mlp_table(tmp_path, ",".join(c for i, c in enumerate(row) if i != place), header=header)
+    (sample,), _ = imported(tmp_path, "True,1,128,0,1,32,32,4096,0.25,,,,", mlp=mlp)
+    assert sample.latency_s == pytest.approx(1.24e-3)
+
+
+def test_vidur_all_reduces_are_medians_by_group_and_size(tmp_path):
+    path = written(
+        tmp_path,
+        "time_stats.all_reduce.median,num_workers,size\n0.1,2,8192\n0.3,2,8192\n0.2,4,8192\n0.05,1,8192\n",
+        "reduce.csv",
+    )
+    samples, provenance = imported(tmp_path, "True,1,128,0,1,32,32,4096,0.25,,,,", all_reduce=path)
+    assert samples[1:] == [
+        Sample(op="all_reduce", latency_s=pytest.approx(2e-4), repeats=2, tp=2, num_bytes=8192.0),
+        Sample(op="all_reduce", latency_s=pytest.approx(2e-4), repeats=1, tp=4, num_bytes=8192.0),
+    ]
+    assert provenance["files"] == "mlp.csv, attention.csv, reduce.csv"
+
+
+def test_a_vidur_table_of_another_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"mlp.csv: has no rows of llama-2-13b \(n_head 40, n_kv_head 40, n_embd 5120"):
+        vidur.import_samples("llama-2-13b", mlp_table(tmp_path), attention_table(tmp_path))
+    with pytest.raises(UserError, match=r"attention.csv: has no attention of llama-2-7b's shape"):
+        imported(tmp_path, "True,1,128,0,1,32,8,4096,0.25,,,,")
+    with pytest.raises(UserError, match="did you mean 'llama-2-7b'"):
+        vidur.import_samples("lama-2-7b", mlp_table(tmp_path), attention_table(tmp_path))
+
+
+@pytest.mark.parametrize("column", [*MLP_COLUMNS[:4], "num_tokens", "n_kv_head", "n_expanded_embd"])
+def test_a_column_missing_from_vidurs_mlp_table_is_named(tmp_path, column):
+    mlp = mlp_table(tmp_path, header=MLP_HEADER.replace(column, "other"))
+    with pytest.raises(UserError, match=f"mlp.csv: column '{column}' is missing: is this the right table"):
+        imported(tmp_path, mlp=mlp)
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["is_prefill", "kv_cache_size", "n_embd", "time_stats.attn_prefill.median", "time_stats.attn_decode.median"],
+)
+def test_a_column_missing_from_vidurs_attention_table_is_named(tmp_path, column):
+    header = ATTENTION_HEADER.replace(column, "other")
+    path = attention_table(tmp_path, "True,1,128,0,1,32,32,4096,0.25,,,,", header=header)
+    with pytest.raises(UserError, match=f"attention.csv: column '{column}' is missing"):
+        vidur.import_samples("llama-2-7b", mlp_table(tmp_path), path)
+
+
+# -- whole steps -----------------------------------------------------------------------------------------------------
+
+STEPS_HEADER = "model,hardware,tensor_parallel,prompt_size,batch_size,token_size,prompt_time,token_time"
+STEPS = (
+    f"{STEPS_HEADER}\n"
+    "llama2,a100,2,512,4,128,100,20\n"
+    "llama2,a100,2,512,4,128,130,26\n"
+    "llama2,a100,2,512,4,128,104,21\n"
+    "llama2,a100,2,128,1,33,30,15\n"
+    "llama2,h100,2,128,1,33,10,5\n"
+    "other,a100,2,128,1,33,1,1\n"
+)
+
+
+def test_steps_are_medians_of_repeats_at_half_the_tokens_past_the_prompt(tmp_path):
+    """Three repeats: prompts of 100, 130 and 104 ms, tokens of 20, 26 and 21 ms after 512 + 128 / 2."""
+    samples, provenance = steps.import_samples(written(tmp_path, STEPS), "a100", {"llama2": "llama-2-7b"})
+    assert {(s.op, s.model, s.tp, s.num_layers) for s in samples} == {("step", "llama-2-7b", 2, 32)}
+    assert [(s.batch_size, s.new_tokens, s.context_tokens, s.repeats) for s in samples] == [
+        (1, 1, 128 + 16, 1),
+        (1, 128, 0, 1),
+        (4, 1, 512 + 64, 3),
+        (4, 512, 0, 3),
+    ]
+    assert [s.latency_s for s in samples] == pytest.approx([0.015, 0.03, 0.021, 0.104])
+    assert [s.spread_s for s in samples] == pytest.approx([0.0, 0.0, 0.001 * MADS, 0.004 * MADS])
+    assert provenance["models"] == "llama2 as llama-2-7b"
+    assert provenance["tables"] == "t.csv: whole steps, rows of hardware 'a100'"
+
+
+def test_steps_may_lack_hardware_and_tensor_parallelism(tmp_path):
+    text = "model,prompt_size,batch_size,token_size,prompt_time,token_time\nm,128,2,10,7,3\n"
+    samples, _ = steps.import_samples(written(tmp_path, text), "", {"m": "llama-2-7b"})
+    assert [(s.tp, s.context_tokens, s.latency_s) for s in samples] == [(1, 133, 3e-3), (1, 0, 7e-3)]
+
+
+def test_two_models_of_a_steps_table_are_taken_together(tmp_path):
+    models = {"llama2": "llama-2-7b", "other": "llama-2-13b"}
+    samples, provenance = steps.import_samples(written(tmp_path, STEPS), "a100", models)
+    assert {(s.model, s.num_layers) for s in samples} == {("llama-2-7b", 32), ("llama-2-13b", 40)}
+    assert provenance["models"] == "llama2 as llama-2-7b, other as llama-2-13b"
+
+
+def test_steps_of_unknown_hardware_are_refused_with_what_is_there(tmp_path):
+    path = written(tmp_path, STEPS)
+    with pytest.raises(UserError) as caught:
+        steps.import_samples(path, "v100", {"llama2": "llama-2-7b"})
+    assert str(caught.value) == (
+        f"{path}: nothing of model llama2 on 'v100': it has llama2 on a100; llama2 on h100; other on a100"
+    )
+    with pytest.raises(UserError, match="it has m on no hardware named"):
+        steps.import_samples(written(tmp_path, STEPS.split("\n")[0] + "\nm,,1,1,1,1,1,1\n"), "x", {"m": "llama-2-7b"})
+
+
+def test_bad_steps_tables_are_refused(tmp_path):
+    for column in ("model", "prompt_size", "token_size", "prompt_time", "token_time"):
+        text = STEPS.replace(column, "other_" + column.partition("_")[0], 1)
+        with pytest.raises(UserError, match=f"column '{column}' is missing"):
+            steps.import_samples(written(tmp_path, text), "a100", {"llama2": "llama-2-7b"})
+    with pytest.raises(UserError, match="did you mean 'llama-2-7b'"):
+        steps.import_samples(written(tmp_path, STEPS), "a100", {"llama2": "lama-2-7b"})
+    with pytest.raises(UserError, match="line 3: prompt_time = 'soon' is not a number"):
+        steps.import_samples(written(tmp_path, STEPS.replace("130", "soon")), "a100", {"llama2": "llama-2-7b"})
+
+
+# -- aiconfigurator --------------------------------------------------------------------------------------------------
+
+# Llama-3.1 8B: QKV 6144 x 4096, output 4096 x 4096, gate and up 28672 x 4096, down 4096 x 14336. The grid has 28672
+# halfway between 24576 and 32768, and 14336 halfway between 12288 and 16384.
+GEMMS = {(6144, 4096): 0.10, (4096, 4096): 0.06, (24576, 4096): 0.30, (32768, 4096): 0.50}
+GEMMS |= {(4096, 12288): 0.20, (4096, 16384): 0.30}
+"""Milliseconds at 128 rows, of the fastest collector."""
+
+
+def gemm_row(m, n, k, ms):
+    return {"device": "A CARD", "gemm_dtype": "bfloat16", "m": m, "n": n, "k": k, "latency": ms}
+
+
+def gemm_rows(extra):
+    return [gemm_row(128, n, k, ms + extra) for (n, k), ms in GEMMS.items()]
+
+
+def attention_row(batch, new, cached, ms, **other):
+    row = {
+        "batch_size": batch, "isl": new, "step": cached, "num_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "attn_dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "latency": ms,
+    }  # fmt: skip
+    return {**row, **other}
+
+
+def nccl_row(gpus, num_bytes, ms, **other):
+    row = {"nccl_dtype": "half", "op_name": "all_reduce", "num_gpus": gpus, "message_size": num_bytes, "latency": ms}
+    return {**row, **other}
+
+
+def put(folder, place, rows):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = folder / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """The package's folder with one tiny system: three collectors' GEMMs, two engines' attention, NCCL."""
+    root = tmp_path / "data" / "a100_sxm"
+    old = [{**row, "latency": 99.0} for row in gemm_rows(0.0)]
+    float8 = [{**row, "gemm_dtype": "fp8", "latency": 77.0} for row in gemm_rows(0.0)]
+    put(root, "gemm/sglang/0.5.0/gemm_perf.parquet", gemm_rows(0.05))
+    # Of several versions the newest counts, and 0.10 is newer than 0.9.
+    put(root, "gemm/vllm/0.9.0/gemm_perf.parquet", old)
+    put(root, "gemm/vllm/0.10.0/gemm_perf.parquet", [*gemm_rows(0.01), *float8])
+    # A collector that timed a shape twice counts once, with the median.
+    put(root, "gemm/trtllm/1.0.0/gemm_perf.parquet", [*gemm_rows(-0.02), *gemm_rows(0.02)])
+    put(root, "gemm/trtllm/1.0.0/other_perf.parquet", old)
+    for engine, ms in (("vllm", 0.05), ("sglang", 5.0)):
+        prompts = [
+            attention_row(1, 128, 0, ms),
+            attention_row(1, 128, 0, 3 * ms),
+            attention_row(2, 64, 1000, 4 * ms),
+            attention_row(1, 100, 0, ms),
+            attention_row(1, 128, 0, 99.0, kv_cache_dtype="fp8"),
+            attention_row(1, 128, 0, 99.0, head_dim=64),
+            attention_row(1, 128, 0, 99.0, num_heads=64),
+        ]
+        decodes = [
+            attention_row(128, 1, 1000, 7 * ms, window_size=0),
+            attention_row(128, 1, 126, 99.0, window_size=0),
+            attention_row(128, 1, 127, 2 * ms, window_size=0),
+            attention_row(128, 1, 5000, 99.0, window_size=1024),
+            attention_row(64, 1, 1000, 99.0, window_size=0),
+        ]
+        put(root, f"attention/{engine}/1.2.0/context_attention_perf.parquet", prompts)
+        put(root, f"attention/{engine}/1.2.0/generation_attention_perf.parquet", decodes)
+    reduces = [
+        nccl_row(2, 8192, 0.01),
+        nccl_row(4, 1 << 28, 2.0),
+        nccl_row(2, 8191, 99.0),
+        nccl_row(2, (1 << 28) + 1, 99.0),
+        nccl_row(16, 8192, 99.0),
+        nccl_row(2, 8192, 99.0, nccl_dtype="float"),
+        nccl_row(2, 8192, 99.0, op_name="all_gather"),
+    ]
+    put(root, "comm/nccl/2.20.5/nccl_perf.parquet", reduces)
+    return root.parent
+
+
+def composed(tables, **options):
+    given = {"system": "a100_sxm", "models": ["llama-3.1-8b"], "folder": tables, **options}
+    return aiconfigurator.import_samples(**given)
+
+
+def test_a_layer_is_four_gemms_and_attention_with_medians_over_collectors(tables):
+    """GEMMs of the middle collector, 0.01 ms above the fastest: 0.11 + 0.07 + 0.41 + 0.26 = 0.85 ms.
+
+    Collectors are 0, 0.01 and 0.05 ms above: a median deviation of 0.01 in each of the four. Attention's two rows of
+    0.05 and 0.15 ms count with 0.1.
+    """
+    samples, provenance = composed(tables)
+    layers = {(s.batch_size, s.new_tokens, s.context_tokens): s for s in samples if s.op == "layers"}
+    assert sorted(layers) == [(1, 128, 0), (2, 64, 1000), (128, 1, 127), (128, 1, 1000)]
+    attention_ms = {(1, 128, 0): 0.1, (2, 64, 1000): 0.2, (128, 1, 127): 0.1, (128, 1, 1000): 0.35}
+    for key, sample in layers.items():
+        assert sample.latency_s == pytest.approx((0.85 + attention_ms[key]) * 1e-3), key
+        assert sample.spread_s == pytest.approx(2 * MADS * 0.01e-3)
+        assert (sample.repeats, sample.model, sample.num_layers, sample.tp) == (3, "llama-3.1-8b", 1, 1)
+        assert fault_of(sample) == ""
+    assert provenance["device"] == "A CARD"
+    assert provenance["gemm"] == "median over the collectors sglang 0.5.0, trtllm 1.0.0, vllm 0.10.0"
+    assert provenance["attention"] == "vllm 1.2.0"
+    assert provenance["all_reduce"] == "NCCL 2.20.5, half precision"
+
+
+def test_all_reduces_are_those_that_a_layer_sends(tables):
+    samples, _ = composed(tables)
+    assert [s for s in samples if s.op == "all_reduce"] == [
+        Sample(op="all_reduce", latency_s=1e-5, tp=2, num_bytes=8192.0),
+        Sample(op="all_reduce", latency_s=2e-3, tp=4, num_bytes=float(1 << 28)),
+    ]
+
+
+def test_an_l40s_reduces_over_two_gpus_only(tables):
+    (tables / "a100_sxm").rename(tables / "l40s")
+    samples, _ = composed(tables, system="l40s")
+    assert [s.tp for s in samples if s.op == "all_reduce"] == [2]
+
+
+def test_attention_is_that_of_the_engine_asked_for(tables):
+    samples, provenance = composed(tables, engine="sglang")
+    (prompt,) = (s for s in samples if (s.batch_size, s.new_tokens) == (1, 128))
+    assert prompt.latency_s == pytest.approx((0.85 + 10.0) * 1e-3)
+    assert provenance["attention"] == "sglang 1.2.0"
+
+
+def test_weights_of_neighbours_add_up_to_one():
+    assert aiconfigurator._neighbours(4, (4, 8)) == ((4, 1.0),)
+    assert aiconfigurator._neighbours(5, (1, 4, 8)) == ((4, 0.75), (8, 0.25))
+    assert aiconfigurator._neighbours(9, (4, 8)) == ()
+    assert aiconfigurator._neighbours(3, (4, 8)) == ()
+
+
+def test_interpolation_in_both_widths_weighs_four_corners():
+    timing = aiconfigurator.Timing
+    corners = {(0, 0): 1.0, (8, 0): 3.0, (0, 4): 5.0, (8, 4): 11.0}
+    gemms = {aiconfigurator.Gemm(1, n, k): timing(t, t / 10, 3) for (n, k), t in corners.items()}
+    found = aiconfigurator._interpolated(1, 2, 3, gemms, ((0, 8), (0, 4)))
+    assert found is not None
+    expected = 0.75 * 0.25 * 1 + 0.25 * 0.25 * 3 + 0.75 * 0.75 * 5 + 0.25 * 0.75 * 11
+    assert (found.latency_s, found.spread_s, found.repeats) == (
+        pytest.approx(expected),
+        pytest.approx(expected / 10),
+        3,
+    )
+    del gemms[aiconfigurator.Gemm(1, 8, 4)]
+    assert aiconfigurator._interpolated(1, 2, 3, gemms, ((0, 8), (0, 4))) is None
+    assert aiconfigurator._interpolated(1, 9, 3, gemms, ((0, 8), (0, 4))) is None
+
+
+def test_a_model_without_a_gate_has_one_matrix_into_its_mlp(tables, tmp_path):
+    """GPT-like: 4096 -> 24576 and no gate is a product of 24576 columns, not of twice as many."""
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 4096, "num_attention_heads": 32, '
+        '"ffn_dim": 12288, "vocab_size": 1000, "max_position_embeddings": 128, "word_embed_proj_dim": 4096, '
+        '"do_layer_norm_before": true, "tie_word_embeddings": true, "torch_dtype": "float16"}'
+    )
+    root = tables / "a100_sxm"
+    rows = [*gemm_rows(0.0), gemm_row(128, 12288, 4096, 0.4)]
+    for collector in ("sglang/0.5.0", "vllm/0.10.0", "trtllm/1.0.0"):
+        put(root, f"gemm/{collector}/gemm_perf.parquet", rows)
+    heads = {"num_key_value_heads": 32}
+    put(root, "attention/vllm/1.2.0/context_attention_perf.parquet", [attention_row(1, 128, 0, 0.05, **heads)])
+    put(root, "attention/vllm/1.2.0/generation_attention_perf.parquet", [attention_row(8, 1, 500, 0.05, **heads)])
+    samples, _ = composed(tables, models=[str(config)])
+    # QKV of 12288 columns 0.4, output 0.06, into the MLP 0.4, out of it 0.2 and attention 0.05.
+    assert [s.latency_s for s in samples if s.op == "layers"] == [pytest.approx(1.11e-3)]
+
+
+def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, capsys):
+    """Tables of a card with 200 TFLOP/s, 100 in attention, and 1 TB/s, one after the other: the fit finds them."""
+    drawn = []
+    monkeypatch.setattr("sim.figure_style.save_figure", lambda path, figure: drawn.append(path.name) or path)
+    monkeypatch.setattr("calib.figure.draw_fit", lambda report: None)
+    root, sizes = tables / "a100_sxm", (1, 4, 16, 64, 128, 512, 2048, 8192)
+    rows = [
+        gemm_row(m, n, k, 1e3 * (2 * m * n * k / 2e14 + 2 * (n * k + m * n + m * k) / 1e12))
+        for m in sizes
+        for n, k in GEMMS
+    ]
+    for collector in ("sglang/0.5.0", "vllm/0.10.0", "trtllm/1.0.0"):
+        put(root, f"gemm/{collector}/gemm_perf.parquet", rows)
+    prompts = [attention_row(1, n, 0, 1e3 * n * (n + 1) / 2 * 4 * 4096 / 1e14) for n in sizes[4:]]
+    decodes = [
+        attention_row(b, 1, c, 1e3 * b * (c + 1) * 4096 / 1e12) for b in sizes[:5] for c in (127, 1023, 8191, 32767)
+    ]
+    put(root, "attention/vllm/1.2.0/context_attention_perf.parquet", prompts)
+    put(root, "attention/vllm/1.2.0/generation_attention_perf.parquet", decodes)
+    reduces = [
+        nccl_row(g, n, 1e3 * 2 * (g - 1) * (5e-6 + n / g / 1e11)) for g in (2, 4) for n in (8192, 1 << 20, 1 << 26)
+    ]
+    put(root, "comm/nccl/2.20.5/nccl_perf.parquet", reduces)
+    words = ["--system", "a100_sxm", "--model", "llama-3.1-8b", "--tables", str(tables), "--out", str(tmp_path / "out")]
+    assert kvtwin.main(["profile", "import", "aiconfigurator", *words]) == 0
+    assert "(30 samples)" in capsys.readouterr().out
+    assert drawn == ["a100-80g-imported.png"]
+    profile = read_profile(tmp_path / "out" / "a100-80g-imported.json")
+    expected = {
+        "flops_per_s": 2e14,
+        "attention_flops_per_s": 1e14,
+        "hbm_bytes_per_s": 1e12,
+        "roofline_exponent": 1.0,
+        "allreduce_bytes_per_s": 1e11,
+        "allreduce_latency_s": 5e-6,
+    }
+    assert {n: profile.value(n) for n in expected} == pytest.approx(expected, rel=0.02)
+    assert profile.provenance["device"] == "A CARD"
+    assert len(read_samples(tmp_path / "out" / "a100-80g-imported.csv.gz")) == 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"system": "b200"}, "system 'b200' is not known: use one of a100_sxm, l40s, h100_sxm, h200_sxm"),
+        ({"system": "l40s"}, "gemm: holds no gemm_perf.parquet: give the package's systems/data folder"),
+        ({"engine": "mine"}, "holds no tables of engine 'mine': use vllm, sglang or trtllm"),
+        ({"models": ["qwen2.5-7b"]}, "no attention of 28 query and 4 KV heads, or no matrices of its widths (model q"),
+        ({"models": ["lama-3.1-8b"]}, "did you mean 'llama-3.1-8b'"),
+        ({"models": ["deepseek-v2-lite"]}, "deepseek-v2-lite is not four matrices and attention over heads of 128"),
+    ],
+)
+def test_what_the_tables_do_not_have_is_refused(tables, options, message):
+    with pytest.raises(UserError) as caught:
+        composed(tables, **options)
+    assert message in str(caught.value)
+
+
+def test_a_model_with_heads_of_another_width_is_refused(tables, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 4096, "num_attention_heads": 32, '
+        '"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 14336, "vocab_size": 1000, '
+        '"max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "float16"}'
+    )
+    with pytest.raises(UserError, match="is not four matrices and attention over heads of 128"):
+        composed(tables, models=[str(config)])
+
+
+@pytest.mark.parametrize(
+    ("place", "column"),
+    [
+        ("gemm/vllm/0.10.0/gemm_perf.parquet", "latency"),
+        ("gemm/sglang/0.5.0/gemm_perf.parquet", "device"),
+        ("attention/vllm/1.2.0/generation_attention_perf.parquet", "step"),
+        ("comm/nccl/2.20.5/nccl_perf.parquet", "num_gpus"),
+    ],
+)
+def test_a_column_missing_from_the_tables_is_named(tables, place, column):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tables / "a100_sxm" / place
+    parquet.write_table(parquet.read_table(path).drop_columns([column]), path)
+    with pytest.raises(UserError) as caught:
+        composed(tables)
+    assert str(caught.value) == f"{path}: column {column!r} is missing: give the package's own tables"
+
+
+def test_a_file_that_is_no_parquet_is_named(tables):
+    path = tables / "a100_sxm" / "gemm/vllm/0.10.0/gemm_perf.parquet"
+    path.write_bytes(b"m,n,k\n1,2,3\n")
+    with pytest.raises(UserError, match=r"gemm_perf.parquet: cannot be read as parquet \(.+\): give the package's"):
+        composed(tables)
+
+
+def test_a_package_that_is_not_installed_is_asked_for(monkeypatch):
+    monkeypatch.setattr(aiconfigurator, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="aiconfigurator-core is not installed: pip install"):
+        aiconfigurator.import_samples("a100_sxm")
+
+
+def test_parquet_without_pyarrow_asks_for_it(tables, monkeypatch):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(aiconfigurator, "import_module", missing)
+    with pytest.raises(UserError, match="needs pyarrow: pip install pyarrow"):
+        composed(tables)
+
+
+@pytest.mark.skipif(find_spec("aiconfigurator_core") is None, reason="aiconfigurator-core is not installed")
+def test_the_installed_tables_give_the_shipped_samples():
+    pytest.importorskip("pyarrow")
+    path = DATA / "a100-80g-imported.csv.gz"
+    samples, provenance = aiconfigurator.import_samples("a100_sxm")
+    assert samples == read_samples(path)
+    assert provenance == read_comments(path)

@@ -1,0 +1,168 @@
+"""Every shipped profile keeps the schema and says where it comes from; derived ones follow from their sibling."""
+
+import json
+
+import msgspec
+import pytest
+
+from calib.cli import DATA
+from calib.derive import OWN, derive_profile
+from calib.samples import read_samples, samples_sha256
+from calib.terms import load_models
+from sim.errors import UserError
+from sim.profile import MAY_BE_ZERO, ROOFLINE_UNITS, SHIPPED, default_profile, load_profile, shipped_profiles
+from sim.specs.hardware import built_in_hardware, load_hardware
+
+FITTED = [name for name in shipped_profiles() if not name.endswith("-derived")]
+DERIVED = [name for name in shipped_profiles() if name.endswith("-derived")]
+
+# -- shipped profiles ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_a_shipped_profile_keeps_the_schema(name):
+    data = json.loads((SHIPPED / f"{name}.json").read_text())
+    assert data.keys() <= {"name", "gpu", "status", "form", "constants", "provenance", "range", "residuals"}
+    assert data["name"] == name == f"{data['gpu']}-{data['status']}"
+    assert data["status"] in ("measured", "imported", "derived")
+    assert data["gpu"] in built_in_hardware()
+    assert data["form"] == "roofline"
+    assert list(data["constants"]) == list(ROOFLINE_UNITS)
+    for constant, unit in ROOFLINE_UNITS.items():
+        fields = data["constants"][constant]
+        assert list(fields) == ["value", "stderr", "unit", "source"]
+        assert fields["unit"] == unit
+        assert fields["value"] >= 0 if constant in MAY_BE_ZERO else fields["value"] > 0
+        assert len(fields["source"]) > 20
+    assert all(data["provenance"].values())
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_a_shipped_file_is_what_the_profile_writes(name):
+    """So that fitting again changes nothing but what changed."""
+    profile = load_profile(name)
+    assert msgspec.json.decode(profile.to_json()) == json.loads((SHIPPED / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_derived_profile_claims_no_measurement(name):
+    profile = load_profile(name)
+    assert all(constant.stderr is None for constant in profile.constants.values())
+    assert profile.range is None
+    assert "calibrate before relying on absolute times" in profile.provenance["caution"]
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_a_fitted_profile_has_samples_range_and_residuals(name):
+    profile = load_profile(name)
+    path = DATA / profile.provenance["samples"]
+    samples = read_samples(path)
+    assert path.name == f"{name}.csv.gz"
+    assert profile.provenance["samples_sha256"] == samples_sha256(path)
+    assert profile.range is not None
+    layers = [s for s in samples if s.op == "layers"]
+    assert profile.range.tokens == (
+        min(s.tokens for s in layers if not s.is_decode),
+        max(s.tokens for s in layers if not s.is_decode),
+    )
+    assert profile.range.batch == (1, max(s.batch_size for s in layers if s.is_decode))
+    assert profile.residuals is not None
+    assert {"prefill_mape", "decode_mape", "unseen_model_prefill_mape", "unseen_model_decode_mape"} <= set(
+        profile.residuals
+    )
+    assert sorted(load_models(samples, path.parent)) == sorted({s.model for s in layers})
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_every_constant_of_a_fitted_profile_is_fitted_or_says_what_it_was_carried_over_from(name):
+    profile = load_profile(name)
+    base = load_profile(f"{profile.gpu}-derived")
+    assert profile.provenance["base"].startswith(base.name)
+    for constant, found in profile.constants.items():
+        if found.source.startswith("fitted"):
+            assert (found.stderr is None) == ("at the limit" in found.source)
+            if found.stderr is not None:
+                low, high = map(float, found.source.split("interval ")[1].partition(";")[0].split(" to "))
+                assert low < found.value < high
+                assert 2 * found.stderr == pytest.approx((high - low) / 2, rel=0.1)
+        else:
+            old = base.constants[constant]
+            assert (found.value, found.stderr) == (old.value, old.stderr)
+            assert found.source == f"carried over from {base.name}: {old.source}"
+    sources = [found.source for found in profile.constants.values()]
+    assert sum(source.startswith("fitted") for source in sources) == 8
+
+
+def test_every_samples_file_that_ships_belongs_to_a_profile():
+    assert sorted(path.name for path in DATA.iterdir()) == [f"{name}.csv.gz" for name in FITTED]
+    assert [name.rpartition("-")[0] for name in FITTED] == ["a100-80g", "h100", "h200", "l40s"]
+
+
+# -- deriving --------------------------------------------------------------------------------------------------------
+
+
+def derived(gpu="l20", sibling="l40s-imported", **options):
+    theirs = load_profile(sibling)
+    base = load_profile(f"{gpu}-derived")
+    return derive_profile(load_hardware(gpu), theirs, load_hardware(theirs.gpu), base, **options)
+
+
+def test_a_derived_profile_takes_the_siblings_shares_of_the_specification():
+    """The L20 from the L40S: 119.5 of 362.05 TFLOP/s and 864 of 864 GB/s, and the rest as it is said."""
+    profile, sibling = derived(), load_profile("l40s-imported")
+    ours, theirs = load_hardware("l20"), load_hardware("l40s")
+    compute = ours.fp16_flops_per_s / theirs.fp16_flops_per_s
+    memory = ours.hbm_bytes_per_s / theirs.hbm_bytes_per_s
+    assert profile.value("flops_per_s") == pytest.approx(compute * sibling.value("flops_per_s"))
+    assert profile.value("attention_flops_per_s") == pytest.approx(compute * sibling.value("attention_flops_per_s"))
+    assert profile.value("hbm_bytes_per_s") == pytest.approx(memory * sibling.value("hbm_bytes_per_s"))
+    assert profile.value("roofline_exponent") == sibling.value("roofline_exponent")
+    assert profile.value("alpha") * profile.value("flops_per_s") == pytest.approx(ours.fp16_flops_per_s)
+    base = load_profile("l20-derived")
+    for name in OWN:
+        assert profile.constants[name] == base.constants[name]
+    assert (profile.name, profile.gpu, profile.status, profile.form) == ("l20-derived", "l20", "derived", "roofline")
+    assert list(profile.constants) == list(ROOFLINE_UNITS)
+    for name in ROOFLINE_UNITS:
+        constant = profile.constants[name]
+        assert constant.stderr is None
+        if name not in OWN:
+            assert constant.source.startswith(("assumed", "derived"))
+    assert "the share l40s-imported reaches" in profile.constants["hbm_bytes_per_s"].source
+
+
+def test_a_share_of_the_peak_may_be_assumed_with_a_reason():
+    profile, plain = derived(compute_share=0.5, reason="half is safe"), derived()
+    assert profile.value("flops_per_s") == pytest.approx(0.5 * 119.5e12)
+    assert profile.value("alpha") == pytest.approx(2.0)
+    assert profile.constants["flops_per_s"].source == "assumed: 0.5 of the peak, 1.195e+14 FLOP/s: half is safe"
+    ratio = plain.value("attention_flops_per_s") / plain.value("flops_per_s")
+    assert profile.value("attention_flops_per_s") == pytest.approx(ratio * 0.5 * 119.5e12)
+    assert profile.constants["hbm_bytes_per_s"] == plain.constants["hbm_bytes_per_s"]
+    assert derived(compute_share=1.0, reason="all").value("flops_per_s") == 119.5e12
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan"), float("inf")])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(UserError, match=f"--compute-share: {share} is not a share of the peak: give one above 0"):
+        derived(compute_share=share, reason="because")
+
+
+def test_an_assumed_share_needs_a_reason():
+    with pytest.raises(UserError, match="say in --reason why"):
+        derived(compute_share=0.7)
+
+
+@pytest.mark.parametrize("gpu", ["l20", "rtx-4090"])
+def test_what_ships_as_derived_from_the_l40s_is_derived_from_it(gpu):
+    shipped = load_profile(f"{gpu}-derived")
+    again = derived(gpu, compute_share=0.70, reason="x")
+    assert {n: c.value for n, c in again.constants.items()} == pytest.approx(
+        {n: c.value for n, c in shipped.constants.items()}
+    )
+    assert again.provenance == shipped.provenance
+
+
+def test_a_derived_profile_serves_where_nothing_better_ships():
+    for gpu in built_in_hardware():
+        assert default_profile(gpu).name == (f"{gpu}-imported" if f"{gpu}-imported" in FITTED else f"{gpu}-derived")
