@@ -331,11 +331,16 @@ COMPARISON = [
 
 def figure_4(runner: Runner, folder: Path) -> Tables:
     lengths = runner.prompts(128, 512, 1024, 2048, 4096, 8192, 16384)
-    found = {model: [runner.fixed(model, n) for n in lengths] for model in GPUS}
+    policies = (*BOTH, UNAWARE)
+    found = {model: [runner.fixed(model, n, policies=policies) for n in lengths] for model in GPUS}
     tables = {}
     for model, outcomes in found.items():
-        rows = [[f"{n:,}", *comparison_row(o[VLLM], o[LAYERKV])] for n, o in zip(lengths, outcomes, strict=True)]
-        tables[f"fig4-{model}"] = markdown(["prompt", *COMPARISON], rows)
+        rows = [
+            [f"{n:,}", *comparison_row(o[VLLM], o[LAYERKV]), digits(o[UNAWARE].ttft_s)]
+            for n, o in zip(lengths, outcomes, strict=True)
+        ]
+        head = ["prompt", *COMPARISON, "TTFT without SLO-aware scheduler (s)"]
+        tables[f"fig4-{model}"] = markdown(head, rows)
 
     rows = []
     for model in ("yi-34b-200k", "llama-3.1-70b"):
@@ -425,7 +430,23 @@ def figure_5(runner: Runner, folder: Path) -> Tables:
         axes[0][0].legend(fontsize=8, frameon=False)
 
     save("fig5", 3, 1, draw, folder)
-    return {"fig5": markdown(head, rows)}
+    return {"fig5": markdown(head, rows), "regimes": regimes(runner)}
+
+
+def regimes(runner: Runner) -> str:
+    """TTFT of vLLM over LayerKV's, and LayerKV's TPOT, where small changes of the constants turn the scheduler over."""
+    setups = (("llama-3.1-70b", 4, 2048), ("llama-3.1-70b", 4, 16384))
+    setups = (*setups, ("yi-34b-200k", 4, 8192), ("yi-34b-200k", 4, 16384), ("yi-34b-200k", 8, 4096))
+    profiles = {name: ("--profile", profile(runner.work, name, factors)) for name, factors in RATES_CHANGED.items()}
+    rows: Rows = []
+    for model, tp, n in setups[-1:] if runner.quick else setups:
+        found = [
+            runner.fixed(model, n, *options, policies=(*BOTH, UNAWARE), tp=tp) for options in ((), *profiles.values())
+        ]
+        for policy, name in ((LAYERKV, "with"), (UNAWARE, "without")):
+            cells = [f"{times(o[VLLM].ttft_s / o[policy].ttft_s)}, {digits(o[policy].tpot_ms)} ms" for o in found]
+            rows.append([f"{model}, {tp} GPUs, {n:,}: {name}", *cells])
+    return markdown(["vLLM / LayerKV, LayerKV's TPOT", "as above", *profiles], rows)
 
 
 def figure_6_7(runner: Runner, folder: Path) -> Tables:
@@ -475,7 +496,7 @@ def figure_6_7(runner: Runner, folder: Path) -> Tables:
             axes[0][column].set_title(NAMES[model])
             axes[0][column].set_yscale("log")
             axes[1][column].set_yscale("log")
-            axes[2][column].set_ylim(bottom=0)
+            axes[2][column].set_ylim(0, 1.1 * max(o[policy].rate for o in outcomes for policy in BOTH))
             axes[2][column].set_xlabel("arrivals, requests/s")
         for row, name in zip(axes, ("mean TTFT, s", "P99 TTFT, s", "throughput, requests/s"), strict=True):
             row[0].set_ylabel(name)
@@ -565,15 +586,15 @@ def sensitivities(runner: Runner, folder: Path) -> Tables:
     add("as above (seed 0)")
     for seed in (1, 2, 3, 4):
         add(f"seed {seed}", seed=seed)
-    for name, factors in (
-        ("HBM rate +10 %", {"hbm_bytes_per_s": 1.1}),
-        ("HBM rate -10 %", {"hbm_bytes_per_s": 0.9}),
-        ("FLOP rate +10 %", {"flops_per_s": 1.1, "attention_flops_per_s": 1.1}),
-        ("FLOP rate -10 %", {"flops_per_s": 0.9, "attention_flops_per_s": 0.9}),
-        ("no step overhead", {"step_overhead_s": 0.0}),
-        ("PCIe rate halved", {"h2d_bytes_per_s": 0.5, "d2h_bytes_per_s": 0.5}),
-    ):
+    for name, factors in {
+        **RATES_CHANGED,
+        "FLOP rate -20 %": {"flops_per_s": 0.8, "attention_flops_per_s": 0.8},
+        "no step overhead": {"step_overhead_s": 0.0},
+        "PCIe rate halved": {"h2d_bytes_per_s": 0.5, "d2h_bytes_per_s": 0.5},
+    }.items():
         add(name, "--profile", profile(runner.work, name, factors))
+    # The roofline's corner unrounded: reading overlaps computing perfectly.
+    add("roofline exponent 50", "--profile", profile(runner.work, "roofline exponent 50", {}, roofline_exponent=50.0))
     for blocks in (2800, 4200):
         add(f"{blocks:,} KV blocks", "--num-gpu-blocks-override", blocks)
     outcome = runner.chat(model, rate)[VLLM]
@@ -586,12 +607,22 @@ def sensitivities(runner: Runner, folder: Path) -> Tables:
     return {"sensitivities": markdown(["7B, 6 req/s", *COMPARISON, "violations vLLM (%)", "LayerKV (%)"], rows)}
 
 
-def profile(work: Path, name: str, factors: dict[str, float]) -> Path:
-    """The shipped profile with some constants times a factor, as a file."""
+RATES_CHANGED: dict[str, dict[str, float]] = {
+    "HBM rate +10 %": {"hbm_bytes_per_s": 1.1},
+    "HBM rate -10 %": {"hbm_bytes_per_s": 0.9},
+    "FLOP rate +10 %": {"flops_per_s": 1.1, "attention_flops_per_s": 1.1},
+    "FLOP rate -10 %": {"flops_per_s": 0.9, "attention_flops_per_s": 0.9},
+}
+
+
+def profile(work: Path, name: str, factors: dict[str, float], **constants: float) -> Path:
+    """The shipped profile with some constants times a factor and others as given, as a file."""
     values = json.loads(PROFILE.read_text())
     slug = "".join(c if c.isalnum() else "-" for c in name.lower().replace("-1", "minus 1"))
     for key, factor in factors.items():
         values["constants"][key]["value"] *= factor
+    for key, value in constants.items():
+        values["constants"][key]["value"] = value
     values["name"] = f"l20-derived-{slug}"
     path = work / f"{values['name']}.json"
     path.write_text(json.dumps(values))
