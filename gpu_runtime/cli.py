@@ -52,7 +52,7 @@ def run_live(arguments: argparse.Namespace) -> int:
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
         raise UserError(f"live takes one --policy, {len(policies)} given")
-    scenario, decoder = _decoder(scenario, options)
+    scenario, decoder = decoder_for(scenario, options)
     run, result = execute_live(scenario, *policies[0], folder, outputs, decoder, options)
     return print_result(run, result, folder, outputs)
 
@@ -68,7 +68,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if runs < 1:
         raise UserError(f"--runs: {runs} is less than 1: give how often to run live")
     scenario, policies, folder, outputs = read_options(arguments)
-    scenario, decoder = _decoder(scenario, options)
+    scenario, decoder = decoder_for(scenario, options)
     make_folder(folder, "--out")
     parts, agreed = [], True
     for label, policy in policies:
@@ -126,7 +126,7 @@ def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, int]":
     return LiveOptions(own["device"], own["weights"], arguments.seed or 0), own["runs"] or 1
 
 
-def _decoder(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":
+def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":
     """The weights, and the scenario with the dtype they are in."""
     from gpu_runtime.live import load_decoder  # noqa: PLC0415 - torch is slow to import
 

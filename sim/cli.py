@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -56,8 +56,8 @@ COMPARE_HELP = (
 )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of a scenario and every option of the policies."""
+def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add a flag for every field of a scenario but those `without`, and every option of the policies."""
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="TOML file with these options; flags override it")
     parser.add_argument(
         "--policy",
@@ -67,7 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
     for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
-        _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"])
+        if f.name not in without:
+            _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"])
     known: set[str] = set()
     for kind in POLICIES.values():
         group = parser.add_argument_group(f"options of {kind.name}", kind.summary)
@@ -189,11 +190,20 @@ Perform = Callable[[Setup, Iterable[Request], TableSink, Keep], Run]
 
 
 def record(
-    setup: Setup, folder: Path, outputs: Outputs, perform: Perform, *, series: bool = False
+    setup: Setup,
+    folder: Path,
+    outputs: Outputs,
+    perform: Perform,
+    *,
+    series: bool = False,
+    requests: Iterable[Request] | None = None,
 ) -> tuple[Run, dict[str, Any]]:
-    """One run with its files: result.json, the per-request table and what else was asked for."""
+    """One run with its files: result.json, the per-request table and what else was asked for.
+
+    `requests` replace the scenario's traffic; a server has none, since what it serves comes from outside.
+    """
     scenario, label = setup.scenario, setup.label
-    requests = traffic(scenario)
+    requests = traffic(scenario) if requests is None else requests
     make_folder(folder, "--out")
     for name in (RESULT_FILE, SERIES_FILE, TIMELINE_FILE, *TABLE_FILES):
         # An earlier run's files must not pass for this one's, should it write fewer of them.
