@@ -35,17 +35,18 @@ from calib.terms import Terms, terms_of
 from sim.cost import RooflineCost, ridge
 from sim.errors import UserError
 from sim.plan import IterationPlan
-from sim.profile import ROOFLINE_UNITS, default_profile, load_profile, read_profile
+from sim.profile import ROOFLINE_UNITS, load_profile, read_profile
 from sim.specs.hardware import load_hardware
 from sim.specs.models import built_in_models
 
 # -- the same price as the simulator's -------------------------------------------------------------------------------
 
-GPUS = ("a100-80g", "l40s", "h100", "h200", "l20", "cpu")
+PROFILES = ("a100-80g-imported", "l40s-imported", "h100-imported", "h200-imported", "l20-derived", "cpu-derived")
 
 
-def cost_and_constants(model, gpu, tp):
-    profile, hardware = default_profile(gpu), load_hardware(gpu)
+def cost_and_constants(model, name, tp):
+    profile = load_profile(name)
+    hardware = load_hardware(profile.gpu)
     cost = RooflineCost(spec(model), hardware, profile, tp, 16 * spec(model).kv_bytes_per_token(tp))
     return cost, {name: constant.value for name, constant in profile.constants.items()}
 
@@ -75,13 +76,13 @@ shape = {
     "batch_size": st.integers(1, 512),
     "new_tokens": st.just(1) | st.integers(1, 20_000),
     "context_tokens": st.just(0) | st.integers(0, 100_000),
-    "gpu": st.sampled_from(GPUS),
+    "profile": st.sampled_from(PROFILES),
 }
 
 
 @settings(max_examples=200, deadline=None)
 @given(**shape)
-def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_tokens, context_tokens, gpu):
+def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_tokens, context_tokens, profile):
     assume(divides(model, tp))
     sample = Sample(
         op="step",
@@ -93,7 +94,7 @@ def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_toke
         new_tokens=new_tokens,
         context_tokens=context_tokens,
     )
-    cost, constants = cost_and_constants(model, gpu, tp)
+    cost, constants = cost_and_constants(model, profile, tp)
     assert predict_s(constants, terms([sample]))[0] == pytest.approx(cost.iteration_s(plan_of(sample)), rel=1e-9)
     if sample.is_decode:
         first_s, _ = cost.decode_run(batch_size, batch_size * (context_tokens + 1))
@@ -103,13 +104,13 @@ def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_toke
 @settings(max_examples=100, deadline=None)
 @given(**shape, layers=st.integers(1, 80))
 def test_timed_layers_cost_their_share_without_head_step_and_all_reduces(
-    model, tp, batch_size, new_tokens, context_tokens, gpu, layers
+    model, tp, batch_size, new_tokens, context_tokens, profile, layers
 ):
     whole = spec(model).num_layers
     assume(divides(model, tp) and layers <= whole and (not spec(model).moe or layers == whole))
     common = {"latency_s": 1.0, "model": model, "tp": tp, "num_layers": layers, "batch_size": batch_size}
     sample = Sample(op="layers", **common, new_tokens=new_tokens, context_tokens=context_tokens)
-    cost, constants = cost_and_constants(model, gpu, tp)
+    cost, constants = cost_and_constants(model, profile, tp)
     beside = cost.head_s(batch_size) + constants["step_overhead_s"] + cost.all_reduce_s(sample.tokens)
     expected = layers / whole * (cost.iteration_s(plan_of(sample)) - beside)
     # What is subtracted from a short step is most of it, so that its digits go.

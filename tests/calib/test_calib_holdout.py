@@ -230,6 +230,9 @@ def test_the_report_says_what_was_found_in_every_part(report):
         assert ("carried over" in line) == carried
         assert (" | - | " in line) == carried
         assert constant.unit in ("1", "s") or any(unit in line for unit in ("TFLOP/s", "GB/s"))
+    rate = report.estimates["flops_per_s"]
+    value, low, high = (f"{v / 1e12:.4g} TFLOP/s" for v in (rate.value, rate.low, rate.high))
+    assert f"| `flops_per_s` | {value} | {low} to {high} | fitted |" in text
     for model in THREE:
         assert f"| {model} left out | " in text
     assert "| decode, batch 16-63 | 12 | " in text
