@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from calib import cli as calib_cli  # noqa: PLC0415
     from gpu_runtime import cli as gpu_cli  # noqa: PLC0415
+    from gpu_runtime import serve_cli  # noqa: PLC0415
     from sim import cli as sim_cli  # noqa: PLC0415
     from traces import cli as traces_cli  # noqa: PLC0415
 
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sim_cli.add_commands(commands)
     traces_cli.add_commands(commands)
     gpu_cli.add_commands(commands)
+    serve_cli.add_commands(commands)
     calib_cli.add_commands(commands)
     arguments = parser.parse_args(argv)
     try:

@@ -1,0 +1,226 @@
+"""What a client may ask for: bodies of `/v1/completions` and `/v1/chat/completions`, checked field by field."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+COMPLETION_TOKENS = 16
+"""Output tokens of a completion that names no `max_tokens` (OpenAI's default); a chat takes what the context leaves."""
+SHOWN = 60
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "stop": ("", []),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "use_beam_search": (False,),
+}
+"""Fields that are not computed, and the values (beside null) that ask for nothing."""
+
+
+class Refused(Exception):
+    """An answer that is an error: status, OpenAI's error object, and headers."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.headers = status, message, param, headers or {}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request as its client states it.
+
+    Attributes:
+        prompt: text, or token ids.
+        max_tokens: output tokens; None: the default.
+        stop: token ids that end the answer, beside the model's own.
+        min_tokens: output tokens before which no stop token counts.
+        greedy_notice: whether the client asked for sampling, which it does not get.
+    """
+
+    chat: bool
+    model: str | None
+    prompt: str | list[int]
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    ignore_eos: bool
+    min_tokens: int
+    return_token_ids: bool
+    greedy_notice: bool
+    stop: frozenset[int] = field(default_factory=frozenset)
+
+
+def read_ask(body: bytes, *, chat: bool) -> Ask:
+    """The request in a body; `Refused` (400) naming the field, its value and what to give instead."""
+    fields = _Fields(body)
+    for name, neutral in NEUTRAL.items():
+        fields.refuse_unless(name, neutral)
+    stream = fields.boolean("stream")
+    options = fields.mapping("stream_options")
+    if options and not stream:
+        raise _refused("stream_options", options, 'goes with "stream": true; leave it out')
+    usage = options.get("include_usage", False)
+    if not isinstance(usage, bool | None):
+        raise _refused("stream_options.include_usage", usage, "is not true or false")
+    if options.get("continuous_usage_stats"):
+        raise _refused("stream_options.continuous_usage_stats", True, "is not supported; leave it out")
+    max_tokens = fields.integer("max_tokens", least=1)
+    if "max_completion_tokens" in fields:
+        max_tokens = fields.integer("max_completion_tokens", least=1)
+    for name in ("top_p", "min_p", "top_k", "seed"):
+        fields.number(name)
+    return Ask(
+        chat=chat,
+        model=fields.text("model"),
+        prompt=_messages(fields.get("messages")) if chat else _prompt(fields.get("prompt")),
+        max_tokens=max_tokens,
+        stream=stream,
+        include_usage=bool(usage),
+        ignore_eos=fields.boolean("ignore_eos"),
+        min_tokens=fields.integer("min_tokens", least=0) or 0,
+        return_token_ids=fields.boolean("return_token_ids"),
+        greedy_notice=fields.number("temperature") != 0,
+        stop=frozenset(_ids("stop_token_ids", fields.get("stop_token_ids") or [])),
+    )
+
+
+class _Fields:
+    """A JSON object whose values are asked for by type; null counts as absent."""
+
+    def __init__(self, body: bytes) -> None:
+        try:
+            data = msgspec.json.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Refused(400, f"the body is not JSON ({error}); send a JSON object") from None
+        except RecursionError:
+            raise Refused(400, "the body is nested too deeply; send a flat JSON object") from None
+        if not isinstance(data, dict):
+            raise Refused(400, f"the body is {_short(data)}, not a JSON object; send {{...}} with named fields")
+        self._data: dict[str, Any] = {name: value for name, value in data.items() if value is not None}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._data
+
+    def get(self, name: str) -> Any:  # noqa: ANN401
+        """The value as it is."""
+        return self._data.get(name)
+
+    def text(self, name: str) -> str | None:
+        value = self._data.get(name)
+        if value is not None and not isinstance(value, str):
+            raise _refused(name, value, "is not text")
+        return value
+
+    def boolean(self, name: str) -> bool:
+        value = self._data.get(name, False)
+        if not isinstance(value, bool):
+            raise _refused(name, value, "is not true or false")
+        return value
+
+    def integer(self, name: str, *, least: int) -> int | None:
+        value = self._data.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise _refused(name, value, f"is not a whole number of at least {least}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self._data.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _refused(name, value, "is not a number")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        value = self._data.get(name, {})
+        if not isinstance(value, dict):
+            raise _refused(name, value, "is not an object; send {...}")
+        return value
+
+    def refuse_unless(self, name: str, neutral: tuple[Any, ...]) -> None:
+        """Refuse a field that asks for what is not computed."""
+        value = self._data.get(name)
+        # True == 1 in Python, but not to who reads `"n": true`.
+        if value is not None and not any(
+            value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
+        ):
+            raise _refused(name, value, "is not supported; leave it out")
+
+
+def _prompt(value: Any) -> str | list[int]:  # noqa: ANN401
+    if value is None:
+        raise Refused(400, "prompt is missing; send text or a list of token ids", param="prompt")
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        # A batch of prompts, in OpenAI's API.
+        if len(value) > 1:
+            raise _refused("prompt", value, f"holds {len(value)} prompts; send one a request")
+        value = value[0]
+    if not isinstance(value, str):
+        value = _ids("prompt", value)
+    if not value:
+        raise _refused("prompt", value, "is empty; send at least one token")
+    return value
+
+
+def _ids(name: str, value: Any) -> list[int]:  # noqa: ANN401
+    if not isinstance(value, list):
+        raise _refused(name, value, "is not a list of token ids")
+    if all(type(token) is int and token >= 0 for token in value):
+        return value
+    for i, token in enumerate(value):
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise _refused(f"{name}[{i}]", token, "is not a token id; send whole numbers of at least 0")
+    return value
+
+
+def _messages(value: Any) -> str:  # noqa: ANN401
+    """The messages one after the other, `role: content` a line: no model's own template."""
+    if not isinstance(value, list) or not value:
+        raise _refused("messages", value, 'is not a list of messages; send [{"role": "user", "content": "..."}]')
+    lines: list[str] = []
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _refused(f"messages[{i}]", message, 'is no message; send {"role": "user", "content": "..."}')
+        lines.append(f"{message['role']}: {_content(message.get('content'), f'messages[{i}].content')}\n")
+    return "".join(lines) + "assistant:"
+
+
+def _content(value: Any, name: str) -> str:  # noqa: ANN401
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _refused(name, value, "is not text")
+    for i, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _refused(f"{name}[{i}]", part, 'is no text; send {"type": "text", "text": "..."}')
+    return "".join(part["text"] for part in value)
+
+
+def _refused(name: str, value: object, why: str) -> Refused:
+    return Refused(400, f"{name}: {_short(value)} {why}", param=name)
+
+
+def _short(value: object) -> str:
+    # Values of megabytes are cut before they are written out.
+    if isinstance(value, str | list):
+        value = value[:SHOWN]
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no whole number of more than 4300 digits.
+        text = "a number of thousands of digits"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

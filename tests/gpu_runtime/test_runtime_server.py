@@ -1,0 +1,264 @@
+"""Completions over HTTP: the tokens are the model's whatever the policy does, and nobody's blocks are left behind."""
+
+import asyncio
+import random
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("aiohttp")
+
+from runtime_live import expected_tokens, prompt_of
+from runtime_server import serving, token_ids
+
+from sim.policies import POLICIES
+from sim.sequence import Status
+from traces.request import Request
+
+VARIANTS = [*POLICIES, "layerkv:slo-aware=false", "layerkv:decode=stream,slo-aware=false"]
+SMALL_POOL = {"gpu": 16, "host": 60, "max_model_len": 64, "seqs": 6}
+ROWS = [Request(i, 0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)]
+
+
+def body_of(request, **more):
+    return {"prompt": prompt_of(request), "max_tokens": request.output_tokens, "return_token_ids": True} | more
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_policy_changes_a_token_over_http(variant, chunked):
+    async def run():
+        sizes = SMALL_POOL | {"chunked": chunked, "tokens": 16 if chunked else 128}
+        async with serving(variant, sizes=sizes) as service:
+            answers = [
+                service.stream(body_of(row)) if row.request_id % 2 else service.post(body_of(row)) for row in ROWS
+            ]
+            for row, answer in zip(ROWS, await asyncio.gather(*answers), strict=True):
+                streamed = isinstance(answer, list)
+                tokens = token_ids(answer) if streamed else answer[1]["choices"][0]["token_ids"]
+                assert tokens == expected_tokens(row)
+                last = answer[-1] if streamed else answer[1]
+                assert last["choices"][0]["finish_reason"] == "length"
+        if variant.startswith("vllm"):
+            assert service.scheduler.counters.preemptions > 0
+        assert all(seq.status is Status.FINISHED and not seq.error for seq in service.ended)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_clients_that_leave_at_any_time_leave_no_block_behind(variant):
+    async def client(service, row, dice):
+        leave = dice.choice([None, 1, 2, 5])
+        await asyncio.sleep(dice.random() * 0.1)
+        try:
+            async with asyncio.timeout(dice.choice([0.02, 0.1, 20])):
+                events = await service.stream(body_of(row), leave_after=leave)
+        except TimeoutError:
+            return
+        expected = expected_tokens(row)
+        assert token_ids(events) == expected[: len(token_ids(events))]
+        if leave is None:
+            assert token_ids(events) == expected
+
+    async def run():
+        dice = random.Random(variant)
+        async with serving(variant, sizes=SMALL_POOL) as service:
+            service.gate.pause_s = 0.003
+            rows = [*ROWS, *ROWS]
+            await asyncio.gather(*(client(service, row, dice) for row in rows))
+        ended = service.thread.metrics.ended
+        assert ended["length"]
+        assert ended["cancelled"]
+        assert set(ended) == {"length", "cancelled"}
+        assert sum("cancelled" in seq.error for seq in service.ended) == ended["cancelled"]
+
+    asyncio.run(run())
+
+
+def test_a_stream_is_one_token_a_chunk_then_the_reason_then_usage_then_done():
+    async def run():
+        async with serving() as service:
+            asked = {"max_tokens": 6, "stream_options": {"include_usage": True}}
+            events = await service.stream({"prompt": "hello", **asked})
+            chat = await service.stream(
+                {"messages": [{"role": "user", "content": "hello"}], **asked}, path="/v1/chat/completions"
+            )
+            status, whole, _ = await service.post({"prompt": "hello", "max_tokens": 6})
+        texts = [event["choices"][0]["text"] for event in events[:-1]]
+        assert [len(text) for text in texts] == [1] * 6 + [0]
+        assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * 6 + ["length"]
+        assert events[-1]["choices"] == []
+        assert events[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+        assert len({event["id"] for event in events}) == 1
+        assert (status, whole["choices"][0]["text"], whole["usage"]) == (200, "".join(texts), events[-1]["usage"])
+        assert chat[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert [len(event["choices"][0]["delta"].get("content", "")) for event in chat[:-1]] == [1] * 6 + [0]
+        assert chat[-1]["usage"]["prompt_tokens"] == len("user: hello\nassistant:")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_stop_token_ends_the_answer_early_and_frees_its_blocks(variant):
+    async def run():
+        eos = expected_tokens(ROWS[3])[2]
+        async with serving(variant, sizes=SMALL_POOL, stop=frozenset([eos])) as service:
+            bodies = [
+                body_of(ROWS[3]),
+                body_of(ROWS[3], ignore_eos=True),
+                body_of(ROWS[3], min_tokens=4, stop_token_ids=[101]),
+                body_of(ROWS[1], ignore_eos=True, stop_token_ids=expected_tokens(ROWS[1])[:1]),
+            ]
+            answers = [answer["choices"][0] for _, answer, _ in await asyncio.gather(*map(service.post, bodies))]
+        full = expected_tokens(ROWS[3])
+        first = full.index(eos)
+        assert (answers[0]["token_ids"], answers[0]["finish_reason"]) == (full[: first + 1], "stop")
+        assert len(answers[0]["text"]) == first
+        assert (answers[1]["token_ids"], answers[1]["finish_reason"]) == (full, "length")
+        assert answers[2]["token_ids"][:4] == full[:4]
+        assert len(answers[2]["token_ids"]) >= 4
+        assert (answers[3]["token_ids"], answers[3]["finish_reason"]) == (expected_tokens(ROWS[1])[:1], "stop")
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_refuses_and_recovers():
+    async def run():
+        async with serving(max_queue=3, sizes={"seqs": 1}) as service:
+            service.gate.open.clear()
+            waiting = [asyncio.create_task(service.post(body_of(row))) for row in ROWS[:3]]
+            await service.until(lambda: len(service.thread.queued) == 3)
+            status, answer, headers = await service.post(body_of(ROWS[3]))
+            assert status == 429
+            assert int(headers["Retry-After"]) >= 1
+            assert "--max-queue" in answer["error"]["message"]
+            service.gate.open.set()
+            for row, (status, answer, _) in zip(ROWS, await asyncio.gather(*waiting), strict=False):
+                assert (status, answer["choices"][0]["token_ids"]) == (200, expected_tokens(row))
+            assert (await service.post(body_of(ROWS[3])))[0] == 200
+            _, page = await service.get("/metrics")
+        assert 'kvtwin_error_answers_total{status="429"} 1' in page
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_the_queue_makes_room():
+    async def run():
+        async with serving(max_queue=2, sizes={"seqs": 1}) as service:
+            service.gate.open.clear()
+            waiting = [asyncio.create_task(service.post(body_of(row))) for row in ROWS[:2]]
+            await service.until(lambda: len(service.thread.queued) == 2)
+            waiting[1].cancel()
+            service.gate.open.set()
+            await service.until(lambda: service.thread.metrics.ended["cancelled"] == 1)
+            assert (await waiting[0])[0] == 200
+            assert (await service.post(body_of(ROWS[3])))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_draining_finishes_what_was_accepted_and_refuses_the_rest():
+    async def run():
+        async with serving() as service:
+            service.gate.pause_s = 0.01
+            streams = [asyncio.create_task(service.stream(body_of(row))) for row in ROWS[:10]]
+            await service.until(lambda: service.thread.metrics.accepted == 10)
+            service.server.drain()
+            assert (await service.post(body_of(ROWS[0])))[0] == 503
+            assert (await service.get("/health"))[0] == 503
+            for row, events in zip(ROWS, await asyncio.gather(*streams), strict=False):
+                assert token_ids(events) == expected_tokens(row)
+
+    asyncio.run(run())
+
+
+def test_a_request_wakes_an_idle_server_at_once():
+    async def run():
+        async with serving() as service:
+            await service.post(body_of(ROWS[0]))
+            for _ in range(20):
+                await asyncio.sleep(0.06)
+                await service.post(body_of(ROWS[0], max_tokens=1))
+        waited_s = sorted(seq.first_scheduled_s - seq.request.arrival_s for seq in service.ended)
+        # The poll alone would take 25 ms on average.
+        assert waited_s[len(waited_s) // 2] < 0.005
+
+    asyncio.run(run())
+
+
+def test_a_crash_of_the_engine_is_an_error_for_every_open_request():
+    async def run():
+        async with serving(crashes=True) as service:
+            service.gate.pause_s = 0.01
+            streams = [asyncio.create_task(service.stream(body_of(row))) for row in ROWS[:2]]
+            await service.until(lambda: service.thread.metrics.output_tokens > 2)
+            waiting = asyncio.create_task(service.post(body_of(ROWS[2], max_tokens=40)))
+            await service.until(lambda: service.thread.metrics.accepted == 3)
+            service.gate.fault = ZeroDivisionError("a fault")
+            for events in await asyncio.gather(*streams):
+                assert events[-1]["error"]["message"] == "the engine failed"
+            status, answer, _ = await waiting
+            assert (status, answer["error"]["type"]) == (500, "server_error")
+            assert (await service.get("/health"))[0] == 503
+            assert (await service.post(body_of(ROWS[0])))[0] == 503
+        assert service.thread.metrics.ended == {"failed": 3}
+        assert isinstance(service.thread.error, ZeroDivisionError)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_never_fits_is_refused_with_the_schedulers_reason():
+    async def run():
+        async with serving(sizes={"gpu": 4, "max_model_len": 64}) as service:
+            for stream in (False, True):
+                status, answer, _ = await service.post({"prompt": [1] * 40, "max_tokens": 2, "stream": stream})
+                assert status == 400
+                assert "KV blocks" in answer["error"]["message"]
+            assert (await service.post({"prompt": [1] * 4, "max_tokens": 2}))[0] == 200
+        assert service.thread.metrics.ended == {"ignored": 2, "length": 1}
+
+    asyncio.run(run())
+
+
+def test_a_failed_computation_ends_its_request_alone():
+    async def run():
+        async with serving() as service:
+            service.gate.pause_s = 0.005
+            streams = [asyncio.create_task(service.stream(body_of(row))) for row in ROWS[1:3]]
+            await service.until(lambda: service.thread.metrics.output_tokens > 3)
+            victim = next(iter(service.scheduler.batch.members))
+            service.device._failures.append((victim, "a copy was lost"))
+            answers = dict(zip((1, 2), await asyncio.gather(*streams), strict=True))
+        (failed,) = [seq.request.prompt_tokens for seq in service.ended if seq.error]
+        for number, events in answers.items():
+            if ROWS[number].prompt_tokens == failed:
+                assert events[-1]["error"]["message"] == "a copy was lost"
+            else:
+                assert token_ids(events) == expected_tokens(ROWS[number])
+
+    asyncio.run(run())
+
+
+def test_metrics_count_what_happened():
+    async def run():
+        async with serving(sizes={"gpu": 50, "host": 7}) as service:
+            await asyncio.gather(*(service.post(body_of(row)) for row in ROWS[:5]))
+            time.sleep(0.06)
+            _, page = await service.get("/metrics")
+        lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        outputs = sum(row.output_tokens for row in ROWS[:5])
+        assert float(lines['kvtwin_requests_total{outcome="length"}']) == 5
+        assert float(lines["kvtwin_generation_tokens_total"]) == outputs
+        assert float(lines["kvtwin_prompt_tokens_total"]) == sum(row.prompt_tokens for row in ROWS[:5])
+        assert float(lines["kvtwin_time_to_first_token_seconds_count"]) == 5
+        assert float(lines["kvtwin_inter_token_latency_seconds_count"]) == outputs - 5
+        assert float(lines['kvtwin_inter_token_latency_seconds_bucket{le="+Inf"}']) == outputs - 5
+        assert (float(lines["kvtwin_gpu_blocks_free"]), float(lines["kvtwin_host_blocks_free"])) == (50, 7)
+        assert float(lines["kvtwin_requests_running"]) == float(lines["kvtwin_requests_waiting"]) == 0
+        for line in page.splitlines():
+            if line.startswith("# TYPE"):
+                assert line.split()[-1] in ("gauge", "counter", "histogram")
+
+    asyncio.run(run())

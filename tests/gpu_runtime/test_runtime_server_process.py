@@ -1,0 +1,308 @@
+"""`kvtwin serve` as its users meet it: a process with flags, signals and files."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("aiohttp")
+
+from gpu_runtime import live  # noqa: E402
+from gpu_runtime.serve_run import bind, is_public, stop_tokens, url_of  # noqa: E402
+from gpu_runtime.serve_text import load_codec  # noqa: E402
+from kvtwin import main  # noqa: E402
+from sim.errors import UserError  # noqa: E402
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """What starts a small server."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    words = f"serve --model {tmp_path}/tiny/config.json --device cpu --gpu cpu --policy vllm-recompute --port 0"
+    sizes = "--num-gpu-blocks-override 40 --num-cpu-blocks-override 40 --max-model-len 256"
+    return [*words.split(), *sizes.split(), "--out", str(tmp_path / "out")]
+
+
+@contextmanager
+def started(arguments, **environment):
+    """A server process and its address; killed at the end if it still runs."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-m", "kvtwin", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, cwd=Path(arguments[-1]).parent, **pipes) as process:
+        try:
+            line = process.stdout.readline()
+            found = re.search(r"http://\S+", line)
+            assert found, line + process.stderr.read()
+            yield process, found[0]
+        finally:
+            process.kill()
+
+
+def post(url, body, key=None):
+    """Status and text of an answer; 0 where there is none."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def events_of(text):
+    events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def open_stream(url, tokens):
+    """A stream whose first token has come."""
+    body = {"prompt": [5] * 20, "max_tokens": tokens, "stream": True}
+    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
+    response = urllib.request.urlopen(request, timeout=30)
+    return response, response.readline()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_loses_no_accepted_request(arguments, number):
+    with started(arguments) as (process, url), ThreadPoolExecutor(24) as pool:
+        answers = []
+        for i in range(24):
+            body = {"prompt": [i] * (5 + 3 * i), "max_tokens": 40 + i, "stream": i % 2 == 0}
+            answers.append(pool.submit(post, url, body))
+        stream, first = open_stream(url, 100)
+        process.send_signal(number)
+        late = post(url, {"prompt": [1], "max_tokens": 1})
+        text = first.decode() + stream.read().decode()
+        found = [answer.result() for answer in answers]
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    # Refused while it drains, or nobody listens any more.
+    assert late[0] in (503, 0)
+    assert len(events_of(text)) == 101
+    accepted = [i for i, (status, _) in enumerate(found) if status == 200]
+    assert all(status in (200, 503, 0) for status, _ in found)
+    for i in accepted:
+        if i % 2 == 0:
+            assert len(events_of(found[i][1])) == 41 + i
+        else:
+            assert json.loads(found[i][1])["usage"]["completion_tokens"] == 40 + i
+    result = json.loads((Path(arguments[-1]) / "result.json").read_text())
+    assert accepted
+    assert result["completed"] == len(accepted) + 1
+    assert result["ignored"] == 0
+    assert result["complete"] is True
+    assert result["scenario"]["workload"] == "http"
+    assert result["total_output_tokens"] == sum(40 + i for i in accepted) + 100
+    assert all(0 < ttft < 30 for ttft in result["ttfts"])
+    assert any((Path(arguments[-1]) / name).exists() for name in ("requests.csv", "requests.parquet"))
+    assert "Requests completed" in output
+    assert errors == ""
+
+
+def test_a_second_interrupt_ends_at_once_and_keeps_what_is_finished(arguments):
+    # Room for an answer that takes longer than this test.
+    more = ["--max-model-len", "4096", "--num-gpu-blocks-override", "260"]
+    with started([*arguments[:-2], *more, *arguments[-2:]]) as (process, url):
+        assert post(url, {"prompt": [1], "max_tokens": 3})[0] == 200
+        stream, _ = open_stream(url, 4000)
+        process.send_signal(signal.SIGINT)
+        while (status := post(url, {"prompt": [1], "max_tokens": 1})[0]) == 200:
+            pass
+        assert status == 503
+        process.send_signal(signal.SIGINT)
+        assert '"error"' in stream.read().decode()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted; what finished is in" in errors
+    result = json.loads((Path(arguments[-1]) / "result.json").read_text())
+    assert result["completed"] >= 1
+    assert result["complete"] is False
+
+
+class Client(threading.Thread):
+    """Waits for a server in this process to say where it is, then does something with it."""
+
+    def __init__(self, monkeypatch, act):
+        super().__init__(daemon=True)
+        self.act, self.answer = act, None
+        self._said = threading.Event()
+        monkeypatch.setattr("gpu_runtime.serve_run.url_of", url_of)
+        monkeypatch.setattr("builtins.print", self._hear)
+
+    def _hear(self, *words, **more):
+        text = " ".join(map(str, words))
+        if found := re.search(r"http://\S+$", text):
+            self.url = found[0]
+            self._said.set()
+        more.get("file", sys.stdout).write(text + "\n")
+
+    def run(self):
+        assert self._said.wait(30)
+        self.answer = self.act(self.url)
+
+
+def test_a_crash_of_the_engine_ends_the_process_in_one_line(arguments, monkeypatch, capsys):
+    build = live.build_device
+
+    def breaking(*parts):
+        device = build(*parts)
+        execute = device.execute
+
+        def fail(plan):
+            if plan.num_decodes:
+                raise RuntimeError("the device is gone\nfor good")
+            return execute(plan)
+
+        device.execute = fail
+        return device
+
+    monkeypatch.setattr("gpu_runtime.serve_run.build_device", breaking)
+    client = Client(monkeypatch, lambda url: post(url, {"prompt": [1], "max_tokens": 5}))
+    client.start()
+    assert main([*arguments]) == 1
+    client.join(10)
+    status, text = client.answer
+    assert (status, json.loads(text)["error"]["message"]) == (500, "the engine failed")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the engine failed: RuntimeError: the device is gone" in line
+    folder = Path(arguments[-1])
+    assert "Traceback" in (folder / "crash.txt").read_text()
+    assert json.loads((folder / "result.json").read_text())["complete"] is False
+
+
+def test_the_key_may_come_from_the_environment_and_is_written_nowhere(arguments, monkeypatch, capsys):
+    monkeypatch.setenv("KVTWIN_API_KEY", "s3cret-key")
+    body = {"prompt": [1], "max_tokens": 2}
+
+    def act(url):
+        answers = [post(url, body)[0], post(url, body, "wrong")[0], post(url, body, "s3cret-key")[0]]
+        os.kill(os.getpid(), signal.SIGTERM)
+        return answers
+
+    client = Client(monkeypatch, act)
+    client.start()
+    assert main([*arguments, "--served-model-name", "mine"]) == 0
+    client.join(10)
+    assert client.answer == [401, 401, 200]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    said = capsys.readouterr()
+    written = [path.read_bytes() for path in Path(arguments[-1]).iterdir()]
+    assert not any(b"s3cret-key" in text for text in (said.out.encode(), said.err.encode(), *written))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max-queue", "0"], "--max-queue: 0 is less than 1"),
+        (["--port", "99999"], "--port: 99999 is no port"),
+        (["--port", "-1"], "--port: -1 is no port"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 0: cannot listen"),
+        (["--tokenizer", "nowhere"], "holds no tokenizer.json"),
+        (["--policy", "layerkv"], "serve takes one --policy"),
+        (["--workload", "fixed"], "unrecognized arguments"),
+        (["--tp", "2"], "--tp: 2 GPUs"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(arguments, capsys, more, message):
+    try:
+        status = main([*arguments, *more])
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_scenario_file_with_traffic_is_refused(arguments, tmp_path, capsys):
+    file = tmp_path / "s.toml"
+    file.write_text('trace = "x.csv"\n')
+    assert main([*arguments, "--scenario", str(file)]) == 2
+    assert "trace says which requests come" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_said_in_one_line():
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(UserError, match=r"cannot listen \(Address already in use\)"):
+            bind("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_public_address_is_told_from_the_machines_own():
+    for host, public in (("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)):
+        with bind(host, 0) as bound:
+            assert is_public(bound) is public
+
+
+def test_end_of_text_tokens_come_from_the_checkpoint(tmp_path):
+    assert stop_tokens(None) == stop_tokens(tmp_path) == frozenset()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert stop_tokens(tmp_path) == {5, 7}
+    (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(UserError, match="eos_token_id"):
+        stop_tokens(tmp_path)
+
+
+def test_bytes_stand_in_for_a_tokenizer_one_character_a_token():
+    codec = load_codec(None, 101)
+    ids = codec.encode("h\N{EURO SIGN}")
+    assert ids == [byte % 101 for byte in b"h\xe2\x82\xac"]
+    text_of = codec.answer()
+    assert all(len(text_of(token)) == 1 and text_of(token).isprintable() for token in range(101))
+
+
+def test_a_tokenizer_file_writes_text_whole_characters_at_a_time(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = load_codec(tmp_path, 256)
+    text = "a \N{EURO SIGN}\N{SNOWMAN}!"
+    ids = codec.encode(text)
+    assert len(ids) == len(text.encode())
+    text_of = codec.answer()
+    pieces = [text_of(token) for token in ids]
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+    with pytest.raises(UserError, match=r"has token 255, the model 100 tokens"):
+        load_codec(tmp_path, 100)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="not a tokenizer"):
+        load_codec(tmp_path, 256)
