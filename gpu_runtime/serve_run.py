@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -21,8 +20,6 @@ from sim.metrics import TableSink
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import read_json_object
 
-SWITCH_S = 5e-4
-"""How long a thread may keep the interpreter while another waits for it, s: Python's own 5 ms are a token's time."""
 EOS_FILES = ("config.json", "generation_config.json")
 CRASH_FILE = "crash.txt"
 
@@ -92,12 +89,7 @@ def perform(
     run = Run(**parts, instance=thread.instance, backend="kvtwin-live", machine=describe_machine(device.decoder))
     crash = folder / CRASH_FILE
     crash.unlink(missing_ok=True)
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
-    try:
-        run.interrupted = asyncio.run(serve(thread, codec, options, bound, announce))
-    finally:
-        sys.setswitchinterval(usual)
+    run.interrupted = asyncio.run(serve(thread, codec, options, bound, announce))
     if thread.error is not None:
         run.error = f"the engine failed: {type(thread.error).__name__}: {thread.error}".splitlines()[0]
         crash.write_text("".join(traceback.format_exception(thread.error)), encoding="utf-8")

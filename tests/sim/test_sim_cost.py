@@ -19,11 +19,11 @@ from sim.policies.base import Deployment
 from sim.policies.layerkv import LayerKV
 from sim.predictor import NoPredictor
 from sim.pricing import Lanes
-from sim.profile import FittedRange, load_profile
+from sim.profile import FittedRange, load_profile, shipped_profiles
 from sim.result import assemble
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute, prepare, traffic
-from sim.specs.hardware import built_in_hardware, load_hardware
+from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 
 
@@ -58,17 +58,18 @@ def test_swapping_one_block_is_a_copy_a_layer_for_keys_and_for_values() -> None:
     assert cost.swap_s(10) == pytest.approx(10 * expected)
 
 
-@pytest.mark.parametrize("gpu", built_in_hardware())
+@pytest.mark.parametrize("name", shipped_profiles())
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_runs_from_every_shipped_profile(gpu: str, policy: str) -> None:
+def test_every_policy_runs_from_every_shipped_profile(name: str, policy: str) -> None:
+    gpu = load_profile(name).gpu
     scenario = Scenario(
-        workload="fixed", num_prompts=30, request_rate=20.0, input_len=100, output_len=20, gpu=gpu,
+        workload="fixed", num_prompts=30, request_rate=20.0, input_len=100, output_len=20, gpu=gpu, profile=name,
         model="qwen3-0.6b", num_gpu_blocks_override=60, max_model_len=512, max_num_seqs=16,
     )  # fmt: skip
     setup = prepare(scenario, policy, POLICIES[policy]())
     run = execute(build_run(setup, traffic(scenario)))
     assert run.log.completed == 30
-    assert setup.profile.name.startswith(gpu)
+    assert setup.profile.name == name
 
 
 def lanes_after(model: str, tp: int, unit_bytes: float) -> tuple[Lanes, float]:
