@@ -119,6 +119,7 @@ class RooflineCost(CostModel):
         value = profile.value
         flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
         self._set_range(profile.range or FittedRange())
+        self._batch_s: dict[int, float] = {}
         self.exponent = value("roofline_exponent")
         self.tp = tp
         self.layers = model.num_layers
@@ -186,9 +187,10 @@ class RooflineCost(CostModel):
         return ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
 
     def iteration_s(self, plan: IterationPlan) -> float:
+        if not plan.prefill_tokens:
+            # A decode iteration that copies ride along with.
+            return self.decode_run(plan.num_decodes, plan.decode_context_tokens)[0] if plan.num_decodes else 0.0
         tokens = plan.prefill_tokens + plan.num_decodes
-        if not tokens:
-            return 0.0
         sampled = plan.num_sampled_prefills + plan.num_decodes
         seconds = (
             self.linear_s(tokens)
@@ -213,14 +215,14 @@ class RooflineCost(CostModel):
             self._note_beyond("context_tokens", context_tokens)
 
     def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
-        first = (
-            self.linear_s(num_decodes)
-            + self.decode_s_per_context_token * context_tokens
-            + self.head_s(num_decodes)
-            + self.overhead_s
-        )
-        if self.tp > 1:
-            first += self.all_reduce_s_per_token * num_decodes + self.all_reduce_fixed_s
+        # Batches are of few sizes and come again and again: what depends on the size alone is kept.
+        batch_s = self._batch_s.get(num_decodes)
+        if batch_s is None:
+            batch_s = self.linear_s(num_decodes) + self.head_s(num_decodes) + self.overhead_s
+            if self.tp > 1:
+                batch_s += self.all_reduce_s_per_token * num_decodes + self.all_reduce_fixed_s
+            self._batch_s[num_decodes] = batch_s
+        first = batch_s + self.decode_s_per_context_token * context_tokens
         if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
             self._note_decodes(num_decodes, context_tokens)
         return first, self.decode_s_per_context_token * num_decodes
