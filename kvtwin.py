@@ -4,7 +4,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -23,6 +23,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:  # noqa: ANN401
         # Flags are spelled out: what abbreviates one of them today may mean two tomorrow.
         super().__init__(allow_abbrev=False, **options)
+        self._fill: Callable[[Parser], None] | None = None
+
+    def later(self, fill: "Callable[[Parser], None]") -> None:
+        """Add the flags when they are needed: a command has dozens, and only one command runs."""
+        self._fill = fill
+
+    def _add_flags(self) -> None:
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill(self)
+
+    def format_help(self) -> str:
+        self._add_flags()
+        return super().format_help()
 
     def parse_known_args(  # type: ignore[override]
         self,
@@ -30,6 +44,7 @@ class Parser(argparse.ArgumentParser):
         namespace: Any = None,  # noqa: ANN401
     ) -> tuple[Any, list[str]]:
         """Refuse unknown flags here, where the command's own are known, with the nearest right one."""
+        self._add_flags()
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)

@@ -1,6 +1,6 @@
 """A client that is not ours: AIPerf drives `kvtwin serve`, and both must tell the same TTFT and ITL.
 
-    python benchmarks/aiperf_client.py [--aiperf PATH] [--requests 200] [--concurrency 4] [--policy layerkv ...]
+    python benchmarks/aiperf_client.py [--aiperf PATH] [--requests 100] [--request-rate 6] [--policy layerkv ...]
 
 AIPerf comes from `pip install aiperf`, best into an environment of its own. Without --model a small Llama with random
 weights is served, whose vocabulary is the 256 bytes, so that AIPerf counts tokens as the server does. The status is 1
@@ -101,7 +101,8 @@ def drive(aiperf: str, url: str, tokenizer: Path, artifacts: Path, arguments: ar
         "--url": url,
         "--endpoint-type": "completions" if arguments.completions else "chat",
         "--tokenizer": str(tokenizer),
-        "--concurrency": arguments.concurrency,
+        **({"--concurrency": arguments.concurrency} if arguments.concurrency else {}),
+        **({} if arguments.concurrency else {"--request-rate": arguments.request_rate}),
         "--request-count": arguments.requests,
         "--isl": arguments.isl,
         "--isl-stddev": 0,
@@ -144,8 +145,9 @@ def main() -> int:
     parser.add_argument("--policy", default="vllm-recompute")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", help="model to serve with random weights (default: a small one)")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--request-rate", type=float, default=6.0, help="Poisson arrivals a second")
+    parser.add_argument("--concurrency", type=int, help="requests in flight, instead of a rate")
     parser.add_argument("--isl", type=int, default=200, help="prompt tokens")
     parser.add_argument("--osl", type=int, default=50, help="output tokens")
     parser.add_argument("--workers", type=int, default=1, help="processes of AIPerf that send requests")

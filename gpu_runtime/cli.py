@@ -39,11 +39,19 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
         "metric against the live runs' own spread.",
     )
     for parser, command in ((live, run_live), (validate, run_validate)):
-        add_flags(parser)
-        parser.add_argument("--device", choices=("cuda", "cpu"), required=True, help="what executes the plans")
-        parser.add_argument("--weights", type=Path, metavar="DIR", help="checkpoint folder (default: random weights)")
+        parser.later(_add_live_flags if parser is live else _add_validate_flags)
         parser.set_defaults(run=command)
-    validate.add_argument("--runs", type=int, default=3, metavar="N", help="live runs of each policy (%(default)s)")
+
+
+def _add_live_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True, help="what executes the plans")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="checkpoint folder (default: random weights)")
+
+
+def _add_validate_flags(parser: argparse.ArgumentParser) -> None:
+    _add_live_flags(parser)
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="live runs of each policy (%(default)s)")
 
 
 def run_live(arguments: argparse.Namespace) -> int:

@@ -33,6 +33,11 @@ HELP = (
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
     """Mount `serve`."""
     parser = subparsers.add_parser("serve", help="serve a model over HTTP with one policy", description=HELP)
+    parser.later(_add_flags)
+    parser.set_defaults(run=run_serve)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, without=(*TRAFFIC, "step"))
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True, help="what executes the plans")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="checkpoint folder (default: random weights)")
@@ -50,7 +55,6 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     )
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json (default: bytes)")
     parser.add_argument("--served-model-name", metavar="NAME", help="name that clients use (default: the model's)")
-    parser.set_defaults(run=run_serve)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ CRASH_FILE = "crash.txt"
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound, not listening yet; UserError where that cannot be. Warns of an address that others can reach."""
+    """A socket bound, not listening yet; UserError where that cannot be."""
     if not 0 <= port < 1 << 16:
         # The resolver would take it modulo 65,536.
         raise UserError(f"--port: {port} is no port; give 0 to 65535")

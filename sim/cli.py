@@ -45,7 +45,7 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     run = subparsers.add_parser("run", help="simulate one policy", description=RUN_HELP)
     compare = subparsers.add_parser("compare", help="simulate several policies side by side", description=COMPARE_HELP)
     for parser, command in ((run, run_command), (compare, compare_command)):
-        add_flags(parser)
+        parser.later(add_flags)
         parser.set_defaults(run=command)
 
 
