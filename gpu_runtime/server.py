@@ -159,6 +159,9 @@ class Server:
                 body = await http.read()
         except TimeoutError:
             raise Refused(408, f"the body took more than {serve_answer.STALLED_S:g} s; send it faster") from None
+        except web.RequestPayloadError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise Refused(400, f"the body cannot be read ({reason}); send it whole, as its headers say") from None
         ask = read_ask(body, chat=chat)
         prompt, max_tokens = await self._sized(ask)
         # Nothing is awaited from these checks to the acceptance: they hold when it happens.

@@ -261,6 +261,13 @@ def test_what_is_no_http_leaves_the_server_well(running, capfd, raw):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_body_that_is_not_what_its_headers_say_is_refused(running, capfd):
+    status, answer, _ = running(b"abcd", headers={"Content-Encoding": "gzip"})
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert "gzip" in answer["error"]["message"]
+    assert capfd.readouterr().err == ""
+
+
 def test_an_api_key_is_asked_for_and_checked():
     async def run():
         async with serving(api_key="s3cret") as service:
