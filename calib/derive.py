@@ -42,29 +42,13 @@ def derive_profile(
         raise UserError(f"--compute-share: {compute_share} is not a share of the peak: give one above 0, at most 1")
     if compute_share is not None and not reason:
         raise UserError("--compute-share: say in --reason why, for the profile to carry")
-    theirs = sibling.value("flops_per_s") / sibling_hardware.fp16_flops_per_s
-    share = theirs if compute_share is None else compute_share
-    why = reason or f"the share {sibling.name} reaches"
-    flops = share * hardware.fp16_flops_per_s
-    attention = sibling.value("attention_flops_per_s") / sibling.value("flops_per_s")
-    memory_share = sibling.value("hbm_bytes_per_s") / sibling_hardware.hbm_bytes_per_s
+    share = sibling.value("flops_per_s") / sibling_hardware.fp16_flops_per_s if compute_share is None else compute_share
+    assumed = _assumed(hardware, sibling, sibling_hardware, share, reason or f"the share {sibling.name} reaches")
     found: dict[str, Constant] = {}
     for name, unit in ROOFLINE_UNITS.items():
-        if name == "flops_per_s":
-            text = f"assumed: {share:.3g} of the peak, {hardware.fp16_flops_per_s:.4g} FLOP/s: {why}"
-            found[name] = Constant(flops, None, unit, text)
-        elif name == "attention_flops_per_s":
-            text = f"assumed: {attention:.3g} of flops_per_s, as {sibling.name} reaches"
-            found[name] = Constant(attention * flops, None, unit, text)
-        elif name == "hbm_bytes_per_s":
-            value = memory_share * hardware.hbm_bytes_per_s
-            text = (
-                f"assumed: {memory_share:.3g} of {hardware.hbm_bytes_per_s:.4g} B/s, the share {sibling.name} reaches"
-            )
+        if name in assumed:
+            value, text = assumed[name]
             found[name] = Constant(value, None, unit, text)
-        elif name == "alpha":
-            text = "derived: specified peak over flops_per_s (LayerKV Eq. 3 divides by the peak)"
-            found[name] = Constant(1 / share, None, unit, text)
         elif name in OWN:
             found[name] = base.constants[name]
         else:
@@ -80,3 +64,25 @@ def derive_profile(
             "caution": "nothing here was measured on this GPU; calibrate before relying on absolute times",
         },
     )
+
+
+def _assumed(
+    hardware: HardwareSpec, sibling: Profile, sibling_hardware: HardwareSpec, share: float, why: str
+) -> dict[str, tuple[float, str]]:
+    """Values scaled from the specification, with the words that say how."""
+    flops = share * hardware.fp16_flops_per_s
+    attention = sibling.value("attention_flops_per_s") / sibling.value("flops_per_s")
+    memory_share = sibling.value("hbm_bytes_per_s") / sibling_hardware.hbm_bytes_per_s
+    peak, memory = hardware.fp16_flops_per_s, hardware.hbm_bytes_per_s
+    return {
+        "flops_per_s": (flops, f"assumed: {share:.3g} of the peak, {peak:.4g} FLOP/s: {why}"),
+        "attention_flops_per_s": (
+            attention * flops,
+            f"assumed: {attention:.3g} of flops_per_s, as {sibling.name} reaches",
+        ),
+        "hbm_bytes_per_s": (
+            memory_share * memory,
+            f"assumed: {memory_share:.3g} of {memory:.4g} B/s, the share {sibling.name} reaches",
+        ),
+        "alpha": (1 / share, "derived: specified peak over flops_per_s (LayerKV Eq. 3 divides by the peak)"),
+    }

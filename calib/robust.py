@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from scipy.stats import t as student
 
+from calib.samples import MADS
+
 Array = NDArray[np.float64]
 
 FIRST_SCALE = 0.05
@@ -17,8 +19,6 @@ CAUCHY = 2.385
 LEAST_SCALE = 1e-4
 LEAST_SLOPE = 1e-6
 """Root mean square of d log(prediction) / d variable below which the points say nothing of the variable."""
-MADS = 1.4826
-"""Median absolute deviations to a standard deviation, for normal errors."""
 
 
 @dataclass(frozen=True)

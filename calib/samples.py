@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 from math import isfinite
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -53,6 +54,8 @@ OPS = {
 TOKEN_OPS = frozenset({"layers", "step", "lm_head", "recompute", "restore"})
 COPY_OPS = frozenset({"h2d", "d2h", "host_memcpy", "all_reduce"})
 MEMORIES = ("pinned", "pageable")
+MADS = 1.4826
+"""Median absolute deviations to a standard deviation, for normal errors."""
 LONGEST_S = 600.0
 SHORTEST_S = 1e-7
 """No operation here takes longer or shorter: values beyond are milliseconds or nanoseconds under the wrong name."""
@@ -96,6 +99,12 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 COLUMNS = Sample.__struct_fields__
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Sample)}
 _REQUIRED = ("op", "latency_s")
+
+
+def spread_s(repeats_s: Sequence[float]) -> float:
+    """The `spread_s` of repeats: 1.48 times the median absolute deviation from the median, s."""
+    middle = median(repeats_s)
+    return MADS * median(abs(value - middle) for value in repeats_s)
 
 
 def write_samples(path: Path, samples: Iterable[Sample], comments: Sequence[str] = ()) -> None:

@@ -49,8 +49,6 @@ class Pass:
     """Whether the KV cached before must come from the host for each group."""
     leaving: dict[tuple[int, int], CopyHandle] = field(default_factory=dict)
     """By sequence and turn, the copy out of a slot."""
-    coming: dict[tuple[int, int], CopyHandle] = field(default_factory=dict)
-    """By sequence and group, the copy into a slot."""
 
 
 class TorchDevice:
@@ -91,10 +89,9 @@ class TorchDevice:
         self.host = KVPool(config, max(1, host_blocks), limits.block_size, layer_group, "cpu", dtype, pin=pin)
         self.counted = BlockIds(gpu_blocks)
         self.scratch = BlockIds(total)
-        self._reserved = self.scratch.allocate(gpu_blocks)
-        self.placement = Placement(
-            self.counted, self.host, self.scratch, num_groups=self.groups, block_tokens=limits.block_size
-        )
+        # The first ids are those that the scheduler counts.
+        self.scratch.allocate(gpu_blocks)
+        self.placement = Placement(self.counted, self.host, num_groups=self.groups, block_tokens=limits.block_size)
         self.copies = CopyEngine(self.device)
         self.tokens: dict[Sequence, list[int]] = {}
         self._background: list[tuple[Transfer, CopyHandle]] = []
@@ -379,7 +376,7 @@ class TorchDevice:
     def warm_up(self) -> None:
         """Run a prompt and a decode on blocks nobody holds, so that the first request does not pay for lazy set-up."""
         tokens = min(8, self.block_tokens * max(1, self.counted.num_free // self.groups // 2))
-        held = [self.counted.allocate(self._blocks(tokens + 1)) for _ in range(self.groups)]
+        held = [self.counted.allocate(self.placement.blocks_for(tokens + 1)) for _ in range(self.groups)]
         tables = [[ids] for ids in held]
         for new, cached in ((tokens, 0), (1, tokens)):
             batch = AttentionBatch.build([new], [cached], tables, self.block_tokens, self.device)
@@ -391,9 +388,6 @@ class TorchDevice:
     def close(self) -> None:
         """End the copy threads."""
         self.copies.close()
-
-    def _blocks(self, num_tokens: int) -> int:
-        return self.placement.blocks_for(num_tokens)
 
     def _forget_ended(self) -> None:
         """Forget what is known of sequences whose blocks have been given back; a preempted one keeps its tokens."""

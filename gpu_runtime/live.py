@@ -12,13 +12,15 @@ import torch
 from gpu_runtime.decoder import Decoder
 from gpu_runtime.decoder_config import DecoderConfig
 from gpu_runtime.device import TorchDevice
-from gpu_runtime.driver import LiveInstance
+from gpu_runtime.driver import LiveInstance, Observer
 from sim.arrivals import Arrivals
 from sim.errors import UserError
 from sim.metrics import TableSink
 from sim.plan import IterationPlan, StepTimes
 from sim.policies.base import Scheduler
 from sim.policies.layerkv import LayerKV
+from sim.pricing import Lanes
+from sim.series import Series
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
@@ -104,6 +106,17 @@ def build_device(setup: Setup, scheduler: Scheduler, decoder: Decoder, options: 
     )
 
 
+def recorder(lanes: Lanes, series: Series | None) -> Observer:
+    """What keeps the lanes and the time series of a run up to date, iteration by iteration."""
+
+    def observe(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+        lanes.compute.run(start_s, times.end_s - start_s, plan.kind)
+        if series is not None:
+            series.observe(plan, start_s, times)
+
+    return observe
+
+
 def perform(
     setup: Setup,
     requests: Iterable[Request],
@@ -115,14 +128,7 @@ def perform(
     """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
     parts = build_engine(setup, table, keep)
     device = build_device(setup, parts["scheduler"], decoder, options)
-    lanes, series = parts["lanes"], parts["series"]
-
-    def observe(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
-        label = "decode" if not plan.chunks else "mixed" if plan.num_decodes else "prefill"
-        lanes.compute.run(start_s, times.end_s - start_s, label)
-        if series is not None:
-            series.observe(plan, start_s, times)
-
+    observe = recorder(parts["lanes"], parts["series"])
     instance = LiveInstance(parts["engine"], device, Arrivals(requests), observer=observe)
     run = Run(**parts, instance=instance, backend="kvtwin-live", machine=describe_machine(decoder))
     try:

@@ -57,14 +57,13 @@ class Placement:
     """Block ids of all sequences of one instance.
 
     Args:
-        gpu, host: pools of ids. scratch: ids of the GPU's tensor that the scheduler does not count, through which a
-            sequence with layers on the host decodes.
+        gpu, host: pools of ids, of the blocks that the scheduler counts.
         num_groups: groups of layers; 1 for vLLM.
         block_tokens: tokens a block holds.
     """
 
-    def __init__(self, gpu: Blocks, host: Blocks, scratch: Blocks, *, num_groups: int, block_tokens: int) -> None:
-        self.gpu, self.host, self.scratch = gpu, host, scratch
+    def __init__(self, gpu: Blocks, host: Blocks, *, num_groups: int, block_tokens: int) -> None:
+        self.gpu, self.host = gpu, host
         self.num_groups, self.block_tokens = num_groups, block_tokens
         self.held: dict[Sequence, Held] = {}
         self._dropped: list[Sequence] = []
@@ -87,24 +86,22 @@ class Placement:
         """
         moves: list[Move] = []
         moving = {transfer.seq for transfer in plan.background}
+        # Who computes again from the first token holds nothing, even where it was preempted and admitted in one step.
+        anew = {chunk.seq for chunk in plan.chunks if not chunk.num_cached}
         for seq in list(self.held):
-            if seq.status in (Status.FINISHED, Status.IGNORED) or _is_reset(seq):
+            if seq in anew or seq.status in (Status.FINISHED, Status.IGNORED) or _is_reset(seq):
                 settle(seq)
                 self._drop(seq)
-            elif seq.status is Status.SWAPPED:
-                moves += self._to_host(seq)
-            elif seq.status is Status.PARKED and seq not in moving and not seq.layers_on_gpu:
-                # Offloaded before the step because the forecast came too late.
+        for seq in self.held:
+            # A parked one that no copy takes out: offloaded before the step because the forecast came too late.
+            late = seq.status is Status.PARKED and seq not in moving and not seq.layers_on_gpu
+            if late or seq.status is Status.SWAPPED:
                 moves += self._to_host(seq)
         for seq, _, num_cached, _ in plan.chunks:
-            if seq in self.held and num_cached:
+            if num_cached:
                 moves += self._return(seq)
-                continue
-            if seq in self.held:
-                # Preempted and admitted again in one step.
-                settle(seq)
-                self._drop(seq)
-            self.held[seq] = self._place_prompt(seq)
+            else:
+                self.held[seq] = self._place_prompt(seq)
         for seq, num_tokens in decodes:
             moves += self._return(seq)
             self._grow(seq, self.blocks_for(num_tokens))

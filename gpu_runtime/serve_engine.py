@@ -16,6 +16,7 @@ import torch
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance
+from gpu_runtime.live import recorder
 from gpu_runtime.serve_metrics import EngineState, Metrics
 from gpu_runtime.serve_ticket import End, Ticket, Token
 from sim.engine import Engine
@@ -51,7 +52,7 @@ class EngineThread:
         """Accepted, and without a first token."""
         self.unfinished: set[Ticket] = set()
         self.ready, self.finished = asyncio.Event(), asyncio.Event()
-        self._parts = parts
+        self._record = recorder(parts["lanes"], parts["series"])
         self._arrived: deque[Ticket] = deque()
         self._left: deque[Ticket] = deque()
         self._closed = self._aborted = False
@@ -185,10 +186,7 @@ class EngineThread:
 
     def _observe(self, plan: IterationPlan, start_s: float, times: StepTimes) -> None:
         self._send()
-        label = "decode" if not plan.chunks else "mixed" if plan.num_decodes else "prefill"
-        self._parts["lanes"].compute.run(start_s, times.end_s - start_s, label)
-        if self._parts["series"] is not None:
-            self._parts["series"].observe(plan, start_s, times)
+        self._record(plan, start_s, times)
 
     def _send(self) -> None:
         if self._fresh:

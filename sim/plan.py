@@ -104,6 +104,11 @@ class IterationPlan:
     """Copies that nothing in this iteration waits for."""
 
     @property
+    def kind(self) -> str:
+        """What the computation is, for people: decode, prefill or mixed."""
+        return "decode" if not self.chunks else "mixed" if self.num_decodes else "prefill"
+
+    @property
     def has_swaps(self) -> bool:
         """Whether blocks are copied before the computation."""
         return bool(self.swapped_out_blocks or self.swapped_in_blocks)

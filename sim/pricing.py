@@ -51,9 +51,7 @@ class Pricer:
             # Waiting for copies occupies the iteration, not the lane.
             seconds = self._overlap(plan, start_s, compute_s)
         end_s = start_s + seconds
-        lanes.compute.run(
-            start_s, compute_s, "decode" if not plan.chunks else "mixed" if plan.num_decodes else "prefill"
-        )
+        lanes.compute.run(start_s, compute_s, plan.kind)
         return StepTimes(1, end_s, 0.0, 0.0, end_s)
 
     def _overlap(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:

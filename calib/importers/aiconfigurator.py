@@ -19,8 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from calib.robust import MADS
-from calib.samples import Sample
+from calib.samples import Sample, spread_s
 from sim.errors import UserError
 from sim.specs.models import ModelSpec, load_model
 
@@ -146,8 +145,7 @@ def _gemm_table(root: Path) -> dict[Gemm, Timing]:
 
 
 def _timing(values: Sequence[float]) -> Timing:
-    middle = median(values)
-    return Timing(middle, MADS * median(abs(v - middle) for v in values), len(values))
+    return Timing(median(values), spread_s(values), len(values))
 
 
 AttentionKey = tuple[int, int, int, int, int]

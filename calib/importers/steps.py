@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from calib.importers.tables import Table
-from calib.robust import MADS
-from calib.samples import Sample
+from calib.samples import Sample, spread_s
 from sim.errors import UserError
 from sim.specs.models import load_model
 
@@ -55,11 +54,10 @@ def import_samples(path: Path, hardware: str, models: Mapping[str, str]) -> tupl
 
 def _sample(key: tuple[str, int, int, int, int], values: list[float]) -> Sample:
     model, tp, batch, new, context = key
-    middle = median(values)
     return Sample(
         op="step",
-        latency_s=middle,
-        spread_s=MADS * median(abs(value - middle) for value in values),
+        latency_s=median(values),
+        spread_s=spread_s(values),
         repeats=len(values),
         model=model,
         tp=tp,

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from calib.measure.timing import spread_s
-from calib.samples import Sample
+from calib.samples import Sample, spread_s
 
 KIB = 1024
 BLOCK_TOKENS = 16

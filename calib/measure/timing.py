@@ -6,9 +6,6 @@ from math import ceil, floor, sqrt
 from statistics import median
 from time import perf_counter
 
-MAD_TO_DEVIATION = 1.4826
-"""Standard deviation of a normal distribution in units of its median absolute deviation."""
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -49,12 +46,6 @@ class Rule:
         if spent_s >= self.budget_s:
             return True
         return spent_s >= self.settled_s and stderr_of_median(repeats_s) < self.precision * median(repeats_s)
-
-
-def spread_s(repeats_s: Sequence[float]) -> float:
-    """Robust standard deviation: 1.48 times the median absolute deviation from the median, s."""
-    middle = median(repeats_s)
-    return MAD_TO_DEVIATION * median(abs(value - middle) for value in repeats_s)
 
 
 def stderr_of_median(repeats_s: Sequence[float]) -> float:

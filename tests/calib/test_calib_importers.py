@@ -8,8 +8,7 @@ import kvtwin
 from calib.cli import DATA
 from calib.importers import aiconfigurator, steps, vidur
 from calib.importers.tables import Table
-from calib.robust import MADS
-from calib.samples import Sample, fault_of, read_comments, read_samples
+from calib.samples import MADS, Sample, fault_of, read_comments, read_samples
 from sim.errors import UserError
 from sim.profile import read_profile
 

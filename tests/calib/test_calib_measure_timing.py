@@ -2,7 +2,8 @@
 
 import pytest
 
-from calib.measure.timing import Rule, repeat, spread_s, stderr_of_median
+from calib.measure.timing import Rule, repeat, stderr_of_median
+from calib.samples import spread_s
 
 
 class FakeClock:

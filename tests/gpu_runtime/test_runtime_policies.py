@@ -54,3 +54,19 @@ WORKLOADS = st.lists(
 @given(rows=WORKLOADS, gpu=st.integers(17, 30), host=st.sampled_from([0, 5, 80]), chunked=st.booleans())
 def test_no_workload_finds_a_token_that_a_policy_changes(variant, rows, gpu, host, chunked):
     check(variant, rows, gpu=gpu, host=host, max_model_len=64, seqs=5, chunked=chunked, tokens=16 if chunked else 128)
+
+
+def test_host_blocks_given_up_in_a_step_serve_those_offloaded_in_it():
+    # Found by hypothesis: who was offloaded came before who was preempted, and the host pool seemed too small.
+    rows = [(0.0, 9, 15), (0.0, 9, 24), (0.0, 13, 13), (0.0, 14, 11), (0.0, 21, 7), (0.0, 25, 24), (0.01, 13, 6)]
+    rows += [(0.01, 27, 15), (0.01, 29, 8), (0.02, 1, 20), (0.02, 10, 11), (0.02, 12, 2)]
+    check(
+        "layerkv:decode=stream,slo-aware=false",
+        rows,
+        gpu=17,
+        host=5,
+        max_model_len=64,
+        seqs=5,
+        chunked=True,
+        tokens=16,
+    )
