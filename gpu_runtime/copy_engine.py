@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from gpu_runtime.copy_worker import CopyFailed, CopyHandle, CopyWorker
+from gpu_runtime.copy_worker import CopyFailed, CopyHandle, CopyWorker, InlineWorker
 from gpu_runtime.kv_pool import KVPool
 from sim.plan import Direction
 
@@ -25,11 +25,17 @@ class CopyEngine:
     order. Nobody else holds blocks back: those that a copy reads or writes may be freed only when it is `done`.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        """`device` is that of the GPU pool; on a CPU the threads themselves copy."""
+    def __init__(self, device: torch.device | str, *, inline: bool = False) -> None:
+        """`device` is that of the GPU pool; on a CPU the threads themselves copy, or with `inline` the caller does."""
         self.device = torch.device(device)
-        self._workers = {direction: CopyWorker(direction.value, self.device) for direction in Direction}
-        self._host = CopyWorker("host", torch.device("cpu"))
+        if inline and self.device.type == "cuda":
+            raise ValueError("inline copies are for a CPU: on CUDA nothing would run beside them")
+
+        def worker(name: str, device: torch.device) -> CopyWorker:
+            return InlineWorker() if inline else CopyWorker(name, device)
+
+        self._workers = {direction: worker(direction.value, self.device) for direction in Direction}
+        self._host = worker("host", torch.device("cpu"))
 
     def __enter__(self) -> "CopyEngine":
         return self

@@ -116,13 +116,29 @@ class CopyWorker:
 
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:
-            job, handle = entry
-            try:
-                job()
-            except Exception as error:
-                self._settle()
-                handle.finish(error)
-            else:
-                handle.finish(None)
+            self._carry_out(*entry)
             # Tensors of a finished copy shall not live until the next one comes.
-            del entry, job, handle
+            del entry
+
+    def _carry_out(self, job: Callable[[], None], handle: CopyHandle) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._settle()
+            handle.finish(error)
+        else:
+            handle.finish(None)
+
+
+class InlineWorker(CopyWorker):
+    """Makes each copy at once, in the thread that asks: for a CPU, which has nobody else to copy for it."""
+
+    def __init__(self) -> None:
+        self.stream = None
+
+    def submit(self, job: Callable[[], None], handle: CopyHandle) -> None:
+        """Carry out `job`, which marks the layer groups of `handle`."""
+        self._carry_out(job, handle)
+
+    def close(self) -> None:
+        """Nothing is queued."""

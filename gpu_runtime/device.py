@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from threading import Event
 from time import perf_counter
 
@@ -61,6 +62,10 @@ class TorchDevice:
         layer_group: layers a block holds: all for vLLM's policies, 1 for LayerKV's.
         prompt_of: token ids of a request's prompt.
         on_token: hears of every token.
+        scratch_blocks: GPU blocks beyond the scheduler's, through which decodes with layers on the host pass.
+        stays_awake: wait for a known time without sleeping. An idle core loses its caches to others and its clock to
+            power saving, and its next iteration may take half as long again.
+        inline_copies: whether the computing thread copies, as it does on a CPU by default.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class TorchDevice:
         dtype: torch.dtype,
         on_token: OnToken | None = None,
         scratch_blocks: int = 0,
+        stays_awake: bool = False,
+        inline_copies: bool | None = None,
     ) -> None:
         config = decoder.config
         self.decoder, self.scheduler = decoder, scheduler
@@ -92,13 +99,14 @@ class TorchDevice:
         # The first ids are those that the scheduler counts.
         self.scratch.allocate(gpu_blocks)
         self.placement = Placement(self.counted, self.host, num_groups=self.groups, block_tokens=limits.block_size)
-        self.copies = CopyEngine(self.device)
+        self.copies = CopyEngine(self.device, inline=not pin if inline_copies is None else inline_copies)
         self.tokens: dict[Sequence, list[int]] = {}
         self._background: list[tuple[Transfer, CopyHandle]] = []
         self._behind: list[tuple[Transfer, list[CopyHandle]]] = []
         self._open_copies: dict[Sequence, list[CopyHandle]] = {}
         self._failures: list[tuple[Sequence, str]] = []
         self._known_rows: dict[Sequence, tuple[Held, int, np.ndarray]] = {}
+        self._stays_awake = stays_awake
         self._woken = Event()
         self._begun_s = perf_counter()
 
@@ -117,10 +125,12 @@ class TorchDevice:
             if left_s <= 0 or any(handle.done() for _, handle in self._background) or self._behind_ended():
                 return
             # Copies end without a signal: look again soon while there are any.
-            if self._woken.wait(min(left_s, 1e-4 if self.copies_pending else WAKE_S)):
+            awake = self._stays_awake and left_s != inf
+            sleep_s = 1e-4 if self.copies_pending else WAKE_S
+            if self._woken.wait(0.0 if awake else min(left_s, sleep_s)):
                 self._woken.clear()
                 return
-            if left_s > WAKE_S and not self.copies_pending:
+            if left_s > WAKE_S and not awake and not self.copies_pending:
                 return
 
     def wake(self) -> None:

@@ -51,7 +51,8 @@ class KVPool:
         self.layer_group = layer_group
         self.num_groups = -(-config.num_layers // layer_group)
         shape = (num_blocks, layer_group, 2, config.num_kv_heads, block_tokens, config.head_dim)
-        self.data = torch.zeros(shape, device=device, dtype=dtype, pin_memory=pin)
+        # Written, not only promised: else the first copy to each page would pay for the page.
+        self.data = torch.empty(shape, device=device, dtype=dtype, pin_memory=pin).zero_()
         self._ids = BlockIds(num_blocks)
 
     @property

@@ -103,6 +103,7 @@ def build_device(setup: Setup, scheduler: Scheduler, decoder: Decoder, options: 
         device=options.device,
         dtype=decoder.dtype,
         scratch_blocks=scratch_blocks_of(setup),
+        stays_awake=True,
     )
 
 

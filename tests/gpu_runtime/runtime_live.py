@@ -33,7 +33,9 @@ def prompt_of(request: Request) -> list[int]:
 class Served:
     """What a live run left: tokens by request, how each ended, and the counters."""
 
-    def __init__(self, policy: Policy, arrivals: list[Request], limits: Limits, decoder: Decoder = DECODER):
+    def __init__(
+        self, policy: Policy, arrivals: list[Request], limits: Limits, decoder: Decoder = DECODER, *, inline=False
+    ):
         model = spec()
         cost = LinearCost(PREFILL, DECODE, 3e-4, limits.block_bytes, limits.block_bytes / limits.block_size / 4)
         scheduler = policy.scheduler(limits, GapCollector(), Deployment(model, load_hardware("a100-80g"), 1, cost))
@@ -50,6 +52,8 @@ class Served:
             dtype=torch.float32,
             on_token=lambda seq, token, _: self.tokens.setdefault(seq.request.request_id, []).append(token),
             scratch_blocks=4 * limits.num_cpu_blocks + 64,
+            # As on CUDA, copies run beside: what may go wrong between threads shall be seen here.
+            inline_copies=inline,
         )
         self.plans = []
 

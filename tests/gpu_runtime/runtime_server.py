@@ -66,6 +66,7 @@ class Service:
             device="cpu",
             dtype=torch.float32,
             scratch_blocks=4 * limit.num_cpu_blocks + 64,
+            inline_copies=False,
         )
         self.gate = Gate(self.device)
         parts = {"engine": engine, "scheduler": self.scheduler, "lanes": Lanes(), "series": None}

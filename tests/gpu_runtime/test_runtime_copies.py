@@ -210,6 +210,20 @@ def test_an_engine_leaves_no_thread_behind():
     assert threading.active_count() == before
 
 
+def test_an_inline_copy_is_over_when_it_was_asked_for():
+    source, target = pool(4, noise=1), pool(4)
+    before = threading.active_count()
+    with CopyEngine("cpu", inline=True) as engine:
+        assert threading.active_count() == before
+        handle = engine.copy_blocks(source, [0, 3], target, [2, 1], D2H, groups=[0, 1])
+        assert handle.done()
+        assert torch.equal(target.data[[2, 1]], source.data[[0, 3]])
+        failed = engine.copy_tensors([(source.data[:2], target.data[:3])], D2H)
+        assert failed.done()
+        with pytest.raises(CopyFailed):
+            failed.wait()
+
+
 def test_kv_is_restored_from_hidden_states_kept_on_the_host(engine):
     decoder = Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=1)
     runner = Runner(decoder, layer_group=4)

@@ -22,9 +22,9 @@ VARIANTS = [
 ]
 
 
-def check(variant, rows, **sizes):
+def check(variant, rows, *, inline=False, **sizes):
     arrivals = requests(*rows)
-    served = Served(parse_policy(variant, {})[1], arrivals, limits(block_size=4, **sizes))
+    served = Served(parse_policy(variant, {})[1], arrivals, limits(block_size=4, **sizes), inline=inline)
     completed = [seq for seq in served.ended if seq.status is Status.FINISHED]
     assert len(served.ended) == len(arrivals)
     for seq in completed:
@@ -51,9 +51,16 @@ WORKLOADS = st.lists(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(max_examples=12, deadline=None)
-@given(rows=WORKLOADS, gpu=st.integers(17, 30), host=st.sampled_from([0, 5, 80]), chunked=st.booleans())
-def test_no_workload_finds_a_token_that_a_policy_changes(variant, rows, gpu, host, chunked):
-    check(variant, rows, gpu=gpu, host=host, max_model_len=64, seqs=5, chunked=chunked, tokens=16 if chunked else 128)
+@given(
+    rows=WORKLOADS,
+    gpu=st.integers(17, 30),
+    host=st.sampled_from([0, 5, 80]),
+    chunked=st.booleans(),
+    inline=st.booleans(),
+)
+def test_no_workload_finds_a_token_that_a_policy_changes(variant, rows, gpu, host, chunked, inline):
+    sizes = {"gpu": gpu, "host": host, "max_model_len": 64, "seqs": 5, "tokens": 16 if chunked else 128}
+    check(variant, rows, chunked=chunked, inline=inline, **sizes)
 
 
 def test_host_blocks_given_up_in_a_step_serve_those_offloaded_in_it():
