@@ -69,6 +69,8 @@ def fit_linear_profile(
     }
     swap_source = f"a contiguous copy of a block of {BLOCK_TOKENS} tokens, {block_bytes:.0f} bytes, at the fitted rate"
     constants["swap_s_per_block"] = Constant(swap_s, None, "s/block", swap_source)
+    launch_source = "of each piece, whatever its size, fitted with the rate"
+    constants["copy_launch_s"] = Constant(copies.values["copy_launch_s"], None, "s", launch_source)
     unseen = _unseen(steps, measured)
     residuals = {"prefill_mape": _mean(errors, ~is_decode(steps)), "decode_mape": _mean(errors, is_decode(steps))}
     residuals |= {"unseen_sample_prefill_mape": unseen.prefill, "unseen_sample_decode_mape": unseen.decode}

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from gpu_runtime.decoder import Decoder
     from gpu_runtime.live import LiveOptions
 
-OWN = ("device", "weights", "runs")
+OWN = ("device", "weights", "runs", "max_drift")
 """Flags that are not a scenario's."""
+ATTEMPTS = 5
+"""Live runs at most for each that is to count."""
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
@@ -52,48 +54,71 @@ def _add_live_flags(parser: argparse.ArgumentParser) -> None:
 def _add_validate_flags(parser: argparse.ArgumentParser) -> None:
     _add_live_flags(parser)
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="live runs of each policy (%(default)s)")
+    parser.add_argument(
+        "--max-drift",
+        type=float,
+        metavar="SHARE",
+        help="run again, at most five times as often, while a probe before or after a live run takes more than this "
+        "share more or less than the profile says (default: count every run and report the probe)",
+    )
 
 
 def run_live(arguments: argparse.Namespace) -> int:
     """`kvtwin live`."""
     options, _ = _own_options(arguments)
+    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
         raise UserError(f"live takes one --policy, {len(policies)} given")
     scenario, decoder = decoder_for(scenario, options)
-    run, result = execute_live(scenario, *policies[0], folder, outputs, decoder, options)
+    label, policy = policies[0]
+    scenario = fit_to_machine(scenario, policy, options.device)
+    run, result = execute_live(scenario, label, policy, folder, outputs, decoder, options)
     return print_result(run, result, folder, outputs)
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
     """`kvtwin validate`."""
+    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+    from gpu_runtime.probe import Probe  # noqa: PLC0415
     from gpu_runtime.twin import agreements, markdown, verdict  # noqa: PLC0415
     from gpu_runtime.twin_figure import draw_twin  # noqa: PLC0415
     from sim.figure_style import save_figure  # noqa: PLC0415
     from sim.figures import FigureRun  # noqa: PLC0415
 
-    options, runs = _own_options(arguments)
+    options, own = _own_options(arguments)
+    runs, max_drift = own["runs"], own["max_drift"]
     if runs < 1:
         raise UserError(f"--runs: {runs} is less than 1: give how often to run live")
+    if max_drift is not None and max_drift <= 0:
+        raise UserError(f"--max-drift: {max_drift} is not more than 0: give a share such as 0.05")
     scenario, policies, folder, outputs = read_options(arguments)
     scenario, decoder = decoder_for(scenario, options)
     make_folder(folder, "--out")
+    probe = Probe(scenario, decoder, options)
     parts, agreed = [], True
     for label, policy in policies:
         place = folder / folder_name(label)
-        run, result = simulate(scenario, label, policy, place / "simulated", outputs, series=True)
+        fitting = fit_to_machine(scenario, policy, options.device)
+        run, result = simulate(fitting, label, policy, place / "simulated", outputs, series=True)
         simulated, drawn, lived = FigureRun.of(run, result), [], []
-        for i in range(runs):
+        probe.begin()
+        for _ in range(runs if max_drift is None else runs * ATTEMPTS):
             run, live = execute_live(
-                scenario, label, policy, place / f"live-{i + 1}", outputs, decoder, options, series=True
+                fitting, label, policy, place / f"live-{len(lived) + 1}", outputs, decoder, options, series=True
             )
-            lived.append(live)
-            drawn.append(FigureRun.of(run, live))
             if run.interrupted or run.error:
                 return print_result(run, live, place, outputs)
+            if probe.drifts(max_drift):
+                continue
+            lived.append(live)
+            drawn.append(FigureRun.of(run, live))
+            if len(lived) == runs:
+                break
         found = agreements(result, lived)
-        agreed = agreed and verdict(found)
-        parts.append(markdown(label, found, runs))
+        agreed = agreed and len(lived) == runs and verdict(found)
+        parts.append(markdown(label, found, len(lived), runs, probe.seen))
         save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
     text = "# Simulated and live\n\n" + "\n".join(parts)
     write_atomically(folder / "validation.md", lambda file: file.write(text.encode()))
@@ -123,7 +148,7 @@ def execute_live(
     return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series)
 
 
-def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, int]":
+def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str, Any]]":
     """Take the flags that are not a scenario's out of the arguments."""
     if find_spec("torch") is None:
         raise UserError("torch is not installed: pip install 'kvtwin[gpu]'")
@@ -131,7 +156,7 @@ def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, int]":
 
     own = {name: vars(arguments).pop(name, None) for name in OWN}
     check_device(own["device"])
-    return LiveOptions(own["device"], own["weights"], arguments.seed or 0), own["runs"] or 1
+    return LiveOptions(own["device"], own["weights"], arguments.seed or 0), own
 
 
 def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":

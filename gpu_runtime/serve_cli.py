@@ -63,6 +63,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'kvtwin[{extra}]'")
     from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
+    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
     from gpu_runtime.serve_run import bind, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
     from gpu_runtime.serve_text import load_codec  # noqa: PLC0415
     from gpu_runtime.server import ServerOptions  # noqa: PLC0415
@@ -85,7 +86,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         )
     scenario, decoder = decoder_for(scenario, live)
     codec = load_codec(arguments.tokenizer, decoder.config.vocab_size)
-    setup = prepare(scenario, *policies[0])
+    label, policy = policies[0]
+    setup = prepare(fit_to_machine(scenario, policy, arguments.device), label, policy)
     options = ServerOptions(
         model=arguments.served_model_name or setup.model.name,
         root=scenario.model,

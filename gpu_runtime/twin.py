@@ -73,13 +73,40 @@ def verdict(found: Sequence[Agreement]) -> bool:
     return bool(judged) and all(agreement.agrees for agreement in judged)
 
 
-def markdown(label: str, found: Sequence[Agreement], runs: int) -> str:
-    """A table of the agreement of one policy."""
+def _caution(found: Sequence[Agreement]) -> list[str]:
+    """What weakens the verdict: errors that only the live runs' own disagreement excuses."""
+    excused = [a for a in found if a.field in JUDGED and a.agrees and abs(a.error) > TOLERANCE]
+    if not excused:
+        return []
+    names = ", ".join(f"{a.name} ({a.error:+.0%}, spread {a.spread:.0%})" for a in excused)
+    return [f"Excused by the live runs' own spread alone: {names}. Repeat on a quieter machine to know more."]
+
+
+def markdown(label: str, found: Sequence[Agreement], runs: int, wanted: int, slowness: Sequence[float]) -> str:
+    """A table of the agreement of one policy.
+
+    Args:
+        runs: live runs that count. wanted: how many were to.
+        slowness: a probe's seconds over the profile's, before the first and after each live run.
+    """
+    machine = f"The machine: a probe took {min(slowness):.2f} to {max(slowness):.2f} times what the profile says"
+    if runs < wanted:
+        return (
+            f"## {label}\n\n**Not judged**: {runs} of {wanted} live runs were undisturbed. {machine}: calibrate again, "
+            "find a quieter machine or allow a larger --max-drift.\n"
+        )
+    machine += (
+        ", before and after live runs."
+        if max(abs(s - 1) for s in slowness) <= TOLERANCE
+        else (": it is not what was calibrated, and what is off below may be off by that.")
+    )
     lines = [
         f"## {label}",
         "",
         f"The twin {'agrees' if verdict(found) else '**does not agree**'}: judged are metrics marked *, each within "
         f"{TOLERANCE:.0%} or {SPREADS:g} times the spread of {runs} live runs, whichever is more.",
+        *_caution(found),
+        machine,
         "",
         "| metric | simulated | live | spread of live runs | error | allowed |",
         "|---|--:|--:|--:|--:|--:|",

@@ -65,6 +65,8 @@ class CostModel(ABC):
     """Whether all-reduces travel over the same lane as KV copies."""
     num_all_reduces: int = 0
     """All-reduces in one iteration."""
+    copies_beside_compute: bool = True
+    """Whether copies run while the device computes; else it makes them itself, one after the other."""
 
 
 class LinearCost(CostModel):
@@ -80,9 +82,15 @@ class LinearCost(CostModel):
         swap_s_per_block: float,
         block_bytes: float,
         kv_bytes: float = 0.0,
+        copy_launch_s: float = 0.0,
     ) -> None:
-        """`block_bytes` of a whole block and `kv_bytes` of one token in one layer, per GPU."""
+        """`block_bytes` of a whole block and `kv_bytes` of one token in one layer, per GPU.
+
+        `copy_launch_s` is the part of `swap_s_per_block` that does not depend on the block's bytes.
+        """
         super().__init__()
+        self.copy_launch_s = copy_launch_s
+        self.copy_s_per_byte = max(0.0, swap_s_per_block - copy_launch_s) / block_bytes
         self.kv_bytes_per_token_layer = kv_bytes
         self.p0, self.p1, self.p2 = prefill
         self.d0, self.d1, self.d2 = decode
@@ -105,7 +113,8 @@ class LinearCost(CostModel):
         return num_tokens * layers * self.kv_bytes_per_token_layer / self.block_bytes * self.swap_s_per_block
 
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
-        return num_bytes / self.block_bytes * self.swap_s_per_block
+        # A layer of a block is one piece here: two of the copies that a plan counts, keys and values apart.
+        return self.copy_launch_s * num_copies / 2 + num_bytes * self.copy_s_per_byte
 
     def swap_s(self, num_blocks: int) -> float:
         return num_blocks * self.swap_s_per_block
@@ -282,14 +291,16 @@ def build_cost(
         if profile.form != form or profile.linear is None:
             raise UserError(f"cost form {form!r} cannot come from profile {profile.name!r} of form {profile.form!r}")
         linear = profile.linear
-        return LinearCost(
-            linear.prefill, linear.decode, linear.swap_s_per_block, block_bytes, model.kv_bytes_per_token_layer(tp)
-        )
-    if form == "roofline":
-        return RooflineCost(model, hardware, profile, tp, block_bytes)
-    if form == "paper":
-        return PaperCost(model, hardware, profile, tp, block_bytes)
-    raise UserError(f"cost form: {form!r} is not one of roofline, paper, linear")
+        kv_bytes, swap_s, launch_s = model.kv_bytes_per_token_layer(tp), linear.swap_s_per_block, linear.copy_launch_s
+        cost: CostModel = LinearCost(linear.prefill, linear.decode, swap_s, block_bytes, kv_bytes, launch_s)
+    elif form == "roofline":
+        cost = RooflineCost(model, hardware, profile, tp, block_bytes)
+    elif form == "paper":
+        cost = PaperCost(model, hardware, profile, tp, block_bytes)
+    else:
+        raise UserError(f"cost form: {form!r} is not one of roofline, paper, linear")
+    cost.copies_beside_compute = hardware.copies_beside_compute
+    return cost
 
 
 def ridge(compute_s: float, memory_s: float, exponent: float) -> float:

@@ -57,6 +57,8 @@ class Pricer:
     def _overlap(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:
         """Put the plan's copies on their lanes; returns the computation's duration, waiting for copies included."""
         cost, lanes = self.cost, self.lanes
+        if not cost.copies_beside_compute:
+            return self._in_turn(plan, start_s, compute_s)
         stretch = 1.0
         if cost.all_reduce_on_pcie and compute_s > 0.0:
             compute_s, stretch = self._share_with_all_reduce(plan, compute_s)
@@ -86,6 +88,24 @@ class Pricer:
             for transfer in plan.pipelined_d2h:
                 self._finish_at(end_s, transfer)
         return compute_s
+
+    def _in_turn(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:
+        """Copies by the processor that computes (a CPU): one after the other, and nothing else meanwhile."""
+        cost, lanes, at_s = self.cost, self.lanes, start_s
+        for transfer in plan.background:
+            copy_s = cost.copy_s(transfer.num_bytes, transfer.num_copies, transfer.direction)
+            at_s = lanes.of(transfer.direction).reserve(at_s, copy_s, "KV layers")
+            self._finish_at(at_s, transfer)
+        if plan.streamed_bytes:
+            copy_s = cost.copy_s(plan.streamed_bytes, plan.streamed_copies, Direction.H2D)
+            at_s = lanes.h2d.reserve(at_s, copy_s, "stream KV")
+        at_s += compute_s
+        if plan.pipelined_layers:
+            copy_s = cost.copy_s(plan.pipelined_bytes, plan.pipelined_copies, Direction.D2H)
+            at_s = lanes.d2h.reserve(at_s, copy_s, "offload behind prefill")
+            for transfer in plan.pipelined_d2h:
+                self._finish_at(at_s, transfer)
+        return at_s - start_s
 
     def _share_with_all_reduce(self, plan: IterationPlan, compute_s: float) -> tuple[float, float]:
         """All-reduces on the PCIe lane go first: copies get the time that is left, in units of `copy_unit_bytes`.

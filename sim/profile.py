@@ -46,8 +46,10 @@ LINEAR_UNITS = {
     "decode_s_per_sequence": "s/sequence",
     "decode_s_per_context_token": "s/token",
     "swap_s_per_block": "s/block",
+    "copy_launch_s": "s",
 }
-"""Constants of the form `linear`: p0, p1, p2, d0, d1, d2 and seconds per swapped block."""
+"""Constants of the form `linear`: p0, p1, p2, d0, d1, d2, seconds per swapped block, and what of those each piece costs
+whatever its size: a copy of one layer of a block costs it as well."""
 UNITS = {"roofline": ROOFLINE_UNITS, "paper": ROOFLINE_UNITS, "linear": LINEAR_UNITS}
 MAY_BE_ZERO = frozenset({"layer_overhead_s", "step_overhead_s", "copy_launch_s", "allreduce_latency_s", *LINEAR_UNITS})
 """Constants that cost nothing at zero; the others divide or scale, and must be positive."""
@@ -76,6 +78,7 @@ class LinearCoefficients(msgspec.Struct, frozen=True):
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
     swap_s_per_block: float
+    copy_launch_s: float
 
 
 class ShortLinear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +88,7 @@ class ShortLinear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
     swap_s_per_block: float
+    copy_launch_s: float = 0.0
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -121,8 +125,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         """The coefficients of the form `linear`; None in other forms."""
         if self.form != "linear":
             return None
-        p0, p1, p2, d0, d1, d2, swap = (self.value(name) for name in LINEAR_UNITS)
-        return LinearCoefficients((p0, p1, p2), (d0, d1, d2), swap)
+        p0, p1, p2, d0, d1, d2, swap, launch = (self.value(name) for name in LINEAR_UNITS)
+        return LinearCoefficients((p0, p1, p2), (d0, d1, d2), swap, launch)
 
     @property
     def content_hash(self) -> str:
@@ -230,8 +234,9 @@ def _check_number(value: float, where: str, *, zero: bool) -> None:
 def _short_linear(data: dict[str, Any], path: Path) -> Profile:
     """A user's own coefficients: {"form": "linear", "prefill": [3], "decode": [3], "swap_s_per_block": s}."""
     short = convert(data, ShortLinear, path)
-    values = dict(zip(LINEAR_UNITS, (*short.prefill, *short.decode, short.swap_s_per_block), strict=True))
-    fields = [f"{part}[{i}]" for part in ("prefill", "decode") for i in range(3)] + ["swap_s_per_block"]
+    given = (*short.prefill, *short.decode, short.swap_s_per_block, short.copy_launch_s)
+    values = dict(zip(LINEAR_UNITS, given, strict=True))
+    fields = [f"{part}[{i}]" for part in ("prefill", "decode") for i in range(3)] + list(LINEAR_UNITS)[6:]
     for field, value in zip(fields, values.values(), strict=True):
         _check_number(value, f"{path}: field {field}", zero=True)
     constants = {

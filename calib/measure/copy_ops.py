@@ -9,6 +9,8 @@ from torch.cuda import nccl
 
 from calib.measure.clocks import Work
 from calib.measure.points import Point
+from gpu_runtime.copy_engine import copy_now
+from sim.plan import Direction
 
 TILE_BYTES = 16 * 2**20
 """Random bytes, repeated: making a gigabyte of them takes seconds."""
@@ -31,7 +33,7 @@ class CopyBuffers:
         self._buffers: dict[str, Tensor] = {}
 
     def work(self, point: Point, half: int | None = None) -> Work:
-        """Copies of a point's pieces, one call each, from and to places in random order.
+        """Copies of a point's pieces as the runtime makes them, from and to places in random order.
 
         Args:
             point: its op is h2d, d2h or host_memcpy.
@@ -45,14 +47,15 @@ class CopyBuffers:
         slots = (self._size if half is None else self._size // 2) // piece
         rounds = max(1, min(slots, PIECES) // count)
         rng = np.random.default_rng(self._seed + point.num_bytes)
-        sources, targets = ((start + piece * rng.permutation(slots)[: rounds * count]).tolist() for _ in range(2))
-        source, target = (device, host) if point.op == "d2h" else (host, device)
-        pairs = [(target[t : t + piece], source[s : s + piece]) for s, t in zip(sources, targets, strict=True)]
-        turns = cycle([pairs[first : first + count] for first in range(0, rounds * count, count)])
+        sources, targets = (rng.permutation(slots)[: rounds * count].tolist() for _ in range(2))
+        blocks = [buffer[start : start + slots * piece].view(slots, piece) for buffer in (device, host)]
+        direction = Direction(point.op)
+        source, target = blocks if direction is Direction.D2H else reversed(blocks)
+        turns = cycle([(sources[at : at + count], targets[at : at + count]) for at in range(0, rounds * count, count)])
 
         def copy() -> None:
-            for to, of in next(turns):
-                to.copy_(of, non_blocking=True)
+            source_ids, target_ids = next(turns)
+            copy_now(source, source_ids, target, target_ids, direction)
 
         return copy
 

@@ -27,11 +27,12 @@ WARM_UPS = 2
 
 
 class Waves:
-    """An inbox that sends the next wave of equal requests once the engine has ended the last one."""
+    """An inbox that sends the next wave of requests, the same as the last, once the engine has ended that one."""
 
     def __init__(self, point: Point, waves: int, output_tokens: int) -> None:
-        self._prompt_tokens = point.context_tokens or point.new_tokens
-        self._size, self._left, self._output_tokens = point.batch_size, waves, output_tokens
+        # Prompts are equal; contexts differ as those of served requests do, which costs attention that pads them.
+        self._lengths = spread_lengths(point) if point.context_tokens else [point.new_tokens] * point.batch_size
+        self._left, self._output_tokens = waves, output_tokens
         self._sent = 0
         self.unfinished = 0
 
@@ -45,10 +46,18 @@ class Waves:
         if self.unfinished or not self._left:
             return
         self._left -= 1
-        for _ in range(self._size):
-            to(Request(self._sent, until_s, self._prompt_tokens, self._output_tokens))
+        for length in self._lengths:
+            to(Request(self._sent, until_s, length, self._output_tokens))
             self._sent += 1
             self.unfinished += 1
+
+
+def spread_lengths(point: Point) -> list[int]:
+    """Contexts of a point's decodes: evenly from 3/4 to 5/4 of its context tokens, which are their mean."""
+    if point.batch_size == 1:
+        return [point.context_tokens]
+    away = (i / (point.batch_size - 1) - 0.5 for i in range(point.batch_size))
+    return [point.context_tokens + round(point.context_tokens * part / 2) for part in away]
 
 
 def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) -> list[float]:
@@ -57,13 +66,13 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
     Args:
         decoder: of the layers that `point.num_layers` says.
         spec: the model's shape.
-        point: equal prompts computed whole, or decodes whose context grows by one token a repeat.
+        point: equal prompts computed whole, or decodes whose contexts grow by one token a repeat.
     """
     decodes = point.context_tokens > 0
     waves, output = (1, repeats + WARM_UPS + 2) if decodes else (repeats + WARM_UPS, 2)
-    longest = (point.context_tokens or point.new_tokens) + output
+    longest = max(spread_lengths(point)) + output if decodes else point.new_tokens + output
     blocks = point.batch_size * (-(-longest // BLOCK_TOKENS) + 1)
-    budget = point.batch_size * (point.context_tokens or point.new_tokens)
+    budget = point.batch_size * (longest - output)
     model = msgspec.structs.replace(spec, num_layers=point.num_layers)
     limits = Limits(
         num_gpu_blocks=blocks + blocks // 50 + 2,

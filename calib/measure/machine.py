@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from time import perf_counter
 
+import psutil
 import torch
 
 from calib.measure.limits import Limits
@@ -76,7 +77,7 @@ def cpu_name() -> str:
 
 def limits_of(device: torch.device) -> Limits:
     """What decides which shapes are worth planning, as of now."""
-    host = free_host_bytes()
+    host = psutil.virtual_memory().available
     if device.type == "cpu":
         flops, rate = CPU_RATES
         return Limits(
@@ -93,17 +94,6 @@ def limits_of(device: torch.device) -> Limits:
         bytes_per_s=rate,
         graphs=True,
     )
-
-
-def free_host_bytes() -> int:
-    """Memory that programs can still have, by /proc/meminfo; else half of what there is."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def state_under_load(device: torch.device, dtype: torch.dtype) -> dict[str, str | float]:

@@ -31,6 +31,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus_per_pcie_link: Quantity
     nvlink_bytes_per_s: Quantity
     host_memory_bytes: Quantity
+    copies_beside_compute: bool = True
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,6 +46,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         gpus_per_pcie_link: GPUs that share a link to the host.
         nvlink_bytes_per_s: peak per direction and GPU, B/s; None: GPUs talk over PCIe.
         host_memory_bytes: memory of the host that KV can move to.
+        copies_beside_compute: whether it has copy engines; false for a CPU, which copies itself.
         sources: field name to "status: source".
     """
 
@@ -56,6 +58,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpus_per_pcie_link: int
     nvlink_bytes_per_s: float | None
     host_memory_bytes: float
+    copies_beside_compute: bool = True
     sources: dict[str, str]
 
 
@@ -76,11 +79,12 @@ def load_hardware(name_or_path: str) -> HardwareSpec:
         raise UserError(f"{path}: field name is empty: name the GPU")
     values: dict[str, float | None] = {}
     sources: dict[str, str] = {}
-    for field in HardwareFile.__struct_fields__[1:]:
+    for field in HardwareFile.__struct_fields__[1:-1]:
         quantity: Quantity = getattr(file, field)
         values[field] = _checked(quantity, field, path)
         sources[field] = f"{quantity.status}: {quantity.source}"
-    return msgspec.convert({"name": file.name, "sources": sources, **values}, HardwareSpec)
+    plain = {"name": file.name, "copies_beside_compute": file.copies_beside_compute}
+    return msgspec.convert({**plain, "sources": sources, **values}, HardwareSpec)
 
 
 def _checked(quantity: Quantity, field: str, path: Path) -> float | int | None:

@@ -8,20 +8,21 @@ from msgspec import structs
 from small import limits, requests, simulate
 
 from sim.arrivals import Arrivals
-from sim.cost import PaperCost, RooflineCost, build_cost
+from sim.cost import LinearCost, PaperCost, RooflineCost, build_cost
 from sim.driver import Instance
 from sim.engine import Engine
 from sim.errors import UserError
 from sim.itl import GapCollector
-from sim.plan import Direction, IterationPlan
+from sim.plan import Direction, IterationPlan, Transfer
 from sim.policies import POLICIES
 from sim.policies.base import Deployment
 from sim.policies.layerkv import LayerKV
 from sim.predictor import NoPredictor
-from sim.pricing import Lanes
+from sim.pricing import Lanes, Pricer
 from sim.profile import FittedRange, load_profile, shipped_profiles
 from sim.result import assemble
 from sim.scenario import Scenario
+from sim.sequence import Sequence
 from sim.simulate import build_run, execute, prepare, traffic
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
@@ -156,3 +157,31 @@ def test_a_prediction_beyond_the_fitted_range_is_marked_once() -> None:
     within = assemble(execute(build_run(setup, traffic(scenario))))
     assert "beyond_range" not in within["profile"]
     assert not [text for text in within["warnings"] if "extrapolated" in text]
+
+
+def test_a_cpu_makes_its_copies_itself_one_after_the_other() -> None:
+    """A launch of 1 ms a piece, 2 ms a block of 4 layers, 10 ms for the prompt, 20 ms for a decode."""
+    cost = LinearCost((0.01, 0.0, 0.0), (0.02, 0.0, 0.0), 3e-3, 4096.0, 64.0, 1e-3)
+    cost.copies_beside_compute = False
+    ended: list[tuple[float, Transfer]] = []
+    lanes = Lanes()
+    pricer = Pricer(cost, lanes, lambda end_s, transfer: ended.append((end_s, transfer)), layers=4)
+    seq = Sequence(requests((0.0, 32, 8))[0])
+    # Two layers of three blocks: 6 pieces and 6/4 blocks' worth of bytes, 6 + 3 ms.
+    out = Transfer(seq, Direction.D2H, 2, 3, 6 * 1024.0, 12)
+    back = Transfer(seq, Direction.H2D, 1, 4, 4 * 1024.0, 8)
+    plan = IterationPlan()
+    plan.num_decodes, plan.background = 1, [out, back]
+    times = pricer.step(plan, 1.0)
+    assert ended == [(pytest.approx(1.009), out), (pytest.approx(1.015), back)]
+    assert times.end_s == pytest.approx(1.035)
+    assert (lanes.d2h.busy_s, lanes.h2d.busy_s) == (pytest.approx(0.009), pytest.approx(0.006))
+
+
+def test_the_cpu_is_what_has_no_copy_engines() -> None:
+    assert not load_hardware("cpu").copies_beside_compute
+    assert load_hardware("l20").copies_beside_compute
+    for name in ("cpu", "l20"):
+        hardware = load_hardware(name)
+        cost = build_cost(load_model("llama-2-7b"), hardware, load_profile(None, hardware), 1, 1.0)
+        assert cost.copies_beside_compute == hardware.copies_beside_compute

@@ -1,0 +1,147 @@
+"""Pools that fit the machine, the twin's verdict, and `kvtwin validate` from end to end."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+psutil = pytest.importorskip("psutil")
+
+import kvtwin  # noqa: E402
+from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
+from gpu_runtime.twin import agreements, markdown, verdict  # noqa: E402
+from sim.errors import UserError  # noqa: E402
+from sim.policies import POLICIES  # noqa: E402
+from sim.scenario import Scenario  # noqa: E402
+from sim.simulate import GIB, prepare  # noqa: E402
+
+SCENARIO = Scenario(model="qwen3-0.6b", gpu="cpu", workload="fixed", input_len=9, output_len=9, dtype="float32")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def free_bytes(monkeypatch):
+    def set_to(value):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=value))
+
+    return set_to
+
+
+def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
+    free_bytes(4 * GIB)
+    layerkv = POLICIES["layerkv"]()
+    before = prepare(SCENARIO, "", layerkv).limits
+    limits = prepare(fit_to_machine(SCENARIO, layerkv, "cpu"), "", layerkv).limits
+    assert before.num_cpu_blocks * before.block_bytes > 4 * GIB
+    for blocks in (limits.num_cpu_blocks, limits.num_gpu_blocks):
+        assert GIB - limits.block_bytes < blocks * limits.block_bytes <= GIB
+    on_cuda = prepare(fit_to_machine(SCENARIO, layerkv, "cuda"), "", layerkv).limits
+    assert (on_cuda.num_cpu_blocks, on_cuda.num_gpu_blocks) == (limits.num_cpu_blocks, before.num_gpu_blocks)
+
+
+def test_pools_that_fit_stay_as_they_are(free_bytes):
+    free_bytes(400 * GIB)
+    for policy in POLICIES.values():
+        assert fit_to_machine(SCENARIO, policy(), "cpu") == SCENARIO
+
+
+def test_pools_that_were_asked_for_are_refused_where_they_do_not_fit(free_bytes):
+    free_bytes(4 * GIB)
+    policy = POLICIES["vllm-swap"]()
+    few = replace(SCENARIO, num_gpu_blocks_override=10)
+    assert fit_to_machine(replace(few, swap_space=3.9), policy, "cpu").swap_space == 3.9
+    with pytest.raises(UserError, match=r"5\.0 GiB asked for, 4\.0 GiB are free: lower --swap-space"):
+        fit_to_machine(replace(few, swap_space=5.0), policy, "cpu")
+    with pytest.raises(UserError, match="num-gpu-blocks-override"):
+        fit_to_machine(replace(SCENARIO, num_gpu_blocks_override=10**6), policy, "cpu")
+    free_bytes(1000)
+    with pytest.raises(UserError, match="no block"):
+        fit_to_machine(SCENARIO, policy, "cpu")
+
+
+def run(ttft, tpot=10.0):
+    return {"mean_ttft_ms": ttft, "p99_ttft_ms": ttft, "mean_tpot_ms": tpot, "request_throughput": 5.0}
+
+
+def test_an_error_within_a_tenth_or_twice_the_spread_agrees():
+    steady = [run(100.0), run(101.0), run(99.0)]
+    assert verdict(agreements(run(109.0), steady))
+    assert not verdict(agreements(run(111.0), steady))
+    assert not verdict(agreements(run(100.0, tpot=8.9), steady))
+    uneven = [run(100.0), run(110.0), run(90.0)]
+    found = agreements(run(130.0), uneven)
+    assert verdict(found)
+    assert found[0].allowed == pytest.approx(0.4)
+    assert not verdict(agreements(run(141.0), uneven))
+    assert "Excused by the live runs' own spread alone: mean TTFT (+30%, spread 20%)" in markdown(
+        "x", found, 3, 3, [1.0]
+    )
+    assert "Excused" not in markdown("x", agreements(run(109.0), steady), 3, 3, [1.0])
+    assert not verdict(agreements({}, steady))
+
+
+def test_the_report_says_what_the_machine_did():
+    found = agreements(run(105.0), [run(100.0)] * 3)
+    assert "a probe took 0.95 to 1.08 times what the profile says, before" in markdown("x", found, 3, 3, [0.95, 1.08])
+    assert "0.95 to 1.45 times what the profile says: it is not what" in markdown("x", found, 3, 3, [0.95, 1.45])
+    assert "**Not judged**: 2 of 3 live runs were undisturbed" in markdown("x", found, 2, 3, [0.95, 1.45])
+
+
+def validate(tmp_path, *flags):
+    """`kvtwin validate` of a starved tiny model on a shipped profile; its status and folder."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    out = tmp_path / "out"
+    status = kvtwin.main(
+        ["validate", "--device", "cpu", "--model", str(config), "--gpu", "cpu", "--workload", "fixed", "--input-len",
+         "12", "--output-len", "6", "--request-rate", "200", "--num-prompts", "12", "--num-gpu-blocks-override", "9",
+         "--max-model-len", "64", "--swap-space", "0.01", "--max-num-seqs", "8", "--out", str(out), *flags]
+    )  # fmt: skip
+    return status, out
+
+
+@pytest.mark.parametrize(
+    ("flags", "after", "executed"),
+    [
+        ([], [1.0, 1.3, 1.05], 3),
+        # The second run is disturbed, and so is the third, before which the machine was not itself.
+        (["--max-drift", "0.1"], [1.0, 1.3, 1.05, 1.05, 1.05], 5),
+        (["--max-drift", "0.1"], [1.2] * 15, 15),
+    ],
+)
+def test_disturbed_runs_are_run_again(tmp_path, capsys, monkeypatch, flags, after, executed):
+    warm_up, before = 9.0, 1.0
+    slowness = iter([warm_up, before, *after])
+    monkeypatch.setattr("gpu_runtime.probe.machine_slowness", lambda *_: next(slowness))
+    status, out = validate(tmp_path, "--policy", "vllm-recompute", "--runs", "3", *flags)
+    assert list(slowness) == [] and len(after) == executed
+    text = (out / "validation.md").read_text()
+    if min(after) > 1.1:
+        assert "**Not judged**: 0 of 3 live runs" in text
+        assert status == 1
+    else:
+        assert (out / "vllm-recompute" / "live-3" / "result.json").exists()
+        assert "1.00 to 1.30 times" in text
+
+
+def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):
+    status, out = validate(tmp_path, "--policy", "vllm-swap", "--policy", "layerkv", "--runs", "2")
+    # An uncalibrated profile: whether it agrees is chance, that it says so is not.
+    text = (out / "validation.md").read_text()
+    assert status == (1 if "does not agree" in text else 0)
+    assert capsys.readouterr().out.startswith(text)
+    for policy in ("vllm-swap", "layerkv"):
+        assert f"## {policy}" in text
+        results = [
+            json.loads((out / policy / part / "result.json").read_text()) for part in ("simulated", "live-1", "live-2")
+        ]
+        assert [r["backend"] for r in results] == ["kvtwin-sim", "kvtwin-live", "kvtwin-live"]
+        assert [r["completed"] for r in results] == [12, 12, 12]
+        assert len({(r["scenario"]["num_gpu_blocks"], r["scenario"]["num_cpu_blocks"]) for r in results}) == 1
+        assert (out / policy / "twin.png").stat().st_size > 10_000
