@@ -54,10 +54,9 @@ class Waves:
 
 def spread_lengths(point: Point) -> list[int]:
     """Contexts of a point's decodes: evenly from 3/4 to 5/4 of its context tokens, which are their mean."""
-    if point.batch_size == 1:
-        return [point.context_tokens]
-    away = (i / (point.batch_size - 1) - 0.5 for i in range(point.batch_size))
-    return [point.context_tokens + round(point.context_tokens * part / 2) for part in away]
+    last = point.batch_size - 1
+    away = (point.context_tokens * (2 * i - last) / (4 * max(1, last)) for i in range(point.batch_size))
+    return [point.context_tokens + round(tokens) for tokens in away]
 
 
 def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) -> list[float]:
