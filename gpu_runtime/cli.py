@@ -96,7 +96,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     scenario, policies, folder, outputs = read_options(arguments)
     scenario, decoder = decoder_for(scenario, options)
     make_folder(folder, "--out")
-    probe = Probe(scenario, decoder, options)
+    probe = Probe(scenario, decoder, options, max_drift)
     parts, agreed = [], True
     for label, policy in policies:
         place = folder / folder_name(label)
@@ -110,7 +110,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
             )
             if run.interrupted or run.error:
                 return print_result(run, live, place, outputs)
-            if probe.drifts(max_drift):
+            if not probe.counts():
                 continue
             lived.append(live)
             drawn.append(FigureRun.of(run, live))
@@ -118,7 +118,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
                 break
         found = agreements(result, lived)
         agreed = agreed and len(lived) == runs and verdict(found)
-        parts.append(markdown(label, found, len(lived), runs, probe.seen))
+        parts.append(markdown(label, found, runs, probe.slowness, probe.disturbed))
         save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
     text = "# Simulated and live\n\n" + "\n".join(parts)
     write_atomically(folder / "validation.md", lambda file: file.write(text.encode()))

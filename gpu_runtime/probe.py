@@ -45,19 +45,32 @@ def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions)
 
 
 class Probe:
-    """The machine's slowness before and after each live run."""
+    """The machine's slowness around live runs.
 
-    def __init__(self, scenario: Scenario, decoder: Decoder, options: LiveOptions) -> None:
-        self._of = scenario, decoder, options
-        # The first one pays for lazy set-up.
-        machine_slowness(*self._of)
-        self.seen: list[float] = []
+    Attributes:
+        slowness: before and after each run that counts.
+        disturbed: runs that do not count.
+    """
+
+    def __init__(self, scenario: Scenario, decoder: Decoder, options: LiveOptions, max_drift: float | None) -> None:
+        """A run counts if before and after it the machine is within `max_drift` of the profile; None: always."""
+        self._of, self.max_drift = (scenario, decoder, options), max_drift
+        self.slowness: list[float] = []
+        self.disturbed = 0
+        # The first one pays for lazy set-up: it is overwritten.
+        self._last = machine_slowness(*self._of)
 
     def begin(self) -> None:
         """Probe before a series of live runs; what was seen before is forgotten."""
-        self.seen = [machine_slowness(*self._of)]
+        self.slowness, self.disturbed = [], 0
+        self._last = machine_slowness(*self._of)
 
-    def drifts(self, max_drift: float | None) -> bool:
-        """Probe after a live run: whether before or after it the machine was off the profile by more than that."""
-        self.seen.append(machine_slowness(*self._of))
-        return max_drift is not None and any(abs(slowness - 1) > max_drift for slowness in self.seen[-2:])
+    def counts(self) -> bool:
+        """Probe after a live run: whether it counts."""
+        around = [self._last, machine_slowness(*self._of)]
+        self._last = around[1]
+        if self.max_drift is not None and any(abs(slowness - 1) > self.max_drift for slowness in around):
+            self.disturbed += 1
+            return False
+        self.slowness += around
+        return True

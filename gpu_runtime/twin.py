@@ -82,24 +82,24 @@ def _caution(found: Sequence[Agreement]) -> list[str]:
     return [f"Excused by the live runs' own spread alone: {names}. Repeat on a quieter machine to know more."]
 
 
-def markdown(label: str, found: Sequence[Agreement], runs: int, wanted: int, slowness: Sequence[float]) -> str:
+def markdown(label: str, found: Sequence[Agreement], runs: int, slowness: Sequence[float], disturbed: int) -> str:
     """A table of the agreement of one policy.
 
     Args:
-        runs: live runs that count. wanted: how many were to.
-        slowness: a probe's seconds over the profile's, before the first and after each live run.
+        runs: live runs that were to count.
+        slowness: a probe's seconds over the profile's, before and after each live run that counts.
+        disturbed: live runs that do not count.
     """
-    machine = f"The machine: a probe took {min(slowness):.2f} to {max(slowness):.2f} times what the profile says"
-    if runs < wanted:
+    counted = len(slowness) // 2
+    if counted < runs:
         return (
-            f"## {label}\n\n**Not judged**: {runs} of {wanted} live runs were undisturbed. {machine}: calibrate again, "
-            "find a quieter machine or allow a larger --max-drift.\n"
+            f"## {label}\n\n**Not judged**: around {disturbed} of {counted + disturbed} live runs a probe was too far "
+            "from the profile: calibrate again, find a quieter machine or allow a larger --max-drift.\n"
         )
-    machine += (
-        ", before and after live runs."
-        if max(abs(s - 1) for s in slowness) <= TOLERANCE
-        else (": it is not what was calibrated, and what is off below may be off by that.")
-    )
+    machine = f"Around live runs a probe took {min(slowness):.2f} to {max(slowness):.2f} times what the profile says"
+    if max(abs(s - 1) for s in slowness) > TOLERANCE:
+        machine += ": the machine is not what was calibrated, and what is off below may be off by that"
+    machine += f" ({disturbed} more runs were disturbed and do not count)." if disturbed else "."
     lines = [
         f"## {label}",
         "",
