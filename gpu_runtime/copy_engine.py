@@ -1,11 +1,12 @@
 """`CopyEngine`: blocks between GPU and host beside the computation, one lane per direction."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from gpu_runtime.copy_spans import CopySpans
 from gpu_runtime.copy_worker import CopyFailed, CopyHandle, CopyWorker, InlineWorker
 from gpu_runtime.kv_pool import KVPool
 from sim.plan import Direction
@@ -36,6 +37,7 @@ class CopyEngine:
 
         self._workers = {direction: worker(direction.value, self.device) for direction in Direction}
         self._host = worker("host", torch.device("cpu"))
+        self.spans = CopySpans(self.device)
 
     def __enter__(self) -> "CopyEngine":
         return self
@@ -80,7 +82,7 @@ class CopyEngine:
                 copy_now(src_pool.data, src, dst_pool.data, dst, direction)
                 handle.mark(group, worker.stream)
 
-        worker.submit(job, handle)
+        self._submit(direction, job, handle)
         return handle
 
     def copy_on_host(
@@ -122,8 +124,18 @@ class CopyEngine:
                         tensor.record_stream(worker.stream)
             handle.mark(None, worker.stream)
 
-        worker.submit(job, handle)
+        self._submit(direction, job, handle)
         return handle
+
+    def _submit(self, direction: Direction, job: Callable[[], None], handle: CopyHandle) -> None:
+        worker, spans = self._workers[direction], self.spans
+
+        def noted() -> None:
+            start = spans.mark(worker.stream)
+            job()
+            spans.note(direction, start, spans.mark(worker.stream))
+
+        worker.submit(noted, handle)
 
 
 def copy_now(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[int], direction: Direction) -> None:

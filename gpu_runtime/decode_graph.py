@@ -1,7 +1,8 @@
 """`DecodeGraph`: decode iterations as captured CUDA graphs, one launch in place of some ten a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,6 +10,23 @@ from torch import Tensor
 from gpu_runtime.attention_batch import NOWHERE, AttentionBatch
 from gpu_runtime.decoder import Decoder
 from gpu_runtime.kv_pool import KVPool
+
+Capture = Callable[[Callable[[], object]], Callable[[], object]]
+"""Makes of a computation on tensors that stay where they are one that repeats it with what is in them then."""
+LARGEST_CAPTURE = 256
+CAPTURE_STEP = 8
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, as vLLM 0.5.5 does: 1, 2, 4, multiples of 8, until one holds `max_num_seqs`; 256 at most.
+
+    ValueError unless `max_num_seqs` is positive.
+    """
+    if max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs {max_num_seqs}: must be positive")
+    sizes = [1, 2, 4, *range(CAPTURE_STEP, LARGEST_CAPTURE + 1, CAPTURE_STEP)]
+    enough = next((i for i, size in enumerate(sizes) if size >= max_num_seqs), len(sizes) - 1)
+    return sizes[: enough + 1]
 
 
 class DecodeGraph:
@@ -19,7 +37,16 @@ class DecodeGraph:
     that acts between them calls `Decoder.forward`.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool, batch_sizes: Sequence[int], max_blocks: int) -> None:
+    @torch.inference_mode()
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        batch_sizes: Sequence[int],
+        max_blocks: int,
+        *,
+        capture: Capture | None = None,
+    ) -> None:
         """Capture a graph for each batch size.
 
         Args:
@@ -27,65 +54,95 @@ class DecodeGraph:
             pool: the KV cache that the graphs read and write.
             batch_sizes: to capture; the largest limits a batch.
             max_blocks: blocks per sequence and layer group at most.
+            capture: makes the graphs; None: as CUDA graphs.
 
         Raises:
             ValueError: no CUDA device.
         """
-        if decoder.device.type != "cuda":
-            raise ValueError(f"{decoder.config.name} is on {decoder.device}: CUDA graphs need a CUDA device")
-        self._decoder = decoder
-        self._pool = pool
+        if capture is None:
+            if decoder.device.type != "cuda":
+                raise ValueError(f"{decoder.config.name} is on {decoder.device}: CUDA graphs need a CUDA device")
+            capture = CudaCapture(decoder.device)
+        # Graphs know addresses only: what is there must live as long.
+        self._decoder, self._pool = decoder, pool
         self._sizes = sorted(batch_sizes)
-        self._tokens = torch.zeros(self._sizes[-1], dtype=torch.int64, device=pool.device)
-        self._batch = _padded(self._sizes[-1], max_blocks, pool, decoder.config.max_position_embeddings)
-        self._memory = torch.cuda.graph_pool_handle()
-        # Larger ones first, so that smaller ones fit in the memory they share.
-        self._graphs = {size: self._capture(size) for size in reversed(self._sizes)}
+        largest = self._sizes[-1]
+        self._tokens = torch.zeros(largest, dtype=torch.int64, device=pool.device)
+        self._batch = _padded(largest, max_blocks, pool, decoder.config.max_position_embeddings)
+        # One for all sizes: logits that each graph kept for itself would take a gigabyte of a large vocabulary.
+        self._logits = torch.empty(largest, decoder.config.vocab_size, dtype=decoder.dtype, device=pool.device)
 
+        # Larger ones first, so that smaller ones fit in the memory they share.
+        self._replays = {size: capture(partial(self._compute, size)) for size in reversed(self._sizes)}
+
+    def _compute(self, size: int) -> None:
+        logits = self._decoder.forward(self._tokens[:size], _first(self._batch, size), self._pool)
+        self._logits[:size] = logits
+
+    def fits(self, batch: AttentionBatch) -> bool:
+        """Whether `run` can compute a batch: decodes, no more and no longer than what was captured."""
+        return (
+            batch.max_query_len == 1
+            and len(batch.num_new) <= self._sizes[-1]
+            and batch.block_tables.shape[2] <= self._batch.block_tables.shape[2]
+            and batch.max_seq_len <= self._batch.max_seq_len
+        )
+
+    @torch.inference_mode()
     def run(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        """Logits [B, V] of a batch of decodes: a view that the next run of the same size overwrites.
+        """Logits [B, V] of a batch of decodes: a view that the next run overwrites.
 
         Raises:
-            ValueError: a batch that is no decode, or larger or longer than what was captured.
+            ValueError: a batch that does not fit.
         """
         count = len(batch.num_new)
         width = batch.block_tables.shape[2]
-        if batch.max_query_len != 1 or count > self._sizes[-1] or width > self._batch.block_tables.shape[2]:
+        static = self._batch
+        if not self.fits(batch):
             raise ValueError(
-                f"batch of {count} sequences, {batch.max_query_len} new tokens and {width} blocks each: captured are "
-                f"decodes of {self._sizes[-1]} sequences and {self._batch.block_tables.shape[2]} blocks"
+                f"batch of {count} sequences, {batch.max_query_len} new tokens and {width} blocks each, "
+                f"{batch.max_seq_len} tokens long: captured are decodes of {self._sizes[-1]} sequences, "
+                f"{static.block_tables.shape[2]} blocks and {static.max_seq_len} tokens"
             )
         size = next(size for size in self._sizes if size >= count)
-        static = self._batch
         self._tokens[:count] = token_ids
-        for mine, given in (
-            (static.context_lens, batch.context_lens),
-            (static.seq_lens, batch.seq_lens),
-            (static.positions, batch.positions),
+        for mine, given, padding in (
+            (static.context_lens, batch.context_lens, 0),
+            (static.seq_lens, batch.seq_lens, 1),
+            (static.positions, batch.positions, 0),
         ):
             mine[:count] = given
-            mine[count:size] = 0 if mine is not static.seq_lens else 1
+            mine[count:size] = padding
         static.block_tables[:, :count, :width] = batch.block_tables
         static.block_tables[:, count:size] = 0
         static.slot_mapping[:, :count] = batch.slot_mapping
         static.slot_mapping[:, count:size] = NOWHERE
-        graph, logits = self._graphs[size]
-        graph.replay()
-        return logits[:count]
+        self._replays[size]()
+        return self._logits[:count]
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        batch = _first(self._batch, size)
-        tokens = self._tokens[:size]
-        stream = torch.cuda.Stream(self._decoder.device)
-        stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
-        with torch.cuda.stream(stream):
+
+class CudaCapture:
+    """Captures computations as CUDA graphs that share their memory: one may run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+        # One stream for all: libraries keep a workspace for each they have seen.
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, compute: Callable[[], object]) -> Callable[[], object]:
+        """A graph of `compute`, ready to be launched on any stream."""
+        caller = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
             # Compiles the kernels and lets libraries take their workspaces: neither may happen under capture.
-            self._decoder.forward(tokens, batch, self._pool)
-        torch.cuda.current_stream(self._decoder.device).wait_stream(stream)
+            compute()
+        caller.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._decoder.forward(tokens, batch, self._pool)
-        return graph, logits
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            compute()
+        # The first launch also moves the graph to the GPU: no request shall wait for that, or find no room for it.
+        graph.replay()
+        return graph.replay
 
 
 def _padded(size: int, max_blocks: int, pool: KVPool, max_positions: int) -> AttentionBatch:

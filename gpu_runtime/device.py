@@ -1,30 +1,30 @@
 """`TorchDevice`: executes plans with torch and measures. The real clock's half of what the simulator prices.
 
 One iteration: blocks are brought in line with the scheduler's decisions, copies that must come first are made,
-background copies start, then the layers run one after the other. Layer l waits only for the copies it needs: KV that
-streams in from the host, or the send-buffer slot that its own KV leaves through (LayerKV section 3.1.2).
+background copies start, then the layers run (`layer_pass`): one after the other, or where nothing happens between them
+as a captured graph.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 from threading import Event
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_runtime.attention_batch import AttentionBatch
 from gpu_runtime.block_ids import BlockIds
-from gpu_runtime.copy_engine import CopyEngine, CopyFailed, CopyHandle
+from gpu_runtime.copy_engine import CopyEngine, CopyHandle
+from gpu_runtime.decode_graph import Capture, DecodeGraph
 from gpu_runtime.decoder import Decoder, greedy
+from gpu_runtime.kv_copies import KVCopies
 from gpu_runtime.kv_pool import KVPool
-from gpu_runtime.placement import Held, Move, Placement
-from sim.lanes import SEND_BUFFER_LAYERS
-from sim.plan import Direction, IterationPlan, PrefillChunk, StepTimes, Transfer
+from gpu_runtime.layer_pass import BlockTables, LayerPass
+from gpu_runtime.placement import Placement
+from sim.plan import IterationPlan, PrefillChunk, StepTimes, Transfer
 from sim.policies.base import Limits, Scheduler
 from sim.sequence import Sequence, Status
 from traces.request import Request
@@ -35,21 +35,6 @@ OnToken = Callable[[Sequence, int, float], None]
 """Hears of every token: whose, which, and when, s."""
 WAKE_S = 0.05
 """Longest sleep while nothing is known to happen, s."""
-
-
-@dataclass
-class Pass:
-    """One run over the layers: who computes, where each one's KV is, and the copies its layers wait for."""
-
-    seqs: list[Sequence]
-    num_new: list[int]
-    cached: list[int]
-    slots: list[list[list[int]]]
-    """Per sequence, the GPU blocks that its groups on the host pass through, in turn; empty if it has none."""
-    streaming: list[bool]
-    """Whether the KV cached before must come from the host for each group."""
-    leaving: dict[tuple[int, int], CopyHandle] = field(default_factory=dict)
-    """By sequence and turn, the copy out of a slot."""
 
 
 class TorchDevice:
@@ -66,6 +51,8 @@ class TorchDevice:
         stays_awake: wait for a known time without sleeping. An idle core loses its caches to others and its clock to
             power saving, and its next iteration may take half as long again.
         inline_copies: whether the computing thread copies, as it does on a CPU by default.
+        graph_batch_sizes: batches of decodes that `warm_up` captures as graphs (`decode_graph.capture_sizes`).
+        capture: makes the graphs; None: as CUDA graphs.
     """
 
     def __init__(
@@ -82,6 +69,8 @@ class TorchDevice:
         scratch_blocks: int = 0,
         stays_awake: bool = False,
         inline_copies: bool | None = None,
+        graph_batch_sizes: Seq[int] = (),
+        capture: Capture | None = None,
     ) -> None:
         config = decoder.config
         self.decoder, self.scheduler = decoder, scheduler
@@ -100,12 +89,16 @@ class TorchDevice:
         self.scratch.allocate(gpu_blocks)
         self.placement = Placement(self.counted, self.host, num_groups=self.groups, block_tokens=limits.block_size)
         self.copies = CopyEngine(self.device, inline=not pin if inline_copies is None else inline_copies)
+        self._moves = KVCopies(self.copies, self.gpu, self.host, self._fail)
+        self._tables = BlockTables(self.placement)
         self.tokens: dict[Sequence, list[int]] = {}
         self._background: list[tuple[Transfer, CopyHandle]] = []
         self._behind: list[tuple[Transfer, list[CopyHandle]]] = []
         self._open_copies: dict[Sequence, list[CopyHandle]] = {}
         self._failures: list[tuple[Sequence, str]] = []
-        self._known_rows: dict[Sequence, tuple[Held, int, np.ndarray]] = {}
+        self._graph_batch_sizes, self._capture = graph_batch_sizes, capture
+        self._longest_blocks = self.placement.blocks_for(limits.max_model_len)
+        self._graph: DecodeGraph | None = None
         self._stays_awake = stays_awake
         self._woken = Event()
         self._begun_s = perf_counter()
@@ -114,6 +107,7 @@ class TorchDevice:
 
     def start(self) -> None:
         """Set the clock to zero."""
+        self.copies.spans.start_clock()
         self._begun_s = perf_counter()
 
     def now_s(self) -> float:
@@ -150,13 +144,13 @@ class TorchDevice:
         ended: list[Transfer] = []
         for transfer, handle in list(self._background):
             if handle.done():
-                self._check_copies(transfer.seq, [handle])
+                self._moves.wait(transfer.seq, [handle])
                 self._background.remove((transfer, handle))
                 self.placement.end(transfer)
                 ended.append(transfer)
         for transfer, handles in list(self._behind):
             if all(handle.done() for handle in handles):
-                self._check_copies(transfer.seq, handles)
+                self._moves.wait(transfer.seq, handles)
                 self._behind.remove((transfer, handles))
                 self.placement.end_prefill(transfer.seq)
                 ended.append(transfer)
@@ -165,30 +159,14 @@ class TorchDevice:
     def _settle(self, seq: Sequence) -> None:
         """Wait for every copy of a sequence, whose blocks are about to be given to others."""
         handles = [handle for transfer, handle in self._background if transfer.seq is seq]
-        self._check_copies(seq, [*self._open_copies.pop(seq, ()), *handles])
+        self._moves.wait(seq, [*self._open_copies.pop(seq, ()), *handles])
 
-    def _check_copies(self, seq: Sequence, handles: Iterable[CopyHandle]) -> None:
-        """Wait for copies; one that failed has lost the sequence's KV, which ends the sequence and nobody else."""
-        for handle in handles:
-            try:
-                handle.wait()
-            except CopyFailed as error:
-                self._failures.append((seq, f"copy of KV blocks: {error}"))
-
-    def _await(self, seq: Sequence, handle: CopyHandle, layer: int) -> None:
-        """Let the computation's stream wait for a copy; the host goes on queueing layers."""
-        try:
-            handle.wait_layer(layer)
-        except CopyFailed as error:
-            self._failures.append((seq, f"copy of KV blocks: {error}"))
+    def _fail(self, seq: Sequence, reason: str) -> None:
+        self._failures.append((seq, reason))
 
     def failures(self) -> list[tuple[Sequence, str]]:
         found, self._failures = self._failures, []
         return found
-
-    def _copy(self, move: Move) -> CopyHandle:
-        pools = (self.gpu, self.host) if move.direction is Direction.D2H else (self.host, self.gpu)
-        return self.copies.copy_blocks(pools[0], move.source, pools[1], move.target, move.direction)
 
     # -- one iteration -------------------------------------------------------------------------------------------
 
@@ -196,9 +174,9 @@ class TorchDevice:
         decodes = list(self._decodes(plan))
         for move in self.placement.follow(plan, decodes, self._settle):
             # Before the computation, as vLLM 0.5.5 swaps: the same blocks may be written next.
-            self._check_copies(move.seq, [self._copy(move)])
+            self._moves.wait(move.seq, [self._moves.start(move)])
         for transfer in plan.background:
-            self._background.append((transfer, self._copy(self.placement.begin(transfer))))
+            self._background.append((transfer, self._moves.start(self.placement.begin(transfer))))
         if plan.chunks or decodes:
             self._compute_or_fail(plan, decodes)
         end_s = self.now_s()
@@ -239,60 +217,24 @@ class TorchDevice:
         for seq in [*sampled, *(seq for seq, _ in decodes)]:
             self._tokens_of(seq).append(0)
         for seq in [*(chunk.seq for chunk in chunks), *(seq for seq, _ in decodes)]:
-            self._failures.append((seq, reason))
+            self._fail(seq, reason)
             # Copies behind its prefill have nothing to copy: they are over.
             self._behind += [(transfer, []) for transfer in plan.pipelined_d2h if transfer.seq is seq]
 
     def _compute(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]]) -> None:
-        work, ids, sampled = self._lay_out(chunks, decodes)
+        work = LayerPass(self.placement, self.scratch, self._moves)
+        for seq, num_new, cached, _ in chunks:
+            work.add_chunk(seq, num_new, cached, self._tokens_of(seq))
+        for seq, num_tokens in decodes:
+            work.add_decode(seq, num_tokens, self._tokens_of(seq))
         try:
-            batch = AttentionBatch.build(work.num_new, work.cached, self._tables(work), self.block_tokens, self.device)
-            rows = batch.last_rows[torch.tensor(sampled, device=self.device)] if sampled else None
-            logits = self.decoder.forward(
-                torch.tensor(ids, device=self.device),
-                batch,
-                self.gpu,
-                rows,
-                before_layer=lambda layer: self._before_layer(work, layer),
-                after_layer=lambda layer, _: self._after_layer(work, layer),
-            )
-            chosen = greedy(logits)
+            chosen = work.run(self.decoder, self.gpu, self._tables, self._graph)
         except torch.OutOfMemoryError:
-            for (i, _), handle in work.leaving.items():
-                self._check_copies(work.seqs[i], [handle])
-            self._release_scratch(work)
+            work.abandon()
             raise
         self._finish_behind(plan, work)
-        if sampled:
-            self._emit([work.seqs[i] for i in sampled], chosen)
-        self._release_scratch(work)
-
-    def _lay_out(
-        self, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]]
-    ) -> tuple[Pass, list[int], list[int]]:
-        """The pass, the token ids it feeds, and which of its sequences are sampled."""
-        work, ids, sampled = Pass([], [], [], [], []), [], []
-        for seq, num_new, cached, _ in chunks:
-            tokens = self._tokens_of(seq)
-            ids += tokens[cached : cached + num_new]
-            if cached + num_new == seq.num_tokens:
-                sampled.append(len(work.seqs))
-            self._add(work, seq, num_new, cached, self.placement.held[seq].slots, streams=cached > 0)
-        for seq, num_tokens in decodes:
-            ids.append(self._tokens_of(seq)[num_tokens - 1])
-            sampled.append(len(work.seqs))
-            slots = self._scratch_slots(seq, num_tokens) if self.placement.held[seq].host else []
-            self._add(work, seq, 1, num_tokens - 1, slots, streams=True)
-        return work, ids, sampled
-
-    def _add(
-        self, work: Pass, seq: Sequence, num_new: int, cached: int, slots: list[list[int]], *, streams: bool
-    ) -> None:
-        work.seqs.append(seq)
-        work.num_new.append(num_new)
-        work.cached.append(cached)
-        work.slots.append(slots if self.placement.held[seq].host else [])
-        work.streaming.append(bool(work.slots[-1]) and streams)
+        self._emit(work.sampled, chosen)
+        work.release()
 
     def _tokens_of(self, seq: Sequence) -> list[int]:
         tokens = self.tokens.get(seq)
@@ -300,91 +242,29 @@ class TorchDevice:
             tokens = self.tokens[seq] = list(self.prompt_of(seq.request))
         return tokens
 
-    def _scratch_slots(self, seq: Sequence, num_tokens: int) -> list[list[int]]:
-        blocks = self.placement.blocks_for(num_tokens)
-        slots = min(SEND_BUFFER_LAYERS, len(self.placement.held[seq].host))
-        return [self.scratch.allocate(blocks) for _ in range(slots)]
-
-    def _release_scratch(self, work: Pass) -> None:
-        for i, seq in enumerate(work.seqs):
-            if work.slots[i] and work.slots[i] is not self.placement.held[seq].slots:
-                for ids in work.slots[i]:
-                    self.scratch.free(ids)
-
-    def _tables(self, work: Pass) -> np.ndarray:
-        """Block ids [groups, sequences, blocks], int32: a sequence's own, or the slot its group passes through."""
-        rows = [self._rows(seq, work.slots[i]) for i, seq in enumerate(work.seqs)]
-        tables = np.zeros((self.groups, len(rows), max(row.shape[1] for row in rows)), dtype=np.int32)
-        for i, row in enumerate(rows):
-            tables[:, i, : row.shape[1]] = row
-        return tables
-
-    def _rows(self, seq: Sequence, slots: Seq[list[int]]) -> np.ndarray:
-        """Block ids [groups, blocks] of one sequence, kept until they change."""
-        held = self.placement.held[seq]
-        known = self._known_rows.get(seq)
-        if known is not None and known[0] is held and known[1] == held.version and not slots:
-            return known[2]
-        rows = np.array([self.placement.table(seq, group, slots) for group in range(self.groups)], dtype=np.int32)
-        if not slots:
-            self._known_rows[seq] = held, held.version, rows
-        return rows
-
-    # -- around each layer (groups of one layer: only LayerKV has sequences with slots) -------------------------------
-
-    def _before_layer(self, work: Pass, layer: int) -> None:
-        """Wait until the slots of this layer are free and hold what was cached before."""
-        for i, seq in enumerate(work.seqs):
-            held = self.placement.held[seq]
-            if not work.slots[i] or layer in held.gpu:
-                continue
-            turn = self.placement.turn(seq, layer)
-            out = work.leaving.get((i, turn - len(work.slots[i])))
-            if out is not None:
-                self._await(seq, out, layer)
-            if work.streaming[i] and work.cached[i]:
-                blocks = self.placement.blocks_for(work.cached[i])
-                source = held.host[layer][:blocks]
-                target = work.slots[i][turn % len(work.slots[i])][:blocks]
-                self._await(seq, self._copy(Move(seq, Direction.H2D, tuple(source), tuple(target))), layer)
-
-    def _after_layer(self, work: Pass, layer: int) -> None:
-        """Send what the layer has written to the host, through its slot."""
-        for i, seq in enumerate(work.seqs):
-            held = self.placement.held[seq]
-            if not work.slots[i] or layer in held.gpu:
-                continue
-            turn = self.placement.turn(seq, layer)
-            first = work.cached[i] // self.block_tokens
-            blocks = self.placement.blocks_for(work.cached[i] + work.num_new[i])
-            source = work.slots[i][turn % len(work.slots[i])][first:blocks]
-            target = held.host[layer][first:blocks]
-            work.leaving[i, turn] = self._copy(Move(seq, Direction.D2H, tuple(source), tuple(target)))
-
-    def _finish_behind(self, plan: IterationPlan, work: Pass) -> None:
+    def _finish_behind(self, plan: IterationPlan, work: LayerPass) -> None:
         """Copies behind a prefill go on after it; what else a pass wrote must be out before its slots are reused."""
         behind = {transfer.seq: transfer for transfer in plan.pipelined_d2h}
-        by_seq: dict[int, list[CopyHandle]] = {}
-        for (i, _), handle in work.leaving.items():
-            by_seq.setdefault(i, []).append(handle)
-        for i, seq in enumerate(work.seqs):
-            handles = by_seq.get(i, [])
+        for member in work.members:
+            seq, handles = member.seq, list(member.leaving.values())
             if seq in behind:
                 self._behind.append((behind[seq], handles))
                 self._open_copies[seq] = handles
-                continue
-            self._check_copies(seq, handles)
+            else:
+                self._moves.wait(seq, handles)
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
     def _emit(self, seqs: Seq[Sequence], chosen: Tensor) -> None:
+        if not seqs:
+            return
         for seq, token in zip(seqs, chosen.tolist(), strict=True):
             self.tokens[seq].append(token)
             if self.on_token is not None:
                 self.on_token(seq, token, self.now_s())
 
     def warm_up(self) -> None:
-        """Run a prompt and a decode on blocks nobody holds, so that the first request does not pay for lazy set-up."""
+        """Run a prompt and a decode on blocks nobody holds, and capture graphs: no request shall pay for set-up."""
         tokens = min(8, self.block_tokens * max(1, self.counted.num_free // self.groups // 2))
         held = [self.counted.allocate(self.placement.blocks_for(tokens + 1)) for _ in range(self.groups)]
         tables = [[ids] for ids in held]
@@ -394,6 +274,10 @@ class TorchDevice:
             greedy(logits).tolist()
         for ids in held:
             self.counted.free(ids)
+        if self._graph_batch_sizes:
+            self._graph = DecodeGraph(
+                self.decoder, self.gpu, self._graph_batch_sizes, self._longest_blocks, capture=self._capture
+            )
 
     def close(self) -> None:
         """End the copy threads."""
@@ -403,7 +287,7 @@ class TorchDevice:
         """Forget what is known of sequences whose blocks have been given back; a preempted one keeps its tokens."""
         for seq in self.placement.take_dropped():
             self._open_copies.pop(seq, None)
-            self._known_rows.pop(seq, None)
+            self._tables.forget(seq)
             if seq.status in (Status.FINISHED, Status.IGNORED):
                 self.tokens.pop(seq, None)
 

@@ -9,10 +9,13 @@ from platform import processor
 
 import torch
 
+from gpu_runtime.copy_spans import CopySpans
+from gpu_runtime.decode_graph import capture_sizes
 from gpu_runtime.decoder import Decoder
 from gpu_runtime.decoder_config import DecoderConfig
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance, Observer
+from gpu_runtime.live_timeline import WARNING, Profiler
 from sim.arrivals import Arrivals
 from sim.errors import UserError
 from sim.metrics import TableSink
@@ -104,18 +107,28 @@ def build_device(setup: Setup, scheduler: Scheduler, decoder: Decoder, options: 
         dtype=decoder.dtype,
         scratch_blocks=scratch_blocks_of(setup),
         stays_awake=True,
+        graph_batch_sizes=capture_sizes(setup.limits.max_num_seqs) if options.device == "cuda" else (),
     )
 
 
-def recorder(lanes: Lanes, series: Series | None) -> Observer:
-    """What keeps the lanes and the time series of a run up to date, iteration by iteration."""
+def recorder(lanes: Lanes, series: Series | None, copies: CopySpans, profiler: Profiler | None = None) -> Observer:
+    """What keeps the lanes, the time series and the profile of a run up to date, iteration by iteration."""
 
     def observe(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
         lanes.compute.run(start_s, times.end_s - start_s, plan.kind)
+        record_copies(lanes, copies)
         if series is not None:
             series.observe(plan, start_s, times)
+        if profiler is not None:
+            profiler.step()
 
     return observe
+
+
+def record_copies(lanes: Lanes, copies: CopySpans) -> None:
+    """Put the copies that have ended on their lanes."""
+    for span in copies.take():
+        lanes.of(span.direction).run(span.start_s, span.end_s - span.start_s, "KV copy")
 
 
 def perform(
@@ -129,13 +142,19 @@ def perform(
     """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
     parts = build_engine(setup, table, keep)
     device = build_device(setup, parts["scheduler"], decoder, options)
-    observe = recorder(parts["lanes"], parts["series"])
+    profiler = Profiler(device.device) if keep.timeline else None
+    if profiler is not None:
+        setup.warnings.append(WARNING)
+    observe = recorder(parts["lanes"], parts["series"], device.copies.spans, profiler)
     instance = LiveInstance(parts["engine"], device, Arrivals(requests), observer=observe)
     run = Run(**parts, instance=instance, backend="kvtwin-live", machine=describe_machine(decoder))
     try:
         with torch.inference_mode():
             device.warm_up()
-            device.start()
+            if profiler is None:
+                device.start()
+            else:
+                profiler.start(device.start)
             instance.serve()
         device.check()
     except KeyboardInterrupt:
@@ -145,6 +164,9 @@ def perform(
         run.error = str(error)
     finally:
         device.close()
+        record_copies(parts["lanes"], device.copies.spans)
+        if profiler is not None:
+            run.trace_events = profiler.events()
     return run
 
 

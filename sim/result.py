@@ -145,11 +145,12 @@ def write_series(folder: Path, series: Series) -> None:
 
 
 def write_timeline(folder: Path, run: Run) -> None:
-    """Write the lanes, requests and free blocks as a Chrome trace, which Perfetto opens."""
+    """Write the lanes, requests, free blocks and others' events as a Chrome trace, which Perfetto opens."""
 
     def write(file: IO[bytes]) -> None:
         with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as zipped:
-            zipped.write(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": timeline_events(run)}))
+            events = [*timeline_events(run), *run.trace_events]
+            zipped.write(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events}))
 
     write_atomically(folder / TIMELINE_FILE, write)
 

@@ -175,6 +175,8 @@ class Run:
     backend: str = "kvtwin-sim"
     machine: dict[str, str] | None = None
     """What executed the run, where anything real did."""
+    trace_events: list[dict[str, Any]] = field(default_factory=list)
+    """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
 
 
 @dataclass(kw_only=True)

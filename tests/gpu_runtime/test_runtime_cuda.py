@@ -1,22 +1,28 @@
 """On CUDA the runtime computes what it computes on a CPU, in each precision, eagerly and from captured graphs."""
 # ruff: noqa: E402 (torch may be absent)
 
+from functools import partial
+
 import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+import runtime_live
 from runtime_small import SMALL, Runner
+from small import limits, requests
 
 from gpu_runtime.copy_engine import CopyEngine
-from gpu_runtime.decode_graph import DecodeGraph
+from gpu_runtime.decode_graph import DecodeGraph, capture_sizes
 from gpu_runtime.decoder import Decoder, DecoderLayer
+from gpu_runtime.device import TorchDevice
 from gpu_runtime.hidden_state_store import HiddenStateStore
 from gpu_runtime.kv_pool import KVPool
 from gpu_runtime.rotary import RotaryEmbedding
 from gpu_runtime.weights import EndWeights, LayerWeights
 from sim.plan import Direction
+from sim.scenario import parse_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -76,6 +82,42 @@ def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype):
         torch.testing.assert_close(written, runner.pool.data, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     with pytest.raises(ValueError, match="captured are decodes of 4 sequences"):
         graph.run(ids, runner.batch({0: [1, 2]}))
+
+
+class OnCuda(TorchDevice):
+    """What `runtime_live` serves with, on CUDA and warmed up."""
+
+    def __init__(self, *args, **named):
+        super().__init__(*args, **(named | {"device": "cuda", "inline_copies": False}))
+
+    def start(self):
+        with torch.inference_mode():
+            self.warm_up()
+        super().start()
+
+
+@pytest.mark.parametrize("gpu", [16, 60])
+@pytest.mark.parametrize("variant", ["vllm-recompute", "vllm-swap", "layerkv", "layerkv:decode=stream,slo-aware=false"])
+def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monkeypatch):
+    """And of the CPU: with a small pool layers stream in ahead of the computation, on streams of their own."""
+    decoder = on_cuda(SMALL, runtime_live.DECODER, torch.float32)
+    arrivals = requests(*((0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)))
+    sizes = limits(gpu, 60, block_size=4, max_model_len=64, seqs=6, tokens=128)
+    replayed = []
+    run = DecodeGraph.run
+
+    def counted(self, token_ids, batch):
+        replayed.append(len(token_ids))
+        return run(self, token_ids, batch)
+
+    monkeypatch.setattr(DecodeGraph, "run", counted)
+    for graphs in ((), capture_sizes(6)):
+        monkeypatch.setattr(runtime_live, "TorchDevice", partial(OnCuda, graph_batch_sizes=graphs))
+        served = runtime_live.Served(parse_policy(variant, {})[1], arrivals, sizes, decoder)
+        for seq in served.ended:
+            assert not seq.error
+            assert served.tokens[seq.request.request_id] == runtime_live.expected_tokens(seq.request)
+        assert bool(replayed) == bool(graphs)
 
 
 @pytest.mark.parametrize("scattered", [False, True])

@@ -3,7 +3,6 @@
 import os
 import random
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -129,21 +128,8 @@ class TestDecoder:
 
     def test_a_padded_batch_gives_the_same_and_writes_nothing_else(self, runners, monkeypatch):
         reference, runner = runners
-        captured = []
-
-        def capture(graph, size):
-            tokens, batch = graph._tokens[:size], decode_graph._first(graph._batch, size)
-            logits = torch.zeros(size, SMALL.vocab_size)
-            captured.append(size)
-            replay = lambda: logits.copy_(runner.decoder.forward(tokens, batch, runner.pool))  # noqa: E731
-            return SimpleNamespace(replay=replay), logits
-
-        monkeypatch.setattr(decode_graph.DecodeGraph, "_capture", capture)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        monkeypatch.setattr(runner.decoder, "device", torch.device("cuda"))
-        graph = decode_graph.DecodeGraph(runner.decoder, runner.pool, [1, 4], max_blocks=12)
-        assert captured == [4, 1]
-        monkeypatch.setattr(runner.decoder, "device", torch.device("cpu"))
+        graph = decode_graph.DecodeGraph(runner.decoder, runner.pool, [1, 4], 12, capture=lambda compute: compute)
+        assert list(graph._replays) == [4, 1]
         prompts = {0: list(range(19)), 1: [3], 2: list(range(30, 40))}
         reference.step(prompts)
         runner.step(prompts)

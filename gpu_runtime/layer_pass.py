@@ -1,0 +1,197 @@
+"""`LayerPass`: one run over the layers. Who computes, where each one's KV is, and the copies its layers wait for.
+
+Layers on the host (LayerKV, groups of one layer) pass through slots on the GPU, in turn. Their copies run ahead: the
+first ones start before the computation, the others as soon as the slot is free again (LayerKV section 3.1.2).
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_runtime.attention_batch import AttentionBatch
+from gpu_runtime.block_ids import BlockIds
+from gpu_runtime.copy_engine import CopyHandle
+from gpu_runtime.decode_graph import DecodeGraph
+from gpu_runtime.decoder import Decoder, greedy
+from gpu_runtime.kv_copies import KVCopies
+from gpu_runtime.kv_pool import KVPool
+from gpu_runtime.placement import Held, Move, Placement
+from sim.lanes import SEND_BUFFER_LAYERS
+from sim.plan import Direction
+from sim.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Member:
+    """One sequence of a pass: `num_new` tokens are computed, `cached` were before."""
+
+    seq: Sequence
+    num_new: int
+    cached: int
+    held: Held
+    slots: list[list[int]]
+    """GPU blocks that its layers on the host pass through, in turn; empty if it has none."""
+    hosted: list[int]
+    """Its layers on the host, in order: the first one's turn is 0."""
+    arriving: dict[int, CopyHandle] = field(default_factory=dict)
+    """By layer, the copy of what is cached into the slot."""
+    leaving: dict[int, CopyHandle] = field(default_factory=dict)
+    """By layer, the copy of what was computed out of the slot."""
+
+
+class LayerPass:
+    """The members of a pass, in the order of their rows, and what happens around each layer.
+
+    Args:
+        placement: whose blocks are where.
+        scratch: GPU blocks for the slots of decodes; a prefill brings its own.
+        copies: between the tiers.
+    """
+
+    def __init__(self, placement: Placement, scratch: BlockIds, copies: KVCopies) -> None:
+        self._placement, self._scratch, self._copies = placement, scratch, copies
+        self.members: list[Member] = []
+        self._token_ids: list[int] = []
+        self._sampled: list[int] = []
+        self._moving: list[Member] = []
+        self._borrowed: list[list[int]] = []
+        self._only_decodes = True
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences whose next token the pass finds."""
+        return [self.members[i].seq for i in self._sampled]
+
+    def add_chunk(self, seq: Sequence, num_new: int, cached: int, tokens: Seq[int]) -> None:
+        """A member that computes `num_new` more of its prompt's `tokens`."""
+        self._only_decodes = False
+        if cached + num_new == seq.num_tokens:
+            self._sampled.append(len(self.members))
+        self._token_ids += tokens[cached : cached + num_new]
+        self._add(seq, num_new, cached, self._placement.held[seq].slots)
+
+    def add_decode(self, seq: Sequence, num_tokens: int, tokens: Seq[int]) -> None:
+        """A member that computes the last of its context's `num_tokens` tokens."""
+        blocks = self._placement.blocks_for(num_tokens)
+        num_slots = min(SEND_BUFFER_LAYERS, len(self._placement.held[seq].host))
+        slots = [self._scratch.allocate(blocks) for _ in range(num_slots)]
+        self._borrowed += slots
+        self._sampled.append(len(self.members))
+        self._token_ids.append(tokens[num_tokens - 1])
+        self._add(seq, 1, num_tokens - 1, slots)
+
+    def _add(self, seq: Sequence, num_new: int, cached: int, slots: list[list[int]]) -> None:
+        held = self._placement.held[seq]
+        hosted = sorted(held.host)
+        member = Member(seq, num_new, cached, held, slots if hosted else [], hosted)
+        self.members.append(member)
+        if member.slots:
+            self._moving.append(member)
+
+    def run(self, decoder: Decoder, pool: KVPool, tables: "BlockTables", graph: DecodeGraph | None) -> Tensor:
+        """Compute the layers, in `graph` if it can; the likeliest next tokens of `sampled`."""
+        self._start()
+        num_new, cached = [member.num_new for member in self.members], [member.cached for member in self.members]
+        device = pool.device
+        batch = AttentionBatch.build(num_new, cached, tables.of(self.members), pool.block_tokens, device)
+        token_ids = torch.tensor(self._token_ids, device=device)
+        # Nothing may happen between the layers of a graph.
+        if graph is not None and self._only_decodes and not self._moving and graph.fits(batch):
+            return greedy(graph.run(token_ids, batch))
+        logits = decoder.forward(
+            token_ids,
+            batch,
+            pool,
+            batch.last_rows[torch.tensor(self._sampled, device=device)] if self._sampled else None,
+            before_layer=self._before_layer,
+            after_layer=lambda layer, _: self._after_layer(layer),
+        )
+        return greedy(logits)
+
+    def _start(self) -> None:
+        """Start the copies into all slots."""
+        for member in self._moving:
+            for layer in member.hosted[: len(member.slots)] if member.cached else ():
+                member.arriving[layer] = self._copies.start(self._move_in(member, layer))
+
+    def _before_layer(self, layer: int) -> None:
+        """Wait until the slots of this layer are free and hold what was cached before."""
+        for member in self._moving:
+            if layer not in member.hosted:
+                continue
+            if member.cached:
+                self._copies.wait_layer(member.seq, member.arriving[layer], layer)
+                continue
+            turn = member.hosted.index(layer) - len(member.slots)
+            if turn >= 0:
+                self._copies.wait_layer(member.seq, member.leaving[member.hosted[turn]], layer)
+
+    def _after_layer(self, layer: int) -> None:
+        """Send what the layer has written to the host, and fetch what comes into its slot next."""
+        for member in self._moving:
+            if layer not in member.hosted:
+                continue
+            leaving = member.leaving[layer] = self._copies.start(self._move_out(member, layer))
+            turn = member.hosted.index(layer) + len(member.slots)
+            if member.cached and turn < len(member.hosted):
+                later = member.hosted[turn]
+                member.arriving[later] = self._copies.start_after(self._move_in(member, later), leaving, layer)
+
+    def _move_in(self, member: Member, layer: int) -> Move:
+        blocks = self._placement.blocks_for(member.cached)
+        slot = self._placement.table(member.seq, layer, member.slots)
+        return Move(member.seq, Direction.H2D, tuple(member.held.host[layer][:blocks]), tuple(slot[:blocks]))
+
+    def _move_out(self, member: Member, layer: int) -> Move:
+        first = member.cached // self._placement.block_tokens
+        blocks = self._placement.blocks_for(member.cached + member.num_new)
+        slot = self._placement.table(member.seq, layer, member.slots)
+        return Move(member.seq, Direction.D2H, tuple(slot[first:blocks]), tuple(member.held.host[layer][first:blocks]))
+
+    def abandon(self) -> None:
+        """The pass broke off: wait for its copies, and give back what it borrowed."""
+        for member in self._moving:
+            self._copies.wait(member.seq, [*member.arriving.values(), *member.leaving.values()])
+        self.release()
+
+    def release(self) -> None:
+        """Give the borrowed slots back: nothing computes on them or copies any more."""
+        for ids in self._borrowed:
+            self._scratch.free(ids)
+        self._borrowed.clear()
+
+
+class BlockTables:
+    """Tables of a pass's blocks; a sequence's rows are kept until they change."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._known: dict[Sequence, tuple[Held, int, np.ndarray]] = {}
+
+    def of(self, members: Iterable[Member]) -> np.ndarray:
+        """Block ids [groups, sequences, blocks], int32: a sequence's own, or the slot its group passes through."""
+        rows = [self._rows(member) for member in members]
+        tables = np.zeros((self._placement.num_groups, len(rows), max(row.shape[1] for row in rows)), dtype=np.int32)
+        for i, row in enumerate(rows):
+            tables[:, i, : row.shape[1]] = row
+        return tables
+
+    def forget(self, seq: Sequence) -> None:
+        """Its blocks have been given back."""
+        self._known.pop(seq, None)
+
+    def _rows(self, member: Member) -> np.ndarray:
+        """Block ids [groups, blocks] of one sequence."""
+        seq, held, slots = member.seq, member.held, member.slots
+        known = self._known.get(seq)
+        if known is not None and known[0] is held and known[1] == held.version and not slots:
+            return known[2]
+        groups = range(self._placement.num_groups)
+        rows = np.array([self._placement.table(seq, group, slots) for group in groups], dtype=np.int32)
+        if not slots:
+            self._known[seq] = held, held.version, rows
+        return rows

@@ -1,0 +1,119 @@
+"""Copies appear on their lanes, and with --timeline torch's own events beside them on the same time axis."""
+
+import gzip
+import json
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from runtime_live import Served  # noqa: E402
+from runtime_small import SMALL  # noqa: E402
+from small import limits, requests  # noqa: E402
+from test_runtime_validate import CONFIG  # noqa: E402
+
+import kvtwin  # noqa: E402
+from gpu_runtime.copy_engine import CopyEngine, CopyFailed  # noqa: E402
+from gpu_runtime.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
+from gpu_runtime.kv_pool import KVPool  # noqa: E402
+from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
+from sim.plan import Direction  # noqa: E402
+from sim.policies.layerkv import LayerKV  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_spans_are_those_of_the_copies(inline):
+    pools = [KVPool(SMALL, 50, 4, 1, "cpu", torch.float32) for _ in range(2)]
+    with CopyEngine("cpu", inline=inline) as engine:
+        begun = time.perf_counter()
+        engine.spans.start_clock()
+        for i in range(20):
+            direction = Direction.D2H if i % 3 else Direction.H2D
+            engine.copy_blocks(pools[0], [i], pools[1], [i + 1], direction).wait()
+        with pytest.raises(CopyFailed):
+            engine.copy_tensors([(torch.zeros(2), torch.zeros(3))], Direction.H2D).wait()
+    lasted = time.perf_counter() - begun
+    spans = engine.spans.take()
+    assert [sum(span.direction is d for span in spans) for d in (Direction.H2D, Direction.D2H)] == [7, 13]
+    assert engine.spans.take() == []
+    for direction in Direction:
+        moments = [moment for span in spans if span.direction is direction for moment in span[1:]]
+        assert moments == sorted(moments)
+        assert moments[0] >= 0 and moments[-1] <= lasted
+
+
+def test_spans_that_nobody_takes_do_not_fill_the_memory():
+    spans = CopySpans(CPU)
+    for _ in range(MOST_KEPT + 10):
+        spans.note(Direction.D2H, spans.mark(None), spans.mark(None))
+    assert len(spans.take()) == MOST_KEPT
+
+
+def test_a_served_workload_leaves_its_copies_as_spans():
+    rows = [(0.0, 9 + i, 12) for i in range(8)]
+    served = Served(LayerKV(), requests(*rows), limits(block_size=4, gpu=12, host=60, max_model_len=64, seqs=6))
+    spans = served.device.copies.spans.take()
+    assert {span.direction for span in spans} == set(Direction)
+
+
+def event(name, ts, **fields):
+    return {"ph": "X", "cat": "cpu_op", "name": name, "ts": ts, "dur": 2.0, "pid": 4321, "tid": 4321} | fields
+
+
+def test_foreign_events_move_to_our_clock_and_out_of_our_process():
+    named = {"ph": "M", "name": "process_name", "pid": 4321, "tid": 0, "args": {"name": "python"}}
+    found = [
+        named, {**named, "pid": 99}, event(ZERO, 1000.0, cat="user_annotation"), event("lazy", 1010.0),
+        event(ZERO, 1500.0, cat="user_annotation"), event("aten::mm", 1600.0), event("gemm", 1610.0, pid=0, cat="kernel"),
+       
+        event("other", 1620.0, cat="python_function"), {"ph": "i", "name": "end", "ts": 1.0, "pid": "", "tid": ""},
+    ]  # fmt: skip
+    events = on_our_clock(found)
+    assert [(e["name"], e.get("ts"), e["pid"]) for e in events] == [
+        ("process_name", None, FIRST_PID), ("aten::mm", 100.0, FIRST_PID), ("gemm", 110.0, FIRST_PID + 1),
+    ]  # fmt: skip
+    assert events[0]["args"]["name"].endswith(": python")
+    assert on_our_clock([named]) == []
+
+
+def live(tmp_path, *flags):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    out = tmp_path / "out"
+    assert kvtwin.main(
+        ["live", "--device", "cpu", "--model", str(config), "--gpu", "cpu", "--workload", "fixed", "--input-len", "12",
+         "--output-len", "25", "--request-rate", "200", "--num-prompts", "30", "--num-gpu-blocks-override", "9",
+         "--max-model-len", "64", "--swap-space", "0.01", "--max-num-seqs", "8", "--out", str(out),
+         "--policy", "vllm-swap", *flags]
+    ) == 0  # fmt: skip
+    return out, json.loads((out / "result.json").read_text())
+
+
+def test_one_file_shows_our_lanes_and_what_torch_did_in_them(tmp_path, capsys):
+    out, result = live(tmp_path, "--timeline")
+    assert any("torch.profiler" in warning for warning in result["warnings"])
+    assert result["num_iterations"] > PROFILED_ITERATIONS
+    events = json.loads(gzip.decompress((out / "timeline.json.gz").read_bytes()))["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1}
+    ours = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert {lanes[e["tid"]] for e in ours} == set(lanes.values()) == set(result["lanes"])
+    assert all(lane["busy_s"] > 0 for lane in result["lanes"].values())
+    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in ours if lanes[e["tid"]] == "GPU compute")
+    products = [e for e in events if e.get("cat") == "cpu_op" and e["name"] == "aten::linear"]
+    assert products and all(e["pid"] >= FIRST_PID for e in products)
+    # Each layer has four products and the head one; those of an iteration lie within it, to a millisecond.
+    slack_us = 1000.0
+    for start_us, end_us in steps[:PROFILED_ITERATIONS]:
+        inside = [e for e in products if start_us - slack_us <= e["ts"] and e["ts"] + e["dur"] <= end_us + slack_us]
+        assert len(inside) >= 4 * CONFIG["num_hidden_layers"] + 1
+    assert all(e["ts"] <= steps[PROFILED_ITERATIONS][0] + slack_us for e in products)
+
+
+def test_without_a_timeline_nothing_is_profiled(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gpu_runtime.live.Profiler", None)
+    out, result = live(tmp_path)
+    assert result["warnings"] == [] and not (out / "timeline.json.gz").exists()
+    assert all(lane["busy_s"] > 0 for lane in result["lanes"].values())
