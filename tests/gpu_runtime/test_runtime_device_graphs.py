@@ -77,9 +77,8 @@ def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
 
 
 def test_layers_that_stream_in_are_not_in_a_graph(graphed):
-    check(STREAM, [(0.0, 20, 20), (0.0, 20, 8)], gpu=11, host=60, max_model_len=64, seqs=6, tokens=128)
-    # Passes with slots are recorded where the eager pass runs: their being there says that no graph took them.
-    assert {"graph", "slots"} <= {kind for kind, _ in graphed} <= {"graph", "slots", "prompt"}
+    check(STREAM, ROWS, gpu=16, host=60, max_model_len=64, seqs=6, tokens=128)
+    assert "slots" in dict(graphed)
 
 
 def test_a_chunk_of_one_token_is_no_decode(graphed):

@@ -67,9 +67,8 @@ def test_foreign_events_move_to_our_clock_and_out_of_our_process():
     named = {"ph": "M", "name": "process_name", "pid": 4321, "tid": 0, "args": {"name": "python"}}
     found = [
         named, {**named, "pid": 99}, event(ZERO, 1000.0, cat="user_annotation"), event("lazy", 1010.0),
-        event(ZERO, 1500.0, cat="user_annotation"), event("aten::mm", 1600.0), event("gemm", 1610.0, pid=0, cat="kernel"),
-       
-        event("other", 1620.0, cat="python_function"), {"ph": "i", "name": "end", "ts": 1.0, "pid": "", "tid": ""},
+        event(ZERO, 1500.0, cat="user_annotation"), event("aten::mm", 1600.0),
+        event("gemm", 1610.0, pid=0, cat="kernel"), event("other", 1620.0, cat="python_function"), {"ph": "i", "name": "end", "ts": 1.0, "pid": "", "tid": ""},
     ]  # fmt: skip
     events = on_our_clock(found)
     assert [(e["name"], e.get("ts"), e["pid"]) for e in events] == [
