@@ -59,7 +59,8 @@ class CopySpans:
         for _ in range(len(self._noted)):
             direction, start, end = self._noted.popleft()
             if not isinstance(end, torch.cuda.Event) or end.query():
-                ended.append(CopySpan(direction, self._seconds(start), self._seconds(end)))
+                start_s = self._seconds(start)
+                ended.append(CopySpan(direction, start_s, start_s + _lasted_s(start, end)))
             else:
                 self._noted.append((direction, start, end))
         return ended
@@ -69,3 +70,12 @@ class CopySpans:
             return mark - self._zero_s
         assert self._zero_event is not None
         return self._zero_event.elapsed_time(mark) * 1e-3
+
+
+def _lasted_s(start: Mark, end: Mark) -> float:
+    """CUDA tells times in single precision: hours after the clock's start a difference of two of them is too coarse."""
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        return start.elapsed_time(end) * 1e-3
+    assert not isinstance(end, torch.cuda.Event)
+    return end - start

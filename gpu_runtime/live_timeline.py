@@ -10,15 +10,15 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-PROFILED_ITERATIONS = 100
-"""Iterations that are profiled: each leaves thousands of events."""
+PROFILED_ITERATIONS = 30
+"""Iterations that are profiled: each leaves up to ten thousand events, of a kilobyte each while they are read."""
 CATEGORIES = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "kernel", "gpu_memcpy", "gpu_memset"})
 FIRST_PID = 100
 """Our own lanes are process 1."""
 ZERO = "kvtwin: clock starts"
 WARNING = (
-    f"--timeline profiled the first {PROFILED_ITERATIONS} iterations with torch.profiler: they took longer, and so did "
-    "the requests in them; measure without --timeline"
+    f"--timeline profiled the first {PROFILED_ITERATIONS} iterations with torch.profiler: they took longer, and ending "
+    "the profile then held the run up, so times are longer than without --timeline"
 )
 
 
@@ -31,12 +31,12 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
         self._iterations_left = PROFILED_ITERATIONS
-        self._running = False
+        self._started = self._running = False
 
     def start(self, start_clock: Callable[[], None]) -> None:
         """Begin, and start the run's clock within a range that the profile shows."""
         self._profile.start()
-        self._running = True
+        self._started = self._running = True
         # The first range pays for lazy set-up.
         for _ in range(2):
             with record_function(ZERO):
@@ -55,6 +55,9 @@ class Profiler:
 
     def events(self) -> list[dict[str, Any]]:
         """What was seen, as Chrome trace events in microseconds of the run's clock; nothing more is profiled."""
+        if not self._started:
+            # The run ended before its clock started: torch has nothing to export.
+            return []
         self._stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -71,13 +74,15 @@ def on_our_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     zero_us = max((event["ts"] for event in found if event.get("name") == ZERO and event.get("ph") == "X"), default=inf)
     work = [event for event in found if event.get("ph") == "X" and event.get("cat") in CATEGORIES]
     work = [event for event in work if event["ts"] >= zero_us and event["name"] != ZERO]
+    # Torch names every process after the program, and tells them apart (CPU, GPU 0) by their labels.
+    labels = {event["pid"]: event["args"]["labels"] for event in found if event.get("name") == "process_labels"}
     pids = {pid: FIRST_PID + i for i, pid in enumerate(dict.fromkeys(event["pid"] for event in work))}
     events: list[dict[str, Any]] = []
     for event in found:
         if event.get("ph") == "M" and event.get("name") in ("process_name", "thread_name") and event["pid"] in pids:
             name = event["args"]["name"]
             if event["name"] == "process_name":
-                name = f"torch.profiler, first {PROFILED_ITERATIONS} iterations: {name}"
+                name = f"torch.profiler, first {PROFILED_ITERATIONS} iterations: {labels.get(event['pid'], name)}"
             events.append(
                 {
                     "ph": "M",

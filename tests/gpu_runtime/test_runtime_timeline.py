@@ -65,20 +65,27 @@ def event(name, ts, **fields):
 
 def test_foreign_events_move_to_our_clock_and_out_of_our_process():
     named = {"ph": "M", "name": "process_name", "pid": 4321, "tid": 0, "args": {"name": "python"}}
+    on_gpu = {**named, "pid": 0}
+    labels = [
+        {**e, "name": "process_labels", "args": {"labels": label}} for e, label in ((named, "CPU"), (on_gpu, "GPU 0"))
+    ]
     found = [
-        named, {**named, "pid": 99}, event(ZERO, 1000.0, cat="user_annotation"), event("lazy", 1010.0),
+        named, {**named, "pid": 99}, on_gpu, *labels, event(ZERO, 1000.0, cat="user_annotation"), event("lazy", 1010.0),
         event(ZERO, 1500.0, cat="user_annotation"), event("aten::mm", 1600.0),
-        event("gemm", 1610.0, pid=0, cat="kernel"), event("other", 1620.0, cat="python_function"), {"ph": "i", "name": "end", "ts": 1.0, "pid": "", "tid": ""},
+        event("gemm", 1610.0, pid=0, cat="kernel"), event("other", 1620.0, cat="python_function"),
+        {"ph": "i", "name": "end", "ts": 1.0, "pid": "", "tid": ""},
     ]  # fmt: skip
     events = on_our_clock(found)
     assert [(e["name"], e.get("ts"), e["pid"]) for e in events] == [
-        ("process_name", None, FIRST_PID), ("aten::mm", 100.0, FIRST_PID), ("gemm", 110.0, FIRST_PID + 1),
+        ("process_name", None, FIRST_PID), ("process_name", None, FIRST_PID + 1),
+        ("aten::mm", 100.0, FIRST_PID), ("gemm", 110.0, FIRST_PID + 1),
     ]  # fmt: skip
-    assert events[0]["args"]["name"].endswith(": python")
+    assert [e["args"]["name"].rpartition(": ")[2] for e in events[:2]] == ["CPU", "GPU 0"]
+    assert on_our_clock([e for e in found if e not in labels])[0]["args"]["name"].endswith(": python")
     assert on_our_clock([named]) == []
 
 
-def live(tmp_path, *flags):
+def live(tmp_path, *flags, status=0):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     out = tmp_path / "out"
@@ -87,7 +94,7 @@ def live(tmp_path, *flags):
          "--output-len", "25", "--request-rate", "200", "--num-prompts", "30", "--num-gpu-blocks-override", "9",
          "--max-model-len", "64", "--swap-space", "0.01", "--max-num-seqs", "8", "--out", str(out),
          "--policy", "vllm-swap", *flags]
-    ) == 0  # fmt: skip
+    ) == status  # fmt: skip
     return out, json.loads((out / "result.json").read_text())
 
 
@@ -100,6 +107,8 @@ def test_one_file_shows_our_lanes_and_what_torch_did_in_them(tmp_path, capsys):
     ours = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
     assert {lanes[e["tid"]] for e in ours} == set(lanes.values()) == set(result["lanes"])
     assert all(lane["busy_s"] > 0 for lane in result["lanes"].values())
+    begun = {e["id"] for e in events if e.get("cat") == "request" and e["ph"] == "b"}
+    assert len(begun) == result["completed"] == 30
     steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in ours if lanes[e["tid"]] == "GPU compute")
     products = [e for e in events if e.get("cat") == "cpu_op" and e["name"] == "aten::linear"]
     assert products and all(e["pid"] >= FIRST_PID for e in products)
@@ -109,6 +118,17 @@ def test_one_file_shows_our_lanes_and_what_torch_did_in_them(tmp_path, capsys):
         inside = [e for e in products if start_us - slack_us <= e["ts"] and e["ts"] + e["dur"] <= end_us + slack_us]
         assert len(inside) >= 4 * CONFIG["num_hidden_layers"] + 1
     assert all(e["ts"] <= steps[PROFILED_ITERATIONS][0] + slack_us for e in products)
+
+
+def test_an_interrupt_before_the_clock_starts_leaves_a_timeline_of_nothing(tmp_path, capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpu_runtime.device.TorchDevice.warm_up", interrupted)
+    out, result = live(tmp_path, "--timeline", status=130)
+    assert not result["complete"]
+    events = json.loads(gzip.decompress((out / "timeline.json.gz").read_bytes()))["traceEvents"]
+    assert events and all(e["pid"] == 1 for e in events)
 
 
 def test_without_a_timeline_nothing_is_profiled(tmp_path, capsys, monkeypatch):
