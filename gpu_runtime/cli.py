@@ -66,7 +66,7 @@ def _add_validate_flags(parser: argparse.ArgumentParser) -> None:
 def run_live(arguments: argparse.Namespace) -> int:
     """`kvtwin live`."""
     options, _ = _own_options(arguments)
-    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415 - needs the extra `gpu`
 
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
@@ -80,14 +80,14 @@ def run_live(arguments: argparse.Namespace) -> int:
 
 def run_validate(arguments: argparse.Namespace) -> int:
     """`kvtwin validate`."""
-    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+    options, own = _own_options(arguments)
+    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415 - needs the extra `gpu`
     from gpu_runtime.probe import Probe  # noqa: PLC0415
     from gpu_runtime.twin import agreements, markdown, verdict  # noqa: PLC0415
     from gpu_runtime.twin_figure import draw_twin  # noqa: PLC0415
     from sim.figure_style import save_figure  # noqa: PLC0415
     from sim.figures import FigureRun  # noqa: PLC0415
 
-    options, own = _own_options(arguments)
     runs, max_drift = own["runs"], own["max_drift"]
     if runs < 1:
         raise UserError(f"--runs: {runs} is less than 1: give how often to run live")
@@ -97,7 +97,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     scenario, decoder = decoder_for(scenario, options)
     make_folder(folder, "--out")
     probe = Probe(scenario, decoder, options, max_drift)
-    parts, agreed = [], True
+    text, parts, agreed = "# Simulated and live\n\n", [], True
     for label, policy in policies:
         place = folder / folder_name(label)
         fitting = fit_to_machine(scenario, policy, options.device)
@@ -120,12 +120,17 @@ def run_validate(arguments: argparse.Namespace) -> int:
         agreed = agreed and len(lived) == runs and verdict(found)
         parts.append(markdown(label, found, runs, probe.slowness, probe.disturbed))
         save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
-    text = "# Simulated and live\n\n" + "\n".join(parts)
-    write_atomically(folder / "validation.md", lambda file: file.write(text.encode()))
+        # After each policy: what comes later may be interrupted.
+        _write_text(folder / "validation.md", text + "\n".join(parts))
+    text += "\n".join(parts)
     if not outputs.quiet:
         print(text)
         print(f"wrote {folder / 'validation.md'} and a figure for each policy")
     return 0 if agreed else 1
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def execute_live(
@@ -150,8 +155,9 @@ def execute_live(
 
 def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str, Any]]":
     """Take the flags that are not a scenario's out of the arguments."""
-    if find_spec("torch") is None:
-        raise UserError("torch is not installed: pip install 'kvtwin[gpu]'")
+    for package in ("torch", "psutil"):
+        if find_spec(package) is None:
+            raise UserError(f"{package} is not installed: pip install 'kvtwin[gpu]'")
     from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
 
     own = {name: vars(arguments).pop(name, None) for name in OWN}

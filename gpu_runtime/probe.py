@@ -41,6 +41,8 @@ def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions)
     setup = prepare(short, "probe", VllmRecompute())
     simulated = execute(build_run(setup, traffic(short)))
     live = perform(setup, traffic(short), None, Keep(), decoder, options)
+    if live.interrupted:
+        raise KeyboardInterrupt
     return live.lanes.compute.busy_s / simulated.lanes.compute.busy_s
 
 

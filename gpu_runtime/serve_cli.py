@@ -59,7 +59,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """`kvtwin serve`."""
-    for package, extra in (("torch", "gpu"), ("aiohttp", "serve")):
+    for package, extra in (("torch", "gpu"), ("psutil", "gpu"), ("aiohttp", "serve")):
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'kvtwin[{extra}]'")
     from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import

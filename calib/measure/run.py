@@ -133,8 +133,9 @@ def _check_arguments(device: str, models: Sequence[str], dtype: str | None, ops:
 def _check_device(device: str) -> None:
     if device not in DEVICES:
         raise UserError(f"--device: {device!r} is not known: use one of {', '.join(DEVICES)}")
-    if find_spec("torch") is None:
-        raise UserError("--device: measuring needs torch, which is not installed: pip install 'kvtwin[gpu]'")
+    for package in ("torch", "psutil"):
+        if find_spec(package) is None:
+            raise UserError(f"--device: measuring needs {package}, which is not installed: pip install 'kvtwin[gpu]'")
     import torch  # noqa: PLC0415
 
     if device == "cuda" and not torch.cuda.is_available():

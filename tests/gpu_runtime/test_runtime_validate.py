@@ -147,3 +147,19 @@ def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):
         assert [r["completed"] for r in results] == [12, 12, 12]
         assert len({(r["scenario"]["num_gpu_blocks"], r["scenario"]["num_cpu_blocks"]) for r in results}) == 1
         assert (out / policy / "twin.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("command", ["live", "validate", "serve"])
+@pytest.mark.parametrize("package", ["torch", "psutil"])
+def test_a_package_that_is_missing_is_named_with_its_extra(command, package, tmp_path, capsys, monkeypatch):
+    for module in ("gpu_runtime.cli", "gpu_runtime.serve_cli"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == package else object())
+    flags = ["--device", "cpu", "--policy", "layerkv", "--out", str(tmp_path)]
+    assert kvtwin.main([command, *flags]) == 2
+    assert f"{package} is not installed: pip install 'kvtwin[gpu]'" in capsys.readouterr().err
+
+
+def test_an_interrupted_probe_ends_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gpu_runtime.probe.perform", lambda *_: SimpleNamespace(interrupted=True))
+    status, _ = validate(tmp_path, "--policy", "layerkv")
+    assert status == 130
