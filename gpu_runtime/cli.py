@@ -47,6 +47,11 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
 
 def _add_live_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
+    add_device_flags(parser)
+
+
+def add_device_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that executes plans."""
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True, help="what executes the plans")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="checkpoint folder (default: random weights)")
 
@@ -97,7 +102,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     scenario, decoder = decoder_for(scenario, options)
     make_folder(folder, "--out")
     probe = Probe(scenario, decoder, options, max_drift)
-    text, parts, agreed = "# Simulated and live\n\n", [], True
+    text, parts, agreed = "", [], True
     for label, policy in policies:
         place = folder / folder_name(label)
         fitting = fit_to_machine(scenario, policy, options.device)
@@ -121,8 +126,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
         parts.append(markdown(label, found, runs, probe.slowness, probe.disturbed))
         save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
         # After each policy: what comes later may be interrupted.
-        _write_text(folder / "validation.md", text + "\n".join(parts))
-    text += "\n".join(parts)
+        text = "# Simulated and live\n\n" + "\n".join(parts)
+        _write_text(folder / "validation.md", text)
     if not outputs.quiet:
         print(text)
         print(f"wrote {folder / 'validation.md'} and a figure for each policy")
@@ -153,11 +158,16 @@ def execute_live(
     return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series)
 
 
+def check_installed(packages: Iterable[str], extra: str) -> None:
+    """UserError naming the extra that brings them, unless all packages are there."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise UserError(f"{package} is not installed: pip install 'kvtwin[{extra}]'")
+
+
 def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str, Any]]":
     """Take the flags that are not a scenario's out of the arguments."""
-    for package in ("torch", "psutil"):
-        if find_spec(package) is None:
-            raise UserError(f"{package} is not installed: pip install 'kvtwin[gpu]'")
+    check_installed(("torch", "psutil"), "gpu")
     from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
 
     own = {name: vars(arguments).pop(name, None) for name in OWN}

@@ -36,11 +36,25 @@ class Member:
     slots: list[list[int]]
     """GPU blocks that its layers on the host pass through, in turn; empty if it has none."""
     hosted: list[int]
-    """Its layers on the host, in order: the first one's turn is 0."""
+    """Its layers on the host, in order."""
     arriving: dict[int, CopyHandle] = field(default_factory=dict)
     """By layer, the copy of what is cached into the slot."""
     leaving: dict[int, CopyHandle] = field(default_factory=dict)
     """By layer, the copy of what was computed out of the slot."""
+    turns: dict[int, int] = field(init=False)
+    """How many of its layers before each one on the host pass through the slots."""
+
+    def __post_init__(self) -> None:
+        self.turns = {layer: turn for turn, layer in enumerate(self.hosted)}
+
+    def slot(self, layer: int) -> list[int]:
+        """GPU blocks that a layer on the host passes through."""
+        return self.slots[self.turns[layer] % len(self.slots)]
+
+    def blocks(self, layer: int) -> list[int]:
+        """GPU blocks of a layer: its own, or the slot."""
+        own = self.held.gpu.get(layer)
+        return self.slot(layer) if own is None else own
 
 
 class LayerPass:
@@ -121,36 +135,36 @@ class LayerPass:
     def _before_layer(self, layer: int) -> None:
         """Wait until the slots of this layer are free and hold what was cached before."""
         for member in self._moving:
-            if layer not in member.hosted:
+            turn = member.turns.get(layer)
+            if turn is None:
                 continue
             if member.cached:
                 self._copies.wait_layer(member.seq, member.arriving[layer], layer)
-                continue
-            turn = member.hosted.index(layer) - len(member.slots)
-            if turn >= 0:
-                self._copies.wait_layer(member.seq, member.leaving[member.hosted[turn]], layer)
+            elif turn >= len(member.slots):
+                earlier = member.hosted[turn - len(member.slots)]
+                self._copies.wait_layer(member.seq, member.leaving[earlier], layer)
 
     def _after_layer(self, layer: int) -> None:
         """Send what the layer has written to the host, and fetch what comes into its slot next."""
         for member in self._moving:
-            if layer not in member.hosted:
+            turn = member.turns.get(layer)
+            if turn is None:
                 continue
             leaving = member.leaving[layer] = self._copies.start(self._move_out(member, layer))
-            turn = member.hosted.index(layer) + len(member.slots)
-            if member.cached and turn < len(member.hosted):
-                later = member.hosted[turn]
+            if member.cached and turn + len(member.slots) < len(member.hosted):
+                later = member.hosted[turn + len(member.slots)]
                 member.arriving[later] = self._copies.start_after(self._move_in(member, later), leaving, layer)
 
     def _move_in(self, member: Member, layer: int) -> Move:
         blocks = self._placement.blocks_for(member.cached)
-        slot = self._placement.table(member.seq, layer, member.slots)
-        return Move(member.seq, Direction.H2D, tuple(member.held.host[layer][:blocks]), tuple(slot[:blocks]))
+        source, target = member.held.host[layer], member.slot(layer)
+        return Move(member.seq, Direction.H2D, tuple(source[:blocks]), tuple(target[:blocks]))
 
     def _move_out(self, member: Member, layer: int) -> Move:
         first = member.cached // self._placement.block_tokens
         blocks = self._placement.blocks_for(member.cached + member.num_new)
-        slot = self._placement.table(member.seq, layer, member.slots)
-        return Move(member.seq, Direction.D2H, tuple(slot[first:blocks]), tuple(member.held.host[layer][first:blocks]))
+        source, target = member.slot(layer), member.held.host[layer]
+        return Move(member.seq, Direction.D2H, tuple(source[first:blocks]), tuple(target[first:blocks]))
 
     def abandon(self) -> None:
         """The pass broke off: wait for its copies, and give back what it borrowed."""
@@ -186,12 +200,11 @@ class BlockTables:
 
     def _rows(self, member: Member) -> np.ndarray:
         """Block ids [groups, blocks] of one sequence."""
-        seq, held, slots = member.seq, member.held, member.slots
+        seq, held = member.seq, member.held
         known = self._known.get(seq)
-        if known is not None and known[0] is held and known[1] == held.version and not slots:
+        if known is not None and known[0] is held and known[1] == held.version and not member.slots:
             return known[2]
-        groups = range(self._placement.num_groups)
-        rows = np.array([self._placement.table(seq, group, slots) for group in groups], dtype=np.int32)
-        if not slots:
+        rows = np.array([member.blocks(group) for group in range(self._placement.num_groups)], dtype=np.int32)
+        if not member.slots:
             self._known[seq] = held, held.version, rows
         return rows

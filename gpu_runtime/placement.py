@@ -224,20 +224,6 @@ class Placement:
                 self.gpu.free(ids)
             held.slots = []
 
-    # -- what a pass over the layers reads and writes --------------------------------------------------------------
-
-    def table(self, seq: Sequence, group: int, slots: Seq[list[int]]) -> list[int]:
-        """GPU ids of one group of a sequence; a group on the host passes through `slots`, in turn."""
-        held = self.held[seq]
-        ids = held.gpu.get(group)
-        if ids is not None:
-            return ids
-        return slots[self.turn(seq, group) % len(slots)]
-
-    def turn(self, seq: Sequence, group: int) -> int:
-        """How many groups of the sequence before this one are on the host."""
-        return sum(1 for other in self.held[seq].host if other < group)
-
     def check(self) -> None:
         """InvariantError if two sequences hold the same block."""
         for tier in ("gpu", "host"):

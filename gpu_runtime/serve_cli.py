@@ -3,11 +3,10 @@
 import argparse
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.cli import decoder_for
+from gpu_runtime.cli import add_device_flags, check_installed, decoder_for
 from sim.cli import add_flags, print_result, read_options, record
 from sim.errors import UserError
 from sim.scenario import flag, read_scenario
@@ -39,8 +38,7 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, without=(*TRAFFIC, "step"))
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True, help="what executes the plans")
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="checkpoint folder (default: random weights)")
+    add_device_flags(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (%(default)s)")
     parser.add_argument(
@@ -59,9 +57,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """`kvtwin serve`."""
-    for package, extra in (("torch", "gpu"), ("psutil", "gpu"), ("aiohttp", "serve")):
-        if find_spec(package) is None:
-            raise UserError(f"{package} is not installed: pip install 'kvtwin[{extra}]'")
+    check_installed(("torch", "psutil"), "gpu")
+    check_installed(("aiohttp",), "serve")
     from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
     from gpu_runtime.serve_run import bind, is_public, perform, stop_tokens, url_of  # noqa: PLC0415

@@ -152,8 +152,7 @@ def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):
 @pytest.mark.parametrize("command", ["live", "validate", "serve"])
 @pytest.mark.parametrize("package", ["torch", "psutil"])
 def test_a_package_that_is_missing_is_named_with_its_extra(command, package, tmp_path, capsys, monkeypatch):
-    for module in ("gpu_runtime.cli", "gpu_runtime.serve_cli"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("gpu_runtime.cli.find_spec", lambda name: None if name == package else object())
     flags = ["--device", "cpu", "--policy", "layerkv", "--out", str(tmp_path)]
     assert kvtwin.main([command, *flags]) == 2
     assert f"{package} is not installed: pip install 'kvtwin[gpu]'" in capsys.readouterr().err
