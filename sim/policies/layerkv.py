@@ -192,7 +192,11 @@ class LayerKVScheduler(VllmScheduler):
 
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:
         if plan.num_decodes and not plan.chunks:
-            self._last_tpot_s = (times.end_s - self._now_s) / times.steps
+            # The last iteration's duration, as a run of single steps would know it.
+            if times.steps > 1:
+                self._last_tpot_s = times.second_s + times.slope_s * (times.steps - 2)
+            else:
+                self._last_tpot_s = times.end_s - self._now_s
         shifted = list(islice(self.batch.members, plan.num_decodes)) if plan.decodes_first else ()
         super().commit(plan, times)
         for seq in shifted:

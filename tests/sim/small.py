@@ -8,7 +8,7 @@ import simpy
 
 from sim.arrivals import Arrivals
 from sim.cost import CostModel, LinearCost
-from sim.driver import Instance
+from sim.driver import Instance, Observer
 from sim.engine import Engine
 from sim.itl import GapCollector
 from sim.lanes import SEND_BUFFER_LAYERS
@@ -131,6 +131,8 @@ def simulate(
     goodput: Goodput | None = None,
     record: bool = False,
     seed: int = 0,
+    observe: Observer | None = None,
+    holder: list[Scheduler] | None = None,
 ) -> Outcome:
     """Run a policy on the virtual clock with everything in reach."""
     model = model or tiny_model()
@@ -140,6 +142,8 @@ def simulate(
     gaps = GapCollector()
     deployment = Deployment(model, load_hardware("a100-80g"), 1, cost)
     scheduler = policy.scheduler(limit, gaps, deployment)
+    if holder is not None:
+        holder.append(scheduler)
     log = RequestLog(goodput=goodput)
     lanes = Lanes(keep_intervals=True)
     env = simpy.Environment()
@@ -155,7 +159,7 @@ def simulate(
     engine = kind(scheduler, policy.length_predictor(seed), end)
     outcome.instance = Instance(
         env, engine, cost, Arrivals(arrivals), lanes, layers=model.num_layers, jump=jump,
-        observer=lambda *facts: outcome.plans.append(facts),
+        observer=observe or (lambda *facts: outcome.plans.append(facts)),
     )  # fmt: skip
     env.run(until=env.process(outcome.instance.serve()))
     return outcome

@@ -1,0 +1,170 @@
+"""LayerKV's decisions as plain data, iteration by iteration, and the contended workloads on which they are pinned.
+
+python tests/sim/decisions.py      # writes golden/*.json.gz anew; a change there is a change of LayerKV's decisions
+"""
+
+import gzip
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from small import Outcome, limits, requests, simulate, tiny_model
+
+from sim.cost import CostModel, LinearCost, build_cost
+from sim.plan import IterationPlan
+from sim.policies.base import Limits
+from sim.profile import load_profile
+from sim.scenario import parse_policy
+from sim.specs.hardware import load_hardware
+from sim.specs.models import ModelSpec, load_model
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload and a deployment, small enough to store every decision and tight enough to need all of them."""
+
+    name: str
+    policy: str
+    limits: Limits
+    rate: float
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    layers: int = 4
+    cost: str = "linear"
+    count: int = 40
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        rng = random.Random(f"kvtwin {self.name}")
+        rows, now = [], 0.0
+        for _ in range(self.count):
+            now += 0.0 if rng.random() < 0.3 else rng.expovariate(self.rate)
+            rows.append((now, rng.randint(*self.prompt), rng.randint(*self.output)))
+        return rows
+
+    def deployment(self) -> tuple[ModelSpec, CostModel]:
+        model = tiny_model(self.layers)
+        if self.cost == "linear":
+            kv_bytes = self.limits.block_bytes / self.limits.block_size / model.num_layers
+            return model, LinearCost((0.005, 2e-4, 2e-8), (0.02, 2e-5, 6e-6), 2e-3, self.limits.block_bytes, kv_bytes)
+        name, _, tp = self.cost.partition("/")
+        hardware = load_hardware(name)
+        if tp:
+            model = load_model("yi-34b-200k")
+        return model, build_cost(model, hardware, load_profile(None, hardware), int(tp or 1), self.limits.block_bytes)
+
+
+def _limits(gpu: int, host: int, *, layers: int = 4, **more: Any) -> Limits:
+    return limits(gpu, host, max_model_len=512, block_bytes=16.0 * layers * 1024, **more)
+
+
+CASES = [
+    Case("slack", "layerkv:tpot-slo-ms=30", _limits(60, 400, seqs=16), 8.0, (20, 200), (5, 60)),
+    Case("slack-keep-late", "layerkv:tpot-slo-ms=26,drop-irrecoverable=false", _limits(50, 400, seqs=16), 6.0,
+         (20, 200), (5, 60)),
+    Case("slack-classes", "layerkv:tpot-slo-ms=32,predictor=bucket,predictor-accuracy=0.6", _limits(60, 400, seqs=16),
+         8.0, (20, 200), (5, 90)),
+    Case("slack-unknown", "layerkv:tpot-slo-ms=28,predictor=none", _limits(60, 400, seqs=16), 8.0, (20, 200), (5, 60)),
+    Case("forecast", "layerkv:slo-aware=false,horizon-steps=24,threshold=0.1", _limits(48, 400, seqs=16), 12.0,
+         (10, 150), (20, 90)),
+    Case("forecast-paper", "layerkv:equations=paper,predictor=bucket,horizon-steps=5", _limits(48, 400, seqs=12), 12.0,
+         (10, 150), (20, 90)),
+    Case("full-host", "layerkv:slo-aware=false", _limits(40, 20, seqs=16), 12.0, (10, 150), (10, 60)),
+    Case("growing", "layerkv:slo-aware=false,horizon-steps=1,threshold=0", _limits(24, 60, seqs=12), 20.0,
+         (4, 40), (40, 120)),
+    Case("stream", "layerkv:decode=stream,tpot-slo-ms=90", _limits(40, 200, seqs=16), 10.0, (10, 150), (10, 60)),
+    Case("stream-free", "layerkv:decode=stream,slo-aware=false", _limits(36, 40, seqs=10), 10.0, (10, 150), (10, 60)),
+    Case("chunked", "layerkv:tpot-slo-ms=60", _limits(40, 300, seqs=12, tokens=64, chunked=True), 10.0,
+         (10, 200), (10, 60)),
+    Case("chunked-stream", "layerkv:decode=stream", _limits(36, 100, seqs=12, tokens=48, chunked=True), 10.0,
+         (10, 200), (10, 60)),
+    Case("odd-blocks", "layerkv:horizon-steps=6", _limits(60, 80, seqs=9, block_size=7), 10.0, (10, 150), (10, 60)),
+    Case("slow-link", "layerkv:tpot-slo-ms=50", limits(40, 400, max_model_len=512, seqs=16, block_bytes=8e6), 40.0,
+         (20, 300), (10, 60), layers=8, cost="t4"),
+    Case("shared-link", "layerkv", limits(60, 900, max_model_len=512, seqs=16, block_bytes=16 * 122880.0), 10.0,
+         (20, 400), (10, 60), layers=60, cost="l20/2"),
+]  # fmt: skip
+
+
+def moved(plan: IterationPlan) -> list[Any]:
+    """What the plan copies: whole blocks before it, copies beside it, layers behind prefills, layers streamed in."""
+    return [
+        plan.swapped_out_blocks,
+        plan.swapped_in_blocks,
+        sorted([t.seq.request.request_id, t.direction.value, t.layers, t.num_bytes] for t in plan.background),
+        sorted([t.seq.request.request_id, t.layers] for t in plan.pipelined_d2h),
+        plan.pipelined_layers,
+        plan.pipelined_bytes,
+        plan.streamed_bytes,
+    ]
+
+
+def run(case: Case, *, jump: bool) -> tuple[Outcome, list[Any]]:
+    """Every iteration as [start, prefilled, who decodes (None: as before), what moves]; jumps spelled out."""
+    model, cost = case.deployment()
+    policy = parse_policy(case.policy, {})[1]
+    steps: list[Any] = []
+    known: list[int] = []
+
+    def observe(plan: IterationPlan, start_s: float, times: Any) -> None:
+        nonlocal known
+        members = list(outcome_batch().members)[: plan.num_decodes]
+        decoding = [seq.request.request_id for seq in members]
+        chunks = [[c.seq.request.request_id, c.num_new, c.num_cached] for c in plan.chunks]
+        for i in range(times.steps):
+            at_s = start_s
+            if i:
+                at_s = times.first_end_s + times.second_s * (i - 1) + times.slope_s * (i - 1) * (i - 2) / 2
+            steps.append([at_s, chunks, None if decoding == known else decoding, moved(plan)])
+            known = decoding
+
+    holder: list[Any] = []
+
+    def outcome_batch() -> Any:
+        return holder[0].batch
+
+    outcome = simulate(
+        policy, requests(*case.rows()), case.limits, cost=cost, model=model, jump=jump, checked=not jump,
+        observe=observe, holder=holder,
+    )  # fmt: skip
+    return outcome, steps
+
+
+def answer(case: Case, *, jump: bool) -> dict[str, Any]:
+    """All that is pinned: the iterations, what became of each request, and the counters."""
+    outcome, steps = run(case, jump=jump)
+    ended = outcome.by_id()
+    requests_ = [
+        [s.first_scheduled_s, s.first_token_s, s.finish_s, s.num_preemptions, s.status.value]
+        for _, s in sorted(ended.items())
+    ]
+    counters = outcome.scheduler.counters
+    return {
+        "steps": steps,
+        "requests": requests_,
+        "preemptions": counters.preemptions,
+        "policy": dict(sorted(counters.policy.items())),
+    }
+
+
+def read(case: Case) -> dict[str, Any]:
+    return json.loads(gzip.decompress((GOLDEN / f"{case.name}.json.gz").read_bytes()))
+
+
+def main() -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    for case in CASES:
+        found = answer(case, jump=False)
+        text = json.dumps(found, separators=(",", ":")).encode()
+        (GOLDEN / f"{case.name}.json.gz").write_bytes(gzip.compress(text, mtime=0))
+        print(case.name, len(found["steps"]), found["preemptions"], found["policy"])
+
+
+if __name__ == "__main__":
+    main()
