@@ -50,9 +50,11 @@ class Case:
 
     def deployment(self) -> tuple[ModelSpec, CostModel]:
         model = tiny_model(self.layers)
-        if self.cost == "linear":
+        if self.cost in ("linear", "steep"):
             kv_bytes = self.limits.block_bytes / self.limits.block_size / model.num_layers
-            return model, LinearCost((0.005, 2e-4, 2e-8), (0.02, 2e-5, 6e-6), 2e-3, self.limits.block_bytes, kv_bytes)
+            # Steep: iterations grow so much with the context that Eq. 1 turns on which one it looks at.
+            decode = (0.02, 2e-5, 6e-6 if self.cost == "linear" else 2e-5)
+            return model, LinearCost((0.005, 2e-4, 2e-8), decode, 2e-3, self.limits.block_bytes, kv_bytes)
         name, _, tp = self.cost.partition("/")
         hardware = load_hardware(name)
         if tp:
@@ -66,6 +68,11 @@ def _limits(gpu: int, host: int, *, layers: int = 4, **more: Any) -> Limits:
 
 CASES = [
     Case("slack", "layerkv:tpot-slo-ms=30", _limits(60, 400, seqs=16), 8.0, (20, 200), (5, 60)),
+    *(
+        Case(f"slack-turns-{k}", f"layerkv:tpot-slo-ms={slo}", _limits(80, 900, seqs=24), rate, (20, 200), (30, 160),
+             cost="steep")
+        for k, slo, rate in ((4, 30, 2.0), (0, 40, 4.0), (3, 50, 4.0), (5, 80, 2.0))
+    ),
     Case("slack-keep-late", "layerkv:tpot-slo-ms=26,drop-irrecoverable=false", _limits(50, 400, seqs=16), 6.0,
          (20, 200), (5, 60)),
     Case("slack-classes", "layerkv:tpot-slo-ms=32,predictor=bucket,predictor-accuracy=0.6", _limits(60, 400, seqs=16),
