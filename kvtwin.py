@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from calib import cli as calib_cli  # noqa: PLC0415
     from gpu_runtime import cli as gpu_cli  # noqa: PLC0415
-    from gpu_runtime import serve_cli  # noqa: PLC0415
+    from gpu_runtime.serve import cli as serve_cli  # noqa: PLC0415
     from sim import cli as sim_cli  # noqa: PLC0415
     from traces import cli as traces_cli  # noqa: PLC0415
 

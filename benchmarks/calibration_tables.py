@@ -28,8 +28,8 @@ from calib.report import (  # noqa: E402
     worst_region,
 )
 from calib.samples import read_samples  # noqa: E402
-from sim.figure_style import save_figure  # noqa: E402
-from sim.profile import load_profile  # noqa: E402
+from sim.cost.profile import load_profile  # noqa: E402
+from sim.results.figures.style import save_figure  # noqa: E402
 from sim.specs.hardware import load_hardware  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "calibration.md"

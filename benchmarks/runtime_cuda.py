@@ -20,13 +20,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from gpu_runtime.attention_batch import AttentionBatch  # noqa: E402
-from gpu_runtime.copy_engine import CopyEngine  # noqa: E402
-from gpu_runtime.decode_graph import DecodeGraph  # noqa: E402
-from gpu_runtime.decoder import Decoder  # noqa: E402
-from gpu_runtime.kv_pool import KVPool  # noqa: E402
+from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
+from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.live import LiveOptions, describe_machine, load_decoder  # noqa: E402
-from sim.plan import Direction  # noqa: E402
+from gpu_runtime.model.attention_batch import AttentionBatch  # noqa: E402
+from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
+from gpu_runtime.model.decoder import Decoder  # noqa: E402
+from sim.engine.plan import Direction  # noqa: E402
 
 BLOCK = 16
 REPEATS = 7

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from sim.cost.profile import Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
-from sim.profile import Profile, default_profile, load_profile, shipped_profiles
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 def _draw_profile(profile: Profile, samples: Path | None, path: Path) -> None:
     from calib.figure import draw_fit  # noqa: PLC0415
-    from sim.figure_style import save_figure  # noqa: PLC0415
+    from sim.results.figures.style import save_figure  # noqa: PLC0415
 
     source = samples or DATA / f"{profile.name}.csv.gz"
     if samples is None and not source.exists():
@@ -219,7 +219,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     print(table(("constant", first.name, second.name, "second / first"), rows))
     if arguments.figure is not None:
         from calib.figure import draw_diff  # noqa: PLC0415
-        from sim.figure_style import save_figure  # noqa: PLC0415
+        from sim.results.figures.style import save_figure  # noqa: PLC0415
 
         print(f"wrote {save_figure(arguments.figure, draw_diff(first, second, arguments.model))}")
     return 0
@@ -362,7 +362,7 @@ def _write(report: "FitReport", out: Path) -> int:
     """Write the profile, the report and the figure, and say in short what was found."""
     from calib.figure import draw_fit  # noqa: PLC0415
     from calib.report import constants_table, errors_table, fit_markdown, papers_table  # noqa: PLC0415
-    from sim.figure_style import save_figure  # noqa: PLC0415
+    from sim.results.figures.style import save_figure  # noqa: PLC0415
 
     profile = report.profile
     print(f"\n{constants_table(report)}\n\n{errors_table(report)}\n")

@@ -1,7 +1,7 @@
 """A profile for a GPU that nobody measured: a sibling's shares of the specification, every assumption spelled out."""
 
+from sim.cost.profile import ROOFLINE_UNITS, Constant, Profile
 from sim.errors import UserError
-from sim.profile import ROOFLINE_UNITS, Constant, Profile
 from sim.specs.hardware import HardwareSpec
 
 OWN = (

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from calib.fit import FitReport
 from calib.holdout import is_decode
 from calib.report import readable
-from sim.cost import build_cost
-from sim.figure_style import COLOURS, FAINT, dress, new_figure, plain_text, set_title
-from sim.plan import IterationPlan
-from sim.profile import UNITS, Profile
+from sim.cost.forms import build_cost
+from sim.cost.profile import UNITS, Profile
+from sim.engine.plan import IterationPlan
+from sim.results.figures.style import COLOURS, FAINT, dress, new_figure, plain_text, set_title
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 

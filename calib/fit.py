@@ -24,8 +24,8 @@ from calib.robust import Array, Estimate
 from calib.roofline import complete, fit_roofline
 from calib.samples import Sample
 from calib.terms import Terms, load_models, terms_of
+from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile
 from sim.errors import UserError
-from sim.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile
 from sim.specs.hardware import HardwareSpec
 
 FITTED_OPS = ("layers", "step", "lm_head", "recompute")

@@ -18,8 +18,8 @@ from calib.holdout import Holdout, is_decode, regions
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.samples import Sample
 from calib.terms import load_models, terms_of
+from sim.cost.profile import LINEAR_UNITS, Constant, Profile
 from sim.errors import UserError
-from sim.profile import LINEAR_UNITS, Constant, Profile
 from sim.specs.hardware import HardwareSpec
 
 BLOCK_TOKENS = 16

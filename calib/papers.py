@@ -1,7 +1,7 @@
 """LayerKV's alpha and beta and eLLM's alpha, beta and FLOPS from the same samples, as printed and as corrected.
 
 A paper's constant is only as good as the equation it stands in: each is fitted to both forms, and the error each leaves
-says which to believe. Equations as in `sim.cost` and the papers:
+says which to believe. Equations as in `sim.cost.forms` and the papers:
 
 - LayerKV Eq. 3, T_pre = alpha s (2P + 2 s h) / FLOPS; corrected: 2 L s h, attention happens in every layer.
 - LayerKV Eq. 4, T_off = beta bytes / PCIe; corrected: plus the cost of asking for each piece.

@@ -16,7 +16,7 @@ from calib.holdout import (
     small_predicts_large,
 )
 from calib.roofline import FORMS
-from sim.profile import UNITS
+from sim.cost.profile import UNITS
 
 SCALES = (("FLOP/s", 1e12, "TFLOP/s"), ("B/s", 1e9, "GB/s"), ("s", 1e-6, "us"))
 """Units as people read them: SI unit, size of the readable one, its name."""

@@ -3,7 +3,7 @@
     T = ridge(linear FLOPs / F, linear bytes / H) + attention FLOPs / F_attn + KV bytes / H
         + ridge(head FLOPs / F, head bytes / H) + all-reduces + layers c + steps c_step
 
-with ridge(a, b) = (a^p + b^p)^(1/p), as `sim.cost.RooflineCost` prices an iteration.
+with ridge(a, b) = (a^p + b^p)^(1/p), as `sim.cost.forms.RooflineCost` prices an iteration.
 
 Every constant has one physical meaning: F and F_attn the FLOP/s that matrix products and attention reach, H the bytes/s
 that memory delivers, c what a layer costs beside (launches, norms, gaps), c_step what a step costs beside, p how far
@@ -51,7 +51,7 @@ def predict_s(constants: Mapping[str, float], terms: Terms) -> Array:
 
 
 def ridge_s(compute_s: Array, memory_s: Array, exponent: float) -> Array:
-    """`sim.cost.ridge` over arrays; zero where both parts are."""
+    """`sim.cost.forms.ridge` over arrays; zero where both parts are."""
     most = np.maximum(compute_s, memory_s)
     ratio = np.divide(np.minimum(compute_s, memory_s), most, out=np.zeros_like(most), where=most > 0)
     return most * (1.0 + ratio**exponent) ** (1.0 / exponent)

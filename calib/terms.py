@@ -1,6 +1,6 @@
 """`Terms`: what a sample computes and moves, as the roofline counts it. Samples in, arrays of FLOPs and bytes out.
 
-The counts are `ModelSpec`'s; `sim.cost.RooflineCost` prices the same ones, and a test holds the two together.
+The counts are `ModelSpec`'s; `sim.cost.forms.RooflineCost` prices the same ones, and a test holds the two together.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calib.samples import Sample
-from sim.cost import ACTIVATION_BYTES
+from sim.cost.forms import ACTIVATION_BYTES
 from sim.errors import UserError
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, ModelSpec, load_model

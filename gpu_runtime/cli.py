@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from sim.cli import add_flags, folder_name, print_result, read_options, record, simulate
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
-from sim.metrics import TableSink
 from sim.policies.base import Policy
+from sim.results.metrics import TableSink
 from sim.scenario import Outputs, Scenario
 from sim.simulate import Keep, Run, Setup, prepare
 from traces.request import Request
 
 if TYPE_CHECKING:
-    from gpu_runtime.decoder import Decoder
     from gpu_runtime.live import LiveOptions
+    from gpu_runtime.model.decoder import Decoder
 
 OWN = ("device", "weights", "runs", "max_drift")
 """Flags that are not a scenario's."""
@@ -87,11 +87,11 @@ def run_validate(arguments: argparse.Namespace) -> int:
     """`kvtwin validate`."""
     options, own = _own_options(arguments)
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415 - needs the extra `gpu`
-    from gpu_runtime.probe import Probe  # noqa: PLC0415
-    from gpu_runtime.twin import agreements, markdown, verdict  # noqa: PLC0415
-    from gpu_runtime.twin_figure import draw_twin  # noqa: PLC0415
-    from sim.figure_style import save_figure  # noqa: PLC0415
-    from sim.figures import FigureRun  # noqa: PLC0415
+    from gpu_runtime.twin.figure import draw_twin  # noqa: PLC0415
+    from gpu_runtime.twin.probe import Probe  # noqa: PLC0415
+    from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: PLC0415
+    from sim.results.figures import FigureRun  # noqa: PLC0415
+    from sim.results.figures.style import save_figure  # noqa: PLC0415
 
     runs, max_drift = own["runs"], own["max_drift"]
     if runs < 1:

@@ -15,18 +15,18 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from gpu_runtime.attention_batch import AttentionBatch
-from gpu_runtime.block_ids import BlockIds
-from gpu_runtime.copy_engine import CopyEngine, CopyHandle
-from gpu_runtime.decode_graph import Capture, DecodeGraph
-from gpu_runtime.decoder import Decoder, greedy
-from gpu_runtime.kv_copies import KVCopies
-from gpu_runtime.kv_pool import KVPool
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.copies import KVCopies
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyHandle
+from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.layer_pass import BlockTables, LayerPass
-from gpu_runtime.placement import Placement
-from sim.plan import IterationPlan, PrefillChunk, StepTimes, Transfer
+from gpu_runtime.model.attention_batch import AttentionBatch
+from gpu_runtime.model.decode_graph import Capture, DecodeGraph
+from gpu_runtime.model.decoder import Decoder, greedy
+from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes, Transfer
+from sim.engine.sequence import Sequence, Status
 from sim.policies.base import Limits, Scheduler
-from sim.sequence import Sequence, Status
 from traces.request import Request
 
 PromptOf = Callable[[Request], Seq[int]]

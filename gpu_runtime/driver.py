@@ -1,4 +1,4 @@
-"""The real clock: facts in, plans out, a device that executes them. The twin of `sim.driver`, with time measured.
+"""The real clock: facts in, plans out, a device that executes them. The twin of `sim.clock.driver`, with time measured.
 
 The loop is the simulator's: deliver what has arrived, report copies that have ended, schedule, execute, commit. Nothing
 here knows torch; the device does the work and says when tokens came.
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
-from sim.arrivals import TIE_S
-from sim.engine import Engine
+from sim.clock.arrivals import TIE_S
+from sim.engine.engine import Engine
+from sim.engine.plan import IterationPlan, StepTimes, Transfer
+from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.plan import IterationPlan, StepTimes, Transfer
-from sim.sequence import Sequence
 from traces.request import Request
 
 
@@ -46,7 +46,7 @@ class Device(Protocol):
 
 
 class Inbox(Protocol):
-    """Where requests come from: a trace (`sim.arrivals.Arrivals`) or a server."""
+    """Where requests come from: a trace (`sim.clock.arrivals.Arrivals`) or a server."""
 
     @property
     def next_s(self) -> float:

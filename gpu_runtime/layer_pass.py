@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_runtime.attention_batch import AttentionBatch
-from gpu_runtime.block_ids import BlockIds
-from gpu_runtime.copy_engine import CopyHandle
-from gpu_runtime.decode_graph import DecodeGraph
-from gpu_runtime.decoder import Decoder, greedy
-from gpu_runtime.kv_copies import KVCopies
-from gpu_runtime.kv_pool import KVPool
-from gpu_runtime.placement import Held, Move, Placement
-from sim.lanes import SEND_BUFFER_LAYERS
-from sim.plan import Direction
-from sim.sequence import Sequence
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.copies import KVCopies
+from gpu_runtime.kv.copy_engine import CopyHandle
+from gpu_runtime.kv.placement import Held, Move, Placement
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.model.attention_batch import AttentionBatch
+from gpu_runtime.model.decode_graph import DecodeGraph
+from gpu_runtime.model.decoder import Decoder, greedy
+from sim.cost.lanes import SEND_BUFFER_LAYERS
+from sim.engine.plan import Direction
+from sim.engine.sequence import Sequence
 
 
 @dataclass(eq=False)

@@ -9,21 +9,21 @@ from platform import processor
 
 import torch
 
-from gpu_runtime.copy_spans import CopySpans
-from gpu_runtime.decode_graph import capture_sizes
-from gpu_runtime.decoder import Decoder
-from gpu_runtime.decoder_config import DecoderConfig
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance, Observer
+from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.live_timeline import WARNING, Profiler
-from sim.arrivals import Arrivals
+from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.decode_graph import capture_sizes
+from gpu_runtime.model.decoder import Decoder
+from sim.clock.arrivals import Arrivals
+from sim.cost.pricing import Lanes
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.errors import UserError
-from sim.metrics import TableSink
-from sim.plan import IterationPlan, StepTimes
 from sim.policies.base import Scheduler
 from sim.policies.layerkv import LayerKV
-from sim.pricing import Lanes
-from sim.series import Series
+from sim.results.metrics import TableSink
+from sim.results.series import Series
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model

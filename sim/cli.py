@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
 from sim.files import CsvTable, ParquetTable, make_folder
-from sim.metrics import TABLE_COLUMNS, TableSink
 from sim.policies import POLICIES
 from sim.policies.base import Policy
-from sim.result import (
+from sim.results.metrics import TABLE_COLUMNS, TableSink
+from sim.results.result import (
     RESULT_FILE,
     SERIES_FILE,
     TIMELINE_FILE,
@@ -127,11 +127,11 @@ def run_command(arguments: argparse.Namespace) -> int:
 def print_result(run: Run, result: dict[str, Any], folder: Path, outputs: Outputs) -> int:
     """Draw and print one run as far as asked for; returns the exit status."""
     if outputs.figures:
-        from sim.figures import FigureRun, write_figures  # noqa: PLC0415 - matplotlib is slow to import
+        from sim.results.figures import FigureRun, write_figures  # noqa: PLC0415 - matplotlib is slow to import
 
         write_figures(folder / "figures", [FigureRun.of(run, result)])
     if not outputs.quiet:
-        from sim.report import print_run  # noqa: PLC0415 - rich is slow to import
+        from sim.results.report import print_run  # noqa: PLC0415 - rich is slow to import
 
         print_run(result, folder)
     return _status(run)
@@ -139,8 +139,8 @@ def print_result(run: Run, result: dict[str, Any], folder: Path, outputs: Output
 
 def compare_command(arguments: argparse.Namespace) -> int:
     """`kvtwin compare`."""
-    from sim.comparison import print_comparison, write_comparison  # noqa: PLC0415
-    from sim.figures import FigureRun, write_figures  # noqa: PLC0415
+    from sim.results.comparison import print_comparison, write_comparison  # noqa: PLC0415
+    from sim.results.figures import FigureRun, write_figures  # noqa: PLC0415
 
     scenario, policies, folder, outputs = read_options(arguments)
     labels = [label for label, _ in policies]

@@ -10,20 +10,20 @@ from typing import Any, Protocol
 
 import simpy
 
-from sim.arrivals import Arrivals
-from sim.cost import CostModel, build_cost
-from sim.driver import Instance
-from sim.engine import Engine
+from sim.clock.arrivals import Arrivals
+from sim.clock.driver import Instance
+from sim.cost.forms import CostModel, build_cost
+from sim.cost.pricing import Lanes
+from sim.cost.profile import Profile, load_profile
+from sim.engine.engine import Engine
+from sim.engine.itl import GapCollector
 from sim.errors import UserError
-from sim.itl import GapCollector
-from sim.memory import kv_cache_blocks
-from sim.metrics import Goodput, RequestLog, TableSink
 from sim.policies.base import Deployment, Limits, Policy, Scheduler
-from sim.pricing import Lanes
-from sim.profile import Profile, load_profile
+from sim.results.metrics import Goodput, RequestLog, TableSink
+from sim.results.series import Series
 from sim.scenario import Scenario
-from sim.series import Series
 from sim.specs.hardware import HardwareSpec, load_hardware
+from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from traces import readers, transforms
 from traces.errors import TraceError

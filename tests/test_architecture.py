@@ -18,8 +18,8 @@ MAY_IMPORT = {
     "kvtwin": {"calib", "gpu_runtime", "sim", "traces"},
 }
 """The packages, from the bottom up, and what each may import beside itself."""
-ONLY_IN = {"simpy": ("sim.driver", "sim.simulate"), "torch": ("gpu_runtime", "calib")}
-TIMELESS = ("engine", "policies", "cost", "batch", "blocks", "plan", "sequence", "predictor")
+ONLY_IN = {"simpy": ("sim.clock.driver", "sim.simulate"), "torch": ("gpu_runtime", "calib")}
+TIMELESS = ("engine", "policies", "cost")
 CLOCKS_AND_DICE = {"time", "datetime", "random", "secrets", "uuid"}
 RUNS_DATA = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 RUNS_TEXT = {"eval", "exec", "__import__"}
@@ -99,8 +99,8 @@ def test_the_rules_of_imports_clocks_and_randomness_hold():
 def test_the_modules_that_the_rules_name_exist():
     modules = sources()
     assert set(MAY_IMPORT) <= set(modules)
-    assert {f"sim.{module}" for module in TIMELESS} | {"sim.driver", "sim.simulate"} <= set(modules)
-    assert "simpy" in set(imported(ast.parse(modules["sim.driver"])))
+    assert {f"sim.{module}" for module in TIMELESS} | {"sim.clock.driver", "sim.simulate"} <= set(modules)
+    assert "simpy" in set(imported(ast.parse(modules["sim.clock.driver"])))
     assert len([name for name in modules if name.startswith("sim.policies.")]) >= 3
 
 
@@ -113,17 +113,17 @@ def test_the_modules_that_the_rules_name_exist():
         ({"sim.a": "import calib"}, "sim may not import calib"),
         ({"gpu_runtime.a": "import calib.fit"}, "gpu_runtime may not import calib"),
         ({"sim.a": "import kvtwin"}, "sim may not import kvtwin"),
-        ({"sim.result": "import simpy"}, "only sim.driver, sim.simulate may"),
-        ({"sim.driver2": "from simpy import Environment"}, "only sim.driver, sim.simulate may"),
+        ({"sim.results.result": "import simpy"}, "only sim.clock.driver, sim.simulate may"),
+        ({"sim.driver2": "from simpy import Environment"}, "only sim.clock.driver, sim.simulate may"),
         ({"sim.a": "try:\n    import torch\nexcept ImportError:\n    torch = None"}, "only gpu_runtime, calib may"),
         ({"sim.a": "import sim.b", "sim.b": "from sim.a import x"}, "import cycle"),
         ({"sim.a": "from sim import b", "sim.b": "from sim import c", "sim.c": "import sim.a"}, "import cycle"),
-        ({"sim.engine": "from time import monotonic"}, "sim.engine imports time.monotonic: no clock"),
+        ({"sim.engine.engine": "from time import monotonic"}, "sim.engine.engine imports time.monotonic: no clock"),
         ({"sim.policies.new": "import datetime as d"}, "no clock and no randomness"),
         ({"sim.policies": "import random"}, "no clock and no randomness"),
-        ({"sim.cost": "import numpy as np\nx = np.random.rand()"}, "sim.cost line 2: uses .random"),
-        ({"sim.batch": "from numpy.random import default_rng"}, "no clock and no randomness"),
-        ({"sim.plan": "import os\nos.urandom(1)"}, "uses .urandom"),
+        ({"sim.cost.forms": "import numpy as np\nx = np.random.rand()"}, "sim.cost.forms line 2: uses .random"),
+        ({"sim.engine.batch": "from numpy.random import default_rng"}, "no clock and no randomness"),
+        ({"sim.engine.plan": "import os\nos.urandom(1)"}, "uses .urandom"),
         ({"traces.a": "import pickle"}, "traces.a imports pickle"),
         ({"calib.a": "x = eval('1')"}, "calib.a line 1: calls eval"),
         ({"kvtwin": "exec('pass')"}, "kvtwin line 1: calls exec"),
@@ -138,7 +138,7 @@ def test_a_module_that_breaks_a_rule_is_found(modules, fault):
     "modules",
     [
         {"sim.a": "from traces.request import Request", "traces.request": "from collections import deque"},
-        {"sim.driver": "import simpy", "calib.a": "import torch, gpu_runtime, sim, traces"},
+        {"sim.clock.driver": "import simpy", "calib.a": "import torch, gpu_runtime, sim, traces"},
         {"sim.progress": "from time import monotonic", "traces.a": "import numpy as np\nnp.random.default_rng(0)"},
         {"gpu_runtime.a": "model.eval()"},
         {"sim.policies": "from sim.policies.vllm import A", "sim.policies.vllm": "from sim.policies.base import B"},

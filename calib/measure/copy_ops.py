@@ -9,8 +9,8 @@ from torch.cuda import nccl
 
 from calib.measure.clocks import Work
 from calib.measure.points import Point
-from gpu_runtime.copy_engine import copy_now
-from sim.plan import Direction
+from gpu_runtime.kv.copy_engine import copy_now
+from sim.engine.plan import Direction
 
 TILE_BYTES = 16 * 2**20
 """Random bytes, repeated: making a gigabyte of them takes seconds."""

@@ -8,16 +8,16 @@ import msgspec
 
 from calib.measure.model_points import BLOCK_TOKENS
 from calib.measure.points import Point
-from gpu_runtime.decoder import Decoder
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance
-from sim.cost import LinearCost
-from sim.engine import Engine
-from sim.itl import GapCollector
-from sim.plan import IterationPlan, StepTimes
+from gpu_runtime.model.decoder import Decoder
+from sim.cost.forms import LinearCost
+from sim.engine.engine import Engine
+from sim.engine.itl import GapCollector
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.predictor import NoPredictor
 from sim.policies.base import Deployment, Limits
 from sim.policies.vllm import VllmRecompute
-from sim.predictor import NoPredictor
 from sim.specs.hardware import load_hardware
 from sim.specs.model_spec import ModelSpec
 from traces.request import Request

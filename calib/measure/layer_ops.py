@@ -9,11 +9,11 @@ from torch import Tensor
 
 from calib.measure.clocks import Unmeasurable, Work
 from calib.measure.points import BLOCK_TOKENS, Point
-from gpu_runtime.attention import AttentionBatch
-from gpu_runtime.decode_graph import DecodeGraph
-from gpu_runtime.decoder import Decoder, greedy
-from gpu_runtime.decoder_config import DecoderConfig
-from gpu_runtime.kv_pool import KVPool
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.model.attention import AttentionBatch
+from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.decode_graph import DecodeGraph
+from gpu_runtime.model.decoder import Decoder, greedy
 from sim.specs.model_spec import ModelSpec
 
 TILE_ELEMENTS = 2**22

@@ -156,7 +156,7 @@ def _default_dtype(device: "torch.device") -> str:
 
 def _models(names: Sequence[str]) -> list[_Model]:
     """The models by the names they will have in samples; one given twice counts once."""
-    from gpu_runtime.decoder_config import DecoderConfig  # noqa: PLC0415
+    from gpu_runtime.model.config import DecoderConfig  # noqa: PLC0415
 
     found: dict[str, _Model] = {}
     for given in dict.fromkeys(names):

@@ -9,15 +9,15 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sim.batch import DecodeBatch
-from sim.blocks import BlockPool
-from sim.itl import GapCollector
-from sim.plan import IterationPlan, StepTimes, Transfer
-from sim.predictor import LengthPredictor, NoPredictor
-from sim.sequence import Sequence, Status
+from sim.engine.batch import DecodeBatch
+from sim.engine.blocks import BlockPool
+from sim.engine.itl import GapCollector
+from sim.engine.plan import IterationPlan, StepTimes, Transfer
+from sim.engine.predictor import LengthPredictor, NoPredictor
+from sim.engine.sequence import Sequence, Status
 
 if TYPE_CHECKING:
-    from sim.cost import CostModel
+    from sim.cost.forms import CostModel
     from sim.specs.hardware import HardwareSpec
     from sim.specs.models import ModelSpec
 

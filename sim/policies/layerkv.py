@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import ClassVar, Literal
 
-from sim.cost import CostModel
+from sim.cost.forms import CostModel
+from sim.cost.lanes import SEND_BUFFER_LAYERS
+from sim.engine.itl import GapCollector
+from sim.engine.plan import Direction, IterationPlan, StepTimes, Transfer, make_transfer
+from sim.engine.predictor import LengthPredictor, build_predictor
+from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
-from sim.itl import GapCollector
-from sim.lanes import SEND_BUFFER_LAYERS
-from sim.plan import Direction, IterationPlan, StepTimes, Transfer, make_transfer
 from sim.policies.base import Deployment, Limits, Policy, Scheduler, option
 from sim.policies.slack import SlackBook
 from sim.policies.vllm import WATERMARK, VllmScheduler
-from sim.predictor import LengthPredictor, build_predictor
-from sim.sequence import Sequence, Status
 
 MAX_HORIZON_STEPS = 10_000
 EXPECTED_LIMIT = 4096

@@ -11,7 +11,7 @@ from math import inf
 
 import numpy as np
 
-from sim.sequence import Sequence
+from sim.engine.sequence import Sequence
 
 WITNESSES = 8
 """How many near-blocking requests are remembered from one full look to the next."""

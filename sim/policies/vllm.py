@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from sim.itl import GapCollector
-from sim.plan import IterationPlan, Origin, StepTimes
+from sim.engine.itl import GapCollector
+from sim.engine.plan import IterationPlan, Origin, StepTimes
+from sim.engine.sequence import Sequence, Status
 from sim.policies.base import Deployment, Limits, Policy, Scheduler
-from sim.sequence import Sequence, Status
 
 TOO_LONG = "prompt longer than max_model_len or max_num_batched_tokens"
 TOO_LONG_AGAIN = (

@@ -9,7 +9,7 @@ import numpy as np
 from calib.roofline import complete, predict_s
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
-from sim.profile import load_profile
+from sim.cost.profile import load_profile
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 

@@ -17,7 +17,7 @@ import calib.cli
 import kvtwin
 from calib.fit import fit_profile
 from calib.samples import read_samples, samples_sha256, write_samples
-from sim.profile import LINEAR_UNITS, ROOFLINE_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
+from sim.cost.profile import LINEAR_UNITS, ROOFLINE_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
 from sim.specs.hardware import load_hardware
 
 ROOT = Path(kvtwin.__file__).parent
@@ -205,7 +205,7 @@ def test_a_figure_that_cannot_be_written_leaves_the_old_one(capsys, measured, tm
 def undrawn(monkeypatch):
     """Fits without their figures, which take longer than all the rest; returns where they would have gone."""
     drawn = []
-    for module in ("calib.figure", "sim.figure_style"):
+    for module in ("calib.figure", "sim.results.figures.style"):
         monkeypatch.setattr(f"{module}.save_figure", lambda path, figure: drawn.append(path) or path, raising=False)
     monkeypatch.setattr("calib.figure.draw_fit", lambda report: None)
     return drawn

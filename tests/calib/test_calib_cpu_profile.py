@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from calib.linear import predict_s
 from calib.samples import Sample, read_samples
-from sim.profile import read_profile
+from sim.cost.profile import read_profile
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = {

@@ -1,4 +1,4 @@
-"""The roofline and its fit: planted constants come back with honest intervals, in `sim.cost`'s own terms."""
+"""The roofline and its fit: planted constants come back with honest intervals, in `sim.cost.forms`'s own terms."""
 
 import json
 import warnings
@@ -32,10 +32,10 @@ from calib.robust import Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, complete, fit_roofline, predict_s, ridge_s
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
-from sim.cost import RooflineCost, ridge
+from sim.cost.forms import RooflineCost, ridge
+from sim.cost.profile import ROOFLINE_UNITS, load_profile, read_profile
+from sim.engine.plan import IterationPlan
 from sim.errors import UserError
-from sim.plan import IterationPlan
-from sim.profile import ROOFLINE_UNITS, load_profile, read_profile
 from sim.specs.hardware import load_hardware
 from sim.specs.models import built_in_models
 

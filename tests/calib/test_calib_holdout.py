@@ -22,7 +22,7 @@ from calib.papers import eq3_alpha
 from calib.report import fit_markdown, forms_table, size_table, worst_region
 from calib.roofline import FORMS
 from calib.samples import Sample, read_comments, read_samples, samples_sha256
-from sim.profile import Profile, load_profile
+from sim.cost.profile import Profile, load_profile
 from sim.specs.hardware import load_hardware
 
 GPUS = ("a100-80g", "l40s", "h100", "h200")

@@ -9,8 +9,8 @@ from calib.cli import DATA
 from calib.importers import aiconfigurator, steps, vidur
 from calib.importers.tables import Table
 from calib.samples import MADS, Sample, fault_of, read_comments, read_samples
+from sim.cost.profile import read_profile
 from sim.errors import UserError
-from sim.profile import read_profile
 
 # -- CSV tables ------------------------------------------------------------------------------------------------------
 
@@ -449,7 +449,7 @@ def test_a_model_without_a_gate_has_one_matrix_into_its_mlp(tables, tmp_path):
 def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, capsys):
     """Tables of a card with 200 TFLOP/s, 100 in attention, and 1 TB/s, one after the other: the fit finds them."""
     drawn = []
-    monkeypatch.setattr("sim.figure_style.save_figure", lambda path, figure: drawn.append(path.name) or path)
+    monkeypatch.setattr("sim.results.figures.style.save_figure", lambda path, figure: drawn.append(path.name) or path)
     monkeypatch.setattr("calib.figure.draw_fit", lambda report: None)
     root, sizes = tables / "a100_sxm", (1, 4, 16, 64, 128, 512, 2048, 8192)
     rows = [

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from calib.linear import fit_linear_profile, predict_s
 from calib.report import fit_markdown
 from calib.samples import Sample
-from sim.cost import LinearCost, build_cost
+from sim.cost.forms import LinearCost, build_cost
+from sim.cost.profile import LINEAR_UNITS, read_profile
+from sim.engine.plan import IterationPlan
 from sim.errors import UserError
-from sim.plan import IterationPlan
-from sim.profile import LINEAR_UNITS, read_profile
 
 TRUE = {
     "prefill_base_s": 0.01,

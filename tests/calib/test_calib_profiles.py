@@ -9,8 +9,16 @@ from calib.cli import DATA
 from calib.derive import OWN, derive_profile
 from calib.samples import read_samples, samples_sha256
 from calib.terms import load_models
+from sim.cost.profile import (
+    MAY_BE_ZERO,
+    ROOFLINE_UNITS,
+    SHIPPED,
+    UNITS,
+    default_profile,
+    load_profile,
+    shipped_profiles,
+)
 from sim.errors import UserError
-from sim.profile import MAY_BE_ZERO, ROOFLINE_UNITS, SHIPPED, UNITS, default_profile, load_profile, shipped_profiles
 from sim.specs.hardware import built_in_hardware, load_hardware
 
 FITTED = [name for name in shipped_profiles() if not name.endswith("-derived")]

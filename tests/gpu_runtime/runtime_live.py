@@ -5,12 +5,12 @@ import torch
 from runtime_small import SMALL, Runner
 from small import DECODE, PREFILL, CheckedEngine
 
-from gpu_runtime.decoder import Decoder, greedy
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance
-from sim.arrivals import Arrivals
-from sim.cost import LinearCost
-from sim.itl import GapCollector
+from gpu_runtime.model.decoder import Decoder, greedy
+from sim.clock.arrivals import Arrivals
+from sim.cost.forms import LinearCost
+from sim.engine.itl import GapCollector
 from sim.policies.base import Deployment, Limits, Policy
 from sim.policies.layerkv import LayerKV
 from sim.specs.hardware import load_hardware

@@ -2,10 +2,10 @@
 
 from heapq import heappop, heappush
 
-from sim.arrivals import TIE_S
-from sim.plan import IterationPlan, StepTimes, Transfer
-from sim.pricing import Pricer
-from sim.sequence import Sequence
+from sim.clock.arrivals import TIE_S
+from sim.cost.pricing import Pricer
+from sim.engine.plan import IterationPlan, StepTimes, Transfer
+from sim.engine.sequence import Sequence
 
 
 class PretendedDevice:

@@ -13,16 +13,16 @@ from runtime_small import SMALL
 from small import DECODE, PREFILL, CheckedEngine, limits
 
 from gpu_runtime.device import TorchDevice
-from gpu_runtime.serve_engine import EngineThread
-from gpu_runtime.serve_metrics import Metrics
-from gpu_runtime.serve_run import bind, url_of
-from gpu_runtime.serve_text import ByteCodec
-from gpu_runtime.server import Server, ServerOptions
-from sim.cost import LinearCost
-from sim.itl import GapCollector
+from gpu_runtime.serve.engine import EngineThread
+from gpu_runtime.serve.metrics import Metrics
+from gpu_runtime.serve.run import bind, url_of
+from gpu_runtime.serve.server import Server, ServerOptions
+from gpu_runtime.serve.text import ByteCodec
+from sim.cost.forms import LinearCost
+from sim.cost.pricing import Lanes
+from sim.engine.itl import GapCollector
 from sim.policies.base import Deployment
 from sim.policies.layerkv import LayerKV
-from sim.pricing import Lanes
 from sim.scenario import parse_policy
 from sim.specs.hardware import load_hardware
 

@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from gpu_runtime.attention import AttentionBatch
-from gpu_runtime.decoder import Decoder
-from gpu_runtime.decoder_config import DecoderConfig
-from gpu_runtime.kv_pool import KVPool
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.model.attention import AttentionBatch
+from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.decoder import Decoder
 
 torch.set_num_threads(1)
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL
 
-from gpu_runtime import torch_attention
-from gpu_runtime.attention import AttentionBatch, paged_attention, write_kv
-from gpu_runtime.kv_pool import KVPool
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.model import torch_attention
+from gpu_runtime.model.attention import AttentionBatch, paged_attention, write_kv
 
 
 def dense(query, keys, values):

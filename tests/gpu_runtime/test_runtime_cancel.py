@@ -9,14 +9,14 @@ from runtime_pretended import PretendedDevice
 from small import CheckedEngine, limits, requests, tiny_model
 
 from gpu_runtime.driver import LiveInstance
-from sim.arrivals import Arrivals
-from sim.cost import LinearCost
-from sim.itl import GapCollector
+from sim.clock.arrivals import Arrivals
+from sim.cost.forms import LinearCost
+from sim.cost.pricing import Lanes
+from sim.engine.itl import GapCollector
+from sim.engine.sequence import Status
 from sim.policies import POLICIES
 from sim.policies.base import Deployment
-from sim.pricing import Lanes
 from sim.scenario import parse_policy
-from sim.sequence import Status
 from sim.specs.hardware import load_hardware
 
 VARIANTS = [*POLICIES, "layerkv:decode=stream,slo-aware=false", "layerkv:slo-aware=false"]

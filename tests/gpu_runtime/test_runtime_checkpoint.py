@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from gpu_runtime.checkpoint import INDEX
-from gpu_runtime.decoder import Decoder
+from gpu_runtime.model.checkpoint import INDEX
+from gpu_runtime.model.decoder import Decoder
 from sim.errors import UserError
 
 CONFIG = {

@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from gpu_runtime.decoder_config import MODEL_TYPES, DecoderConfig
-from gpu_runtime.rope_scaling import LinearScaling, Llama3Scaling
+from gpu_runtime.model.config import MODEL_TYPES, DecoderConfig
+from gpu_runtime.model.rope_scaling import LinearScaling, Llama3Scaling
 from sim.errors import UserError
 from sim.specs.models import BUILT_IN, built_in_models, load_model, read_hf_config
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 
-from gpu_runtime import copy_engine
-from gpu_runtime.copy_engine import CopyEngine, CopyFailed, contiguous_runs, prefers_staging
-from gpu_runtime.decoder import Decoder
-from gpu_runtime.hidden_state_store import HiddenStateStore
-from gpu_runtime.kv_pool import KVPool, OutOfBlocks
-from sim.plan import Direction
+from gpu_runtime.kv import copy_engine
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, prefers_staging
+from gpu_runtime.kv.hidden_states import HiddenStateStore
+from gpu_runtime.kv.pool import KVPool, OutOfBlocks
+from gpu_runtime.model.decoder import Decoder
+from sim.engine.plan import Direction
 
 D2H, H2D = Direction.D2H, Direction.H2D
 

@@ -13,15 +13,15 @@ import runtime_live
 from runtime_small import SMALL, Runner
 from small import limits, requests
 
-from gpu_runtime.copy_engine import CopyEngine
-from gpu_runtime.decode_graph import DecodeGraph, capture_sizes
-from gpu_runtime.decoder import Decoder, DecoderLayer
 from gpu_runtime.device import TorchDevice
-from gpu_runtime.hidden_state_store import HiddenStateStore
-from gpu_runtime.kv_pool import KVPool
-from gpu_runtime.rotary import RotaryEmbedding
-from gpu_runtime.weights import EndWeights, LayerWeights
-from sim.plan import Direction
+from gpu_runtime.kv.copy_engine import CopyEngine
+from gpu_runtime.kv.hidden_states import HiddenStateStore
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.model.decode_graph import DecodeGraph, capture_sizes
+from gpu_runtime.model.decoder import Decoder, DecoderLayer
+from gpu_runtime.model.rotary import RotaryEmbedding
+from gpu_runtime.model.weights import EndWeights, LayerWeights
+from sim.engine.plan import Direction
 from sim.scenario import parse_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -9,11 +9,11 @@ pytest.importorskip("safetensors")
 
 from runtime_small import SMALL, Runner
 
-from gpu_runtime.decode_graph import DecodeGraph
-from gpu_runtime.decoder import Decoder, greedy
-from gpu_runtime.decoder_config import DecoderConfig
-from gpu_runtime.kv_pool import KVPool
-from gpu_runtime.rope_scaling import Llama3Scaling
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.decode_graph import DecodeGraph
+from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.model.rope_scaling import Llama3Scaling
 from sim.specs.models import load_model
 
 VARIANTS = {

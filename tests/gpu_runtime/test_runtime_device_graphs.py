@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from runtime_small import SMALL, Runner  # noqa: E402
 from test_runtime_policies import VARIANTS, WORKLOADS, check  # noqa: E402
 
-from gpu_runtime.decode_graph import DecodeGraph, capture_sizes  # noqa: E402
-from gpu_runtime.decoder import Decoder  # noqa: E402
 from gpu_runtime.device import TorchDevice  # noqa: E402
-from sim.sequence import Status  # noqa: E402
+from gpu_runtime.model.decode_graph import DecodeGraph, capture_sizes  # noqa: E402
+from gpu_runtime.model.decoder import Decoder  # noqa: E402
+from sim.engine.sequence import Status  # noqa: E402
 
 STREAM = "layerkv:decode=stream,slo-aware=false"
 

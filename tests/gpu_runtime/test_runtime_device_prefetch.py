@@ -11,17 +11,17 @@ from runtime_live import DECODER, Served, expected_tokens  # noqa: E402
 from runtime_small import SMALL  # noqa: E402
 from small import limits, requests  # noqa: E402
 
-from gpu_runtime import copy_engine  # noqa: E402
-from gpu_runtime.block_ids import BlockIds  # noqa: E402
-from gpu_runtime.copy_engine import CopyEngine  # noqa: E402
-from gpu_runtime.decoder import DecoderLayer  # noqa: E402
-from gpu_runtime.kv_copies import KVCopies  # noqa: E402
-from gpu_runtime.kv_pool import KVPool  # noqa: E402
+from gpu_runtime.kv import copy_engine  # noqa: E402
+from gpu_runtime.kv.block_ids import BlockIds  # noqa: E402
+from gpu_runtime.kv.copies import KVCopies  # noqa: E402
+from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
+from gpu_runtime.kv.placement import Held, Placement  # noqa: E402
+from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.layer_pass import BlockTables, LayerPass  # noqa: E402
-from gpu_runtime.placement import Held, Placement  # noqa: E402
-from sim.plan import Direction  # noqa: E402
+from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
+from sim.engine.plan import Direction  # noqa: E402
+from sim.engine.sequence import Sequence  # noqa: E402
 from sim.scenario import parse_policy  # noqa: E402
-from sim.sequence import Sequence  # noqa: E402
 from traces.request import Request  # noqa: E402
 
 STREAM = "layerkv:decode=stream,slo-aware=false"

@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 from runtime_live import DECODER, Served, expected_tokens  # noqa: E402
 from small import limits, requests  # noqa: E402
 
-from gpu_runtime.copy_engine import CopyEngine  # noqa: E402
-from gpu_runtime.decoder import Decoder  # noqa: E402
+from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
+from gpu_runtime.model.decoder import Decoder  # noqa: E402
+from sim.engine.sequence import Status  # noqa: E402
 from sim.scenario import parse_policy  # noqa: E402
-from sim.sequence import Status  # noqa: E402
 
 ROWS = [(0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)]
 VARIANTS = ["vllm-recompute", "vllm-swap", "layerkv", "layerkv:decode=stream,slo-aware=false"]

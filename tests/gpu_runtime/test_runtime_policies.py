@@ -9,9 +9,9 @@ from hypothesis import strategies as st  # noqa: E402
 from runtime_live import Served, expected_tokens  # noqa: E402
 from small import limits, requests  # noqa: E402
 
+from sim.engine.sequence import Status  # noqa: E402
 from sim.policies import POLICIES  # noqa: E402
 from sim.scenario import parse_policy  # noqa: E402
-from sim.sequence import Status  # noqa: E402
 
 VARIANTS = [
     *POLICIES,

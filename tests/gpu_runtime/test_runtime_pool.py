@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_small import SMALL
 
-from gpu_runtime.block_ids import BlockIds
-from gpu_runtime.kv_pool import KVPool, OutOfBlocks
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.pool import KVPool, OutOfBlocks
 from sim.errors import InvariantError
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_server import serving
 
-from gpu_runtime import serve_answer
+from gpu_runtime.serve import answer as serve_answer
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

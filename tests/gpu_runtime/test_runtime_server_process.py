@@ -19,8 +19,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("aiohttp")
 
 from gpu_runtime import live  # noqa: E402
-from gpu_runtime.serve_run import bind, is_public, stop_tokens, url_of  # noqa: E402
-from gpu_runtime.serve_text import load_codec  # noqa: E402
+from gpu_runtime.serve.run import bind, is_public, stop_tokens, url_of  # noqa: E402
+from gpu_runtime.serve.text import load_codec  # noqa: E402
 from kvtwin import main  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 
@@ -159,7 +159,7 @@ class Client(threading.Thread):
         super().__init__(daemon=True)
         self.act, self.answer = act, None
         self._said = threading.Event()
-        monkeypatch.setattr("gpu_runtime.serve_run.url_of", url_of)
+        monkeypatch.setattr("gpu_runtime.serve.run.url_of", url_of)
         monkeypatch.setattr("builtins.print", self._hear)
 
     def _hear(self, *words, **more):
@@ -189,7 +189,7 @@ def test_a_crash_of_the_engine_ends_the_process_in_one_line(arguments, monkeypat
         device.execute = fail
         return device
 
-    monkeypatch.setattr("gpu_runtime.serve_run.build_device", breaking)
+    monkeypatch.setattr("gpu_runtime.serve.run.build_device", breaking)
     client = Client(monkeypatch, lambda url: post(url, {"prompt": [1], "max_tokens": 5}))
     client.start()
     assert main([*arguments]) == 1

@@ -14,11 +14,11 @@ from small import limits, requests  # noqa: E402
 from test_runtime_validate import CONFIG  # noqa: E402
 
 import kvtwin  # noqa: E402
-from gpu_runtime.copy_engine import CopyEngine, CopyFailed  # noqa: E402
-from gpu_runtime.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
-from gpu_runtime.kv_pool import KVPool  # noqa: E402
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed  # noqa: E402
+from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
+from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
-from sim.plan import Direction  # noqa: E402
+from sim.engine.plan import Direction  # noqa: E402
 from sim.policies.layerkv import LayerKV  # noqa: E402
 
 CPU = torch.device("cpu")

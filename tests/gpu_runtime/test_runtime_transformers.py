@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 
 from runtime_small import Runner
 
-from gpu_runtime.decoder import Decoder, greedy
+from gpu_runtime.model.decoder import Decoder, greedy
 
 SHAPE = {
     "hidden_size": 48,

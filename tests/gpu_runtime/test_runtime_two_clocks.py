@@ -7,14 +7,14 @@ from runtime_pretended import PretendedDevice
 from small import CheckedEngine, limits, requests, simulate, tiny_model
 
 from gpu_runtime.driver import LiveInstance
-from sim.arrivals import Arrivals
-from sim.cost import LinearCost, build_cost
-from sim.itl import GapCollector
-from sim.plan import IterationPlan, StepTimes
+from sim.clock.arrivals import Arrivals
+from sim.cost.forms import LinearCost, build_cost
+from sim.cost.pricing import Lanes
+from sim.cost.profile import load_profile
+from sim.engine.itl import GapCollector
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.policies import POLICIES
 from sim.policies.base import Deployment, Policy
-from sim.pricing import Lanes
-from sim.profile import load_profile
 from sim.scenario import parse_policy
 from sim.specs.hardware import load_hardware
 

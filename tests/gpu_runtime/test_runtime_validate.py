@@ -11,7 +11,7 @@ psutil = pytest.importorskip("psutil")
 
 import kvtwin  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
-from gpu_runtime.twin import agreements, markdown, verdict  # noqa: E402
+from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.policies import POLICIES  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
@@ -120,7 +120,7 @@ def validate(tmp_path, *flags):
 def test_disturbed_runs_are_run_again(tmp_path, capsys, monkeypatch, flags, after, executed):
     warm_up, before = 9.0, 1.0
     slowness = iter([warm_up, before, *after])
-    monkeypatch.setattr("gpu_runtime.probe.machine_slowness", lambda *_: next(slowness))
+    monkeypatch.setattr("gpu_runtime.twin.probe.machine_slowness", lambda *_: next(slowness))
     status, out = validate(tmp_path, "--policy", "vllm-recompute", "--runs", "3", *flags)
     assert list(slowness) == [] and len(after) == executed
     text = (out / "validation.md").read_text()
@@ -159,6 +159,6 @@ def test_a_package_that_is_missing_is_named_with_its_extra(command, package, tmp
 
 
 def test_an_interrupted_probe_ends_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.probe.perform", lambda *_: SimpleNamespace(interrupted=True))
+    monkeypatch.setattr("gpu_runtime.twin.probe.perform", lambda *_: SimpleNamespace(interrupted=True))
     status, _ = validate(tmp_path, "--policy", "layerkv")
     assert status == 130

@@ -9,11 +9,11 @@ import pytest
 import torch
 from runtime_small import SMALL, Runner
 
-from gpu_runtime import backend, decode_graph, torch_attention, triton_attention, triton_layer
-from gpu_runtime.attention import AttentionBatch
-from gpu_runtime.decoder import Decoder, silu_and_mul
-from gpu_runtime.kv_pool import KVPool
-from gpu_runtime.rotary import RotaryEmbedding
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.model import backend, decode_graph, torch_attention, triton_attention, triton_layer
+from gpu_runtime.model.attention import AttentionBatch
+from gpu_runtime.model.decoder import Decoder, silu_and_mul
+from gpu_runtime.model.rotary import RotaryEmbedding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

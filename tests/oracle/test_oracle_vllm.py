@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import simpy
 
-from sim.arrivals import Arrivals
-from sim.cost import LinearCost
-from sim.driver import Instance
-from sim.engine import Engine
-from sim.itl import GapCollector
-from sim.plan import IterationPlan, Origin, StepTimes
+from sim.clock.arrivals import Arrivals
+from sim.clock.driver import Instance
+from sim.cost.forms import LinearCost
+from sim.cost.pricing import Lanes
+from sim.engine.engine import Engine
+from sim.engine.itl import GapCollector
+from sim.engine.plan import IterationPlan, Origin, StepTimes
+from sim.engine.predictor import NoPredictor
+from sim.engine.sequence import Sequence, Status
 from sim.policies.base import Limits
 from sim.policies.vllm import VllmScheduler
-from sim.predictor import NoPredictor
-from sim.pricing import Lanes
-from sim.sequence import Sequence, Status
 from traces.request import Request
 
 TOLERANCE_S = 1e-6

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from small import Outcome, limits, requests, simulate, tiny_model
 
-from sim.cost import CostModel, LinearCost, build_cost
-from sim.plan import IterationPlan
+from sim.cost.forms import CostModel, LinearCost, build_cost
+from sim.cost.profile import load_profile
+from sim.engine.plan import IterationPlan
 from sim.policies.base import Limits
-from sim.profile import load_profile
 from sim.scenario import parse_policy
 from sim.specs.hardware import load_hardware
 from sim.specs.models import ModelSpec, load_model

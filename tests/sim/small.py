@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 import msgspec
 import simpy
 
-from sim.arrivals import Arrivals
-from sim.cost import CostModel, LinearCost
-from sim.driver import Instance, Observer
-from sim.engine import Engine
-from sim.itl import GapCollector
-from sim.lanes import SEND_BUFFER_LAYERS
-from sim.metrics import Goodput, RequestLog
-from sim.plan import IterationPlan, StepTimes
+from sim.clock.arrivals import Arrivals
+from sim.clock.driver import Instance, Observer
+from sim.cost.forms import CostModel, LinearCost
+from sim.cost.lanes import SEND_BUFFER_LAYERS
+from sim.cost.pricing import Lanes
+from sim.engine.engine import Engine
+from sim.engine.itl import GapCollector
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.sequence import Sequence
 from sim.policies.base import Deployment, Limits, Policy, Scheduler
 from sim.policies.layerkv import LayerKVScheduler
 from sim.policies.vllm import VllmScheduler
-from sim.pricing import Lanes
-from sim.sequence import Sequence
+from sim.results.metrics import Goodput, RequestLog
 from sim.specs.hardware import load_hardware
 from sim.specs.models import ModelSpec, load_model
 from traces.request import Request

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from small import DECODE, PREFILL, limits, requests, simulate
 
-from sim.cost import LinearCost, build_cost, run_s, steps_until
-from sim.memory import kv_cache_blocks
+from sim.cost.forms import LinearCost, build_cost, run_s, steps_until
+from sim.cost.profile import load_profile
 from sim.policies.vllm import VllmRecompute
-from sim.profile import load_profile
 from sim.specs.hardware import load_hardware
+from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import load_model
 from traces.generators import generate
 

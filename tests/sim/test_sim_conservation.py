@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import Outcome, limits, requests, simulate
 
+from sim.engine.sequence import Status
 from sim.policies.base import Limits, Policy
 from sim.policies.layerkv import LayerKV
 from sim.policies.vllm import VllmRecompute, VllmSwap
-from sim.sequence import Status
 from traces.request import Request
 
 POLICIES = [

@@ -7,22 +7,22 @@ import simpy
 from msgspec import structs
 from small import limits, requests, simulate
 
-from sim.arrivals import Arrivals
-from sim.cost import LinearCost, PaperCost, RooflineCost, build_cost
-from sim.driver import Instance
-from sim.engine import Engine
+from sim.clock.arrivals import Arrivals
+from sim.clock.driver import Instance
+from sim.cost.forms import LinearCost, PaperCost, RooflineCost, build_cost
+from sim.cost.pricing import Lanes, Pricer
+from sim.cost.profile import FittedRange, load_profile, shipped_profiles
+from sim.engine.engine import Engine
+from sim.engine.itl import GapCollector
+from sim.engine.plan import Direction, IterationPlan, Transfer
+from sim.engine.predictor import NoPredictor
+from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.itl import GapCollector
-from sim.plan import Direction, IterationPlan, Transfer
 from sim.policies import POLICIES
 from sim.policies.base import Deployment
 from sim.policies.layerkv import LayerKV
-from sim.predictor import NoPredictor
-from sim.pricing import Lanes, Pricer
-from sim.profile import FittedRange, load_profile, shipped_profiles
-from sim.result import assemble
+from sim.results.result import assemble
 from sim.scenario import Scenario
-from sim.sequence import Sequence
 from sim.simulate import build_run, execute, prepare, traffic
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-import sim.figure_style
-from sim.figure_lanes import busy_shares
-from sim.figure_memory import host_in_use
-from sim.figures import FIGURES, FigureRun, write_figures
-from sim.series import COLUMNS
+import sim.results.figures.style
+from sim.results.figures import FIGURES, FigureRun, write_figures
+from sim.results.figures.lanes import busy_shares
+from sim.results.figures.memory import host_in_use
+from sim.results.series import COLUMNS
 
 NAMES = ["ttft_tpot.png", "queueing.png", "memory.png", "lanes.png"]
 
@@ -117,7 +117,7 @@ DEGENERATE = {
 @pytest.mark.parametrize("case", DEGENERATE)
 def test_degenerate_runs_are_drawn_without_warnings(tmp_path, monkeypatch, case):
     # What is looked at is whether they draw, and small ones draw faster.
-    monkeypatch.setattr(sim.figure_style, "DPI", 40)
+    monkeypatch.setattr(sim.results.figures.style, "DPI", 40)
     drawn(tmp_path, DEGENERATE[case])
 
 

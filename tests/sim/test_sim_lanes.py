@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.lanes import Lane, offloaded_layers, pipelined_s, retained_layers, streamed_s
+from sim.cost.lanes import Lane, offloaded_layers, pipelined_s, retained_layers, streamed_s
 
 
 def test_four_of_eight_layers_are_the_odd_ones() -> None:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from sim.comparison import comparison_lines, print_comparison, write_comparison
-from sim.comparison_sentences import sentences
-from sim.report import mean_decoding, metric_values, print_run, run_lines
+from sim.results.comparison import comparison_lines, print_comparison, write_comparison
+from sim.results.comparison_sentences import sentences
+from sim.results.report import mean_decoding, metric_values, print_run, run_lines
 
 
 def result_of(policy="vllm-recompute", **changes):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kvtwin
-from sim import metrics
 from sim.files import ParquetTable
-from sim.series import COLUMNS
+from sim.results import metrics
+from sim.results.series import COLUMNS
 
 ROOT = Path(kvtwin.__file__).parent
 POLICIES = ["vllm-recompute", "vllm-swap", "layerkv"]

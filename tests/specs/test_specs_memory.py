@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.errors import UserError
-from sim.memory import activation_bytes, kv_cache_blocks
 from sim.specs.hardware import load_hardware
+from sim.specs.memory import activation_bytes, kv_cache_blocks
 from sim.specs.models import built_in_models, load_model
 
 GIB = 2**30

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from sim.errors import UserError
-from sim.profile import (
+from sim.cost.profile import (
     ROOFLINE_UNITS,
     SHIPPED,
     default_profile,
@@ -13,6 +12,7 @@ from sim.profile import (
     read_profile,
     shipped_profiles,
 )
+from sim.errors import UserError
 from sim.specs.hardware import built_in_hardware, load_hardware
 
 

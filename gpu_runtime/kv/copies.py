@@ -1,0 +1,55 @@
+"""`KVCopies`: copies of sequences' blocks between the pools of a device. One that fails ends its sequence alone."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, CopyHandle
+from gpu_runtime.kv.placement import Move
+from gpu_runtime.kv.pool import KVPool
+from sim.engine.plan import Direction
+from sim.engine.sequence import Sequence
+
+
+class KVCopies:
+    """Starts copies, and waits for them.
+
+    Args:
+        engine: makes them.
+        gpu, host: the pools between which blocks move.
+        fail: hears of each sequence whose KV a failed copy has lost, and why.
+    """
+
+    def __init__(self, engine: CopyEngine, gpu: KVPool, host: KVPool, fail: Callable[[Sequence, str], None]) -> None:
+        self._engine, self._gpu, self._host, self._fail = engine, gpu, host, fail
+        # Holds nothing but waits: what is submitted on it follows another copy without holding up the computation.
+        self._order = torch.cuda.Stream(gpu.device) if gpu.device.type == "cuda" else None
+
+    def start(self, move: Move) -> CopyHandle:
+        """Start a copy, which follows what the current stream holds."""
+        pools = (self._gpu, self._host) if move.direction is Direction.D2H else (self._host, self._gpu)
+        return self._engine.copy_blocks(pools[0], move.source, pools[1], move.target, move.direction)
+
+    def start_after(self, move: Move, before: CopyHandle, layer: int) -> CopyHandle:
+        """Start a copy of a layer's blocks once `before` is over, and with it whatever that one waited for.
+
+        On a CPU the caller waits; on CUDA only until `before` is queued.
+        """
+        with torch.cuda.stream(self._order):
+            self.wait_layer(move.seq, before, layer)
+            return self.start(move)
+
+    def wait(self, seq: Sequence, handles: Iterable[CopyHandle]) -> None:
+        """Block the caller until a sequence's copies are over."""
+        for handle in handles:
+            try:
+                handle.wait()
+            except CopyFailed as error:
+                self._fail(seq, f"copy of KV blocks: {error}")
+
+    def wait_layer(self, seq: Sequence, handle: CopyHandle, layer: int) -> None:
+        """Let the current stream wait for a layer's blocks; the host goes on queueing layers."""
+        try:
+            handle.wait_layer(layer)
+        except CopyFailed as error:
+            self._fail(seq, f"copy of KV blocks: {error}")

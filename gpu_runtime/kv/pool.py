@@ -1,0 +1,99 @@
+"""`KVPool`: the keys and values of one tier in one tensor of blocks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.model.config import DecoderConfig
+
+__all__ = ["KVPool", "OutOfBlocks"]
+
+
+class KVPool:
+    """Blocks of `block_tokens` tokens x `layer_group` layers: all layers for vLLM, 1 for LayerKV, 4 for eLLM.
+
+    `data` is [num_blocks, layer_group, 2 (K, V), num_kv_heads, block_tokens, head_dim]: a block is one piece of memory
+    (one copy moves it), a layer within a block is one piece, and one head's keys within that are one, which is what a
+    program of the attention kernel reads. Layer l lies in group l // layer_group; a sequence has a block table for
+    each group.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_blocks: int,
+        block_tokens: int,
+        layer_group: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        pin: bool = False,
+    ) -> None:
+        """Allocate the blocks, zeroed, so that what attention masks out is at least a number.
+
+        Args:
+            config: the model's shapes.
+            num_blocks: of block_tokens x layer_group each.
+            block_tokens: tokens per block.
+            layer_group: layers per block, 1 to num_layers.
+            device: where the tensor lies.
+            dtype: of keys and values.
+            pin: page-lock the memory (host pools of a CUDA runtime).
+        """
+        if num_blocks < 1 or block_tokens < 1 or not 1 <= layer_group <= config.num_layers:
+            raise ValueError(
+                f"num_blocks {num_blocks} and block_tokens {block_tokens} must be positive, "
+                f"layer_group {layer_group} 1 to {config.num_layers}"
+            )
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.layer_group = layer_group
+        self.num_groups = -(-config.num_layers // layer_group)
+        shape = (num_blocks, layer_group, 2, config.num_kv_heads, block_tokens, config.head_dim)
+        # Written, not only promised: else the first copy to each page would pay for the page.
+        self.data = torch.empty(shape, device=device, dtype=dtype, pin_memory=pin).zero_()
+        self._ids = BlockIds(num_blocks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks lie."""
+        return self.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.data.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.data[0].numel() * self.data.element_size()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are not allocated."""
+        return self._ids.num_free
+
+    def key_value(self, layer_in_group: int) -> Tensor:
+        """View [num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim] of one layer of every block."""
+        return self.data[:, layer_in_group]
+
+    def layer(self, layer: int) -> tuple[int, Tensor]:
+        """The group of a layer of the model, and that layer's `key_value` view."""
+        group, layer_in_group = divmod(layer, self.layer_group)
+        if not 0 <= group < self.num_groups:
+            raise IndexError(f"layer {layer} of a pool of {self.num_groups} groups of {self.layer_group} layers")
+        return group, self.key_value(layer_in_group)
+
+    def allocate(self, n: int) -> list[int]:
+        """Ids of `n` blocks, now allocated; raises `OutOfBlocks` and takes none if fewer are free."""
+        return self._ids.allocate(n)
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Give blocks back; InvariantError for a block that is not allocated."""
+        self._ids.free(ids)
+
+    def check(self) -> None:
+        """InvariantError unless every free block is listed exactly once."""
+        self._ids.check()

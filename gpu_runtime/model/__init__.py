@@ -1,0 +1,1 @@
+"""The decoder: configuration, weights, attention, captured graphs."""

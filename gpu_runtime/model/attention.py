@@ -1,0 +1,49 @@
+"""Paged attention on any device: plain torch on a CPU, Triton on CUDA."""
+
+import torch
+from torch import Tensor
+
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.model import backend, torch_attention
+from gpu_runtime.model.attention_batch import AttentionBatch, BlockTables
+
+__all__ = ["AttentionBatch", "BlockTables", "paged_attention", "write_kv"]
+
+
+def write_kv(key: Tensor, value: Tensor, pool: KVPool, layer: int, batch: AttentionBatch) -> None:
+    """Put the new tokens' keys and values ([N, num_kv_heads, head_dim] each) of a layer in their blocks."""
+    group, cache = pool.layer(layer)
+    torch_attention.write_kv(key, value, cache, batch.slot_mapping[group], pool.block_tokens)
+
+
+def paged_attention(
+    query: Tensor, pool: KVPool, layer: int, batch: AttentionBatch, new: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Causal attention of the new tokens over all tokens of their sequences, read from the blocks in place.
+
+    Args:
+        query: [N, num_heads, head_dim], rotated.
+        pool: holds the keys and values, those of the new tokens included (`write_kv`).
+        layer: of the model.
+        batch: the iteration.
+        new: keys and values [N, num_kv_heads, head_dim] of the new tokens, where they are at hand: a prompt with
+            nothing cached attends to them without looking into blocks.
+
+    Returns: [N, num_heads, head_dim].
+    """
+    group, cache = pool.layer(layer)
+    tables = batch.block_tables[group]
+    if not backend.uses_triton(query):
+        return torch_attention.paged_attention(query, cache, tables, batch, new)
+    from gpu_runtime.model import triton_attention  # noqa: PLC0415 (CUDA only)
+
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    chunks = batch.chunk_seqs
+    if new is not None:
+        torch_attention.attend_prompts(query, *new, batch, out)
+        chunks = chunks[: batch.num_cached_chunks]
+    if len(chunks):
+        triton_attention.attend_chunks(query, cache, tables, batch, chunks, out)
+    if len(batch.decode_seqs):
+        triton_attention.attend_decodes(query, cache, tables, batch, out)
+    return out

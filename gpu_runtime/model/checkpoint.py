@@ -1,0 +1,143 @@
+"""Weights from a folder of `*.safetensors` in Hugging Face's names; no other format, since this one cannot run code."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.weights import EndWeights, LayerWeights
+from sim.errors import UserError
+from sim.specs.json_file import read_json_object
+
+INDEX = "model.safetensors.index.json"
+PLAIN = ("F32", "F16", "BF16")
+"""Element types that hold weights as they are."""
+
+
+class Checkpoint:
+    """The tensors of one model, checked by name, shape and type when opened, read one by one afterwards."""
+
+    def __init__(self, folder: Path, config: DecoderConfig, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Look through the files; UserError for one that cannot be read or a tensor missing, misshapen or unknown."""
+        self._folder = folder
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        self._shapes = dict(_expected(config))
+        self._files: dict[str, Path] = {}
+        for path in _files(folder):
+            self._list(path)
+        missing = [name for name in self._shapes if name not in self._files]
+        if missing:
+            raise UserError(
+                f"{folder}: tensor {missing[0]} and {len(missing) - 1} others are missing: "
+                "give the whole checkpoint that config.json describes"
+            )
+
+    def _list(self, path: Path) -> None:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if name not in self._shapes:
+                    if name.endswith("rotary_emb.inv_freq") or (name, self._config.tie_word_embeddings) == (
+                        _HEAD,
+                        True,
+                    ):
+                        continue
+                    raise UserError(f"{path}: tensor {name} is not part of the model that config.json describes")
+                if name in self._files:
+                    raise UserError(f"{path}: tensor {name} is in {self._files[name].name} too: keep one of them")
+                entry = file.get_slice(name)
+                if tuple(entry.get_shape()) != self._shapes[name] or entry.get_dtype() not in PLAIN:
+                    raise UserError(
+                        f"{path}: tensor {name} is {entry.get_dtype()} {entry.get_shape()}, expected one of "
+                        f"{', '.join(PLAIN)} and {list(self._shapes[name])}: is config.json that of another model?"
+                    )
+                self._files[name] = path
+
+    def layer(self, index: int) -> LayerWeights:
+        """The weights of layer `index`, on the device."""
+        config, layer = self._config, f"model.layers.{index}."
+        attention, mlp = layer + "self_attn.", layer + "mlp."
+        projections = [f"{attention}{which}_proj" for which in "qkv"]
+        return LayerWeights(
+            input_norm=self._read(layer + "input_layernorm.weight"),
+            qkv=self._read(*(f"{name}.weight" for name in projections)),
+            qkv_bias=self._read(*(f"{name}.bias" for name in projections)) if config.qkv_bias else None,
+            q_norm=self._read(attention + "q_norm.weight") if config.qk_norm else None,
+            k_norm=self._read(attention + "k_norm.weight") if config.qk_norm else None,
+            output=self._read(attention + "o_proj.weight"),
+            post_norm=self._read(layer + "post_attention_layernorm.weight"),
+            gate_up=self._read(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+            down=self._read(mlp + "down_proj.weight"),
+        )
+
+    def ends(self) -> EndWeights:
+        """Embedding, final norm and head."""
+        embedding = self._read(_EMBEDDING)
+        head = embedding if self._config.tie_word_embeddings else self._read(_HEAD)
+        return EndWeights(embedding, self._read(_NORM), head)
+
+    def _read(self, *names: str) -> Tensor:
+        """The tensors of these names below one another, converted."""
+        rows = [self._shapes[name][0] for name in names]
+        whole = torch.empty((sum(rows), *self._shapes[names[0]][1:]), device=self._device, dtype=self._dtype)
+        for name, part in zip(names, whole.split(rows), strict=True):
+            with _opened(self._files[name]) as file:
+                part.copy_(file.get_tensor(name))
+        return whole
+
+
+_EMBEDDING = "model.embed_tokens.weight"
+_NORM = "model.norm.weight"
+_HEAD = "lm_head.weight"
+
+
+def _expected(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the model and its shape."""
+    h, f = config.hidden_size, config.intermediate_size
+    widths = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
+    yield _EMBEDDING, (config.vocab_size, h)
+    yield _NORM, (h,)
+    if not config.tie_word_embeddings:
+        yield _HEAD, (config.vocab_size, h)
+    for layer in (f"model.layers.{index}." for index in range(config.num_layers)):
+        yield layer + "input_layernorm.weight", (h,)
+        yield layer + "post_attention_layernorm.weight", (h,)
+        for which, width in widths.items():
+            yield f"{layer}self_attn.{which}_proj.weight", (width, h)
+            if config.qkv_bias:
+                yield f"{layer}self_attn.{which}_proj.bias", (width,)
+            if config.qk_norm and which != "v":
+                yield f"{layer}self_attn.{which}_norm.weight", (config.head_dim,)
+        yield layer + "self_attn.o_proj.weight", (h, config.q_size)
+        yield layer + "mlp.gate_proj.weight", (f, h)
+        yield layer + "mlp.up_proj.weight", (f, h)
+        yield layer + "mlp.down_proj.weight", (h, f)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of the model: those its index names, else all beside `config.json`."""
+    index = folder / INDEX
+    if not index.exists():
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise UserError(f"{folder}: no *.safetensors file: give a folder with the model's weights in that format")
+        return found
+    names = read_json_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or any(not _is_plain(name) for name in names.values()):
+        raise UserError(f"{index}: field weight_map must name *.safetensors files of the same folder: correct it")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def _is_plain(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error}): fetch it again") from error

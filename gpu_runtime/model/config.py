@@ -1,0 +1,175 @@
+"""`DecoderConfig`: what the live runtime must know of a Llama-family model to compute it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gpu_runtime.model.rope_scaling import RopeScaling, read_rope
+from sim.errors import UserError
+from sim.specs.hf_families import FAMILIES
+from sim.specs.hf_fields import Fields
+from sim.specs.hf_layers import EXPERT_COUNTS, check_layers
+from sim.specs.json_file import read_json_object
+from sim.specs.model_spec import ModelSpec
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures that `from_hf` accepts."""
+DEFAULT_EPS = 1e-6
+DEFAULT_THETA = 10000.0
+"""What all four architectures assume where their config leaves the field out."""
+
+
+class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and constants of a decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU.
+
+    Attributes:
+        qkv_bias: biases on the Q, K and V projections (Qwen2).
+        qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
+        rope_scaling: how rotary frequencies are stretched; None: not at all.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = DEFAULT_EPS
+    rope_theta: float = DEFAULT_THETA
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Elements of one token's queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of one token's keys in one layer (its values are as many)."""
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_hf(cls, config: Path | str | dict[str, Any]) -> "DecoderConfig":
+        """The model that a Hugging Face config describes.
+
+        Args:
+            config: a `config.json`, the folder that holds one, or its decoded content.
+
+        Raises:
+            UserError: unreadable file, or a field whose meaning the runtime does not compute.
+        """
+        if isinstance(config, dict):
+            return _read(Fields(config, Path("config.json")), "config")
+        path = Path(config)
+        if path.is_dir():
+            path = path / "config.json"
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return _read(Fields(read_json_object(path), path), name)
+
+    @classmethod
+    def from_spec(cls, spec: ModelSpec) -> "DecoderConfig":
+        """The decoder with a spec's shapes; constants that a spec does not hold (theta, epsilon) take their defaults.
+
+        Such a decoder is for seeded random weights: its times are the model's, its tokens are nobody's.
+
+        Raises:
+            UserError: latent attention, experts, an ungated MLP, learned positions, LayerNorm or other biases.
+        """
+        head_norms = spec.norm_params_per_layer - 2 * spec.hidden_size
+        refused = {
+            "multi-head latent attention": spec.mla is not None,
+            "a mixture of experts": spec.moe is not None,
+            "an MLP without gate": not spec.gated_mlp,
+            "learned positions": spec.position_rows > 0,
+            "biases on its output projection": spec.output_bias,
+            "biases in its MLP": spec.mlp_bias,
+            f"norms of {spec.norm_params_per_layer} elements a layer": head_norms not in (0, 2 * spec.head_dim),
+            f"an odd head_dim {spec.head_dim}": spec.head_dim % 2 == 1,
+        }
+        for what, found in refused.items():
+            if found:
+                raise UserError(f"{spec.name}: model has {what}, which the runtime does not compute: use another model")
+        return cls(
+            name=spec.name,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            intermediate_size=spec.intermediate_size,
+            vocab_size=spec.vocab_size,
+            max_position_embeddings=spec.max_position_embeddings,
+            qkv_bias=spec.qkv_bias,
+            qk_norm=head_norms > 0,
+            tie_word_embeddings=spec.tie_word_embeddings,
+        )
+
+
+def _read(fields: Fields, name: str) -> DecoderConfig:
+    kind = fields.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise fields.error("model_type", f"is not computed by the runtime: use one of {', '.join(MODEL_TYPES)}")
+    fields.refuse_unknown()
+    _refuse_uncomputed(fields)
+    layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
+    check_layers(fields, FAMILIES[kind], layers)
+    heads = fields.count("num_attention_heads")
+    # Only Llama's absent fields mean what the others spell out; the newer architectures have defaults of their own.
+    llama = kind == "llama"
+    kv_heads = fields.count("num_key_value_heads", default=heads if llama else None)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"does not divide {heads} attention heads: correct one of them")
+    if "head_dim" not in fields and (kind == "qwen3" or hidden % heads):
+        raise fields.error("head_dim", "is absent and cannot be derived: give it")
+    head_dim = fields.count("head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise fields.error("head_dim", "is odd, and rotary positions pair elements: give an even one")
+    theta, scaling = read_rope(fields, DEFAULT_THETA)
+    return DecoderConfig(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.count("intermediate_size"),
+        vocab_size=fields.count("vocab_size"),
+        max_position_embeddings=fields.count("max_position_embeddings"),
+        rms_norm_eps=_epsilon(fields),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+    )
+
+
+def _refuse_uncomputed(fields: Fields) -> None:
+    """UserError for what the size reader accepts but the runtime does not compute."""
+    if fields.get("hidden_act") not in (None, "silu", "swish"):
+        raise fields.error("hidden_act", "is not computed by the runtime: expected silu")
+    for field in ("attention_bias", "mlp_bias"):
+        # Qwen2 has its biases in any case and ignores the first field.
+        if fields.flag(field, default=False) and (field, fields.get("model_type")) != ("attention_bias", "qwen2"):
+            raise fields.error(field, "is not computed by the runtime: expected false")
+    if "quantization_config" in fields:
+        raise fields.error("quantization_config", "is not computed by the runtime: use an unquantised checkpoint")
+    for field in EXPERT_COUNTS:
+        if fields.size(field):
+            raise fields.error(field, "means experts, which the runtime does not compute: use a dense model")
+
+
+def _epsilon(fields: Fields) -> float:
+    value = fields.get("rms_norm_eps")
+    if value is None:
+        return DEFAULT_EPS
+    if not isinstance(value, float) or not 0 < value < 1:
+        raise fields.error("rms_norm_eps", "must be a number between 0 and 1")
+    return value

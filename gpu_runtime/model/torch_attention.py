@@ -1,0 +1,107 @@
+"""Paged attention in plain torch: what runs on a CPU, and what the Triton kernels are tested against."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from gpu_runtime.model.attention_batch import AttentionBatch
+
+GATHER_BYTES = 16 * 2**20
+"""Bytes of keys and values gathered at once for decodes: what caches hold until it is used."""
+
+
+def write_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, block_tokens: int) -> None:
+    """Put new tokens' KV ([N, num_kv_heads, head_dim] each) in their slots of one layer's `KVPool.key_value` view."""
+    blocks, offsets = slots // block_tokens, slots % block_tokens
+    cache[blocks, 0, :, offsets] = key
+    cache[blocks, 1, :, offsets] = value
+
+
+def paged_attention(
+    query: Tensor, cache: Tensor, tables: Tensor, batch: AttentionBatch, new: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """`attention.paged_attention` on a layer's `KVPool.key_value` view and its group's block tables [B, max_blocks].
+
+    All decodes are attended together, prompt chunks one after the other.
+    """
+    out = torch.empty_like(query)
+    grouped = _grouped(out, cache.shape[2])
+    if new is not None:
+        attend_prompts(query, *new, batch, out)
+    for seq, rows in batch.chunk_rows():
+        cached = batch.context[seq]
+        if cached or new is None:
+            blocks = tables[seq : seq + 1, : batch.num_blocks(seq)]
+            keys, values = (part[0, :, : cached + batch.num_new[seq]] for part in _gather(cache, blocks))
+            grouped[rows] = _attend_chunk(query[rows], keys, values, cached)
+    if len(batch.decode_seqs):
+        widest = max(batch.num_blocks(seq) for seq, n in enumerate(batch.num_new) if n == 1)
+        rows = batch.query_start[batch.decode_seqs]
+        queries = _grouped(query[rows], cache.shape[2])
+        attended = torch.empty_like(queries)
+        lengths, tables = batch.seq_lens[batch.decode_seqs], tables[batch.decode_seqs, :widest]
+        for seqs, heads in _portions(len(rows), cache, widest):
+            keys, values = _gather(cache[:, :, heads], tables[seqs])
+            attended[seqs, heads] = _attend_decodes(queries[seqs, heads], keys, values, lengths[seqs])
+        grouped[rows] = attended
+    return out
+
+
+def _portions(num_seqs: int, cache: Tensor, num_blocks: int) -> Iterator[tuple[slice, slice]]:
+    """Ranges of sequences and KV heads whose keys and values, `num_blocks` blocks each, are gathered together."""
+    num_heads = cache.shape[2]
+    head_bytes = num_blocks * cache[0, :, 0].numel() * cache.element_size()
+    fitting = max(1, GATHER_BYTES // head_bytes)
+    seqs, heads = max(1, fitting // num_heads), min(fitting, num_heads)
+    for seq in range(0, num_seqs, seqs):
+        for head in range(0, num_heads, heads):
+            yield slice(seq, seq + seqs), slice(head, head + heads)
+
+
+def attend_prompts(query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+    """Attention of the sequences with several new tokens and nothing cached, written to their rows of `out`."""
+    grouped = _grouped(out, key.shape[1])
+    for seq, rows in batch.chunk_rows():
+        if not batch.context[seq]:
+            keys, values = (part[rows].transpose(0, 1) for part in (key, value))
+            grouped[rows] = _attend_chunk(query[rows], keys, values, 0)
+
+
+def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, num_kv_heads, max_blocks * block_tokens, head_dim] of the blocks in `tables`."""
+    num_kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    heads = torch.arange(num_kv_heads, device=cache.device)[None, :, None]
+    # Indexing by [B, 1, max_blocks] and [1, heads, 1] gives tokens in order without a second copy.
+    keys, values = (cache[:, part][tables[:, None, :], heads] for part in (0, 1))
+    shape = (len(tables), num_kv_heads, -1, head_dim)
+    return keys.reshape(shape), values.reshape(shape)
+
+
+def _attend_decodes(query: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor) -> Tensor:
+    """One query a sequence, [B, num_kv_heads, group, head_dim]: heads of a group share one product with their keys."""
+    seen = torch.arange(keys.shape[2], device=query.device) < seq_lens[:, None]
+    return scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None, None, :])
+
+
+def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, cached: int) -> Tensor:
+    """One sequence's new tokens [n, num_heads, head_dim], each of which sees what is cached and those before it.
+
+    Keys and values are [num_kv_heads, cached + n, head_dim], and heads of a group share theirs by broadcasting. The
+    result is [n, num_kv_heads, group, head_dim].
+    """
+    n = len(query)
+    grouped = _grouped(query, len(keys)).permute(1, 2, 0, 3)
+    keys, values = (part[:, None].expand(-1, grouped.shape[1], -1, -1) for part in (keys, values))
+    if cached:
+        seen = torch.ones(n, cached + n, dtype=torch.bool, device=query.device).tril(cached)
+        attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=seen)
+    else:
+        attended = scaled_dot_product_attention(grouped, keys, values, is_causal=True)
+    return attended.permute(2, 0, 1, 3)
+
+
+def _grouped(query: Tensor, num_kv_heads: int) -> Tensor:
+    """View [N, num_kv_heads, group, head_dim]: query heads that share a KV head stand beside one another."""
+    return query.unflatten(1, (num_kv_heads, -1))

@@ -1,0 +1,98 @@
+"""The weights of a decoder, projections fused as one GEMM computes them; seeded random ones."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_runtime.model.config import DecoderConfig
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """One decoder layer. Matrices are [out, in]; h hidden, f MLP width, q and kv elements of a token's Q and K.
+
+    Attributes:
+        input_norm: [h].
+        qkv: [q + 2 kv, h], queries first, then keys, then values.
+        qkv_bias: [q + 2 kv], or None.
+        q_norm: [head_dim], or None.
+        k_norm: [head_dim], or None.
+        output: [h, q].
+        post_norm: [h].
+        gate_up: [2 f, h], gate first.
+        down: [h, f].
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class EndWeights:
+    """What stands before and after the layers: `embedding` [V, h], `final_norm` [h], `head` [V, h] (may be one)."""
+
+    embedding: Tensor
+    final_norm: Tensor
+    head: Tensor
+
+
+class RandomWeights:
+    """Weights that depend on the seed and their place only, so that two layers of a model are its first two.
+
+    Projections keep the variance of what they read at one; those that write to the residual stream are smaller by
+    sqrt(2 L) (GPT-2, Radford et al. 2019, sec. 2.3), so its variance stays below three and fp16 never overflows.
+    """
+
+    def __init__(self, config: DecoderConfig, device: torch.device | str, dtype: torch.dtype, seed: int) -> None:
+        self._config = config
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._seed = seed
+        self._generator = torch.Generator(self._device)
+
+    def layer(self, index: int) -> LayerWeights:
+        """Layer `index`, generated on the device."""
+        c = self._config
+        self._start(index + 1)
+        residual = (2 * c.num_layers) ** -0.5
+        return LayerWeights(
+            input_norm=self._ones(c.hidden_size),
+            qkv=self._matrix(c.q_size + 2 * c.kv_size, c.hidden_size),
+            qkv_bias=self._normal((c.q_size + 2 * c.kv_size,), 0.1) if c.qkv_bias else None,
+            q_norm=self._ones(c.head_dim) if c.qk_norm else None,
+            k_norm=self._ones(c.head_dim) if c.qk_norm else None,
+            output=self._matrix(c.hidden_size, c.q_size, residual),
+            post_norm=self._ones(c.hidden_size),
+            gate_up=self._matrix(2 * c.intermediate_size, c.hidden_size),
+            down=self._matrix(c.hidden_size, c.intermediate_size, residual),
+        )
+
+    def ends(self) -> EndWeights:
+        """Embedding, final norm and head."""
+        c = self._config
+        self._start(0)
+        head = self._matrix(c.vocab_size, c.hidden_size)
+        # A tied table serves as head; the first norm makes up for its small rows.
+        embedding = head if c.tie_word_embeddings else self._normal((c.vocab_size, c.hidden_size), 1.0)
+        return EndWeights(embedding, self._ones(c.hidden_size), head)
+
+    def _start(self, place: int) -> None:
+        self._generator.manual_seed(self._seed * 10_007 + place)
+
+    def _matrix(self, rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        return self._normal((rows, columns), scale * columns**-0.5)
+
+    def _normal(self, shape: tuple[int, ...], std: float) -> Tensor:
+        empty = torch.empty(shape, device=self._device, dtype=self._dtype)
+        return empty.normal_(0.0, std, generator=self._generator)
+
+    def _ones(self, size: int) -> Tensor:
+        return torch.ones(size, device=self._device, dtype=self._dtype)

@@ -1,0 +1,114 @@
+"""The command `serve`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpu_runtime.cli import add_device_flags, check_installed, decoder_for
+from sim.cli import add_flags, print_result, read_options, record
+from sim.errors import UserError
+from sim.scenario import flag, read_scenario
+from sim.simulate import Run, Setup, prepare
+
+API_KEY = "KVTWIN_API_KEY"
+HTTP = "http"
+"""What a served run names as its workload."""
+TRAFFIC = ("trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "burstiness", "rate_scale")
+TRAFFIC += ("clip", "input_len", "output_len")
+"""Options that say which requests come, and when: here that is the clients' business."""
+FAILED = 1
+HELP = (
+    "Serve a model over HTTP as OpenAI's API does (/v1/completions, /v1/chat/completions, /v1/models, /health, "
+    "/metrics) under one of the policies. Decoding is greedy, whatever temperature is asked for. A chat is its "
+    "messages, role: content a line, without the model's own template. Without --tokenizer a text is its UTF-8 bytes "
+    "and each token of an answer one printable character. SIGTERM or SIGINT refuses new requests, finishes those "
+    "accepted and writes the files of `kvtwin live`; a second signal ends at once. /health and /metrics ask no key. "
+    "Needs the extras `gpu` (torch) and `serve` (aiohttp)."
+)
+
+
+def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
+    """Mount `serve`."""
+    parser = subparsers.add_parser("serve", help="serve a model over HTTP with one policy", description=HELP)
+    parser.later(_add_flags)
+    parser.set_defaults(run=run_serve)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, without=(*TRAFFIC, "step"))
+    add_device_flags(parser)
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (%(default)s)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"what clients of /v1 must send (default: ${API_KEY}; without it, nothing)"
+    )
+    parser.add_argument(
+        "--max-queue",
+        type=int,
+        default=512,
+        metavar="N",
+        help="most accepted requests without a first token; more get status 429 (%(default)s)",
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json (default: bytes)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name that clients use (default: the model's)")
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """`kvtwin serve`."""
+    check_installed(("torch", "psutil"), "gpu")
+    check_installed(("aiohttp",), "serve")
+    from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
+    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+    from gpu_runtime.serve.run import bind, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
+    from gpu_runtime.serve.server import ServerOptions  # noqa: PLC0415
+    from gpu_runtime.serve.text import load_codec  # noqa: PLC0415
+
+    api_key = arguments.api_key or os.environ.get(API_KEY) or None
+    if arguments.max_queue < 1:
+        raise UserError(f"--max-queue: {arguments.max_queue} is less than 1: give how many requests may wait")
+    _refuse_traffic(arguments.scenario)
+    arguments.workload = HTTP
+    scenario, policies, folder, outputs = read_options(arguments)
+    if len(policies) != 1:
+        raise UserError(f"serve takes one --policy, {len(policies)} given")
+    check_device(arguments.device)
+    live = LiveOptions(arguments.device, arguments.weights, scenario.seed)
+    bound = bind(arguments.host, arguments.port)
+    if is_public(bound) and api_key is None:
+        print(
+            f"kvtwin: warning: anyone who reaches {url_of(bound)} may use it: give --api-key or --host 127.0.0.1",
+            file=sys.stderr,
+        )
+    scenario, decoder = decoder_for(scenario, live)
+    codec = load_codec(arguments.tokenizer, decoder.config.vocab_size)
+    label, policy = policies[0]
+    setup = prepare(fit_to_machine(scenario, policy, arguments.device), label, policy)
+    options = ServerOptions(
+        model=arguments.served_model_name or setup.model.name,
+        root=scenario.model,
+        max_model_len=setup.limits.max_model_len,
+        vocab_size=decoder.config.vocab_size,
+        stop=stop_tokens(arguments.weights),
+        max_queue=arguments.max_queue,
+        api_key=api_key,
+    )
+
+    def announce() -> None:
+        if not outputs.quiet:
+            what = f"{options.model} with {setup.label} on {arguments.device}, {setup.limits.num_gpu_blocks} KV blocks"
+            print(f"kvtwin: serving {what}: {url_of(bound)}", flush=True)
+
+    def on_device(setup: Setup, requests: object, table: Any, keep: Any) -> Run:  # noqa: ANN401
+        return perform(setup, table, keep, decoder, live, codec, options, bound, folder=folder, announce=announce)
+
+    run, result = record(setup, folder, outputs, on_device, requests=())
+    status = print_result(run, result, folder, outputs)
+    return FAILED if run.error else status
+
+
+def _refuse_traffic(path: Path | None) -> None:
+    for name in read_scenario(path) if path else ():
+        if name in TRAFFIC:
+            raise UserError(f"{path}: {flag(name)[2:]} says which requests come; here clients send them: leave it out")

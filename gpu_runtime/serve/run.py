@@ -1,0 +1,132 @@
+"""One run of a server: from a set-up and a bound socket to the `Run` that a result is made from."""
+
+import asyncio
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from gpu_runtime.live import LiveOptions, build_device, describe_machine
+from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.serve.engine import EngineThread
+from gpu_runtime.serve.metrics import Metrics
+from gpu_runtime.serve.server import Server, ServerOptions
+from gpu_runtime.serve.text import Codec
+from sim.errors import UserError
+from sim.results.metrics import TableSink
+from sim.simulate import Keep, Run, Setup, build_engine
+from sim.specs.json_file import read_json_object
+
+EOS_FILES = ("config.json", "generation_config.json")
+CRASH_FILE = "crash.txt"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound, not listening yet; UserError where that cannot be."""
+    if not 0 <= port < 1 << 16:
+        # The resolver would take it modulo 65,536.
+        raise UserError(f"--port: {port} is no port; give 0 to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--host {host} --port {port}: cannot listen ({reason}); choose others") from None
+    return bound
+
+
+def is_public(bound: socket.socket) -> bool:
+    """Whether other machines may reach a socket."""
+    return not ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where a bound socket is reached."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def stop_tokens(folder: Path | None) -> frozenset[int]:
+    """The end-of-text tokens that a checkpoint's files name; none without one."""
+    found: set[int] = set()
+    for name in EOS_FILES if folder is not None else ():
+        path = Path(folder or ".") / name
+        value = read_json_object(path).get("eos_token_id") if path.is_file() else None
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise UserError(f"{path}: eos_token_id {value!r} is neither a token id nor a list of them: correct it")
+        found |= set(ids)
+    return frozenset(found)
+
+
+def perform(
+    setup: Setup,
+    table: TableSink | None,
+    keep: Keep,
+    decoder: Decoder,
+    live: LiveOptions,
+    codec: Codec,
+    options: ServerOptions,
+    bound: socket.socket,
+    *,
+    folder: Path,
+    announce: Callable[[], object],
+) -> Run:
+    """Serve until told to stop by SIGTERM or SIGINT and every accepted request has ended; a second one ends at once.
+
+    Args:
+        folder: where the traceback of a crash goes.
+        announce: called when requests are taken.
+    """
+    parts = build_engine(setup, table, keep)
+    device = build_device(setup, parts["scheduler"], decoder, live)
+    thread = EngineThread(parts, device, Metrics())
+    run = Run(**parts, instance=thread.instance, backend="kvtwin-live", machine=describe_machine(device.decoder))
+    crash = folder / CRASH_FILE
+    crash.unlink(missing_ok=True)
+    run.interrupted = asyncio.run(serve(thread, codec, options, bound, announce))
+    if thread.error is not None:
+        run.error = f"the engine failed: {type(thread.error).__name__}: {thread.error}".splitlines()[0]
+        crash.write_text("".join(traceback.format_exception(thread.error)), encoding="utf-8")
+    return run
+
+
+async def serve(
+    thread: EngineThread,
+    codec: Codec,
+    options: ServerOptions,
+    bound: socket.socket,
+    announce: Callable[[], object],
+) -> bool:
+    """Serve until stopped; returns whether requests were left unfinished."""
+    server = Server(thread, codec, options)
+    loop, aborted = asyncio.get_running_loop(), []
+
+    def stop() -> None:
+        if server.draining:
+            aborted.append(True)
+            thread.abort()
+            _restore(loop)
+        server.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    await thread.start()
+    if thread.error is None:
+        await server.start(bound)
+        announce()
+    await thread.finished.wait()
+    await server.close()
+    _restore(loop)
+    return bool(aborted)
+
+
+def _restore(loop: Any) -> None:  # noqa: ANN401
+    """A third signal is Python's to handle."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)

@@ -1,0 +1,1 @@
+"""Simulated against executed: validation, its figure, and the probe of the machine's speed."""

@@ -1,0 +1,71 @@
+"""The simulated twin over the live one: KV blocks in use over time, TTFT and TPOT of every request, errors."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gpu_runtime.twin.twin import JUDGED, Agreement
+from sim.results.figures.data import FigureRun
+from sim.results.figures.style import COLOURS, FAINT, dress, new_figure, plain_text, set_title
+
+SIMULATED, LIVE = COLOURS[0], COLOURS[1]
+
+
+def draw_twin(label: str, simulated: FigureRun, live: Sequence[FigureRun], found: Sequence[Agreement]) -> Figure:
+    """Four panels for one policy."""
+    figure = new_figure(12.0, 8.0)
+    axes = figure.subplots(2, 2)
+    _draw_memory(axes[0][0], simulated, live)
+    _draw_errors(axes[0][1], found)
+    _draw_distribution(axes[1][0], simulated.ttft_s, [run.ttft_s for run in live], "TTFT, ms", "Time to first token")
+    _draw_distribution(axes[1][1], simulated.tpot_s, [run.tpot_s for run in live], "TPOT, ms", "Time per output token")
+    figure.suptitle(
+        plain_text(f"twin:  {label}  |  {len(live)} live runs"), fontsize=8.5, color=FAINT, x=0.01, ha="left"
+    )
+    return figure
+
+
+def _draw_memory(ax: Axes, simulated: FigureRun, live: Sequence[FigureRun]) -> None:
+    for run, colour, label in [*((r, LIVE, "live") for r in live), (simulated, SIMULATED, "simulated")]:
+        if run.series is None or not len(run.series["time_s"]):
+            continue
+        free = run.series["gpu_free_blocks"]
+        held = run.series["gpu_allocated_blocks"] - run.series["gpu_released_blocks"]
+        used = 100 * held / np.maximum(free + held, 1)
+        ax.step(run.series["time_s"], used, where="post", color=colour, lw=1.2, alpha=0.8, label=label)
+    _legend_once(ax)
+    dress(ax, "s", "GPU KV blocks in use, %")
+    set_title(ax, "KV blocks over time", 60)
+
+
+def _draw_errors(ax: Axes, found: Sequence[Agreement]) -> None:
+    for row, agreement in enumerate(reversed(found)):
+        allowed = 100 * agreement.allowed
+        ax.barh(row, 2 * allowed, left=-allowed, height=0.7, color="#E4E4E4")
+        colour = SIMULATED if agreement.agrees else LIVE
+        ax.plot([100 * agreement.error], [row], "o", color=colour, ms=7)
+    names = [f"{a.name}{' *' if a.field in JUDGED else ''}" for a in reversed(found)]
+    ax.set_yticks(range(len(found)), names)
+    ax.axvline(0.0, color=FAINT, lw=0.8)
+    dress(ax, "simulated over live, % (grey: allowed)")
+    set_title(ax, "Errors of the simulator", 60)
+
+
+def _draw_distribution(ax: Axes, simulated_s: np.ndarray, live_s: Sequence[np.ndarray], x: str, title: str) -> None:
+    for values, colour, label in [*((v, LIVE, "live") for v in live_s), (simulated_s, SIMULATED, "simulated")]:
+        ordered = np.sort(values[np.isfinite(values)]) * 1e3
+        if len(ordered):
+            share = 100 * (np.arange(len(ordered)) + 1) / len(ordered)
+            ax.step(ordered, share, where="post", color=colour, lw=1.3, alpha=0.8, label=label)
+    _legend_once(ax)
+    dress(ax, x, "% of requests")
+    set_title(ax, title, 60)
+
+
+def _legend_once(ax: Axes) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    if unique:
+        ax.legend(unique.values(), unique.keys(), fontsize=8.5, frameon=False)

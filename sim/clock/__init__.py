@@ -1,0 +1,1 @@
+"""The virtual clock: arrivals and the SimPy driver."""

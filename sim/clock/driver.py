@@ -1,0 +1,102 @@
+"""The virtual clock: a SimPy process that has plans priced and waits.
+
+The only module that knows SimPy. One process is one serving instance; it pulls the arrivals that are due at each
+iteration boundary (decisions happen nowhere else) and sleeps until the next one.
+"""
+
+from collections.abc import Callable, Generator
+from heapq import heappop, heappush
+from math import inf
+
+import simpy
+
+from sim.clock.arrivals import TIE_S, Arrivals
+from sim.cost.forms import CostModel, run_s, steps_until
+from sim.cost.pricing import Lanes, Pricer
+from sim.engine.engine import Engine
+from sim.engine.plan import IterationPlan, StepTimes, Transfer
+from sim.errors import InvariantError
+
+Observer = Callable[[IterationPlan, float, StepTimes], None]
+"""Hears of every plan, when it started and when its tokens came, before it is committed."""
+
+
+class Instance:
+    """One engine on the virtual clock."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        engine: Engine,
+        cost: CostModel,
+        arrivals: Arrivals,
+        lanes: Lanes,
+        *,
+        layers: int,
+        jump: bool = True,
+        copy_unit_bytes: float = 1 << 20,
+        observer: Observer | None = None,
+    ) -> None:
+        self.env, self.engine, self.cost = env, engine, cost
+        self.arrivals, self.lanes = arrivals, lanes
+        self.jump = jump
+        self.pricer = Pricer(cost, lanes, self._finish_at, layers=layers, copy_unit_bytes=copy_unit_bytes)
+        self.observer = observer
+        self.iterations = 0
+        self._transfers: list[tuple[float, int, Transfer]] = []
+        self._num_transfers = 0
+
+    def serve(self) -> Generator[simpy.Event, None, None]:
+        """Serve until every request of the trace has ended.
+
+        The process runs ahead of `env.now` as long as no other event is due before the end of an iteration: what nobody
+        else can notice need not be an event.
+        """
+        env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
+        observer, commit, schedule, peek = self.observer, engine.commit, engine.schedule, env.peek
+        step = self.pricer.step
+        now_s = env.now
+        while True:
+            due_s = now_s + TIE_S
+            if arrivals.next_s <= due_s:
+                arrivals.deliver(due_s, engine.add_request)
+            while transfers and transfers[0][0] <= due_s:
+                engine.transfer_done(heappop(transfers)[2])
+            plan = schedule(now_s)
+            if plan is None:
+                times = None
+                end_s = min(arrivals.next_s, transfers[0][0]) if transfers else arrivals.next_s
+                if end_s == inf:
+                    break
+            else:
+                times = self._run(plan, now_s) if plan.max_steps > 1 else step(plan, now_s)
+                end_s = times.end_s
+            if peek() <= end_s:
+                yield env.timeout(end_s - env.now)
+            if plan is not None and times is not None:
+                self.iterations += times.steps
+                if observer is not None:
+                    observer(plan, now_s, times)
+                commit(plan, times)
+            now_s = end_s
+        if engine.has_unfinished:
+            raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
+        if now_s > env.now:
+            yield env.timeout(now_s - env.now)
+
+    def _run(self, plan: IterationPlan, now_s: float) -> StepTimes:
+        """Price identical decode iterations as one event, up to the first boundary after the next fact."""
+        first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens)
+        steps = plan.max_steps if self.jump else 1
+        until_s = self.arrivals.next_s if plan.cut_on_arrival else inf
+        if self._transfers and self._transfers[0][0] < until_s:
+            until_s = self._transfers[0][0]
+        if steps > 1 and until_s < inf:
+            steps = steps_until(until_s - TIE_S - now_s, first_s, slope_s, steps)
+        end_s = now_s + (run_s(first_s, slope_s, steps) if steps > 1 else first_s)
+        self.lanes.compute.run(now_s, end_s - now_s, "decode")
+        return StepTimes(steps, now_s + first_s, first_s + slope_s, slope_s, end_s)
+
+    def _finish_at(self, end_s: float, transfer: Transfer) -> None:
+        self._num_transfers += 1
+        heappush(self._transfers, (end_s, self._num_transfers, transfer))

@@ -1,0 +1,1 @@
+"""What plans cost: fitted constants, the forms that use them, lanes and their pricing."""

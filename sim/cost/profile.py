@@ -1,0 +1,246 @@
+"""`Profile`: the fitted constants that price time on a GPU, read from JSON with a strict schema.
+
+The shipped ones lie in `calib/profiles/`. A data edge, not an import: this module finds the folder beside `sim`.
+"""
+
+import hashlib
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from sim.errors import UserError
+from sim.specs.hardware import HardwareSpec
+from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
+
+SHIPPED = Path(__file__).parents[2] / "calib" / "profiles"
+
+ROOFLINE_UNITS = {
+    "flops_per_s": "FLOP/s",
+    "attention_flops_per_s": "FLOP/s",
+    "hbm_bytes_per_s": "B/s",
+    "roofline_exponent": "1",
+    "layer_overhead_s": "s",
+    "step_overhead_s": "s",
+    "h2d_bytes_per_s": "B/s",
+    "d2h_bytes_per_s": "B/s",
+    "copy_launch_s": "s",
+    "host_memcpy_bytes_per_s": "B/s",
+    "allreduce_bytes_per_s": "B/s",
+    "allreduce_latency_s": "s",
+    "alpha": "1",
+    "beta": "1",
+}
+"""Constants of the forms `roofline` and `paper` and their units; rates are those achieved, per GPU.
+
+`alpha` and `beta` are LayerKV's corrections of Eq. 3 (prefill over peak FLOP/s) and Eq. 4 (copy over the PCIe rate);
+`roofline_exponent` is the sharpness p of the ridge between compute and memory (`sim.cost.forms.ridge`);
+`allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them.
+"""
+LINEAR_UNITS = {
+    "prefill_base_s": "s",
+    "prefill_s_per_token": "s/token",
+    "prefill_s_per_square_token": "s/token^2",
+    "decode_base_s": "s",
+    "decode_s_per_sequence": "s/sequence",
+    "decode_s_per_context_token": "s/token",
+    "swap_s_per_block": "s/block",
+    "copy_launch_s": "s",
+}
+"""Constants of the form `linear`: p0, p1, p2, d0, d1, d2, seconds per swapped block, and what of those each piece costs
+whatever its size: a copy of one layer of a block costs it as well."""
+UNITS = {"roofline": ROOFLINE_UNITS, "paper": ROOFLINE_UNITS, "linear": LINEAR_UNITS}
+MAY_BE_ZERO = frozenset({"layer_overhead_s", "step_overhead_s", "copy_launch_s", "allreduce_latency_s", *LINEAR_UNITS})
+"""Constants that cost nothing at zero; the others divide or scale, and must be positive."""
+
+
+class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fitted value in SI units, its standard error (None: not fitted, or not known), and where it comes from."""
+
+    value: float
+    stderr: float | None
+    unit: str
+    source: str
+
+
+class FittedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Least and most of what the measurements covered; beyond it the profile extrapolates."""
+
+    tokens: tuple[float, float] | None = None
+    batch: tuple[float, float] | None = None
+    context_tokens: tuple[float, float] | None = None
+
+
+class LinearCoefficients(msgspec.Struct, frozen=True):
+    """Prefill p0 + p1 tokens + p2 sum(len^2), decode d0 + d1 batch + d2 context tokens, swap per block; seconds."""
+
+    prefill: tuple[float, float, float]
+    decode: tuple[float, float, float]
+    swap_s_per_block: float
+    copy_launch_s: float
+
+
+class ShortLinear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The short file of a user's own coefficients."""
+
+    form: Literal["linear"]
+    prefill: tuple[float, float, float]
+    decode: tuple[float, float, float]
+    swap_s_per_block: float
+    copy_launch_s: float = 0.0
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Constants of one GPU, with where they come from and how well they fit.
+
+    Attributes:
+        gpu: name of the hardware spec; "any" for a user's own linear coefficients.
+        status: measured on that GPU by this project, imported from public tables, or derived from a specification.
+        constants: exactly those of `UNITS[form]`.
+        residuals: errors of the fit, such as {"prefill_mape": 0.059}.
+    """
+
+    name: str
+    gpu: str
+    status: Literal["measured", "imported", "derived"]
+    form: Literal["roofline", "linear", "paper"]
+    constants: dict[str, Constant]
+    provenance: dict[str, str]
+    range: FittedRange | None = None
+    residuals: dict[str, float] | None = None
+
+    def value(self, name: str) -> float:
+        """One constant, in the unit of its name. UserError where the profile's form has none of that name."""
+        constant = self.constants.get(name)
+        if constant is None:
+            raise UserError(
+                f"profile {self.name}: field constants.{name} is missing in form {self.form!r}: "
+                f"it has {', '.join(self.constants)}"
+            )
+        return constant.value
+
+    @property
+    def linear(self) -> LinearCoefficients | None:
+        """The coefficients of the form `linear`; None in other forms."""
+        if self.form != "linear":
+            return None
+        p0, p1, p2, d0, d1, d2, swap, launch = (self.value(name) for name in LINEAR_UNITS)
+        return LinearCoefficients((p0, p1, p2), (d0, d1, d2), swap, launch)
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 (hex) of the profile as canonical JSON: the same for any order of fields and layout of the file."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+    def to_json(self) -> bytes:
+        """The profile as a file that `load_profile` reads back to an equal one."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+
+def shipped_profiles() -> list[str]:
+    """Names that `load_profile` knows without a path."""
+    return built_in_names(SHIPPED)
+
+
+def default_profile(gpu_name: str) -> Profile:
+    """The shipped profile of a GPU: measured if there is one, else imported, else derived. UserError if none."""
+    for status in ("measured", "imported", "derived"):
+        name = f"{gpu_name.lower()}-{status}"
+        if name in shipped_profiles():
+            return read_profile(SHIPPED / f"{name}.json")
+    gpus = sorted({name.rpartition("-")[0] for name in shipped_profiles()})
+    raise UserError(
+        f"profile: none is shipped for gpu {gpu_name!r} (there are: {', '.join(gpus)}): give one with --profile"
+    )
+
+
+def load_profile(name_or_path: str | None = None, gpu: HardwareSpec | str | None = None) -> Profile:
+    """A shipped profile by name, a profile file, or with no name the default of `gpu`.
+
+    Raises:
+        UserError: unknown name, a file that breaks the schema, or a profile of another GPU than `gpu`.
+    """
+    gpu_name = gpu.name if isinstance(gpu, HardwareSpec) else gpu
+    if name_or_path is None:
+        if gpu_name is None:
+            raise UserError("profile: neither a profile nor a gpu is given: name one, for example --gpu l20")
+        return default_profile(gpu_name)
+    path = find_file(name_or_path, SHIPPED, "profile")
+    profile = read_profile(path)
+    if gpu_name is not None and profile.gpu.lower() not in ("any", gpu_name.lower()):
+        raise UserError(
+            f"{path}: field gpu = {profile.gpu!r} is not the gpu simulated, {gpu_name!r}: "
+            f"use a profile of {gpu_name}, or simulate {profile.gpu}"
+        )
+    return profile
+
+
+def read_profile(path: Path | str) -> Profile:
+    """The profile in a file, in full or in the short linear form; UserError names file, field, value and remedy."""
+    path = Path(path)
+    data = read_json_object(path)
+    if "constants" not in data and data.get("form") == "linear":
+        return _short_linear(data, path)
+    constants = data.get("constants")
+    if isinstance(constants, dict):
+        for name, constant in constants.items():
+            convert(constant, Constant, path, f"constants.{name}")
+    profile = convert(data, Profile, path)
+    _check_constants(profile, path)
+    _check_numbers(profile, path)
+    return profile
+
+
+def _check_constants(profile: Profile, path: Path) -> None:
+    units = UNITS[profile.form]
+    for name in units:
+        if name not in profile.constants:
+            raise UserError(
+                f"{path}: field constants.{name} is missing: give it in {units[name]} (form {profile.form!r} needs it)"
+            )
+    for name, constant in profile.constants.items():
+        where = f"{path}: field constants.{name}"
+        if name not in units:
+            raise UserError(f"{where} is not a constant of form {profile.form!r}: remove it; known: {', '.join(units)}")
+        if constant.unit != units[name]:
+            raise UserError(f"{where}.unit = {constant.unit!r}: expected {units[name]!r}: convert value and stderr")
+        _check_number(constant.value, f"{where}.value", zero=name in MAY_BE_ZERO)
+        if constant.stderr is not None:
+            _check_number(constant.stderr, f"{where}.stderr", zero=True)
+        if not constant.source:
+            raise UserError(f"{where}.source is empty: say where the value comes from")
+
+
+def _check_numbers(profile: Profile, path: Path) -> None:
+    for field, value in (profile.residuals or {}).items():
+        _check_number(value, f"{path}: field residuals.{field}", zero=True)
+    limits = profile.range or FittedRange()
+    for field in FittedRange.__struct_fields__:
+        pair = getattr(limits, field)
+        for bound in pair or ():
+            _check_number(bound, f"{path}: field range.{field}", zero=True)
+        if pair and pair[0] > pair[1]:
+            raise UserError(f"{path}: field range.{field} = {list(pair)}: put the lower limit first")
+
+
+def _check_number(value: float, where: str, *, zero: bool) -> None:
+    if not isfinite(value):
+        raise UserError(f"{where} = {value} is not a finite number: measure it again or give an estimate")
+    if value < 0 or (value == 0 and not zero):
+        raise UserError(f"{where} = {value} must be {'zero or more' if zero else 'more than zero'}: correct the value")
+
+
+def _short_linear(data: dict[str, Any], path: Path) -> Profile:
+    """A user's own coefficients: {"form": "linear", "prefill": [3], "decode": [3], "swap_s_per_block": s}."""
+    short = convert(data, ShortLinear, path)
+    given = (*short.prefill, *short.decode, short.swap_s_per_block, short.copy_launch_s)
+    values = dict(zip(LINEAR_UNITS, given, strict=True))
+    fields = [f"{part}[{i}]" for part in ("prefill", "decode") for i in range(3)] + list(LINEAR_UNITS)[6:]
+    for field, value in zip(fields, values.values(), strict=True):
+        _check_number(value, f"{path}: field {field}", zero=True)
+    constants = {
+        name: Constant(value, None, LINEAR_UNITS[name], f"given by the user in {path.name}")
+        for name, value in values.items()
+    }
+    return Profile(path.stem, "any", "measured", "linear", constants, {"file": path.name})

@@ -1,0 +1,80 @@
+"""`Engine`: the sans-IO core that both clocks drive.
+
+It takes facts (a request arrived, a copy ended, an iteration ended, it is now t) and returns what to do next. It never
+waits, reads no clock and draws no random number: the simulator and the GPU runtime differ only in who measures time.
+"""
+
+from collections.abc import Callable
+
+from sim.engine.plan import IterationPlan, StepTimes, Transfer
+from sim.engine.predictor import LengthPredictor
+from sim.engine.sequence import Sequence, Status
+from sim.policies.base import Scheduler
+from traces.request import Request
+
+
+class Engine:
+    """One serving instance: a scheduler, what it predicts of output lengths, and who hears of ended sequences."""
+
+    __slots__ = ("_ended", "_predict", "on_end", "scheduler")
+
+    def __init__(self, scheduler: Scheduler, predictor: LengthPredictor, on_end: Callable[[Sequence], None]) -> None:
+        self.scheduler = scheduler
+        self._predict = predictor.predict
+        self.on_end = on_end
+        self._ended = scheduler.finished
+
+    def add_request(self, request: Request) -> Sequence:
+        """Fact: `request` arrived."""
+        seq = Sequence(request)
+        seq.predicted_lower_tokens, seq.predicted_median_tokens = self._predict(request)
+        self.scheduler.add(seq)
+        return seq
+
+    def schedule(self, now_s: float) -> IterationPlan | None:
+        """What to do at `now_s`; None if nothing can be done until another fact arrives."""
+        plan = self.scheduler.schedule(now_s)
+        if self._ended:
+            self._report_ended()
+        return plan
+
+    def commit(self, plan: IterationPlan, times: StepTimes) -> None:
+        """Fact: `plan` was carried out, its tokens came at `times`."""
+        self.scheduler.commit(plan, times)
+        if self._ended:
+            self._report_ended()
+
+    def truncate(self, seq: Sequence, output_tokens: int) -> None:
+        """Fact: the `output_tokens`-th token of `seq`, yet to be committed or computed, is its last."""
+        self.scheduler.truncate(seq, output_tokens)
+
+    def cancel(self, seq: Sequence) -> None:
+        """Fact: nobody waits for `seq` any more. Its memory is free after its next token at the latest."""
+        self.scheduler.cancel(seq)
+        if self._ended:
+            self._report_ended()
+
+    def fail(self, seq: Sequence, reason: str) -> None:
+        """Fact: what `seq` computed or held is lost (a copy or a kernel failed). It ends as `cancel` says, in error."""
+        if seq.error or seq.status in (Status.FINISHED, Status.IGNORED):
+            return
+        self.scheduler.cancel(seq)
+        seq.error = f"failed: {reason}"
+        failed = self.scheduler.counters.ignored
+        failed[seq.error] = failed.get(seq.error, 0) + 1
+        if self._ended:
+            self._report_ended()
+
+    def transfer_done(self, transfer: Transfer) -> None:
+        """Fact: a background copy of an earlier plan ended."""
+        self.scheduler.transfer_done(transfer)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is still to end."""
+        return self.scheduler.has_unfinished
+
+    def _report_ended(self) -> None:
+        for seq in self._ended:
+            self.on_end(seq)
+        self._ended.clear()

@@ -1,0 +1,1 @@
+"""What a run leaves: statistics, tables, series, comparisons and figures."""

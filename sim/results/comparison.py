@@ -1,0 +1,178 @@
+"""Several policies side by side: the printed table, `comparison.json` and `comparison.md`."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+
+import msgspec
+
+from sim.files import make_folder, write_atomically
+from sim.results.comparison_sentences import factor_text, sentences
+from sim.results.report import METRICS, Metric, Result, constants, deployment, labels, metric_values, ratio
+
+WIDTH = 80
+"""Columns of the printed reports: a terminal's least."""
+FIGURES = {
+    "ttft_tpot.png": "Distributions of TTFT and TPOT",
+    "queueing.png": "Why TTFT is what it is: queueing and prefill",
+    "memory.png": "KV memory and queues over time",
+    "lanes.png": "GPU compute and PCIe over time",
+}
+
+
+def print_comparison(results: list[Result], folder: Path) -> None:
+    """Print metrics side by side with ratios to the first policy, then what differs in words; at most 80 columns."""
+    print("\n".join(comparison_lines(results, folder)))
+
+
+def comparison_lines(results: list[Result], folder: Path) -> list[str]:
+    """The lines of `print_comparison`."""
+    if not results:
+        return ["no policy was run"]
+    lines = [deployment(results[0]), f"constants: {', '.join(_distinct(constants(r) for r in results))}", ""]
+    rows = table(results)
+    name_width = max(len(row.name) for row in rows)
+    columns = [_column(rows, i, label) for i, label in enumerate(labels(results))]
+    for start, end in _groups([len(column[-1]) for column in columns], WIDTH - name_width):
+        shown = columns[start:end]
+        height = max(len(column) for column in shown)
+        names = [""] * (height - len(rows)) + [row.name for row in rows]
+        for i, name in enumerate(names):
+            cells = (column[i - height] if i - height >= -len(column) else " " * len(column[-1]) for column in shown)
+            lines.append("  ".join((f"{name:<{name_width}}", *cells)).rstrip())
+        lines.append("")
+    if len(results) > 1:
+        lines += ["(x) ratio to the first policy; * best where they differ", ""]
+    for sentence in sentences(results):
+        # wrap() breaks at spaces but not at no-break spaces: a number keeps its unit.
+        bound = re.sub(r"(?<=\d) (?=(%|ms|s)(\W|$))", "\xa0", sentence)
+        broken = wrap(bound, WIDTH, break_on_hyphens=False, break_long_words=False)
+        lines += [*(line.replace("\xa0", " ") for line in broken), ""]
+    return [*lines, f"Results, comparison.md and figures are in {folder}"]
+
+
+def _column(rows: list["Row"], index: int, label: str) -> list[str]:
+    """One policy's column: its label in as many lines as it takes, then a cell a row, all of one width."""
+    cells = [row.cells[index] for row in rows]
+    value_width = max(len(cell.value) for cell in cells)
+    ratio_width = max(len(cell.ratio) for cell in cells)
+    lines = [f"{c.value:>{value_width}} {c.ratio:>{ratio_width}} {'*' if c.best else ' '}" for c in cells]
+    # A label may widen its column to 28 characters; a longer one takes several lines, broken between its options.
+    widest = max(map(len, re.split("(?<=[:,])", label)))
+    width = max(len(lines[0]), min(28, widest + 2))
+    return [f"{line + '  ':>{width}}" for line in _break(label, width - 2)] + [f"{line:>{width}}" for line in lines]
+
+
+def _distinct(words: Iterator[str]) -> list[str]:
+    return list(dict.fromkeys(words))
+
+
+def _groups(widths: list[int], room: int) -> Iterator[tuple[int, int]]:
+    """Ranges of columns that fit into `room`, each at least one column."""
+    start, used = 0, 0
+    for i, width in enumerate(widths):
+        if i > start and used + width + 2 > room:
+            yield start, i
+            start, used = i, 0
+        used += width + 2
+    yield start, len(widths)
+
+
+def _break(label: str, width: int) -> list[str]:
+    """A label in lines of at most `width`, broken after `:` and `,` where that is enough."""
+    spaced = label.replace(":", ": ").replace(",", ", ")
+    return [line.replace(": ", ":").replace(", ", ",") for line in wrap(spaced, width)] or [""]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value as printed, its ratio to the first policy's in parentheses (or nothing), whether it is the best."""
+
+    value: str
+    ratio: str
+    best: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric over all policies."""
+
+    name: str
+    cells: list[Cell]
+
+
+def table(results: Sequence[Result]) -> list[Row]:
+    """Rows of the comparison; metrics that no policy has are left out."""
+    values = [metric_values(result) for result in results]
+    rows = []
+    for metric in METRICS:
+        numbers = [found[metric.key] for found in values]
+        if all(number is None for number in numbers):
+            continue
+        texts = [metric.text(number) for number in numbers]
+        best = _best(metric, numbers, texts)
+        factors = [None, *(ratio(number, numbers[0]) for number in numbers[1:])]
+        told = ["" if factor is None else f"({factor_text(factor)})" for factor in factors]
+        rows.append(Row(metric.name, [Cell(text, word, text in best) for text, word in zip(texts, told, strict=True)]))
+    return rows
+
+
+def _best(metric: Metric, numbers: Sequence[float | None], texts: Sequence[str]) -> set[str]:
+    """Texts of the best values; none where all print alike or neither direction is better."""
+    known = [(number, text) for number, text in zip(numbers, texts, strict=True) if number is not None]
+    if metric.less_is_better is None or len({text for _, text in known}) < 2:
+        return set()
+    return {(min if metric.less_is_better else max)(known)[1]}
+
+
+def write_comparison(folder: Path, results: list[Result]) -> Path:
+    """Write `comparison.json` and `comparison.md` into `folder`; returns the latter's path."""
+    make_folder(folder, "--out")
+    values = [metric_values(result) for result in results]
+    data = {
+        "baseline": labels(results)[0] if results else None,
+        "policies": labels(results),
+        "metrics": dict(zip(labels(results), values, strict=True)),
+        "ratios_to_baseline": {
+            name: {key: ratio(value, values[0][key]) for key, value in found.items()}
+            for name, found in zip(labels(results), values, strict=True)
+        },
+        "sentences": sentences(results),
+        "profiles": {name: r.get("profile") for name, r in zip(labels(results), results, strict=True)},
+    }
+    encoded = msgspec.json.format(msgspec.json.encode(data), indent=2)
+    write_atomically(folder / "comparison.json", lambda file: file.write(encoded + b"\n"))
+    path = folder / "comparison.md"
+    page = "\n".join(markdown_lines(results)) + "\n"
+    write_atomically(path, lambda file: file.write(page.encode()))
+    return path
+
+
+def markdown_lines(results: list[Result]) -> list[str]:
+    """The page `comparison.md`: sentences, table, figures, and where the times come from."""
+    if not results:
+        return ["# Comparison", "", "No policy was run."]
+    names = [f"`{_cell(name)}`" for name in labels(results)]
+    lines = [f"# {' against '.join(names) if len(names) < 3 else f'{len(names)} policies'}", "", deployment(results[0])]
+    lines += ["", *(line for sentence in sentences(results) for line in (sentence, ""))]
+    lines += [f"| | {' | '.join(names)} |", "|:--|" + "--:|" * len(results)]
+    lines += [f"| {row.name} | {' | '.join(_markdown(cell) for cell in row.cells)} |" for row in table(results)]
+    lines += ["", "In parentheses: ratio to the first policy. Bold: the best, where they differ.", ""]
+    for file, caption in FIGURES.items():
+        lines += [f"## {caption}", "", f"![{caption}](figures/{file})", ""]
+    lines += ["## Where the times come from", "", "The times are simulated, from these fitted constants:", ""]
+    for name, result in zip(names, results, strict=True):
+        sha256 = str((result.get("profile") or {}).get("sha256") or "")[:12]
+        lines.append(f"- {name}: {constants(result)}" + (f", sha256 `{sha256}`" if sha256 else ""))
+    return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _markdown(cell: Cell) -> str:
+    text = f"{cell.value} {cell.ratio}".strip()
+    return f"**{text}**" if cell.best else text

@@ -1,0 +1,139 @@
+"""What differs between two policies, in words: sentences that say what the numbers of their results prove.
+
+TTFT is queueing plus prefill by definition, so its causes can be named; what only goes together is told so.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from sim.results.report import METRICS, NONE, Result, labels, mean_decoding, queue_share, ratio
+
+SAME = 0.01
+"""Relative differences up to this are called the same in sentences."""
+
+
+def sentences(results: Sequence[Result]) -> list[str]:
+    """What the numbers say of each policy beside the first, a paragraph each."""
+    if len(results) < 2:
+        return []
+    paragraphs = []
+    for other, name in zip(results[1:], labels(results)[1:], strict=True):
+        found = list(_differences(results[0], other, labels(results)[0], name))
+        paragraphs.append(" ".join(found))
+    return paragraphs
+
+
+def _differences(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
+    for result, name in ((base, a), (other, b)):
+        if not result.get("complete", True):
+            yield f"{name} ended early, so its figures cover only the requests that ended."
+    counts = base.get("completed"), other.get("completed")
+    if counts[0] != counts[1]:
+        yield f"{a} completes {counts[0]} requests and {b} {counts[1]}, so their means are over different requests."
+    if not counts[0] or not counts[1]:
+        if counts[0] == counts[1]:
+            yield f"Neither {a} nor {b} completes a request."
+        return
+    keys = [metric.key for metric in METRICS if metric.key.endswith("_ms")] + ["output_throughput", "request_goodput"]
+    if all(_same(base.get(key), other.get(key)) for key in keys):
+        yield f"{b} and {a} do not differ: every latency, queueing and throughput is the same within {SAME * 100:g} %."
+        return
+    for sentence in (_ttft, _tpot, _overall):
+        yield from sentence(base, other, a, b)
+
+
+def _same(a: float | None, b: float | None) -> bool:
+    return a == b or (a is not None and b is not None and abs(b - a) <= SAME * abs(a))
+
+
+def _verb(a: float, b: float) -> str:
+    return "falls" if b < a else "rises"
+
+
+def _ttft(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
+    first, second = base.get("mean_ttft_ms"), other.get("mean_ttft_ms")
+    if first is None or second is None:
+        return
+    text = f"With {b} instead of {a}, mean TTFT {_change(first, second)}"
+    wait, other_wait = base.get("mean_queue_ms"), other.get("mean_queue_ms")
+    if wait is not None and other_wait is not None and not _same(first, second):
+        prefill = (second - other_wait) - (first - wait)
+        text += (
+            f": requests wait {_time(other_wait)} in the queue on average ({_percent(queue_share(other))} of TTFT) "
+            f"instead of {_time(wait)} ({_percent(queue_share(base))}). "
+            f"Queueing {_by(other_wait - wait)}, prefill {_by(prefill)}"
+        )
+    yield text + "."
+    yield from _tail("TTFT", base, other)
+
+
+def _change(first_ms: float, second_ms: float) -> str:
+    """`falls from 32.2 s to 157 ms (0.0049x)`, or that it stays."""
+    if _same(first_ms, second_ms):
+        return f"is the same within {SAME * 100:g} % ({_time(second_ms)}, was {_time(first_ms)})"
+    factor = ratio(second_ms, first_ms)
+    told = "" if factor is None else f" ({factor_text(factor)})"
+    return f"{_verb(first_ms, second_ms)} from {_time(first_ms)} to {_time(second_ms)}{told}"
+
+
+def _by(change_ms: float) -> str:
+    return f"{_verb(0.0, change_ms)} by {_time(abs(change_ms))}" if change_ms else "stays"
+
+
+def _tpot(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
+    first, second = base.get("mean_tpot_ms"), other.get("mean_tpot_ms")
+    if first is None or second is None:
+        return
+    text = f"Mean TPOT {_change(first, second)}"
+    past, other_past = mean_decoding(base), mean_decoding(other)
+    if past is not None and other_past is not None and not _same(first, second) and not _same(past, other_past):
+        text += f", with {other_past:.3g} instead of {past:.3g} requests past their first token at a time"
+    yield text + "."
+    yield from _tail("TPOT", base, other)
+    parked = (other.get("counters") or {}).get("parked") or 0
+    if parked:
+        again = "once" if parked == 1 else f"{parked:,.0f} times"
+        yield f"After a prefill a request had to wait for room for all its layers on the GPU {again}, part of its TPOT."
+    preemptions = base.get("num_preemptions"), other.get("num_preemptions")
+    if preemptions[0] != preemptions[1] and None not in preemptions:
+        yield f"Preemptions: {preemptions[1]:,} instead of {preemptions[0]:,}."
+
+
+def _tail(name: str, base: Result, other: Result) -> Iterator[str]:
+    """A P99 that does not follow the mean deserves to be said."""
+    mean, other_mean = (result.get(f"mean_{name.lower()}_ms") for result in (base, other))
+    tail, other_tail = (result.get(f"p99_{name.lower()}_ms") for result in (base, other))
+    if mean is None or other_mean is None or tail is None or other_tail is None or _same(tail, other_tail):
+        return
+    if _same(mean, other_mean) or _verb(mean, other_mean) != _verb(tail, other_tail):
+        yield f"But P99 {name} {_change(tail, other_tail)}."
+
+
+def _overall(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
+    first, second = base.get("mean_e2el_ms"), other.get("mean_e2el_ms")
+    if first is not None and second is not None and not _same(first, second):
+        yield f"End to end a request takes {_time(second)} instead of {_time(first)} on average."
+    first, second = base.get("output_throughput"), other.get("output_throughput")
+    if first and second and not _same(first, second):
+        yield f"Output throughput {_verb(first, second)} from {first:,.0f} to {second:,.0f} tokens/s."
+    first, second = base.get("goodput_attainment"), other.get("goodput_attainment")
+    if first is not None and second is not None:
+        was = "as before" if _percent(first) == _percent(second) else f"instead of {_percent(first)}"
+        yield f"The SLOs are met by {_percent(second)} of the requests, {was}."
+
+
+def _time(milliseconds: float | None) -> str:
+    """A time with three digits, ms below 1 s."""
+    if milliseconds is None:
+        return NONE
+    if milliseconds < 999.5:
+        return f"{milliseconds:.3g} ms"
+    return f"{milliseconds / 1e3:.3g} s" if milliseconds < 999_500 else f"{milliseconds / 1e3:,.0f} s"
+
+
+def _percent(share: float | None) -> str:
+    return NONE if share is None else f"{share * 100:.3g} %"
+
+
+def factor_text(factor: float) -> str:
+    """A ratio as printed: `0.25x`, more digits where it is small, none where it is large."""
+    return f"{factor:.2f}x" if 0.095 <= factor < 100.0 else f"{factor:.2g}x" if factor < 0.095 else f"{factor:,.0f}x"

@@ -1,0 +1,59 @@
+"""Figures of one or several finished runs: latency distributions, why TTFT grows, memory over time, busy lanes.
+
+Drawn with matplotlib's object API on the Agg canvas: no display, no pyplot, no global state. A policy has one colour in
+all figures. Whatever a run does not have (no request completed, no time series) leaves its place empty.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from sim.files import make_folder
+from sim.results.figures.data import FigureRun
+from sim.results.figures.lanes import draw_lanes
+from sim.results.figures.latency import draw_latency
+from sim.results.figures.memory import draw_memory
+from sim.results.figures.queueing import draw_queueing
+from sim.results.figures.style import FAINT, plain_text, save_figure
+
+FIGURES: dict[str, Callable[[Sequence[FigureRun]], Figure]] = {
+    "ttft_tpot.png": draw_latency,
+    "queueing.png": draw_queueing,
+    "memory.png": draw_memory,
+    "lanes.png": draw_lanes,
+}
+"""File names and what draws them."""
+
+
+def write_figures(folder: Path, runs: Sequence[FigureRun]) -> list[Path]:
+    """Draw the four figures as PNG (160 dpi) into `folder`; returns their paths, none without a run."""
+    if not runs:
+        return []
+    make_folder(folder, "--out")
+    return [_save(folder / name, draw(runs), runs[0].result) for name, draw in FIGURES.items()]
+
+
+def _save(path: Path, figure: Figure, result: dict[str, Any]) -> Path:
+    figure.suptitle(plain_text(_subject(result)), fontsize=8.5, color=FAINT, x=0.01, ha="left")
+    return save_figure(path, figure)
+
+
+def _subject(result: dict[str, Any]) -> str:
+    """Model, GPU, traffic and where the times come from: the line above every figure."""
+    scenario, profile = result.get("scenario") or {}, result.get("profile") or {}
+    traffic = scenario.get("workload") or Path(scenario.get("trace") or "traffic").name
+    rate = scenario.get("request_rate")
+    tp = scenario.get("tp") or 1
+    words = [
+        f"{result.get('model_id') or scenario.get('model') or 'model'} on {scenario.get('gpu') or 'GPU'}",
+        f"tensor parallel {tp}" if tp > 1 else "",
+        traffic + (f" at {rate:g} requests/s" if rate else ""),
+        f"constants {profile.get('name')} ({_status(profile)})" if profile else "",
+    ]
+    return ("live:  " if result.get("backend") == "kvtwin-live" else "simulated:  ") + "  |  ".join(filter(None, words))
+
+
+def _status(profile: dict[str, Any]) -> str:
+    return "measured" if profile.get("status") == "measured" else f"{profile.get('status')}, not measured"

@@ -1,0 +1,145 @@
+"""`memory.png`: KV memory in use and how many requests decode, wait and are swapped out, over time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from sim.results.figures.data import FigureRun, Floats, clock, has_series
+from sim.results.figures.style import (
+    INK,
+    dress,
+    new_figure,
+    percent_axis,
+    policy_colour,
+    policy_legend,
+    policy_width,
+    ranking,
+    set_title,
+    show_nothing,
+)
+
+SERIES_BINS = 300
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One quantity over time, all policies in it."""
+
+    title: str
+    axis: str
+    text: Callable[[float], str]
+    values: list[Floats | None]
+    always: bool = True
+
+
+def draw_memory(runs: Sequence[FigureRun]) -> Figure:
+    """KV memory in use and how many sequences decode, wait and are swapped out, over time."""
+    host = [host_in_use(run) if has_series(run) else None for run in runs]
+    in_gib = all(unit == "GiB" for unit in (pair[1] for pair in host if pair is not None))
+    host_unit = "GiB" if in_gib else "blocks"
+    panels = [
+        _Panel("GPU KV blocks in use: mean", "% of the pool", lambda v: f"{v:.0f}\xa0%", [_gpu_share(r) for r in runs]),
+        _Panel(
+            "KV kept in host memory: peak",
+            host_unit,
+            lambda v: f"{v:.3g}\xa0{host_unit}",
+            [None if pair is None else pair[0] for pair in host],
+            always=False,
+        ),
+    ]
+    for column, title, always in (
+        ("num_decoding", "Requests decoding: mean", True),
+        ("num_waiting", "Requests waiting for their prefill: peak", True),
+        ("num_swapped", "Requests swapped out or parked: peak", False),
+    ):
+        values = [run.series[column] if run.series is not None and has_series(run) else None for run in runs]
+        panels.append(_Panel(title, "requests", lambda v: f"{v:.0f}", values, always=always))
+    shown = [panel for panel in panels if panel.always or any(v is not None and v.any() for v in panel.values)]
+    figure = new_figure(12, 0.9 + 2.05 * len(shown))
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    unit_s, unit, end = clock(runs)
+    for ax, panel in zip(axes, shown, strict=True):
+        _over_time(ax, runs, panel, unit_s, end)
+    percent_axis(axes[0], 100.0)
+    axes[-1].set_xlabel(f"time, {unit}", fontsize=9, color=INK)
+    policy_legend(figure, runs)
+    return figure
+
+
+def _gpu_share(run: FigureRun) -> Floats | None:
+    if run.series is None or not has_series(run):
+        return None
+    free = run.series["gpu_free_blocks"]
+    total = free + run.series["gpu_allocated_blocks"] - run.series["gpu_released_blocks"]
+    return 100.0 * (1.0 - np.divide(free, total, out=np.ones_like(free), where=total > 0.0))
+
+
+def host_in_use(run: FigureRun) -> tuple[Floats, str]:
+    """KV in host memory per GPU over time and its unit: GiB, or blocks where a block's size is not known.
+
+    A pool unit is a block of one layer group; the GPU pool's size in units over its size in whole blocks gives the
+    groups of a block, which both tiers share.
+    """
+    series, scenario = run.series or {}, run.result.get("scenario") or {}
+    free = series["host_free_blocks"]
+    gpu_units = series["gpu_free_blocks"][0] + series["gpu_allocated_blocks"][0] - series["gpu_released_blocks"][0]
+    gpu_blocks, host_blocks = scenario.get("num_gpu_blocks"), scenario.get("num_cpu_blocks")
+    groups = gpu_units / gpu_blocks if gpu_blocks else 1.0
+    total = host_blocks * groups if host_blocks is not None and gpu_blocks else free.max()
+    blocks = np.maximum(0.0, total - free) / (groups or 1.0)
+    block_bytes = scenario.get("block_bytes")
+    return (blocks * block_bytes / 2**30, "GiB") if block_bytes and gpu_blocks else (blocks, "blocks")
+
+
+def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: _Panel, unit_s: float, end: float) -> None:
+    """A line a policy: the mean over short stretches of time, within a band from least to most."""
+    dress(ax, "", panel.axis)
+    edges = np.linspace(0.0, end, SERIES_BINS + 1)
+    told = []
+    for i, (run, values) in enumerate(zip(runs, panel.values, strict=True)):
+        if values is None or run.series is None:
+            continue
+        time = run.series["time_s"] / unit_s
+        last = max(float(run.result.get("makespan_s") or 0.0) / unit_s, float(time[-1]))
+        x, mean, low, high = _stretches(time, values, last, edges)
+        ax.fill_between(x, low, high, color=policy_colour(i), alpha=0.18, lw=0, step="mid")
+        ax.plot(
+            x,
+            mean,
+            color=policy_colour(i),
+            lw=0.8 * policy_width(i),
+            drawstyle="steps-mid",
+            marker="" if x.size > 1 else "o",
+        )
+        weights = np.diff(np.r_[time, last])
+        whole = float(np.average(values, weights=weights)) if weights.sum() > 0.0 else float(values.mean())
+        told.append((run.label, whole if panel.title.endswith("mean") else float(values.max())))
+    if not told:
+        show_nothing(ax, "no time series was kept")
+    ax.set_xlim(0.0, end)
+    nothing = not any(values is not None and values.any() for values in panel.values)
+    ax.set_ylim(0.0, 1.0 if nothing else None)
+    ax.yaxis.set_major_locator(MaxNLocator(4))
+    set_title(ax, ranking(panel.title, told, panel.text) if told else panel.title.partition(":")[0], 120)
+
+
+def _stretches(time: Floats, values: Floats, last: float, edges: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Middle, mean over time, least and most of a step function in each bin up to `last`; bins without samples hold."""
+    bins = max(1, min(len(edges) - 1, int(np.searchsorted(edges, last))))
+    first = int(np.clip(np.searchsorted(edges, time[0], side="right") - 1, 0, bins - 1))
+    used = edges[first : bins + 1]
+    # Integrate the step function exactly: its integral is piecewise linear with knots at the samples.
+    knots, integral = np.r_[time, max(last, time[-1])], np.r_[0.0, np.cumsum(values * np.diff(np.r_[time, last]))]
+    span = np.minimum(used[1:], knots[-1]) - np.maximum(used[:-1], knots[0])
+    area = np.diff(np.interp(used, knots, integral))
+    at_start = values[np.clip(np.searchsorted(time, used[:-1], side="right") - 1, 0, values.size - 1)]
+    mean = np.divide(area, span, out=at_start.copy(), where=span > 1e-12)
+    low, high = at_start.copy(), at_start.copy()
+    which = np.clip(np.searchsorted(used, time, side="right") - 1, 0, len(used) - 2)
+    np.minimum.at(low, which, values)
+    np.maximum.at(high, which, values)
+    return (used[1:] + used[:-1]) / 2, np.clip(mean, low, high), low, high
