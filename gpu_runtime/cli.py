@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from sim.cli import add_flags, folder_name, print_result, read_options, record, simulate
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
-from sim.policies.base import Policy
 from sim.results.metrics import TableSink
 from sim.scenario import Outputs, Scenario
 from sim.simulate import Keep, Run, Setup, prepare
+from sim.systems.base import Policy
 from traces.request import Request
 
 if TYPE_CHECKING:

@@ -24,9 +24,10 @@ from gpu_runtime.layer_pass import BlockTables, LayerPass
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
+from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes, Transfer
+from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
-from sim.policies.base import Limits, Scheduler
 from traces.request import Request
 
 PromptOf = Callable[[Request], Seq[int]]

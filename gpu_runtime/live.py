@@ -19,14 +19,14 @@ from gpu_runtime.model.decoder import Decoder
 from sim.clock.arrivals import Arrivals
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.scheduler import Scheduler
 from sim.errors import UserError
-from sim.policies.base import Scheduler
-from sim.policies.layerkv import LayerKV
 from sim.results.metrics import TableSink
 from sim.results.series import Series
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
+from sim.systems.layerkv import LayerKV
 from traces.errors import TraceError
 from traces.request import Request
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import psutil
 
 from sim.errors import UserError
-from sim.policies.base import Policy
 from sim.scenario import Scenario
 from sim.simulate import GIB, prepare
+from sim.systems.base import Policy
 
 DEFAULT_SHARE = 4
 """Unless told otherwise a pool takes at most one part in so many of the memory that is free."""

@@ -9,8 +9,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
 from sim.files import CsvTable, ParquetTable, make_folder
-from sim.policies import POLICIES
-from sim.policies.base import Policy
 from sim.results.metrics import TABLE_COLUMNS, TableSink
 from sim.results.result import (
     RESULT_FILE,
@@ -34,6 +32,8 @@ from sim.scenario import (
     read_scenario,
 )
 from sim.simulate import Keep, Run, Setup, build_run, execute, prepare, traffic
+from sim.systems import POLICIES
+from sim.systems.base import Policy
 from traces.request import Request
 
 INTERRUPTED = 130

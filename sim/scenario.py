@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from sim.errors import UserError
-from sim.policies import POLICIES, policy_named
-from sim.policies.base import Policy
+from sim.systems import POLICIES, policy_named
+from sim.systems.base import Policy
 
 Options = TypeVar("Options")
 
@@ -59,9 +59,9 @@ class Scenario:
     num_gpu_blocks_override: int | None = _flag(None, "GPU KV blocks, instead of sizing them from memory", "N")
     num_cpu_blocks_override: int | None = _flag(None, "host KV blocks, instead of sizing them from --swap-space", "N")
     block_size: int = _flag(16, "tokens per KV block", "N")
-    max_num_seqs: int = _flag(256, "most sequences in one iteration", "N")
+    max_num_seqs: int | None = _flag(None, "most sequences in one iteration (default: the policy's, vLLM's 256)", "N")
     max_num_batched_tokens: int | None = _flag(
-        None, "most tokens in one iteration (default: max(max-model-len, 2048), chunked prefill 512)", "N"
+        None, "most tokens in one iteration (default: the policy's; vLLM's max(max-model-len, 2048), chunked 512)", "N"
     )
     max_model_len: int | None = _flag(None, "longest context (default: the model's)", "N")
     enable_chunked_prefill: bool | None = _flag(

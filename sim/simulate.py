@@ -12,29 +12,26 @@ import simpy
 
 from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
-from sim.cost.forms import CostModel, build_cost
+from sim.cost.forms import build_cost
+from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, load_profile
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
-from sim.errors import UserError
-from sim.policies.base import Deployment, Limits, Policy, Scheduler
+from sim.engine.limits import Deployment, Limits
+from sim.engine.scheduler import Scheduler
 from sim.results.metrics import Goodput, RequestLog, TableSink
 from sim.results.series import Series
 from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
+from sim.systems.base import Asked, Policy
 from traces import readers, transforms
 from traces.errors import TraceError
 from traces.request import Request
 
 DEFAULT_WORKLOAD_PROMPTS = 1000
-MIN_BATCHED_TOKENS = 2048
-CHUNKED_BATCHED_TOKENS = 512
-"""vLLM 0.5.5's token budgets: max(max_model_len, 2048), with chunked prefill 512."""
-LONG_CONTEXT = 32_768
-"""Above this context length vLLM 0.5.5 turns chunked prefill on unless told otherwise."""
 GIB = 1 << 30
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
@@ -67,25 +64,11 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         warnings.append(
             f"--max-model-len {max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
         )
-    chunked = scenario.enable_chunked_prefill
-    if chunked is None:
-        chunked = max_model_len > LONG_CONTEXT
-        if chunked:
-            warnings.append(
-                f"chunked prefill is on because the context length {max_model_len} is above {LONG_CONTEXT}, as in vLLM "
-                "0.5.5; lower --max-model-len or give --no-enable-chunked-prefill"
-            )
-    tokens = scenario.max_num_batched_tokens or (
-        CHUNKED_BATCHED_TOKENS if chunked else max(max_model_len, MIN_BATCHED_TOKENS)
+    asked = Asked(
+        max_model_len, scenario.max_num_seqs, scenario.max_num_batched_tokens, scenario.enable_chunked_prefill
     )
-    if not chunked and tokens < max_model_len:
-        # vLLM 0.5.5 refuses these as well.
-        raise UserError(
-            f"--max-num-batched-tokens: {tokens} is less than the context length {max_model_len}; raise it, lower "
-            "--max-model-len or give --enable-chunked-prefill"
-        )
-    if tokens < scenario.max_num_seqs:
-        raise UserError(f"--max-num-batched-tokens: {tokens} is less than --max-num-seqs {scenario.max_num_seqs}")
+    engine = policy.engine_limits(asked)
+    warnings += engine.warnings
     Goodput.parse(list(scenario.goodput))
     swap_space = scenario.swap_space
     if swap_space is None:
@@ -97,8 +80,8 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         tensor_parallel_size=scenario.tp,
         gpu_memory_utilization=scenario.gpu_memory_utilization,
         block_size=scenario.block_size,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=scenario.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
         swap_space_bytes_per_gpu=swap_space * GIB,
         num_gpu_blocks_override=scenario.num_gpu_blocks_override,
     )
@@ -109,9 +92,9 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         block_size=scenario.block_size,
         block_bytes=pool.block_bytes,
         max_model_len=max_model_len,
-        max_num_seqs=scenario.max_num_seqs,
-        max_num_batched_tokens=tokens,
-        enable_chunked_prefill=chunked,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        enable_chunked_prefill=engine.enable_chunked_prefill,
     )
     cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
     return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)
@@ -200,7 +183,7 @@ def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> dict[str,
     """The parts of a `Run` that are the same on both clocks, by field."""
     scenario = setup.scenario
     gaps = GapCollector()
-    deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost)
+    deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost, setup.profile)
     scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
     goodput = Goodput.parse(list(scenario.goodput)) if scenario.goodput else None
     log = RequestLog(table, goodput)
@@ -238,6 +221,7 @@ def build_run(
         Arrivals(requests),
         parts["lanes"],
         layers=setup.model.num_layers,
+        block_bytes=setup.limits.block_bytes,
         jump=jump,
         observer=series.observe if series is not None else None,
     )

@@ -101,7 +101,7 @@ def test_the_modules_that_the_rules_name_exist():
     assert set(MAY_IMPORT) <= set(modules)
     assert {f"sim.{module}" for module in TIMELESS} | {"sim.clock.driver", "sim.simulate"} <= set(modules)
     assert "simpy" in set(imported(ast.parse(modules["sim.clock.driver"])))
-    assert len([name for name in modules if name.startswith("sim.policies.")]) >= 3
+    assert len([name for name in modules if name.startswith("sim.systems.")]) >= 3
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_the_modules_that_the_rules_name_exist():
         ({"sim.a": "import sim.b", "sim.b": "from sim.a import x"}, "import cycle"),
         ({"sim.a": "from sim import b", "sim.b": "from sim import c", "sim.c": "import sim.a"}, "import cycle"),
         ({"sim.engine.engine": "from time import monotonic"}, "sim.engine.engine imports time.monotonic: no clock"),
-        ({"sim.policies.new": "import datetime as d"}, "no clock and no randomness"),
-        ({"sim.policies": "import random"}, "no clock and no randomness"),
+        ({"sim.systems.new": "import datetime as d"}, "no clock and no randomness"),
+        ({"sim.systems": "import random"}, "no clock and no randomness"),
         ({"sim.cost.forms": "import numpy as np\nx = np.random.rand()"}, "sim.cost.forms line 2: uses .random"),
         ({"sim.engine.batch": "from numpy.random import default_rng"}, "no clock and no randomness"),
         ({"sim.engine.plan": "import os\nos.urandom(1)"}, "uses .urandom"),
@@ -141,7 +141,7 @@ def test_a_module_that_breaks_a_rule_is_found(modules, fault):
         {"sim.clock.driver": "import simpy", "calib.a": "import torch, gpu_runtime, sim, traces"},
         {"sim.progress": "from time import monotonic", "traces.a": "import numpy as np\nnp.random.default_rng(0)"},
         {"gpu_runtime.a": "model.eval()"},
-        {"sim.policies": "from sim.policies.vllm import A", "sim.policies.vllm": "from sim.policies.base import B"},
+        {"sim.systems": "from sim.systems.vllm import A", "sim.systems.vllm": "from sim.systems.base import B"},
     ],
 )
 def test_a_module_that_keeps_the_rules_passes(modules):

@@ -14,12 +14,12 @@ from gpu_runtime.model.decoder import Decoder
 from sim.cost.forms import LinearCost
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
+from sim.engine.limits import Deployment, Limits
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.predictor import NoPredictor
-from sim.policies.base import Deployment, Limits
-from sim.policies.vllm import VllmRecompute
 from sim.specs.hardware import load_hardware
 from sim.specs.model_spec import ModelSpec
+from sim.systems.vllm055 import VllmRecompute
 from traces.request import Request
 
 WARM_UPS = 2

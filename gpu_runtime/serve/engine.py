@@ -21,9 +21,9 @@ from gpu_runtime.serve.metrics import EngineState, Metrics
 from gpu_runtime.serve.ticket import End, Ticket, Token
 from sim.engine.engine import Engine
 from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
 from sim.errors import InvariantError
-from sim.policies.base import Scheduler
 from traces.request import Request
 
 CANCELLED = "cancelled"

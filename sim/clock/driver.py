@@ -11,10 +11,10 @@ from math import inf
 import simpy
 
 from sim.clock.arrivals import TIE_S, Arrivals
-from sim.cost.forms import CostModel, run_s, steps_until
+from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes, Pricer
 from sim.engine.engine import Engine
-from sim.engine.plan import IterationPlan, StepTimes, Transfer
+from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.errors import InvariantError
 
 Observer = Callable[[IterationPlan, float, StepTimes], None]
@@ -33,6 +33,7 @@ class Instance:
         lanes: Lanes,
         *,
         layers: int,
+        block_bytes: float,
         jump: bool = True,
         copy_unit_bytes: float = 1 << 20,
         observer: Observer | None = None,
@@ -40,10 +41,14 @@ class Instance:
         self.env, self.engine, self.cost = env, engine, cost
         self.arrivals, self.lanes = arrivals, lanes
         self.jump = jump
-        self.pricer = Pricer(cost, lanes, self._finish_at, layers=layers, copy_unit_bytes=copy_unit_bytes)
+        num_groups = engine.scheduler.memory.num_groups
+        self.pricer = Pricer(
+            cost, lanes, self._finish_at, layers=layers, num_groups=num_groups, block_bytes=block_bytes,
+            copy_unit_bytes=copy_unit_bytes,
+        )  # fmt: skip
         self.observer = observer
         self.iterations = 0
-        self._transfers: list[tuple[float, int, Transfer]] = []
+        self._transfers: list[tuple[float, int, Move]] = []
         self._num_transfers = 0
 
     def serve(self) -> Generator[simpy.Event, None, None]:
@@ -74,7 +79,7 @@ class Instance:
             if peek() <= end_s:
                 yield env.timeout(end_s - env.now)
             if plan is not None and times is not None:
-                self.iterations += times.steps
+                self.iterations += times.iterations
                 if observer is not None:
                     observer(plan, now_s, times)
                 commit(plan, times)
@@ -85,18 +90,16 @@ class Instance:
             yield env.timeout(now_s - env.now)
 
     def _run(self, plan: IterationPlan, now_s: float) -> StepTimes:
-        """Price identical decode iterations as one event, up to the first boundary after the next fact."""
-        first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens)
-        steps = plan.max_steps if self.jump else 1
+        """Price like decode iterations as one event, up to the first boundary after the next fact."""
+        if not self.jump:
+            return self.pricer.step(plan, now_s)
         until_s = self.arrivals.next_s if plan.cut_on_arrival else inf
         if self._transfers and self._transfers[0][0] < until_s:
             until_s = self._transfers[0][0]
-        if steps > 1 and until_s < inf:
-            steps = steps_until(until_s - TIE_S - now_s, first_s, slope_s, steps)
-        end_s = now_s + (run_s(first_s, slope_s, steps) if steps > 1 else first_s)
-        self.lanes.compute.run(now_s, end_s - now_s, "decode")
-        return StepTimes(steps, now_s + first_s, first_s + slope_s, slope_s, end_s)
+        if plan.until_s < until_s:
+            until_s = plan.until_s
+        return self.pricer.run(plan, now_s, until_s - TIE_S)
 
-    def _finish_at(self, end_s: float, transfer: Transfer) -> None:
+    def _finish_at(self, end_s: float, transfer: Move) -> None:
         self._num_transfers += 1
         heappush(self._transfers, (end_s, self._num_transfers, transfer))

@@ -1,6 +1,4 @@
-"""`CostModel`: what an iteration and a copy take. The simulator's clock and every policy's predictions share it.
-
-Three forms, chosen by the profile (per GPU of a tensor-parallel group of G):
+"""The forms of the cost model, chosen by the profile (per GPU of a tensor-parallel group of G).
 
 - roofline: T = ridge(N c_lin / (G F), (W + N a) / (G H)) + attention over query-context pairs / (G F_attn)
   + KV bytes read by decodes / H + LM head for sampled tokens + all-reduce + per-layer and per-step overhead, where
@@ -10,63 +8,15 @@ Three forms, chosen by the profile (per GPU of a tensor-parallel group of G):
 - linear: given coefficients; copies cost seconds a block.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from math import ceil, inf, sqrt
+from math import inf
 
+from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
 from sim.cost.profile import FittedRange, Profile
 from sim.engine.plan import Direction, IterationPlan
-from sim.errors import UserError
+from sim.errors import InvariantError, UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.models import ModelSpec
-
-ACTIVATION_BYTES = 2
-"""Bytes of an activation element (fp16/bf16)."""
-
-
-class CostModel(ABC):
-    """Seconds of iterations and copies. Deterministic, without state."""
-
-    @abstractmethod
-    def iteration_s(self, plan: IterationPlan) -> float:
-        """Computation of one iteration, copies left out."""
-
-    @abstractmethod
-    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
-        """First duration (s) and growth (s per iteration) of decode iterations of a batch that stays the same."""
-
-    @abstractmethod
-    def prefill_s(self, prompt_tokens: int, *, printed: bool = False) -> float:
-        """LayerKV Eq. 3: predicted prefill of one prompt; `printed` leaves out the layer count as the paper does."""
-
-    @abstractmethod
-    def offload_s(self, num_tokens: int, layers: int, *, printed: bool = False) -> float:
-        """LayerKV Eq. 4: predicted copy of `layers` layers of KV to the host; `printed`: all heads, one link."""
-
-    @abstractmethod
-    def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
-        """Copy over PCIe of `num_bytes` per GPU in `num_copies` pieces, alone on the link."""
-
-    @abstractmethod
-    def swap_s(self, num_blocks: int) -> float:
-        """vLLM 0.5.5's swap of whole blocks: one copy a layer, K and V apart, on the compute stream."""
-
-    def all_reduce_s(self, num_tokens: int) -> float:
-        """All-reduces of one iteration, part of `iteration_s`, s."""
-        return 0.0
-
-    beyond: dict[str, float]
-    """What was priced beyond the range the constants were fitted on: quantity of `FittedRange`, most seen."""
-
-    def __init__(self) -> None:
-        self.beyond = {}
-
-    all_reduce_on_pcie: bool = False
-    """Whether all-reduces travel over the same lane as KV copies."""
-    num_all_reduces: int = 0
-    """All-reduces in one iteration."""
-    copies_beside_compute: bool = True
-    """Whether copies run while the device computes; else it makes them itself, one after the other."""
 
 
 class LinearCost(CostModel):
@@ -81,21 +31,22 @@ class LinearCost(CostModel):
         decode: Seq[float],
         swap_s_per_block: float,
         block_bytes: float,
-        kv_bytes: float = 0.0,
         copy_launch_s: float = 0.0,
+        model: ModelSpec | None = None,
     ) -> None:
-        """`block_bytes` of a whole block and `kv_bytes` of one token in one layer, per GPU.
+        """`block_bytes` of a whole block, per GPU.
 
-        `copy_launch_s` is the part of `swap_s_per_block` that does not depend on the block's bytes.
+        `copy_launch_s` is the part of `swap_s_per_block` that does not depend on the block's bytes. `model` is needed
+        to price single layers.
         """
         super().__init__()
         self.copy_launch_s = copy_launch_s
         self.copy_s_per_byte = max(0.0, swap_s_per_block - copy_launch_s) / block_bytes
-        self.kv_bytes_per_token_layer = kv_bytes
+        self.num_layers = model.num_layers if model else 0
+        # Of a prompt token's linear work in all layers, the keys and values of one.
+        self.projection = projection_flops(model) / model.linear_flops_per_token if model else None
         self.p0, self.p1, self.p2 = prefill
         self.d0, self.d1, self.d2 = decode
-        self.swap_s_per_block = swap_s_per_block
-        self.block_bytes = block_bytes
 
     def iteration_s(self, plan: IterationPlan) -> float:
         decode = self.d1 * plan.num_decodes + self.d2 * plan.decode_context_tokens
@@ -106,24 +57,31 @@ class LinearCost(CostModel):
     def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
         return self.d0 + self.d1 * num_decodes + self.d2 * context_tokens, self.d2 * num_decodes
 
-    def prefill_s(self, prompt_tokens: int, *, printed: bool = False) -> float:
-        return self.p0 + self.p1 * prompt_tokens + (0.0 if printed else self.p2 * prompt_tokens * prompt_tokens)
+    def prefill_s(self, prompt_tokens: int) -> float:
+        return self.p0 + self.p1 * prompt_tokens + self.p2 * prompt_tokens * prompt_tokens
 
-    def offload_s(self, num_tokens: int, layers: int, *, printed: bool = False) -> float:
-        return num_tokens * layers * self.kv_bytes_per_token_layer / self.block_bytes * self.swap_s_per_block
+    def num_copies(self, num_blocks: int, layers: int) -> int:
+        # The seconds of a swapped block are those of one piece, whatever it holds of the layers.
+        return num_blocks
 
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
-        # A layer of a block is one piece here: two of the copies that a plan counts, keys and values apart.
-        return self.copy_launch_s * num_copies / 2 + num_bytes * self.copy_s_per_byte
+        return self.copy_launch_s * num_copies + num_bytes * self.copy_s_per_byte
 
-    def swap_s(self, num_blocks: int) -> float:
-        return num_blocks * self.swap_s_per_block
+    def project_s(self, num_tokens: int) -> float:
+        if self.projection is None:
+            raise InvariantError("a linear cost without the model's shapes cannot price projections")
+        return self.p1 * self.projection * num_tokens
+
+    def recompute_s(self, num_tokens: int) -> float:
+        if self.projection is None:
+            raise InvariantError("a linear cost without the model's shapes cannot price single layers")
+        return (self.p1 * num_tokens + self.p2 * num_tokens * num_tokens) / self.num_layers
 
 
 class RooflineCost(CostModel):
     """Form `roofline`: fitted constants on the model's own FLOPs and bytes."""
 
-    def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float) -> None:
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__()
         value = profile.value
         flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
@@ -142,13 +100,9 @@ class RooflineCost(CostModel):
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
         self.overhead_s = value("step_overhead_s") + model.num_layers * value("layer_overhead_s")
-        self._set_copies(model, hardware, profile, block_bytes)
+        self._set_copies(hardware, profile)
         self._set_all_reduce(model, hardware, profile)
-        # Eq. 3: alpha * s * (2P + 2 L h s) / FLOPS; the printed form lacks the L.
-        scale = value("alpha") / (tp * hardware.fp16_flops_per_s)
-        self.eq3_linear_s = scale * 2 * model.num_params
-        self.eq3_square_s = scale * 2 * model.num_layers * model.hidden_size
-        self.eq3_square_printed_s = scale * 2 * model.hidden_size
+        self.projection_s_per_token = projection_flops(model) / (tp * flops)
 
     def _set_range(self, seen: FittedRange) -> None:
         # Below the least seen, prompts cost what decodes of as many tokens do, and those begin at one.
@@ -160,7 +114,7 @@ class RooflineCost(CostModel):
         if value > self.beyond.get(name, 0.0):
             self.beyond[name] = value
 
-    def _set_copies(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, block_bytes: float) -> None:
+    def _set_copies(self, hardware: HardwareSpec, profile: Profile) -> None:
         value = profile.value
         self.links = -(-self.tp // hardware.gpus_per_pcie_link)
         # GPUs of the group that share a link share its bandwidth.
@@ -168,11 +122,6 @@ class RooflineCost(CostModel):
         self.d2h_s_per_byte = share / value("d2h_bytes_per_s")
         self.h2d_s_per_byte = share / value("h2d_bytes_per_s")
         self.copy_launch_s = value("copy_launch_s")
-        self.block_bytes = block_bytes
-        beta = value("beta")
-        self.eq4_s_per_token_layer = beta * self.kv_bytes_per_token_layer * self.d2h_s_per_byte
-        all_heads_bytes = 2 * model.num_heads * model.head_dim * model.kv_dtype_bytes
-        self.eq4_printed_s_per_token_layer = beta * all_heads_bytes / value("d2h_bytes_per_s")
 
     def _set_all_reduce(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile) -> None:
         tp, value = self.tp, profile.value
@@ -236,21 +185,25 @@ class RooflineCost(CostModel):
             self._note_decodes(num_decodes, context_tokens)
         return first, self.decode_s_per_context_token * num_decodes
 
-    def prefill_s(self, prompt_tokens: int, *, printed: bool = False) -> float:
-        square = self.eq3_square_printed_s if printed else self.eq3_square_s
-        return prompt_tokens * (self.eq3_linear_s + square * prompt_tokens)
+    def prefill_s(self, prompt_tokens: int) -> float:
+        pairs = prompt_tokens * (prompt_tokens + 1) // 2
+        seconds = self.linear_s(prompt_tokens) + self.attention_s_per_pair * pairs + self.overhead_s + self.head_s(1)
+        return seconds + self.all_reduce_s(prompt_tokens)
 
-    def offload_s(self, num_tokens: int, layers: int, *, printed: bool = False) -> float:
-        if printed:
-            return num_tokens * layers * self.eq4_printed_s_per_token_layer
-        return num_tokens * layers * self.eq4_s_per_token_layer + 2 * layers * self.copy_launch_s
+    def project_s(self, num_tokens: int) -> float:
+        return self.projection_s_per_token * num_tokens
+
+    def recompute_s(self, num_tokens: int) -> float:
+        pairs = num_tokens * (num_tokens + 1) // 2
+        return (self.linear_s(num_tokens) + self.attention_s_per_pair * pairs) / self.layers
+
+    def num_copies(self, num_blocks: int, layers: int) -> int:
+        # vLLM 0.5.5 copies each layer's keys and values apart.
+        return 2 * num_blocks * layers
 
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
         per_byte = self.d2h_s_per_byte if direction is Direction.D2H else self.h2d_s_per_byte
         return self.copy_launch_s * num_copies + num_bytes * per_byte
-
-    def swap_s(self, num_blocks: int) -> float:
-        return self.copy_s(num_blocks * self.block_bytes, num_blocks * 2 * self.layers, Direction.D2H)
 
     def all_reduce_s(self, num_tokens: int) -> float:
         if self.tp == 1:
@@ -265,10 +218,14 @@ class PaperCost(RooflineCost):
     the whole context and nothing is charged for memory bandwidth: use it to reproduce decisions, not times.
     """
 
-    def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float) -> None:
-        super().__init__(model, hardware, profile, tp, block_bytes)
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
+        super().__init__(model, hardware, profile, tp)
         h, layers = model.hidden_size, model.num_layers
         peak = tp * hardware.fp16_flops_per_s
+        scale = profile.value("alpha") / peak
+        self.eq3_linear_s = scale * 2 * model.num_params
+        # The printed attention term lacks the layer count.
+        self.eq3_square_printed_s = scale * 2 * h
         self.eq3_decode_s = 24 * h * h * layers / peak
         # Context here counts the token being fed: s + 1.
         self.eq3_decode_s_per_context_token = (4 * h * layers + 2 * h * model.vocab_size) / peak
@@ -281,6 +238,9 @@ class PaperCost(RooflineCost):
         slope = self.eq3_decode_s_per_context_token
         return self.eq3_decode_s * num_decodes + slope * context_tokens, slope * num_decodes
 
+    def prefill_s(self, prompt_tokens: int) -> float:
+        return prompt_tokens * (self.eq3_linear_s + self.eq3_square_printed_s * prompt_tokens)
+
 
 def build_cost(
     model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float, form: str | None = None
@@ -291,50 +251,18 @@ def build_cost(
         if profile.form != form or profile.linear is None:
             raise UserError(f"cost form {form!r} cannot come from profile {profile.name!r} of form {profile.form!r}")
         linear = profile.linear
-        kv_bytes, swap_s, launch_s = model.kv_bytes_per_token_layer(tp), linear.swap_s_per_block, linear.copy_launch_s
-        cost: CostModel = LinearCost(linear.prefill, linear.decode, swap_s, block_bytes, kv_bytes, launch_s)
+        swap_s, launch_s = linear.swap_s_per_block, linear.copy_launch_s
+        cost: CostModel = LinearCost(linear.prefill, linear.decode, swap_s, block_bytes, launch_s, model)
     elif form == "roofline":
-        cost = RooflineCost(model, hardware, profile, tp, block_bytes)
+        cost = RooflineCost(model, hardware, profile, tp)
     elif form == "paper":
-        cost = PaperCost(model, hardware, profile, tp, block_bytes)
+        cost = PaperCost(model, hardware, profile, tp)
     else:
         raise UserError(f"cost form: {form!r} is not one of roofline, paper, linear")
     cost.copies_beside_compute = hardware.copies_beside_compute
     return cost
 
 
-def ridge(compute_s: float, memory_s: float, exponent: float) -> float:
-    """Time of work that computes for `compute_s` and moves memory for `memory_s`, s.
-
-    (c^p + m^p)^(1/p): p = 1 one after the other, p towards infinity perfect overlap, max(c, m). Kernels lie between:
-    waves of tiles that leave multiprocessors idle, and prologues that wait for memory, round off the roofline's ridge.
-    """
-    if compute_s < memory_s:
-        compute_s, memory_s = memory_s, compute_s
-    return compute_s * (1.0 + (memory_s / compute_s) ** exponent) ** (1.0 / exponent)
-
-
-def run_s(first_s: float, slope_s: float, steps: int) -> float:
-    """Duration of `steps` iterations, the first `first_s` long and each further one longer by `slope_s`."""
-    return first_s * steps + slope_s * (steps * (steps - 1) / 2)
-
-
-def steps_until(target_s: float, first_s: float, slope_s: float, max_steps: int) -> int:
-    """Fewest iterations (at least 1, at most `max_steps`) that together last `target_s` or longer."""
-    if target_s <= first_s:
-        return 1
-    if first_s <= 0.0 and slope_s <= 0.0:
-        # Iterations that take no time never get there.
-        return max_steps
-    if slope_s * max_steps <= 1e-9 * first_s:
-        steps = ceil(target_s / first_s)
-    else:
-        half = first_s - slope_s / 2
-        steps = ceil((sqrt(half * half + 2 * slope_s * target_s) - half) / slope_s)
-    steps = max(1, min(steps, max_steps))
-    # Rounding may be off by one either way.
-    while steps > 1 and run_s(first_s, slope_s, steps - 1) >= target_s:
-        steps -= 1
-    while steps < max_steps and run_s(first_s, slope_s, steps) < target_s:
-        steps += 1
-    return steps
+def projection_flops(model: ModelSpec) -> float:
+    """Multiplications and additions that make one token's keys and values of one layer from its input."""
+    return 2 * model.hidden_size * 2 * model.num_kv_heads * model.head_dim

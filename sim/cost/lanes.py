@@ -1,11 +1,10 @@
 """`Lane`: a resource that does one thing at a time (GPU compute, PCIe in each direction), as a timeline."""
 
-from functools import lru_cache
+from collections.abc import Iterable
 from typing import NamedTuple
 
-SEND_BUFFER_LAYERS = 2
-"""Layers of a prefill whose copies may be on their way while the next layers compute: layer l must be out before layer
-l+2 is computed (LayerKV section 3.1.2)."""
+from sim.cost.model import LayerTimes
+from sim.engine.layers import offloaded_layers
 
 
 class Interval(NamedTuple):
@@ -44,19 +43,6 @@ class Lane:
             self.intervals.append(Interval(start_s, start_s + duration_s, label))
 
 
-@lru_cache(maxsize=1024)
-def retained_layers(num_layers: int, kept: int) -> tuple[int, ...]:
-    """Indices of `kept` layers spread evenly, the last one included (LayerKV section 3.1.2: 4 of 8 are 1, 3, 5, 7)."""
-    return tuple((j + 1) * num_layers // kept - 1 for j in range(kept))
-
-
-@lru_cache(maxsize=1024)
-def offloaded_layers(num_layers: int, kept: int) -> tuple[int, ...]:
-    """The layers that `retained_layers` leaves out."""
-    retained = set(retained_layers(num_layers, kept))
-    return tuple(layer for layer in range(num_layers) if layer not in retained)
-
-
 def pipelined_s(compute_s: float, layers: int, copied: int, copy_s: float, lane_wait_s: float, buffers: int) -> float:
     """Duration of a pass over `layers` equal layers of which `copied`, evenly spread, are copied out behind it.
 
@@ -85,9 +71,26 @@ def pipelined_s(compute_s: float, layers: int, copied: int, copy_s: float, lane_
     return done_s + (layers - 1 - previous) * layer_s
 
 
-def streamed_s(compute_s: float, layers: int, stream_s: float, lane_wait_s: float) -> float:
-    """Duration of a pass over `layers` equal layers, each starting when its KV has come over PCIe.
+def streamed_s(compute_s: float, layers: int, read_s: float, written_s: float, lane_wait_s: float) -> float:
+    """Duration of a pass over `layers` equal layers, each of which waits for its KV and sends out what it writes.
 
-    Layer l starts at max(layer l-1 done, its KV arrived); the copies follow one another from `lane_wait_s` on.
+    Layer l starts at max(layer l-1 done, its KV arrived); the copies in follow one another from `lane_wait_s` on, the
+    copies out once their layers are computed. A flow shop of three lanes and equal jobs: one job's whole way, and the
+    longest lane's time for the others.
     """
-    return max(compute_s + lane_wait_s + stream_s / layers, lane_wait_s + stream_s + compute_s / layers)
+    longest_s = max(compute_s, read_s, written_s)
+    return lane_wait_s + (compute_s + read_s + written_s) / layers + longest_s * (layers - 1) / layers
+
+
+def restored_s(classes: Iterable[LayerTimes]) -> float:
+    """Duration of bringing layers back one after the other, each computed once its copy has come (HCache's pipeline).
+
+    Copies follow one another, computations too: a flow shop of two lanes, in closed form for each class of like layers.
+    """
+    copied_s = computed_s = 0.0
+    for count, compute_s, copy_s, _ in classes:
+        if count:
+            first_s, last_s = copied_s + copy_s + count * compute_s, copied_s + count * copy_s + compute_s
+            computed_s = max(computed_s + count * compute_s, first_s, last_s)
+            copied_s += count * copy_s
+    return max(copied_s, computed_s)

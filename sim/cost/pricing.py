@@ -4,12 +4,14 @@ Both clocks may use it: the virtual one always, the real one where a device is o
 """
 
 from collections.abc import Callable
+from math import ceil, inf
 
-from sim.cost.forms import CostModel
-from sim.cost.lanes import SEND_BUFFER_LAYERS, Lane, pipelined_s, streamed_s
-from sim.engine.plan import Direction, IterationPlan, StepTimes, Transfer
+from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
+from sim.cost.model import CostModel, LayerWork, run_s, steps_until
+from sim.engine.layers import SEND_BUFFER_LAYERS
+from sim.engine.plan import Direction, IterationPlan, Move, Restore, StepTimes, make_times
 
-FinishAt = Callable[[float, Transfer], None]
+FinishAt = Callable[[float, Move], None]
 """Hears when a copy beside the computation will end, s, and which."""
 
 
@@ -29,30 +31,88 @@ class Lanes:
 
 
 class Pricer:
-    """Prices plans of one instance of `layers` layers, and keeps its lanes."""
+    """Prices plans of one instance, and keeps its lanes.
+
+    Args:
+        cost, lanes: the model of time, and where it is spent.
+        finish_at: hears of the ends of copies.
+        layers: of the model.
+        num_groups: layer groups that a whole block is divided into (`Memory.num_groups`).
+        block_bytes: of a whole block, per GPU.
+        hidden_bytes: of one token's input of one layer, for restores from hidden states.
+        copy_unit_bytes: pieces in which copies give way to all-reduces on the same lane.
+    """
 
     def __init__(
-        self, cost: CostModel, lanes: Lanes, finish_at: FinishAt, *, layers: int, copy_unit_bytes: float = 1 << 20
+        self,
+        cost: CostModel,
+        lanes: Lanes,
+        finish_at: FinishAt,
+        *,
+        layers: int,
+        num_groups: int,
+        block_bytes: float,
+        hidden_bytes: float = 0.0,
+        copy_unit_bytes: float = 1 << 20,
     ) -> None:
         self.cost, self.lanes, self.layers = cost, lanes, layers
         self.copy_unit_bytes = copy_unit_bytes
+        self.unit_bytes = block_bytes / num_groups
+        self.unit_layers = layers // num_groups
+        self.hidden_bytes = hidden_bytes
         self._finish_at = finish_at
+
+    def copy_s(self, num_blocks: int, direction: Direction) -> float:
+        """Copy of so many pool blocks."""
+        cost = self.cost
+        return cost.copy_s(num_blocks * self.unit_bytes, cost.num_copies(num_blocks, self.unit_layers), direction)
+
+    # -- one iteration ---------------------------------------------------------------------------------------------
 
     def step(self, plan: IterationPlan, now_s: float) -> StepTimes:
         """Price one iteration with everything that moves before, beside and behind its computation."""
-        cost, lanes = self.cost, self.lanes
         start_s = now_s
-        if plan.swapped_out_blocks or plan.swapped_in_blocks:
-            start_s = lanes.d2h.reserve(now_s, cost.swap_s(plan.swapped_out_blocks), "swap out")
-            start_s = lanes.h2d.reserve(start_s, cost.swap_s(plan.swapped_in_blocks), "swap in")
-        compute_s = cost.iteration_s(plan)
+        if plan.swapped_out_blocks or plan.swapped_in_blocks or plan.mixed_restores:
+            start_s = self._before(plan, now_s)
+        compute_s = self.cost.iteration_s(plan)
         seconds = compute_s
-        if plan.background or plan.pipelined_layers or plan.streamed_bytes:
+        if plan.beside or plan.behind or plan.streamed:
             # Waiting for copies occupies the iteration, not the lane.
             seconds = self._overlap(plan, start_s, compute_s)
         end_s = start_s + seconds
-        lanes.compute.run(start_s, compute_s, plan.kind)
-        return StepTimes(1, end_s, 0.0, 0.0, end_s)
+        self.lanes.compute.run(start_s, compute_s, plan.kind)
+        return make_times((1, end_s, 0.0, 0.0, end_s, 1))
+
+    def _before(self, plan: IterationPlan, now_s: float) -> float:
+        """Copies on the computation's own stream; returns when it may begin, s."""
+        lanes = self.lanes
+        start_s = now_s
+        if plan.swapped_out_blocks:
+            start_s = lanes.d2h.reserve(now_s, self.copy_s(plan.swapped_out_blocks, Direction.D2H), "swap out")
+        if plan.swapped_in_blocks:
+            start_s = lanes.h2d.reserve(start_s, self.copy_s(plan.swapped_in_blocks, Direction.H2D), "swap in")
+        for restore in plan.mixed_restores:
+            start_s = self._restore(restore, start_s)
+        return start_s
+
+    def _restore(self, restore: Restore, start_s: float) -> float:
+        """Layers computed again, projected from hidden states or copied, as a pipeline (HCache); returns its end, s."""
+        cost, tokens, per_group = self.cost, restore.num_tokens, self.unit_layers
+        hidden_bytes = tokens * self.hidden_bytes
+        num_kv = len(restore.kv_groups)
+        blocks = restore.num_blocks // num_kv if num_kv else 0
+        copies = cost.num_copies(blocks, per_group)
+        classes = [
+            cost.layer_s(LayerWork(len(restore.recomputed_groups) * per_group, 0.0, recompute_tokens=tokens)),
+            cost.layer_s(
+                LayerWork(len(restore.hidden_groups) * per_group, 0.0, hidden_bytes, 1, project_tokens=tokens)
+            ),
+            cost.layer_s(LayerWork(num_kv, 0.0, blocks * self.unit_bytes, copies)),
+        ]
+        seconds = restored_s(classes)
+        self.lanes.h2d.reserve(start_s, sum(times.num_layers * times.h2d_s for times in classes), "restore")
+        self.lanes.compute.run(start_s, sum(times.num_layers * times.compute_s for times in classes), "restore")
+        return start_s + seconds
 
     def _overlap(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:
         """Put the plan's copies on their lanes; returns the computation's duration, waiting for copies included."""
@@ -62,49 +122,73 @@ class Pricer:
         stretch = 1.0
         if cost.all_reduce_on_pcie and compute_s > 0.0:
             compute_s, stretch = self._share_with_all_reduce(plan, compute_s)
-        for transfer in plan.background:
-            copy_s = cost.copy_s(transfer.num_bytes, transfer.num_copies, transfer.direction) * stretch
-            self._finish_at(lanes.of(transfer.direction).reserve(start_s, copy_s, "KV layers"), transfer)
-        if plan.streamed_bytes:
-            stream_s = cost.copy_s(plan.streamed_bytes, plan.streamed_copies, Direction.H2D) * stretch
-            wait_s = max(0.0, lanes.h2d.free_s - start_s)
-            compute_s = streamed_s(compute_s, self.layers, stream_s, wait_s)
-            lanes.h2d.reserve(start_s, stream_s, "stream KV")
-        copied = plan.pipelined_layers
-        if copied:
-            # Layers of the prefills leave for the host while later layers compute (LayerKV section 3.1.2).
-            copy_s = cost.copy_s(plan.pipelined_bytes, plan.pipelined_copies, Direction.D2H) * stretch
-            lane, layers, per_layer_s = lanes.d2h, self.layers, copy_s / copied
-            wait_s = lane.free_s - start_s
-            first_ready_s = start_s + compute_s / layers
-            if max(per_layer_s, wait_s) * layers > compute_s:
-                # Else every copy ends before the next layer does, and nothing waits.
-                compute_s = pipelined_s(compute_s, layers, copied, per_layer_s, wait_s, SEND_BUFFER_LAYERS)
-            end_s = lane.reserve(first_ready_s, copy_s, "offload behind prefill")
-            # The last layer's copy cannot start before the layer is computed.
-            last_s = start_s + compute_s - compute_s / layers + per_layer_s
-            if last_s > end_s:
-                lane.free_s = end_s = last_s
-            for transfer in plan.pipelined_d2h:
-                self._finish_at(end_s, transfer)
+        for move in plan.beside:
+            copy_s = self.copy_s(move.num_blocks, move.direction) * stretch
+            self._finish_at(lanes.of(move.direction).reserve(start_s, copy_s, "KV layers"), move)
+        if plan.streamed:
+            compute_s = self._stream(plan, start_s, compute_s, stretch)
+        if plan.behind:
+            compute_s = self._send_behind(plan, start_s, compute_s, stretch)
+        return compute_s
+
+    def _stream(self, plan: IterationPlan, start_s: float, compute_s: float, stretch: float) -> float:
+        """Every layer waits for its KV from the host; returns the pass's duration."""
+        lanes = self.lanes
+        read_s, written_s = self._streams(plan)
+        wait_s = max(0.0, lanes.h2d.free_s - start_s)
+        seconds = streamed_s(compute_s, self.layers, read_s * stretch, written_s * stretch, wait_s)
+        lanes.h2d.reserve(start_s, read_s * stretch, "stream KV")
+        if written_s:
+            lanes.d2h.reserve(start_s + seconds - written_s * stretch, written_s * stretch, "stream KV")
+        return seconds
+
+    def _streams(self, plan: IterationPlan) -> tuple[float, float]:
+        """Seconds of the copies in and out between the layers, alone on their lanes."""
+        read = sum(streamed.num_read for streamed in plan.streamed)
+        written = sum(streamed.num_written for streamed in plan.streamed)
+        out_s = self.copy_s(written, Direction.D2H) if written else 0.0
+        return self.copy_s(read, Direction.H2D), out_s
+
+    def _send_behind(self, plan: IterationPlan, start_s: float, compute_s: float, stretch: float) -> float:
+        """Layers of the prefills leave for the host while later layers compute (LayerKV section 3.1.2)."""
+        lane, layers, sent = self.lanes.d2h, self.layers, plan.behind_groups
+        num_bytes = plan.behind_blocks * self.unit_bytes
+        copies = self.cost.num_copies(plan.behind_blocks, self.unit_layers)
+        layer = self.cost.layer_s(LayerWork(1, compute_s / layers, d2h_bytes=num_bytes, d2h_copies=copies))
+        copy_s = layer.d2h_s * stretch
+        per_layer_s = copy_s / sent
+        wait_s = lane.free_s - start_s
+        if max(per_layer_s, wait_s) * layers > compute_s:
+            # Else every copy ends before the next layer does, and nothing waits.
+            compute_s = pipelined_s(compute_s, layers, sent, per_layer_s, wait_s, SEND_BUFFER_LAYERS)
+        end_s = lane.reserve(start_s + layer.compute_s, copy_s, "offload behind prefill")
+        # The last layer's copy cannot start before the layer is computed.
+        last_s = start_s + compute_s - compute_s / layers + per_layer_s
+        if last_s > end_s:
+            lane.free_s = end_s = last_s
+        for move in plan.behind:
+            if move.is_reported:
+                self._finish_at(end_s, move)
         return compute_s
 
     def _in_turn(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:
         """Copies by the processor that computes (a CPU): one after the other, and nothing else meanwhile."""
-        cost, lanes, at_s = self.cost, self.lanes, start_s
-        for transfer in plan.background:
-            copy_s = cost.copy_s(transfer.num_bytes, transfer.num_copies, transfer.direction)
-            at_s = lanes.of(transfer.direction).reserve(at_s, copy_s, "KV layers")
-            self._finish_at(at_s, transfer)
-        if plan.streamed_bytes:
-            copy_s = cost.copy_s(plan.streamed_bytes, plan.streamed_copies, Direction.H2D)
-            at_s = lanes.h2d.reserve(at_s, copy_s, "stream KV")
+        lanes, at_s = self.lanes, start_s
+        for move in plan.beside:
+            at_s = lanes.of(move.direction).reserve(at_s, self.copy_s(move.num_blocks, move.direction), "KV layers")
+            self._finish_at(at_s, move)
+        if plan.streamed:
+            read_s, written_s = self._streams(plan)
+            at_s = lanes.h2d.reserve(at_s, read_s, "stream KV")
+            if written_s:
+                at_s = lanes.d2h.reserve(at_s, written_s, "stream KV")
         at_s += compute_s
-        if plan.pipelined_layers:
-            copy_s = cost.copy_s(plan.pipelined_bytes, plan.pipelined_copies, Direction.D2H)
+        if plan.behind:
+            copy_s = self.copy_s(plan.behind_blocks, Direction.D2H)
             at_s = lanes.d2h.reserve(at_s, copy_s, "offload behind prefill")
-            for transfer in plan.pipelined_d2h:
-                self._finish_at(at_s, transfer)
+            for move in plan.behind:
+                if move.is_reported:
+                    self._finish_at(at_s, move)
         return at_s - start_s
 
     def _share_with_all_reduce(self, plan: IterationPlan, compute_s: float) -> tuple[float, float]:
@@ -116,8 +200,57 @@ class Pricer:
         cost = self.cost
         busy_s = cost.all_reduce_s(plan.prefill_tokens + plan.num_decodes)
         stretch = compute_s / (compute_s - busy_s)
-        moved = plan.streamed_bytes + plan.pipelined_bytes + sum(t.num_bytes for t in plan.background)
+        blocks = plan.behind_blocks + sum(move.num_blocks for move in plan.beside)
+        blocks += sum(streamed.num_read + streamed.num_written for streamed in plan.streamed)
+        moved = blocks * self.unit_bytes
         unit_s = cost.copy_s(min(self.copy_unit_bytes, moved), 1, Direction.D2H)
         copies_s = cost.copy_s(moved, max(1, int(moved / self.copy_unit_bytes)), Direction.D2H)
         waiting = cost.num_all_reduces * min(1.0, copies_s / compute_s)
         return compute_s + waiting * unit_s / 2, stretch
+
+    # -- many like iterations ----------------------------------------------------------------------------------------
+
+    def run(self, plan: IterationPlan, now_s: float, until_s: float) -> StepTimes:
+        """Price like decode iterations as one event: up to `plan.max_steps`, to the first end at or after `until_s`."""
+        first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens)
+        steps = plan.max_steps
+        if plan.streamed:
+            lanes = self.lanes
+            if (
+                not self.cost.copies_beside_compute
+                or self.cost.all_reduce_on_pcie
+                or lanes.h2d.free_s > now_s
+                or lanes.d2h.free_s > now_s
+            ):
+                return self.step(plan, now_s)
+            return self._run_streamed(plan, now_s, until_s, first_s, slope_s)
+        if steps > 1 and until_s < inf:
+            steps = steps_until(until_s - now_s, first_s, slope_s, steps)
+        end_s = now_s + (run_s(first_s, slope_s, steps) if steps > 1 else first_s)
+        self.lanes.compute.run(now_s, end_s - now_s, "decode")
+        return make_times((steps, now_s + first_s, first_s + slope_s, slope_s, end_s, steps))
+
+    def _run_streamed(
+        self, plan: IterationPlan, now_s: float, until_s: float, compute_s: float, slope_s: float
+    ) -> StepTimes:
+        """Iterations that bring in as much KV each: copying or computing is longer, up to where that changes."""
+        lanes, layers = self.lanes, self.layers
+        read_s, written_s = self._streams(plan)
+        steps, growth_s = plan.max_steps, slope_s
+        copying_s = max(read_s, written_s)
+        if compute_s < copying_s:
+            growth_s = slope_s / layers
+            if slope_s > 0.0:
+                steps = min(steps, max(1, ceil((copying_s - compute_s) / slope_s)))
+        first_s = streamed_s(compute_s, layers, read_s, written_s, 0.0)
+        if steps > 1 and until_s < inf:
+            steps = steps_until(until_s - now_s, first_s, growth_s, steps)
+        end_s = now_s + run_s(first_s, growth_s, steps)
+        at_s, computing_s = now_s, compute_s
+        for i in range(steps):
+            lanes.h2d.reserve(at_s, read_s, "stream KV")
+            lanes.compute.run(at_s, computing_s, "decode")
+            at_s = now_s + run_s(first_s, growth_s, i + 1)
+            lanes.d2h.reserve(at_s - written_s, written_s, "stream KV")
+            computing_s += slope_s
+        return make_times((steps, now_s + first_s, first_s + growth_s, growth_s, end_s, steps))

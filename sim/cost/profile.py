@@ -4,6 +4,7 @@ The shipped ones lie in `calib/profiles/`. A data edge, not an import: this modu
 """
 
 import hashlib
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -235,12 +236,16 @@ def _short_linear(data: dict[str, Any], path: Path) -> Profile:
     """A user's own coefficients: {"form": "linear", "prefill": [3], "decode": [3], "swap_s_per_block": s}."""
     short = convert(data, ShortLinear, path)
     given = (*short.prefill, *short.decode, short.swap_s_per_block, short.copy_launch_s)
-    values = dict(zip(LINEAR_UNITS, given, strict=True))
     fields = [f"{part}[{i}]" for part in ("prefill", "decode") for i in range(3)] + list(LINEAR_UNITS)[6:]
-    for field, value in zip(fields, values.values(), strict=True):
+    for field, value in zip(fields, given, strict=True):
         _check_number(value, f"{path}: field {field}", zero=True)
+    return linear_profile(path.stem, given, path.name)
+
+
+def linear_profile(name: str, values: Sequence[float], file: str) -> Profile:
+    """A profile of form `linear` from the values of `LINEAR_UNITS`, in that order, as `file` gives them."""
     constants = {
-        name: Constant(value, None, LINEAR_UNITS[name], f"given by the user in {path.name}")
-        for name, value in values.items()
+        unit_name: Constant(value, None, unit, f"given by the user in {file}")
+        for (unit_name, unit), value in zip(LINEAR_UNITS.items(), values, strict=True)
     }
-    return Profile(path.stem, "any", "measured", "linear", constants, {"file": path.name})
+    return Profile(name, "any", "measured", "linear", constants, {"file": file})

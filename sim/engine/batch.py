@@ -1,5 +1,8 @@
 """`DecodeBatch`: the decoding sequences as aggregates, so that an iteration costs the same for 1 as for 256 of them.
 
+Members that share a layout, that is how many layer groups of their KV lie on the host, are a `Cohort`: what an
+iteration moves for them follows from its counts. Who lies wholly on the GPU needs none: nothing moves.
+
 Every member takes one token an iteration, so lengths need no updating: a member's context is `batch_offset + step`.
 Block growth depends only on that length modulo the block size (`_growth` counts members by residue), and completions
 are known in advance (`_finishing`). Members whose last token came at another time than the batch's are listed in
@@ -7,13 +10,53 @@ are known in advance (`_finishing`). Members whose last token came at another ti
 """
 
 from collections import OrderedDict
+from collections.abc import Collection
 from heapq import heappop, heappush
-from itertools import islice
 
 from sim.engine.itl import GapCollector
 from sim.engine.plan import StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
+
+
+class Cohort:
+    """Members with `num_hosted` layer groups on the host, as counts by length modulo the block size."""
+
+    __slots__ = ("growth", "num_hosted", "offsets", "size")
+
+    def __init__(self, num_hosted: int, block_size: int) -> None:
+        self.num_hosted = num_hosted
+        self.size = 0
+        # Sum of the members' `batch_offset`: their contexts together are offsets + size * step.
+        self.offsets = 0
+        self.growth = [0] * block_size
+
+    def count(self, offset: int, sign: int) -> None:
+        """A member with that `batch_offset` joins (`sign` 1) or leaves (-1)."""
+        self.size += sign
+        self.offsets += sign * offset
+        self.growth[(1 - offset) % len(self.growth)] += sign
+
+    def blocks_needed(self, step: int) -> int:
+        """Members whose token at `step` begins a new block."""
+        return self.growth[step % len(self.growth)]
+
+    def num_cached_blocks(self, step: int) -> int:
+        """Blocks, in each layer group, that hold what is cached at `step`: the contexts less the tokens being fed."""
+        growth = self.growth
+        size = len(growth)
+        # Each is rounded up to whole blocks: a member of residue i lacks (i - step) mod size tokens.
+        lacking = sum(count * ((i - step) % size) for i, count in enumerate(growth) if count)
+        return (self.offsets + self.size * (step - 1) + lacking) // size
+
+    def steps_until_growth(self, step: int) -> int:
+        """Iterations from `step` on, it included, that read as many cached blocks as this one."""
+        growth = self.growth
+        size = len(growth)
+        for i in range(size):
+            if growth[(step + i) % size]:
+                return i + 1
+        return size
 
 
 class DecodeBatch:
@@ -26,6 +69,8 @@ class DecodeBatch:
         "_growth",
         "_late",
         "block_size",
+        "cohort_of",
+        "cohorts",
         "context_tokens",
         "last_token_s",
         "members",
@@ -39,6 +84,9 @@ class DecodeBatch:
         self.context_tokens = 0
         self.last_token_s = -1.0
         self.members: OrderedDict[Sequence, None] = OrderedDict()
+        # By number of hosted groups, and of each member that has any.
+        self.cohorts: dict[int, Cohort] = {}
+        self.cohort_of: dict[Sequence, Cohort] = {}
         self._growth = [0] * block_size
         self._finishing: dict[int, list[Sequence]] = {}
         self._finish_heap: list[int] = []
@@ -50,8 +98,11 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.members)
 
-    def add(self, seq: Sequence, *, first: bool = False) -> None:
-        """Let `seq` decode from the next iteration on, at the right end of the order or (`first`) at the left."""
+    def add(self, seq: Sequence, *, first: bool = False, num_hosted: int = 0) -> None:
+        """Let `seq` decode from the next iteration on, at the right end of the order or (`first`) at the left.
+
+        `num_hosted` layer groups of its KV lie on the host.
+        """
         step = self.step
         self.members[seq] = None
         if first:
@@ -62,6 +113,12 @@ class DecodeBatch:
         self._schedule_finish(seq, step + seq.output_tokens - seq.num_generated)
         if seq.last_token_s != self.last_token_s:
             self._late[seq] = seq.last_token_s
+        if num_hosted:
+            cohort = self.cohorts.get(num_hosted)
+            if cohort is None:
+                cohort = self.cohorts[num_hosted] = Cohort(num_hosted, self.block_size)
+            cohort.count(offset, 1)
+            self.cohort_of[seq] = cohort
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out and bring its own counts up to date."""
@@ -74,6 +131,12 @@ class DecodeBatch:
         self.context_tokens -= seq.num_tokens
         self._growth[(1 - offset) % self.block_size] -= 1
         seq.finish_step = -1
+        if self.cohort_of:
+            cohort = self.cohort_of.pop(seq, None)
+            if cohort is not None:
+                cohort.count(offset, -1)
+                if not cohort.size:
+                    del self.cohorts[cohort.num_hosted]
 
     def num_tokens_of(self, seq: Sequence) -> int:
         """Context length that the next iteration feeds and attends to."""
@@ -133,8 +196,8 @@ class DecodeBatch:
         return [seq for seq in dict.fromkeys(self._finishing.get(step, ())) if seq.finish_step == step]
 
     def advance(self, times: StepTimes) -> list[Sequence]:
-        """Give every member `times.steps` tokens; take out and return those that are complete."""
-        steps, first_end_s, second_s, slope_s, end_s = times
+        """Give every member `times.tokens` tokens; take out and return those that are complete."""
+        iterations, first_end_s, second_s, slope_s, end_s, steps = times
         add_gap = self._gaps.add
         size = len(self.members)
         late = self._late
@@ -147,8 +210,11 @@ class DecodeBatch:
             in_step = size
         if in_step:
             add_gap((first_end_s - self.last_token_s, 0.0, 1, in_step))
-        if steps > 1:
-            add_gap((second_s, slope_s, steps - 1, size))
+        if iterations > 1:
+            add_gap((second_s, slope_s, iterations - 1, size))
+        if steps > iterations:
+            # Tokens of one iteration come together.
+            add_gap((0.0, 0.0, 1, (steps - iterations) * size))
         if self.token_log is not None:
             self._log_tokens(times)
         self.step = step = self.step + steps
@@ -161,24 +227,26 @@ class DecodeBatch:
                 if seq.finish_step == step:
                     self.remove(seq)
                     finished.append(seq)
+                elif step > seq.finish_step > step - steps and seq in self.members:
+                    raise InvariantError(f"{seq}: the plan went past its last token")
         if finished:
             self._gaps.bound_memory()
         return finished
 
     def _log_tokens(self, times: StepTimes) -> None:
         token_s, gap_s = times.first_end_s, times.second_s
-        for _ in range(times.steps):
+        per_iteration = times.tokens // times.iterations
+        for _ in range(times.iterations):
             for seq in self.members:
-                self.token_log[seq.request.request_id].append(token_s)  # type: ignore[index]
+                self.token_log[seq.request.request_id].extend([token_s] * per_iteration)  # type: ignore[index]
             token_s += gap_s
             gap_s += times.slope_s
 
-    def advance_first(self, count: int, end_s: float) -> list[Sequence]:
-        """Give only the first `count` members a token, move them to the right end, and take out the complete ones.
+    def advance_some(self, chosen: Collection[Sequence], end_s: float) -> list[Sequence]:
+        """Give only the members `chosen` a token, move them to the right end, and take out the complete ones.
 
         vLLM's chunked prefill does this when a half-done prompt eats the token budget: who was left out comes first.
         """
-        chosen = list(islice(self.members, count))
         finished = []
         late = self._late
         for seq in chosen:
@@ -200,6 +268,10 @@ class DecodeBatch:
         residue = (1 - seq.batch_offset) % size
         growth[residue] -= 1
         growth[residue - 1] += 1
+        cohort = self.cohort_of.get(seq)
+        if cohort is not None:
+            cohort.count(seq.batch_offset, -1)
+            cohort.count(seq.batch_offset + 1, 1)
         seq.batch_offset += 1
         self.context_tokens += 1
         self._schedule_finish(seq, seq.finish_step - 1)

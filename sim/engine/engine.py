@@ -6,10 +6,10 @@ waits, reads no clock and draws no random number: the simulator and the GPU runt
 
 from collections.abc import Callable
 
-from sim.engine.plan import IterationPlan, StepTimes, Transfer
+from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.predictor import LengthPredictor
+from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
-from sim.policies.base import Scheduler
 from traces.request import Request
 
 
@@ -65,9 +65,9 @@ class Engine:
         if self._ended:
             self._report_ended()
 
-    def transfer_done(self, transfer: Transfer) -> None:
+    def transfer_done(self, move: Move) -> None:
         """Fact: a background copy of an earlier plan ended."""
-        self.scheduler.transfer_done(transfer)
+        self.scheduler.transfer_done(move)
 
     @property
     def has_unfinished(self) -> bool:

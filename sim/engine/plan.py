@@ -1,11 +1,23 @@
-"""`IterationPlan`: what the engine wants done next. A driver prices it (simulator) or executes it (GPU)."""
+"""`IterationPlan`: what the engine wants done next. A driver prices it (simulator) or executes it (GPU).
 
-from collections.abc import Callable
+A plan leaves nothing to guess: it says who computes how many tokens, which blocks change hands and in what order
+(`changes`), and what is copied before, beside and behind the computation and between its layers.
+"""
+
+from collections.abc import Callable, Collection
 from enum import Enum
 from functools import partial
+from math import inf
 from typing import NamedTuple, cast
 
 from sim.engine.sequence import Sequence
+
+
+class Tier(Enum):
+    """Where KV blocks lie."""
+
+    GPU = "gpu"
+    HOST = "host"
 
 
 class Direction(Enum):
@@ -33,47 +45,108 @@ class PrefillChunk(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """When the tokens of `steps` iterations came, s: the first at `first_end_s`, the last at `end_s`.
+    """When the tokens of a run of like iterations came, s: the first at `first_end_s`, the last at `end_s`.
 
-    The second iteration took `second_s`, each further one `slope_s` more than the one before.
+    The second iteration took `second_s`, each further one `slope_s` more than the one before. Every decoding sequence
+    took `tokens` tokens in all, as many in each iteration; all tokens of one iteration come at its end.
     """
 
-    steps: int
+    iterations: int
     first_end_s: float
     second_s: float
     slope_s: float
     end_s: float
+    tokens: int
+
+    @property
+    def last_s(self) -> float | None:
+        """Duration of the last iteration, s; None where there was only one, whose start the reader knows."""
+        return self.second_s + self.slope_s * (self.iterations - 2) if self.iterations > 1 else None
 
 
-class Transfer(NamedTuple):
-    """A copy beside the computation: `num_bytes` (per GPU) of `layers` layers of `seq` in `num_copies` pieces.
+class Place(NamedTuple):
+    """`num_blocks` blocks in each layer group for `seq`: on the GPU for `gpu_groups`, on the host for the others.
 
-    The driver reports its completion to the engine at the first iteration boundary after it; then `num_blocks` blocks
-    of the GPU pool are free.
+    `num_buffers` more lots of as many GPU blocks are the send buffer through which the host's groups are written.
     """
 
     seq: Sequence
-    direction: Direction
-    layers: int
+    gpu_groups: tuple[int, ...]
     num_blocks: int
-    num_bytes: float
-    num_copies: int
+    num_buffers: int
 
 
-# `PrefillChunk(*fields)` and `Transfer(*fields)` at half their cost: a named tuple's own constructor is a Python
-# function, the tuple's is not.
+class Release(NamedTuple):
+    """All blocks of `seq` are given back, but for those that copies under way still read."""
+
+    seq: Sequence
+
+
+class Move(NamedTuple):
+    """A copy of the KV of tokens [`first_token`, `end_token`) of `seq` in some layer groups, from tier to tier.
+
+    What a block holds of the layers is a layer group: the whole model for vLLM, one layer for LayerKV. `num_blocks` is
+    the pool blocks copied. Where `is_reported`, the driver says at the first iteration boundary after the copy that it
+    has ended; then `num_freed` blocks of the source are free.
+    """
+
+    seq: Sequence
+    groups: tuple[int, ...]
+    first_token: int
+    end_token: int
+    source: Tier
+    target: Tier
+    num_blocks: int
+    num_freed: int
+    is_reported: bool
+
+    @property
+    def direction(self) -> Direction:
+        """Which way the copy goes."""
+        return Direction.D2H if self.target is Tier.HOST else Direction.H2D
+
+
+class Restore(NamedTuple):
+    """Bring back the KV of `num_tokens` tokens of `seq` before it computes, each layer group in one of three ways.
+
+    `hidden_groups` are projected from saved hidden states, `kv_groups` copied, `recomputed_groups` computed again
+    (HCache's mixes; vLLM's swap-in has `kv_groups` only, of `num_blocks` pool blocks in all).
+    """
+
+    seq: Sequence
+    num_tokens: int
+    hidden_groups: tuple[int, ...]
+    kv_groups: tuple[int, ...]
+    recomputed_groups: tuple[int, ...]
+    num_blocks: int
+
+
+class Streamed(NamedTuple):
+    """Layer groups that pass through the GPU during the computation, summed over the sequences that have as many.
+
+    For each of `num_groups` groups come in the blocks of the tokens that are cached (`num_read` pool blocks in all) and
+    go out those that decodes write to (`num_written`; what prefills write is in `IterationPlan.behind`).
+    """
+
+    num_groups: int
+    num_read: int
+    num_written: int
+
+
+Change = Place | Release | Move | Restore
+
+# Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
 _chunk = cast(Callable[[tuple[Sequence, int, int, Origin]], PrefillChunk], partial(tuple.__new__, PrefillChunk))
-make_transfer = cast(
-    Callable[[tuple[Sequence, Direction, int, int, float, int]], Transfer], partial(tuple.__new__, Transfer)
-)
+make_place = cast(Callable[[tuple[Sequence, tuple[int, ...], int, int]], Place], partial(tuple.__new__, Place))
+make_release = cast(Callable[[tuple[Sequence]], Release], partial(tuple.__new__, Release))
+make_times = cast(Callable[[tuple[int, float, float, float, float, int]], StepTimes], partial(tuple.__new__, StepTimes))
 
 
 class IterationPlan:
     """One iteration, or `max_steps` decode iterations that nothing can tell apart.
 
     Sums are what prices need (tokens; `prefill_pairs` counts query-context pairs, `prefill_squares` is the sum of
-    squared chunk lengths); the sequences themselves are what execution needs. `num_decodes` members of the batch take a
-    token: all of them, or only the first (`decodes_first`) where a token budget cut the batch.
+    squared chunk lengths); the sequences themselves are what execution needs.
     """
 
     # Defaults live on the class: most iterations change few of them, and a plan is made for each.
@@ -82,26 +155,33 @@ class IterationPlan:
     prefill_pairs = 0
     prefill_squares = 0
     num_sampled_prefills = 0
+    decodes: Collection[Sequence] = ()
+    """Who takes a token, in order. The batch's own members where all do: read it before the plan is committed."""
     num_decodes = 0
     decode_context_tokens = 0
-    decodes_first = False
+    """Context lengths of `decodes` in all, the tokens being fed included."""
     max_steps = 1
+    until_s = inf
+    """A jump ends at the first boundary at or after this time: then some part has something to decide."""
     cut_on_arrival = True
-    """False where a jump may run through arrivals: the head of the queue is blocked by memory."""
+    """False where a jump may run through arrivals: whoever is refused now stays refused, and nobody can overtake."""
+    changes: tuple[Change, ...] = ()
+    """What happens to blocks before the computation, in the order in which it was decided. Moves and Restores are
+    copied on the computation's own stream (vLLM 0.5.5's swap)."""
     swapped_out_blocks = 0
     swapped_in_blocks = 0
-    """Blocks copied before the computation, on its stream (vLLM 0.5.5's swap)."""
-    streamed_bytes = 0.0
-    streamed_copies = 0
-    """Host-resident KV that each layer of the computation waits for."""
-    pipelined_layers = 0
-    pipelined_bytes = 0.0
-    pipelined_copies = 0
-    """KV of the prefills that leaves for the host, layer by layer, while later layers compute."""
-    pipelined_d2h: tuple[Transfer, ...] = ()
-    """Those of these copies whose end the engine wants to hear of."""
-    background: tuple[Transfer, ...] = ()
+    """Pool blocks that the Moves and Restores of `changes` copy."""
+    mixed_restores: tuple[Restore, ...] = ()
+    """Those Restores that compute as well as copy; their blocks are not in `swapped_in_blocks`."""
+    beside: tuple[Move, ...] = ()
     """Copies that nothing in this iteration waits for."""
+    behind: tuple[Move, ...] = ()
+    """KV of the prefills that leaves for the host, layer by layer, while later layers compute."""
+    behind_groups = 0
+    """Most layer groups that one of the prefills sends out."""
+    behind_blocks = 0
+    streamed: tuple[Streamed, ...] = ()
+    """KV on the host that the layers of the computation wait for."""
 
     @property
     def kind(self) -> str:
@@ -111,7 +191,7 @@ class IterationPlan:
     @property
     def has_swaps(self) -> bool:
         """Whether blocks are copied before the computation."""
-        return bool(self.swapped_out_blocks or self.swapped_in_blocks)
+        return bool(self.swapped_out_blocks or self.swapped_in_blocks or self.mixed_restores)
 
     def add_chunk(self, seq: Sequence, num_new: int, origin: Origin) -> None:
         """Compute `num_new` more prompt tokens of `seq`."""

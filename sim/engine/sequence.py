@@ -6,14 +6,34 @@ from traces.request import Request
 
 
 class Status(Enum):
-    """Where a sequence stands (vLLM's words; PARKED is LayerKV's: prefilled, some layers on the host, not decoding)."""
+    """Where a sequence stands (vLLM's words; PARKED: prefilled, not decoding, its KV held or on its way).
+
+    `TRANSITIONS` says who may follow whom.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
     PARKED = "parked"
+    PROMOTING = "promoting"
     FINISHED = "finished"
     IGNORED = "ignored"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    # Admitted, also to finish with its first token; or refused for ever.
+    Status.WAITING: frozenset({Status.RUNNING, Status.IGNORED}),
+    # Preempted to be computed again, swapped out, parked, or at its end.
+    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.PARKED, Status.FINISHED, Status.IGNORED}),
+    # Back, computed again, or grown beyond the pool.
+    Status.SWAPPED: frozenset({Status.RUNNING, Status.WAITING, Status.IGNORED}),
+    Status.PARKED: frozenset({Status.RUNNING, Status.PROMOTING, Status.SWAPPED, Status.WAITING, Status.IGNORED}),
+    # On its way back: nothing but arriving, or losing everything.
+    Status.PROMOTING: frozenset({Status.RUNNING, Status.PARKED}),
+    Status.FINISHED: frozenset(),
+    Status.IGNORED: frozenset(),
+}
+"""Which status may follow which. `kvtwin.testing` holds every preset to it."""
 
 
 class Sequence:
@@ -28,26 +48,22 @@ class Sequence:
     __slots__ = (
         "batch_offset",
         "error",
-        "expected_step",
         "finish_s",
         "finish_step",
         "first_scheduled_s",
         "first_token_s",
         "last_token_s",
-        "layers_on_gpu",
         "num_blocks",
         "num_computed",
         "num_generated",
         "num_preemptions",
         "num_tokens",
         "output_tokens",
-        "policy_slot",
         "predicted_lower_tokens",
         "predicted_median_tokens",
         "prefilling",
         "request",
         "status",
-        "transfers",
     )
 
     def __init__(self, request: Request) -> None:
@@ -66,10 +82,6 @@ class Sequence:
         self.finish_s = -1.0
         self.batch_offset = 0
         self.finish_step = 0
-        self.expected_step = -1
-        self.layers_on_gpu = 0
-        self.transfers = 0
-        self.policy_slot = -1
         self.error = ""
         self.predicted_lower_tokens = 1
         self.predicted_median_tokens = 0

@@ -4,7 +4,7 @@ from array import array
 
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.policies.base import Scheduler
+from sim.engine.scheduler import Scheduler
 
 COLUMNS = (
     "time_s",
@@ -45,7 +45,7 @@ class Series:
         scheduler, lanes = self._scheduler, self._lanes
         row = (
             now_s,
-            len(scheduler.waiting),
+            scheduler.num_waiting,
             len(scheduler.batch),
             scheduler.num_swapped,
             scheduler.gpu.free,

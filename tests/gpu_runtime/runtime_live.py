@@ -3,18 +3,19 @@
 import msgspec
 import torch
 from runtime_small import SMALL, Runner
-from small import DECODE, PREFILL, CheckedEngine
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance
 from gpu_runtime.model.decoder import Decoder, greedy
+from kvtwin.testing import DECODE, PREFILL, CheckedEngine
 from sim.clock.arrivals import Arrivals
 from sim.cost.forms import LinearCost
 from sim.engine.itl import GapCollector
-from sim.policies.base import Deployment, Limits, Policy
-from sim.policies.layerkv import LayerKV
+from sim.engine.limits import Deployment, Limits
 from sim.specs.hardware import load_hardware
 from sim.specs.models import ModelSpec, load_model
+from sim.systems.base import Policy
+from sim.systems.layerkv import LayerKV
 from traces.request import Request
 
 DECODER = Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=3)

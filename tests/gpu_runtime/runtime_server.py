@@ -10,7 +10,6 @@ import aiohttp
 import torch
 from runtime_live import DECODER, spec
 from runtime_small import SMALL
-from small import DECODE, PREFILL, CheckedEngine, limits
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.serve.engine import EngineThread
@@ -18,13 +17,14 @@ from gpu_runtime.serve.metrics import Metrics
 from gpu_runtime.serve.run import bind, url_of
 from gpu_runtime.serve.server import Server, ServerOptions
 from gpu_runtime.serve.text import ByteCodec
+from kvtwin.testing import DECODE, PREFILL, CheckedEngine, limits
 from sim.cost.forms import LinearCost
 from sim.cost.pricing import Lanes
 from sim.engine.itl import GapCollector
-from sim.policies.base import Deployment
-from sim.policies.layerkv import LayerKV
+from sim.engine.limits import Deployment
 from sim.scenario import parse_policy
 from sim.specs.hardware import load_hardware
+from sim.systems.layerkv import LayerKV
 
 SIZES = {"gpu": 64, "host": 64, "max_model_len": 128, "seqs": 8, "tokens": 128, "block_size": 4}
 

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_pretended import PretendedDevice
-from small import CheckedEngine, limits, requests, tiny_model
 
 from gpu_runtime.driver import LiveInstance
+from kvtwin.testing import CheckedEngine, limits, requests, tiny_model
 from sim.clock.arrivals import Arrivals
 from sim.cost.forms import LinearCost
 from sim.cost.pricing import Lanes
 from sim.engine.itl import GapCollector
+from sim.engine.limits import Deployment
 from sim.engine.sequence import Status
-from sim.policies import POLICIES
-from sim.policies.base import Deployment
 from sim.scenario import parse_policy
 from sim.specs.hardware import load_hardware
+from sim.systems import POLICIES
 
 VARIANTS = [*POLICIES, "layerkv:decode=stream,slo-aware=false", "layerkv:slo-aware=false"]
 

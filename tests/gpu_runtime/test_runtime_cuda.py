@@ -11,7 +11,6 @@ pytest.importorskip("safetensors")
 
 import runtime_live
 from runtime_small import SMALL, Runner
-from small import limits, requests
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.kv.copy_engine import CopyEngine
@@ -21,6 +20,7 @@ from gpu_runtime.model.decode_graph import DecodeGraph, capture_sizes
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights
+from kvtwin.testing import limits, requests
 from sim.engine.plan import Direction
 from sim.scenario import parse_policy
 

@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch")
 
 from runtime_live import DECODER, Served, expected_tokens  # noqa: E402
 from runtime_small import SMALL  # noqa: E402
-from small import limits, requests  # noqa: E402
 
 from gpu_runtime.kv import copy_engine  # noqa: E402
 from gpu_runtime.kv.block_ids import BlockIds  # noqa: E402
@@ -19,6 +18,7 @@ from gpu_runtime.kv.placement import Held, Placement  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.layer_pass import BlockTables, LayerPass  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
+from kvtwin.testing import limits, requests  # noqa: E402
 from sim.engine.plan import Direction  # noqa: E402
 from sim.engine.sequence import Sequence  # noqa: E402
 from sim.scenario import parse_policy  # noqa: E402

@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from runtime_live import DECODER, Served, expected_tokens  # noqa: E402
-from small import limits, requests  # noqa: E402
 
 from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
+from kvtwin.testing import limits, requests  # noqa: E402
 from sim.engine.sequence import Status  # noqa: E402
 from sim.scenario import parse_policy  # noqa: E402
 

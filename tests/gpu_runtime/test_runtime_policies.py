@@ -7,11 +7,11 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from runtime_live import Served, expected_tokens  # noqa: E402
-from small import limits, requests  # noqa: E402
 
+from kvtwin.testing import limits, requests  # noqa: E402
 from sim.engine.sequence import Status  # noqa: E402
-from sim.policies import POLICIES  # noqa: E402
 from sim.scenario import parse_policy  # noqa: E402
+from sim.systems import POLICIES  # noqa: E402
 
 VARIANTS = [
     *POLICIES,

@@ -13,7 +13,7 @@ from runtime_live import expected_tokens, prompt_of
 from runtime_server import serving, token_ids
 
 from sim.engine.sequence import Status
-from sim.policies import POLICIES
+from sim.systems import POLICIES
 from traces.request import Request
 
 VARIANTS = [*POLICIES, "layerkv:slo-aware=false", "layerkv:decode=stream,slo-aware=false"]

@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 
 from runtime_live import Served  # noqa: E402
 from runtime_small import SMALL  # noqa: E402
-from small import limits, requests  # noqa: E402
 from test_runtime_validate import CONFIG  # noqa: E402
 
 import kvtwin  # noqa: E402
@@ -18,8 +17,9 @@ from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed  # noqa: E402
 from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
+from kvtwin.testing import limits, requests  # noqa: E402
 from sim.engine.plan import Direction  # noqa: E402
-from sim.policies.layerkv import LayerKV  # noqa: E402
+from sim.systems.layerkv import LayerKV  # noqa: E402
 
 CPU = torch.device("cpu")
 

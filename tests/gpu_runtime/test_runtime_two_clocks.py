@@ -4,19 +4,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_pretended import PretendedDevice
-from small import CheckedEngine, limits, requests, simulate, tiny_model
 
 from gpu_runtime.driver import LiveInstance
+from kvtwin.testing import CheckedEngine, limits, requests, simulate, tiny_model
 from sim.clock.arrivals import Arrivals
 from sim.cost.forms import LinearCost, build_cost
 from sim.cost.pricing import Lanes
 from sim.cost.profile import load_profile
 from sim.engine.itl import GapCollector
+from sim.engine.limits import Deployment
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.policies import POLICIES
-from sim.policies.base import Deployment, Policy
 from sim.scenario import parse_policy
 from sim.specs.hardware import load_hardware
+from sim.systems import POLICIES
+from sim.systems.base import Policy
 
 
 def shown(plan: IterationPlan, start_s: float, times: StepTimes):

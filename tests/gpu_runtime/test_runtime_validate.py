@@ -13,9 +13,9 @@ import kvtwin  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: E402
 from sim.errors import UserError  # noqa: E402
-from sim.policies import POLICIES  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
 from sim.simulate import GIB, prepare  # noqa: E402
+from sim.systems import POLICIES  # noqa: E402
 
 SCENARIO = Scenario(model="qwen3-0.6b", gpu="cpu", workload="fixed", input_len=9, output_len=9, dtype="float32")
 CONFIG = {

@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 import simpy
 
+from kvtwin.testing import build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
-from sim.cost.forms import LinearCost
 from sim.cost.pricing import Lanes
-from sim.engine.engine import Engine
-from sim.engine.itl import GapCollector
+from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, Origin, StepTimes
-from sim.engine.predictor import NoPredictor
+from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
-from sim.policies.base import Limits
-from sim.policies.vllm import VllmScheduler
+from sim.systems.vllm055 import VllmRecompute, VllmSwap
 from traces.request import Request
 
 TOLERANCE_S = 1e-6
@@ -104,29 +102,31 @@ def read_shared(name: str) -> Case:
 class Replay:
     ended: dict[int, Sequence]
     decisions: list[tuple[float, list[int], int]]
-    scheduler: VllmScheduler
+    scheduler: Scheduler
     iterations: int
 
 
 def replay(case: Case, *, jump: bool) -> Replay:
-    gaps = GapCollector()
-    scheduler = VllmScheduler(case.limits, gaps, swap=case.swap)
+    machine = linear_machine(
+        layers=1, prefill=case.cost[:3], decode=case.cost[3:], swap_s_per_block=case.swap_s_per_block
+    )
     ended: dict[int, Sequence] = {}
     decisions: list[tuple[float, list[int], int]] = []
 
     def observe(plan: IterationPlan, now_s: float, times: StepTimes) -> None:
         chunks = sorted(plan.chunks, key=lambda chunk: chunk.origin is not Origin.ADMITTED)
-        decoding = list(scheduler.batch.members)[: plan.num_decodes]
-        order = [chunk.seq for chunk in chunks] + decoding
+        order = [chunk.seq for chunk in chunks] + list(plan.decodes)
         decisions.append((now_s, [seq.request.request_id for seq in order], len(chunks)))
 
     env = simpy.Environment()
-    engine = Engine(scheduler, NoPredictor(), lambda seq: ended.__setitem__(seq.request.request_id, seq))
-    cost = LinearCost(case.cost[:3], case.cost[3:], case.swap_s_per_block, 1.0)
+    policy = VllmSwap() if case.swap else VllmRecompute()
+    engine = build_engine(policy, case.limits, machine, lambda seq: ended.update({seq.request.request_id: seq}))
     arrivals = Arrivals(Request(i, *row) for i, row in enumerate(case.rows))
-    instance = Instance(env, engine, cost, arrivals, Lanes(), layers=1, jump=jump, observer=observe)
+    instance = Instance(
+        env, engine, machine.cost, arrivals, Lanes(), layers=1, block_bytes=1.0, jump=jump, observer=observe
+    )
     env.run(until=env.process(instance.serve()))
-    return Replay(ended, decisions, scheduler, instance.iterations)
+    return Replay(ended, decisions, engine.scheduler, instance.iterations)
 
 
 def check(case: Case) -> None:

@@ -13,15 +13,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from small import Outcome, limits, requests, simulate, tiny_model
-
-from sim.cost.forms import CostModel, LinearCost, build_cost
-from sim.cost.profile import load_profile
-from sim.engine.plan import IterationPlan
-from sim.policies.base import Limits
+from kvtwin.testing import (
+    Machine,
+    Outcome,
+    limits,
+    linear_machine,
+    requests,
+    roofline_machine,
+    simulate,
+    tiny_model,
+)
+from sim.clock.driver import Observer
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.scheduler import Scheduler
 from sim.scenario import parse_policy
-from sim.specs.hardware import load_hardware
-from sim.specs.models import ModelSpec, load_model
+from sim.specs.models import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -48,18 +55,17 @@ class Case:
             rows.append((now, rng.randint(*self.prompt), rng.randint(*self.output)))
         return rows
 
-    def deployment(self) -> tuple[ModelSpec, CostModel]:
-        model = tiny_model(self.layers)
+    def machine(self) -> Machine:
         if self.cost in ("linear", "steep"):
-            kv_bytes = self.limits.block_bytes / self.limits.block_size / model.num_layers
             # Steep: iterations grow so much with the context that Eq. 1 turns on which one it looks at.
             decode = (0.02, 2e-5, 6e-6 if self.cost == "linear" else 2e-5)
-            return model, LinearCost((0.005, 2e-4, 2e-8), decode, 2e-3, self.limits.block_bytes, kv_bytes)
+            return linear_machine(
+                self.limits.block_bytes, layers=self.layers, prefill=(0.005, 2e-4, 2e-8), decode=decode,
+                swap_s_per_block=2e-3,
+            )  # fmt: skip
         name, _, tp = self.cost.partition("/")
-        hardware = load_hardware(name)
-        if tp:
-            model = load_model("yi-34b-200k")
-        return model, build_cost(model, hardware, load_profile(None, hardware), int(tp or 1), self.limits.block_bytes)
+        model = load_model("yi-34b-200k") if tp else tiny_model(self.layers)
+        return roofline_machine(name, self.limits.block_bytes, model=model, tp=int(tp or 1))
 
 
 def _limits(gpu: int, host: int, *, layers: int = 4, **more: Any) -> Limits:
@@ -99,47 +105,46 @@ CASES = [
 ]  # fmt: skip
 
 
-def moved(plan: IterationPlan) -> list[Any]:
+def moved(plan: IterationPlan, scheduler: Scheduler) -> list[Any]:
     """What the plan copies: whole blocks before it, copies beside it, layers behind prefills, layers streamed in."""
+    unit, unit_bytes = scheduler.memory.unit, scheduler.limits.block_bytes / scheduler.memory.num_groups
     return [
-        plan.swapped_out_blocks,
-        plan.swapped_in_blocks,
-        sorted([t.seq.request.request_id, t.direction.value, t.layers, t.num_bytes] for t in plan.background),
-        sorted([t.seq.request.request_id, t.layers] for t in plan.pipelined_d2h),
-        plan.pipelined_layers,
-        plan.pipelined_bytes,
-        plan.streamed_bytes,
+        plan.swapped_out_blocks // unit,
+        plan.swapped_in_blocks // unit,
+        sorted(
+            [m.seq.request.request_id, m.direction.value, len(m.groups), m.num_blocks * unit_bytes] for m in plan.beside
+        ),
+        sorted([m.seq.request.request_id, len(m.groups)] for m in plan.behind if m.is_reported),
+        plan.behind_groups,
+        plan.behind_blocks * unit_bytes,
+        sum(streamed.num_read for streamed in plan.streamed) * unit_bytes,
     ]
 
 
 def run(case: Case, *, jump: bool) -> tuple[Outcome, list[Any]]:
     """Every iteration as [start, prefilled, who decodes (None: as before), what moves]; jumps spelled out."""
-    model, cost = case.deployment()
     policy = parse_policy(case.policy, {})[1]
     steps: list[Any] = []
-    known: list[int] = []
 
-    def observe(plan: IterationPlan, start_s: float, times: Any) -> None:
-        nonlocal known
-        members = list(outcome_batch().members)[: plan.num_decodes]
-        decoding = [seq.request.request_id for seq in members]
-        chunks = [[c.seq.request.request_id, c.num_new, c.num_cached] for c in plan.chunks]
-        for i in range(times.steps):
-            at_s = start_s
-            if i:
-                at_s = times.first_end_s + times.second_s * (i - 1) + times.slope_s * (i - 1) * (i - 2) / 2
-            steps.append([at_s, chunks, None if decoding == known else decoding, moved(plan)])
-            known = decoding
+    def watch(scheduler: Scheduler) -> Observer:
+        known: list[int] = []
 
-    holder: list[Any] = []
+        def observe(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+            nonlocal known
+            decoding = [seq.request.request_id for seq in plan.decodes]
+            chunks = [[c.seq.request.request_id, c.num_new, c.num_cached] for c in plan.chunks]
+            for i in range(times.iterations):
+                at_s = start_s
+                if i:
+                    at_s = times.first_end_s + times.second_s * (i - 1) + times.slope_s * (i - 1) * (i - 2) / 2
+                steps.append([at_s, chunks, None if decoding == known else decoding, moved(plan, scheduler)])
+                known = decoding
 
-    def outcome_batch() -> Any:
-        return holder[0].batch
+        return observe
 
     outcome = simulate(
-        policy, requests(*case.rows()), case.limits, cost=cost, model=model, jump=jump, checked=not jump,
-        observe=observe, holder=holder,
-    )  # fmt: skip
+        policy, requests(*case.rows()), case.limits, machine=case.machine(), jump=jump, checked=not jump, observe=watch
+    )
     return outcome, steps
 
 

@@ -13,9 +13,9 @@ import pytest
 
 import kvtwin
 from sim import cli
-from sim.policies.vllm import VllmRecompute
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute, prepare
+from sim.systems.vllm055 import VllmRecompute
 from traces.request import Request
 
 ROOT = Path(kvtwin.__file__).parent

@@ -4,14 +4,14 @@ from math import ceil
 
 import numpy as np
 import pytest
-from small import DECODE, PREFILL, limits, requests, simulate
 
+from kvtwin.testing import DECODE, PREFILL, limits, requests, simulate
 from sim.cost.forms import LinearCost, build_cost, run_s, steps_until
 from sim.cost.profile import load_profile
-from sim.policies.vllm import VllmRecompute
 from sim.specs.hardware import load_hardware
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import load_model
+from sim.systems.vllm055 import VllmRecompute
 from traces.generators import generate
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import Outcome, limits, requests, simulate
 
+from kvtwin.testing import Outcome, limits, requests, simulate
+from sim.engine.limits import Limits
 from sim.engine.sequence import Status
-from sim.policies.base import Limits, Policy
-from sim.policies.layerkv import LayerKV
-from sim.policies.vllm import VllmRecompute, VllmSwap
+from sim.systems.base import Policy
+from sim.systems.layerkv import LayerKV
+from sim.systems.vllm055 import VllmRecompute, VllmSwap
 from traces.request import Request
 
 POLICIES = [

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import simpy
 from msgspec import structs
-from small import limits, requests, simulate
 
+from kvtwin.testing import limits, requests, simulate
 from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
 from sim.cost.forms import LinearCost, PaperCost, RooflineCost, build_cost
@@ -14,18 +14,18 @@ from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import FittedRange, load_profile, shipped_profiles
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
+from sim.engine.limits import Deployment
 from sim.engine.plan import Direction, IterationPlan, Transfer
 from sim.engine.predictor import NoPredictor
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.policies import POLICIES
-from sim.policies.base import Deployment
-from sim.policies.layerkv import LayerKV
 from sim.results.result import assemble
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute, prepare, traffic
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
+from sim.systems import POLICIES
+from sim.systems.layerkv import LayerKV
 
 
 def cost_of(kind: type[RooflineCost], model: str = "llama-2-7b", gpu: str = "l20", tp: int = 1) -> RooflineCost:

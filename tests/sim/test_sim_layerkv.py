@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small import limits, requests, simulate, tiny_model
+from sim.systems.slack import SlackBook
 
+from kvtwin.testing import limits, requests, simulate, tiny_model
 from sim.cost.forms import LinearCost, RooflineCost
 from sim.cost.profile import load_profile
 from sim.engine.itl import GapCollector
+from sim.engine.limits import Deployment
 from sim.engine.predictor import BucketPredictor
 from sim.engine.sequence import Sequence
-from sim.policies.base import Deployment
-from sim.policies.layerkv import LayerKV, LayerKVScheduler, minimum_layers
-from sim.policies.slack import SlackBook
-from sim.policies.vllm import VllmRecompute
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
+from sim.systems.layerkv import LayerKV, LayerKVScheduler, minimum_layers
+from sim.systems.vllm055 import VllmRecompute
 from traces.request import Request
 
 

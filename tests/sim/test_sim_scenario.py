@@ -8,8 +8,8 @@ import pytest
 
 import kvtwin
 from sim.errors import UserError
-from sim.policies import POLICIES
 from sim.scenario import Outputs, Scenario, build_scenario, convert, flag, parse_policy, read_scenario
+from sim.systems import POLICIES
 
 ROOT = Path(kvtwin.__file__).parent
 BASE = {"workload": "fixed", "num-prompts": 4, "input-len": 20, "output-len": 3, "request-rate": 5.0, "gpu": "l20"}

@@ -16,6 +16,8 @@ from sim.engine.sequence import Sequence
 WITNESSES = 8
 """How many near-blocking requests are remembered from one full look to the next."""
 WITNESS_WINDOW_S = 2.0
+CERTAIN_S = 1e-7
+"""Slack this close to a bound is looked at step by step: sums of floats differ by less."""
 
 
 class SlackBook:
@@ -31,6 +33,7 @@ class SlackBook:
         self._capacity = 256
         self._size = 0
         self._free: list[int] = []
+        self._slots: dict[Sequence, int] = {}
         self._base_s = np.full(self._capacity, inf)
         self._left = np.ones(self._capacity)
         self._stepping = np.zeros(self._capacity)
@@ -38,9 +41,9 @@ class SlackBook:
 
     def update(self, seq: Sequence, *, decoding: bool) -> None:
         """Note where `seq` stands: in the batch (`decoding`) or parked. Call it whenever that changes."""
-        slot = seq.policy_slot
+        slot = self._slots.get(seq, -1)
         if slot < 0:
-            slot = seq.policy_slot = self._free.pop() if self._free else self._grow()
+            slot = self._slots[seq] = self._free.pop() if self._free else self._grow()
         lower = seq.predicted_lower_tokens
         self._base_s[slot] = self.tpot_slo_s * (lower - 1) + seq.first_token_s
         self._stepping[slot] = decoding
@@ -52,9 +55,8 @@ class SlackBook:
 
     def remove(self, seq: Sequence) -> None:
         """`seq` ended or lost its place."""
-        slot = seq.policy_slot
+        slot = self._slots.pop(seq, -1)
         if slot >= 0:
-            seq.policy_slot = -1
             self._base_s[slot] = inf
             self._left[slot] = 1.0
             self._stepping[slot] = 0.0
@@ -96,18 +98,53 @@ class SlackBook:
             self._witnesses.clear()
         return least_s
 
-    def witness_blocks(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> bool:
+    def is_blocked(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> bool:
         """Whether one of the requests that were nearest to blocking at the last full look proves Eq. 2 violated.
 
         True is exact; False proves nothing, the full look has to decide.
         """
-        witnesses = self._witnesses
-        for position, slot in enumerate(witnesses):
+        for slot in self._witnesses:
             left = self._left.item(slot) - self._stepping.item(slot) * step
             future = left if left > 1.0 else 1.0
             slack_s = self._base_s.item(slot) + self.tpot_slo_s * (future - left) - tpot_s * future - now_s
             if self.floor_s <= slack_s <= prefill_s:
-                # Those before it are late or gone, and seldom come back.
-                del witnesses[:position]
                 return True
         return False
+
+    def blocked_steps(
+        self, prefill_s: float, now_s: float, step: int, first_s: float, slope_s: float, most: int
+    ) -> int:
+        """After how many decode iterations, 0 to `most`, some witness is sure to block prefills of `prefill_s` still.
+
+        Iterations last first_s, first_s + slope_s ... and each sets the TPOT of its end. With `left` tokens expected
+        (falling by one an iteration in the batch, constant elsewhere) the slack after k iterations is
+
+            base - now - k first - slope k (k-1) / 2 - (first + slope (k-1)) left(k)
+
+        which falls with k: it blocks from the first iteration on until it is so late that it no longer counts.
+        """
+        best = 0
+        for slot in self._witnesses:
+            stepping = self._stepping.item(slot)
+            left = self._left.item(slot) - stepping * step
+            # Past its lower bound a request earns time with every token: look again at each.
+            limit = min(most, int(left) - 1) if stepping else most
+            if left < 1.0 or limit <= best:
+                continue
+            base_s = self._base_s.item(slot) - now_s
+
+            def slack_s(k: int, base_s: float = base_s, left: float = left, stepping: float = stepping) -> float:
+                gone_s = first_s * k + slope_s * (k * (k - 1) / 2)
+                return base_s - gone_s - (first_s + slope_s * (k - 1)) * (left - stepping * k)
+
+            if slack_s(1) > prefill_s - CERTAIN_S or slack_s(best + 1) < self.floor_s + CERTAIN_S:
+                continue
+            low, high = best + 1, limit
+            while low < high:
+                middle = (low + high + 1) // 2
+                if slack_s(middle) >= self.floor_s + CERTAIN_S:
+                    low = middle
+                else:
+                    high = middle - 1
+            best = low
+        return best

@@ -1,0 +1,7 @@
+"""`python -m kvtwin`."""
+
+import sys
+
+from kvtwin import main
+
+sys.exit(main())

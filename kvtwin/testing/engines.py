@@ -1,0 +1,206 @@
+"""One builder of small engines: round constants, tiny pools, and an engine that recounts itself after every step."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import simpy
+
+from sim.clock.arrivals import Arrivals
+from sim.clock.driver import Instance, Observer
+from sim.cost.forms import LinearCost, build_cost
+from sim.cost.model import CostModel
+from sim.cost.pricing import Lanes
+from sim.cost.profile import Profile, linear_profile, load_profile
+from sim.engine.engine import Engine
+from sim.engine.itl import GapCollector
+from sim.engine.limits import Deployment, Limits
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence as Seq
+from sim.results.metrics import Goodput, RequestLog
+from sim.specs.hardware import HardwareSpec, load_hardware
+from sim.specs.models import ModelSpec, load_model
+from sim.systems.base import Policy
+from traces.request import Request
+
+PREFILL = (0.005, 4e-5, 2e-9)
+DECODE = (0.02, 2e-5, 6e-7)
+SWAP_S_PER_BLOCK = 3e-4
+"""Linear coefficients of the default machine: p0, p1, p2; d0, d1, d2 (s); s per swapped block."""
+
+
+def tiny_model(layers: int = 4) -> ModelSpec:
+    """A model with few layers; only shapes matter."""
+    return msgspec.structs.replace(load_model("llama-2-7b"), name="tiny", num_layers=layers)
+
+
+def limits(
+    gpu: int = 100,
+    host: int = 1000,
+    *,
+    block_size: int = 16,
+    max_model_len: int = 4096,
+    seqs: int = 256,
+    tokens: int | None = None,
+    chunked: bool = False,
+    block_bytes: float = 1.0,
+) -> Limits:
+    """Small limits; the token budget is vLLM's where none is given."""
+    budget = tokens or (512 if chunked else max(max_model_len, 2048))
+    return Limits(gpu, host, block_size, block_bytes, max_model_len, seqs, budget, chunked)
+
+
+def requests(*rows: tuple[float, int, int]) -> list[Request]:
+    """(arrival_s, prompt_tokens, output_tokens) rows as requests."""
+    return [Request(i, *row) for i, row in enumerate(rows)]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a small engine runs on."""
+
+    model: ModelSpec
+    cost: CostModel
+    profile: Profile
+    hardware: HardwareSpec
+    tensor_parallel_size: int = 1
+
+    @property
+    def deployment(self) -> Deployment:
+        """As the policy is told."""
+        return Deployment(self.model, self.hardware, self.tensor_parallel_size, self.cost, self.profile)
+
+
+def linear_machine(
+    block_bytes: float = 1.0,
+    *,
+    layers: int = 4,
+    prefill: Sequence[float] = PREFILL,
+    decode: Sequence[float] = DECODE,
+    swap_s_per_block: float = SWAP_S_PER_BLOCK,
+    gpu: str = "a100-80g",
+) -> Machine:
+    """A tiny model with linear costs, so that times can be worked out by hand."""
+    model = tiny_model(layers)
+    cost = LinearCost(prefill, decode, swap_s_per_block, block_bytes, model=model)
+    profile = linear_profile("by hand", (*prefill, *decode, swap_s_per_block, 0.0), "tests")
+    return Machine(model, cost, profile, load_hardware(gpu))
+
+
+def roofline_machine(gpu: str, block_bytes: float, *, model: ModelSpec | None = None, tp: int = 1) -> Machine:
+    """A GPU with its shipped profile."""
+    hardware = load_hardware(gpu)
+    model, profile = model or tiny_model(), load_profile(None, hardware)
+    return Machine(model, build_cost(model, hardware, profile, tp, block_bytes), profile, hardware, tp)
+
+
+class CheckedEngine(Engine):
+    """Recounts every block after every step; the pools must agree, and Eq. 5 must balance."""
+
+    __slots__ = ("last",)
+
+    def commit(self, plan: IterationPlan, times: StepTimes) -> None:
+        super().commit(plan, times)
+        check_pools(self.scheduler)
+        pool = self.scheduler.gpu
+        before = getattr(self, "last", (pool.num_blocks, 0, 0))
+        # Avail(t+1) = Avail(t) + Released(t) - Allocated(t)
+        assert pool.free == before[0] + (pool.num_released - before[1]) - (pool.num_allocated - before[2])
+        self.last = (pool.free, pool.num_released, pool.num_allocated)
+
+
+def check_pools(scheduler: Scheduler) -> None:
+    """AssertionError unless pools and batch say what a count sequence by sequence does."""
+    batch = scheduler.batch
+    assert batch.context_tokens == sum(batch.num_tokens_of(seq) for seq in batch.members)
+    assert batch.blocks_needed(1) == sum(batch.needs_block(seq) for seq in batch.members)
+    for hosted, cohort in batch.cohorts.items():
+        members = [seq for seq, found in batch.cohort_of.items() if found is cohort]
+        assert cohort.num_hosted == hosted
+        assert cohort.size == len(members)
+        assert cohort.num_cached_blocks(batch.step) == sum(map(batch.num_blocks_of, members))
+        assert cohort.blocks_needed(batch.step) == sum(batch.needs_block(seq) for seq in members)
+    gpu, host = scheduler.memory.recount()
+    assert scheduler.gpu.num_blocks - scheduler.gpu.free == gpu
+    assert scheduler.host.num_blocks - scheduler.host.free == host
+
+
+def build_engine(
+    policy: Policy,
+    limit: Limits,
+    machine: Machine,
+    on_end: Callable[[Seq], None],
+    *,
+    checked: bool = True,
+    gaps: GapCollector | None = None,
+    seed: int = 0,
+) -> Engine:
+    """A small engine of a policy, which recounts itself if `checked`."""
+    kind = CheckedEngine if checked else Engine
+    scheduler = policy.scheduler(limit, gaps or GapCollector(), machine.deployment)
+    return kind(scheduler, policy.length_predictor(seed), on_end)
+
+
+@dataclass
+class Outcome:
+    """What a small run left."""
+
+    scheduler: Scheduler
+    instance: Instance
+    lanes: Lanes
+    log: RequestLog
+    gaps: GapCollector
+    ended: list[Seq] = field(default_factory=list)
+    plans: list[tuple[IterationPlan, float, StepTimes]] = field(default_factory=list)
+    tokens: dict[int, list[float]] = field(default_factory=dict)
+
+    def by_id(self) -> dict[int, Seq]:
+        """The sequences that ended, by their requests' ids."""
+        return {seq.request.request_id: seq for seq in self.ended}
+
+
+def simulate(
+    policy: Policy,
+    arrivals: Iterable[Request],
+    limit: Limits,
+    *,
+    machine: Machine | None = None,
+    jump: bool = True,
+    checked: bool = True,
+    goodput: Goodput | None = None,
+    record: bool = False,
+    seed: int = 0,
+    observe: Callable[[Scheduler], Observer] | None = None,
+) -> Outcome:
+    """Run a policy on the virtual clock with everything in reach.
+
+    `observe` makes, for the scheduler, what hears of every plan instead of `Outcome.plans`.
+    """
+    machine = machine or linear_machine(limit.block_bytes)
+    gaps, log, lanes = GapCollector(), RequestLog(goodput=goodput), Lanes(keep_intervals=True)
+    ended: list[Seq] = []
+
+    def end(seq: Seq) -> None:
+        ended.append(seq)
+        log.end(seq)
+
+    engine = build_engine(policy, limit, machine, end, checked=checked, gaps=gaps, seed=seed)
+    plans: list[tuple[IterationPlan, float, StepTimes]] = []
+    tokens: dict[int, list[float]] = {}
+    if record:
+        engine.scheduler.record_tokens(tokens)
+    env = simpy.Environment()
+    instance = Instance(
+        env,
+        engine,
+        machine.cost,
+        Arrivals(arrivals),
+        lanes,
+        layers=machine.model.num_layers,
+        block_bytes=limit.block_bytes,
+        jump=jump,
+        observer=observe(engine.scheduler) if observe else lambda *facts: plans.append(facts),
+    )
+    env.run(until=env.process(instance.serve()))
+    return Outcome(engine.scheduler, instance, lanes, log, gaps, ended, plans, tokens)

@@ -1,0 +1,262 @@
+"""`Scheduler`: six parts and what they share, the queues' owner of one engine. `sim.parts.base` has the contracts.
+
+Fast path: while memory suffices, every member of the batch decodes and only counts change. Hooks that no part overrides
+cost nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sim.engine.batch import DecodeBatch
+from sim.engine.itl import GapCollector
+from sim.engine.limits import Counters, Deployment, Limits
+from sim.engine.plan import Change, IterationPlan, Move, StepTimes, Tier
+from sim.engine.sequence import Sequence, Status
+from sim.parts.base import Admission, Batching, Eviction, Memory, Order, Part, Stage, overrides
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One of each kind."""
+
+    order: Order
+    memory: Memory
+    admission: Admission
+    eviction: Eviction
+    stage: Stage
+    batching: Batching
+
+    def all(self) -> tuple[Part, ...]:
+        """In the order in which they are bound and asked."""
+        return self.order, self.memory, self.admission, self.stage, self.eviction, self.batching
+
+
+class Scheduler:
+    """Queues, pools and the decode batch of one engine, and the decisions over them."""
+
+    def __init__(self, parts: Parts, limits: Limits, gaps: GapCollector, deployment: Deployment) -> None:
+        self.limits, self.gaps, self.deployment = limits, gaps, deployment
+        self.batch = DecodeBatch(limits.block_size, gaps)
+        self.counters = Counters()
+        self.finished: list[Sequence] = []
+        """Ended since the engine last looked, completed or ignored."""
+        self.changed = False
+        """Whether this step ended or preempted anything: an empty step is then followed by another at once."""
+        self.changes: list[Change] = []
+        """What has happened to blocks since the last plan, in order."""
+        self.beside: list[Move] = []
+        """Copies to start with the next plan."""
+        self.now_s = 0.0
+        self.order, self.memory, self.admission = parts.order, parts.memory, parts.admission
+        self.eviction, self.stage, self.batching = parts.eviction, parts.stage, parts.batching
+        self.gpu, self.host = parts.memory.gpu, parts.memory.host
+        self.parts = parts.all()
+        for part in self.parts:
+            part.bind(self)
+        self._prepare = [part.prepare for part in self.parts if overrides(part, "prepare")]
+        self._reserve = [part.reserve for part in self.parts if overrides(part, "reserve")]
+        self._complete = [part.complete for part in self.parts if overrides(part, "complete")]
+        self._holds = [part.holds for part in self.parts if overrides(part, "holds")]
+        self._committed = [part.committed for part in self.parts if overrides(part, "committed")]
+        self._joined = [part.joined for part in self.parts if overrides(part, "joined")]
+        self._parked = [part.parked for part in self.parts if overrides(part, "parked")]
+        self._moved = [part.moved for part in self.parts if overrides(part, "moved")]
+        self._left = [part.left for part in self.parts if overrides(part, "left")]
+        self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """A request arrived."""
+        self.order.add(seq)
+
+    def schedule(self, now_s: float) -> IterationPlan | None:
+        """Decide the next iteration, or None if there is nothing to do until another fact arrives."""
+        self.now_s = now_s
+        while True:
+            self.changed = False
+            for prepare in self._prepare:
+                prepare(now_s)
+            for reserve in self._reserve:
+                reserve()
+            plan = IterationPlan()
+            self._fill(plan, now_s)
+            if plan.num_decodes or plan.chunks or plan.swapped_out_blocks:
+                for complete in self._complete:
+                    complete(plan)
+                break
+            # Like vLLM's engine loop: an empty step that changed the queues is followed by another at once.
+            if not self.changed and not self.eviction.unblock():
+                if not self.beside:
+                    return None
+                break
+        if self.changes:
+            plan.changes = tuple(self.changes)
+            self.changes = []
+        if self.beside:
+            plan.beside = tuple(self.beside)
+            self.beside = []
+        return plan
+
+    def commit(self, plan: IterationPlan, times: StepTimes) -> None:
+        """The plan was carried out for `times.iterations` iterations."""
+        batch, end_s = self.batch, times.end_s
+        ended: list[Sequence] = []
+        if plan.num_decodes:
+            if plan.num_decodes == len(batch.members):
+                if times.tokens > 1:
+                    self.memory.grow_further(batch, times.tokens)
+                ended = batch.advance(times)
+            else:
+                ended = batch.advance_some(plan.decodes, end_s)
+                if self._moved:
+                    for seq in plan.decodes:
+                        if seq in batch.members:
+                            for moved in self._moved:
+                                moved(seq)
+        if plan.chunks:
+            self.batching.commit_chunks(plan, end_s)
+        for committed in self._committed:
+            committed(plan, times)
+        for seq in ended:
+            self.end(seq, end_s)
+
+    def transfer_done(self, move: Move) -> None:
+        """A copy beside or behind the computation ended."""
+        self.memory.transfer_done(move)
+        self.stage.transfer_done(move)
+
+    def truncate(self, seq: Sequence, output_tokens: int) -> None:
+        """`seq` ends with its `output_tokens`-th token, which is yet to come (a stop token; a client that has left)."""
+        if seq in self.batch.members:
+            self.batch.shorten(seq, output_tokens)
+        else:
+            seq.output_tokens = output_tokens
+
+    def cancel(self, seq: Sequence) -> None:
+        """Nobody waits for `seq` any more: it leaves the queue, or ends with its next token."""
+        if seq.status in (Status.FINISHED, Status.IGNORED):
+            return
+        if seq.status is Status.WAITING and self.order.remove(seq):
+            self.ignore(seq, "cancelled")
+            return
+        self.truncate(seq, min(seq.output_tokens, self.num_generated_of(seq) + 1))
+
+    # -- what others may know ----------------------------------------------------------------------------------------
+
+    def num_generated_of(self, seq: Sequence) -> int:
+        """Output tokens that a sequence has had."""
+        return self.batch.num_generated_of(seq) if seq in self.batch.members else seq.num_generated
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are yet to be admitted, or to be computed again."""
+        return len(self.order)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences admitted and not finished, parked or paused ones included, swapped ones not."""
+        batching = self.batching
+        return len(self.batch.members) + len(batching.partials) + batching.num_paused + self.stage.num_parked
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences whose KV is (partly) on the host and that do not decode."""
+        return self.eviction.num_out + self.stage.num_parked
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence is still to end."""
+        return bool(self.order) or self.eviction.num_out > 0 or self.num_running > 0
+
+    def holders(self) -> Iterator[tuple[Sequence, Tier]]:
+        """Every sequence that holds blocks and is not in the decode batch, and where. For recounts."""
+        for part in self.parts:
+            yield from part.holders()
+
+    def record_tokens(self, log: dict[int, list[float]]) -> None:
+        """Keep the time of every token, by request id, in `log`."""
+        self.batch.token_log = log
+
+    # -- what parts do -----------------------------------------------------------------------------------------------
+
+    def start(self, seq: Sequence, now_s: float) -> None:
+        """`seq`, which was admitted, gets its blocks and runs."""
+        self.memory.place(seq, self.admission.keep_free)
+        self.admission.admitted(seq)
+        seq.status = Status.RUNNING
+        if seq.first_scheduled_s < 0.0:
+            seq.first_scheduled_s = now_s
+
+    def join(self, seq: Sequence, *, first: bool = False, num_hosted: int = 0) -> None:
+        """`seq` decodes from the next step on, `num_hosted` of its layer groups from the host."""
+        seq.status = Status.RUNNING
+        self.batch.add(seq, first=first, num_hosted=num_hosted)
+        for joined in self._joined:
+            joined(seq)
+
+    def park(self, seq: Sequence) -> None:
+        """`seq`, prefilled and in no batch, waits for something else than its turn."""
+        seq.status = Status.PARKED
+        for parked in self._parked:
+            parked(seq)
+
+    def take_out(self, seq: Sequence) -> None:
+        """Take `seq` out of the batch between steps."""
+        self.batching.leaving(seq)
+        self.batch.remove(seq)
+
+    def allow_jump(self, plan: IterationPlan) -> None:
+        """Let decode iterations that repeat themselves be one event, as long as every part's answers hold."""
+        batch = self.batch
+        if plan.num_decodes != len(batch.members) or not plan.num_decodes or plan.has_swaps or self.beside:
+            return
+        steps = batch.steps_to_finish()
+        for holds in self._holds:
+            if steps <= 1:
+                return
+            steps = holds(plan, steps)
+        plan.max_steps = steps
+
+    def emit_token(self, seq: Sequence, end_s: float) -> bool:
+        """The token a complete prefill samples; False if it was the last."""
+        if seq.first_token_s < 0.0:
+            seq.first_token_s = end_s
+        else:
+            self.gaps.add((end_s - seq.last_token_s, 0.0, 1, 1))
+        if self.batch.token_log is not None:
+            self.batch.token_log.setdefault(seq.request.request_id, []).append(end_s)
+        seq.last_token_s = end_s
+        seq.prefilling = False
+        seq.num_generated += 1
+        seq.num_tokens += 1
+        if seq.num_generated < seq.output_tokens:
+            return True
+        self.end(seq, end_s)
+        return False
+
+    def end(self, seq: Sequence, end_s: float) -> None:
+        """A sequence has all its tokens: its blocks are free for the next step."""
+        self.release(seq)
+        seq.status = Status.FINISHED
+        seq.finish_s = end_s
+        self.finished.append(seq)
+
+    def release(self, seq: Sequence) -> None:
+        """`seq`, in no queue and no batch, gives up its KV."""
+        for left in self._left:
+            left(seq)
+        self.memory.release(seq)
+
+    def recompute(self, seq: Sequence) -> None:
+        """`seq` gives up its KV and is to be computed again; the caller puts it back in the queue."""
+        self.release(seq)
+        seq.reset_for_recompute()
+
+    def ignore(self, seq: Sequence, reason: str) -> None:
+        """End `seq` without completing it (vLLM's FINISHED_IGNORED); it must hold no blocks."""
+        seq.status = Status.IGNORED
+        seq.error = f"ignored: {reason}"
+        self.changed = True
+        self.counters.ignored[reason] = self.counters.ignored.get(reason, 0) + 1
+        self.finished.append(seq)

@@ -1,0 +1,1 @@
+"""The parts that systems are assembled from: order, batching, admission, memory, eviction, stage. Contracts: `base`."""

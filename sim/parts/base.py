@@ -1,0 +1,404 @@
+"""The contracts of the parts. A scheduler (`sim.engine.scheduler`) is six of them and what they share.
+
+One step of the scheduler asks them in this order:
+
+1. `prepare(now_s)` of every part that has one: bring sequences back, offload ahead of need, age the queue. Then
+   `reserve()`: take what the coming step needs on top of what the batching will ask for.
+2. `Batching.fill(plan, now_s)`: the shape of the iteration. It asks `Order.head` and `Admission.admits` who may start,
+   `Memory` for blocks, and `Eviction.evict` whom to take them from.
+3. `holds(plan, steps)` of every part that has one, where the plan could repeat itself: for how many iterations the
+   answers just given stay the same. The scheduler takes the least.
+4. `complete(plan)` of every part that has one: what else is copied.
+5. After the iteration: `committed(plan, times)`. As it happens: `joined` (a sequence enters the decode batch), `parked`
+   (it has its first token and waits outside), `moved` (it got a token more than the batch), `left` (it ended, or is to
+   be computed again).
+
+Predicates (`admits`, `fits`, `ever_fits`, `has_room`) change nothing. Only `Memory` touches the pools. A hook that a
+part does not override is never called.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from sim.engine.batch import DecodeBatch
+from sim.engine.blocks import BlockPool
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan, Move, Origin, StepTimes, Tier
+from sim.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+TOO_LONG = "prompt longer than max_model_len or max_num_batched_tokens"
+TOO_LONG_AGAIN = (
+    "prompt and generated tokens, to be computed again, longer than max_model_len or max_num_batched_tokens"
+)
+NEVER_FITS = "prompt needs more KV blocks than the GPU has"
+
+
+class Part:
+    """What all parts have: the scheduler that they serve, and hooks into its step (see the module)."""
+
+    scheduler: "Scheduler"
+    memory: "Memory"
+    batch: DecodeBatch
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        """Take notice of the scheduler and, through it, of the other parts. Called once, in the order of `Parts`.
+
+        UserError where the parts do not go together.
+        """
+        self.scheduler, self.memory, self.batch = scheduler, scheduler.memory, scheduler.batch
+
+    def prepare(self, now_s: float) -> None:
+        """Before the queues are looked at."""
+
+    def reserve(self) -> None:
+        """After every part has prepared."""
+
+    def complete(self, plan: IterationPlan) -> None:
+        """The plan has its work: add what moves."""
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """For how many iterations like `plan`, 1 to `steps`, this part's answers stay what they are.
+
+        A part that knows a time instead may lower `plan.until_s`. Arrivals are the order's business: where `sticky`, a
+        jump runs through them if somebody waits.
+        """
+        return steps
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        """The plan was carried out."""
+
+    def joined(self, seq: Sequence) -> None:
+        """`seq` is in the decode batch from now on."""
+
+    def parked(self, seq: Sequence) -> None:
+        """`seq`, prefilled, waits outside the batch from now on."""
+
+    def moved(self, seq: Sequence) -> None:
+        """`seq`, a member of the batch, has a token more than the batch's step says."""
+
+    def left(self, seq: Sequence) -> None:
+        """`seq` ended, or gives up its KV."""
+
+    def holders(self) -> Iterable[tuple[Sequence, Tier]]:
+        """Sequences that are in this part's care and hold blocks, and where. For recounts."""
+        return ()
+
+
+class Order(Part, ABC):
+    """Who is next among those waiting."""
+
+    sticky: ClassVar[bool]
+    """Whether no arrival can overtake a head that was refused."""
+
+    @abstractmethod
+    def add(self, seq: Sequence) -> None:
+        """A request arrived."""
+
+    @abstractmethod
+    def put_back(self, seqs: list[Sequence]) -> None:
+        """Preempted sequences, the last preempted first among them, wait again."""
+
+    @abstractmethod
+    def head(self) -> Sequence:
+        """Who is next; there must be somebody."""
+
+    @abstractmethod
+    def pop(self) -> Sequence:
+        """Take the head out."""
+
+    @abstractmethod
+    def remove(self, seq: Sequence) -> bool:
+        """Take `seq` out, whatever its place; False if it does not wait."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+
+class Memory(Part, ABC):
+    """All pools, and what is where. `unit` pool blocks hold `block_size` tokens of the whole model.
+
+    Holds Eq. 5's ledger: the pools' running totals. `recount` is for tests: what the pools should say, counted from the
+    sequences.
+    """
+
+    gpu: BlockPool
+    host: BlockPool
+    unit: int
+    num_groups: int
+    """Layer groups: 1 where a block spans the model, the layer count where it holds one layer."""
+
+    def __init__(self, limits: Limits, num_groups: int) -> None:
+        self.limits = limits
+        self.block_size = limits.block_size
+        self.unit = self.num_groups = num_groups
+        self.gpu = BlockPool("GPU KV blocks", limits.num_gpu_blocks * num_groups)
+        self.host = BlockPool("host KV blocks", limits.num_cpu_blocks * num_groups)
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
+        """Whether an empty GPU could take the prompt and still have `keep_free` whole blocks left."""
+
+    @abstractmethod
+    def fits(self, seq: Sequence, keep_free: int) -> bool:
+        """Whether the prompt has its blocks now. A refusal lasts until a sequence ends or a copy does."""
+
+    @abstractmethod
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        """Take the blocks of a prompt that `fits`, all of them even if only a chunk is computed now."""
+
+    # -- decodes ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def has_room(self, batch: DecodeBatch) -> bool:
+        """Whether the whole batch can take its next token, by counts alone; False sends for the exact walk."""
+
+    @abstractmethod
+    def can_append(self) -> bool:
+        """Whether one more sequence can take its next token, as vLLM asks: one block must be free, needed or not."""
+
+    @abstractmethod
+    def append(self, seq: Sequence) -> None:
+        """Take the block that the next token of a member of the batch needs, if any."""
+
+    @abstractmethod
+    def grow(self, batch: DecodeBatch) -> None:
+        """Take what the next iteration of the whole batch needs."""
+
+    @abstractmethod
+    def grow_further(self, batch: DecodeBatch, steps: int) -> None:
+        """Take what iterations 2 to `steps` of the whole batch need."""
+
+    # -- the way out -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def release(self, seq: Sequence) -> None:
+        """Give back all that a sequence, which is not in the batch, holds."""
+
+    @abstractmethod
+    def recount(self) -> tuple[int, int]:
+        """Pool blocks in use on the GPU and on the host, counted sequence by sequence."""
+
+    # -- whole sequences to the host and back, where `can_swap` ------------------------------------------------------
+
+    host_reserved = 0
+    """Host pool blocks set aside for the coming step that nobody holds yet."""
+
+    can_swap: ClassVar[bool] = False
+    """Whether sequences can be swapped whole; else these methods are not called."""
+
+    def can_swap_out(self, seq: Sequence) -> bool:
+        """Whether the host has room for all that a sequence holds."""
+        raise NotImplementedError
+
+    def swap_out(self, seq: Sequence, plan: IterationPlan) -> None:
+        """Copy a sequence to the host before the computation; its GPU blocks are free at once."""
+        raise NotImplementedError
+
+    def can_swap_in(self, seq: Sequence, keep_free: int) -> bool:
+        """Whether a swapped sequence fits with one block to spare, as vLLM asks."""
+        raise NotImplementedError
+
+    def swap_in(self, seq: Sequence, plan: IterationPlan) -> None:
+        """Copy a swapped sequence back before the computation."""
+        raise NotImplementedError
+
+    def outgrew_gpu(self, seq: Sequence) -> bool:
+        """Whether a swapped sequence can never come back, not even alone."""
+        raise NotImplementedError
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        """Give back the host blocks of a swapped sequence."""
+        raise NotImplementedError
+
+    # -- copies beside and behind the computation, where there are any -----------------------------------------------
+
+    def transfer_done(self, move: Move) -> None:
+        """A copy beside or behind the computation has ended: what it left is free."""
+        raise NotImplementedError
+
+
+class Admission(Part, ABC):
+    """Whether the head of the queue may start."""
+
+    keep_free = 0
+    """Whole blocks that stay free when a prompt is placed or a swapped sequence returns."""
+
+    @abstractmethod
+    def admits(self, seq: Sequence) -> bool:
+        """Whether `seq` may start now. Where it refuses for longer than `holds` says, only memory may change that."""
+
+    def admitted(self, seq: Sequence) -> None:
+        """`seq` starts."""
+
+
+class Eviction(Part, ABC):
+    """Where a victim's KV goes, and how it comes back."""
+
+    @abstractmethod
+    def evict(self, seq: Sequence, plan: IterationPlan) -> None:
+        """Take the blocks of a running sequence, which is in no queue and no batch any more."""
+
+    @property
+    def has_victims(self) -> bool:
+        """Whether this step has taken anybody's blocks."""
+        return False
+
+    def settle(self) -> bool:
+        """The running sequences are through: put this step's victims in their queues; whether there were any."""
+        return False
+
+    def headroom(self) -> int:
+        """GPU pool blocks to leave free beside a new prompt, so that it is not offloaded again at once."""
+        return 0
+
+    def bring_back(self, plan: IterationPlan, budget: int, num_seqs: int) -> None:
+        """Let victims compute again, within the token budget and the seats left."""
+
+    def unblock(self) -> bool:
+        """Nothing can be computed: give up or recompute who would wait for ever; whether that changed anything."""
+        return False
+
+    @property
+    def num_out(self) -> int:
+        """Sequences whose KV is away and that wait to return."""
+        return 0
+
+
+class Stage(Part, ABC):
+    """What happens between prefill and decode."""
+
+    @abstractmethod
+    def enter(self, seq: Sequence, *, first: bool = False) -> None:
+        """`seq` has its first token (or the next one after a recomputation) and is not complete."""
+
+    def transfer_done(self, move: Move) -> None:
+        """A copy that this part or the memory started has ended; the memory knows already."""
+
+    brings_layers_back: ClassVar[bool] = False
+    """Whether sequences with layers on the host may enter."""
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether somebody waits for memory between prefill and decode, who should not be passed."""
+        return False
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences with their first token that do not decode."""
+        return 0
+
+
+class Batching(Part, ABC):
+    """The shape of a step: who prefills, who decodes, in what order they are asked.
+
+    Class attributes: `splits_prompts`, whether a prompt may be computed in chunks.
+    """
+
+    splits_prompts: ClassVar[bool] = False
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        self.limits = limits = scheduler.limits
+        self.order = scheduler.order
+        self.admission, self.eviction, self.stage = scheduler.admission, scheduler.eviction, scheduler.stage
+        self.budget = limits.max_num_batched_tokens
+        self.prompt_limit = (
+            limits.max_model_len if self.splits_prompts else min(limits.max_model_len, limits.max_num_batched_tokens)
+        )
+        self.partials: dict[Sequence, None] = {}
+        """Half-done prompts, in order of admission."""
+
+    @abstractmethod
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        """Put work into the plan, as far as there is any."""
+
+    @property
+    def num_paused(self) -> int:
+        """Sequences that hold KV and wait for their turn to decode."""
+        return 0
+
+    def holders(self) -> Iterable[tuple[Sequence, Tier]]:
+        return ((seq, Tier.GPU) for seq in self.partials)
+
+    # -- what most of them do ----------------------------------------------------------------------------------------
+
+    def admit(self, plan: IterationPlan, now_s: float, budget: int, num_seqs: int, most: int = 1 << 60) -> None:
+        """Admit up to `most` prompts from the head of the queue; the first that cannot start stops all behind it."""
+        order, admission, splits = self.order, self.admission, self.splits_prompts
+        max_num_seqs = self.limits.max_num_seqs
+        while most and order:
+            seq = order.head()
+            num_new = min(seq.num_tokens, budget) if splits else seq.num_tokens
+            if num_new > self.prompt_limit:
+                self.scheduler.ignore(order.pop(), TOO_LONG_AGAIN if seq.num_generated else TOO_LONG)
+                continue
+            if not self.memory.ever_fits(seq, admission.keep_free):
+                self.scheduler.ignore(order.pop(), NEVER_FITS)
+                continue
+            if num_new == 0 or num_new > budget or num_seqs >= max_num_seqs or not admission.admits(seq):
+                return
+            order.pop()
+            self.scheduler.start(seq, now_s)
+            plan.add_chunk(seq, num_new, Origin.ADMITTED)
+            budget -= num_new
+            num_seqs += 1
+            most -= 1
+
+    def decode_all(self, plan: IterationPlan) -> None:
+        """Everybody in the batch takes a token; the memory must have room."""
+        batch = self.batch
+        plan.decodes = batch.members
+        plan.num_decodes = len(batch.members)
+        plan.decode_context_tokens = batch.context_tokens
+        self.memory.grow(batch)
+
+    def decode_some(self, plan: IterationPlan, chosen: Collection[Sequence]) -> None:
+        """Only these members take a token; the memory must have room for each."""
+        plan.decodes = chosen
+        plan.num_decodes = len(chosen)
+        plan.decode_context_tokens = sum(map(self.batch.num_tokens_of, chosen))
+        for seq in chosen:
+            self.memory.append(seq)
+
+    def preempt(self, seq: Sequence, plan: IterationPlan) -> None:
+        """Take a running sequence out and hand it to the eviction."""
+        scheduler = self.scheduler
+        scheduler.counters.preemptions += 1
+        scheduler.changed = True
+        if seq in self.partials:
+            self.drop_partial(seq)
+        else:
+            self.batch.remove(seq)
+        self.eviction.evict(seq, plan)
+
+    def drop_partial(self, seq: Sequence) -> None:
+        """`seq`, half done, is to lose its place."""
+        del self.partials[seq]
+
+    def leaving(self, seq: Sequence) -> None:
+        """`seq` is about to be taken out of the batch between steps."""
+
+    def commit_chunks(self, plan: IterationPlan, end_s: float) -> None:
+        """Count the computed prompt tokens; complete prompts yield a token and go on."""
+        for seq, num_new, _, _ in plan.chunks:
+            seq.num_computed += num_new
+            if seq.num_computed < seq.num_tokens:
+                self.partials[seq] = None
+                continue
+            self.partials.pop(seq, None)
+            if self.scheduler.emit_token(seq, end_s):
+                self.stage.enter(seq)
+
+
+def overrides(part: Part, hook: str) -> bool:
+    """Whether a part has a hook of its own."""
+    return getattr(type(part), hook) is not getattr(Part, hook)

@@ -1,0 +1,244 @@
+"""`LayerBlocks`: blocks of one layer, so that a prompt may start with some of its layers on the host (LayerKV 3.1.2).
+
+The layers that do not stay leave behind the prefill, through a send buffer of two layers. Later, retained layers can be
+copied out and missing ones back in, beside the computation. `copies_of` counts what is under way for a sequence.
+"""
+
+from collections.abc import Callable
+
+from sim.engine.batch import DecodeBatch
+from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan, Move, Streamed, Tier, make_place, make_release
+from sim.engine.sequence import Sequence
+from sim.parts.base import Memory
+
+
+class LayerBlocks(Memory):
+    """Layer-blocks: any of them serves any layer of any sequence.
+
+    Args:
+        limits: of the engine, in whole blocks.
+        num_layers: of the model.
+        minimum_layers: Eq. 4's x for a prompt of so many tokens.
+    """
+
+    def __init__(self, limits: Limits, num_layers: int, minimum_layers: Callable[[int], int]) -> None:
+        super().__init__(limits, num_layers)
+        self.minimum_layers = minimum_layers
+        self.all_groups = tuple(range(num_layers))
+        self.groups_on_gpu: dict[Sequence, tuple[int, ...]] = {}
+        """Of every sequence that holds blocks."""
+        self.copies_of: dict[Sequence, int] = {}
+        """Copies beside or behind the computation that are under way; nobody listed has none."""
+        self.arriving: dict[Sequence, None] = {}
+        """Sequences whose missing layers are on their way back: held on both sides until they are there."""
+        self.releasing = 0
+        """Layer-blocks that these copies will free on the GPU."""
+        self.host_reserved = 0
+        """Layer-blocks on the host that decodes with hosted layers may grow into during the coming step."""
+
+    def num_hosted(self, seq: Sequence) -> int:
+        """Layers of `seq` that are on the host."""
+        return self.num_groups - len(self.groups_on_gpu[seq])
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.limits.num_gpu_blocks - -(-seq.num_tokens // self.block_size) >= keep_free
+
+    def fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.layers_to_keep(seq, keep_free) is not None
+
+    def layers_to_keep(self, seq: Sequence, keep_free: int) -> int | None:
+        """As many layers as memory has to spare, at least Eq. 4's x; None if not even those fit now."""
+        layers, free = self.num_groups, self.gpu.free
+        blocks = -(-seq.num_tokens // self.block_size)
+        within = free - keep_free * layers
+        kept = minimum = self.minimum_layers(seq.num_tokens)
+        if not self.scheduler.stage.has_parked:
+            spare = free - self.scheduler.eviction.headroom()
+            kept = max(minimum, min(layers, spare // blocks))
+        while kept <= layers:
+            buffer = min(SEND_BUFFER_LAYERS, layers - kept)
+            if (kept + buffer) * blocks > within:
+                if kept == minimum:
+                    return None
+                kept = max(minimum, min(kept - 1, within // blocks - buffer))
+                continue
+            if (layers - kept) * blocks <= self.host.free:
+                return kept
+            # A full host leaves only the GPU, all of it.
+            return layers if layers * blocks <= within else None
+        return None
+
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        kept = self.layers_to_keep(seq, keep_free)
+        assert kept is not None, "ask first whether it fits"
+        layers = self.num_groups
+        blocks = seq.num_blocks = -(-seq.num_tokens // self.block_size)
+        buffer = min(SEND_BUFFER_LAYERS, layers - kept)
+        groups = self.groups_on_gpu[seq] = retained_layers(layers, kept) if kept < layers else self.all_groups
+        self.gpu.allocate((kept + buffer) * blocks)
+        self.scheduler.changes.append(make_place((seq, groups, blocks, buffer)))
+        if kept < layers:
+            self.host.allocate((layers - kept) * blocks)
+            tally = self.scheduler.counters.policy
+            tally["offloaded_at_prefill_layer_blocks"] += (layers - kept) * blocks
+            tally["prefills_offloaded"] += 1
+
+    def complete(self, plan: IterationPlan) -> None:
+        for seq, num_new, num_cached, _ in plan.chunks:
+            if len(self.groups_on_gpu[seq]) < self.num_groups:
+                self._offload_behind_prefill(plan, seq, num_new, num_cached)
+
+    def _offload_behind_prefill(self, plan: IterationPlan, seq: Sequence, num_new: int, cached: int) -> None:
+        """Copies of one prefill chunk: its own KV out, and back in what earlier chunks left on the host."""
+        leaving = offloaded_layers(self.num_groups, len(self.groups_on_gpu[seq]))
+        layers, size = len(leaving), self.block_size
+        # Whole blocks travel, also one that an earlier chunk has begun.
+        moved = layers * (-(-(cached + num_new) // size) - cached // size)
+        is_last = cached + num_new == seq.num_tokens
+        # The end of the last chunk's copies frees the send buffer.
+        freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if is_last else 0
+        if is_last:
+            self._note_copy(seq, freed)
+        plan.behind += (Move(seq, leaving, cached, cached + num_new, Tier.GPU, Tier.HOST, moved, freed, is_last),)
+        plan.behind_blocks += moved
+        if layers > plan.behind_groups:
+            plan.behind_groups = layers
+        if cached:
+            plan.streamed += (Streamed(layers, layers * -(-cached // size), 0),)
+
+    def _note_copy(self, seq: Sequence, freed: int) -> None:
+        self.copies_of[seq] = self.copies_of.get(seq, 0) + 1
+        self.releasing += freed
+
+    # -- decodes ---------------------------------------------------------------------------------------------------
+
+    def has_room(self, batch: DecodeBatch) -> bool:
+        # vLLM wants one block free for each sequence it visits, needed or not: the last one's must be left.
+        return self.gpu.free // self.unit > batch.blocks_needed(1)
+
+    def can_append(self) -> bool:
+        return self.gpu.free >= self.unit
+
+    def append(self, seq: Sequence) -> None:
+        if self.batch.needs_block(seq):
+            self.gpu.allocate(self.unit)
+
+    def grow(self, batch: DecodeBatch) -> None:
+        needed = batch.blocks_needed(1)
+        if needed:
+            self.gpu.allocate(needed * self.unit)
+
+    def grow_hosted(self, layer_blocks: int) -> None:
+        """Of what `append` or `grow` took on the GPU, so many lie in the host blocks set aside for them."""
+        self.gpu.release(layer_blocks)
+        self.host_reserved -= layer_blocks
+
+    def grow_further(self, batch: DecodeBatch, steps: int) -> None:
+        self.gpu.allocate((batch.blocks_needed(steps) - batch.blocks_needed(1)) * self.unit)
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """As long as one whole block stays free: vLLM wants one for each sequence it visits, needed or not."""
+        batch = self.batch
+        # The first iteration's blocks are taken already.
+        spare = self.gpu.free // self.unit + batch.blocks_needed(1) - 1
+        if spare // len(batch.members) * batch.block_size < steps:
+            return max(1, min(steps, batch.steps_within(spare)))
+        return steps
+
+    def release(self, seq: Sequence) -> None:
+        """Also the send buffer of a half-done prefill."""
+        groups = self.groups_on_gpu.pop(seq)
+        missing = self.num_groups - len(groups)
+        buffer = min(SEND_BUFFER_LAYERS, missing) if seq.prefilling else 0
+        self.gpu.release((len(groups) + buffer) * seq.num_blocks)
+        if missing:
+            self.host.release(missing * seq.num_blocks)
+        seq.num_blocks = 0
+        self.scheduler.changes.append(make_release((seq,)))
+
+    # -- layers out and in -------------------------------------------------------------------------------------------
+
+    def offload(self, seq: Sequence, layers: int) -> int:
+        """Start copying `layers` retained layers to the host; layer-blocks that will be freed, 0 where it is full."""
+        blocks = layers * seq.num_blocks
+        if blocks > self.host.free:
+            return 0
+        self.host.allocate(blocks)
+        groups = self.groups_on_gpu[seq]
+        staying, leaving = split_evenly(groups, len(groups) - layers)
+        self.groups_on_gpu[seq] = staying
+        self._note_copy(seq, blocks)
+        self.scheduler.beside.append(self._whole(seq, leaving, Tier.GPU, Tier.HOST, blocks, blocks))
+        return blocks
+
+    def offload_now(self, seq: Sequence, plan: IterationPlan) -> None:
+        """Copy all layers of a sequence to the host before the computation; its GPU blocks are free at once."""
+        groups, blocks = self.groups_on_gpu[seq], len(self.groups_on_gpu[seq]) * seq.num_blocks
+        self.gpu.release(blocks)
+        self.host.allocate(blocks)
+        self.groups_on_gpu[seq] = ()
+        self.scheduler.changes.append(
+            self._whole(seq, groups, Tier.GPU, Tier.HOST, blocks, 0)._replace(is_reported=False)
+        )
+        plan.swapped_out_blocks += blocks
+        self.scheduler.counters.swap_out_blocks += seq.num_blocks
+
+    def bring_in(self, seq: Sequence) -> int:
+        """Start copying the missing layers back; layer-blocks."""
+        there = set(self.groups_on_gpu[seq])
+        missing = tuple(group for group in self.all_groups if group not in there)
+        self.arriving[seq] = None
+        blocks = len(missing) * seq.num_blocks
+        self.gpu.allocate(blocks)
+        self._note_copy(seq, 0)
+        self.scheduler.beside.append(self._whole(seq, missing, Tier.HOST, Tier.GPU, blocks, 0))
+        return blocks
+
+    def _whole(
+        self, seq: Sequence, groups: tuple[int, ...], source: Tier, target: Tier, blocks: int, freed: int
+    ) -> Move:
+        return Move(seq, groups, 0, seq.num_blocks * self.block_size, source, target, blocks, freed, True)
+
+    def transfer_done(self, move: Move) -> None:
+        seq = move.seq
+        left = self.copies_of.pop(seq) - 1
+        if left:
+            self.copies_of[seq] = left
+        if move.target is Tier.HOST:
+            self.releasing -= move.num_freed
+            self.gpu.release(move.num_freed)
+        else:
+            del self.arriving[seq]
+            self.host.release(move.num_blocks)
+            self.groups_on_gpu[seq] = self.all_groups
+
+    # -- decodes with layers on the host -------------------------------------------------------------------------------
+
+    def reserve_on_host(self, wanted: int) -> bool:
+        """Set aside host layer-blocks for the coming step, instead of what was set aside before; False if too few."""
+        self.host.release(self.host_reserved)
+        self.host_reserved = 0
+        if wanted > self.host.free:
+            return False
+        self.host.allocate(wanted)
+        self.host_reserved = wanted
+        return True
+
+    def recount(self) -> tuple[int, int]:
+        batch, layers = self.batch, self.num_groups
+        gpu, host = self.releasing, self.host_reserved
+        held = [(seq, -(-(batch.num_tokens_of(seq) - 1) // self.block_size)) for seq in batch.members]
+        held += [(seq, seq.num_blocks) for seq, _ in self.scheduler.holders()]
+        for seq, blocks in held:
+            kept = len(self.groups_on_gpu[seq])
+            gpu += kept * blocks
+            host += (layers - kept) * blocks
+            if seq.prefilling:
+                gpu += min(SEND_BUFFER_LAYERS, layers - kept) * blocks
+            if seq in self.arriving:
+                gpu += (layers - kept) * blocks
+        return gpu, host

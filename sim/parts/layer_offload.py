@@ -1,0 +1,192 @@
+"""`LayerOffload`: retained layers leave for the host before memory runs out, as a forecast says (LayerKV's Eq. 5).
+
+    Avail(t+1) = Avail(t) + Released(t) - Allocated(t)                                                          (Eq. 5)
+
+Allocated counts the blocks that the sequences' lengths say will be needed; the paper's one block a sequence and step is
+the option `one_block_a_step`. "x/2 layers, then all" is read as half of the retained layers, most recently processed
+first: parked sequences before decoding ones. If memory runs out all the same, the victim goes to the host whole before
+the step (counted), or is recomputed when the host is full.
+"""
+
+from typing import TYPE_CHECKING
+
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.layer_blocks import LayerBlocks
+from sim.parts.promote import Promote
+from sim.parts.recompute import Recompute
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+EXPECTED_LIMIT = 4096
+"""Steps with expected ends that are kept before those that have passed are dropped."""
+
+
+class LayerOffload(Recompute):
+    """Staged offload ahead of need.
+
+    Args:
+        memory, stage: whose layers go, and where they wait.
+        horizon_steps: iterations that the forecast looks ahead.
+        threshold: share of the GPU's layer-blocks under which it offloads.
+        one_block_a_step: Allocated as printed.
+        lengths_known: the medians predicted are the lengths themselves.
+    """
+
+    def __init__(
+        self,
+        memory: LayerBlocks,
+        stage: Promote,
+        *,
+        horizon_steps: int,
+        threshold: float,
+        one_block_a_step: bool,
+        lengths_known: bool,
+    ) -> None:
+        super().__init__()
+        self.blocks, self.parking = memory, stage
+        self.layers = memory.num_groups
+        self.horizon, self.one_block_a_step = horizon_steps, one_block_a_step
+        self.lengths_known = lengths_known
+        self._floor = int(threshold * memory.gpu.num_blocks)
+        per_sequence = horizon_steps if one_block_a_step else -(-horizon_steps // memory.block_size)
+        self._growth_per_sequence = self.layers * per_sequence
+        # At which of the batch's steps the median prediction lets whom end.
+        self._expected: dict[int, list[Sequence]] = {}
+        self._expected_step: dict[Sequence, int] = {}
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if scheduler.memory is not self.blocks or scheduler.stage is not self.parking:
+            raise UserError("eviction=layer-offload goes with memory=layers and stage=promote or stage=stream")
+        self.gpu, self.host = scheduler.gpu, scheduler.host
+        self.tally = scheduler.counters.policy
+
+    # -- what the forecast keeps free ----------------------------------------------------------------------------------
+
+    def threshold(self) -> int:
+        """Layer-blocks that the forecast wants free: one a member, or its share of the pool."""
+        size = len(self.batch.members)
+        return size if size > self._floor else self._floor
+
+    def headroom(self) -> int:
+        """The threshold, and the most that the forecast may see allocated if one more sequence joins."""
+        joining = len(self.batch.members) + len(self.parking.promoting) + 1
+        return self.threshold() + joining * self._growth_per_sequence
+
+    # -- Eq. 5 -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, now_s: float) -> None:
+        members = len(self.batch.members)
+        if members:
+            available = self.gpu.free + self.blocks.releasing - self.threshold()
+            if available < members * self._growth_per_sequence:
+                self._forecast(available)
+
+    def _forecast(self, available: int) -> None:
+        """Offload if Eq. 5 falls below the threshold within the horizon."""
+        batch, horizon = self.batch, self.horizon
+        size = len(batch.members)
+        if not self.one_block_a_step and available >= batch.blocks_needed(horizon) * self.layers:
+            return
+        released = self._predicted_releases(horizon)
+        lowest = available
+        for t in range(horizon):
+            taken = size * (t + 1) if self.one_block_a_step else batch.blocks_needed(t + 1)
+            lowest = min(lowest, available - taken * self.layers)
+            available += released[t]
+        if lowest < 0:
+            self.tally["forecast_shortages"] += 1
+            self._offload_retained(-lowest)
+
+    def _predicted_releases(self, horizon: int) -> list[int]:
+        """Layer-blocks freed at the end of each step by sequences whose median predicted length is reached there."""
+        batch = self.batch
+        released = [0] * horizon
+        for t in range(horizon):
+            step = batch.step + t + 1
+            for seq in batch.finishing_at(step) if self.lengths_known else self._expected_at(step):
+                released[t] += batch.num_blocks_of(seq) * len(self.blocks.groups_on_gpu[seq])
+        return released
+
+    def _expected_at(self, step: int) -> list[Sequence]:
+        members, steps = self.batch.members, self._expected_step
+        return [seq for seq in self._expected.get(step, ()) if steps.get(seq) == step and seq in members]
+
+    def joined(self, seq: Sequence) -> None:
+        """Note at which of the batch's steps the median prediction lets `seq` end; the batch knows if it is right."""
+        if self.lengths_known:
+            return
+        expected, step = self._expected, self.batch.step
+        end = self._expected_step[seq] = step + seq.predicted_median_tokens - self.batch.num_generated_of(seq)
+        if end > step:
+            expected.setdefault(end, []).append(seq)
+        if len(expected) > EXPECTED_LIMIT:
+            self._expected = {key: found for key, found in expected.items() if key > step}
+
+    def moved(self, seq: Sequence) -> None:
+        self.joined(seq)
+
+    def left(self, seq: Sequence) -> None:
+        if not self.lengths_known:
+            self._expected_step.pop(seq, None)
+
+    def _offload_retained(self, shortage: int) -> None:
+        """Half of the retained layers, most recently processed sequence first; if that is not enough, all of them."""
+        copies, groups = self.blocks.copies_of, self.blocks.groups_on_gpu
+        for share in (2, 1):
+            for seq in list(reversed(self.parking.retaining)):
+                if shortage <= 0 or not self.host.free:
+                    return
+                if seq not in copies:
+                    shortage -= self.parking.offload(seq, -(-len(groups[seq]) // share))
+        batch = self.batch
+        for seq in list(reversed(batch.members)):
+            if shortage <= 0 or len(batch.members) == 1 or self.host.free < self.layers:
+                return
+            kept = len(groups[seq])
+            if seq in copies or not kept:
+                continue
+            blocks = batch.num_blocks_of(seq)
+            half = -(-kept // 2)
+            layers = half if half * blocks >= shortage else kept
+            if layers * blocks <= self.host.free:
+                self._park_member(seq)
+                shortage -= self.parking.offload(seq, layers)
+
+    def _park_member(self, seq: Sequence) -> None:
+        """A decoding sequence is parked; it was here before all that wait, so it stands first among them."""
+        scheduler = self.scheduler
+        scheduler.take_out(seq)
+        scheduler.counters.preemptions += 1
+        scheduler.changed = True
+        seq.num_preemptions += 1
+        self.parking.park(seq, first=True)
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """No further than the forecast is sure to find enough."""
+        batch, horizon = self.batch, self.horizon
+        spare = (self.gpu.free + self.blocks.releasing - self.threshold()) // self.layers + batch.blocks_needed(1)
+        if self.one_block_a_step:
+            spare -= len(batch.members) * horizon
+            horizon = 0
+        if spare // len(batch.members) * batch.block_size - horizon >= steps:
+            return steps
+        return max(1, min(steps, batch.steps_within(spare) - horizon)) if spare >= 0 else 1
+
+    # -- the forecast came too late ------------------------------------------------------------------------------------
+
+    def evict(self, seq: Sequence, plan: IterationPlan) -> None:
+        if seq.prefilling:
+            super().evict(seq, plan)
+            return
+        if seq in self.parking.streaming or seq.num_blocks * self.layers > self.host.free:
+            self.scheduler.counters.swap_space_exhausted += 1
+            super().evict(seq, plan)
+            return
+        self.blocks.offload_now(seq, plan)
+        seq.num_preemptions += 1
+        self.parking.park(seq, first=True)
+        self.tally["emergency_offloads"] += 1

@@ -1,0 +1,121 @@
+"""`PagedMemory`: whole blocks taken as sequences grow (PagedAttention; vLLM 0.5.5's BlockSpaceManagerV1).
+
+A prompt gets all its blocks at admission, a decode one more whenever its last block is full. A block spans all layers.
+"""
+
+from typing import ClassVar
+
+from sim.engine.batch import DecodeBatch
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan, Move, Restore, Tier, make_place, make_release
+from sim.engine.sequence import Sequence
+from sim.parts.base import Memory
+
+ALL_LAYERS = (0,)
+"""The one layer group of memory whose blocks span the model."""
+
+
+class PagedMemory(Memory):
+    """Blocks on demand; sequences go to the host and come back whole."""
+
+    can_swap: ClassVar[bool] = True
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits, 1)
+
+    def blocks_for(self, seq: Sequence) -> int:
+        """Blocks that a prompt (and what was generated before a recomputation) takes."""
+        return -(-seq.num_tokens // self.block_size)
+
+    def held_blocks(self, seq: Sequence) -> int:
+        """Blocks that a sequence outside the batch holds, wherever they are."""
+        return seq.num_blocks
+
+    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free
+
+    def fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - self.blocks_for(seq) >= keep_free
+
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        blocks = self.blocks_for(seq)
+        seq.num_blocks = -(-seq.num_tokens // self.block_size)
+        self.gpu.allocate(blocks)
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+
+    def has_room(self, batch: DecodeBatch) -> bool:
+        # vLLM wants one block free for each sequence it visits, needed or not: the last one's must be left.
+        return self.gpu.free > batch.blocks_needed(1)
+
+    def can_append(self) -> bool:
+        return self.gpu.free > 0
+
+    def append(self, seq: Sequence) -> None:
+        if self.batch.needs_block(seq):
+            self.gpu.allocate(1)
+
+    def grow(self, batch: DecodeBatch) -> None:
+        needed = batch.blocks_needed(1)
+        if needed:
+            self.gpu.allocate(needed)
+
+    def grow_further(self, batch: DecodeBatch, steps: int) -> None:
+        self.gpu.allocate(batch.blocks_needed(steps) - batch.blocks_needed(1))
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """As long as one block stays free: vLLM wants one for each sequence it visits, needed or not."""
+        batch = self.batch
+        # The first iteration's blocks are taken already.
+        spare = self.gpu.free + batch.blocks_needed(1) - 1
+        if spare // len(batch.members) * batch.block_size < steps:
+            return max(1, min(steps, batch.steps_within(spare)))
+        return steps
+
+    def release(self, seq: Sequence) -> None:
+        self.gpu.release(self.held_blocks(seq))
+        seq.num_blocks = 0
+        self.scheduler.changes.append(make_release((seq,)))
+
+    # -- to the host and back ----------------------------------------------------------------------------------------
+
+    def can_swap_out(self, seq: Sequence) -> bool:
+        return self.held_blocks(seq) <= self.host.free
+
+    def swap_out(self, seq: Sequence, plan: IterationPlan) -> None:
+        blocks = self.held_blocks(seq)
+        self.gpu.release(blocks)
+        self.host.allocate(blocks)
+        self.scheduler.counters.swap_out_blocks += blocks
+        plan.swapped_out_blocks += blocks
+        move = Move(seq, ALL_LAYERS, 0, blocks * self.block_size, Tier.GPU, Tier.HOST, blocks, 0, False)
+        self.scheduler.changes.append(move)
+
+    def can_swap_in(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - (self.held_blocks(seq) + 1) >= keep_free
+
+    def swap_in(self, seq: Sequence, plan: IterationPlan) -> None:
+        blocks = self.held_blocks(seq)
+        self.host.release(blocks)
+        self.gpu.allocate(blocks)
+        self.scheduler.counters.swap_in_blocks += blocks
+        plan.swapped_in_blocks += blocks
+        self.scheduler.changes.append(Restore(seq, blocks * self.block_size, (), ALL_LAYERS, (), blocks))
+
+    def outgrew_gpu(self, seq: Sequence) -> bool:
+        return self.gpu.num_blocks < self.held_blocks(seq) + 1
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        self.host.release(self.held_blocks(seq))
+        seq.num_blocks = 0
+        self.scheduler.changes.append(make_release((seq,)))
+
+    def recount(self) -> tuple[int, int]:
+        batch = self.batch
+        gpu = sum(-(-(batch.num_tokens_of(seq) - 1) // self.block_size) for seq in batch.members)
+        host = 0
+        for seq, tier in self.scheduler.holders():
+            if tier is Tier.GPU:
+                gpu += self.held_blocks(seq)
+            else:
+                host += self.held_blocks(seq)
+        return gpu, host

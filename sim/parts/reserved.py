@@ -1,0 +1,57 @@
+"""`ReservedMemory`: as many blocks as the longest context takes, from admission to the end (FasterTransformer, Orca).
+
+What a request does not use is lost to all others until it ends: internal fragmentation 1 - (prompt + output) / longest.
+Nothing ever grows, so nobody is ever preempted.
+"""
+
+from sim.engine.batch import DecodeBatch
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.parts.paged import PagedMemory
+
+
+class ReservedMemory(PagedMemory):
+    """ceil(max_model_len / block_size) blocks for everyone; more where a request of a trace outgrows that."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self._longest_blocks = -(-limits.max_model_len // limits.block_size)
+
+    def blocks_for(self, seq: Sequence) -> int:
+        # Output lengths come from the trace: nothing stops one at max_model_len.
+        whole = seq.request.prompt_tokens + seq.request.output_tokens
+        return max(self._longest_blocks, -(-whole // self.block_size))
+
+    def held_blocks(self, seq: Sequence) -> int:
+        return self.blocks_for(seq)
+
+    def has_room(self, batch: DecodeBatch) -> bool:
+        return True
+
+    def can_append(self) -> bool:
+        return True
+
+    def append(self, seq: Sequence) -> None:
+        """What it needs is there."""
+
+    def grow(self, batch: DecodeBatch) -> None:
+        """What they need is there."""
+
+    def grow_further(self, batch: DecodeBatch, steps: int) -> None:
+        """What they need is there."""
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        return steps
+
+    def can_swap_in(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - self.held_blocks(seq) >= keep_free
+
+    def outgrew_gpu(self, seq: Sequence) -> bool:
+        return False
+
+    def recount(self) -> tuple[int, int]:
+        gpu, host = super().recount()
+        batch = self.batch
+        used = sum(-(-(batch.num_tokens_of(seq) - 1) // self.block_size) for seq in batch.members)
+        return gpu - used + sum(self.blocks_for(seq) for seq in batch.members), host

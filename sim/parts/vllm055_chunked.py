@@ -1,0 +1,166 @@
+"""`Vllm055Chunked`: vLLM 0.5.5's chunked prefill (`_schedule_chunked_prefill`), quirks included.
+
+Decodes first, then the half-done prompt, swapped sequences and new prompts in chunks, within one token budget. New
+prompts come to the left of the decodes in `running`, so a half-done one precedes them at the next step and may eat
+their budget: then only the first decodes take a token and the others come first next time.
+"""
+
+from collections import deque
+from itertools import islice
+
+from sim.engine.plan import IterationPlan, Origin, Restore, StepTimes
+from sim.engine.sequence import Sequence
+from sim.parts.base import Batching
+
+
+class Vllm055Chunked(Batching):
+    """At most one prompt is half done; `_front` members of the batch stand before it in `running` (None: all)."""
+
+    splits_prompts = True
+
+    def __init__(self) -> None:
+        self.partial: Sequence | None = None
+        self._front: int | None = None
+        self._stuck: set[Sequence] = set()
+
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        eviction, budget = self.eviction, self.budget
+        if not self._run_all(plan, budget):
+            self._run_exactly(plan, budget)
+        budget -= plan.num_decodes + plan.prefill_tokens
+        if eviction.num_out and not eviction.has_victims:
+            before = plan.num_decodes + plan.prefill_tokens
+            eviction.bring_back(plan, budget, plan.num_decodes + len(plan.chunks))
+            budget -= plan.num_decodes + plan.prefill_tokens - before
+        if self.order and budget:
+            # Victims do not stop prompts; they are put in the queue afterwards.
+            self.admit(plan, now_s, budget, plan.num_decodes + len(plan.chunks))
+        plan.cut_on_arrival = not (self.order and self.order.sticky)
+        if not eviction.settle() and not plan.chunks:
+            self.scheduler.allow_jump(plan)
+
+    # -- running sequences ---------------------------------------------------------------------------------------
+
+    def _run_all(self, plan: IterationPlan, budget: int) -> bool:
+        """Schedule `running` by counts alone; False if blocks may run out on the way."""
+        batch, partial = self.batch, self.partial
+        decodes = size = len(batch.members)
+        if size and not self.memory.has_room(batch):
+            return False
+        if partial is not None:
+            if not self.memory.can_append():
+                return False
+            left = partial.num_tokens - partial.num_computed
+            if self._front is None:
+                chunk = min(left, budget - size)
+                if chunk:
+                    plan.add_chunk(partial, chunk, Origin.CONTINUED)
+                else:
+                    self._front = 0
+            else:
+                chunk = min(left, budget - self._front)
+                plan.add_chunk(partial, chunk, Origin.CONTINUED)
+                decodes = min(size, budget - chunk)
+                self._front = None
+        if decodes < size:
+            self.decode_some(plan, tuple(islice(batch.members, decodes)))
+        elif size:
+            self.decode_all(plan)
+        return True
+
+    def _run_exactly(self, plan: IterationPlan, budget: int) -> None:
+        """Visit `running` from the left as vLLM does; whoever finds no free block preempts from the right."""
+        batch, memory = self.batch, self.memory
+        order = deque(batch.members)
+        if self.partial is not None:
+            order.insert(len(order) if self._front is None else self._front, self.partial)
+        decoded: list[Sequence] = []
+        while order:
+            seq = order[0]
+            num_new = min(seq.num_tokens - seq.num_computed, budget) if seq is self.partial else min(1, budget)
+            if num_new == 0:
+                break
+            order.popleft()
+            while not memory.can_append():
+                victim = order.pop() if order else seq
+                if victim is seq and self._is_stuck(seq):
+                    self.drop_partial(seq)
+                    self.scheduler.release(seq)
+                    self.scheduler.ignore(seq, "prompt leaves no block free to continue its chunks")
+                else:
+                    self.preempt(victim, plan)
+                if victim is seq:
+                    break
+            else:
+                budget -= num_new
+                if seq is self.partial:
+                    plan.add_chunk(seq, num_new, Origin.CONTINUED)
+                    self._front = None
+                    continue
+                decoded.append(seq)
+                plan.decode_context_tokens += batch.num_tokens_of(seq)
+                memory.append(seq)
+        plan.num_decodes = len(decoded)
+        plan.decodes = decoded if len(decoded) < len(batch.members) else batch.members
+        if self.partial in order:
+            self._front = order.index(self.partial)
+
+    def _is_stuck(self, seq: Sequence) -> bool:
+        """A half-done prompt that preempts itself for the second time while nobody got a token in between.
+
+        vLLM would go on for ever: its prompt takes every block, but a continued chunk wants one block free.
+        """
+        if seq is not self.partial:
+            return False
+        if seq in self._stuck:
+            return True
+        self._stuck.add(seq)
+        return False
+
+    def drop_partial(self, seq: Sequence) -> None:
+        super().drop_partial(seq)
+        self.partial = None
+
+    def leaving(self, seq: Sequence) -> None:
+        # The half-done prompt keeps its place among the others.
+        if self._front and seq in islice(self.batch.members, self._front):
+            self._front -= 1
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        if self._stuck and (plan.num_decodes or plan.num_sampled_prefills):
+            self._stuck.clear()
+
+    # -- committing ----------------------------------------------------------------------------------------------
+
+    def commit_chunks(self, plan: IterationPlan, end_s: float) -> None:
+        """As in vLLM's `running`: new prompts to the left of the decodes; to their right the continued prompt, then
+        swapped-in decodes, then swapped-in prompts."""
+        scheduler, stage, members = self.scheduler, self.stage, self.batch.members
+        fresh: list[Sequence] = []
+        returned: list[Sequence] = []
+        for seq, num_new, _, origin in plan.chunks:
+            seq.num_computed += num_new
+            if seq.num_computed < seq.num_tokens:
+                self.partials[seq] = None
+                self.partial = seq
+                self._front = 0 if origin is Origin.ADMITTED else None
+                continue
+            if seq is self.partial:
+                self.drop_partial(seq)
+            if not scheduler.emit_token(seq, end_s):
+                continue
+            if origin is Origin.SWAPPED_IN:
+                returned.append(seq)
+            elif origin is Origin.ADMITTED:
+                fresh.append(seq)
+            else:
+                stage.enter(seq)
+        for seq in reversed(fresh):
+            stage.enter(seq, first=True)
+            if self._front is not None and seq in members:
+                self._front += 1
+        for change in plan.changes:
+            if isinstance(change, Restore) and change.seq in members:
+                members.move_to_end(change.seq)
+        for seq in returned:
+            stage.enter(seq)

@@ -1,0 +1,56 @@
+"""The systems kvtwin knows, by name. A system's module is imported when its name is asked for.
+
+Other packages add theirs with `register("name", "package.module:Class")`.
+"""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from sim.errors import UserError
+
+if TYPE_CHECKING:
+    from sim.systems.base import Policy
+
+_PLACES = {
+    "vllm-recompute": "sim.systems.vllm055:VllmRecompute",
+    "vllm-swap": "sim.systems.vllm055:VllmSwap",
+    "layerkv": "sim.systems.layerkv:LayerKV",
+}
+
+
+class _Policies(Mapping[str, "type[Policy]"]):
+    """Name -> preset, imported at first use."""
+
+    def __getitem__(self, name: str) -> "type[Policy]":
+        module, _, attribute = _PLACES[name].partition(":")
+        return getattr(import_module(module), attribute)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLACES)
+
+    def __len__(self) -> int:
+        return len(_PLACES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _PLACES
+
+
+POLICIES: Mapping[str, "type[Policy]"] = _Policies()
+
+
+def register(name: str, place: str) -> None:
+    """Make a preset known: `place` is "package.module:Class". UserError if the name is taken."""
+    if _PLACES.get(name, place) != place:
+        raise UserError(f"policy {name!r} is {_PLACES[name]} already; give {place} another name")
+    _PLACES[name] = place
+
+
+def policy_named(name: str) -> "type[Policy]":
+    """The policy of that name; `UserError` with the nearest right one otherwise."""
+    if name not in _PLACES:
+        near = get_close_matches(name, _PLACES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"--policy: unknown policy {name!r}; {hint}known: {', '.join(_PLACES)}")
+    return POLICIES[name]

@@ -1,0 +1,112 @@
+"""`Policy`: a named preset of parts. Its fields are its options; `--policy NAME:option=value` and flags set them.
+
+The contract of a preset:
+
+- It is a frozen dataclass whose `composition` names one part of each kind (`sim.systems.mixing` knows them).
+- `engine_limits` turns what the user asked for into the engine's limits and refuses what the system cannot have.
+- `length_predictor` says what the engine may know of output lengths.
+- `parts` builds the parts, anew for every engine, from the options and its arguments alone.
+
+Any part can be replaced (`--policy layerkv:batching=sarathi`). Limits stay the preset's; the budget is the batching's.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from sim.engine.itl import GapCollector
+from sim.engine.limits import Deployment, Limits
+from sim.engine.predictor import LengthPredictor, NoPredictor
+from sim.engine.scheduler import Parts, Scheduler
+from sim.errors import UserError
+from sim.systems.mixing import Builder, default_tokens
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user said of the engine's limits; None: the system's own."""
+
+    max_model_len: int
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool | None = None
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The engine's limits before memory is sized, and what the user should know of them."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    warnings: tuple[str, ...] = ()
+
+    def checked(self) -> "EngineLimits":
+        """Itself; UserError unless every seat can have a token of the budget."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"--max-num-batched-tokens: {self.max_num_batched_tokens} is less than --max-num-seqs "
+                f"{self.max_num_seqs}; raise the one or lower the other"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """A named preset of parts; subclasses say which paper they follow and what they assume."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    composition: ClassVar[dict[str, str]]
+    """Kind of part -> name of the part."""
+    default_swap_space_gib: ClassVar[float] = 4.0
+    """Host memory for KV per GPU when the user names none (vLLM 0.5.5's `--swap-space`)."""
+    default_max_num_seqs: ClassVar[int] = 256
+
+    mixed: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    """Parts that replace the composition's: (kind, name)."""
+    mixed_options: tuple[object, ...] = field(default=(), kw_only=True)
+    """Options of those parts, where the preset has none of their kind."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Kind of part -> name, replacements included."""
+        return {**self.composition, **dict(self.mixed)}
+
+    @abstractmethod
+    def engine_limits(self, asked: Asked) -> EngineLimits:
+        """The system's limits where the user left them open; UserError for those that it cannot have."""
+
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        """The system's parts, new ones. UserError where they do not go together."""
+        return Builder(self, self.names, self.mixed_options, limits, deployment).parts()
+
+    def scheduler(self, limits: Limits, gaps: GapCollector, deployment: Deployment) -> Scheduler:
+        """The parts, put together."""
+        return Scheduler(self.parts(limits, deployment), limits, gaps, deployment)
+
+    def length_predictor(self, seed: int) -> LengthPredictor:
+        """What the engine is to know of output lengths; nothing unless the policy asks for it."""
+        return NoPredictor()
+
+
+def whole_prompt_limits(policy: Policy, asked: Asked) -> EngineLimits:
+    """Limits of systems that never split a prompt: a budget that any prompt fits."""
+    if asked.enable_chunked_prefill:
+        raise UserError(f"--enable-chunked-prefill: {policy.name} computes prompts whole; leave it out")
+    tokens = asked.max_num_batched_tokens or max(default_tokens(policy.names["batching"], asked.max_model_len), 1)
+    if tokens < asked.max_model_len:
+        raise UserError(
+            f"--max-num-batched-tokens: {tokens} is less than the context length {asked.max_model_len}; raise it or "
+            "lower --max-model-len"
+        )
+    return EngineLimits(asked.max_num_seqs or policy.default_max_num_seqs, tokens, False).checked()
+
+
+def chunked_limits(policy: Policy, asked: Asked) -> EngineLimits:
+    """Limits of systems that split every prompt."""
+    if asked.enable_chunked_prefill is False:
+        raise UserError(f"--no-enable-chunked-prefill: {policy.name} splits prompts; leave it out")
+    tokens = asked.max_num_batched_tokens or default_tokens(policy.names["batching"], asked.max_model_len)
+    seqs = asked.max_num_seqs or min(policy.default_max_num_seqs, tokens)
+    return EngineLimits(seqs, tokens, True).checked()
