@@ -20,6 +20,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sim.results.report import number  # noqa: E402
+from sim.results.result import read_result  # noqa: E402
+from sim.results.schema import Result  # noqa: E402
+
 TOLERANCE_MS = 5.0
 CONFIG = {
     "model_type": "llama",
@@ -123,19 +129,21 @@ def drive(aiperf: str, url: str, tokenizer: Path, artifacts: Path, arguments: ar
     return json.loads(found[-1].read_text())
 
 
-def compare(client: dict[str, Any], server: dict[str, Any]) -> bool:
+def compare(client: dict[str, Any], server: Result) -> bool:
     """Print both sides; whether they agree."""
     agreed = True
     print(f"{'ms':14s} {'AIPerf':>10s} {'server':>10s} {'difference':>11s}")
     for name, (metric, statistic, key) in MEASURED.items():
-        seen, told = client[metric][statistic], server[key]
+        seen, told = client[metric][statistic], number(server, key)
+        if told is None:
+            raise SystemExit(f"the server's result has no {key}: it completed no request")
         agreed = agreed and (name not in JUDGED or abs(seen - told) <= TOLERANCE_MS)
         print(f"{name:14s} {seen:10.3f} {told:10.3f} {seen - told:+11.3f}")
     requests = client["request_count"]["avg"]
-    print(f"{'requests':14s} {requests:10.0f} {server['completed']:10d}")
+    print(f"{'requests':14s} {requests:10.0f} {server.completed:10d}")
     outputs = client.get("total_output_tokens", {}).get("avg", float("nan"))
-    print(f"{'output tokens':14s} {outputs:10.0f} {server['total_output_tokens']:10d}")
-    return agreed and requests == server["completed"]
+    print(f"{'output tokens':14s} {outputs:10.0f} {server.total_output_tokens:10d}")
+    return agreed and requests == server.completed
 
 
 def main() -> int:
@@ -170,7 +178,7 @@ def main() -> int:
             process.communicate(timeout=60)
         finally:
             process.kill()
-        return 0 if compare(client, json.loads((out / "result.json").read_text())) else 1
+        return 0 if compare(client, read_result(out / "result.json")) else 1
 
 
 if __name__ == "__main__":

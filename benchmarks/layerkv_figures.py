@@ -23,6 +23,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sim.results.report import number  # noqa: E402
+from sim.results.result import read_result  # noqa: E402
+from sim.results.schema import Result  # noqa: E402
+
 DOC = ROOT / "docs" / "reproduction.md"
 FIGURES = ROOT / "docs" / "figures"
 PROFILE = ROOT / "calib" / "profiles" / "l20-derived.json"
@@ -52,11 +58,13 @@ Rows = list[list[str]]
 class Outcome:
     """What one policy did in one comparison."""
 
-    result: dict[str, Any]
+    result: Result
     folder: Path
 
-    def __getitem__(self, key: str) -> float:
-        return float(self.result[key])
+    def __getitem__(self, field: str) -> float:
+        value = number(self.result, field)
+        assert value is not None, f"{self.folder} has no {field}"
+        return value
 
     @property
     def ttft_s(self) -> float:
@@ -84,7 +92,7 @@ class Outcome:
 
     @property
     def blocks(self) -> int:
-        return int(self.result["scenario"]["num_gpu_blocks"])
+        return self.result.scenario.num_gpu_blocks
 
     def violations(self) -> tuple[float, float, float]:
         """Shares of requests, %, that violate either SLO, that of TTFT, that of TPOT."""
@@ -137,8 +145,8 @@ class Runner:
         print(f"[{len(self.done):3}] {time.monotonic() - start:5.1f} s  compare {' '.join(arguments)}", flush=True)
         outcomes = {}
         for path in folder.glob("*/result.json"):
-            result = json.loads(path.read_text())
-            outcomes[str(result["policy"])] = Outcome(result, path.parent)
+            result = read_result(path)
+            outcomes[result.policy] = Outcome(result, path.parent)
         return outcomes
 
     # -- the two kinds of traffic ------------------------------------------------------------------------------------
@@ -374,9 +382,9 @@ def figure_4(runner: Runner, folder: Path) -> Tables:
     # Eq. 4: copies of all layers against the prefill that is to hide them, each alone on its lane.
     rows = []
     for model in GPUS:
-        counters = (o := found[model][-1][LAYERKV]).result["counters"]
+        counters = (o := found[model][-1][LAYERKV]).result.counters.policy
         moved = sum(counters.get(f"offloaded_{by}_layer_blocks", 0) for by in ("at_prefill", "by_forecast"))
-        per_block_s = o.result["lanes"]["PCIe device to host"]["busy_s"] / moved
+        per_block_s = o.result.lanes.d2h.busy_s / moved
         for n in runner.prompts(128, 1024, 16384):
             prefill_s = runner.fixed(model, n, requests=1)[VLLM].prefill_s
             layers = {"llama-2-7b": 32, "yi-34b-200k": 60, "llama-3.1-70b": 80}[model]

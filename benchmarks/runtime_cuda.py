@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from msgspec import structs  # noqa: E402
 
 from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
@@ -182,7 +183,7 @@ def main() -> None:
     layers = decoder.config.num_layers
     most = max(max(prompts) // BLOCK, max(s * (-(-(c + 1) // BLOCK)) for s, c in decodes))
     bench = Bench(decoder, layers * most + 64, layers * (max(prompts) // BLOCK))
-    figures: dict[str, Any] = {"machine": describe_machine(decoder), "model": decoder.config.name}
+    figures: dict[str, Any] = {"machine": structs.asdict(describe_machine(decoder)), "model": decoder.config.name}
     with torch.inference_mode():
         measure(bench, prompts, decodes, figures, quick=arguments.quick)
     arguments.out.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")

@@ -11,6 +11,7 @@ from sim.cli import add_flags, folder_name, print_result, read_options, record, 
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.results.metrics import TableSink
+from sim.results.schema import Result
 from sim.scenario import Outputs, Scenario
 from sim.simulate import Keep, Run, Setup, prepare
 from sim.systems.base import Policy
@@ -148,7 +149,7 @@ def execute_live(
     options: "LiveOptions",
     *,
     series: bool = False,
-) -> tuple[Run, dict[str, Any]]:
+) -> tuple[Run, Result]:
     """One live run with its files."""
     from gpu_runtime.live import perform  # noqa: PLC0415 - torch is slow to import
 

@@ -22,6 +22,7 @@ from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.errors import UserError
 from sim.results.metrics import TableSink
+from sim.results.parts import Machine
 from sim.results.series import Series
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
@@ -141,13 +142,13 @@ def perform(
 ) -> Run:
     """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
     parts = build_engine(setup, table, keep)
-    device = build_device(setup, parts["scheduler"], decoder, options)
+    device = build_device(setup, parts.scheduler, decoder, options)
     profiler = Profiler(device.device) if keep.timeline else None
     if profiler is not None:
         setup.warnings.append(WARNING)
-    observe = recorder(parts["lanes"], parts["series"], device.copies.spans, profiler)
-    instance = LiveInstance(parts["engine"], device, Arrivals(requests), observer=observe)
-    run = Run(**parts, instance=instance, backend="kvtwin-live", machine=describe_machine(decoder))
+    observe = recorder(parts.lanes, parts.series, device.copies.spans, profiler)
+    instance = LiveInstance(parts.engine, device, Arrivals(requests), observer=observe)
+    run = Run(**vars(parts), instance=instance, backend="kvtwin-live", machine=describe_machine(decoder))
     try:
         with torch.inference_mode():
             device.warm_up()
@@ -164,18 +165,18 @@ def perform(
         run.error = str(error)
     finally:
         device.close()
-        record_copies(parts["lanes"], device.copies.spans)
+        record_copies(parts.lanes, device.copies.spans)
         if profiler is not None:
             run.trace_events = profiler.events()
     return run
 
 
-def describe_machine(decoder: Decoder) -> dict[str, str]:
+def describe_machine(decoder: Decoder) -> Machine:
     """What executes a decoder: device, library, type of the weights."""
     cuda = decoder.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(decoder.device) if cuda else processor() or "CPU",
-        "torch": version("torch"),
-        "dtype": str(decoder.dtype).removeprefix("torch."),
-        "threads": str(torch.get_num_threads()),
-    }
+    return Machine(
+        device=torch.cuda.get_device_name(decoder.device) if cuda else processor() or "CPU",
+        torch=version("torch"),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        threads=str(torch.get_num_threads()),
+    )

@@ -10,15 +10,9 @@ from typing import Any, Literal, get_args, get_origin
 from sim.errors import UserError
 from sim.files import CsvTable, ParquetTable, make_folder
 from sim.results.metrics import TABLE_COLUMNS, TableSink
-from sim.results.result import (
-    RESULT_FILE,
-    SERIES_FILE,
-    TIMELINE_FILE,
-    assemble,
-    write_result,
-    write_series,
-    write_timeline,
-)
+from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, write_result, write_series
+from sim.results.schema import Result
+from sim.results.timeline import TIMELINE_FILE, write_timeline
 from sim.scenario import (
     Outputs,
     Scenario,
@@ -124,7 +118,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     return print_result(run, result, folder, outputs)
 
 
-def print_result(run: Run, result: dict[str, Any], folder: Path, outputs: Outputs) -> int:
+def print_result(run: Run, result: Result, folder: Path, outputs: Outputs) -> int:
     """Draw and print one run as far as asked for; returns the exit status."""
     if outputs.figures:
         from sim.results.figures import FigureRun, write_figures  # noqa: PLC0415 - matplotlib is slow to import
@@ -146,7 +140,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     labels = [label for label, _ in policies]
     if len(set(labels)) != len(labels):
         raise UserError(f"--policy: {', '.join(labels)} names one twice")
-    results: list[dict[str, Any]] = []
+    results: list[Result] = []
     figures: list[FigureRun] = []
     status = 0
     for label, policy in policies:
@@ -176,7 +170,7 @@ def simulate(
     outputs: Outputs,
     *,
     series: bool = False,
-) -> tuple[Run, dict[str, Any]]:
+) -> tuple[Run, Result]:
     """One simulated run with its files."""
 
     def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
@@ -197,7 +191,7 @@ def record(
     *,
     series: bool = False,
     requests: Iterable[Request] | None = None,
-) -> tuple[Run, dict[str, Any]]:
+) -> tuple[Run, Result]:
     """One run with its files: result.json, the per-request table and what else was asked for.
 
     `requests` replace the scenario's traffic; a server has none, since what it serves comes from outside.
@@ -222,7 +216,7 @@ def record(
         write_series(folder, run.series)
     if outputs.timeline:
         write_timeline(folder, run)
-    for warning in result["warnings"]:
+    for warning in result.warnings:
         print(f"kvtwin: {label}: warning: {warning}", file=sys.stderr)
     if run.error:
         print(f"kvtwin: {run.error}; what finished before is in {folder}", file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import simpy
 
@@ -21,6 +21,8 @@ from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment, Limits
 from sim.engine.scheduler import Scheduler
 from sim.results.metrics import Goodput, RequestLog, TableSink
+from sim.results.parts import Machine
+from sim.results.schema import Backend
 from sim.results.series import Series
 from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
@@ -141,8 +143,8 @@ class HasIterations(Protocol):
 
 
 @dataclass(kw_only=True)
-class Run:
-    """A run under way or finished, on either clock: everything a result is made from."""
+class EngineParts:
+    """The parts of a run that are the same on both clocks."""
 
     setup: Setup
     scheduler: Scheduler
@@ -150,15 +152,25 @@ class Run:
     log: RequestLog
     gaps: GapCollector
     lanes: Lanes
-    instance: HasIterations
     series: Series | None = None
+    detailed: dict[int, list[float]] | None = None
+    """Times of every token by request id, s, where they are kept."""
+
+
+@dataclass(kw_only=True)
+class Run(EngineParts):
+    """A run under way or finished, on either clock: everything a result is made from.
+
+    Built as `Run(**vars(parts), ...)`: its inherited fields are exactly those of the parts.
+    """
+
+    instance: HasIterations
     interrupted: bool = False
     error: str | None = None
-    detailed: dict[int, list[float]] | None = None
-    backend: str = "kvtwin-sim"
-    machine: dict[str, str] | None = None
+    backend: Backend = "kvtwin-sim"
+    machine: Machine | None = None
     """What executed the run, where anything real did."""
-    trace_events: list[dict[str, Any]] = field(default_factory=list)
+    trace_events: list[dict[str, object]] = field(default_factory=list)
     """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
 
 
@@ -179,8 +191,8 @@ class Keep:
     detailed: bool = False
 
 
-def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> dict[str, Any]:
-    """The parts of a `Run` that are the same on both clocks, by field."""
+def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> EngineParts:
+    """Put together what both clocks share."""
     scenario = setup.scenario
     gaps = GapCollector()
     deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost, setup.profile)
@@ -191,16 +203,16 @@ def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> dict[str,
     detailed: dict[int, list[float]] | None = {} if keep.detailed else None
     if detailed is not None:
         scheduler.record_tokens(detailed)
-    return {
-        "setup": setup,
-        "scheduler": scheduler,
-        "engine": Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end),
-        "log": log,
-        "gaps": gaps,
-        "lanes": lanes,
-        "series": Series(scheduler, lanes) if keep.series or keep.timeline else None,
-        "detailed": detailed,
-    }
+    return EngineParts(
+        setup=setup,
+        scheduler=scheduler,
+        engine=Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end),
+        log=log,
+        gaps=gaps,
+        lanes=lanes,
+        series=Series(scheduler, lanes) if keep.series or keep.timeline else None,
+        detailed=detailed,
+    )
 
 
 def build_run(
@@ -213,19 +225,19 @@ def build_run(
 ) -> SimulatedRun:
     """Put an instance together; `execute` sets it going."""
     parts = build_engine(setup, table, keep)
-    env, series = simpy.Environment(), parts["series"]
+    env, series = simpy.Environment(), parts.series
     instance = Instance(
         env,
-        parts["engine"],
+        parts.engine,
         setup.cost,
         Arrivals(requests),
-        parts["lanes"],
+        parts.lanes,
         layers=setup.model.num_layers,
         block_bytes=setup.limits.block_bytes,
         jump=jump,
         observer=series.observe if series is not None else None,
     )
-    return SimulatedRun(**parts, instance=instance, env=env, serve=instance.serve)
+    return SimulatedRun(**vars(parts), instance=instance, env=env, serve=instance.serve)
 
 
 def execute(run: SimulatedRun) -> SimulatedRun:

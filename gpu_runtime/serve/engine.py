@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 from threading import Thread
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -19,11 +19,12 @@ from gpu_runtime.driver import LiveInstance
 from gpu_runtime.live import recorder
 from gpu_runtime.serve.metrics import EngineState, Metrics
 from gpu_runtime.serve.ticket import End, Ticket, Token
+from sim.cost.pricing import Lanes
 from sim.engine.engine import Engine
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
 from sim.errors import InvariantError
+from sim.results.series import Series
 from traces.request import Request
 
 CANCELLED = "cancelled"
@@ -37,13 +38,14 @@ class EngineThread:
     """Serves on a thread of its own until closed and drained.
 
     Args:
-        parts: what `build_engine` put together.
-        observer: hears of every plan.
+        lanes: where the computation and the copies of every iteration are noted.
+        series: samples of the pools, where they are kept.
     """
 
-    def __init__(self, parts: dict[str, Any], device: TorchDevice, metrics: Metrics) -> None:
-        self.engine: Engine = parts["engine"]
-        self.scheduler: Scheduler = parts["scheduler"]
+    def __init__(
+        self, engine: Engine, device: TorchDevice, metrics: Metrics, lanes: Lanes, series: Series | None
+    ) -> None:
+        self.engine, self.scheduler = engine, engine.scheduler
         self.device, self.metrics = device, metrics
         self.instance = LiveInstance(self.engine, device, self, observer=self._observe, is_open=self._may_get_more)
         self.state = EngineState()
@@ -52,7 +54,7 @@ class EngineThread:
         """Accepted, and without a first token."""
         self.unfinished: set[Ticket] = set()
         self.ready, self.finished = asyncio.Event(), asyncio.Event()
-        self._record = recorder(parts["lanes"], parts["series"], device.copies.spans)
+        self._record = recorder(lanes, series, device.copies.spans)
         self._arrived: deque[Ticket] = deque()
         self._left: deque[Ticket] = deque()
         self._closed = self._aborted = False

@@ -84,9 +84,10 @@ def perform(
         announce: called when requests are taken.
     """
     parts = build_engine(setup, table, keep)
-    device = build_device(setup, parts["scheduler"], decoder, live)
-    thread = EngineThread(parts, device, Metrics())
-    run = Run(**parts, instance=thread.instance, backend="kvtwin-live", machine=describe_machine(device.decoder))
+    device = build_device(setup, parts.scheduler, decoder, live)
+    thread = EngineThread(parts.engine, device, Metrics(), parts.lanes, parts.series)
+    machine = describe_machine(device.decoder)
+    run = Run(**vars(parts), instance=thread.instance, backend="kvtwin-live", machine=machine)
     crash = folder / CRASH_FILE
     crash.unlink(missing_ok=True)
     run.interrupted = asyncio.run(serve(thread, codec, options, bound, announce))

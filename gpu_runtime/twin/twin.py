@@ -1,9 +1,11 @@
 """How well the simulated twin agrees with the live one: errors of every metric against the live runs' own spread."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+
+from sim.results.report import number
+from sim.results.schema import Result
 
 METRICS = (
     ("mean_ttft_ms", "mean TTFT", "ms"),
@@ -49,21 +51,20 @@ class Agreement:
         return abs(self.error) <= self.allowed
 
 
-def agreements(simulated: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> list[Agreement]:
+def agreements(simulated: Result, live: Sequence[Result]) -> list[Agreement]:
     """Every metric that all runs have; empty where no request completed."""
     found = []
     for field, name, unit in METRICS:
-        values = [run.get(field) for run in live]
-        mine = simulated.get(field)
-        numbers = [value for value in values if isinstance(value, int | float)]
-        if not isinstance(mine, int | float) or len(numbers) != len(live) or not numbers:
+        mine = number(simulated, field)
+        numbers = [value for run in live if (value := number(run, field)) is not None]
+        if mine is None or len(numbers) != len(live) or not numbers:
             continue
         middle = mean(numbers)
         if middle <= 0:
             continue
         spread = (max(numbers) - min(numbers)) / middle
         allowed = max(TOLERANCE, SPREADS * spread)
-        found.append(Agreement(field, name, unit, float(mine), middle, spread, mine / middle - 1, allowed))
+        found.append(Agreement(field, name, unit, mine, middle, spread, mine / middle - 1, allowed))
     return found
 
 

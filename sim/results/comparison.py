@@ -10,7 +10,8 @@ import msgspec
 
 from sim.files import make_folder, write_atomically
 from sim.results.comparison_sentences import factor_text, sentences
-from sim.results.report import METRICS, Metric, Result, constants, deployment, labels, metric_values, ratio
+from sim.results.report import METRICS, Metric, constants, deployment, labels, metric_values, ratio
+from sim.results.schema import Comparison, Result
 
 WIDTH = 80
 """Columns of the printed reports: a terminal's least."""
@@ -130,19 +131,20 @@ def _best(metric: Metric, numbers: Sequence[float | None], texts: Sequence[str])
 def write_comparison(folder: Path, results: list[Result]) -> Path:
     """Write `comparison.json` and `comparison.md` into `folder`; returns the latter's path."""
     make_folder(folder, "--out")
-    values = [metric_values(result) for result in results]
-    data = {
-        "baseline": labels(results)[0] if results else None,
-        "policies": labels(results),
-        "metrics": dict(zip(labels(results), values, strict=True)),
-        "ratios_to_baseline": {
-            name: {key: ratio(value, values[0][key]) for key, value in found.items()}
-            for name, found in zip(labels(results), values, strict=True)
+    names = labels(results)
+    values = {name: metric_values(result) for name, result in zip(names, results, strict=True)}
+    baseline = values[names[0]] if results else {}
+    comparison = Comparison(
+        baseline=names[0] if results else None,
+        policies=names,
+        metrics=values,
+        ratios_to_baseline={
+            name: {key: ratio(value, baseline[key]) for key, value in found.items()} for name, found in values.items()
         },
-        "sentences": sentences(results),
-        "profiles": {name: r.get("profile") for name, r in zip(labels(results), results, strict=True)},
-    }
-    encoded = msgspec.json.format(msgspec.json.encode(data), indent=2)
+        sentences=sentences(results),
+        profiles={name: result.profile for name, result in zip(names, results, strict=True)},
+    )
+    encoded = msgspec.json.format(msgspec.json.encode(comparison), indent=2)
     write_atomically(folder / "comparison.json", lambda file: file.write(encoded + b"\n"))
     path = folder / "comparison.md"
     page = "\n".join(markdown_lines(results)) + "\n"
@@ -164,8 +166,7 @@ def markdown_lines(results: list[Result]) -> list[str]:
         lines += [f"## {caption}", "", f"![{caption}](figures/{file})", ""]
     lines += ["## Where the times come from", "", "The times are simulated, from these fitted constants:", ""]
     for name, result in zip(names, results, strict=True):
-        sha256 = str((result.get("profile") or {}).get("sha256") or "")[:12]
-        lines.append(f"- {name}: {constants(result)}" + (f", sha256 `{sha256}`" if sha256 else ""))
+        lines.append(f"- {name}: {constants(result)}, sha256 `{result.profile.sha256[:12]}`")
     return lines
 
 

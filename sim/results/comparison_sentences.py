@@ -5,7 +5,8 @@ TTFT is queueing plus prefill by definition, so its causes can be named; what on
 
 from collections.abc import Iterator, Sequence
 
-from sim.results.report import METRICS, NONE, Result, labels, mean_decoding, queue_share, ratio
+from sim.results.report import METRICS, NONE, labels, mean_decoding, number, queue_share, ratio
+from sim.results.schema import Result
 
 SAME = 0.01
 """Relative differences up to this are called the same in sentences."""
@@ -24,9 +25,9 @@ def sentences(results: Sequence[Result]) -> list[str]:
 
 def _differences(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
     for result, name in ((base, a), (other, b)):
-        if not result.get("complete", True):
+        if not result.complete:
             yield f"{name} ended early, so its figures cover only the requests that ended."
-    counts = base.get("completed"), other.get("completed")
+    counts = base.completed, other.completed
     if counts[0] != counts[1]:
         yield f"{a} completes {counts[0]} requests and {b} {counts[1]}, so their means are over different requests."
     if not counts[0] or not counts[1]:
@@ -34,7 +35,7 @@ def _differences(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
             yield f"Neither {a} nor {b} completes a request."
         return
     keys = [metric.key for metric in METRICS if metric.key.endswith("_ms")] + ["output_throughput", "request_goodput"]
-    if all(_same(base.get(key), other.get(key)) for key in keys):
+    if all(_same(number(base, key), number(other, key)) for key in keys):
         yield f"{b} and {a} do not differ: every latency, queueing and throughput is the same within {SAME * 100:g} %."
         return
     for sentence in (_ttft, _tpot, _overall):
@@ -50,11 +51,11 @@ def _verb(a: float, b: float) -> str:
 
 
 def _ttft(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
-    first, second = base.get("mean_ttft_ms"), other.get("mean_ttft_ms")
+    first, second = base.mean_ttft_ms, other.mean_ttft_ms
     if first is None or second is None:
         return
     text = f"With {b} instead of {a}, mean TTFT {_change(first, second)}"
-    wait, other_wait = base.get("mean_queue_ms"), other.get("mean_queue_ms")
+    wait, other_wait = base.mean_queue_ms, other.mean_queue_ms
     if wait is not None and other_wait is not None and not _same(first, second):
         prefill = (second - other_wait) - (first - wait)
         text += (
@@ -80,7 +81,7 @@ def _by(change_ms: float) -> str:
 
 
 def _tpot(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
-    first, second = base.get("mean_tpot_ms"), other.get("mean_tpot_ms")
+    first, second = base.mean_tpot_ms, other.mean_tpot_ms
     if first is None or second is None:
         return
     text = f"Mean TPOT {_change(first, second)}"
@@ -89,19 +90,18 @@ def _tpot(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
         text += f", with {other_past:.3g} instead of {past:.3g} requests past their first token at a time"
     yield text + "."
     yield from _tail("TPOT", base, other)
-    parked = (other.get("counters") or {}).get("parked") or 0
+    parked = other.counters.policy.get("parked", 0)
     if parked:
         again = "once" if parked == 1 else f"{parked:,.0f} times"
         yield f"After a prefill a request had to wait for room for all its layers on the GPU {again}, part of its TPOT."
-    preemptions = base.get("num_preemptions"), other.get("num_preemptions")
-    if preemptions[0] != preemptions[1] and None not in preemptions:
-        yield f"Preemptions: {preemptions[1]:,} instead of {preemptions[0]:,}."
+    if base.num_preemptions != other.num_preemptions:
+        yield f"Preemptions: {other.num_preemptions:,} instead of {base.num_preemptions:,}."
 
 
 def _tail(name: str, base: Result, other: Result) -> Iterator[str]:
     """A P99 that does not follow the mean deserves to be said."""
-    mean, other_mean = (result.get(f"mean_{name.lower()}_ms") for result in (base, other))
-    tail, other_tail = (result.get(f"p99_{name.lower()}_ms") for result in (base, other))
+    mean, other_mean = (number(result, f"mean_{name.lower()}_ms") for result in (base, other))
+    tail, other_tail = (number(result, f"p99_{name.lower()}_ms") for result in (base, other))
     if mean is None or other_mean is None or tail is None or other_tail is None or _same(tail, other_tail):
         return
     if _same(mean, other_mean) or _verb(mean, other_mean) != _verb(tail, other_tail):
@@ -109,13 +109,13 @@ def _tail(name: str, base: Result, other: Result) -> Iterator[str]:
 
 
 def _overall(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
-    first, second = base.get("mean_e2el_ms"), other.get("mean_e2el_ms")
+    first, second = base.mean_e2el_ms, other.mean_e2el_ms
     if first is not None and second is not None and not _same(first, second):
         yield f"End to end a request takes {_time(second)} instead of {_time(first)} on average."
-    first, second = base.get("output_throughput"), other.get("output_throughput")
+    first, second = base.output_throughput, other.output_throughput
     if first and second and not _same(first, second):
         yield f"Output throughput {_verb(first, second)} from {first:,.0f} to {second:,.0f} tokens/s."
-    first, second = base.get("goodput_attainment"), other.get("goodput_attainment")
+    first, second = base.goodput_attainment, other.goodput_attainment
     if first is not None and second is not None:
         was = "as before" if _percent(first) == _percent(second) else f"instead of {_percent(first)}"
         yield f"The SLOs are met by {_percent(second)} of the requests, {was}."

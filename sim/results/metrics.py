@@ -5,7 +5,6 @@ Names and definitions are those of `vllm bench serve`: TTFT is first token minus
 """
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol
@@ -13,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.engine.itl import GapStatistics
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 
@@ -182,41 +182,50 @@ class RequestLog:
         kept.ttft_s.append(ttft_s)
         kept.e2el_s.append(e2el_s)
 
-    def statistics(self) -> dict[str, float | int | None]:
-        """Throughputs and the statistics of TTFT, TPOT, E2EL (ms) and queueing under vLLM's names."""
-        duration_s = max(0.0, self.last_finish_s - self.first_arrival_s) if self.completed else 0.0
-        result: dict[str, float | int | None] = {
-            "duration": duration_s,
-            "completed": self.completed,
-            "ignored": self.ignored,
-            "total_input_tokens": self.prompt_tokens,
-            "total_output_tokens": self.output_tokens,
-            "request_throughput": _rate(self.completed, duration_s),
-            "output_throughput": _rate(self.output_tokens, duration_s),
-            "total_token_throughput": _rate(self.prompt_tokens + self.output_tokens, duration_s),
-            "request_goodput": None if self.goodput is None else _rate(self.good, duration_s),
-            "goodput_attainment": None if self.goodput is None or not self.ended else self.good / self.ended,
-        }
+    @property
+    def duration_s(self) -> float:
+        """First arrival to last token of what completed, s."""
+        return max(0.0, self.last_finish_s - self.first_arrival_s) if self.completed else 0.0
+
+    def rate(self, count: int) -> float:
+        """`count` a second of the duration; 0 without one."""
+        duration_s = self.duration_s
+        return count / duration_s if duration_s > 0.0 else 0.0
+
+    def latencies(self) -> dict[str, float | None]:
+        """The statistics of TTFT, TPOT, E2EL and queueing under vLLM's names (ms)."""
+        found: dict[str, float | None] = {}
         for name, values in (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("e2el", self.e2el_s)):
-            result.update(summary(np.frombuffer(values, dtype=np.float64) if values else None, name))
-        result.update(summary(np.frombuffer(self.queue_s, dtype=np.float32) if self.queue_s else None, "queue"))
-        return result
+            found.update(summary(np.frombuffer(values, dtype=np.float64) if values else None, name))
+        found.update(summary(np.frombuffer(self.queue_s, dtype=np.float32) if self.queue_s else None, "queue"))
+        return found
 
 
-def _rate(count: int, duration_s: float) -> float:
-    return count / duration_s if duration_s > 0.0 else 0.0
+def gap_statistics(found: GapStatistics | None) -> dict[str, float | None]:
+    """The statistics of the inter-token latency under vLLM's names (ms); `found` at `PERCENTILES`."""
+    if found is None:
+        return dict.fromkeys(names("itl"))
+    percentiles = [found.percentiles[p] for p in PERCENTILES]
+    return _named("itl", [found.mean, percentiles[0], found.std, *percentiles])
 
 
-def summary(values_s: NDArray[np.floating] | None, name: str) -> dict[str, float | int | None]:
-    """`mean_NAME_ms`, `median_`, `std_` and percentiles of values in s; sorts them in place; None without any."""
-    keys = ["mean", "median", "std", *(f"p{p:g}" for p in PERCENTILES)]
+def names(latency: str) -> list[str]:
+    """`mean_LATENCY_ms`, `median_`, `std_` and the percentiles."""
+    return [f"{statistic}_{latency}_ms" for statistic in ("mean", "median", "std", *(f"p{p:g}" for p in PERCENTILES))]
+
+
+def _named(latency: str, figures_s: list[float]) -> dict[str, float | None]:
+    return {name: figure * 1e3 for name, figure in zip(names(latency), figures_s, strict=True)}
+
+
+def summary(values_s: NDArray[np.floating] | None, name: str) -> dict[str, float | None]:
+    """Statistics of values in s, by `names`; sorts them in place; None without any."""
     if values_s is None:
-        return {f"{key}_{name}_ms": None for key in keys}
+        return dict.fromkeys(names(name))
     values_s.sort()
     percentiles = [sorted_percentile(values_s, p) for p in PERCENTILES]
     mean = float(values_s.mean(dtype=np.float64))
-    figures = [mean, percentiles[0], _std(values_s, mean), *percentiles]
-    return {f"{key}_{name}_ms": figure * 1e3 for key, figure in zip(keys, figures, strict=True)}
+    return _named(name, [mean, percentiles[0], _std(values_s, mean), *percentiles])
 
 
 def _std(values: NDArray[np.floating], mean: float) -> float:
@@ -234,22 +243,3 @@ def sorted_percentile(values: NDArray[np.floating], percentile: float) -> float:
     low = int(rank)
     high = min(low + 1, len(values) - 1)
     return float(values[low]) + (float(values[high]) - float(values[low])) * (rank - low)
-
-
-def ended_by_id(kept: PerRequest) -> Mapping[str, list[object]]:
-    """The per-request arrays in order of the trace, under the names of `vllm bench serve --save-detailed` (s)."""
-    order = np.argsort(np.frombuffer(kept.request_ids, dtype=np.int64), kind="stable").tolist()
-
-    def ordered(values: array) -> list[object]:
-        return [values[i] for i in order]
-
-    return {
-        "request_ids": ordered(kept.request_ids),
-        "start_times": ordered(kept.arrival_s),
-        "input_lens": ordered(kept.prompt_tokens),
-        "output_lens": ordered(kept.output_tokens),
-        "queue_times": ordered(kept.queue_s),
-        "ttfts": ordered(kept.ttft_s),
-        "latencies": ordered(kept.e2el_s),
-        "errors": [kept.errors.get(kept.request_ids[i], "") for i in order],
-    }

@@ -1,16 +1,17 @@
 """The metrics of a finished run, as every report names and writes them, and the terminal's summary of one run.
 
-Every number comes from the result dict (`sim.results.result.assemble`).
+Every number comes from the `Result` (`sim.results.result.assemble`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from sim.results.result import RESULT_FILE, SERIES_FILE, TIMELINE_FILE
+from sim.results.parts import ResolvedScenario, UsedProfile
+from sim.results.result import RESULT_FILE, SERIES_FILE
+from sim.results.schema import Result
+from sim.results.timeline import TIMELINE_FILE
 
-Result = dict[str, Any]
 BESIDE = ("requests.parquet", "requests.csv", SERIES_FILE, TIMELINE_FILE, "figures")
 """What a run may have written next to its result."""
 NONE = "-"
@@ -18,7 +19,10 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of the comparison: key in the result, name, whether less is better (None: neither), how it is written."""
+    """A row of the comparison: key, name, whether less is better (None: neither), how it is written.
+
+    The key is a field of `Result`, or what `metric_values` derives from several.
+    """
 
     key: str
     name: str
@@ -57,26 +61,31 @@ METRICS = (
 
 def metric_values(result: Result) -> dict[str, float | None]:
     """The metrics of one result by key; None where the run has none."""
-    values: dict[str, float | None] = {metric.key: result.get(metric.key) for metric in METRICS}
-    attained = result.get("goodput_attainment")
-    values["goodput_attainment_percent"] = None if attained is None else attained * 100.0
-    share = queue_share(result)
-    values["queue_share_percent"] = None if share is None else share * 100.0
-    values["mean_decoding"] = mean_decoding(result)
-    return values
+    attained, share = result.goodput_attainment, queue_share(result)
+    derived = {
+        "goodput_attainment_percent": None if attained is None else attained * 100.0,
+        "queue_share_percent": None if share is None else share * 100.0,
+        "mean_decoding": mean_decoding(result),
+    }
+    return {m.key: derived[m.key] if m.key in derived else number(result, m.key) for m in METRICS}
+
+
+def number(result: Result, field: str) -> float | None:
+    """The number in a field that is named by its text, as metrics are."""
+    value: float | None = getattr(result, field)
+    return value
 
 
 def queue_share(result: Result) -> float | None:
     """Share of the mean TTFT that is queueing; None without any TTFT."""
-    return ratio(result.get("mean_queue_ms"), result.get("mean_ttft_ms"))
+    return ratio(result.mean_queue_ms, result.mean_ttft_ms)
 
 
 def mean_decoding(result: Result) -> float | None:
     """Requests between first and last token, averaged over the run: their rate times their stay (Little's law)."""
-    e2el_ms, ttft_ms, duration_s = (result.get(key) for key in ("mean_e2el_ms", "mean_ttft_ms", "duration"))
-    if e2el_ms is None or ttft_ms is None or not duration_s:
+    if result.mean_e2el_ms is None or result.mean_ttft_ms is None or not result.duration:
         return None
-    return result.get("completed", 0) * (e2el_ms - ttft_ms) / 1e3 / duration_s
+    return result.completed * (result.mean_e2el_ms - result.mean_ttft_ms) / 1e3 / result.duration
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
@@ -86,24 +95,30 @@ def ratio(value: float | None, base: float | None) -> float | None:
 
 def labels(results: Sequence[Result]) -> list[str]:
     """The policies' labels, in order."""
-    return [str(result.get("policy") or f"run {i + 1}") for i, result in enumerate(results)]
+    return [result.policy for result in results]
 
 
 def constants(result: Result) -> str:
     """Profile name and status in words: `l20-derived (derived, not measured)`."""
-    profile = result.get("profile") or {}
-    status = str(profile.get("status") or "of unknown status")
-    return f"{profile.get('name') or 'unknown'} ({status if status == 'measured' else f'{status}, not measured'})"
+    return f"{result.profile.name} ({origin(result.profile)})"
+
+
+def origin(profile: UsedProfile) -> str:
+    """A profile's status, and whether that is less than measured."""
+    return profile.status if profile.status == "measured" else f"{profile.status}, not measured"
 
 
 def deployment(result: Result) -> str:
     """Model, GPU and traffic in words."""
-    scenario = result.get("scenario") or {}
-    tp, rate = scenario.get("tp") or 1, result.get("request_rate")
-    traffic = scenario.get("workload") or Path(scenario.get("trace") or "traffic").name
-    gpus = f"{tp} x {scenario.get('gpu') or 'GPU'}" if tp > 1 else str(scenario.get("gpu") or "GPU")
-    at_rate = f" at {rate:g} requests/s" if rate else ""
-    return f"{result.get('model_id') or 'model'} on {gpus}, {traffic}{at_rate}"
+    scenario = result.scenario
+    gpus = f"{scenario.tp} x {scenario.gpu}" if scenario.tp > 1 else scenario.gpu
+    return f"{result.model_id} on {gpus}, {traffic(scenario)}"
+
+
+def traffic(scenario: ResolvedScenario) -> str:
+    """Workload or trace, and the rate if one was asked for."""
+    name = scenario.workload or Path(scenario.trace or "traffic").name
+    return name + (f" at {scenario.request_rate:g} requests/s" if scenario.request_rate else "")
 
 
 def print_run(result: Result, folder: Path) -> None:
@@ -127,19 +142,18 @@ def _rule(title: str, line: str) -> str:
 
 def run_lines(result: Result, folder: Path) -> list[str]:
     """The lines of `print_run`."""
-    clock = "executed live" if result.get("backend") == "kvtwin-live" else "simulated"
+    clock = "executed live" if result.backend == "kvtwin-live" else "simulated"
     lines = [_rule(f"kvtwin: {labels([result])[0]}, {clock}", "=")]
     lines += [_row("Serving", deployment(result)), _row("Constants", constants(result))]
-    if not result.get("complete", True):
-        lines.append(_row("Ended early", str(result.get("error") or "interrupted")))
+    if not result.complete:
+        lines.append(_row("Ended early", result.error or "interrupted"))
     for metric in METRICS[:6]:
-        lines.append(_row(metric.name, metric.text(result.get(metric.key))))
-    slos = (result.get("scenario") or {}).get("goodput")
-    if result.get("request_goodput") is not None:
-        share = result.get("goodput_attainment")
+        lines.append(_row(metric.name, metric.text(number(result, metric.key))))
+    if result.request_goodput is not None:
+        share = result.goodput_attainment
         met = "" if share is None else f" ({share * 100:.1f} % of requests meet their SLOs)"
-        lines.append(_row("Goodput (requests/s)", f"{result['request_goodput']:.3f}{met}"))
-        lines.append(_row("SLOs (ms)", " ".join(map(str, slos or []))))
+        lines.append(_row("Goodput (requests/s)", f"{result.request_goodput:.3f}{met}"))
+        lines.append(_row("SLOs (ms)", " ".join(result.scenario.goodput)))
     lines += [_rule("Latency, ms", "-"), *_latency_lines(result)]
     lines += [_rule("KV memory", "-"), *_memory_lines(result)]
     lines += [_rule("Files", "-"), _row("Results", str(folder / RESULT_FILE))]
@@ -158,27 +172,23 @@ def _latency_lines(result: Result) -> list[str]:
         ("itl", "Inter-token latency"),
         ("e2el", "End to end"),
     ):
-        values = [result.get(f"{statistic}_{key}_ms") for statistic in statistics]
+        values = [number(result, f"{statistic}_{key}_ms") for statistic in statistics]
         lines.append(f"{name:<26}" + "".join(f"{NONE if v is None else format(v, ',.2f'):>13}" for v in values))
     share = queue_share(result)
     return [*lines, _row("Queueing's share of mean TTFT", NONE if share is None else f"{share * 100:.1f} %")]
 
 
 def _memory_lines(result: Result) -> list[str]:
-    scenario, counters = result.get("scenario") or {}, result.get("counters") or {}
+    scenario, counts = result.scenario, result.counters
     lines = []
-    for name, key in (("GPU KV blocks", "num_gpu_blocks"), ("Host KV blocks", "num_cpu_blocks")):
-        blocks, block_bytes = scenario.get(key), scenario.get("block_bytes")
-        size = f" ({blocks * block_bytes / 2**30:,.1f} GiB per GPU)" if blocks and block_bytes else ""
-        lines.append(_row(name, NONE if blocks is None else f"{blocks:,}{size}"))
-    preemptions = result.get("num_preemptions")
-    lines.append(_row("Preemptions", NONE if preemptions is None else f"{preemptions:,}"))
-    out, back = counters.get("swap_out_blocks") or 0, counters.get("swap_in_blocks") or 0
-    if out or back:
-        lines.append(_row("Blocks swapped out, in", f"{out:,}, {back:,}"))
-    makespan_s = result.get("makespan_s")
-    for lane, figures in (result.get("lanes") or {}).items():
-        share = ratio((figures or {}).get("busy_s"), makespan_s)
+    for name, blocks in (("GPU KV blocks", scenario.num_gpu_blocks), ("Host KV blocks", scenario.num_cpu_blocks)):
+        size = f" ({blocks * scenario.block_bytes / 2**30:,.1f} GiB per GPU)" if blocks else ""
+        lines.append(_row(name, f"{blocks:,}{size}"))
+    lines.append(_row("Preemptions", f"{result.num_preemptions:,}"))
+    if counts.swap_out_blocks or counts.swap_in_blocks:
+        lines.append(_row("Blocks swapped out, in", f"{counts.swap_out_blocks:,}, {counts.swap_in_blocks:,}"))
+    for name, lane in result.lanes.by_name().items():
+        share = ratio(lane.busy_s, result.makespan_s)
         if share is not None:
-            lines.append(_row(f"{lane} busy", f"{min(1.0, share) * 100:.1f} % of the time"))
+            lines.append(_row(f"{name} busy", f"{min(1.0, share) * 100:.1f} % of the time"))
     return lines

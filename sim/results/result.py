@@ -1,89 +1,120 @@
-"""`result.json` and what lies beside it: a superset of what `vllm bench serve --save-result` writes."""
+"""`result.json` and `series.csv` of a run, written and read back."""
 
-import gzip
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import TypedDict
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, structs
 
 from sim.files import write_atomically
-from sim.results.metrics import PERCENTILES, ended_by_id
+from sim.results.metrics import PERCENTILES, PerRequest, gap_statistics
+from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
+from sim.results.schema import Result
 from sim.results.series import Series
 from sim.simulate import Run, Setup
+from sim.specs.json_file import convert, read_json_object
 from sim.version import VERSION
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
-TIMELINE_FILE = "timeline.json.gz"
+INFINITE = "inf"
+"""How vLLM writes an infinite request rate."""
 
 
-def assemble(run: Run) -> dict[str, Any]:
-    """The result as plain data, in a fixed order: equal scenarios and seeds give equal bytes."""
-    setup, scheduler = run.setup, run.scheduler
-    counters = scheduler.counters
-    result: dict[str, Any] = {
-        "backend": run.backend,
-        "model_id": setup.model.name,
-        "policy": setup.label,
-        "num_prompts": run.log.ended,
-        "request_rate": setup.scenario.request_rate,
-        "complete": not (run.interrupted or run.error),
+def assemble(run: Run) -> Result:
+    """The result of a run that has ended; equal scenarios and seeds give equal ones."""
+    setup, log, counters = run.setup, run.log, run.scheduler.counters
+    gaps = run.gaps.statistics(PERCENTILES)
+    goodput = log.goodput is not None
+    return Result(
+        backend=run.backend,
+        model_id=setup.model.name,
+        policy=setup.label,
+        num_prompts=log.ended,
+        request_rate=setup.scenario.request_rate,
+        complete=not (run.interrupted or run.error),
+        error=run.error or UNSET,
+        duration=log.duration_s,
+        completed=log.completed,
+        ignored=log.ignored,
+        total_input_tokens=log.prompt_tokens,
+        total_output_tokens=log.output_tokens,
+        request_throughput=log.rate(log.completed),
+        output_throughput=log.rate(log.output_tokens),
+        total_token_throughput=log.rate(log.prompt_tokens + log.output_tokens),
+        request_goodput=log.rate(log.good) if goodput else None,
+        goodput_attainment=log.good / log.ended if goodput and log.ended else None,
+        **log.latencies(),
+        **gap_statistics(gaps),
+        itl_percentiles="exact" if gaps is None or gaps.exact else "from bins, within 0.01 %",
+        makespan_s=log.last_finish_s,
+        num_iterations=run.instance.iterations,
+        num_preemptions=counters.preemptions,
+        counters=Counts(
+            swap_out_blocks=counters.swap_out_blocks,
+            swap_in_blocks=counters.swap_in_blocks,
+            swap_space_exhausted=counters.swap_space_exhausted,
+            ignored=dict(sorted(counters.ignored.items())),
+            policy=dict(sorted(counters.policy.items())),
+        ),
+        lanes=LanesUse(
+            compute=LaneUse(busy_s=run.lanes.compute.busy_s),
+            h2d=LaneUse(busy_s=run.lanes.h2d.busy_s),
+            d2h=LaneUse(busy_s=run.lanes.d2h.busy_s),
+        ),
+        warnings=[*setup.warnings, *_warnings(run)],
+        scenario=_scenario(setup),
+        profile=UsedProfile(
+            name=setup.profile.name,
+            status=setup.profile.status,
+            sha256=setup.profile.content_hash,
+            beyond_range=setup.cost.beyond or UNSET,
+        ),
+        versions=Versions(kvtwin=VERSION),
+        machine=UNSET if run.machine is None else run.machine,
+        **_arrays(log.per_request, run.detailed),
+    )
+
+
+class _Arrays(TypedDict, total=False):
+    per_request: str
+    request_ids: list[int]
+    start_times: list[float]
+    input_lens: list[int]
+    output_lens: list[int]
+    queue_times: list[float]
+    ttfts: list[float]
+    latencies: list[float]
+    errors: list[str]
+    itls: list[list[float]]
+
+
+def _arrays(kept: PerRequest | None, detailed: dict[int, list[float]] | None) -> _Arrays:
+    """The per-request arrays, if they were kept, in order of the trace."""
+    if kept is None:
+        return {"per_request": "more than 100000 requests: the arrays are in the per-request table"}
+    order: list[int] = np.argsort(np.frombuffer(kept.request_ids, dtype=np.int64), kind="stable").tolist()
+    ids = [kept.request_ids[i] for i in order]
+    arrays: _Arrays = {
+        "request_ids": ids,
+        "start_times": [kept.arrival_s[i] for i in order],
+        "input_lens": [kept.prompt_tokens[i] for i in order],
+        "output_lens": [kept.output_tokens[i] for i in order],
+        "queue_times": [kept.queue_s[i] for i in order],
+        "ttfts": [kept.ttft_s[i] for i in order],
+        "latencies": [kept.e2el_s[i] for i in order],
+        "errors": [kept.errors.get(request_id, "") for request_id in ids],
     }
-    if run.error:
-        result["error"] = run.error
-    result |= run.log.statistics()
-    result |= _gap_statistics(run)
-    result |= {
-        "makespan_s": run.log.last_finish_s,
-        "num_iterations": run.instance.iterations,
-        "num_preemptions": counters.preemptions,
-        "counters": {
-            "swap_out_blocks": counters.swap_out_blocks,
-            "swap_in_blocks": counters.swap_in_blocks,
-            "swap_space_exhausted": counters.swap_space_exhausted,
-            "ignored": dict(sorted(counters.ignored.items())),
-            **dict(sorted(counters.policy.items())),
-        },
-        "lanes": {lane.name: {"busy_s": lane.busy_s} for lane in (run.lanes.compute, run.lanes.h2d, run.lanes.d2h)},
-        "warnings": [*setup.warnings, *_warnings(run)],
-        "scenario": _scenario(setup),
-        "profile": {
-            "name": setup.profile.name,
-            "status": setup.profile.status,
-            "sha256": setup.profile.content_hash,
-            **({"beyond_range": setup.cost.beyond} if setup.cost.beyond else {}),
-        },
-        "versions": {"kvtwin": VERSION},
-    }
-    if run.machine is not None:
-        result["machine"] = run.machine
-    if run.log.per_request is None:
-        result["per_request"] = "more than 100000 requests: the arrays are in the per-request table"
-    else:
-        arrays = ended_by_id(run.log.per_request)
-        result |= arrays
-        if run.detailed is not None:
-            result["itls"] = [_gaps(run.detailed.get(int(i), [])) for i in arrays["request_ids"]]  # type: ignore[call-overload]
-    return result
+    if detailed is not None:
+        arrays["itls"] = [_gaps(detailed.get(request_id, [])) for request_id in ids]
+    return arrays
 
 
 def _gaps(times_s: list[float]) -> list[float]:
     return [after - before for before, after in pairwise(times_s)]
-
-
-def _gap_statistics(run: Run) -> dict[str, Any]:
-    found = run.gaps.statistics(PERCENTILES)
-    keys = ["mean", "median", "std", *(f"p{p:g}" for p in PERCENTILES)]
-    if found is None:
-        return {f"{key}_itl_ms": None for key in keys} | {"itl_percentiles": "exact"}
-    percentiles = [found.percentiles[p] for p in PERCENTILES]
-    figures = [found.mean, percentiles[0], found.std, *percentiles]
-    values: dict[str, Any] = {f"{key}_itl_ms": figure * 1e3 for key, figure in zip(keys, figures, strict=True)}
-    values["itl_percentiles"] = "exact" if found.exact else "from bins, within 0.01 %"
-    return values
 
 
 def _warnings(run: Run) -> list[str]:
@@ -109,29 +140,50 @@ def _beyond_range(setup: Setup) -> list[str]:
     ]
 
 
-def _scenario(setup: Setup) -> dict[str, Any]:
+def _scenario(setup: Setup) -> ResolvedScenario:
     limits = setup.limits
-    return {
-        **setup.scenario.as_dict(),
-        "policy": setup.policy.name,
-        "policy_options": {f.name: getattr(setup.policy, f.name) for f in fields(setup.policy)},
-        "num_gpu_blocks": limits.num_gpu_blocks,
-        "num_cpu_blocks": limits.num_cpu_blocks,
-        "block_bytes": limits.block_bytes,
+    resolved = {
         "max_model_len": limits.max_model_len,
         "enable_chunked_prefill": limits.enable_chunked_prefill,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
     }
+    return ResolvedScenario(
+        **(setup.scenario.as_dict() | resolved),
+        policy=setup.policy.name,
+        policy_options={f.name: getattr(setup.policy, f.name) for f in fields(setup.policy)},
+        num_gpu_blocks=limits.num_gpu_blocks,
+        num_cpu_blocks=limits.num_cpu_blocks,
+        block_bytes=limits.block_bytes,
+    )
 
 
-def write_result(folder: Path, result: dict[str, Any]) -> Path:
-    """Write `result.json`; numbers that do not exist are null, and an infinite request rate is "inf", as vLLM's."""
+def write_result(folder: Path, result: Result) -> Path:
+    """Write `result.json`, in a fixed order; numbers that do not exist are null."""
     path = folder / RESULT_FILE
-    if result["request_rate"] == float("inf"):
-        result = {**result, "request_rate": "inf", "scenario": {**result["scenario"], "request_rate": "inf"}}
-    encoded = msgspec.json.encode(result)
+    data = {name: value for name, value in structs.asdict(result).items() if value is not UNSET}
+    counts = structs.asdict(result.counters)
+    policy = counts.pop("policy")
+    data["counters"] = counts | policy
+    if result.request_rate == float("inf"):
+        data["request_rate"] = INFINITE
+        data["scenario"] = structs.asdict(result.scenario) | {"request_rate": INFINITE}
+    encoded = msgspec.json.encode(data)
     write_atomically(path, lambda file: file.write(encoded + b"\n"))
     return path
+
+
+def read_result(path: Path) -> Result:
+    """A `result.json`, as `assemble` made it; UserError naming file and field where it is none."""
+    data = read_json_object(path)
+    for holder in (data, data.get("scenario")):
+        if isinstance(holder, dict) and holder.get("request_rate") == INFINITE:
+            holder["request_rate"] = float("inf")
+    counts = data.get("counters")
+    if isinstance(counts, dict):
+        own = [name for name in Counts.__struct_fields__ if name != "policy"]
+        policy = {name: value for name, value in counts.items() if name not in own}
+        data["counters"] = {name: counts[name] for name in own if name in counts} | {"policy": policy}
+    return convert(data, Result, path)
 
 
 def write_series(folder: Path, series: Series) -> None:
@@ -142,45 +194,3 @@ def write_series(folder: Path, series: Series) -> None:
         folder / SERIES_FILE,
         lambda file: np.savetxt(file, rows, delimiter=",", header=header, comments="", fmt="%.9g"),
     )
-
-
-def write_timeline(folder: Path, run: Run) -> None:
-    """Write the lanes, requests, free blocks and others' events as a Chrome trace, which Perfetto opens."""
-
-    def write(file: IO[bytes]) -> None:
-        with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as zipped:
-            events = [*timeline_events(run), *run.trace_events]
-            zipped.write(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events}))
-
-    write_atomically(folder / TIMELINE_FILE, write)
-
-
-def timeline_events(run: Run) -> list[dict[str, Any]]:
-    """Chrome trace events: lanes as threads, requests as async spans (queue, prefill, decode), pools as counters."""
-    events: list[dict[str, Any]] = [_named(0, "process_name", f"kvtwin {run.setup.label}")]
-    for thread, lane in enumerate((run.lanes.compute, run.lanes.h2d, run.lanes.d2h), start=1):
-        events.append(_named(thread, "thread_name", lane.name))
-        for start_s, end_s, label in lane.intervals or ():
-            event = {"ph": "X", "pid": 1, "tid": thread, "name": label, "ts": start_s * 1e6}
-            events.append(event | {"dur": (end_s - start_s) * 1e6})
-    kept = run.log.per_request
-    if kept is not None:
-        for i, request_id in enumerate(kept.request_ids):
-            if request_id in kept.errors:
-                continue
-            arrival_s = kept.arrival_s[i]
-            marks = (arrival_s, arrival_s + kept.queue_s[i], arrival_s + kept.ttft_s[i], arrival_s + kept.e2el_s[i])
-            for name, start_s, end_s in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
-                common = {"pid": 1, "cat": "request", "id": request_id, "name": name}
-                events.append({"ph": "b", "ts": start_s * 1e6, **common})
-                events.append({"ph": "e", "ts": end_s * 1e6, **common})
-    if run.series is not None:
-        columns = run.series.columns
-        for i, time_s in enumerate(columns["time_s"]):
-            for name in ("gpu_free_blocks", "num_decoding", "num_waiting", "num_swapped"):
-                events.append({"ph": "C", "pid": 1, "name": name, "ts": time_s * 1e6, "args": {name: columns[name][i]}})
-    return events
-
-
-def _named(thread: int, kind: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}

@@ -69,8 +69,7 @@ class Service:
             inline_copies=False,
         )
         self.gate = Gate(self.device)
-        parts = {"engine": engine, "scheduler": self.scheduler, "lanes": Lanes(), "series": None}
-        self.thread = EngineThread(parts, self.device, Metrics())
+        self.thread = EngineThread(engine, self.device, Metrics(), Lanes(), None)
         self.bound = bind("127.0.0.1", 0)
         self.url = url_of(self.bound)
         asked = {"model": "small", "root": "small", "max_model_len": limit.max_model_len, "vocab_size": 101} | options

@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
+from small_results import small_result  # noqa: E402
+
 import kvtwin  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: E402
@@ -66,7 +68,7 @@ def test_pools_that_were_asked_for_are_refused_where_they_do_not_fit(free_bytes)
 
 
 def run(ttft, tpot=10.0):
-    return {"mean_ttft_ms": ttft, "p99_ttft_ms": ttft, "mean_tpot_ms": tpot, "request_throughput": 5.0}
+    return small_result(mean_ttft_ms=ttft, p99_ttft_ms=ttft, mean_tpot_ms=tpot, request_throughput=5.0)
 
 
 def test_an_error_within_a_tenth_or_twice_the_spread_agrees():
@@ -83,7 +85,7 @@ def test_an_error_within_a_tenth_or_twice_the_spread_agrees():
         "x", found, 3, [1.0] * 6, 0
     )
     assert "Excused" not in markdown("x", agreements(run(109.0), steady), 3, [1.0] * 6, 0)
-    assert not verdict(agreements({}, steady))
+    assert not verdict(agreements(small_result(), steady))
 
 
 def test_the_report_says_what_the_machine_did():

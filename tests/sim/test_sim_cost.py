@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import simpy
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from kvtwin.testing import limits, requests, simulate
 from sim.clock.arrivals import Arrivals
@@ -148,15 +148,15 @@ def test_a_prediction_beyond_the_fitted_range_is_marked_once() -> None:
     setup = prepare(scenario, "vllm", POLICIES["vllm-recompute"]())
     cost = build_cost(setup.model, setup.hardware, profile, 1, setup.limits.block_bytes)
     result = assemble(execute(build_run(replace(setup, profile=profile, cost=cost), traffic(scenario))))
-    beyond = result["profile"]["beyond_range"]
+    beyond = result.profile.beyond_range
     assert sorted(beyond) == ["batch", "context_tokens", "tokens"]
     assert beyond["batch"] == 8
     assert beyond["tokens"] >= 150
-    warned = [text for text in result["warnings"] if "narrow was fitted up to" in text]
+    warned = [text for text in result.warnings if "narrow was fitted up to" in text]
     assert len(warned) == 3
     within = assemble(execute(build_run(setup, traffic(scenario))))
-    assert "beyond_range" not in within["profile"]
-    assert not [text for text in within["warnings"] if "extrapolated" in text]
+    assert within.profile.beyond_range is UNSET
+    assert not [text for text in within.warnings if "extrapolated" in text]
 
 
 def test_a_cpu_makes_its_copies_itself_one_after_the_other() -> None:

@@ -7,24 +7,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from small_results import lanes, scenario, small_result
 
 import sim.results.figures.style
 from sim.results.figures import FIGURES, FigureRun, write_figures
 from sim.results.figures.lanes import busy_shares
-from sim.results.figures.memory import host_in_use
+from sim.results.figures.memory import host_in_use_gib
 from sim.results.series import COLUMNS
 
 NAMES = ["ttft_tpot.png", "queueing.png", "memory.png", "lanes.png"]
 
 
 def result_of(ttft_s=(), queue_s=(), **changes):
-    means = {"mean_ttft_ms": None, "mean_queue_ms": None}
+    means = {}
     if len(ttft_s):
         means = {"mean_ttft_ms": float(np.mean(ttft_s)) * 1e3, "mean_queue_ms": float(np.mean(queue_s)) * 1e3}
-    scenario = {"gpu": "l20", "workload": "sharegpt", "goodput": ["ttft:500", "tpot:50"], "num_gpu_blocks": 100}
-    scenario |= {"num_cpu_blocks": 50, "block_bytes": 2**30}
-    profile = {"name": "l20-derived", "status": "derived"}
-    return means | {"model_id": "m", "scenario": scenario, "profile": profile, "makespan_s": 40.0} | changes
+    pools = scenario(goodput=["ttft:500", "tpot:50"], num_gpu_blocks=100, num_cpu_blocks=50, block_bytes=2**30)
+    return small_result(**(means | {"scenario": pools, "makespan_s": 40.0} | changes))
 
 
 def series_of(rows, **columns):
@@ -105,7 +104,7 @@ DEGENERATE = {
         )
     ],
     "no tpot": [figure_run(ttft_s=[0.5, 90.0], queue_s=[0.1, 80.0], arrival_s=[0.0, 1.0])],
-    "empty result": [FigureRun("p", {}, None, np.empty(0), np.empty(0), np.empty(0), np.empty(0))],
+    "empty result": [FigureRun("p", small_result(), None, np.empty(0), np.empty(0), np.empty(0), np.empty(0))],
     "one with, one without": [busy_run("a"), figure_run("b")],
     "six, with odd names": [
         busy_run(f"layerkv:slo_aware=false,drop_irrecoverable=false,horizon_steps={i},$x_{{$ 数", seed=i)
@@ -143,15 +142,13 @@ def test_wide_ranges_are_drawn_on_a_logarithmic_axis():
 def test_host_memory_counts_whole_blocks_of_layer_groups():
     # 3,200 units on the GPU are 100 blocks, so a block is 32 units; of 50 host blocks 1,600 - 1,280 units are in use.
     series = series_of(2, gpu_free_blocks=[3200, 0], gpu_allocated_blocks=[0, 3200], host_free_blocks=[1600, 1280])
-    values, unit = host_in_use(figure_run(series=series))
-    assert values.tolist() == [0.0, 10.0]
-    assert unit == "GiB"
+    assert host_in_use_gib(figure_run(series=series)).tolist() == [0.0, 10.0]
 
 
 def test_lane_is_busy_when_iterations_ran_and_later_where_booked_ahead():
     # Iterations start at 0, 2 and 4 s; their totals are 2, 2 (nothing ran from 2 to 4) and, at the end (6 s), 5.
     series = series_of(3, time_s=[0, 2, 4], compute_busy_s=[2, 2, 3], h2d_busy_s=[6, 6, 6])
-    run = figure_run(series=series, makespan_s=6.0, lanes={"GPU compute": {"busy_s": 3.0}})
+    run = figure_run(series=series, makespan_s=6.0, lanes=lanes(compute=3.0))
     edges_s = np.array([0.0, 2.0, 4.0, 6.0])
     assert busy_shares(run, "compute_busy_s", "GPU compute", edges_s).tolist() == [1.0, 0.0, 0.5]
     # Six seconds of copies booked in the first two fill all six.
@@ -176,7 +173,7 @@ def test_pairs_come_from_the_unsorted_arrays_without_ignored_requests():
         ttft_s=array("d", [3.0, 0.0, 1.0]),
         errors={8: "ignored"},
     )
-    run = FigureRun.of(finished_run(kept), {"policy": "layerkv"})
+    run = FigureRun.of(finished_run(kept), small_result(policy="layerkv"))
     assert run.label == "layerkv"
     assert run.ttft_s.tolist() == [3.0, 1.0]
     assert run.prefill_s.tolist() == [2.25, 0.5]
@@ -185,7 +182,7 @@ def test_pairs_come_from_the_unsorted_arrays_without_ignored_requests():
 
 
 def test_long_runs_keep_distributions_only():
-    run = FigureRun.of(finished_run(None), {"policy": "layerkv"})
+    run = FigureRun.of(finished_run(None), small_result(policy="layerkv"))
     assert run.ttft_s.tolist() == [1.0, 3.0]
     assert run.queue_s.tolist() == [0.5, 0.75]
     assert run.prefill_s.size == 0

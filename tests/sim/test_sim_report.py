@@ -3,18 +3,16 @@
 import json
 
 import pytest
+from small_results import counts, lanes, small_result
 
 from sim.results.comparison import comparison_lines, print_comparison, write_comparison
 from sim.results.comparison_sentences import sentences
+from sim.results.parts import UsedProfile
 from sim.results.report import mean_decoding, metric_values, print_run, run_lines
 
 
 def result_of(policy="vllm-recompute", **changes):
     figures = {
-        "policy": policy,
-        "model_id": "llama-2-7b",
-        "request_rate": 6.0,
-        "complete": True,
         "duration": 100.0,
         "completed": 200,
         "ignored": 1,
@@ -25,15 +23,11 @@ def result_of(policy="vllm-recompute", **changes):
         "goodput_attainment": 0.75,
         "num_preemptions": 40,
         "makespan_s": 101.0,
-        "counters": {"swap_out_blocks": 0, "swap_in_blocks": 0},
-        "lanes": {"GPU compute": {"busy_s": 50.5}},
-        "scenario": {"gpu": "l20", "tp": 1, "workload": "sharegpt", "goodput": ["ttft:3000", "tpot:200"]}
-        | {"num_gpu_blocks": 3467, "num_cpu_blocks": 512, "block_bytes": 2**23},
-        "profile": {"name": "l20-derived", "status": "derived", "sha256": "0123456789abcdef"},
+        "lanes": lanes(compute=50.5),
     }
     for name, mean in (("ttft", 5100.0), ("queue", 4800.0), ("tpot", 41.0), ("itl", 40.0), ("e2el", 15_100.0)):
         figures |= {f"mean_{name}_ms": mean, f"median_{name}_ms": mean / 2, f"p99_{name}_ms": mean * 3}
-    return figures | changes
+    return small_result(policy=policy, **(figures | changes))
 
 
 def layerkv(policy="layerkv", **changes):
@@ -45,7 +39,7 @@ def layerkv(policy="layerkv", **changes):
         "p99_tpot_ms": 200.0,
         "mean_e2el_ms": 20_408.0,
         "num_preemptions": 0,
-        "counters": {"parked": 120},
+        "counters": counts(parked=120),
         "goodput_attainment": 0.9,
     }
     return result_of(policy, **(changed | changes))
@@ -53,9 +47,7 @@ def layerkv(policy="layerkv", **changes):
 
 def empty(policy="vllm-recompute"):
     """A run of which no request completed."""
-    names = [f"{s}_{n}_ms" for n in ("ttft", "queue", "tpot", "itl", "e2el") for s in ("mean", "median", "p99")]
-    nothing = {"completed": 0, "duration": 0.0, "request_goodput": None, "goodput_attainment": None}
-    return result_of(policy, **dict.fromkeys(names), **nothing)
+    return small_result(policy=policy)
 
 
 def test_run_is_summed_up_in_80_columns(tmp_path, capsys):
@@ -83,11 +75,11 @@ def test_run_is_summed_up_in_80_columns(tmp_path, capsys):
 
 
 def test_measured_profile_is_not_called_anything_else(tmp_path):
-    profile = {"name": "h200-measured", "status": "measured"}
+    profile = UsedProfile(name="h200-measured", status="measured", sha256="0")
     assert any(line.endswith(" h200-measured (measured)") for line in run_lines(result_of(profile=profile), tmp_path))
 
 
-@pytest.mark.parametrize("result", [{}, empty(), result_of(scenario={}, profile={}, lanes={}, counters={})])
+@pytest.mark.parametrize("result", [empty(), result_of(std_ttft_ms=None, mean_itl_ms=None, makespan_s=0.0)])
 def test_missing_numbers_print_as_dashes(tmp_path, result):
     text = "\n".join(run_lines(result, tmp_path))
     assert "None" not in text

@@ -6,7 +6,6 @@ all figures. Whatever a run does not have (no request completed, no time series)
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -17,6 +16,8 @@ from sim.results.figures.latency import draw_latency
 from sim.results.figures.memory import draw_memory
 from sim.results.figures.queueing import draw_queueing
 from sim.results.figures.style import FAINT, plain_text, save_figure
+from sim.results.report import origin, traffic
+from sim.results.schema import Result
 
 FIGURES: dict[str, Callable[[Sequence[FigureRun]], Figure]] = {
     "ttft_tpot.png": draw_latency,
@@ -35,25 +36,18 @@ def write_figures(folder: Path, runs: Sequence[FigureRun]) -> list[Path]:
     return [_save(folder / name, draw(runs), runs[0].result) for name, draw in FIGURES.items()]
 
 
-def _save(path: Path, figure: Figure, result: dict[str, Any]) -> Path:
+def _save(path: Path, figure: Figure, result: Result) -> Path:
     figure.suptitle(plain_text(_subject(result)), fontsize=8.5, color=FAINT, x=0.01, ha="left")
     return save_figure(path, figure)
 
 
-def _subject(result: dict[str, Any]) -> str:
+def _subject(result: Result) -> str:
     """Model, GPU, traffic and where the times come from: the line above every figure."""
-    scenario, profile = result.get("scenario") or {}, result.get("profile") or {}
-    traffic = scenario.get("workload") or Path(scenario.get("trace") or "traffic").name
-    rate = scenario.get("request_rate")
-    tp = scenario.get("tp") or 1
+    scenario, profile = result.scenario, result.profile
     words = [
-        f"{result.get('model_id') or scenario.get('model') or 'model'} on {scenario.get('gpu') or 'GPU'}",
-        f"tensor parallel {tp}" if tp > 1 else "",
-        traffic + (f" at {rate:g} requests/s" if rate else ""),
-        f"constants {profile.get('name')} ({_status(profile)})" if profile else "",
+        f"{result.model_id} on {scenario.gpu}",
+        f"tensor parallel {scenario.tp}" if scenario.tp > 1 else "",
+        traffic(scenario),
+        f"constants {profile.name} ({origin(profile)})",
     ]
-    return ("live:  " if result.get("backend") == "kvtwin-live" else "simulated:  ") + "  |  ".join(filter(None, words))
-
-
-def _status(profile: dict[str, Any]) -> str:
-    return "measured" if profile.get("status") == "measured" else f"{profile.get('status')}, not measured"
+    return ("live:  " if result.backend == "kvtwin-live" else "simulated:  ") + "  |  ".join(filter(None, words))

@@ -1,11 +1,14 @@
 """What the figures need of runs: `FigureRun`, copied out of a run that has ended, and the clock that runs share."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sim.results.schema import Result
 
 if TYPE_CHECKING:
     from sim.simulate import Run
@@ -22,7 +25,7 @@ class FigureRun:
     """
 
     label: str
-    result: dict[str, Any]
+    result: Result
     series: dict[str, Floats] | None
     ttft_s: Floats
     tpot_s: Floats
@@ -31,10 +34,10 @@ class FigureRun:
     arrival_s: Floats | None = None
 
     @staticmethod
-    def of(run: "Run", result: dict[str, Any]) -> "FigureRun":
+    def of(run: "Run", result: Result) -> "FigureRun":
         """Copy the arrays out of a run that has ended."""
         log, kept = run.log, run.log.per_request
-        label = str(result.get("policy") or run.setup.label)
+        label = result.policy
         series = None
         if run.series is not None:
             series = {name: _floats(column) for name, column in run.series.columns.items()}
@@ -46,7 +49,7 @@ class FigureRun:
         return FigureRun(label, result, series, ttft_s, _floats(log.tpot_s), queue_s, ttft_s - queue_s, arrival_s)
 
 
-def _floats(values: Any) -> Floats:  # noqa: ANN401 - any sequence of numbers
+def _floats(values: array) -> Floats:
     return np.array(values, dtype=np.float64)
 
 
@@ -65,7 +68,7 @@ def time_unit(span_s: float) -> tuple[float, str]:
 def clock(runs: Sequence[FigureRun]) -> tuple[float, str, float]:
     """Unit of time in s, its name, and the last moment of any run in that unit."""
     ends = [float(run.series["time_s"][-1]) for run in runs if has_series(run) and run.series is not None]
-    ends += [float(run.result.get("makespan_s") or 0.0) for run in runs]
+    ends += [run.result.makespan_s for run in runs]
     end_s = max(ends, default=0.0)
     unit_s, name = time_unit(end_s)
     return unit_s, name, max(end_s, 1e-3) / unit_s

@@ -46,7 +46,7 @@ def draw_lanes(runs: Sequence[FigureRun]) -> Figure:
             ax.stairs(busy * 100.0, edges / unit_s, color=policy_colour(i), lw=1.4)
             top = max(top, float(busy.max()) * 100.0)
             total_s = _lane_total(run, name, title)
-            makespan_s = float(run.result.get("makespan_s") or 0.0)
+            makespan_s = run.result.makespan_s
             set_title(ax, f"{title}: {_use(total_s, makespan_s)}" if not i else _use(total_s, makespan_s), 44)
         # 0 to 100 % would hide a lane that is hardly used; the scale is shared by the policies, so they compare.
         percent_axis(axes[0, column], next(scale for scale in (4.0, 10.0, 20.0, 40.0, 100.0) if top <= scale + 1e-6))
@@ -76,9 +76,8 @@ def _use(total_s: float, makespan_s: float) -> str:
 
 def _lane_total(run: FigureRun, name: str, title: str) -> float:
     """Busy seconds over the whole run: the result's, or the last sample's."""
-    told = ((run.result.get("lanes") or {}).get(title) or {}).get("busy_s")
-    sampled = float(run.series[name][-1]) if run.series is not None else 0.0
-    return max(sampled, float(told)) if told is not None else sampled
+    told_s = run.result.lanes.by_name()[title].busy_s
+    return max(told_s, float(run.series[name][-1])) if run.series is not None else told_s
 
 
 def busy_shares(run: FigureRun, name: str, title: str, edges_s: Floats) -> Floats:
@@ -90,7 +89,7 @@ def busy_shares(run: FigureRun, name: str, title: str, edges_s: Floats) -> Float
     if run.series is None:
         return np.zeros(len(edges_s) - 1)
     time_s, busy_s = run.series["time_s"], run.series[name]
-    last_s = max(float(run.result.get("makespan_s") or 0.0), float(time_s[-1]))
+    last_s = max(run.result.makespan_s, float(time_s[-1]))
     totals_s = np.r_[0.0, busy_s[:-1], _lane_total(run, name, title)]
     booked_s = np.diff(np.interp(edges_s, np.r_[time_s, last_s], totals_s))
     shares, backlog_s = np.zeros(len(edges_s) - 1), 0.0

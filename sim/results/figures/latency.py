@@ -33,8 +33,7 @@ def draw_latency(runs: Sequence[FigureRun]) -> Figure:
     """Cumulative distributions of TTFT and TPOT."""
     figure = new_figure(12, 5.2 + 0.22 * len(runs))
     left, right = figure.subplots(1, 2)
-    words = (runs[0].result.get("scenario") or {}).get("goodput") or []
-    slo = Goodput.parse([str(word) for word in words])
+    slo = Goodput.parse(runs[0].result.scenario.goodput)
     _cdfs(left, runs, [run.ttft_s for run in runs], slo.ttft_s, "Time to first token", "TTFT")
     _cdfs(right, runs, [run.tpot_s for run in runs], slo.tpot_s, "Time per output token", "TPOT")
     left.set_ylabel("requests within that time, %", fontsize=9, color=INK)

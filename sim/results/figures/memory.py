@@ -38,16 +38,13 @@ class _Panel:
 
 def draw_memory(runs: Sequence[FigureRun]) -> Figure:
     """KV memory in use and how many sequences decode, wait and are swapped out, over time."""
-    host = [host_in_use(run) if has_series(run) else None for run in runs]
-    in_gib = all(unit == "GiB" for unit in (pair[1] for pair in host if pair is not None))
-    host_unit = "GiB" if in_gib else "blocks"
     panels = [
         _Panel("GPU KV blocks in use: mean", "% of the pool", lambda v: f"{v:.0f}\xa0%", [_gpu_share(r) for r in runs]),
         _Panel(
             "KV kept in host memory: peak",
-            host_unit,
-            lambda v: f"{v:.3g}\xa0{host_unit}",
-            [None if pair is None else pair[0] for pair in host],
+            "GiB",
+            lambda v: f"{v:.3g}\xa0GiB",
+            [host_in_use_gib(run) for run in runs],
             always=False,
         ),
     ]
@@ -78,21 +75,19 @@ def _gpu_share(run: FigureRun) -> Floats | None:
     return 100.0 * (1.0 - np.divide(free, total, out=np.ones_like(free), where=total > 0.0))
 
 
-def host_in_use(run: FigureRun) -> tuple[Floats, str]:
-    """KV in host memory per GPU over time and its unit: GiB, or blocks where a block's size is not known.
+def host_in_use_gib(run: FigureRun) -> Floats | None:
+    """KV in host memory per GPU over time, GiB.
 
     A pool unit is a block of one layer group; the GPU pool's size in units over its size in whole blocks gives the
     groups of a block, which both tiers share.
     """
-    series, scenario = run.series or {}, run.result.get("scenario") or {}
-    free = series["host_free_blocks"]
+    if run.series is None or not has_series(run):
+        return None
+    series, scenario = run.series, run.result.scenario
     gpu_units = series["gpu_free_blocks"][0] + series["gpu_allocated_blocks"][0] - series["gpu_released_blocks"][0]
-    gpu_blocks, host_blocks = scenario.get("num_gpu_blocks"), scenario.get("num_cpu_blocks")
-    groups = gpu_units / gpu_blocks if gpu_blocks else 1.0
-    total = host_blocks * groups if host_blocks is not None and gpu_blocks else free.max()
-    blocks = np.maximum(0.0, total - free) / (groups or 1.0)
-    block_bytes = scenario.get("block_bytes")
-    return (blocks * block_bytes / 2**30, "GiB") if block_bytes and gpu_blocks else (blocks, "blocks")
+    groups = gpu_units / scenario.num_gpu_blocks
+    blocks = np.maximum(0.0, scenario.num_cpu_blocks * groups - series["host_free_blocks"]) / (groups or 1.0)
+    return blocks * scenario.block_bytes / 2**30
 
 
 def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: _Panel, unit_s: float, end: float) -> None:
@@ -104,7 +99,7 @@ def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: _Panel, unit_s: float
         if values is None or run.series is None:
             continue
         time = run.series["time_s"] / unit_s
-        last = max(float(run.result.get("makespan_s") or 0.0) / unit_s, float(time[-1]))
+        last = max(run.result.makespan_s / unit_s, float(time[-1]))
         x, mean, low, high = _stretches(time, values, last, edges)
         ax.fill_between(x, low, high, color=policy_colour(i), alpha=0.18, lw=0, step="mid")
         ax.plot(

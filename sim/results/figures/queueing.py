@@ -46,13 +46,13 @@ def draw_queueing(runs: Sequence[FigureRun]) -> Figure:
 
 
 def _bars(ax: Axes, runs: Sequence[FigureRun]) -> None:
-    longest_ms = max((float(run.result.get("mean_ttft_ms") or 0.0) for run in runs), default=0.0)
+    longest_ms = max((run.result.mean_ttft_ms or 0.0 for run in runs), default=0.0)
     unit_s, unit = (1.0, "s") if longest_ms >= 1e3 else (1e-3, "ms")
     dress(ax, f"mean TTFT, {unit}")
     ax.grid(False, axis="y")
     shares = []
     for i, run in enumerate(runs):
-        ttft_ms, queue_ms = run.result.get("mean_ttft_ms"), run.result.get("mean_queue_ms")
+        ttft_ms, queue_ms = run.result.mean_ttft_ms, run.result.mean_queue_ms
         if ttft_ms is None or queue_ms is None:
             ax.text(0.0, i, "  no completed request", va="center", fontsize=9, color=FAINT)
             continue

@@ -1,0 +1,153 @@
+"""The parts of a `Result` (`sim.results.schema`): what ran, on what, and what was counted.
+
+Every field is an entry of result.json under the same name; `docs/results.md` explains each.
+"""
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType, field, structs
+
+Option = bool | int | float | str | None
+
+
+class Counts(Struct, kw_only=True, frozen=True):
+    """What a run counts beside times. In the file the policy's own counters stand among the others."""
+
+    swap_out_blocks: int
+    """Whole blocks that preempted sequences had copied to the host."""
+    swap_in_blocks: int
+    """Whole blocks copied back for swapped sequences; LayerKV copies layers back and counts them itself."""
+    swap_space_exhausted: int
+    """Preemptions that became recomputations because the host pool was full."""
+    ignored: dict[str, int]
+    """Requests ignored, by reason."""
+    policy: dict[str, int] = field(default_factory=dict)
+    """The policy's own counters, by name; which there are is the policy's business."""
+
+
+class LaneUse(Struct, kw_only=True, frozen=True):
+    """How long one lane was in use."""
+
+    busy_s: float
+    """Time in which the lane worked, s."""
+
+
+class LanesUse(Struct, kw_only=True, frozen=True):
+    """Use of the instance's lanes, by their names in the file."""
+
+    compute: LaneUse = field(name="GPU compute")
+    """Computation."""
+    h2d: LaneUse = field(name="PCIe host to device")
+    """Copies to the GPU."""
+    d2h: LaneUse = field(name="PCIe device to host")
+    """Copies to the host."""
+
+    def by_name(self) -> dict[str, LaneUse]:
+        """The lanes under the names that people read."""
+        return dict(zip(self.__struct_encode_fields__, structs.astuple(self), strict=True))
+
+
+class UsedProfile(Struct, kw_only=True, frozen=True):
+    """The fitted constants that priced (or, live, predicted) the run."""
+
+    name: str
+    """Of the profile."""
+    status: Literal["measured", "imported", "derived"]
+    """Where its constants come from: that GPU, public tables, or specifications."""
+    sha256: str
+    """Of the constants' content, hexadecimal."""
+    beyond_range: dict[str, float] | UnsetType = UNSET
+    """What was priced beyond the fitted range: quantity (tokens, batch, context_tokens), most seen. Absent if nothing
+    was."""
+
+
+class Versions(Struct, kw_only=True, frozen=True):
+    """What produced the result."""
+
+    kvtwin: str
+    """Version of the program."""
+
+
+class Machine(Struct, kw_only=True, frozen=True):
+    """What executed a live run."""
+
+    device: str
+    """The GPU's or the CPU's name."""
+    torch: str
+    """Version of torch."""
+    dtype: str
+    """Type of the weights and of the KV cache."""
+    threads: str
+    """Threads that torch may use."""
+
+
+class ResolvedScenario(Struct, kw_only=True, frozen=True):
+    """The scenario as it ran: the fields of `sim.scenario.Scenario`, in their order, then what they resolved to."""
+
+    trace: str | None
+    """Trace file that was replayed; None: a workload."""
+    trace_format: str | None
+    """Format of the trace, where it was given."""
+    time_unit: str | None
+    """Unit of the trace's timestamps, where it was given."""
+    workload: str | None
+    """Generated traffic; None: a trace."""
+    num_prompts: int | None
+    """Requests asked for; None: all of the trace, or 1000 of a workload."""
+    request_rate: float | None
+    """Requests/s asked for; infinite: all at once ("inf" in the file)."""
+    burstiness: float
+    """Gamma shape of the arrivals."""
+    rate_scale: float
+    """Factor by which arrivals were sped up."""
+    clip: int | None
+    """Context length to which requests were cut, tokens."""
+    input_len: int | None
+    """Prompt tokens of the workload."""
+    output_len: int | None
+    """Output tokens of the workload."""
+    seed: int
+    """Of everything random."""
+    model: str
+    """As it was named: built-in model, or path of a config.json."""
+    dtype: str
+    """Of weights and KV cache, as it was named."""
+    gpu: str
+    """As it was named."""
+    tp: int
+    """GPUs in the tensor-parallel group."""
+    profile: str | None
+    """As it was named; None: the GPU's own."""
+    cost_form: str | None
+    """Form of the cost model; None: the profile's."""
+    num_gpu_blocks_override: int | None
+    """GPU KV blocks asked for; None: sized from memory."""
+    num_cpu_blocks_override: int | None
+    """Host KV blocks asked for; None: sized from the swap space."""
+    block_size: int
+    """Tokens of a KV block."""
+    max_num_seqs: int
+    """Most sequences in one iteration."""
+    max_num_batched_tokens: int
+    """Most tokens in one iteration, resolved."""
+    max_model_len: int
+    """Longest context, tokens, resolved."""
+    enable_chunked_prefill: bool
+    """Resolved."""
+    gpu_memory_utilization: float
+    """Share of GPU memory that the engine may use."""
+    swap_space: float | None
+    """Host memory for KV asked for, GiB per GPU; None: the policy's default."""
+    goodput: list[str]
+    """SLOs as `NAME:MILLISECONDS`."""
+
+    policy: str
+    """Name of the policy, without its options."""
+    policy_options: dict[str, Option]
+    """Options of the policy by name, defaults included."""
+    num_gpu_blocks: int
+    """GPU KV blocks (`block_size` tokens, all layers), per GPU."""
+    num_cpu_blocks: int
+    """Host KV blocks, per GPU."""
+    block_bytes: float
+    """Bytes of a block, per GPU."""

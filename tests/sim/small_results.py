@@ -1,0 +1,58 @@
+"""Small results made by hand, whose every field has a value until a test changes it, and small runs that make one."""
+
+from msgspec import UNSET, structs
+
+from sim.results.metrics import names
+from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
+from sim.results.schema import Result
+from sim.scenario import Scenario, parse_policy
+from sim.simulate import Keep, Run, build_run, execute, prepare, traffic
+
+LATENCIES = ("ttft", "tpot", "e2el", "queue", "itl")
+CROWDED = Scenario(
+    workload="sharegpt", num_prompts=40, request_rate=20.0, num_gpu_blocks_override=120, num_cpu_blocks_override=60,
+    max_model_len=1024, goodput=("ttft:3000",), seed=1,
+)  # fmt: skip
+"""More requests than the pools hold."""
+NOTHING = Keep()
+PROFILE = UsedProfile(name="l20-derived", status="derived", sha256="0123456789abcdef")
+
+
+def lanes(compute: float = 0.0, h2d: float = 0.0, d2h: float = 0.0) -> LanesUse:
+    return LanesUse(compute=LaneUse(busy_s=compute), h2d=LaneUse(busy_s=h2d), d2h=LaneUse(busy_s=d2h))
+
+
+def counts(**policy: int) -> Counts:
+    return Counts(swap_out_blocks=0, swap_in_blocks=0, swap_space_exhausted=0, ignored={}, policy=policy)
+
+
+def scenario(**changes: object) -> ResolvedScenario:
+    values = ResolvedScenario(
+        trace=None, trace_format=None, time_unit=None, workload="sharegpt", num_prompts=None, request_rate=6.0,
+        burstiness=1.0, rate_scale=1.0, clip=None, input_len=None, output_len=None, seed=0, model="llama-2-7b",
+        dtype="auto", gpu="l20", tp=1, profile=None, cost_form=None, num_gpu_blocks_override=None,
+        num_cpu_blocks_override=None, block_size=16, max_num_seqs=256, max_num_batched_tokens=4096,
+        max_model_len=4096, enable_chunked_prefill=False, gpu_memory_utilization=0.9, swap_space=None,
+        goodput=["ttft:3000", "tpot:200"], policy="vllm-recompute", policy_options={}, num_gpu_blocks=3467,
+        num_cpu_blocks=512, block_bytes=2**23,
+    )  # fmt: skip
+    return structs.replace(values, **changes)
+
+
+def small_result(**changes: object) -> Result:
+    """A run of which no request completed, with these fields changed."""
+    nothing = {name: None for latency in LATENCIES for name in names(latency)}
+    values = Result(
+        backend="kvtwin-sim", model_id="llama-2-7b", policy="vllm-recompute", num_prompts=0, request_rate=6.0,
+        complete=True, error=UNSET, duration=0.0, completed=0, ignored=0, total_input_tokens=0, total_output_tokens=0,
+        request_throughput=0.0, output_throughput=0.0, total_token_throughput=0.0, request_goodput=None,
+        goodput_attainment=None, **nothing, itl_percentiles="exact", makespan_s=0.0, num_iterations=0,
+        num_preemptions=0, counters=counts(), lanes=lanes(), warnings=[], scenario=scenario(), profile=PROFILE,
+        versions=Versions(kvtwin="0"),
+    )  # fmt: skip
+    return structs.replace(values, **changes)
+
+
+def finished(policy: str, keep: Keep = NOTHING, options: Scenario = CROWDED) -> Run:
+    """A simulated run that has ended."""
+    return execute(build_run(prepare(options, policy, parse_policy(policy, {})[1]), traffic(options), keep=keep))

@@ -1,0 +1,82 @@
+"""docs/results.md names every file and field that a run leaves, and none that does not exist."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+from small_results import finished
+
+from sim.cli import TABLE_FILES
+from sim.results.figures import FIGURES
+from sim.results.metrics import TABLE_COLUMNS
+from sim.results.parts import Counts, LanesUse, LaneUse, Machine, ResolvedScenario, UsedProfile, Versions
+from sim.results.report import METRICS
+from sim.results.result import RESULT_FILE, SERIES_FILE, assemble
+from sim.results.schema import Comparison, Result
+from sim.results.series import COLUMNS
+from sim.results.timeline import TIMELINE_FILE, write_timeline
+from sim.simulate import Keep
+
+ROOT = Path(__file__).parents[2]
+FILES = [RESULT_FILE, *TABLE_FILES, SERIES_FILE, TIMELINE_FILE, "figures/", "comparison.json", "comparison.md"]
+FILES += ["validation.md", "twin.png", "crash.txt"]
+NAMES = {
+    "Files": FILES,
+    "result.json": Result.__struct_encode_fields__,
+    "counters": [name for name in Counts.__struct_encode_fields__ if name != "policy"],
+    "lanes": LanesUse.__struct_encode_fields__,
+    "each lane": LaneUse.__struct_encode_fields__,
+    "scenario": ResolvedScenario.__struct_encode_fields__,
+    "profile": UsedProfile.__struct_encode_fields__,
+    "versions": Versions.__struct_encode_fields__,
+    "machine": Machine.__struct_encode_fields__,
+    "requests.csv and requests.parquet": TABLE_COLUMNS,
+    "series.csv": COLUMNS,
+    "figures/": FIGURES,
+    "comparison.json": Comparison.__struct_encode_fields__,
+    "metrics": [metric.key for metric in METRICS],
+}
+"""Sections of the page with a table, and the names that its first column must hold, in order."""
+SEEN = {"counters of layerkv", "timeline.json.gz", "events"}
+"""Sections whose names are found in runs."""
+
+
+def documented() -> dict[str, list[str]]:
+    """Names in the first columns of the page's tables, by the heading above."""
+    found: dict[str, list[str]] = {}
+    heading = ""
+    for line in (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("| `"):
+            found.setdefault(heading, []).extend(re.findall(r"`([^`]+)`", line.split(" | ")[0]))
+    return found
+
+
+def test_every_table_is_checked():
+    assert set(documented()) == set(NAMES) | SEEN
+
+
+@pytest.mark.parametrize("section", NAMES)
+def test_the_page_names_every_field_in_order_and_no_other(section):
+    assert documented()[section] == list(NAMES[section])
+
+
+def test_the_page_names_the_counters_of_layerkv():
+    seen = set()
+    for policy in ("layerkv", "layerkv:decode=stream"):
+        seen |= set(assemble(finished(policy)).counters.policy)
+    names = documented()["counters of layerkv"]
+    assert len(seen) > 5
+    assert seen <= set(names)
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "policies").glob("*.py"))
+    assert [name for name in names if f'"{name}"' not in sources] == []
+
+
+def test_the_page_names_what_a_timeline_holds(tmp_path):
+    write_timeline(tmp_path, finished("layerkv", Keep(timeline=True)))
+    trace = json.loads(gzip.decompress((tmp_path / TIMELINE_FILE).read_bytes()))
+    assert documented()["timeline.json.gz"] == list(trace)
+    assert set(documented()["events"]) == {key for event in trace["traceEvents"] for key in event}
