@@ -50,12 +50,14 @@ class Cohort:
         return (self.offsets + self.size * (step - 1) + lacking) // size
 
     def steps_until_growth(self, step: int) -> int:
-        """Iterations from `step` on, it included, that read as many cached blocks as this one."""
+        """Iterations from `step` on that read as many blocks as this one, none of them but this one beginning any."""
         growth = self.growth
         size = len(growth)
-        for i in range(size):
+        if growth[step % size]:
+            return 1
+        for i in range(1, size):
             if growth[(step + i) % size]:
-                return i + 1
+                return i
         return size
 
 
