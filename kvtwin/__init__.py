@@ -23,16 +23,28 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:  # noqa: ANN401
         # Flags are spelled out: what abbreviates one of them today may mean two tomorrow.
         super().__init__(allow_abbrev=False, **options)
-        self._fill: Callable[[Parser], None] | None = None
+        self._fills: list[tuple[tuple[str, ...], Callable[[Parser], None]]] = []
 
-    def later(self, fill: "Callable[[Parser], None]") -> None:
-        """Add the flags when they are needed: a command has dozens, and only one command runs."""
-        self._fill = fill
+    def later(self, fill: "Callable[[Parser], None]", words: tuple[str, ...] = ()) -> None:
+        """Add the flags when they are needed: a command has dozens, and only one command runs.
 
-    def _add_flags(self) -> None:
-        fill, self._fill = self._fill, None
-        if fill is not None:
-            fill(self)
+        `words`: only when a flag that begins as one of them is given, or help asked for.
+        """
+        self._fills.append((words, fill))
+
+    def _add_flags(self, given: Sequence[str] | None = None) -> None:
+        """Add those that `given` words need; all without any. What is added may add more."""
+        while True:
+            needed = [
+                (words, fill)
+                for words, fill in self._fills
+                if given is None or not words or any(word.startswith(words) for word in given)
+            ]
+            if not needed:
+                return
+            self._fills = [entry for entry in self._fills if entry not in needed]
+            for _, fill in needed:
+                fill(self)
 
     def format_help(self) -> str:
         self._add_flags()
@@ -44,9 +56,10 @@ class Parser(argparse.ArgumentParser):
         namespace: Any = None,  # noqa: ANN401
     ) -> tuple[Any, list[str]]:
         """Refuse unknown flags here, where the command's own are known, with the nearest right one."""
-        self._add_flags()
+        self._add_flags(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            self._add_flags()
             near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

@@ -3,12 +3,15 @@
 import argparse
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
 from sim.files import CsvTable, ParquetTable, make_folder
+from sim.option_values import base_type, flag, option_fields
+from sim.policy_options import options_of, owned_option, parse_policy
 from sim.results.metrics import TABLE_COLUMNS, TableSink
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, write_result, write_series
 from sim.results.schema import Result
@@ -16,13 +19,8 @@ from sim.results.timeline import TIMELINE_FILE, write_timeline
 from sim.scenario import (
     Outputs,
     Scenario,
-    base_type,
     build_options,
     build_scenario,
-    flag,
-    option_fields,
-    parse_policy,
-    policy_options,
     read_scenario,
 )
 from sim.simulate import Keep, Run, Setup, build_run, execute, prepare, traffic
@@ -50,26 +48,31 @@ COMPARE_HELP = (
 )
 
 
-def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN401 - the command line's own parser
     """Add a flag for every field of a scenario but those `without`, and every option of the policies."""
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="TOML file with these options; flags override it")
     parser.add_argument(
         "--policy",
         action="append",
         metavar="P",
-        help=f"one of {', '.join(POLICIES)}; options as NAME:option=value,... or by their flags",
+        help=f"one of {', '.join(POLICIES)}; options and parts as NAME:option=value,... or options by their flags",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
     for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
         if f.name not in without:
             _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"])
-    known: set[str] = set()
-    for kind in POLICIES.values():
-        group = parser.add_argument_group(f"options of {kind.name}", kind.summary)
-        for f, hint in option_fields(kind):
-            if f.name not in known:
-                known.add(f.name)
-                _add_flag(group, f.name, hint, f"{f.metadata.get('help', '')} (default {f.default})", None)
+    # A policy's flags are added, and the policy imported, when one of them is given or help asked for.
+    for name in POLICIES:
+        parser.later(partial(_add_policy_flags, name=name), (f"--{name}-", f"--no-{name}-"))
+
+
+def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    kind = POLICIES[name]
+    parts = ", ".join(f"{part} {value}" for part, value in kind.composition.items())
+    group = parser.add_argument_group(f"options of {name}", f"{kind.summary} ({parts})")
+    for option in options_of(kind):
+        text = f"{option.field.metadata['help']} (default {option.field.default})"
+        _add_flag(group, option.full_name, option.hint, text, None)
 
 
 def _add_flag(target: Any, name: str, hint: Any, help_text: str, metavar: str | None) -> None:  # noqa: ANN401
@@ -94,15 +97,15 @@ def read_options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[st
         if value is not None:
             values[name] = value
             sources.pop(name, None)
-    owners = policy_options()
-    shared = {name: values[name] for name in owners if name in values}
     texts: tuple[str, ...] = tuple(values.get("policy") or ())
     if not texts:
         raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
-    policies = [parse_policy(text, shared) for text in texts]
-    for name in shared:
-        if not any(policy.name in owners[name] for _, policy in policies):
-            raise UserError(f"{flag(name)}: an option of {', '.join(owners[name])}, which --policy does not name")
+    policies = [parse_policy(text, values) for text in texts]
+    plain = {f.name for owner in (Scenario, Outputs) for f, _ in option_fields(owner)}
+    for name in values.keys() - plain:
+        option = owned_option(name)
+        if option is not None and all(policy.name != option.policy for _, policy in policies):
+            raise UserError(f"{flag(name)}: an option of {option.policy}, which --policy does not name")
     if "out" not in values:
         raise UserError("--out DIR is missing: where are the results to go?")
     return build_scenario(values, sources), policies, Path(values["out"]), build_options(Outputs, values)

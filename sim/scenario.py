@@ -1,19 +1,18 @@
 """`Scenario`: everything that makes a run, as the CLI, a TOML file or a caller states it. Each field is a flag.
 
-Flags are spelled as vLLM spells them where vLLM has one. A policy's own options are the fields of its dataclass.
+Flags are spelled as vLLM spells them where vLLM has one. `sim.policy_options` has the policies' own.
 """
 
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
 from sim.errors import UserError
-from sim.systems import POLICIES, policy_named
-from sim.systems.base import Policy
+from sim.option_values import convert, flag, option_fields
+from sim.policy_options import all_policy_options, owned_option
 
 Options = TypeVar("Options")
 
@@ -92,113 +91,6 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
     return list(value) if isinstance(value, tuple) else value
 
 
-def option_fields(owner: type) -> list[tuple[Field[Any], Any]]:
-    """Fields of an options dataclass with their resolved types."""
-    hints = get_type_hints(owner)
-    return [(f, hints[f.name]) for f in fields(owner)]
-
-
-def base_type(hint: Any) -> Any:  # noqa: ANN401
-    """`int | None` -> `int`; other types as they are."""
-    members = [member for member in get_args(hint) if member is not type(None)]
-    if get_origin(hint) is Literal or len(members) != 1:
-        literal = [member for member in members if get_origin(member) is Literal]
-        return literal[0] if literal else hint
-    return members[0]
-
-
-def convert(name: str, text: Any, hint: Any) -> Any:  # noqa: ANN401
-    """A value from the command line or a TOML file, as the type its option has; `name` is for the message."""
-    kind = base_type(hint)
-    try:
-        if get_origin(kind) is Literal:
-            if text not in get_args(kind):
-                raise ValueError
-            return text
-        if kind is bool:
-            return _boolean(text)
-        if kind in (int, float):
-            return _number(text, kind)
-        if get_origin(kind) is tuple:
-            words = text.split() if isinstance(text, str) else text
-            if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-                raise TypeError
-            return tuple(words)
-        if not isinstance(text, str):
-            raise TypeError
-        return text
-    except (TypeError, ValueError, OverflowError):
-        choices = " or ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
-        raise UserError(f"{name}: {text!r} is not {choices or WANTED.get(kind, 'a list of words')}") from None
-
-
-WANTED = {int: "a whole number (of 64 bits)", float: "a number", bool: "true or false", str: "text in quotes"}
-
-
-def _boolean(text: Any) -> bool:  # noqa: ANN401
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if isinstance(text, bool):
-        return text
-    if str(text).lower() not in words:
-        raise ValueError
-    return words[str(text).lower()]
-
-
-def _number(text: Any, kind: type) -> int | float:  # noqa: ANN401
-    if isinstance(text, bool):
-        raise ValueError
-    if kind is float:
-        number = float(text)
-        if number != number:
-            raise ValueError
-        return number
-    whole: int | None = None
-    if not isinstance(text, float):
-        # Read as written: a float would lose digits beyond 2**53.
-        with suppress(ValueError):
-            whole = int(text)
-    if whole is None:
-        whole = int(float(text))
-        if whole != float(text):
-            raise ValueError
-    if not -(1 << 63) <= whole < 1 << 63:
-        raise OverflowError
-    return whole
-
-
-def parse_policy(text: str, shared: Mapping[str, Any]) -> tuple[str, Policy]:
-    """A policy from `NAME` or `NAME:option=value,...`, with the options given for all (`shared`) that it has.
-
-    Returns its label, which is the text itself, and the policy.
-    """
-    name, _, words = text.partition(":")
-    kind = policy_named(name)
-    hints = {f.name: hint for f, hint in option_fields(kind)}
-    values: dict[str, Any] = {key: convert(flag(key), shared[key], hints[key]) for key in shared if key in hints}
-    for word in filter(None, words.split(",")):
-        key, equals, value = word.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals or key not in hints:
-            known = ", ".join(hints) or "none"
-            raise UserError(f"--policy {text}: {word!r} is not option=value of {name}; its options: {known}")
-        values[key] = convert(f"--policy {text}: {key}", value.strip(), hints[key])
-    return text, kind(**values)
-
-
-def policy_options() -> dict[str, list[str]]:
-    """Every policy option and the policies that have it."""
-    owners: dict[str, list[str]] = {}
-    for kind in POLICIES.values():
-        for f in fields(kind):
-            owners.setdefault(f.name, []).append(kind.name)
-    return owners
-
-
-def flag(name: str) -> str:
-    """The command-line spelling of a field."""
-    return "--" + name.replace("_", "-")
-
-
 def read_scenario(path: Path) -> dict[str, Any]:
     """A scenario file: TOML with the flags' names (dashes or underscores), its values as the types the options have.
 
@@ -214,8 +106,10 @@ def read_scenario(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
+        if name not in known and (owned := owned_option(name)) is not None:
+            known[name] = owned.hint
         if name not in known:
-            near = get_close_matches(name, known, n=1)
+            near = get_close_matches(name, [*known, *all_policy_options()], n=1)
             hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
             raise UserError(f"{path}: unknown key {key!r}{hint}")
         if name in values:
@@ -225,9 +119,8 @@ def read_scenario(path: Path) -> dict[str, Any]:
 
 
 def scenario_keys() -> dict[str, Any]:
-    """Every key of a scenario file and its type."""
-    owners = (*POLICIES.values(), Outputs, Scenario)
-    keys: dict[str, Any] = {f.name: hint for owner in owners for f, hint in option_fields(owner)}
+    """Every key of a scenario file and its type, but for the policies' options (`owned_option`)."""
+    keys: dict[str, Any] = {f.name: hint for owner in (Outputs, Scenario) for f, hint in option_fields(owner)}
     return keys | {"policy": tuple[str, ...], "out": str}
 
 

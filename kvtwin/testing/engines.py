@@ -56,7 +56,7 @@ def requests(*rows: tuple[float, int, int]) -> list[Request]:
     return [Request(i, *row) for i, row in enumerate(rows)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Machine:
     """What a small engine runs on."""
 
@@ -65,6 +65,10 @@ class Machine:
     profile: Profile
     hardware: HardwareSpec
     tensor_parallel_size: int = 1
+
+    def __repr__(self) -> str:
+        constants = ", ".join(f"{constant.value:g}" for constant in self.profile.constants.values())
+        return f"<{self.tensor_parallel_size} x {self.hardware.name}, {self.model.num_layers} layers, {constants}>"
 
     @property
     def deployment(self) -> Deployment:
@@ -172,10 +176,12 @@ def simulate(
     record: bool = False,
     seed: int = 0,
     observe: Callable[[Scheduler], Observer] | None = None,
+    most_plans: int = 1_000_000,
 ) -> Outcome:
     """Run a policy on the virtual clock with everything in reach.
 
-    `observe` makes, for the scheduler, what hears of every plan instead of `Outcome.plans`.
+    `observe` makes, for the scheduler, what hears of every plan instead of `Outcome.plans`. AssertionError after
+    `most_plans` plans: then requests preempt one another for ever.
     """
     machine = machine or linear_machine(limit.block_bytes)
     gaps, log, lanes = GapCollector(), RequestLog(goodput=goodput), Lanes(keep_intervals=True)
@@ -190,6 +196,15 @@ def simulate(
     tokens: dict[int, list[float]] = {}
     if record:
         engine.scheduler.record_tokens(tokens)
+    observer = observe(engine.scheduler) if observe else lambda *facts: plans.append(facts)
+    left = most_plans
+
+    def watch(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+        nonlocal left
+        left -= 1
+        assert left, f"{most_plans} plans and {len(ended)} requests ended: somebody waits for ever"
+        observer(plan, start_s, times)
+
     env = simpy.Environment()
     instance = Instance(
         env,
@@ -200,7 +215,7 @@ def simulate(
         layers=machine.model.num_layers,
         block_bytes=limit.block_bytes,
         jump=jump,
-        observer=observe(engine.scheduler) if observe else lambda *facts: plans.append(facts),
+        observer=watch,
     )
     env.run(until=env.process(instance.serve()))
     return Outcome(engine.scheduler, instance, lanes, log, gaps, ended, plans, tokens)

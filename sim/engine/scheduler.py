@@ -62,6 +62,7 @@ class Scheduler:
         self._parked = [part.parked for part in self.parts if overrides(part, "parked")]
         self._moved = [part.moved for part in self.parts if overrides(part, "moved")]
         self._left = [part.left for part in self.parts if overrides(part, "left")]
+        self._transferred = [part.transferred for part in self.parts if overrides(part, "transferred")]
         self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
 
     # -- facts -----------------------------------------------------------------------------------------------------
@@ -124,7 +125,8 @@ class Scheduler:
     def transfer_done(self, move: Move) -> None:
         """A copy beside or behind the computation ended."""
         self.memory.transfer_done(move)
-        self.stage.transfer_done(move)
+        for transferred in self._transferred:
+            transferred(move)
 
     def truncate(self, seq: Sequence, output_tokens: int) -> None:
         """`seq` ends with its `output_tokens`-th token, which is yet to come (a stop token; a client that has left)."""

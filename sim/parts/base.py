@@ -11,13 +11,14 @@ One step of the scheduler asks them in this order:
 4. `complete(plan)` of every part that has one: what else is copied.
 5. After the iteration: `committed(plan, times)`. As it happens: `joined` (a sequence enters the decode batch), `parked`
    (it has its first token and waits outside), `moved` (it got a token more than the batch), `left` (it ended, or is to
-   be computed again).
+   be computed again), `transferred` (a copy has ended).
 
 Predicates (`admits`, `fits`, `ever_fits`, `has_room`) change nothing. Only `Memory` touches the pools. A hook that a
 part does not override is never called.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
@@ -83,6 +84,9 @@ class Part:
     def left(self, seq: Sequence) -> None:
         """`seq` ended, or gives up its KV."""
 
+    def transferred(self, move: Move) -> None:
+        """A copy beside or behind the computation has ended; the memory knows already."""
+
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         """Sequences that are in this part's care and hold blocks, and where. For recounts."""
         return ()
@@ -140,6 +144,8 @@ class Memory(Part, ABC):
         self.unit = self.num_groups = num_groups
         self.gpu = BlockPool("GPU KV blocks", limits.num_gpu_blocks * num_groups)
         self.host = BlockPool("host KV blocks", limits.num_cpu_blocks * num_groups)
+        self.copies_of = {}
+        self.releasing = 0
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
@@ -160,6 +166,10 @@ class Memory(Part, ABC):
     @abstractmethod
     def has_room(self, batch: DecodeBatch) -> bool:
         """Whether the whole batch can take its next token, by counts alone; False sends for the exact walk."""
+
+    @abstractmethod
+    def can_grow(self, batch: DecodeBatch) -> bool:
+        """Whether there are the blocks that the next iteration of the whole batch needs, to the last one."""
 
     @abstractmethod
     def can_append(self) -> bool:
@@ -219,7 +229,20 @@ class Memory(Part, ABC):
         """Give back the host blocks of a swapped sequence."""
         raise NotImplementedError
 
+    def send_out(self, seq: Sequence) -> None:
+        """Start copying a sequence to the host beside the computation; its GPU blocks are free when that has ended."""
+        raise NotImplementedError
+
+    def bring_in(self, seq: Sequence) -> int:
+        """Start copying what a sequence has on the host back; GPU pool blocks taken for it."""
+        raise NotImplementedError
+
     # -- copies beside and behind the computation, where there are any -----------------------------------------------
+
+    copies_of: dict[Sequence, int]
+    """Copies under way by sequence; nobody listed has none."""
+    releasing: int
+    """GPU pool blocks that they will free."""
 
     def transfer_done(self, move: Move) -> None:
         """A copy beside or behind the computation has ended: what it left is free."""
@@ -256,6 +279,10 @@ class Eviction(Part, ABC):
         """The running sequences are through: put this step's victims in their queues; whether there were any."""
         return False
 
+    def may_admit(self) -> bool:
+        """Whether new prompts may start, as far as the room for victims goes."""
+        return True
+
     def headroom(self) -> int:
         """GPU pool blocks to leave free beside a new prompt, so that it is not offloaded again at once."""
         return 0
@@ -280,11 +307,10 @@ class Stage(Part, ABC):
     def enter(self, seq: Sequence, *, first: bool = False) -> None:
         """`seq` has its first token (or the next one after a recomputation) and is not complete."""
 
-    def transfer_done(self, move: Move) -> None:
-        """A copy that this part or the memory started has ended; the memory knows already."""
-
     brings_layers_back: ClassVar[bool] = False
     """Whether sequences with layers on the host may enter."""
+    streams: ClassVar[bool] = False
+    """Whether sequences may decode with layers on the host, which pass through the GPU."""
 
     @property
     def has_parked(self) -> bool:
@@ -369,6 +395,47 @@ class Batching(Part, ABC):
         for seq in chosen:
             self.memory.append(seq)
 
+    def decode_or_preempt(self, plan: IterationPlan) -> None:
+        """Everybody in the batch takes a token; where blocks run out, some are preempted."""
+        if self.batch.members:
+            if self.memory.has_room(self.batch):
+                self.decode_all(plan)
+            else:
+                self.decode_exactly(plan)
+
+    def decode_exactly(self, plan: IterationPlan) -> None:
+        """Visit the batch from the left as vLLM does; whoever finds no free block preempts from the right.
+
+        Half-done prompts stand at the right end: they have their blocks, and are the first to lose them.
+        """
+        batch, memory = self.batch, self.memory
+        order = deque(batch.members)
+        order.extend(self.partials)
+        while order:
+            seq = order.popleft()
+            if seq in self.partials:
+                continue
+            while not memory.can_append():
+                victim = order.pop() if order else seq
+                self.preempt(victim, plan)
+                if victim is seq:
+                    break
+            else:
+                plan.num_decodes += 1
+                plan.decode_context_tokens += batch.num_tokens_of(seq)
+                memory.append(seq)
+        plan.decodes = batch.members
+
+    def continue_partials(self, plan: IterationPlan, budget: int) -> int:
+        """Go on with half-done prompts, oldest first, within the budget; returns what is left of it."""
+        for seq in self.partials:
+            chunk = min(seq.num_tokens - seq.num_computed, budget)
+            if not chunk:
+                break
+            plan.add_chunk(seq, chunk, Origin.CONTINUED)
+            budget -= chunk
+        return budget
+
     def preempt(self, seq: Sequence, plan: IterationPlan) -> None:
         """Take a running sequence out and hand it to the eviction."""
         scheduler = self.scheduler
@@ -376,7 +443,7 @@ class Batching(Part, ABC):
         scheduler.changed = True
         if seq in self.partials:
             self.drop_partial(seq)
-        else:
+        elif seq in self.batch.members:
             self.batch.remove(seq)
         self.eviction.evict(seq, plan)
 

@@ -29,12 +29,8 @@ class LayerBlocks(Memory):
         self.all_groups = tuple(range(num_layers))
         self.groups_on_gpu: dict[Sequence, tuple[int, ...]] = {}
         """Of every sequence that holds blocks."""
-        self.copies_of: dict[Sequence, int] = {}
-        """Copies beside or behind the computation that are under way; nobody listed has none."""
         self.arriving: dict[Sequence, None] = {}
         """Sequences whose missing layers are on their way back: held on both sides until they are there."""
-        self.releasing = 0
-        """Layer-blocks that these copies will free on the GPU."""
         self.host_reserved = 0
         """Layer-blocks on the host that decodes with hosted layers may grow into during the coming step."""
 
@@ -120,6 +116,9 @@ class LayerBlocks(Memory):
         # vLLM wants one block free for each sequence it visits, needed or not: the last one's must be left.
         return self.gpu.free // self.unit > batch.blocks_needed(1)
 
+    def can_grow(self, batch: DecodeBatch) -> bool:
+        return self.gpu.free >= batch.blocks_needed(1) * self.unit
+
     def can_append(self) -> bool:
         return self.gpu.free >= self.unit
 
@@ -188,7 +187,6 @@ class LayerBlocks(Memory):
         self.scheduler.counters.swap_out_blocks += seq.num_blocks
 
     def bring_in(self, seq: Sequence) -> int:
-        """Start copying the missing layers back; layer-blocks."""
         there = set(self.groups_on_gpu[seq])
         missing = tuple(group for group in self.all_groups if group not in there)
         self.arriving[seq] = None

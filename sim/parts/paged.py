@@ -47,6 +47,9 @@ class PagedMemory(Memory):
         # vLLM wants one block free for each sequence it visits, needed or not: the last one's must be left.
         return self.gpu.free > batch.blocks_needed(1)
 
+    def can_grow(self, batch: DecodeBatch) -> bool:
+        return self.gpu.free >= batch.blocks_needed(1)
+
     def can_append(self) -> bool:
         return self.gpu.free > 0
 
@@ -100,6 +103,32 @@ class PagedMemory(Memory):
         self.scheduler.counters.swap_in_blocks += blocks
         plan.swapped_in_blocks += blocks
         self.scheduler.changes.append(Restore(seq, blocks * self.block_size, (), ALL_LAYERS, (), blocks))
+
+    def send_out(self, seq: Sequence) -> None:
+        blocks = self.held_blocks(seq)
+        self.host.allocate(blocks)
+        self.copies_of[seq] = 1
+        self.releasing += blocks
+        self.scheduler.counters.swap_out_blocks += blocks
+        move = Move(seq, ALL_LAYERS, 0, blocks * self.block_size, Tier.GPU, Tier.HOST, blocks, blocks, True)
+        self.scheduler.beside.append(move)
+
+    def bring_in(self, seq: Sequence) -> int:
+        blocks = self.held_blocks(seq)
+        self.gpu.allocate(blocks)
+        self.copies_of[seq] = 1
+        self.scheduler.counters.swap_in_blocks += blocks
+        move = Move(seq, ALL_LAYERS, 0, blocks * self.block_size, Tier.HOST, Tier.GPU, blocks, 0, True)
+        self.scheduler.beside.append(move)
+        return blocks
+
+    def transfer_done(self, move: Move) -> None:
+        del self.copies_of[move.seq]
+        if move.target is Tier.HOST:
+            self.releasing -= move.num_freed
+            self.gpu.release(move.num_freed)
+        else:
+            self.host.release(move.num_blocks)
 
     def outgrew_gpu(self, seq: Sequence) -> bool:
         return self.gpu.num_blocks < self.held_blocks(seq) + 1

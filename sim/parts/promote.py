@@ -183,7 +183,7 @@ class Promote(Stage):
         self.tally["promoted"] += 1
         self.tally["promoted_layer_blocks"] += self.blocks.bring_in(seq)
 
-    def transfer_done(self, move: Move) -> None:
+    def transferred(self, move: Move) -> None:
         if move.target is Tier.GPU:
             del self.promoting[move.seq]
             self.scheduler.join(move.seq)

@@ -29,6 +29,9 @@ class ReservedMemory(PagedMemory):
     def has_room(self, batch: DecodeBatch) -> bool:
         return True
 
+    def can_grow(self, batch: DecodeBatch) -> bool:
+        return True
+
     def can_append(self) -> bool:
         return True
 

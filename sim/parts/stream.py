@@ -25,8 +25,8 @@ class Stream(Promote):
         super().__init__(memory)
         self.tpot_slo_s = tpot_slo_s
 
-    def transfer_done(self, move: Move) -> None:
-        super().transfer_done(move)
+    def transferred(self, move: Move) -> None:
+        super().transferred(move)
         seq = move.seq
         if move.target is Tier.HOST and seq not in self.blocks.copies_of and seq in self.waiting:
             self._start_streaming(seq)

@@ -145,6 +145,8 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """Name of the policy, without its options."""
     policy_options: dict[str, Option]
     """Options of the policy by name, defaults included."""
+    policy_parts: dict[str, str]
+    """Name of each part: order, batching, admission, memory, eviction, stage."""
     num_gpu_blocks: int
     """GPU KV blocks (`block_size` tokens, all layers), per GPU."""
     num_cpu_blocks: int

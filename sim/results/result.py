@@ -1,6 +1,5 @@
 """`result.json` and `series.csv` of a run, written and read back."""
 
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TypedDict
@@ -10,6 +9,7 @@ import numpy as np
 from msgspec import UNSET, structs
 
 from sim.files import write_atomically
+from sim.policy_options import options_of
 from sim.results.metrics import PERCENTILES, PerRequest, gap_statistics
 from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
@@ -143,6 +143,7 @@ def _beyond_range(setup: Setup) -> list[str]:
 def _scenario(setup: Setup) -> ResolvedScenario:
     limits = setup.limits
     resolved = {
+        "max_num_seqs": limits.max_num_seqs,
         "max_model_len": limits.max_model_len,
         "enable_chunked_prefill": limits.enable_chunked_prefill,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -150,7 +151,8 @@ def _scenario(setup: Setup) -> ResolvedScenario:
     return ResolvedScenario(
         **(setup.scenario.as_dict() | resolved),
         policy=setup.policy.name,
-        policy_options={f.name: getattr(setup.policy, f.name) for f in fields(setup.policy)},
+        policy_options={option.name: getattr(setup.policy, option.name) for option in options_of(type(setup.policy))},
+        policy_parts=setup.policy.names,
         num_gpu_blocks=limits.num_gpu_blocks,
         num_cpu_blocks=limits.num_cpu_blocks,
         block_bytes=limits.block_bytes,

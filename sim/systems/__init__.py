@@ -17,6 +17,11 @@ _PLACES = {
     "vllm-recompute": "sim.systems.vllm055:VllmRecompute",
     "vllm-swap": "sim.systems.vllm055:VllmSwap",
     "layerkv": "sim.systems.layerkv:LayerKV",
+    "orca": "sim.systems.orca:Orca",
+    "fastertransformer": "sim.systems.fastertransformer:FasterTransformer",
+    "sarathi": "sim.systems.sarathi:Sarathi",
+    "fastgen": "sim.systems.fastgen:FastGen",
+    "fastserve": "sim.systems.fastserve:FastServe",
 }
 
 

@@ -94,7 +94,8 @@ def whole_prompt_limits(policy: Policy, asked: Asked) -> EngineLimits:
     """Limits of systems that never split a prompt: a budget that any prompt fits."""
     if asked.enable_chunked_prefill:
         raise UserError(f"--enable-chunked-prefill: {policy.name} computes prompts whole; leave it out")
-    tokens = asked.max_num_batched_tokens or max(default_tokens(policy.names["batching"], asked.max_model_len), 1)
+    default = default_tokens(policy.names["batching"], asked.max_model_len, chunked=False)
+    tokens = asked.max_num_batched_tokens or default
     if tokens < asked.max_model_len:
         raise UserError(
             f"--max-num-batched-tokens: {tokens} is less than the context length {asked.max_model_len}; raise it or "
@@ -107,6 +108,6 @@ def chunked_limits(policy: Policy, asked: Asked) -> EngineLimits:
     """Limits of systems that split every prompt."""
     if asked.enable_chunked_prefill is False:
         raise UserError(f"--no-enable-chunked-prefill: {policy.name} splits prompts; leave it out")
-    tokens = asked.max_num_batched_tokens or default_tokens(policy.names["batching"], asked.max_model_len)
+    tokens = asked.max_num_batched_tokens or default_tokens(policy.names["batching"], asked.max_model_len, chunked=True)
     seqs = asked.max_num_seqs or min(policy.default_max_num_seqs, tokens)
     return EngineLimits(seqs, tokens, True).checked()

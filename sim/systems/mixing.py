@@ -15,18 +15,25 @@ from sim.errors import UserError
 from sim.parts.base import Admission, Batching, Eviction, Memory, Order, Stage
 from sim.parts.direct import Direct
 from sim.parts.fcfs import Fcfs
+from sim.parts.iteration_level import IterationLevel
 from sim.parts.layer_blocks import LayerBlocks
 from sim.parts.layer_offload import LayerOffload
+from sim.parts.mlfq import Mlfq
 from sim.parts.paged import PagedMemory
 from sim.parts.prefill_first import PrefillFirst
+from sim.parts.proactive_swap import ProactiveSwap
 from sim.parts.promote import Promote
+from sim.parts.quanta import Quanta
 from sim.parts.recompute import Recompute
+from sim.parts.request_level import RequestLevel
 from sim.parts.reserved import ReservedMemory
 from sim.parts.slack import SlackAdmission
+from sim.parts.stall_free import StallFree
 from sim.parts.stream import Stream
 from sim.parts.swap import Swap
 from sim.parts.vllm055_chunked import Vllm055Chunked
 from sim.parts.watermark import Watermark
+from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 
 if TYPE_CHECKING:
@@ -151,7 +158,19 @@ def _vllm055(b: Builder) -> Batching:
     return Vllm055Chunked() if b.limits.enable_chunked_prefill else PrefillFirst()
 
 
-ORDERS: dict[str, Known[Order]] = {"fcfs": Known(lambda b: Fcfs())}
+def _mlfq(b: Builder) -> Mlfq:
+    options = b.options(MlfqOptions)
+    return Mlfq(
+        b.deployment.cost.prefill_s,
+        quantum_s=options.quantum_ms / 1e3,
+        factor=options.quantum_factor,
+        num_levels=options.num_levels,
+        starvation_s=options.starvation_s,
+        check_every=options.starvation_check,
+    )
+
+
+ORDERS: dict[str, Known[Order]] = {"fcfs": Known(lambda b: Fcfs()), "mlfq": Known(_mlfq, MlfqOptions)}
 MEMORIES: dict[str, Known[Memory]] = {
     "paged": Known(lambda b: PagedMemory(b.limits)),
     "reserved": Known(lambda b: ReservedMemory(b.limits)),
@@ -166,6 +185,7 @@ EVICTIONS: dict[str, Known[Eviction]] = {
     "recompute": Known(lambda b: Recompute()),
     "swap": Known(lambda b: Swap()),
     "layer-offload": Known(_layer_offload, LayerKVOptions),
+    "proactive-swap": Known(lambda b: ProactiveSwap(b.options(MlfqOptions).min_free_blocks), MlfqOptions),
 }
 STAGES: dict[str, Known[Stage]] = {
     "direct": Known(lambda b: Direct()),
@@ -174,6 +194,11 @@ STAGES: dict[str, Known[Stage]] = {
 }
 BATCHINGS: dict[str, KnownBatching] = {
     "vllm": KnownBatching(_vllm055),
+    "request-level": KnownBatching(lambda b: RequestLevel(), splits_prompts=False),
+    "iteration-level": KnownBatching(lambda b: IterationLevel(), splits_prompts=False),
+    "sarathi": KnownBatching(lambda b: StallFree(1), splits_prompts=True),
+    "fastgen": KnownBatching(lambda b: StallFree(), splits_prompts=True, tokens=lambda length, chunked: 768),
+    "quanta": KnownBatching(lambda b: Quanta(), splits_prompts=False),
 }
 CATALOGUE: dict[str, Mapping[str, Known[object]]] = {
     "order": ORDERS,
@@ -186,7 +211,7 @@ CATALOGUE: dict[str, Mapping[str, Known[object]]] = {
 """Kind -> name -> part."""
 
 
-def default_tokens(batching: str, max_model_len: int, *, chunked: bool = True) -> int:
+def default_tokens(batching: str, max_model_len: int, *, chunked: bool) -> int:
     """The token budget of a batching where the user names none."""
     return BATCHINGS[batching].tokens(max_model_len, chunked)
 

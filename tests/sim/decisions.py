@@ -27,7 +27,7 @@ from sim.clock.driver import Observer
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
-from sim.scenario import parse_policy
+from sim.policy_options import parse_policy
 from sim.specs.models import load_model
 
 GOLDEN = Path(__file__).parent / "golden"

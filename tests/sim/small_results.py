@@ -2,10 +2,11 @@
 
 from msgspec import UNSET, structs
 
+from sim.policy_options import parse_policy
 from sim.results.metrics import names
 from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
-from sim.scenario import Scenario, parse_policy
+from sim.scenario import Scenario
 from sim.simulate import Keep, Run, build_run, execute, prepare, traffic
 
 LATENCIES = ("ttft", "tpot", "e2el", "queue", "itl")

@@ -8,7 +8,9 @@ import pytest
 
 import kvtwin
 from sim.errors import UserError
-from sim.scenario import Outputs, Scenario, build_scenario, convert, flag, parse_policy, read_scenario
+from sim.option_values import convert, flag
+from sim.policy_options import parse_policy
+from sim.scenario import Outputs, Scenario, build_scenario, read_scenario
 from sim.systems import POLICIES
 
 ROOT = Path(kvtwin.__file__).parent

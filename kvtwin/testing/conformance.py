@@ -1,0 +1,188 @@
+"""What every system must keep to, whatever its parts. Run it over a preset: `check(MyPolicy())`.
+
+On random workloads made to be contended and out of order: every request ends once, no block is lost, pools say what a
+recount says, Eq. 5 balances, lanes never overlap themselves, no status is entered from where it may not be, jumping
+changes nothing, and gap statistics equal those of single tokens. `kvtwin.testing.live` has the other clock's half.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtwin.testing.engines import Machine, Outcome, limits, linear_machine, requests, simulate
+from sim.engine.limits import Limits
+from sim.engine.sequence import Status
+from sim.errors import UserError
+from sim.systems.base import Asked, Policy
+from traces.request import Request
+
+TOLERANCE_S = 1e-7
+"""How far times of one run may be from another's that differs in rounding alone, s."""
+
+gaps = st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3, 2.0])
+rows = st.lists(st.tuples(gaps, st.integers(1, 150), st.integers(1, 60)), min_size=1, max_size=25)
+# A burst of long requests and one of short ones behind it: where an order lets the short overtake, it shows.
+bursts = st.tuples(
+    st.lists(st.tuples(st.just(0.0), st.integers(60, 150), st.integers(20, 60)), min_size=3, max_size=10),
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.05, 0.3]), st.integers(1, 20), st.integers(1, 9)), min_size=3, max_size=12
+    ),
+).map(lambda parts: parts[0] + parts[1])
+# Iterations that grow fast with the context, slowly, and not at all.
+DECODES = ((0.02, 2e-5, 6e-7), (0.02, 2e-5, 2e-5), (1 / 64, 0.0, 0.0))
+
+
+@dataclass(frozen=True, repr=False)
+class Workload:
+    """Requests, limits as the policy sets them, and a machine."""
+
+    arrivals: list[Request]
+    limits: Limits
+    machine: Machine
+
+    def __repr__(self) -> str:
+        return f"{[tuple(request[1:4]) for request in self.arrivals]} on {self.limits} and {self.machine}"
+
+
+@st.composite
+def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
+    """Small workloads in tiny pools, within what the policy's limits allow."""
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    length = draw(st.sampled_from([64, 256]))
+    seqs = draw(st.sampled_from([1, 3, 8, 256]))
+    limit = limits(
+        gpu=draw(st.integers(2, 40)) * 16 // block_size,
+        host=draw(st.sampled_from([0, 3, 20, 1000])) * 16 // block_size,
+        block_size=block_size,
+        max_model_len=length,
+    )
+    limit = limits_of(policy, limit, seqs, draw(st.sampled_from([None, max(seqs, 16), max(seqs, 64)])))
+    now_s, found = 0.0, []
+    for gap_s, prompt, output in draw(st.one_of(rows, rows, bursts)):
+        now_s += gap_s
+        found.append((now_s, prompt, output))
+    machine = linear_machine(limit.block_bytes, decode=draw(st.sampled_from(DECODES)))
+    return Workload(requests(*found), limit, machine)
+
+
+def limits_of(policy: Policy, limit: Limits, seqs: int, chunk: int | None) -> Limits:
+    """`limit` with the policy's own seats and budget: in chunks of `chunk` tokens if it can, else whole prompts."""
+    for asked in (
+        Asked(limit.max_model_len, seqs, chunk, chunk is not None),
+        Asked(limit.max_model_len, seqs),
+        Asked(limit.max_model_len, seqs, max(seqs, 16)),
+        Asked(limit.max_model_len, seqs, max(seqs, limit.max_model_len)),
+    ):
+        try:
+            engine = policy.engine_limits(asked)
+        except UserError:
+            continue
+        return replace(
+            limit,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            enable_chunked_prefill=engine.enable_chunked_prefill,
+        )
+    raise AssertionError(f"{policy.name} takes none of the usual limits")
+
+
+def run(
+    policy: Policy, workload: Workload, *, jump: bool = True, checked: bool = True, record: bool = False
+) -> Outcome:
+    """One simulated run; AssertionError if it takes more plans than every token computed again ten times would."""
+    tokens = sum(request.prompt_tokens + request.output_tokens for request in workload.arrivals)
+    return simulate(
+        policy, workload.arrivals, workload.limits, machine=workload.machine, jump=jump, checked=checked,
+        record=record, most_plans=1000 + 10 * tokens,
+    )  # fmt: skip
+
+
+def check_ends(outcome: Outcome, workload: Workload) -> None:
+    """Every request ended once, everything is given back, and no lane did two things at a time."""
+    assert sorted(seq.request.request_id for seq in outcome.ended) == [r.request_id for r in workload.arrivals]
+    assert not outcome.scheduler.has_unfinished
+    assert outcome.scheduler.num_running == outcome.scheduler.num_swapped == outcome.scheduler.num_waiting == 0
+    for pool in (outcome.scheduler.gpu, outcome.scheduler.host):
+        assert pool.free == pool.num_blocks
+    for seq in outcome.ended:
+        if seq.status is Status.FINISHED:
+            assert seq.num_generated == seq.request.output_tokens
+            assert seq.request.arrival_s - 1e-9 <= seq.first_scheduled_s <= seq.first_token_s <= seq.finish_s
+        else:
+            assert seq.status is Status.IGNORED
+    for lane in (outcome.lanes.compute, outcome.lanes.d2h, outcome.lanes.h2d):
+        assert lane.intervals is not None
+        for before, after in pairwise(lane.intervals):
+            assert after.start_s >= before.end_s - 1e-9
+
+
+def check_jumps(policy: Policy, workload: Workload) -> None:
+    """One event for many iterations is what the iterations are one by one."""
+    jumped, stepped = (run(policy, workload, jump=jump, checked=False) for jump in (True, False))
+    one, other = jumped.by_id(), stepped.by_id()
+    for key, seq in one.items():
+        assert seq.status is other[key].status, (seq, other[key])
+        assert abs(seq.first_token_s - other[key].first_token_s) < TOLERANCE_S, seq
+        assert abs(seq.finish_s - other[key].finish_s) < TOLERANCE_S, seq
+    assert jumped.instance.iterations == stepped.instance.iterations
+    assert jumped.scheduler.counters == stepped.scheduler.counters
+
+
+def check_gaps(outcome: Outcome) -> None:
+    """Statistics over runs of gaps equal those over single tokens; `outcome` must have recorded them."""
+    for seq in outcome.ended:
+        if seq.status is Status.FINISHED:
+            times = outcome.tokens[seq.request.request_id]
+            assert len(times) == seq.request.output_tokens
+            assert times[0] == seq.first_token_s
+            assert abs(times[-1] - seq.finish_s) < 1e-9
+    gaps_s = [b - a for times in outcome.tokens.values() for a, b in pairwise(times)]
+    found = outcome.gaps.statistics((50.0, 99.0))
+    if not gaps_s:
+        assert found is None
+        return
+    assert found is not None and found.exact
+    assert found.count == len(gaps_s)
+    np.testing.assert_allclose(found.mean, np.mean(gaps_s), rtol=1e-9)
+    np.testing.assert_allclose(found.std, np.std(gaps_s), rtol=1e-6, atol=1e-8)
+    for percentile, value in found.percentiles.items():
+        np.testing.assert_allclose(value, np.percentile(gaps_s, percentile), rtol=1e-9, atol=1e-9)
+
+
+def check(policy: Policy, *, examples: int = 40) -> None:
+    """All of it, on `examples` random workloads each. AssertionError, with the smallest workload, where it fails."""
+    for one in (check_conservation, check_no_jump_shows, check_statistics):
+        one(policy, examples=examples)
+
+
+def check_conservation(policy: Policy, *, examples: int) -> None:
+    """Requests end once, blocks are recounted after every step, statuses follow their table."""
+    _over_workloads(policy, lambda workload: check_ends(run(policy, workload), workload), examples)
+
+
+def check_no_jump_shows(policy: Policy, *, examples: int) -> None:
+    """Jumping and stepping agree."""
+    _over_workloads(policy, lambda workload: check_jumps(policy, workload), examples)
+
+
+def check_statistics(policy: Policy, *, examples: int) -> None:
+    """Gap statistics are exact, stepped and jumped."""
+    _over_workloads(policy, lambda workload: check_gaps(run(policy, workload, checked=False, record=True)), examples)
+
+
+def _over_workloads(policy: Policy, body: Callable[[Workload], None], examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=(HealthCheck.too_slow,),
+    )
+    @given(workload=workloads(policy))
+    def over(workload: Workload) -> None:
+        body(workload)
+
+    over()

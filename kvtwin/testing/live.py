@@ -1,0 +1,191 @@
+"""What every system must keep to where torch executes it. Run it over a preset: `check(MyPolicy())`. Needs torch.
+
+A small random decoder is served in real time, and after every plan what was executed must be what was planned: the
+blocks that moved, where and in which layer groups, and as many block ids in use as the scheduler counts. Whatever is
+evicted, offloaded, streamed or computed again, every token is the one that its request gets alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_runtime.device import TorchDevice
+from gpu_runtime.driver import LiveInstance
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.live import random_prompts
+from gpu_runtime.model.attention_batch import AttentionBatch
+from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.decoder import Decoder, greedy
+from kvtwin.testing.conformance import limits_of
+from kvtwin.testing.engines import build_engine, limits, linear_machine, requests
+from sim.clock.arrivals import Arrivals
+from sim.engine.limits import Counters, Limits
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence, Status
+from sim.systems.base import Policy
+from traces.request import Request
+
+SMALL = DecoderConfig(
+    name="small",
+    num_layers=4,
+    hidden_size=48,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=80,
+    vocab_size=101,
+    max_position_embeddings=512,
+)
+BLOCK_SIZE = 4
+"""Tokens a block, so that short requests have several."""
+ROWS = tuple((0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14))
+"""Arrival, prompt and output of requests that contend for the pools of `tight_limits`."""
+CHUNK = 16
+"""Token budget where prompts are computed in chunks."""
+
+prompt_of = random_prompts(SMALL.vocab_size, 0)
+"""Token ids that depend on nothing but the request's number."""
+
+
+@lru_cache
+def small_decoder() -> Decoder:
+    """Random weights in single precision on the CPU, always the same."""
+    return Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=3)
+
+
+class CheckedDevice(TorchDevice):
+    """Holds every iteration against its plan, and block ids against counts."""
+
+    def execute(self, plan: IterationPlan) -> StepTimes:
+        times = super().execute(plan)
+        self.check_executed(plan)
+        return times
+
+
+def build_device(
+    scheduler: Scheduler,
+    *,
+    decoder: Decoder | None = None,
+    kind: type[TorchDevice] = CheckedDevice,
+    **options: Any,  # noqa: ANN401
+) -> TorchDevice:
+    """A device of a scheduler with the small decoder, on the CPU unless told otherwise; `options` are `TorchDevice`'s.
+
+    As on CUDA, copies run beside: what may go wrong between threads shall be seen.
+    """
+    usual = {"prompt_of": prompt_of, "device": "cpu", "dtype": torch.float32, "inline_copies": False}
+    return kind(decoder or small_decoder(), scheduler, **(usual | options))
+
+
+@dataclass
+class Served:
+    """What a live run left."""
+
+    scheduler: Scheduler
+    device: TorchDevice
+    instance: LiveInstance
+    ended: list[Sequence]
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By request id."""
+    plans: list[tuple[IterationPlan, float, StepTimes]] = field(default_factory=list)
+
+    @property
+    def counters(self) -> Counters:
+        """The scheduler's."""
+        return self.scheduler.counters
+
+
+def serve(policy: Policy, arrivals: Iterable[Request], limit: Limits, **options: Any) -> Served:  # noqa: ANN401
+    """Serve requests in real time; AssertionError or InvariantError where anything goes another way than planned.
+
+    `options` are those of `build_device`.
+    """
+    ended: list[Sequence] = []
+    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=SMALL.num_layers), ended.append)
+    scheduler = engine.scheduler
+    device = build_device(scheduler, **options)
+    served = Served(scheduler, device, LiveInstance(engine, device, Arrivals(arrivals)), ended)
+    device.on_token = lambda seq, token, _: served.tokens.setdefault(seq.request.request_id, []).append(token)
+    served.instance.observer = lambda *facts: served.plans.append(facts)
+    try:
+        device.start()
+        with torch.inference_mode():
+            served.instance.serve()
+    finally:
+        device.close()
+    check_nothing_held(device)
+    return served
+
+
+def check_nothing_held(device: TorchDevice) -> None:
+    """AssertionError or InvariantError unless every block, id and token of every sequence has been given back."""
+    for pool in (device.scheduler.gpu, device.scheduler.host):
+        assert pool.free == pool.num_blocks
+    device.check()
+    device.check_counts()
+    assert not device.placement.held
+    assert not device.placement.under_way
+    assert not device.tokens
+
+
+def check_tokens(served: Served, arrivals: Iterable[Request]) -> list[Sequence]:
+    """Every request ended once; those completed have their own tokens. Returns these."""
+    assert sorted(seq.request.request_id for seq in served.ended) == sorted(r.request_id for r in arrivals)
+    completed = [seq for seq in served.ended if seq.status is Status.FINISHED and not seq.error]
+    for seq in completed:
+        assert served.tokens[seq.request.request_id] == tokens_alone(seq.request), seq
+    return completed
+
+
+def tight_limits(
+    policy: Policy, *, chunked: bool = False, gpu: int = 16, host: int = 60, seqs: int = 6, max_model_len: int = 64
+) -> Limits:
+    """Small pools; prompts in chunks or whole, where the policy leaves the choice."""
+    limit = limits(gpu, host, block_size=BLOCK_SIZE, max_model_len=max_model_len)
+    return limits_of(policy, limit, seqs, CHUNK if chunked else None)
+
+
+def check(policy: Policy) -> None:
+    """Serve a workload that contends for memory and for seats, prompts in chunks and whole, with copies beside the
+    computation and in its thread."""
+    arrivals = requests(*ROWS)
+    for chunked, inline, seqs in product((False, True), (False, True), (2, 6)):
+        served = serve(policy, arrivals, tight_limits(policy, chunked=chunked, seqs=seqs), inline_copies=inline)
+        assert len(check_tokens(served, arrivals)) == len(ROWS)
+
+
+# -- one request alone ---------------------------------------------------------------------------------------------
+
+
+def tokens_alone(request: Request) -> list[int]:
+    """The greedy continuation of a request's prompt by the small decoder, computed with nobody else there."""
+    return list(_tokens_alone(request.request_id, request.prompt_tokens, request.output_tokens))
+
+
+@lru_cache(maxsize=10_000)
+def _tokens_alone(request_id: int, prompt_tokens: int, output_tokens: int) -> tuple[int, ...]:
+    prompt = prompt_of(Request(request_id, 0.0, prompt_tokens, output_tokens))
+    with torch.inference_mode():
+        return tuple(_continue(small_decoder(), prompt, output_tokens))
+
+
+def _continue(decoder: Decoder, prompt: list[int], output_tokens: int) -> list[int]:
+    blocks = -(-(len(prompt) + output_tokens) // BLOCK_SIZE)
+    pool = KVPool(decoder.config, blocks, BLOCK_SIZE, decoder.config.num_layers, decoder.device, decoder.dtype)
+    compute = partial(_compute, decoder, pool, [[pool.allocate(blocks)]])
+    found = [compute(prompt, 0)]
+    while len(found) < output_tokens:
+        found.append(compute(found[-1:], len(prompt) + len(found) - 1))
+    return found
+
+
+def _compute(decoder: Decoder, pool: KVPool, tables: list[list[list[int]]], new: list[int], cached: int) -> int:
+    batch = AttentionBatch.build([len(new)], [cached], tables, pool.block_tokens, pool.device)
+    logits: Tensor = decoder.forward(torch.tensor(new, device=pool.device), batch, pool)
+    return int(greedy(logits[-1:])[0])

@@ -1,0 +1,20 @@
+"""`IterationLevel`: every iteration decodes everybody and prefills, whole, whoever could join (Orca, OSDI 2022)."""
+
+from sim.engine.plan import IterationPlan
+from sim.parts.base import Batching
+
+
+class IterationLevel(Batching):
+    """Decodes and newly admitted prompts share an iteration; the token budget bounds the prompts alone."""
+
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        eviction = self.eviction
+        self.decode_or_preempt(plan)
+        any_victims = eviction.settle()
+        if not any_victims and eviction.num_out:
+            eviction.bring_back(plan, self.budget, plan.num_decodes)
+        if self.order and not eviction.num_out:
+            self.admit(plan, now_s, self.budget, len(self.batch.members))
+        plan.cut_on_arrival = not eviction.num_out and not (self.order and self.order.sticky)
+        if not plan.chunks and not any_victims:
+            self.scheduler.allow_jump(plan)

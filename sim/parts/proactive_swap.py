@@ -1,0 +1,138 @@
+"""`ProactiveSwap`: who will run last leaves for the host before blocks run out, who runs soon returns (FastServe).
+
+Copies go on beside the computation. At least max(max_num_seqs, `min_free_blocks`) blocks are kept free: while fewer
+are, the last of the queue that do not run leave; else the first `max_num_seqs` of the queue that are away return. New
+prompts wait while less than a tenth of the host's blocks is free. Thresholds as in FastServe's public code.
+"""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from sim.engine.plan import IterationPlan, Move, Tier
+from sim.engine.sequence import Sequence, Status
+from sim.errors import UserError
+from sim.parts.mlfq import Mlfq
+from sim.parts.quanta import Quanta
+from sim.parts.recompute import Recompute
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+HOST_SHARE_FREE = 0.1
+"""Share of the host's blocks that must be free for new prompts to start."""
+
+
+class ProactiveSwap(Recompute):
+    """Residents of the queue move between the tiers; where the host is full, a victim is computed again."""
+
+    def __init__(self, min_free_blocks: int) -> None:
+        super().__init__()
+        self._min_free = min_free_blocks
+        self.away: dict[Sequence, None] = {}
+        """On the host, or on the way there or back."""
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        order, batching = scheduler.order, scheduler.batching
+        if not isinstance(order, Mlfq) or not isinstance(batching, Quanta) or not scheduler.memory.can_swap:
+            raise UserError("eviction=proactive-swap goes with order=mlfq, batching=quanta and memory that swaps whole")
+        self.order, self.batching = order, batching
+        self.threshold = max(scheduler.limits.max_num_seqs, self._min_free)
+        self._may_admit_from = int(HOST_SHARE_FREE * self.memory.host.num_blocks)
+
+    @property
+    def num_out(self) -> int:
+        return len(self.away)
+
+    def holders(self) -> Iterable[tuple[Sequence, Tier]]:
+        for seq in self.away:
+            yield seq, Tier.HOST
+            if seq in self.memory.copies_of:
+                # Held on both sides until the copy has ended.
+                yield seq, Tier.GPU
+
+    def may_admit(self) -> bool:
+        return self.memory.host.free >= self._may_admit_from
+
+    # -- ahead of need -----------------------------------------------------------------------------------------------
+
+    def prepare(self, now_s: float) -> None:
+        free = self.memory.gpu.free + self.memory.releasing
+        if free < self.threshold:
+            if self.batching.paused:
+                self._send_out(self.threshold - free)
+        elif self.away:
+            self._bring_in()
+
+    def _send_out(self, shortage: int) -> None:
+        paused = self.batching.paused
+        # Who would be chosen next stays.
+        soon = set(islice(self.order.in_order(), self.scheduler.limits.max_num_seqs))
+        for seq in self.order.residents_from_last():
+            if shortage <= 0:
+                return
+            if seq in paused and seq not in soon and self.memory.can_swap_out(seq):
+                del paused[seq]
+                self.away[seq] = None
+                seq.status = Status.SWAPPED
+                self.memory.send_out(seq)
+                shortage -= self.scheduler.beside[-1].num_freed
+                self.scheduler.counters.policy["proactive_swap_outs"] += 1
+
+    def _bring_in(self) -> None:
+        for seq in islice(self.order.in_order(), self.scheduler.limits.max_num_seqs):
+            if seq not in self.away or seq in self.memory.copies_of:
+                continue
+            if not self.memory.can_swap_in(seq, self.threshold):
+                return
+            self._return(seq)
+
+    def _return(self, seq: Sequence) -> None:
+        seq.status = Status.PROMOTING
+        self.memory.bring_in(seq)
+
+    def transferred(self, move: Move) -> None:
+        if move.target is Tier.GPU:
+            del self.away[move.seq]
+            self.batching.paused[move.seq] = None
+            self.scheduler.park(move.seq)
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """Until fewer blocks are free than shall be, if somebody could leave then."""
+        batch, spare = self.batch, self.memory.gpu.free + self.memory.releasing - self.threshold
+        if spare < 0 or not self.batching.paused:
+            return steps
+        return max(1, min(steps, batch.steps_within(spare + batch.blocks_needed(1))))
+
+    # -- too late ----------------------------------------------------------------------------------------------------
+
+    def evict(self, seq: Sequence, plan: IterationPlan) -> None:
+        self.batching.paused.pop(seq, None)
+        if not self.memory.can_swap_out(seq):
+            self.scheduler.counters.swap_space_exhausted += 1
+            super().evict(seq, plan)
+            return
+        self.memory.swap_out(seq, plan)
+        seq.status = Status.SWAPPED
+        seq.num_preemptions += 1
+        self.away[seq] = None
+        self.order.idle_since_s[seq] = self.scheduler.now_s
+        self.scheduler.counters.policy["late_swap_outs"] += 1
+
+    def unblock(self) -> bool:
+        """Nothing can be computed: who stands first comes back whatever shall be free, or is given up."""
+        memory, scheduler = self.memory, self.scheduler
+        if memory.copies_of or not self.away or self.batching.paused:
+            return False
+        seq = next(s for s in self.order.in_order() if s in self.away)
+        if memory.can_swap_in(seq, 0):
+            self._return(seq)
+            return False
+        if memory.gpu.free == memory.gpu.num_blocks:
+            del self.away[seq]
+            self.order.left(seq)
+            memory.drop_swapped(seq)
+            scheduler.ignore(seq, "swapped sequence outgrew the GPU blocks")
+            return True
+        return False

@@ -1,0 +1,31 @@
+"""FasterTransformer (NVIDIA), as Orca and vLLM describe their baseline: request-level batching on reserved memory.
+
+A batch is formed when nobody runs and then runs to its end; memory for the longest context is reserved for each.
+
+Assumed, in its favour: a request returns as soon as it has its own tokens, and those that have ended cost no more
+computation. Batches form from whoever waits, without a timer.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
+
+
+@dataclass(frozen=True)
+class FasterTransformer(Policy):
+    """Request-level scheduling on reserved memory."""
+
+    name: ClassVar[str] = "fastertransformer"
+    summary: ClassVar[str] = "FasterTransformer: request-level batches, memory reserved for the longest context"
+    composition: ClassVar[dict[str, str]] = {
+        "order": "fcfs",
+        "batching": "request-level",
+        "admission": "memory",
+        "memory": "reserved",
+        "eviction": "recompute",
+        "stage": "direct",
+    }
+
+    def engine_limits(self, asked: Asked) -> EngineLimits:
+        return whole_prompt_limits(self, asked)

@@ -1,0 +1,33 @@
+"""Orca (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models", OSDI 2022).
+
+Iteration-level scheduling with selective batching: every iteration decodes everybody and prefills, whole, the prompts
+that could join. Memory for the longest context is reserved at admission, so nobody is ever preempted and no watermark
+is needed: ceil(max_model_len / block_size) blocks a request.
+
+Assumed: the token budget bounds an iteration's prompts, not its decodes. This is the vLLM paper's "Orca (Max)";
+`--max-model-len` says what is reserved.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
+
+
+@dataclass(frozen=True)
+class Orca(Policy):
+    """Iteration-level scheduling on reserved memory."""
+
+    name: ClassVar[str] = "orca"
+    summary: ClassVar[str] = "Orca: iteration-level scheduling, memory reserved for the longest context"
+    composition: ClassVar[dict[str, str]] = {
+        "order": "fcfs",
+        "batching": "iteration-level",
+        "admission": "memory",
+        "memory": "reserved",
+        "eviction": "recompute",
+        "stage": "direct",
+    }
+
+    def engine_limits(self, asked: Asked) -> EngineLimits:
+        return whole_prompt_limits(self, asked)
