@@ -138,7 +138,7 @@ class Runner:
         finished = folder / "comparison.json"
         start = time.monotonic()
         if not finished.exists():
-            command = [sys.executable, "-W", "ignore", str(ROOT / "kvtwin.py"), "compare", "--quiet", *arguments]
+            command = [sys.executable, "-W", "ignore", "-m", "kvtwin", "compare", "--quiet", *arguments]
             run = subprocess.run([*command, "--out", str(folder)], cwd=ROOT, capture_output=True, text=True)
             if run.returncode:
                 raise SystemExit(f"kvtwin compare {' '.join(arguments)}\n{run.stderr}")

@@ -11,7 +11,8 @@ from calib.measure.points import Point
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance
 from gpu_runtime.model.decoder import Decoder
-from sim.cost.forms import LinearCost
+from sim.cost.forms import build_cost
+from sim.cost.profile import LINEAR_UNITS, linear_profile
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment, Limits
@@ -83,8 +84,10 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
         max_num_batched_tokens=max(budget, longest),
     )
     # Nothing here predicts: any costs will do.
-    cost = LinearCost((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), 0.0, limits.block_bytes)
-    scheduler = VllmRecompute().scheduler(limits, GapCollector(), Deployment(model, load_hardware("cpu"), 1, cost))
+    profile = linear_profile("free", (0.0,) * len(LINEAR_UNITS), "nothing")
+    cost = build_cost(model, load_hardware("cpu"), profile, 1, limits.block_bytes)
+    deployment = Deployment(model, load_hardware("cpu"), 1, cost, profile)
+    scheduler = VllmRecompute().scheduler(limits, GapCollector(), deployment)
     inbox = Waves(point, waves, output)
 
     def ended(_: object) -> None:
@@ -99,7 +102,6 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
         decoder,
         scheduler,
         limits,
-        layer_group=point.num_layers,
         prompt_of=lambda request: [
             (7 * i + request.request_id) % spec.vocab_size for i in range(request.prompt_tokens)
         ],

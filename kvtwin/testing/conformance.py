@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing.engines import Machine, Outcome, limits, linear_machine, requests, simulate
@@ -153,32 +153,32 @@ def check_gaps(outcome: Outcome) -> None:
         np.testing.assert_allclose(value, np.percentile(gaps_s, percentile), rtol=1e-9, atol=1e-9)
 
 
-def check(policy: Policy, *, examples: int = 40) -> None:
-    """All of it, on `examples` random workloads each. AssertionError, with the smallest workload, where it fails."""
-    for one in (check_conservation, check_no_jump_shows, check_statistics):
-        one(policy, examples=examples)
+def check(policy: Policy, *, examples: int = 40, shrink: bool = True) -> None:
+    """All of it, on `examples` random workloads. AssertionError where it fails, with the smallest workload if `shrink`.
+
+    Conservation (recounted after every step, statuses by their table), jumps, and gap statistics.
+    """
+
+    def one(workload: Workload) -> None:
+        outcome = run(policy, workload, record=True)
+        check_ends(outcome, workload)
+        check_gaps(outcome)
+        check_jumps(policy, workload)
+
+    over_workloads(policy, one, examples=examples, shrink=shrink)
 
 
-def check_conservation(policy: Policy, *, examples: int) -> None:
-    """Requests end once, blocks are recounted after every step, statuses follow their table."""
-    _over_workloads(policy, lambda workload: check_ends(run(policy, workload), workload), examples)
+def over_workloads(
+    policy: Policy, body: Callable[[Workload], None], *, examples: int = 40, shrink: bool = True
+) -> None:
+    """Hold `body` to random workloads of a policy."""
+    phases = tuple(Phase.__members__.values()) if shrink else (Phase.generate,)
 
-
-def check_no_jump_shows(policy: Policy, *, examples: int) -> None:
-    """Jumping and stepping agree."""
-    _over_workloads(policy, lambda workload: check_jumps(policy, workload), examples)
-
-
-def check_statistics(policy: Policy, *, examples: int) -> None:
-    """Gap statistics are exact, stepped and jumped."""
-    _over_workloads(policy, lambda workload: check_gaps(run(policy, workload, checked=False, record=True)), examples)
-
-
-def _over_workloads(policy: Policy, body: Callable[[Workload], None], examples: int) -> None:
     @settings(
         max_examples=examples,
         deadline=None,
         database=None,
+        phases=phases,
         suppress_health_check=(HealthCheck.too_slow,),
     )
     @given(workload=workloads(policy))

@@ -15,8 +15,9 @@ from sim.cost.profile import Profile, linear_profile, load_profile
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment, Limits
-from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import TRANSITIONS, Status
 from sim.engine.sequence import Sequence as Seq
 from sim.results.metrics import Goodput, RequestLog
 from sim.specs.hardware import HardwareSpec, load_hardware
@@ -100,12 +101,38 @@ def roofline_machine(gpu: str, block_bytes: float, *, model: ModelSpec | None = 
 
 
 class CheckedEngine(Engine):
-    """Recounts every block after every step; the pools must agree, and Eq. 5 must balance."""
+    """Recounts every block after every step: pools agree, Eq. 5 balances, statuses follow their table."""
 
-    __slots__ = ("last",)
+    __slots__ = ("last", "statuses")
+
+    def add_request(self, request: Request) -> Seq:
+        seq = super().add_request(request)
+        if not hasattr(self, "statuses"):
+            self.statuses: dict[Seq, Status] = {}
+        self.statuses[seq] = seq.status
+        return seq
+
+    def schedule(self, now_s: float) -> IterationPlan | None:
+        plan = super().schedule(now_s)
+        self._check_statuses()
+        return plan
+
+    def transfer_done(self, move: Move) -> None:
+        super().transfer_done(move)
+        self._check_statuses()
+
+    def _check_statuses(self) -> None:
+        """Every change since the last look is one that `TRANSITIONS` has, or two of them within one step."""
+        for seq, before in getattr(self, "statuses", {}).items():
+            now = seq.status
+            if now is not before:
+                steps = TRANSITIONS[before]
+                assert now in steps or any(now in TRANSITIONS[between] for between in steps), (seq, before, now)
+                self.statuses[seq] = now
 
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:
         super().commit(plan, times)
+        self._check_statuses()
         check_pools(self.scheduler)
         pool = self.scheduler.gpu
         before = getattr(self, "last", (pool.num_blocks, 0, 0))

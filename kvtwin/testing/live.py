@@ -8,7 +8,6 @@ evicted, offloaded, streamed or computed again, every token is the one that its 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -46,6 +45,8 @@ BLOCK_SIZE = 4
 """Tokens a block, so that short requests have several."""
 ROWS = tuple((0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14))
 """Arrival, prompt and output of requests that contend for the pools of `tight_limits`."""
+GROWING = tuple((0.0, 14 + 7 * i % 13, 20 + 5 * i % 19) for i in range(10))
+"""The same for requests whose outputs are long: what is admitted outgrows the pools."""
 CHUNK = 16
 """Token budget where prompts are computed in chunks."""
 
@@ -152,12 +153,18 @@ def tight_limits(
 
 
 def check(policy: Policy) -> None:
-    """Serve a workload that contends for memory and for seats, prompts in chunks and whole, with copies beside the
+    """Serve workloads that contend for memory and for seats, prompts in chunks and whole, with copies beside the
     computation and in its thread."""
-    arrivals = requests(*ROWS)
-    for chunked, inline, seqs in product((False, True), (False, True), (2, 6)):
+    for rows, chunked, seqs, inline in (
+        (ROWS, False, 6, False),
+        (ROWS, True, 2, False),
+        (ROWS, True, 6, True),
+        (GROWING, False, 2, True),
+        (GROWING, True, 6, False),
+    ):
+        arrivals = requests(*rows)
         served = serve(policy, arrivals, tight_limits(policy, chunked=chunked, seqs=seqs), inline_copies=inline)
-        assert len(check_tokens(served, arrivals)) == len(ROWS)
+        assert len(check_tokens(served, arrivals)) == len(rows)
 
 
 # -- one request alone ---------------------------------------------------------------------------------------------

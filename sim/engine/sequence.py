@@ -25,8 +25,8 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.IGNORED}),
     # Preempted to be computed again, swapped out, parked, or at its end.
     Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.PARKED, Status.FINISHED, Status.IGNORED}),
-    # Back, computed again, or grown beyond the pool.
-    Status.SWAPPED: frozenset({Status.RUNNING, Status.WAITING, Status.IGNORED}),
+    # Back, on its way back, computed again, or grown beyond the pool.
+    Status.SWAPPED: frozenset({Status.RUNNING, Status.PROMOTING, Status.WAITING, Status.IGNORED}),
     Status.PARKED: frozenset({Status.RUNNING, Status.PROMOTING, Status.SWAPPED, Status.WAITING, Status.IGNORED}),
     # On its way back: nothing but arriving, or losing everything.
     Status.PROMOTING: frozenset({Status.RUNNING, Status.PARKED}),

@@ -13,6 +13,7 @@ from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
 from sim.parts.mlfq import Mlfq
+from sim.parts.swap import Swap
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -44,6 +45,8 @@ class Quanta(Batching):
             raise UserError("batching=quanta preempts by level: it goes with order=mlfq")
         if scheduler.stage.brings_layers_back:
             raise UserError("batching=quanta pauses whole sequences: it goes with memory=paged or memory=reserved")
+        if isinstance(scheduler.eviction, Swap):
+            raise UserError("batching=quanta asks no victim back: it goes with eviction=recompute or eviction=proactive-swap")
         self.order = scheduler.order
 
     @property

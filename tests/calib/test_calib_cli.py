@@ -20,7 +20,7 @@ from calib.samples import read_samples, samples_sha256, write_samples
 from sim.cost.profile import LINEAR_UNITS, ROOFLINE_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
 from sim.specs.hardware import load_hardware
 
-ROOT = Path(kvtwin.__file__).parent
+ROOT = Path(kvtwin.__file__).parents[1]
 MODELS = ("llama-2-7b", "llama-3.1-8b")
 LINEAR = {"form": "linear", "prefill": [0.01, 1e-4, 0.0], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
 

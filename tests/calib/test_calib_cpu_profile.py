@@ -28,7 +28,7 @@ MOST_ERROR = 0.2
 
 def calibrate(folder: Path, model: Path) -> dict[tuple[int, int, int], Sample]:
     """A quick calibration in a process of its own; its whole iterations by shape."""
-    command = [sys.executable, str(ROOT / "kvtwin.py"), "calibrate", "--device", "cpu", "--quick"]
+    command = [sys.executable, "-m", "kvtwin", "calibrate", "--device", "cpu", "--quick"]
     # One thread: threads that wait for each other at barriers time the neighbours, not the machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

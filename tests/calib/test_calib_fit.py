@@ -47,7 +47,7 @@ PROFILES = ("a100-80g-imported", "l40s-imported", "h100-imported", "h200-importe
 def cost_and_constants(model, name, tp):
     profile = load_profile(name)
     hardware = load_hardware(profile.gpu)
-    cost = RooflineCost(spec(model), hardware, profile, tp, 16 * spec(model).kv_bytes_per_token(tp))
+    cost = RooflineCost(spec(model), hardware, profile, tp)
     return cost, {name: constant.value for name, constant in profile.constants.items()}
 
 
@@ -496,7 +496,7 @@ def test_a_step_overhead_within_the_layers_is_not_counted_twice(tmp_path):
     profile = fitted(samples, tmp_path).profile
     assert profile.value("step_overhead_s") == 0.0
     assert profile.constants["step_overhead_s"].source.startswith("part of layer_overhead_s")
-    cost = RooflineCost(spec("llama-2-7b"), HARDWARE, profile, 1, 1.0)
+    cost = RooflineCost(spec("llama-2-7b"), HARDWARE, profile, 1)
     for sample in samples:
         assert cost.iteration_s(plan_of(sample)) == pytest.approx(sample.latency_s, rel=1e-3)
 
@@ -625,8 +625,8 @@ def test_a_profile_fitted_to_another_profiles_predictions_prices_like_it(tmp_pat
     samples = [*shapes(), *shapes(("llama-3.1-8b",), "step")]
     exact = timed(samples, predict_s(constants, terms(samples)))
     profile = fitted(exact, tmp_path).profile
-    cost = RooflineCost(spec("llama-2-13b"), HARDWARE, profile, 1, 1.0)
-    true = RooflineCost(spec("llama-2-13b"), HARDWARE, source, 1, 1.0)
+    cost = RooflineCost(spec("llama-2-13b"), HARDWARE, profile, 1)
+    true = RooflineCost(spec("llama-2-13b"), HARDWARE, source, 1)
     for sample in shapes(("llama-2-13b",), "step"):
         assert cost.iteration_s(plan_of(sample)) == pytest.approx(true.iteration_s(plan_of(sample)), rel=1e-3)
 

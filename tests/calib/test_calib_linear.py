@@ -12,7 +12,7 @@ from calib.report import fit_markdown
 from calib.samples import Sample
 from sim.cost.forms import LinearCost, build_cost
 from sim.cost.profile import LINEAR_UNITS, read_profile
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import Direction, IterationPlan
 from sim.errors import UserError
 
 TRUE = {
@@ -73,7 +73,9 @@ def test_a_profile_comes_back_from_its_file_and_prices_its_samples(tmp_path):
     cost = build_cost(model, HARDWARE, read_profile(path), 1, 16 * model.kv_bytes_per_token())
     for sample in samples:
         assert cost.iteration_s(plan_of(sample)) == pytest.approx(sample.latency_s, rel=1e-4)
-    assert cost.swap_s(3) == pytest.approx(3 * (2e-6 + 16 * 524_288 / 2e10), rel=1e-4)
+    copied = 3 * 16 * model.kv_bytes_per_token()
+    copy_s = cost.copy_s(copied, cost.num_copies(3, model.num_layers), Direction.D2H)
+    assert copy_s == pytest.approx(3 * (2e-6 + 16 * 524_288 / 2e10), rel=1e-4)
 
 
 def plan_of(sample):

@@ -34,7 +34,8 @@ def scenario(**changes: object) -> ResolvedScenario:
         dtype="auto", gpu="l20", tp=1, profile=None, cost_form=None, num_gpu_blocks_override=None,
         num_cpu_blocks_override=None, block_size=16, max_num_seqs=256, max_num_batched_tokens=4096,
         max_model_len=4096, enable_chunked_prefill=False, gpu_memory_utilization=0.9, swap_space=None,
-        goodput=["ttft:3000", "tpot:200"], policy="vllm-recompute", policy_options={}, num_gpu_blocks=3467,
+        goodput=["ttft:3000", "tpot:200"], policy="vllm-recompute", policy_options={}, policy_parts={},
+        num_gpu_blocks=3467,
         num_cpu_blocks=512, block_bytes=2**23,
     )  # fmt: skip
     return structs.replace(values, **changes)

@@ -10,7 +10,7 @@ import pytest
 
 import kvtwin
 
-ROOT = Path(kvtwin.__file__).parent
+ROOT = Path(kvtwin.__file__).parents[1]
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
 GOOD = HEADER + "0.0,100,5\n0.5,50,3\n1.0,20,1\n"
 LINEAR = {"form": "linear", "prefill": [0.01, 1e-4, 0.0], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
@@ -79,7 +79,7 @@ OPTIONS = {
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("itl:3", "ttft:nan", "ttft:0")),
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("tpot:inf", ":5", "TTFT:5")),
     ],
-    "--tpot-slo-ms": [("5", "an option of layerkv, which --policy does not name")],
+    "--layerkv-tpot-slo-ms": [("5", "an option of layerkv, which --policy does not name")],
 }
 
 
@@ -95,12 +95,18 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag, value, part):
     [
         ("layerk", ["--policy: unknown policy 'layerk'", "did you mean 'layerkv'?", "vllm-recompute"]),
         ("", ["unknown policy ''", "known: vllm-recompute"]),
-        ("layerkv:slo=1", ["'slo=1' is not option=value of layerkv", "slo_aware"]),
+        ("layerkv:slo=1", ["'slo' is no option of layerkv", "slo_aware", "batching"]),
         ("layerkv:slo-aware", ["'slo-aware' is not option=value"]),
         ("layerkv:horizon-steps=x", ["horizon_steps: 'x' is not a whole number"]),
+        ("layerkv:batching=sarati", ["batching=sarati: no such part", "did you mean 'sarathi'?"]),
+        ("sarathi:memory=layers", ["memory=layers", "stage=promote"]),
+        ("vllm-recompute:eviction=layer-offload", ["eviction=layer-offload", "stage=promote"]),
+        ("layerkv:eviction=swap", ["eviction=swap", "memory=paged"]),
+        ("fastserve:order=fcfs", ["batching=quanta", "order=mlfq"]),
+        ("sarathi:admission=slack,tpot-slo=3", ["'tpot_slo' is no option of sarathi", "tpot_slo_ms"]),
         ("layerkv:decode=later", ["decode: 'later' is not promote or stream"]),
-        ("layerkv:predictor=bucket,predictor-accuracy=2", ["--predictor-accuracy: 2.0 is not between 0 and 1"]),
-        ("vllm-swap:slo-aware=true", ["is not option=value of vllm-swap", "its options: none"]),
+        ("layerkv:predictor=bucket,predictor-accuracy=2", ["layerkv predictor-accuracy: 2.0 is not between 0 and 1"]),
+        ("vllm-swap:slo-aware=true", ["'slo_aware' is no option of vllm-swap", "its options: none"]),
     ],
 )
 def test_an_impossible_policy_is_refused(tmp_path, capsys, policy, parts):
@@ -332,7 +338,7 @@ def test_a_prompt_that_never_fits_is_ignored_and_the_others_are_served(tmp_path,
 def test_the_process_itself_exits_with_2_and_one_line(tmp_path):
     words = map(str, command(tmp_path / "out", "--trace", tmp_path / "missing.csv"))
     done = subprocess.run(
-        [sys.executable, str(ROOT / "kvtwin.py"), *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "kvtwin", *words], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvtwin: ") and done.stderr.count("\n") == 1

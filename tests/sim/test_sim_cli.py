@@ -18,7 +18,7 @@ from sim.simulate import build_run, execute, prepare
 from sim.systems.vllm055 import VllmRecompute
 from traces.request import Request
 
-ROOT = Path(kvtwin.__file__).parent
+ROOT = Path(kvtwin.__file__).parents[1]
 FIGURES = {"ttft_tpot.png", "queueing.png", "memory.png", "lanes.png"}
 SMALL = ["--workload", "fixed", "--num-prompts", "5", "--input-len", "20", "--output-len", "3", "--gpu", "l20"]
 
@@ -114,7 +114,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(tmp_path, body, allowed):
 
 
 def test_output_that_nobody_reads_is_no_traceback(tmp_path):
-    command = [sys.executable, str(ROOT / "kvtwin.py"), "run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "kvtwin", "run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path)]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -129,7 +129,7 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path):
 def test_an_interrupted_process_exits_130_and_leaves_what_is_finished(tmp_path):
     words = ["--workload", "fixed", "--num-prompts", "5000000", "--input-len", "20", "--output-len", "3"]
     words += ["--request-rate", "50", "--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet"]
-    command = [sys.executable, str(ROOT / "kvtwin.py"), "run", *words]
+    command = [sys.executable, "-m", "kvtwin", "run", *words]
     # A shell in the background hands an ignored SIGINT down; the process must have the usual one.
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -5,9 +5,11 @@ from math import ceil
 import numpy as np
 import pytest
 
-from kvtwin.testing import DECODE, PREFILL, limits, requests, simulate
-from sim.cost.forms import LinearCost, build_cost, run_s, steps_until
+from kvtwin.testing import DECODE, PREFILL, limits, linear_machine, requests, roofline_machine, simulate
+from sim.cost.forms import LinearCost, build_cost
+from sim.cost.model import run_s, steps_until
 from sim.cost.profile import load_profile
+from sim.engine.plan import Direction
 from sim.specs.hardware import load_hardware
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import load_model
@@ -32,12 +34,12 @@ def test_one_token_requests_one_at_a_time_queue_as_an_m_d_1() -> None:
     arrivals = list(
         generate("fixed", num_prompts=60_000, request_rate=load / service_s, seed=5, input_len=10, output_len=1)
     )
-    cost = LinearCost((service_s, 0.0, 0.0), DECODE, 0.0, 1.0)
-    outcome = simulate(VllmRecompute(), arrivals, limits(seqs=1), cost=cost, checked=False)
+    machine = linear_machine(prefill=(service_s, 0.0, 0.0), swap_s_per_block=0.0)
+    outcome = simulate(VllmRecompute(), arrivals, limits(seqs=1), machine=machine, checked=False)
     waited = np.frombuffer(outcome.log.queue_s, dtype=np.float32)
     # One prompt an iteration: the token budget of 4,096 would batch what waits, so give each its own.
     alone = simulate(
-        VllmRecompute(), arrivals, limits(seqs=1, max_model_len=10, tokens=10), cost=cost, checked=False
+        VllmRecompute(), arrivals, limits(seqs=1, max_model_len=10, tokens=10), machine=machine, checked=False
     )  # fmt: skip
     waited = np.frombuffer(alone.log.queue_s, dtype=np.float32)
     assert waited.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.04)
@@ -51,10 +53,10 @@ def test_a_saturated_gpu_gives_the_rooflines_throughput() -> None:
         model, gpu, tensor_parallel_size=1, gpu_memory_utilization=0.9, block_size=16, max_num_batched_tokens=32768,
         max_num_seqs=256, swap_space_bytes_per_gpu=0,
     )  # fmt: skip
-    cost = build_cost(model, gpu, profile, 1, pool.block_bytes)
+    machine = roofline_machine("h200", pool.block_bytes, model=model)
     batch, prompt, output = 256, 128, 200
     limit = limits(gpu=pool.num_gpu_blocks, tokens=32768, block_bytes=pool.block_bytes)
-    outcome = simulate(VllmRecompute(), requests(*[(0.0, prompt, output)] * batch), limit, cost=cost, model=model)
+    outcome = simulate(VllmRecompute(), requests(*[(0.0, prompt, output)] * batch), limit, machine=machine)
     value = profile.value
     flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
     fixed = value("step_overhead_s") + 32 * value("layer_overhead_s")
@@ -77,8 +79,8 @@ def test_prefill_cost_is_the_rooflines() -> None:
     """Llama-2-7B, 2,048 tokens on one A100: compute-bound, 2 x linear params x tokens plus causal attention."""
     model, gpu = load_model("llama-2-7b"), load_hardware("a100-80g")
     profile = load_profile(None, gpu)
-    cost = build_cost(model, gpu, profile, 1, 16 * 524288)
-    outcome = simulate(VllmRecompute(), requests((0.0, 2048, 1)), limits(gpu=200), cost=cost, model=model)
+    machine = roofline_machine("a100-80g", 16 * 524288, model=model)
+    outcome = simulate(VllmRecompute(), requests((0.0, 2048, 1)), limits(gpu=200), machine=machine)
     value = profile.value
     expected = (
         2048 * 12.952e9 / value("flops_per_s")
@@ -117,4 +119,5 @@ def test_linear_cost_matches_its_definition() -> None:
     cost = LinearCost(PREFILL, DECODE, 3e-4, 1.0)
     assert cost.decode_run(3, 100) == pytest.approx((0.02 + 3 * 2e-5 + 100 * 6e-7, 3 * 6e-7))
     assert cost.prefill_s(1000) == pytest.approx(0.005 + 0.04 + 0.002)
-    assert cost.swap_s(ceil(70 / 16)) == pytest.approx(5 * 3e-4)
+    blocks = ceil(70 / 16)
+    assert cost.copy_s(blocks * 1.0, cost.num_copies(blocks, 32), Direction.D2H) == pytest.approx(5 * 3e-4)

@@ -6,17 +6,13 @@ import pytest
 import simpy
 from msgspec import UNSET, structs
 
-from kvtwin.testing import limits, requests, simulate
+from kvtwin.testing import build_engine, limits, requests, roofline_machine, simulate
 from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
 from sim.cost.forms import LinearCost, PaperCost, RooflineCost, build_cost
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import FittedRange, load_profile, shipped_profiles
-from sim.engine.engine import Engine
-from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment
-from sim.engine.plan import Direction, IterationPlan, Transfer
-from sim.engine.predictor import NoPredictor
+from sim.engine.plan import Direction, IterationPlan, Move, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.results.result import assemble
@@ -30,7 +26,7 @@ from sim.systems.layerkv import LayerKV
 
 def cost_of(kind: type[RooflineCost], model: str = "llama-2-7b", gpu: str = "l20", tp: int = 1) -> RooflineCost:
     spec, hardware = load_model(model), load_hardware(gpu)
-    return kind(spec, hardware, load_profile(None, hardware), tp, 16 * spec.kv_bytes_per_token(tp))
+    return kind(spec, hardware, load_profile(None, hardware), tp)
 
 
 def test_paper_form_is_the_printed_equations() -> None:
@@ -55,8 +51,9 @@ def test_swapping_one_block_is_a_copy_a_layer_for_keys_and_for_values() -> None:
     cost = cost_of(RooflineCost)
     profile = load_profile(None, load_hardware("l20"))
     expected = 64 * profile.value("copy_launch_s") + 16 * 524288 / profile.value("d2h_bytes_per_s")
-    assert cost.swap_s(1) == pytest.approx(expected)
-    assert cost.swap_s(10) == pytest.approx(10 * expected)
+    for blocks in (1, 10):
+        copy_s = cost.copy_s(blocks * 16 * 524288, cost.num_copies(blocks, 32), Direction.D2H)
+        assert copy_s == pytest.approx(blocks * expected)
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
@@ -75,17 +72,17 @@ def test_every_policy_runs_from_every_shipped_profile(name: str, policy: str) ->
 
 def lanes_after(model: str, tp: int, unit_bytes: float) -> tuple[Lanes, float]:
     """One prefill of 2,000 tokens with every layer offloaded: its lanes and its duration, s."""
-    spec, hardware = load_model(model), load_hardware("l20")
-    cost = cost_of(RooflineCost, model, "l20", tp)
+    spec = load_model(model)
     limit = limits(gpu=4000, host=4000, block_bytes=16 * spec.kv_bytes_per_token(tp))
-    scheduler = LayerKV().scheduler(limit, GapCollector(), Deployment(spec, hardware, tp, cost))
-    scheduler._layers_to_keep = lambda minimum, blocks: 0  # type: ignore[attr-defined]
+    machine = roofline_machine("l20", limit.block_bytes, model=spec, tp=tp)
     ended: list[float] = []
     env, lanes = simpy.Environment(), Lanes()
-    engine = Engine(scheduler, NoPredictor(), lambda seq: ended.append(seq.first_token_s))
+    engine = build_engine(LayerKV(), limit, machine, lambda seq: ended.append(seq.first_token_s), checked=False)
+    engine.scheduler.memory.layers_to_keep = lambda seq, keep_free: 0  # type: ignore[attr-defined]
     instance = Instance(
-        env, engine, cost, Arrivals(requests((0.0, 2000, 1))), lanes, layers=spec.num_layers, copy_unit_bytes=unit_bytes
-    )
+        env, engine, machine.cost, Arrivals(requests((0.0, 2000, 1))), lanes, layers=spec.num_layers,
+        block_bytes=limit.block_bytes, copy_unit_bytes=unit_bytes,
+    )  # fmt: skip
     env.run(until=env.process(instance.serve()))
     return lanes, ended[0]
 
@@ -161,17 +158,19 @@ def test_a_prediction_beyond_the_fitted_range_is_marked_once() -> None:
 
 def test_a_cpu_makes_its_copies_itself_one_after_the_other() -> None:
     """A launch of 1 ms a piece, 2 ms a block of 4 layers, 10 ms for the prompt, 20 ms for a decode."""
-    cost = LinearCost((0.01, 0.0, 0.0), (0.02, 0.0, 0.0), 3e-3, 4096.0, 64.0, 1e-3)
+    cost = LinearCost((0.01, 0.0, 0.0), (0.02, 0.0, 0.0), 3e-3, 4096.0, 1e-3)
     cost.copies_beside_compute = False
-    ended: list[tuple[float, Transfer]] = []
+    ended: list[tuple[float, Move]] = []
     lanes = Lanes()
-    pricer = Pricer(cost, lanes, lambda end_s, transfer: ended.append((end_s, transfer)), layers=4)
+    pricer = Pricer(
+        cost, lanes, lambda end_s, move: ended.append((end_s, move)), layers=4, num_groups=4, block_bytes=4096.0
+    )
     seq = Sequence(requests((0.0, 32, 8))[0])
     # Two layers of three blocks: 6 pieces and 6/4 blocks' worth of bytes, 6 + 3 ms.
-    out = Transfer(seq, Direction.D2H, 2, 3, 6 * 1024.0, 12)
-    back = Transfer(seq, Direction.H2D, 1, 4, 4 * 1024.0, 8)
+    out = Move(seq, (0, 1), 0, 48, Tier.GPU, Tier.HOST, 6, 6, True)
+    back = Move(seq, (3,), 0, 64, Tier.HOST, Tier.GPU, 4, 0, True)
     plan = IterationPlan()
-    plan.num_decodes, plan.background = 1, [out, back]
+    plan.num_decodes, plan.beside = 1, (out, back)
     times = pricer.step(plan, 1.0)
     assert ended == [(pytest.approx(1.009), out), (pytest.approx(1.015), back)]
     assert times.end_s == pytest.approx(1.035)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cost.lanes import Lane, offloaded_layers, pipelined_s, retained_layers, streamed_s
+from sim.cost.lanes import Lane, pipelined_s, streamed_s
+from sim.engine.layers import offloaded_layers, retained_layers
 
 
 def test_four_of_eight_layers_are_the_odd_ones() -> None:
@@ -52,13 +53,16 @@ def test_offload_behind_prefill_is_the_layer_recurrence(
     assert pipelined_s(1.0, layers, copied, copy, wait, buffers) == pytest.approx(expected, rel=1e-9)
 
 
-@given(st.integers(1, 80), st.floats(0.01, 2), st.floats(0, 5), st.floats(0, 1))
-def test_streaming_is_the_layer_recurrence(layers: int, compute: float, stream: float, wait: float) -> None:
-    """Layer l starts at max(layer l-1 done, its KV arrived)."""
-    done = 0.0
+@given(st.integers(1, 80), st.floats(0.01, 2), st.floats(0, 5), st.floats(0, 5), st.floats(0, 1))
+def test_streaming_is_the_layer_recurrence(
+    layers: int, compute: float, read: float, written: float, wait: float
+) -> None:
+    """Layer l starts at max(layer l-1 done, its KV arrived); what it writes leaves after it, copy by copy."""
+    done = out = 0.0
     for layer in range(layers):
-        done = max(done, wait + (layer + 1) * stream / layers) + compute / layers
-    assert streamed_s(compute, layers, stream, wait) == pytest.approx(done, rel=1e-9)
+        done = max(done, wait + (layer + 1) * read / layers) + compute / layers
+        out = max(done, out) + written / layers
+    assert streamed_s(compute, layers, read, written, wait) == pytest.approx(out, rel=1e-9)
 
 
 def test_a_lane_serves_in_turn_and_counts_its_busy_time() -> None:

@@ -6,25 +6,26 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim.systems.slack import SlackBook
 
-from kvtwin.testing import limits, requests, simulate, tiny_model
-from sim.cost.forms import LinearCost, RooflineCost
+from kvtwin.testing import build_engine, limits, linear_machine, requests, roofline_machine, simulate
 from sim.cost.profile import load_profile
-from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment
 from sim.engine.predictor import BucketPredictor
+from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.parts.layer_blocks import LayerBlocks
+from sim.parts.layer_offload import LayerOffload
+from sim.parts.promote import Promote
+from sim.parts.slack_book import SlackBook
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
-from sim.systems.layerkv import LayerKV, LayerKVScheduler, minimum_layers
+from sim.systems.layerkv import LayerKV
+from sim.systems.layerkv_options import Equations
 from sim.systems.vllm055 import VllmRecompute
 from traces.request import Request
 
 
-def l20_cost(model: str = "llama-2-7b", tp: int = 1) -> RooflineCost:
-    gpu = load_hardware("l20")
-    return RooflineCost(load_model(model), gpu, load_profile(None, gpu), tp, 1.0)
+def l20_equations(model: str = "llama-2-7b", tp: int = 1, *, printed: bool = False) -> Equations:
+    return Equations(roofline_machine("l20", 1.0, model=load_model(model), tp=tp).deployment, 16, printed=printed)
 
 
 # -- equations -------------------------------------------------------------------------------------------------------
@@ -34,37 +35,35 @@ def test_equation_3_corrected_and_printed() -> None:
     """Llama-2-7B, s = 16,384, L20: alpha s (2P + 2 L h s) / peak; the printed form has no L."""
     alpha = load_profile(None, load_hardware("l20")).value("alpha")
     s, params, peak = 16384, 6_738_415_616, 119.5e12
-    cost = l20_cost()
-    assert cost.prefill_s(s) == pytest.approx(alpha * s * (2 * params + 2 * 32 * 4096 * s) / peak)
-    assert cost.prefill_s(s, printed=True) == pytest.approx(alpha * s * (2 * params + 2 * 4096 * s) / peak)
+    assert l20_equations().prefill_s(s) == pytest.approx(alpha * s * (2 * params + 2 * 32 * 4096 * s) / peak)
+    assert l20_equations(printed=True).prefill_s(s) == pytest.approx(alpha * s * (2 * params + 2 * 4096 * s) / peak)
 
 
 def test_equation_4_corrected_counts_kv_heads_and_shared_links() -> None:
     """Yi-34B on two L20s that share one link: 8 KV heads of 128, split over 2 GPUs, the link halved for each."""
     profile = load_profile(None, load_hardware("l20"))
-    cost, s, layers = l20_cost("yi-34b-200k", 2), 1000, 10
+    s, layers = 1000, 10
     link = profile.value("d2h_bytes_per_s")
     moved = s * layers * 2 * 8 * 128 * 2
     launches = 2 * layers * profile.value("copy_launch_s")
-    assert cost.offload_s(s, layers) == pytest.approx(profile.value("beta") * moved / link + launches)
-    printed = s * layers * 2 * 56 * 128 * 2
-    assert cost.offload_s(s, layers, printed=True) == pytest.approx(profile.value("beta") * printed / link)
+    corrected = l20_equations("yi-34b-200k", 2)
+    assert corrected.offload_s(s, layers) == pytest.approx(profile.value("beta") * moved / link + launches)
+    all_heads = s * layers * 2 * 56 * 128 * 2
+    printed = l20_equations("yi-34b-200k", 2, printed=True)
+    assert printed.offload_s(s, layers) == pytest.approx(profile.value("beta") * all_heads / link)
 
 
 @pytest.mark.parametrize("tokens", [512, 2048, 16384])
 @pytest.mark.parametrize(("model", "tp"), [("llama-2-7b", 1), ("yi-34b-200k", 2), ("llama-3.1-70b", 4)])
 def test_no_layer_need_stay_in_any_of_the_papers_setups(model: str, tp: int, tokens: int) -> None:
-    cost = l20_cost(model, tp)
-    assert minimum_layers(cost, tokens, load_model(model).num_layers, printed=False) == 0
+    assert l20_equations(model, tp).minimum_layers(tokens) == 0
 
 
-def test_layers_stay_where_the_link_is_too_slow() -> None:
-    """Prefill 1 s a 1,000 tokens; a layer takes 0.4 s to copy: two of four hide, two stay."""
-    cost = LinearCost((0.0, 1e-3, 0.0), (0.0, 0.0, 0.0), 1.6, 16 * 4.0, 1.0)
-    # 1,000 tokens of one layer are 1000 / 64 blocks of 1.6 s / ... = 25 s: nothing hides.
-    assert minimum_layers(cost, 1000, 4, printed=False) == 4
-    quick = LinearCost((0.0, 1e-3, 0.0), (0.0, 0.0, 0.0), 0.4 * 64 / 1000, 16 * 4.0, 1.0)
-    assert minimum_layers(quick, 1000, 4, printed=False) == 2
+@pytest.mark.parametrize(("swap_s_per_block", "kept"), [(1.6, 4), (0.4 * 64 / 1000, 2)])
+def test_layers_stay_where_the_link_is_too_slow(swap_s_per_block: float, kept: int) -> None:
+    """A prompt of 1,000 tokens takes 1 s. 25 s a layer: nothing hides, all four stay; 0.4 s a layer: two hide."""
+    machine = linear_machine(64.0, prefill=(0.0, 1e-3, 0.0), swap_s_per_block=swap_s_per_block)
+    assert Equations(machine.deployment, 16, printed=False).minimum_layers(1000) == kept
 
 
 # -- Algorithm 1 -----------------------------------------------------------------------------------------------------
@@ -115,31 +114,38 @@ def test_the_book_is_the_minimum_of_equation_1(
     assert least_s == pytest.approx(expected, abs=1e-9)
     # A witness proves a block; it may miss one only if there is none.
     if least_s < prefill_s - 1e-9:
-        assert book.witness_blocks(prefill_s, now_s, tpot_s, 0)
+        assert book.is_blocked(prefill_s, now_s, tpot_s, 0)
     if least_s > prefill_s + 1e-9:
-        assert not book.witness_blocks(prefill_s, now_s, tpot_s, 0)
+        assert not book.is_blocked(prefill_s, now_s, tpot_s, 0)
 
 
 def test_prefills_wait_while_a_decoding_request_has_no_slack() -> None:
     """SLO 25 ms a token at about 20 ms a step leaves 0.1 s over 20 tokens; a prefill of 0.5 s must wait its turn."""
-    cost = LinearCost((0.0, 1e-3, 0.0), (0.02, 0.0, 0.0), 0.0, 16 * 4.0, 1.0)
+    machine = linear_machine(64.0, prefill=(0.0, 1e-3, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.0)
     arrivals = requests((0.0, 10, 21), (0.1, 500, 2))
-    tight = simulate(LayerKV(tpot_slo_ms=25.0), arrivals, limits(), cost=cost).by_id()
+    tight = simulate(LayerKV(tpot_slo_ms=25.0), arrivals, limits(block_bytes=64.0), machine=machine).by_id()
     assert tight[1].first_scheduled_s == pytest.approx(tight[0].finish_s)
-    loose = simulate(LayerKV(tpot_slo_ms=60.0), arrivals, limits(), cost=cost).by_id()
+    loose = simulate(LayerKV(tpot_slo_ms=60.0), arrivals, limits(block_bytes=64.0), machine=machine).by_id()
     assert loose[1].first_scheduled_s < 0.15
-    blind = simulate(LayerKV(tpot_slo_ms=25.0, slo_aware=False), arrivals, limits(), cost=cost).by_id()
+    blind = simulate(
+        LayerKV(tpot_slo_ms=25.0, slo_aware=False), arrivals, limits(block_bytes=64.0), machine=machine
+    ).by_id()
     assert blind[1].first_scheduled_s < 0.15
 
 
 # -- placement, promotion, forecast ----------------------------------------------------------------------------------
 
 
-def scheduler(gpu: int, options: LayerKV, layers: int = 4) -> LayerKVScheduler:
-    model = tiny_model(layers)
-    cost = LinearCost((0.0, 1e-3, 0.0), (0.02, 0.0, 0.0), 1e-6, 16.0 * layers, 1.0)
-    deployment = Deployment(model, load_hardware("a100-80g"), 1, cost)
-    return LayerKVScheduler(limits(gpu=gpu, block_bytes=16.0 * layers), GapCollector(), deployment, options)
+def scheduler(gpu: int, options: LayerKV, layers: int = 4) -> Scheduler:
+    limit = limits(gpu=gpu, block_bytes=16.0 * layers)
+    machine = linear_machine(
+        limit.block_bytes, layers=layers, prefill=(0.0, 1e-3, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=1e-6
+    )
+    return build_engine(options, limit, machine, lambda seq: None).scheduler
+
+
+def prompt(blocks: int) -> Sequence:
+    return Sequence(Request(0, 0.0, 16 * blocks, 10))
 
 
 def test_with_memory_to_spare_layerkv_decides_as_vllm_does() -> None:
@@ -166,35 +172,39 @@ def test_a_prompt_that_does_not_fit_leaves_its_layers_on_the_host_instead_of_wai
 
 def test_as_many_layers_stay_as_memory_has_to_spare() -> None:
     """Ten whole blocks of four layers = 40; a prompt of three blocks, with 1 % and one block's growth kept free."""
-    state = scheduler(10, LayerKV())
-    assert state._layers_to_keep(0, 3) == 4
-    state.gpu.allocate(27)
+    memory = scheduler(10, LayerKV()).memory
+    assert isinstance(memory, LayerBlocks)
+    assert memory.layers_to_keep(prompt(3), 0) == 4
+    memory.gpu.allocate(27)
     # 13 left: 13 - 0 (1 % of 40 is 0) - 4 (one sequence's growth) = 9 = 3 layers of 3 blocks; one more in the buffer.
-    assert state._layers_to_keep(0, 3) == 3
-    state.gpu.allocate(7)
+    assert memory.layers_to_keep(prompt(3), 0) == 3
+    memory.gpu.allocate(7)
     # 6 left: two layers' buffer of three blocks each fit, nothing stays.
-    assert state._layers_to_keep(0, 3) == 0
-    state.gpu.allocate(1)
-    assert state._layers_to_keep(0, 3) is None
+    assert memory.layers_to_keep(prompt(3), 0) == 0
+    memory.gpu.allocate(1)
+    assert memory.layers_to_keep(prompt(3), 0) is None
 
 
 def test_the_forecast_offloads_half_and_then_all_of_the_latest_parked() -> None:
     state = scheduler(100, LayerKV())
+    memory, stage, eviction = state.memory, state.stage, state.eviction
+    assert isinstance(memory, LayerBlocks) and isinstance(stage, Promote) and isinstance(eviction, LayerOffload)
     for i, blocks in enumerate((5, 5)):
         seq = Sequence(Request(i, 0.0, 80, 10))
-        seq.num_blocks, seq.layers_on_gpu, seq.num_generated, seq.first_token_s = blocks, 3, 1, 0.0
-        state.gpu.allocate(3 * blocks)
-        state.host.allocate(blocks)
-        state._park(seq)
-    older, newer = state.parked
-    state._offload_retained(8)
-    assert (older.layers_on_gpu, newer.layers_on_gpu) == (3, 1)
-    for transfer in state._background:
-        state.transfer_done(transfer)
-    state._background.clear()
+        seq.num_blocks, seq.num_generated, seq.first_token_s = blocks, 1, 0.0
+        memory.groups_on_gpu[seq] = (0, 1, 3)
+        memory.gpu.allocate(3 * blocks)
+        memory.host.allocate(blocks)
+        stage.park(seq)
+    older, newer = stage.waiting
+    eviction._offload_retained(8)
+    assert (memory.num_hosted(older), memory.num_hosted(newer)) == (1, 3)
+    for move in state.beside:
+        state.transfer_done(move)
+    state.beside.clear()
     # Half of the rest of both is 5 + 10; 20 asks for all.
-    state._offload_retained(20)
-    assert (older.layers_on_gpu, newer.layers_on_gpu) == (1, 0)
+    eviction._offload_retained(20)
+    assert (memory.num_hosted(older), memory.num_hosted(newer)) == (3, 4)
 
 
 def test_streaming_pays_the_link_every_step() -> None:

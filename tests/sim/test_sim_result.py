@@ -17,7 +17,7 @@ from sim.files import ParquetTable
 from sim.results import metrics
 from sim.results.series import COLUMNS
 
-ROOT = Path(kvtwin.__file__).parent
+ROOT = Path(kvtwin.__file__).parents[1]
 POLICIES = ["vllm-recompute", "vllm-swap", "layerkv"]
 # p0 + p1 tokens + p2 squares; d0 + d1 batch + d2 context: every time below is worked out from these.
 LINEAR = {"form": "linear", "prefill": [0.01, 1e-4, 1e-6], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
@@ -389,10 +389,10 @@ def test_the_same_scenario_gives_the_same_bytes_in_another_process(tmp_path, pol
         "200",
     ]
     words += ["--save-detailed", "--timeline", "--quiet", "--policy", policy]
-    words += ["--predictor", "bucket"] if policy == "layerkv" else []
+    words += ["--layerkv-predictor", "bucket"] if policy == "layerkv" else []
     assert kvtwin.main(["run", *words, "--out", str(tmp_path / "a")]) == 0
     # Other hashes and other addresses: an order that hangs on either would show.
-    command = [sys.executable, str(ROOT / "kvtwin.py"), "run", *words, "--out", str(tmp_path / "b")]
+    command = [sys.executable, "-m", "kvtwin", "run", *words, "--out", str(tmp_path / "b")]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=60)
     one, other = files_of(tmp_path / "a"), files_of(tmp_path / "b")
     assert len(one) == 4

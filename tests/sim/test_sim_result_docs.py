@@ -71,7 +71,7 @@ def test_the_page_names_the_counters_of_layerkv():
     names = documented()["counters of layerkv"]
     assert len(seen) > 5
     assert seen <= set(names)
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "policies").glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").glob("*.py"))
     assert [name for name in names if f'"{name}"' not in sources] == []
 
 

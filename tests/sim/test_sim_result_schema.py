@@ -71,7 +71,7 @@ def test_a_file_that_is_no_result_is_refused_by_field(tmp_path, change, parts):
 
 
 def test_the_scenario_of_a_result_has_every_option_of_a_scenario_and_what_it_resolved_to():
-    resolved = ["policy", "policy_options", "num_gpu_blocks", "num_cpu_blocks", "block_bytes"]
+    resolved = ["policy", "policy_options", "policy_parts", "num_gpu_blocks", "num_cpu_blocks", "block_bytes"]
     assert list(ResolvedScenario.__struct_fields__) == [f.name for f in fields(Scenario)] + resolved
     options = replace(CROWDED, num_prompts=1, max_model_len=None, enable_chunked_prefill=True)
     found = assemble(finished("layerkv", options=options)).scenario

@@ -1,19 +1,25 @@
 """Flags and scenario files: the same names and the same results, every option in the result, units as documented."""
 
 import json
-from dataclasses import fields
+import subprocess
+import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import kvtwin
+from sim import systems
 from sim.errors import UserError
 from sim.option_values import convert, flag
-from sim.policy_options import parse_policy
+from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
 from sim.scenario import Outputs, Scenario, build_scenario, read_scenario
-from sim.systems import POLICIES
+from sim.systems import POLICIES, policy_named
+from sim.systems.options import option
+from sim.systems.vllm055 import VllmRecompute
 
-ROOT = Path(kvtwin.__file__).parent
+ROOT = Path(kvtwin.__file__).parents[1]
 BASE = {"workload": "fixed", "num-prompts": 4, "input-len": 20, "output-len": 3, "request-rate": 5.0, "gpu": "l20"}
 
 
@@ -55,7 +61,13 @@ WRITTEN = [
     {"enable-chunked-prefill": True, "max-num-batched-tokens": 64, "max-num-seqs": 8, "policy": "vllm-swap"},
     {"goodput": ["ttft:3000", "tpot:200"], "block-size": 8, "swap-space": 0.5, "seed": 3, "policy": "vllm-recompute"},
     {"model": "qwen2.5-7b", "tp": 2, "gpu": "h100", "gpu-memory-utilization": 0.8, "policy": "layerkv"},
-    {"policy": "layerkv", "decode": "stream", "slo-aware": False, "tpot-slo-ms": 55.5, "horizon-steps": 3},
+    {
+        "policy": "layerkv",
+        "layerkv-decode": "stream",
+        "layerkv-slo-aware": False,
+        "layerkv-tpot-slo-ms": 55.5,
+        "layerkv-horizon-steps": 3,
+    },
 ]
 
 
@@ -68,7 +80,8 @@ def test_a_scenario_file_is_worth_its_flags(tmp_path, options, separator):
     from_flags = run(tmp_path / "flags", flags)
     from_file = run(tmp_path / "file", {}, "--scenario", str(scenario_file(tmp_path, spelled)))
     assert from_file == from_flags
-    chosen = from_flags["scenario"] | from_flags["scenario"]["policy_options"]
+    options_ = from_flags["scenario"]["policy_options"]
+    chosen = from_flags["scenario"] | {f"layerkv_{name}": value for name, value in options_.items()}
     for key, value in options.items():
         assert chosen[key.replace("-", "_")] == value
 
@@ -103,7 +116,7 @@ def test_the_demo_scenario_is_one():
     ("text", "parts"),
     [
         ("num-promts = 3", ["unknown key 'num-promts'", "did you mean 'num-prompts'?"]),
-        ("slo_awar = true", ["unknown key 'slo_awar'", "did you mean 'slo-aware'?"]),
+        ("layerkv-slo-awar = true", ["unknown key 'layerkv-slo-awar'", "did you mean 'layerkv-slo-aware'?"]),
         ("polices = 'layerkv'", ["unknown key 'polices'", "did you mean 'policy'?"]),
         ("[traffic]\nworkload = 'fixed'", ["unknown key 'traffic'"]),
         ("zzz = 1", ["unknown key 'zzz'"]),
@@ -119,9 +132,9 @@ def test_the_demo_scenario_is_one():
         ("policy = 5", ["policy: 5 is not a list of words"]),
         ("policy = ['layerkv', 1]", ["policy: ['layerkv', 1] is not a list of words"]),
         ("goodput = 5", ["goodput: 5 is not a list of words"]),
-        ("slo-aware = 'maybe'", ["slo-aware: 'maybe' is not true or false"]),
+        ("layerkv-slo-aware = 'maybe'", ["layerkv-slo-aware: 'maybe' is not true or false"]),
         ("quiet = 'maybe'", ["quiet: 'maybe' is not true or false"]),
-        ("decode = 'later'", ["decode: 'later' is not promote or stream"]),
+        ("layerkv-decode = 'later'", ["layerkv-decode: 'later' is not promote or stream"]),
         ("cost-form = 3", ["cost-form: 3 is not roofline or paper or linear"]),
         ("tp = 2020-01-01", ["tp: datetime.date(2020, 1, 1) is not a whole number"]),
         ("max-num-seqs = 1\nmax_num_seqs = 2", ["key 'max_num_seqs' stands twice"]),
@@ -158,30 +171,30 @@ def test_every_option_has_a_flag_and_a_line_of_help(capsys):
             kvtwin.main([command, "--help"])
         assert caught.value.code == 0
         words = capsys.readouterr().out.replace(",", " ").split()
-        owners = (Scenario, Outputs, *POLICIES.values())
-        flags = {flag(f.name) for owner in owners for f in fields(owner)} | {"--scenario", "--policy", "--out"}
+        flags = {flag(f.name) for owner in (Scenario, Outputs) for f in fields(owner)}
+        flags |= {"--scenario", "--policy", "--out", *map(flag, all_policy_options())}
         assert flags - set(words) == set()
 
 
 def test_the_flags_of_the_contract_are_there_with_their_defaults():
     scenario = Scenario()
-    assert (scenario.block_size, scenario.max_num_seqs, scenario.gpu_memory_utilization) == (16, 256, 0.9)
+    assert (scenario.block_size, scenario.gpu_memory_utilization) == (16, 0.9)
     assert (scenario.seed, scenario.tp, scenario.rate_scale, scenario.burstiness) == (0, 1, 1.0, 1.0)
     unset = {f.name for f in fields(Scenario) if getattr(scenario, f.name) is None}
     assert unset == {"trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "clip"} | {
         "input_len", "output_len", "profile", "cost_form", "num_gpu_blocks_override", "num_cpu_blocks_override",
-        "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "swap_space",
+        "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "swap_space",
     }  # fmt: skip
 
 
 def other_values(kind):
     """A value that is not the default for each option of a policy, as text."""
-    found = {}
-    for name, default in ((f.name, f.default) for f in fields(kind)):
-        found[name] = str(not default).lower() if isinstance(default, bool) else str(default)
+    values = {}
+    for name, default in ((found.name, found.field.default) for found in options_of(kind)):
+        values[name] = str(not default).lower() if isinstance(default, bool) else str(default)
         if isinstance(default, int | float) and not isinstance(default, bool):
-            found[name] = str(default + 1 if isinstance(default, int) else default / 2)
-    return found | {name: value for name, value in OTHER_WORDS.items() if name in found}
+            values[name] = str(default + 1 if isinstance(default, int) else default / 2)
+    return values | {name: value for name, value in OTHER_WORDS.items() if name in values}
 
 
 OTHER_WORDS = {"decode": "stream", "equations": "paper", "predictor": "bucket"}
@@ -191,22 +204,66 @@ OTHER_WORDS = {"decode": "stream", "equations": "paper", "predictor": "bucket"}
 def test_every_policy_option_has_a_flag_and_is_in_the_result(tmp_path, name):
     kind = POLICIES[name]
     options = other_values(kind)
-    words = [f"{flag(key)}={value}" for key, value in options.items() if value not in ("true", "false")]
-    words += [
-        flag(("" if value == "true" else "no_") + key) for key, value in options.items() if value in ("true", "false")
-    ]
+    words = []
+    for key, value in options.items():
+        own = f"{name}_{key}"
+        words.append(flag({"true": own, "false": f"no_{own}"}.get(value, f"{own}={value}")))
     named = name + ":" + ",".join(f"{key.replace('_', '-')}={value}" for key, value in options.items())
     by_flags = run(tmp_path / "flags", BASE | {"policy": name}, *words)
     in_place = run(tmp_path / "place", BASE | {"policy": named if options else name})
     plain = run(tmp_path / "plain", BASE | {"policy": name})["scenario"]["policy_options"]
     found = by_flags["scenario"]["policy_options"]
-    assert list(found) == [f.name for f in fields(kind)]
+    assert list(found) == [own.name for own in options_of(kind)]
     assert [key for key in found if found[key] == plain[key]] == []
     assert in_place["scenario"]["policy_options"] == found
 
 
+@dataclass(frozen=True)
+class Swap(VllmRecompute):
+    """A preset whose option's flag is another's: `--vllm-swap-first` is `first` of vllm-swap as well."""
+
+    name: ClassVar[str] = "vllm"
+    swap_first: bool = option(False, "collides")
+
+
+@dataclass(frozen=True)
+class SwapToo(VllmRecompute):
+    """The other one."""
+
+    name: ClassVar[str] = "vllm-swap"
+    first: bool = option(False, "collides")
+
+
+def test_options_of_two_policies_with_one_flag_are_refused(monkeypatch):
+    places = {"vllm": f"{__name__}:Swap", "vllm-swap": f"{__name__}:SwapToo"}
+    monkeypatch.setattr(systems, "_PLACES", places)
+    with pytest.raises(UserError, match=r"--vllm-swap-first: an option of vllm and vllm-swap alike"):
+        all_policy_options()
+    with pytest.raises(UserError, match="vllm and vllm-swap alike"):
+        owned_option("vllm_swap_first")
+
+
+def test_a_name_is_registered_once(monkeypatch):
+    monkeypatch.setattr(systems, "_PLACES", dict(systems._PLACES))
+    systems.register("mine", f"{__name__}:Swap")
+    assert policy_named("mine") is Swap
+    with pytest.raises(UserError, match=r"policy 'layerkv' is .* already"):
+        systems.register("layerkv", f"{__name__}:Swap")
+
+
+def test_only_the_policies_that_are_named_are_imported(tmp_path):
+    code = (
+        "import sys, kvtwin; kvtwin.main(sys.argv[1:]); print([m for m in sys.modules if m.startswith('sim.systems.')])"
+    )
+    words = ["run", "--workload", "fixed", "--num-prompts", "2", "--input-len", "8", "--output-len", "2", "--quiet"]
+    words += ["--policy", "sarathi", "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert "sim.systems.sarathi" in done.stdout
+    assert not any(f"sim.systems.{name}'" in done.stdout for name in ("layerkv", "orca", "fastserve", "vllm055"))
+
+
 def test_an_option_in_place_wins_over_its_flag():
-    label, policy = parse_policy("layerkv:tpot-slo-ms=50", {"tpot_slo_ms": "80", "decode": "stream"})
+    label, policy = parse_policy("layerkv:tpot-slo-ms=50", {"layerkv_tpot_slo_ms": "80", "layerkv_decode": "stream"})
     assert label == "layerkv:tpot-slo-ms=50"
     assert (policy.tpot_slo_ms, policy.decode) == (50.0, "stream")
 

@@ -1,0 +1,175 @@
+"""Every preset, and mixes that no paper combined, keep to `kvtwin.testing.conformance`; broken parts do not pass it."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvtwin.testing import conformance
+from sim.engine.limits import Deployment, Limits
+from sim.engine.plan import IterationPlan
+from sim.engine.scheduler import Parts
+from sim.engine.sequence import Sequence
+from sim.parts.fcfs import Fcfs
+from sim.parts.layer_blocks import LayerBlocks
+from sim.parts.paged import PagedMemory
+from sim.parts.prefill_first import PrefillFirst
+from sim.parts.promote import Promote
+from sim.parts.recompute import Recompute
+from sim.parts.slack import SlackAdmission
+from sim.parts.swap import Swap
+from sim.policy_options import parse_policy
+from sim.systems import POLICIES
+from sim.systems.layerkv import LayerKV
+from sim.systems.mixing import CATALOGUE
+from sim.systems.vllm055 import VllmRecompute, VllmSwap
+
+VARIANTS = [
+    "layerkv:slo-aware=false",
+    "layerkv:tpot-slo-ms=30",
+    "layerkv:decode=stream",
+    "layerkv:decode=stream,slo-aware=false",
+    "layerkv:equations=paper,predictor=bucket",
+    "layerkv:predictor=none,drop-irrecoverable=false,tpot-slo-ms=40",
+    "layerkv:horizon-steps=40,threshold=0.2",
+    "fastserve:quantum-ms=40,starvation-s=0.2,starvation-check=7",
+]
+MIXES = [
+    "layerkv:order=mlfq",
+    "layerkv:batching=sarathi",
+    "layerkv:batching=fastgen,order=mlfq",
+    "layerkv:decode=stream,slo-aware=false,batching=sarathi",
+    "layerkv:batching=iteration-level",
+    "vllm-swap:memory=reserved",
+    "orca:eviction=swap",
+    "orca:memory=paged,eviction=swap",
+    "fastserve:memory=reserved",
+    "fastserve:eviction=recompute",
+    "sarathi:eviction=swap",
+    "sarathi:order=mlfq",
+    "sarathi:admission=slack,tpot-slo-ms=40",
+    "fastgen:eviction=swap",
+    "fastertransformer:memory=paged",
+]
+
+
+@pytest.mark.parametrize("text", [*POLICIES, *VARIANTS, *MIXES])
+def test_the_system_keeps_to_what_every_system_must(text: str) -> None:
+    conformance.check(parse_policy(text, {})[1])
+
+
+def test_every_part_is_in_some_system_or_mix() -> None:
+    seen = {kind: set() for kind in CATALOGUE}
+    for text in (*POLICIES, *VARIANTS, *MIXES):
+        for kind, name in parse_policy(text, {})[1].names.items():
+            seen[kind].add(name)
+    assert seen == {kind: set(parts) for kind, parts in CATALOGUE.items()}
+
+
+# -- one broken part of each kind ------------------------------------------------------------------------------------
+
+
+class LastComeFirstServed(Fcfs):
+    """Says that nobody can overtake a refused head, and lets everybody do so."""
+
+    def add(self, seq: Sequence) -> None:
+        self._queue.appendleft(seq)
+
+
+class LeakyMemory(PagedMemory):
+    """Forgets the blocks that a decode begins."""
+
+    def append(self, seq: Sequence) -> None:
+        pass
+
+    def grow(self, batch) -> None:
+        pass
+
+
+class TimelessSlack(SlackAdmission):
+    """Says that slack, which changes with time, lasts."""
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        return steps
+
+
+class LosingSwap(Swap):
+    """Swaps out and never brings back."""
+
+    def bring_back(self, plan: IterationPlan, budget: int, num_seqs: int) -> None:
+        pass
+
+    def unblock(self) -> bool:
+        return False
+
+
+class HastyStage(Promote):
+    """Lets sequences decode without the layers that are on the host."""
+
+    def enter(self, seq: Sequence, *, first: bool = False) -> None:
+        self.scheduler.join(seq, first=first)
+
+
+class EagerBatching(PrefillFirst):
+    """Jumps as if nobody were swapped out."""
+
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        super().fill(plan, now_s)
+        if plan.num_decodes and not plan.chunks and not plan.has_swaps:
+            plan.max_steps = self.batch.steps_to_finish()
+            plan.cut_on_arrival = False
+
+
+@dataclass(frozen=True)
+class BrokenOrder(VllmRecompute):
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        return replace(super().parts(limits, deployment), order=LastComeFirstServed())
+
+
+@dataclass(frozen=True)
+class BrokenMemory(VllmRecompute):
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        return replace(super().parts(limits, deployment), memory=LeakyMemory(limits))
+
+
+@dataclass(frozen=True)
+class BrokenAdmission(LayerKV):
+    tpot_slo_ms: float = 30.0
+
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        parts = super().parts(limits, deployment)
+        sound = parts.admission
+        assert isinstance(sound, SlackAdmission)
+        broken = TimelessSlack(
+            limits.num_gpu_blocks, sound.prefill_s, 0.03, drop_irrecoverable=True, lengths_known=True
+        )
+        return replace(parts, admission=broken)
+
+
+@dataclass(frozen=True)
+class BrokenEviction(VllmSwap):
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        return replace(super().parts(limits, deployment), eviction=LosingSwap())
+
+
+@dataclass(frozen=True)
+class BrokenStage(LayerKV):
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        parts = super().parts(limits, deployment)
+        assert isinstance(parts.memory, LayerBlocks)
+        return replace(parts, stage=HastyStage(parts.memory), eviction=Recompute())
+
+
+@dataclass(frozen=True)
+class BrokenBatching(VllmSwap):
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        return replace(super().parts(limits, deployment), batching=EagerBatching())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [BrokenOrder(), BrokenMemory(), BrokenAdmission(), BrokenEviction(), BrokenStage(), BrokenBatching()],
+    ids=["order", "memory", "admission", "eviction", "stage", "batching"],
+)
+def test_a_broken_part_is_caught(policy) -> None:
+    with pytest.raises(Exception):  # noqa: B017 - whichever check finds it first
+        conformance.check(policy, examples=200, shrink=False)
