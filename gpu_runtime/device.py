@@ -1,13 +1,12 @@
 """`TorchDevice`: executes plans with torch and measures. The real clock's half of what the simulator prices.
 
-One iteration: blocks are brought in line with the scheduler's decisions, copies that must come first are made,
-background copies start, then the layers run (`layer_pass`): one after the other, or where nothing happens between them
-as a captured graph.
+One iteration: the plan's changes are replayed on block ids, copies that must come first are made, copies beside the
+computation start, then the layers run (`layer_pass`): one after the other, or where nothing happens between them as a
+captured graph. `check_executed` holds what was done against the plan and the ids against the scheduler's counts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import islice
 from math import inf
 from threading import Event
 from time import perf_counter
@@ -15,19 +14,21 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from gpu_runtime.executed import Executed, Moved
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyHandle
-from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.placement import Placement, Transfer
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.layer_pass import BlockTables, LayerPass
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
-from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes, Transfer
+from sim.engine.layers import SEND_BUFFER_LAYERS
+from sim.engine.plan import Direction, IterationPlan, Move, PrefillChunk, StepTimes
 from sim.engine.scheduler import Scheduler
-from sim.engine.sequence import Sequence, Status
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
 from traces.request import Request
 
 PromptOf = Callable[[Request], Seq[int]]
@@ -38,64 +39,82 @@ WAKE_S = 0.05
 """Longest sleep while nothing is known to happen, s."""
 
 
+def scratch_blocks(scheduler: Scheduler) -> int:
+    """GPU blocks beyond the scheduler's through which decodes with layers on the host pass.
+
+    Each that may stream needs two layers' blocks, or one's where it has one layer on the host only.
+    """
+    if not scheduler.stage.streams:
+        return 0
+    limits = scheduler.limits
+    longest = -(-limits.max_model_len // limits.block_size)
+    # Who streams holds all its blocks, here or there.
+    whole = min(limits.num_gpu_blocks + limits.num_cpu_blocks, limits.max_num_seqs * longest)
+    return min(SEND_BUFFER_LAYERS * whole, scheduler.host.num_blocks)
+
+
 class TorchDevice:
     """A decoder, two pools of KV blocks, copy streams and a clock.
 
     Args:
         decoder: the model.
-        scheduler: of the engine this device serves; read, never changed.
-        limits: sizes of the pools, in whole blocks.
-        layer_group: layers a block holds: all for vLLM's policies, 1 for LayerKV's.
+        scheduler: of the engine this device serves, whose parts say how large the pools are and how many layers a block
+            holds; read, never changed.
         prompt_of: token ids of a request's prompt.
         on_token: hears of every token.
-        scratch_blocks: GPU blocks beyond the scheduler's, through which decodes with layers on the host pass.
         stays_awake: wait for a known time without sleeping. An idle core loses its caches to others and its clock to
             power saving, and its next iteration may take half as long again.
         inline_copies: whether the computing thread copies, as it does on a CPU by default.
         graph_batch_sizes: batches of decodes that `warm_up` captures as graphs (`decode_graph.capture_sizes`).
         capture: makes the graphs; None: as CUDA graphs.
+        spare_blocks: more GPU blocks, which nobody is given.
+
+    Raises:
+        ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         scheduler: Scheduler,
-        limits: Limits,
         *,
-        layer_group: int,
         prompt_of: PromptOf,
         device: torch.device | str,
         dtype: torch.dtype,
         on_token: OnToken | None = None,
-        scratch_blocks: int = 0,
         stays_awake: bool = False,
         inline_copies: bool | None = None,
         graph_batch_sizes: Seq[int] = (),
         capture: Capture | None = None,
+        spare_blocks: int = 0,
     ) -> None:
-        config = decoder.config
+        config, limits, memory = decoder.config, scheduler.limits, scheduler.memory
         self.decoder, self.scheduler = decoder, scheduler
         self.device = torch.device(device)
         self.prompt_of, self.on_token = prompt_of, on_token
-        self.groups = -(-config.num_layers // layer_group)
+        self.groups = memory.num_groups
+        layer_group, left_over = divmod(config.num_layers, self.groups)
+        if left_over:
+            raise ValueError(f"{config.num_layers} layers of {config.name} in {self.groups} equal groups")
         self.block_tokens = limits.block_size
-        gpu_blocks, host_blocks = limits.num_gpu_blocks * self.groups, limits.num_cpu_blocks * self.groups
-        total = gpu_blocks + scratch_blocks
+        gpu_blocks, host_blocks = memory.gpu.num_blocks, memory.host.num_blocks
+        scratch = gpu_blocks + scratch_blocks(scheduler)
         pin = self.device.type == "cuda"
-        self.gpu = KVPool(config, total, limits.block_size, layer_group, self.device, dtype)
+        self.gpu = KVPool(config, scratch + spare_blocks, limits.block_size, layer_group, self.device, dtype)
         self.host = KVPool(config, max(1, host_blocks), limits.block_size, layer_group, "cpu", dtype, pin=pin)
         self.counted = BlockIds(gpu_blocks)
-        self.scratch = BlockIds(total)
+        self.scratch = BlockIds(scratch)
         # The first ids are those that the scheduler counts.
         self.scratch.allocate(gpu_blocks)
+        self._num_scratch = self.scratch.num_free
         self.placement = Placement(self.counted, self.host, num_groups=self.groups, block_tokens=limits.block_size)
         self.copies = CopyEngine(self.device, inline=not pin if inline_copies is None else inline_copies)
         self._moves = KVCopies(self.copies, self.gpu, self.host, self._fail)
         self._tables = BlockTables(self.placement)
         self.tokens: dict[Sequence, list[int]] = {}
-        self._background: list[tuple[Transfer, CopyHandle]] = []
-        self._behind: list[tuple[Transfer, list[CopyHandle]]] = []
-        self._open_copies: dict[Sequence, list[CopyHandle]] = {}
+        self.executed = Executed()
+        """What the last iteration copied."""
+        self._under_way: list[tuple[Transfer, list[CopyHandle]]] = []
         self._failures: list[tuple[Sequence, str]] = []
         self._graph_batch_sizes, self._capture = graph_batch_sizes, capture
         self._longest_blocks = self.placement.blocks_for(limits.max_model_len)
@@ -117,7 +136,7 @@ class TorchDevice:
     def wait(self, until_s: float) -> None:
         while True:
             left_s = until_s - self.now_s()
-            if left_s <= 0 or any(handle.done() for _, handle in self._background) or self._behind_ended():
+            if left_s <= 0 or any(_ended(handles) for _, handles in self._under_way):
                 return
             # Copies end without a signal: look again soon while there are any.
             awake = self._stays_awake and left_s != inf
@@ -132,35 +151,29 @@ class TorchDevice:
         """Let `wait` return, now or the next time it is called. For other threads: a request may have arrived."""
         self._woken.set()
 
-    def _behind_ended(self) -> bool:
-        return any(all(handle.done() for handle in handles) for _, handles in self._behind)
-
-    # -- copies beside the computation ---------------------------------------------------------------------------
+    # -- copies beside and behind the computation ------------------------------------------------------------------
 
     @property
     def copies_pending(self) -> bool:
-        return bool(self._background or self._behind)
+        return bool(self._under_way)
 
-    def ended_transfers(self) -> list[Transfer]:
-        ended: list[Transfer] = []
-        for transfer, handle in list(self._background):
-            if handle.done():
-                self._moves.wait(transfer.seq, [handle])
-                self._background.remove((transfer, handle))
+    def ended_transfers(self) -> list[Move]:
+        ended: list[Move] = []
+        for entry in list(self._under_way):
+            transfer, handles = entry
+            if _ended(handles):
+                self._moves.wait(transfer.move.seq, handles)
+                self._under_way.remove(entry)
                 self.placement.end(transfer)
-                ended.append(transfer)
-        for transfer, handles in list(self._behind):
-            if all(handle.done() for handle in handles):
-                self._moves.wait(transfer.seq, handles)
-                self._behind.remove((transfer, handles))
-                self.placement.end_prefill(transfer.seq)
-                ended.append(transfer)
+                ended.append(transfer.move)
         return ended
 
     def _settle(self, seq: Sequence) -> None:
-        """Wait for every copy of a sequence, whose blocks are about to be given to others."""
-        handles = [handle for transfer, handle in self._background if transfer.seq is seq]
-        self._moves.wait(seq, [*self._open_copies.pop(seq, ()), *handles])
+        """Wait for every copy of a sequence, which is about to give its blocks back."""
+        for transfer, handles in self._under_way:
+            if transfer.move.seq is seq:
+                self._moves.wait(seq, handles)
+        self._tables.forget(seq)
 
     def _fail(self, seq: Sequence, reason: str) -> None:
         self._failures.append((seq, reason))
@@ -172,24 +185,23 @@ class TorchDevice:
     # -- one iteration -------------------------------------------------------------------------------------------
 
     def execute(self, plan: IterationPlan) -> StepTimes:
-        decodes = list(self._decodes(plan))
-        for move in self.placement.follow(plan, decodes, self._settle):
+        done = self.executed = Executed()
+        num_tokens_of, placement = self.scheduler.batch.num_tokens_of, self.placement
+        decodes = [(seq, num_tokens_of(seq)) for seq in plan.decodes]
+        for copy in placement.replay(plan, self._settle):
             # Before the computation, as vLLM 0.5.5 swaps: the same blocks may be written next.
-            self._moves.wait(move.seq, [self._moves.start(move)])
-        for transfer in plan.background:
-            self._background.append((transfer, self._moves.start(self.placement.begin(transfer))))
+            done.add(copy)
+            self._moves.wait(copy.seq, [self._moves.start(copy)])
+        for move in plan.beside:
+            transfer, copy = placement.begin(move)
+            done.add(copy)
+            self._under_way.append((transfer, [self._moves.start(copy)]))
         if plan.chunks or decodes:
+            placement.grow((seq, cached + new) for seq, new, cached, _ in plan.chunks)
+            placement.grow(decodes)
             self._compute_or_fail(plan, decodes)
         end_s = self.now_s()
-        self._forget_ended()
-        return StepTimes(1, end_s, 0.0, 0.0, end_s)
-
-    def _decodes(self, plan: IterationPlan) -> Iterator[tuple[Sequence, int]]:
-        batch = self.scheduler.batch
-        members = islice(batch.members, plan.num_decodes) if plan.decodes_first else iter(batch.members)
-        if plan.num_decodes:
-            for seq in members:
-                yield seq, batch.num_tokens_of(seq)
+        return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
 
     def _compute_or_fail(self, plan: IterationPlan, decodes: Seq[tuple[Sequence, int]]) -> None:
         """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails."""
@@ -217,10 +229,14 @@ class TorchDevice:
         sampled = [seq for seq, new, cached, _ in chunks if cached + new == seq.num_tokens]
         for seq in [*sampled, *(seq for seq, _ in decodes)]:
             self._tokens_of(seq).append(0)
+        self.executed.num_decodes += len(decodes)
         for seq in [*(chunk.seq for chunk in chunks), *(seq for seq, _ in decodes)]:
             self._fail(seq, reason)
-            # Copies behind its prefill have nothing to copy: they are over.
-            self._behind += [(transfer, []) for transfer in plan.pipelined_d2h if transfer.seq is seq]
+            self.executed.given_up.add(seq)
+            for move in plan.behind:
+                if move.seq is seq and move.is_reported:
+                    # Copies behind its prefill have nothing to copy: they are over.
+                    self._under_way.append((self.placement.begin_behind(move), []))
 
     def _compute(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]]) -> None:
         work = LayerPass(self.placement, self.scratch, self._moves)
@@ -233,7 +249,8 @@ class TorchDevice:
         except torch.OutOfMemoryError:
             work.abandon()
             raise
-        self._finish_behind(plan, work)
+        self._finish_copies(plan, work)
+        self.executed.num_decodes += len(decodes)
         self._emit(work.sampled, chosen)
         work.release()
 
@@ -243,14 +260,19 @@ class TorchDevice:
             tokens = self.tokens[seq] = list(self.prompt_of(seq.request))
         return tokens
 
-    def _finish_behind(self, plan: IterationPlan, work: LayerPass) -> None:
-        """Copies behind a prefill go on after it; what else a pass wrote must be out before its slots are reused."""
-        behind = {transfer.seq: transfer for transfer in plan.pipelined_d2h}
+    def _finish_copies(self, plan: IterationPlan, work: LayerPass) -> None:
+        """Copies behind a prefill's last chunk go on after it; what else a pass wrote must be out before its slots are
+        reused, and before the next chunk reads it."""
+        done, behind = self.executed, {move.seq: move for move in plan.behind}
         for member in work.members:
-            seq, handles = member.seq, list(member.leaving.values())
-            if seq in behind:
-                self._behind.append((behind[seq], handles))
-                self._open_copies[seq] = handles
+            done.num_read += member.num_read
+            seq, handles, move = member.seq, list(member.leaving.values()), behind.get(member.seq)
+            if move is None:
+                done.num_written += member.num_sent
+            else:
+                done.behind.append(Moved(seq, tuple(member.leaving), Direction.D2H, member.num_sent))
+            if move is not None and move.is_reported:
+                self._under_way.append((self.placement.begin_behind(move), handles))
             else:
                 self._moves.wait(seq, handles)
 
@@ -263,6 +285,9 @@ class TorchDevice:
             self.tokens[seq].append(token)
             if self.on_token is not None:
                 self.on_token(seq, token, self.now_s())
+
+    def forget(self, seq: Sequence) -> None:
+        self.tokens.pop(seq, None)
 
     def warm_up(self) -> None:
         """Run a prompt and a decode on blocks nobody holds, and capture graphs: no request shall pay for set-up."""
@@ -284,16 +309,35 @@ class TorchDevice:
         """End the copy threads."""
         self.copies.close()
 
-    def _forget_ended(self) -> None:
-        """Forget what is known of sequences whose blocks have been given back; a preempted one keeps its tokens."""
-        for seq in self.placement.take_dropped():
-            self._open_copies.pop(seq, None)
-            self._tables.forget(seq)
-            if seq.status in (Status.FINISHED, Status.IGNORED):
-                self.tokens.pop(seq, None)
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """InvariantError unless the ids balance: nobody holds a block twice, and pools list each free block once."""
         self.placement.check()
         self.counted.check()
         self.host.check()
+        if self.scratch.num_free != self._num_scratch:
+            raise InvariantError(f"{self._num_scratch - self.scratch.num_free} scratch blocks were not given back")
+
+    def check_executed(self, plan: IterationPlan) -> None:
+        """InvariantError unless the plan just executed was carried out block by block, and ids in use are what the
+        scheduler counts. Before the plan is committed."""
+        self.executed.check(plan)
+        self.check()
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """InvariantError unless as many ids are in use as the scheduler counts. When it has no changes to tell."""
+        memory = self.scheduler.memory
+        for pool, ids, reserved in (
+            (memory.gpu, self.counted, 0),
+            # Set aside for the coming step, and nobody's.
+            (memory.host, self.host, memory.host_reserved),
+        ):
+            used, counted = ids.num_blocks - ids.num_free, pool.num_blocks - pool.free - reserved
+            if used != counted:
+                raise InvariantError(f"{pool.name}: {used} ids are in use, {counted} blocks are counted")
+
+
+def _ended(handles: Seq[CopyHandle]) -> bool:
+    return all(handle.done() for handle in handles)

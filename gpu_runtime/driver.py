@@ -10,7 +10,7 @@ from typing import Protocol
 
 from sim.clock.arrivals import TIE_S
 from sim.engine.engine import Engine
-from sim.engine.plan import IterationPlan, StepTimes, Transfer
+from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from traces.request import Request
@@ -27,8 +27,12 @@ class Device(Protocol):
         """Carry out one iteration of a plan, starting its copies; returns when its tokens are there."""
         ...
 
-    def ended_transfers(self) -> list[Transfer]:
-        """Copies beside the computation that have ended since this was last asked, in order."""
+    def ended_transfers(self) -> list[Move]:
+        """Copies beside and behind the computation that have ended since this was last asked, in order."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence has ended: nobody will ask for its tokens again. Its blocks come back with a plan."""
         ...
 
     def failures(self) -> list[tuple[Sequence, str]]:
@@ -78,6 +82,12 @@ class LiveInstance:
         self.engine, self.device, self.inbox = engine, device, inbox
         self.observer, self.is_open = observer, is_open
         self.iterations = 0
+        self._log_end = engine.on_end
+        engine.on_end = self._end
+
+    def _end(self, seq: Sequence) -> None:
+        self.device.forget(seq)
+        self._log_end(seq)
 
     def serve(self) -> None:
         """Serve until every request has ended and no more can come."""
@@ -85,8 +95,8 @@ class LiveInstance:
         while True:
             now_s = device.now_s()
             inbox.deliver(now_s + TIE_S, engine.add_request)
-            for transfer in device.ended_transfers():
-                engine.transfer_done(transfer)
+            for move in device.ended_transfers():
+                engine.transfer_done(move)
             self._report_failures()
             plan = engine.schedule(now_s)
             if plan is None:
@@ -97,12 +107,19 @@ class LiveInstance:
                 continue
             times = device.execute(plan)
             self._report_failures()
-            self.iterations += times.steps
+            self.iterations += times.iterations
             if self.observer is not None:
                 self.observer(plan, now_s, times)
             engine.commit(plan, times)
         if engine.has_unfinished:
             raise InvariantError(f"the engine stands still at {device.now_s()} s with requests unfinished")
+        self._release_last()
+
+    def _release_last(self) -> None:
+        """What ended last has given its blocks back since the last plan."""
+        scheduler, last = self.engine.scheduler, IterationPlan()
+        last.changes, scheduler.changes = tuple(scheduler.changes), []
+        self.device.execute(last)
 
     def _report_failures(self) -> None:
         for seq, reason in self.device.failures():

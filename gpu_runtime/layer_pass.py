@@ -15,14 +15,15 @@ from torch import Tensor
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyHandle
-from gpu_runtime.kv.placement import Held, Move, Placement
+from gpu_runtime.kv.placement import BlockCopy, Held, Placement
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
-from sim.cost.lanes import SEND_BUFFER_LAYERS
+from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.plan import Direction
 from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
 
 
 @dataclass(eq=False)
@@ -43,6 +44,9 @@ class Member:
     """By layer, the copy of what was computed out of the slot."""
     turns: dict[int, int] = field(init=False)
     """How many of its layers before each one on the host pass through the slots."""
+    num_read: int = 0
+    num_sent: int = 0
+    """Blocks that were copied into the slots and out of them."""
 
     def __post_init__(self) -> None:
         self.turns = {layer: turn for turn, layer in enumerate(self.hosted)}
@@ -92,6 +96,11 @@ class LayerPass:
         """A member that computes the last of its context's `num_tokens` tokens."""
         blocks = self._placement.blocks_for(num_tokens)
         num_slots = min(SEND_BUFFER_LAYERS, len(self._placement.held[seq].host))
+        if num_slots * blocks > self._scratch.num_free:
+            raise InvariantError(
+                f"{seq} decodes, but has layer groups on the host and {self._scratch.num_free} blocks are left for "
+                f"{num_slots} times {blocks} to pass through"
+            )
         slots = [self._scratch.allocate(blocks) for _ in range(num_slots)]
         self._borrowed += slots
         self._sampled.append(len(self.members))
@@ -101,6 +110,8 @@ class LayerPass:
     def _add(self, seq: Sequence, num_new: int, cached: int, slots: list[list[int]]) -> None:
         held = self._placement.held[seq]
         hosted = sorted(held.host)
+        if hosted and not slots:
+            raise InvariantError(f"{seq} is computed, has {len(hosted)} layer groups on the host and no send buffer")
         member = Member(seq, num_new, cached, held, slots if hosted else [], hosted)
         self.members.append(member)
         if member.slots:
@@ -130,7 +141,7 @@ class LayerPass:
         """Start the copies into all slots."""
         for member in self._moving:
             for layer in member.hosted[: len(member.slots)] if member.cached else ():
-                member.arriving[layer] = self._copies.start(self._move_in(member, layer))
+                member.arriving[layer] = self._copies.start(self._copy_in(member, layer))
 
     def _before_layer(self, layer: int) -> None:
         """Wait until the slots of this layer are free and hold what was cached before."""
@@ -150,21 +161,23 @@ class LayerPass:
             turn = member.turns.get(layer)
             if turn is None:
                 continue
-            leaving = member.leaving[layer] = self._copies.start(self._move_out(member, layer))
+            leaving = member.leaving[layer] = self._copies.start(self._copy_out(member, layer))
             if member.cached and turn + len(member.slots) < len(member.hosted):
                 later = member.hosted[turn + len(member.slots)]
-                member.arriving[later] = self._copies.start_after(self._move_in(member, later), leaving, layer)
+                member.arriving[later] = self._copies.start_after(self._copy_in(member, later), leaving, layer)
 
-    def _move_in(self, member: Member, layer: int) -> Move:
+    def _copy_in(self, member: Member, layer: int) -> BlockCopy:
         blocks = self._placement.blocks_for(member.cached)
-        source, target = member.held.host[layer], member.slot(layer)
-        return Move(member.seq, Direction.H2D, tuple(source[:blocks]), tuple(target[:blocks]))
+        source, target = member.held.host[layer][:blocks], member.slot(layer)[:blocks]
+        member.num_read += len(source)
+        return BlockCopy(member.seq, (layer,), Direction.H2D, tuple(source), tuple(target))
 
-    def _move_out(self, member: Member, layer: int) -> Move:
+    def _copy_out(self, member: Member, layer: int) -> BlockCopy:
         first = member.cached // self._placement.block_tokens
         blocks = self._placement.blocks_for(member.cached + member.num_new)
-        source, target = member.slot(layer), member.held.host[layer]
-        return Move(member.seq, Direction.D2H, tuple(source[first:blocks]), tuple(target[first:blocks]))
+        source, target = member.slot(layer)[first:blocks], member.held.host[layer][first:blocks]
+        member.num_sent += len(source)
+        return BlockCopy(member.seq, (layer,), Direction.D2H, tuple(source), tuple(target))
 
     def abandon(self) -> None:
         """The pass broke off: wait for its copies, and give back what it borrowed."""

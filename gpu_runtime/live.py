@@ -27,7 +27,6 @@ from sim.results.series import Series
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
-from sim.systems.layerkv import LayerKV
 from traces.errors import TraceError
 from traces.request import Request
 
@@ -82,33 +81,16 @@ def random_prompts(vocab_size: int, seed: int) -> Callable[[Request], list[int]]
     return prompt_of
 
 
-def layer_group_of(setup: Setup) -> int:
-    """Layers that a block of the policy's pools holds."""
-    return 1 if isinstance(setup.policy, LayerKV) else setup.model.num_layers
-
-
-def scratch_blocks_of(setup: Setup) -> int:
-    """GPU layer-blocks through which decodes with layers on the host pass: two layers of all that may stream."""
-    policy, limits = setup.policy, setup.limits
-    if not isinstance(policy, LayerKV) or policy.decode != "stream":
-        return 0
-    longest = -(-limits.max_model_len // limits.block_size)
-    return 2 * min(limits.num_cpu_blocks, limits.max_num_seqs * longest)
-
-
-def build_device(setup: Setup, scheduler: Scheduler, decoder: Decoder, options: LiveOptions) -> TorchDevice:
-    """The device that executes a set-up's plans."""
+def build_device(scheduler: Scheduler, decoder: Decoder, options: LiveOptions) -> TorchDevice:
+    """The device that executes a scheduler's plans."""
     return TorchDevice(
         decoder,
         scheduler,
-        setup.limits,
-        layer_group=layer_group_of(setup),
         prompt_of=random_prompts(decoder.config.vocab_size, options.seed),
         device=options.device,
         dtype=decoder.dtype,
-        scratch_blocks=scratch_blocks_of(setup),
         stays_awake=True,
-        graph_batch_sizes=capture_sizes(setup.limits.max_num_seqs) if options.device == "cuda" else (),
+        graph_batch_sizes=capture_sizes(scheduler.limits.max_num_seqs) if options.device == "cuda" else (),
     )
 
 
@@ -142,7 +124,7 @@ def perform(
 ) -> Run:
     """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
     parts = build_engine(setup, table, keep)
-    device = build_device(setup, parts.scheduler, decoder, options)
+    device = build_device(parts.scheduler, decoder, options)
     profiler = Profiler(device.device) if keep.timeline else None
     if profiler is not None:
         setup.warnings.append(WARNING)
@@ -158,6 +140,7 @@ def perform(
                 profiler.start(device.start)
             instance.serve()
         device.check()
+        device.check_counts()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         run.interrupted = True

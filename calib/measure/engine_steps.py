@@ -101,7 +101,6 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
     device = TorchDevice(
         decoder,
         scheduler,
-        limits,
         prompt_of=lambda request: [
             (7 * i + request.request_id) % spec.vocab_size for i in range(request.prompt_tokens)
         ],

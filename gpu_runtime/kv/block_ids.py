@@ -15,6 +15,7 @@ class BlockIds:
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._is_free = bytearray(b"\1") * num_blocks
+        self.num_blocks = num_blocks
 
     @property
     def num_free(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, CopyHandle
-from gpu_runtime.kv.placement import Move
+from gpu_runtime.kv.placement import BlockCopy
 from gpu_runtime.kv.pool import KVPool
 from sim.engine.plan import Direction
 from sim.engine.sequence import Sequence
@@ -25,19 +25,19 @@ class KVCopies:
         # Holds nothing but waits: what is submitted on it follows another copy without holding up the computation.
         self._order = torch.cuda.Stream(gpu.device) if gpu.device.type == "cuda" else None
 
-    def start(self, move: Move) -> CopyHandle:
+    def start(self, copy: BlockCopy) -> CopyHandle:
         """Start a copy, which follows what the current stream holds."""
-        pools = (self._gpu, self._host) if move.direction is Direction.D2H else (self._host, self._gpu)
-        return self._engine.copy_blocks(pools[0], move.source, pools[1], move.target, move.direction)
+        pools = (self._gpu, self._host) if copy.direction is Direction.D2H else (self._host, self._gpu)
+        return self._engine.copy_blocks(pools[0], copy.source, pools[1], copy.target, copy.direction)
 
-    def start_after(self, move: Move, before: CopyHandle, layer: int) -> CopyHandle:
+    def start_after(self, copy: BlockCopy, before: CopyHandle, layer: int) -> CopyHandle:
         """Start a copy of a layer's blocks once `before` is over, and with it whatever that one waited for.
 
         On a CPU the caller waits; on CUDA only until `before` is queued.
         """
         with torch.cuda.stream(self._order):
-            self.wait_layer(move.seq, before, layer)
-            return self.start(move)
+            self.wait_layer(copy.seq, before, layer)
+            return self.start(copy)
 
     def wait(self, seq: Sequence, handles: Iterable[CopyHandle]) -> None:
         """Block the caller until a sequence's copies are over."""

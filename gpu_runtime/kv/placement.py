@@ -1,18 +1,17 @@
 """`Placement`: which physical blocks hold which layers of which sequence. The ids behind the scheduler's counts.
 
-The scheduler counts blocks and decides; here those decisions become block ids and copies. A *group* is what a block
-holds of the layers: all of them for vLLM, one for LayerKV. Placement reads a sequence's status and counts after each
-schedule, before the plan is executed, and says which copies must happen before, behind and beside the computation.
+The scheduler counts blocks and decides; a plan's `changes` say in order what it took and gave back, and here that
+becomes block ids and copies. A *group* is what a block holds of the layers: all of them for vLLM, one for LayerKV.
+Nothing is inferred: what a plan does not say does not happen, but for the blocks that computed tokens need.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sim.cost.lanes import SEND_BUFFER_LAYERS, retained_layers
-from sim.engine.plan import Direction, IterationPlan, Transfer
-from sim.engine.sequence import Sequence, Status
+from sim.engine.plan import Direction, IterationPlan, Move, Place, Release, Restore, Tier
+from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
 
@@ -29,10 +28,11 @@ class Blocks(Protocol):
 
 
 @dataclass(frozen=True)
-class Move:
+class BlockCopy:
     """A copy of a sequence's blocks between the tiers, id by id."""
 
     seq: Sequence
+    groups: tuple[int, ...]
     direction: Direction
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -45,12 +45,22 @@ class Held:
     gpu: dict[int, list[int]] = field(default_factory=dict)
     host: dict[int, list[int]] = field(default_factory=dict)
     slots: list[list[int]] = field(default_factory=list)
-    leaving: dict[int, list[int]] = field(default_factory=dict)
-    """GPU ids of groups whose copy to the host is under way: free when it ends."""
-    arriving: dict[int, list[int]] = field(default_factory=dict)
-    """GPU ids of groups whose copy from the host is under way."""
     version: int = 0
     """Goes up whenever `gpu` changes."""
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A copy beside or behind the computation whose end the engine is to hear of.
+
+    `leaving` are GPU blocks that it reads and nobody holds any more: free when it ends. `arriving` are GPU blocks of
+    each group that it writes: the sequence's when it ends.
+    """
+
+    move: Move
+    held: Held
+    leaving: list[int] = field(default_factory=list)
+    arriving: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Placement:
@@ -66,178 +76,179 @@ class Placement:
         self.gpu, self.host = gpu, host
         self.num_groups, self.block_tokens = num_groups, block_tokens
         self.held: dict[Sequence, Held] = {}
-        self._dropped: list[Sequence] = []
+        self.under_way: dict[Transfer, None] = {}
+        """Copies that have begun and not been ended, in order."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of each group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
-    # -- following the scheduler ---------------------------------------------------------------------------------
+    # -- before the computation ----------------------------------------------------------------------------------
 
-    def follow(
-        self, plan: IterationPlan, decodes: Seq[tuple[Sequence, int]], settle: Callable[[Sequence], None]
-    ) -> list[Move]:
-        """Bring the ids in line with what the scheduler has decided; returns the copies to make before computing.
+    def replay(self, plan: IterationPlan, settle: Callable[[Sequence], None]) -> list[BlockCopy]:
+        """Carry out the plan's changes in order; returns the copies to make, one after the other, before computing.
 
-        Args:
-            plan: what will be executed next.
-            decodes: the sequences that take a token, with the context length fed (this token included).
-            settle: waits for the copies of a sequence whose blocks are about to be given to others.
+        `settle` waits for the copies of a sequence, which is about to give its blocks back.
         """
-        moves: list[Move] = []
-        moving = {transfer.seq for transfer in plan.background}
-        # Who computes again from the first token holds nothing, even where it was preempted and admitted in one step.
-        anew = {chunk.seq for chunk in plan.chunks if not chunk.num_cached}
-        for seq in list(self.held):
-            if seq in anew or seq.status in (Status.FINISHED, Status.IGNORED) or _is_reset(seq):
-                settle(seq)
-                self._drop(seq)
-        for seq in self.held:
-            # A parked one that no copy takes out: offloaded before the step because the forecast came too late.
-            late = seq.status is Status.PARKED and seq not in moving and not seq.layers_on_gpu
-            if late or seq.status is Status.SWAPPED:
-                moves += self._to_host(seq)
-        for seq, _, num_cached, _ in plan.chunks:
-            if num_cached:
-                moves += self._return(seq)
-            else:
-                self.held[seq] = self._place_prompt(seq)
-        for seq, num_tokens in decodes:
-            moves += self._return(seq)
-            self._grow(seq, self.blocks_for(num_tokens))
-        return moves
+        copies: list[BlockCopy] = []
+        for change in plan.changes:
+            match change:
+                case Place():
+                    self._place(change)
+                case Release(seq):
+                    settle(seq)
+                    self._release(seq)
+                case Move():
+                    copies.append(self._move_at_once(change))
+                case Restore():
+                    copies.append(self._restore(change))
+        return copies
 
-    def take_dropped(self) -> list[Sequence]:
-        """Sequences that have given all their blocks back since this was last asked."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
+    def grow(self, computed: Iterable[tuple[Sequence, int]]) -> None:
+        """Take the blocks that sequences lack for the tokens they have once these are computed, where each group is."""
+        for seq, num_tokens in computed:
+            held, blocks = self._held_by(seq), self.blocks_for(num_tokens)
+            for tier, lists in ((self.gpu, held.gpu), (self.host, held.host)):
+                for ids in lists.values():
+                    if len(ids) < blocks:
+                        ids += tier.allocate(blocks - len(ids))
+                        held.version += 1
 
-    def _drop(self, seq: Sequence) -> None:
-        held = self.held.pop(seq)
-        self._dropped.append(seq)
-        for ids in (*held.gpu.values(), *held.slots, *held.leaving.values(), *held.arriving.values()):
-            self.gpu.free(ids)
-        for ids in held.host.values():
-            self.host.free(ids)
+    def _held_by(self, seq: Sequence) -> Held:
+        held = self.held.get(seq)
+        if held is None:
+            raise InvariantError(f"{seq} holds no blocks")
+        return held
 
-    def _place_prompt(self, seq: Sequence) -> Held:
-        """Blocks for the whole prompt: retained groups on the GPU, the others on the host with a send buffer."""
-        held, blocks = Held(), seq.num_blocks
-        if self.num_groups == 1:
-            held.gpu[0] = self.gpu.allocate(blocks)
-            return held
-        kept = retained_layers(self.num_groups, seq.layers_on_gpu) if seq.layers_on_gpu else ()
+    def _place(self, place: Place) -> None:
+        seq, gpu_groups, blocks, num_buffers = place
+        if seq in self.held:
+            raise InvariantError(f"{seq} is given blocks and holds some already")
+        held = self.held[seq] = Held()
         for group in range(self.num_groups):
-            if group in kept:
+            if group in gpu_groups:
                 held.gpu[group] = self.gpu.allocate(blocks)
             else:
                 held.host[group] = self.host.allocate(blocks)
-        slots = min(SEND_BUFFER_LAYERS, len(held.host))
-        held.slots = [self.gpu.allocate(blocks) for _ in range(slots)]
-        return held
+        held.slots = [self.gpu.allocate(blocks) for _ in range(num_buffers)]
 
-    def _to_host(self, seq: Sequence) -> list[Move]:
-        """Everything on the GPU to the host, before the computation."""
-        held = self.held[seq]
-        moves = []
-        for group, ids in sorted(held.gpu.items()):
-            target = self.host.allocate(len(ids))
-            held.host[group] = target
-            moves.append(Move(seq, Direction.D2H, tuple(ids), tuple(target)))
+    def _release(self, seq: Sequence) -> None:
+        """Everything but what is leaving: the scheduler counts that until it hears that the copy has ended."""
+        held = self._held_by(seq)
+        del self.held[seq]
+        for ids in (*held.gpu.values(), *held.slots):
             self.gpu.free(ids)
-        held.gpu.clear()
-        held.version += 1
-        return moves
-
-    def _return(self, seq: Sequence) -> list[Move]:
-        """A swapped sequence that computes again has its blocks back on the GPU, before the computation."""
-        held = self.held[seq]
-        if self.num_groups > 1 or not held.host:
-            return []
-        ids = held.host.pop(0)
-        held.gpu[0] = self.gpu.allocate(len(ids))
-        held.version += 1
-        move = Move(seq, Direction.H2D, tuple(ids), tuple(held.gpu[0]))
-        self.host.free(ids)
-        return [move]
-
-    def _grow(self, seq: Sequence, blocks: int) -> None:
-        held = self.held[seq]
-        for ids in held.gpu.values():
-            if len(ids) < blocks:
-                ids += self.gpu.allocate(blocks - len(ids))
-                held.version += 1
         for ids in held.host.values():
-            if len(ids) < blocks:
-                ids += self.host.allocate(blocks - len(ids))
+            self.host.free(ids)
+        held.host.clear()
+        for transfer in self.under_way:
+            if transfer.held is held:
+                for ids in transfer.arriving.values():
+                    self.gpu.free(ids)
+                transfer.arriving.clear()
 
-    # -- copies beside the computation ---------------------------------------------------------------------------
+    def _move_at_once(self, move: Move) -> BlockCopy:
+        """What it leaves is free at once: copies before the computation are over before anything else is written."""
+        if move.is_reported:
+            raise InvariantError(f"{move.seq}: a copy before the computation ends with it and is not reported")
+        return self._change_tier(move.seq, move.groups, move.direction, self.blocks_for(move.end_token))
 
-    def begin(self, transfer: Transfer) -> Move:
-        """Choose the groups of a background copy and reserve where they go; `end` follows when the copy has ended."""
-        held = self.held[transfer.seq]
-        held.version += 1
+    def _restore(self, restore: Restore) -> BlockCopy:
+        seq, num_tokens, hidden, groups, recomputed, _ = restore
+        if hidden or recomputed:
+            raise InvariantError(
+                f"{seq}: {len(hidden)} layer groups from hidden states and {len(recomputed)} to be computed again: "
+                "this device restores copied KV only"
+            )
+        return self._change_tier(seq, groups, Direction.H2D, self.blocks_for(num_tokens))
+
+    def _change_tier(self, seq: Sequence, groups: tuple[int, ...], direction: Direction, blocks: int) -> BlockCopy:
+        held = self._held_by(seq)
         source: list[int] = []
         target: list[int] = []
-        if transfer.direction is Direction.D2H:
-            groups = sorted(held.gpu)
-            staying = len(groups) - transfer.layers
-            kept = {groups[i] for i in retained_layers(len(groups), staying)} if staying else set()
-            for group in groups:
-                if group not in kept:
-                    ids = held.leaving[group] = held.gpu.pop(group)
-                    held.host[group] = self.host.allocate(len(ids))
-                    source += ids
-                    target += held.host[group]
-        else:
-            for group, ids in sorted(held.host.items()):
-                held.arriving[group] = self.gpu.allocate(len(ids))
-                source += ids
-                target += held.arriving[group]
-            if len(held.host) != transfer.layers:
-                raise InvariantError(
-                    f"{transfer.seq}: {len(held.host)} groups on the host, {transfer.layers} to return"
-                )
-        return Move(transfer.seq, transfer.direction, tuple(source), tuple(target))
+        to_host = direction is Direction.D2H
+        here, there = (held.gpu, held.host) if to_host else (held.host, held.gpu)
+        here_pool, there_pool = (self.gpu, self.host) if to_host else (self.host, self.gpu)
+        for group in groups:
+            ids = _whole_group(seq, here, group, blocks)
+            source += ids
+            there[group] = there_pool.allocate(blocks)
+            target += there[group]
+            del here[group]
+            here_pool.free(ids)
+        held.version += 1
+        return BlockCopy(seq, groups, direction, tuple(source), tuple(target))
+
+    # -- copies beside and behind the computation ------------------------------------------------------------------
+
+    def begin(self, move: Move) -> tuple[Transfer, BlockCopy]:
+        """Reserve where a copy beside the computation goes; `end` follows when it has ended."""
+        seq, held, blocks = move.seq, self._held_by(move.seq), self.blocks_for(move.end_token)
+        source: list[int] = []
+        target: list[int] = []
+        transfer = Transfer(move, held)
+        for group in move.groups:
+            if move.target is Tier.HOST:
+                ids = _whole_group(seq, held.gpu, group, blocks)
+                del held.gpu[group]
+                transfer.leaving += ids
+                held.host[group] = self.host.allocate(blocks)
+                target += held.host[group]
+            else:
+                ids = _whole_group(seq, held.host, group, blocks)
+                transfer.arriving[group] = self.gpu.allocate(blocks)
+                target += transfer.arriving[group]
+            source += ids
+        held.version += 1
+        self.under_way[transfer] = None
+        return transfer, BlockCopy(seq, move.groups, move.direction, tuple(source), tuple(target))
+
+    def begin_behind(self, move: Move) -> Transfer:
+        """The last copies behind a prefill are under way: the send buffer is theirs until `end`."""
+        held = self._held_by(move.seq)
+        transfer = Transfer(move, held, leaving=[block for ids in held.slots for block in ids])
+        held.slots = []
+        self.under_way[transfer] = None
+        return transfer
 
     def end(self, transfer: Transfer) -> None:
-        """A background copy has ended: what it left behind is free."""
-        held = self.held.get(transfer.seq)
-        if held is None:
-            return
+        """A copy has ended: what it left is free, what it brought is in its place."""
+        del self.under_way[transfer]
+        self.gpu.free(transfer.leaving)
+        held = transfer.held
+        for group, ids in transfer.arriving.items():
+            held.gpu[group] = ids
+            self.host.free(held.host.pop(group))
         held.version += 1
-        if transfer.direction is Direction.H2D:
-            for group, ids in held.arriving.items():
-                held.gpu[group] = ids
-                self.host.free(held.host.pop(group))
-            held.arriving.clear()
-            return
-        for ids in held.leaving.values():
-            self.gpu.free(ids)
-        held.leaving.clear()
 
-    def end_prefill(self, seq: Sequence) -> None:
-        """The last copy behind a prefill has ended: its send buffer is free."""
-        held = self.held.get(seq)
-        if held is not None:
-            for ids in held.slots:
-                self.gpu.free(ids)
-            held.slots = []
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """InvariantError if two sequences hold the same block."""
-        for tier in ("gpu", "host"):
+        """InvariantError if two sequences or copies hold the same block."""
+        for tier, lists in (("gpu", self._gpu_lists()), ("host", self._host_lists())):
             seen: set[int] = set()
-            for held in self.held.values():
-                lists = list(getattr(held, tier).values())
-                if tier == "gpu":
-                    lists += [*held.slots, *held.leaving.values(), *held.arriving.values()]
-                for ids in lists:
-                    if seen.intersection(ids) or len(set(ids)) != len(ids):
-                        raise InvariantError(f"{tier} blocks {sorted(seen.intersection(ids)) or ids} are held twice")
-                    seen.update(ids)
+            for ids in lists:
+                if seen.intersection(ids) or len(set(ids)) != len(ids):
+                    raise InvariantError(f"{tier} blocks {sorted(seen.intersection(ids)) or ids} are held twice")
+                seen.update(ids)
+
+    def _gpu_lists(self) -> Iterator[Seq[int]]:
+        for held in self.held.values():
+            yield from held.gpu.values()
+            yield from held.slots
+        for transfer in self.under_way:
+            yield transfer.leaving
+            yield from transfer.arriving.values()
+
+    def _host_lists(self) -> Iterator[Seq[int]]:
+        for held in self.held.values():
+            yield from held.host.values()
 
 
-def _is_reset(seq: Sequence) -> bool:
-    """Back in the queue to be computed from its first token."""
-    return seq.status is Status.WAITING and seq.num_computed == 0
+def _whole_group(seq: Sequence, lists: dict[int, list[int]], group: int, blocks: int) -> list[int]:
+    """The blocks of a group, all of which are to be moved."""
+    ids = lists.get(group)
+    if ids is None or len(ids) != blocks:
+        there = "nothing" if ids is None else f"{len(ids)} blocks"
+        raise InvariantError(f"{seq}: {blocks} blocks of layer group {group} are to be moved, {there} is there")
+    return ids

@@ -9,7 +9,8 @@ from typing import Any
 from gpu_runtime.cli import add_device_flags, check_installed, decoder_for
 from sim.cli import add_flags, print_result, read_options, record
 from sim.errors import UserError
-from sim.scenario import flag, read_scenario
+from sim.option_values import flag
+from sim.scenario import read_scenario
 from sim.simulate import Run, Setup, prepare
 
 API_KEY = "KVTWIN_API_KEY"

@@ -22,7 +22,7 @@ from gpu_runtime.serve.ticket import End, Ticket, Token
 from sim.cost.pricing import Lanes
 from sim.engine.engine import Engine
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.engine.sequence import Sequence, Status
+from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.results.series import Series
 from traces.request import Request
@@ -157,7 +157,7 @@ class EngineThread:
                 self._take_back(ticket.seq)
         scheduler = self.scheduler
         pools = scheduler.gpu.free, scheduler.host.free
-        queues = scheduler.num_running, len(scheduler.waiting), scheduler.num_swapped
+        queues = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
         self.state = EngineState(*queues, *pools, scheduler.counters.preemptions)
 
     def _may_get_more(self) -> bool:
@@ -167,7 +167,7 @@ class EngineThread:
     def _take_back(self, seq: Sequence) -> None:
         """Cancel; what has a token still to compute ends in error as well, with what it got thrown away."""
         self.engine.cancel(seq)
-        if seq.status not in (Status.FINISHED, Status.IGNORED) and not seq.error:
+        if seq.request.request_id in self._open and not seq.error:
             seq.error = f"ignored: {CANCELLED}"
             ignored = self.scheduler.counters.ignored
             ignored[CANCELLED] = ignored.get(CANCELLED, 0) + 1
@@ -198,8 +198,6 @@ class EngineThread:
     def _end(self, seq: Sequence) -> None:
         self._log_end(seq)
         self._send()
-        # A preempted sequence that is not computed again holds no blocks whose release would drop its tokens.
-        self.device.tokens.pop(seq, None)
         ticket = self._open.pop(seq.request.request_id)
         if not seq.error:
             reason = "stop" if ticket.stopped else "length"
@@ -232,9 +230,8 @@ class EngineThread:
     def _check_nothing_is_held(self) -> None:
         """After the last request: InvariantError unless every block of every pool is free again."""
         device, scheduler = self.device, self.scheduler
-        # An empty plan lets the blocks of what ended last go.
-        device.execute(IterationPlan())
         device.check()
+        device.check_counts()
         held = [pool.num_blocks - pool.free for pool in (scheduler.gpu, scheduler.host)]
         if any(held) or device.placement.held or device.tokens:
             raise InvariantError(f"{held[0]} GPU and {held[1]} host blocks are held after the last request has ended")

@@ -173,6 +173,10 @@ class DecodeBatch:
             return needed + sum(self._growth[begin:]) + sum(self._growth[: end - size])
         return needed + sum(self._growth[begin:end])
 
+    def growth_at(self, step: int) -> int:
+        """Members whose token at `step` begins a new block, if all are still there."""
+        return self._growth[step % self.block_size]
+
     def steps_within(self, blocks: int) -> int:
         """Largest number of iterations whose growth fits in `blocks`."""
         size, members = self.block_size, len(self.members)
@@ -195,6 +199,8 @@ class DecodeBatch:
 
     def finishing_at(self, step: int) -> list[Sequence]:
         """Members that complete when the batch's step reaches `step`."""
+        if step not in self._finishing:
+            return []
         return [seq for seq in dict.fromkeys(self._finishing.get(step, ())) if seq.finish_step == step]
 
     def advance(self, times: StepTimes) -> list[Sequence]:

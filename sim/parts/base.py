@@ -13,13 +13,13 @@ One step of the scheduler asks them in this order:
    (it has its first token and waits outside), `moved` (it got a token more than the batch), `left` (it ended, or is to
    be computed again), `transferred` (a copy has ended).
 
-Predicates (`admits`, `fits`, `ever_fits`, `has_room`) change nothing. Only `Memory` touches the pools. A hook that a
+Predicates (`admits`, `fits`, `ever_fits`, `can_append`) change nothing. Only `Memory` touches the pools. A hook that a
 part does not override is never called.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.batch import DecodeBatch
@@ -97,6 +97,8 @@ class Order(Part, ABC):
 
     sticky: ClassVar[bool]
     """Whether no arrival can overtake a head that was refused."""
+    waiting: Sized
+    """As long as there are sequences that wait; true if there are any."""
 
     @abstractmethod
     def add(self, seq: Sequence) -> None:
@@ -164,14 +166,6 @@ class Memory(Part, ABC):
     # -- decodes ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def has_room(self, batch: DecodeBatch) -> bool:
-        """Whether the whole batch can take its next token, by counts alone; False sends for the exact walk."""
-
-    @abstractmethod
-    def can_grow(self, batch: DecodeBatch) -> bool:
-        """Whether there are the blocks that the next iteration of the whole batch needs, to the last one."""
-
-    @abstractmethod
     def can_append(self) -> bool:
         """Whether one more sequence can take its next token, as vLLM asks: one block must be free, needed or not."""
 
@@ -180,8 +174,12 @@ class Memory(Part, ABC):
         """Take the block that the next token of a member of the batch needs, if any."""
 
     @abstractmethod
-    def grow(self, batch: DecodeBatch) -> None:
-        """Take what the next iteration of the whole batch needs."""
+    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
+        """Take what the next iteration of the whole batch needs, by counts alone.
+
+        False, and nothing is taken, where fewer than `spare` whole blocks would be left: vLLM wants one free for each
+        sequence it visits, needed or not, so that the exact walk over single sequences (`append`) must decide then.
+        """
 
     @abstractmethod
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
@@ -361,44 +359,37 @@ class Batching(Part, ABC):
         """Admit up to `most` prompts from the head of the queue; the first that cannot start stops all behind it."""
         order, admission, splits = self.order, self.admission, self.splits_prompts
         max_num_seqs = self.limits.max_num_seqs
-        while most and order:
+        waiting = order.waiting
+        while most and waiting:
             seq = order.head()
-            num_new = min(seq.num_tokens, budget) if splits else seq.num_tokens
+            num_new = seq.num_tokens
+            if splits and num_new > budget:
+                num_new = budget
             if num_new > self.prompt_limit:
                 self.scheduler.ignore(order.pop(), TOO_LONG_AGAIN if seq.num_generated else TOO_LONG)
-                continue
-            if not self.memory.ever_fits(seq, admission.keep_free):
-                self.scheduler.ignore(order.pop(), NEVER_FITS)
-                continue
-            if num_new == 0 or num_new > budget or num_seqs >= max_num_seqs or not admission.admits(seq):
+            elif 0 < num_new <= budget and num_seqs < max_num_seqs and admission.admits(seq):
+                order.pop()
+                self.scheduler.start(seq, now_s)
+                plan.add_chunk(seq, num_new, Origin.ADMITTED)
+                budget -= num_new
+                num_seqs += 1
+                most -= 1
+            elif self.memory.ever_fits(seq, admission.keep_free):
                 return
-            order.pop()
-            self.scheduler.start(seq, now_s)
-            plan.add_chunk(seq, num_new, Origin.ADMITTED)
-            budget -= num_new
-            num_seqs += 1
-            most -= 1
+            else:
+                self.scheduler.ignore(order.pop(), NEVER_FITS)
 
     def decode_all(self, plan: IterationPlan) -> None:
-        """Everybody in the batch takes a token; the memory must have room."""
+        """Everybody in the batch takes a token; the memory has grown for it."""
         batch = self.batch
         plan.decodes = batch.members
         plan.num_decodes = len(batch.members)
         plan.decode_context_tokens = batch.context_tokens
-        self.memory.grow(batch)
-
-    def decode_some(self, plan: IterationPlan, chosen: Collection[Sequence]) -> None:
-        """Only these members take a token; the memory must have room for each."""
-        plan.decodes = chosen
-        plan.num_decodes = len(chosen)
-        plan.decode_context_tokens = sum(map(self.batch.num_tokens_of, chosen))
-        for seq in chosen:
-            self.memory.append(seq)
 
     def decode_or_preempt(self, plan: IterationPlan) -> None:
         """Everybody in the batch takes a token; where blocks run out, some are preempted."""
         if self.batch.members:
-            if self.memory.has_room(self.batch):
+            if self.memory.grow(self.batch):
                 self.decode_all(plan)
             else:
                 self.decode_exactly(plan)

@@ -15,6 +15,7 @@ class Fcfs(Order):
 
     def __init__(self) -> None:
         self._queue: deque[Sequence] = deque()
+        self.waiting = self._queue
 
     def add(self, seq: Sequence) -> None:
         self._queue.append(seq)

@@ -13,8 +13,8 @@ class IterationLevel(Batching):
         any_victims = eviction.settle()
         if not any_victims and eviction.num_out:
             eviction.bring_back(plan, self.budget, plan.num_decodes)
-        if self.order and not eviction.num_out:
+        if self.order.waiting and not eviction.num_out:
             self.admit(plan, now_s, self.budget, len(self.batch.members))
-        plan.cut_on_arrival = not eviction.num_out and not (self.order and self.order.sticky)
+        plan.cut_on_arrival = not eviction.num_out and not (self.order.waiting and self.order.sticky)
         if not plan.chunks and not any_victims:
             self.scheduler.allow_jump(plan)

@@ -52,14 +52,14 @@ class LayerBlocks(Memory):
         blocks = -(-seq.num_tokens // self.block_size)
         within = free - keep_free * layers
         kept = minimum = self.minimum_layers(seq.num_tokens)
+        if (minimum + min(SEND_BUFFER_LAYERS, layers - minimum)) * blocks > within:
+            return None
         if not self.scheduler.stage.has_parked:
             spare = free - self.scheduler.eviction.headroom()
             kept = max(minimum, min(layers, spare // blocks))
         while kept <= layers:
             buffer = min(SEND_BUFFER_LAYERS, layers - kept)
             if (kept + buffer) * blocks > within:
-                if kept == minimum:
-                    return None
                 kept = max(minimum, min(kept - 1, within // blocks - buffer))
                 continue
             if (layers - kept) * blocks <= self.host.free:
@@ -112,13 +112,6 @@ class LayerBlocks(Memory):
 
     # -- decodes ---------------------------------------------------------------------------------------------------
 
-    def has_room(self, batch: DecodeBatch) -> bool:
-        # vLLM wants one block free for each sequence it visits, needed or not: the last one's must be left.
-        return self.gpu.free // self.unit > batch.blocks_needed(1)
-
-    def can_grow(self, batch: DecodeBatch) -> bool:
-        return self.gpu.free >= batch.blocks_needed(1) * self.unit
-
     def can_append(self) -> bool:
         return self.gpu.free >= self.unit
 
@@ -126,10 +119,13 @@ class LayerBlocks(Memory):
         if self.batch.needs_block(seq):
             self.gpu.allocate(self.unit)
 
-    def grow(self, batch: DecodeBatch) -> None:
+    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
         needed = batch.blocks_needed(1)
+        if self.gpu.free < (needed + spare) * self.unit:
+            return False
         if needed:
             self.gpu.allocate(needed * self.unit)
+        return True
 
     def grow_hosted(self, layer_blocks: int) -> None:
         """Of what `append` or `grow` took on the GPU, so many lie in the host blocks set aside for them."""

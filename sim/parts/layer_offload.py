@@ -56,6 +56,8 @@ class LayerOffload(Recompute):
         # At which of the batch's steps the median prediction lets whom end.
         self._expected: dict[int, list[Sequence]] = {}
         self._expected_step: dict[Sequence, int] = {}
+        # Free host blocks with which not even half of any member's layers fitted; members only grow until one joins.
+        self._full_at = -1
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -87,35 +89,35 @@ class LayerOffload(Recompute):
 
     def _forecast(self, available: int) -> None:
         """Offload if Eq. 5 falls below the threshold within the horizon."""
-        batch, horizon = self.batch, self.horizon
-        size = len(batch.members)
-        if not self.one_block_a_step and available >= batch.blocks_needed(horizon) * self.layers:
+        batch, layers = self.batch, self.layers
+        if not self.one_block_a_step and available >= batch.blocks_needed(self.horizon) * layers:
             return
-        released = self._predicted_releases(horizon)
+        size, step = len(batch.members), batch.step
         lowest = available
-        for t in range(horizon):
-            taken = size * (t + 1) if self.one_block_a_step else batch.blocks_needed(t + 1)
-            lowest = min(lowest, available - taken * self.layers)
-            available += released[t]
+        for t in range(self.horizon):
+            available -= (size if self.one_block_a_step else batch.growth_at(step + t)) * layers
+            if available < lowest:
+                lowest = available
+            available += self._predicted_releases(step + t + 1)
         if lowest < 0:
             self.tally["forecast_shortages"] += 1
             self._offload_retained(-lowest)
 
-    def _predicted_releases(self, horizon: int) -> list[int]:
-        """Layer-blocks freed at the end of each step by sequences whose median predicted length is reached there."""
-        batch = self.batch
-        released = [0] * horizon
-        for t in range(horizon):
-            step = batch.step + t + 1
-            for seq in batch.finishing_at(step) if self.lengths_known else self._expected_at(step):
-                released[t] += batch.num_blocks_of(seq) * len(self.blocks.groups_on_gpu[seq])
-        return released
+    def _predicted_releases(self, step: int) -> int:
+        """Layer-blocks freed as the batch reaches `step` by sequences whose median predicted length ends there."""
+        batch, groups = self.batch, self.blocks.groups_on_gpu
+        ending = batch.finishing_at(step) if self.lengths_known else self._expected_at(step)
+        return sum(batch.num_blocks_of(seq) * len(groups[seq]) for seq in ending) if ending else 0
 
     def _expected_at(self, step: int) -> list[Sequence]:
         members, steps = self.batch.members, self._expected_step
         return [seq for seq in self._expected.get(step, ()) if steps.get(seq) == step and seq in members]
 
     def joined(self, seq: Sequence) -> None:
+        self._full_at = -1
+        self._expect_end(seq)
+
+    def _expect_end(self, seq: Sequence) -> None:
         """Note at which of the batch's steps the median prediction lets `seq` end; the batch knows if it is right."""
         if self.lengths_known:
             return
@@ -127,7 +129,7 @@ class LayerOffload(Recompute):
             self._expected = {key: found for key, found in expected.items() if key > step}
 
     def moved(self, seq: Sequence) -> None:
-        self.joined(seq)
+        self._expect_end(seq)
 
     def left(self, seq: Sequence) -> None:
         if not self.lengths_known:
@@ -142,19 +144,26 @@ class LayerOffload(Recompute):
                     return
                 if seq not in copies:
                     shortage -= self.parking.offload(seq, -(-len(groups[seq]) // share))
-        batch = self.batch
+        batch, host = self.batch, self.host
+        if host.free <= self._full_at:
+            return
+        fits_none = True
         for seq in list(reversed(batch.members)):
-            if shortage <= 0 or len(batch.members) == 1 or self.host.free < self.layers:
+            if shortage <= 0 or len(batch.members) == 1 or host.free < self.layers:
                 return
             kept = len(groups[seq])
-            if seq in copies or not kept:
+            if not kept or seq in copies:
+                fits_none = False
                 continue
             blocks = batch.num_blocks_of(seq)
             half = -(-kept // 2)
+            fits_none = fits_none and half * blocks > host.free
             layers = half if half * blocks >= shortage else kept
-            if layers * blocks <= self.host.free:
+            if layers * blocks <= host.free:
                 self._park_member(seq)
                 shortage -= self.parking.offload(seq, layers)
+        if fits_none:
+            self._full_at = host.free
 
     def _park_member(self, seq: Sequence) -> None:
         """A decoding sequence is parked; it was here before all that wait, so it stands first among them."""

@@ -35,20 +35,12 @@ class PagedMemory(Memory):
         return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free
 
     def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_for(seq) >= keep_free
+        return self.gpu.free + seq.num_tokens // -self.block_size >= keep_free
 
     def place(self, seq: Sequence, keep_free: int) -> None:
-        blocks = self.blocks_for(seq)
-        seq.num_blocks = -(-seq.num_tokens // self.block_size)
+        blocks = seq.num_blocks = -(-seq.num_tokens // self.block_size)
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
-
-    def has_room(self, batch: DecodeBatch) -> bool:
-        # vLLM wants one block free for each sequence it visits, needed or not: the last one's must be left.
-        return self.gpu.free > batch.blocks_needed(1)
-
-    def can_grow(self, batch: DecodeBatch) -> bool:
-        return self.gpu.free >= batch.blocks_needed(1)
 
     def can_append(self) -> bool:
         return self.gpu.free > 0
@@ -57,10 +49,13 @@ class PagedMemory(Memory):
         if self.batch.needs_block(seq):
             self.gpu.allocate(1)
 
-    def grow(self, batch: DecodeBatch) -> None:
+    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
         needed = batch.blocks_needed(1)
+        if self.gpu.free < needed + spare:
+            return False
         if needed:
             self.gpu.allocate(needed)
+        return True
 
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         self.gpu.allocate(batch.blocks_needed(steps) - batch.blocks_needed(1))
@@ -75,7 +70,7 @@ class PagedMemory(Memory):
         return steps
 
     def release(self, seq: Sequence) -> None:
-        self.gpu.release(self.held_blocks(seq))
+        self.gpu.release(seq.num_blocks)
         seq.num_blocks = 0
         self.scheduler.changes.append(make_release((seq,)))
 

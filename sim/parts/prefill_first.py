@@ -8,17 +8,17 @@ class PrefillFirst(Batching):
     """Whole prompts if any can start (and nothing is swapped out), else one decode step of everybody."""
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
-        batch, waiting, eviction = self.batch, len(self.order), self.eviction
-        if waiting and not eviction.num_out and self.may_start():
-            self.admit(plan, now_s, self.budget, len(batch.members))
+        waiting, eviction = self.order.waiting, self.eviction
+        num_out = eviction.num_out
+        if waiting and not num_out and self.may_start():
+            self.admit(plan, now_s, self.budget, len(self.batch.members))
             if plan.chunks:
                 return
-            waiting = len(self.order)
         # While somebody is swapped out, no prompt is looked at.
-        plan.cut_on_arrival = not eviction.num_out and not (waiting and self.order.sticky)
+        plan.cut_on_arrival = not num_out and not (waiting and self.order.sticky)
         self.decode_or_preempt(plan)
         if not eviction.settle():
-            if eviction.num_out:
+            if num_out:
                 eviction.bring_back(plan, self.budget - plan.num_decodes, plan.num_decodes)
             self.scheduler.allow_jump(plan)
 

@@ -90,13 +90,14 @@ class Promote(Stage):
 
     def _head_may_return(self, members: int) -> bool:
         """Whether there is a seat and memory for the oldest parked sequence."""
+        if members + len(self.promoting) >= self.max_num_seqs:
+            return False
         head = next(iter(self.waiting))
         if head in self.blocks.copies_of:
             # A head whose copies are still on their way lets others pass: look closer.
-            return members + len(self.promoting) < self.max_num_seqs
-        room = self.gpu.free - self.scheduler.eviction.headroom()
-        fits = self.blocks.num_hosted(head) * head.num_blocks <= room
-        return fits and members + len(self.promoting) < self.max_num_seqs
+            return True
+        missing = self.blocks.num_hosted(head) * head.num_blocks
+        return missing <= self.gpu.free and missing <= self.gpu.free - self.scheduler.eviction.headroom()
 
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""

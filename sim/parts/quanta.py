@@ -46,7 +46,7 @@ class Quanta(Batching):
         if scheduler.stage.brings_layers_back:
             raise UserError("batching=quanta pauses whole sequences: it goes with memory=paged or memory=reserved")
         if isinstance(scheduler.eviction, Swap):
-            raise UserError("batching=quanta asks no victim back: it goes with eviction=recompute or eviction=proactive-swap")
+            raise UserError("batching=quanta calls nobody back: give eviction=recompute or =proactive-swap")
         self.order = scheduler.order
 
     @property
@@ -126,7 +126,7 @@ class Quanta(Batching):
     def _make_room(self, plan: IterationPlan) -> None:
         """Where the batch cannot grow, those who would run last give up their blocks."""
         fresh = {chunk.seq for chunk in plan.chunks}
-        while self.batch.members and not self.memory.can_grow(self.batch):
+        while self.batch.members and not self.memory.grow(self.batch, spare=0):
             candidates = self.order.residents_from_last()
             victim = next(s for s in candidates if s not in fresh and (s in self.paused or s in self.batch.members))
             self._stop(victim)

@@ -6,9 +6,9 @@ Nothing ever grows, so nobody is ever preempted.
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import IterationPlan, make_place, make_release
 from sim.engine.sequence import Sequence
-from sim.parts.paged import PagedMemory
+from sim.parts.paged import ALL_LAYERS, PagedMemory
 
 
 class ReservedMemory(PagedMemory):
@@ -23,14 +23,22 @@ class ReservedMemory(PagedMemory):
         whole = seq.request.prompt_tokens + seq.request.output_tokens
         return max(self._longest_blocks, -(-whole // self.block_size))
 
+    def fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - self.blocks_for(seq) >= keep_free
+
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        blocks = self.blocks_for(seq)
+        seq.num_blocks = -(-seq.num_tokens // self.block_size)
+        self.gpu.allocate(blocks)
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+
+    def release(self, seq: Sequence) -> None:
+        self.gpu.release(self.blocks_for(seq))
+        seq.num_blocks = 0
+        self.scheduler.changes.append(make_release((seq,)))
+
     def held_blocks(self, seq: Sequence) -> int:
         return self.blocks_for(seq)
-
-    def has_room(self, batch: DecodeBatch) -> bool:
-        return True
-
-    def can_grow(self, batch: DecodeBatch) -> bool:
-        return True
 
     def can_append(self) -> bool:
         return True
@@ -38,8 +46,9 @@ class ReservedMemory(PagedMemory):
     def append(self, seq: Sequence) -> None:
         """What it needs is there."""
 
-    def grow(self, batch: DecodeBatch) -> None:
+    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
         """What they need is there."""
+        return True
 
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         """What they need is there."""

@@ -28,10 +28,10 @@ class StallFree(Batching):
             before = plan.num_decodes + plan.prefill_tokens
             eviction.bring_back(plan, budget, plan.num_decodes + len(self.partials))
             budget -= plan.num_decodes + plan.prefill_tokens - before
-        if self.order and budget > 0 and not eviction.num_out and not self._has_unfed_partial(plan):
+        if self.order.waiting and budget > 0 and not eviction.num_out and not self._has_unfed_partial(plan):
             num_seqs = len(self.batch.members) + len(self.partials)
             self.admit(plan, now_s, budget, num_seqs, max(0, self._prefills - len(plan.chunks)))
-        plan.cut_on_arrival = not eviction.num_out and not (self.order and self.order.sticky)
+        plan.cut_on_arrival = not eviction.num_out and not (self.order.waiting and self.order.sticky)
         if not plan.chunks and not self.partials and not any_victims:
             self.scheduler.allow_jump(plan)
 

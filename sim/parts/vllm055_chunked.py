@@ -32,40 +32,32 @@ class Vllm055Chunked(Batching):
             before = plan.num_decodes + plan.prefill_tokens
             eviction.bring_back(plan, budget, plan.num_decodes + len(plan.chunks))
             budget -= plan.num_decodes + plan.prefill_tokens - before
-        if self.order and budget:
+        if self.order.waiting and budget:
             # Victims do not stop prompts; they are put in the queue afterwards.
             self.admit(plan, now_s, budget, plan.num_decodes + len(plan.chunks))
-        plan.cut_on_arrival = not (self.order and self.order.sticky)
+        plan.cut_on_arrival = not (self.order.waiting and self.order.sticky)
         if not eviction.settle() and not plan.chunks:
             self.scheduler.allow_jump(plan)
 
     # -- running sequences ---------------------------------------------------------------------------------------
 
     def _run_all(self, plan: IterationPlan, budget: int) -> bool:
-        """Schedule `running` by counts alone; False if blocks may run out on the way."""
-        batch, partial = self.batch, self.partial
-        decodes = size = len(batch.members)
-        if size and not self.memory.has_room(batch):
-            return False
+        """Schedule `running` by counts alone; False if blocks or the budget may run out on the way."""
+        size, partial, chunk = len(self.batch.members), self.partial, 0
         if partial is not None:
             if not self.memory.can_append():
                 return False
             left = partial.num_tokens - partial.num_computed
-            if self._front is None:
-                chunk = min(left, budget - size)
-                if chunk:
-                    plan.add_chunk(partial, chunk, Origin.CONTINUED)
-                else:
-                    self._front = 0
-            else:
-                chunk = min(left, budget - self._front)
-                plan.add_chunk(partial, chunk, Origin.CONTINUED)
-                decodes = min(size, budget - chunk)
-                self._front = None
-        if decodes < size:
-            self.decode_some(plan, tuple(islice(batch.members, decodes)))
-        elif size:
+            chunk = min(left, budget - (size if self._front is None else self._front))
+            if chunk <= 0 or chunk + size > budget:
+                return False
+        if size:
+            if not self.memory.grow(self.batch):
+                return False
             self.decode_all(plan)
+        if partial is not None:
+            plan.add_chunk(partial, chunk, Origin.CONTINUED)
+            self._front = None
         return True
 
     def _run_exactly(self, plan: IterationPlan, budget: int) -> None:

@@ -7,26 +7,18 @@ import time
 from contextlib import asynccontextmanager
 
 import aiohttp
-import torch
-from runtime_live import DECODER, spec
-from runtime_small import SMALL
+from runtime_variants import policy_of
 
-from gpu_runtime.device import TorchDevice
 from gpu_runtime.serve.engine import EngineThread
 from gpu_runtime.serve.metrics import Metrics
 from gpu_runtime.serve.run import bind, url_of
 from gpu_runtime.serve.server import Server, ServerOptions
 from gpu_runtime.serve.text import ByteCodec
-from kvtwin.testing import DECODE, PREFILL, CheckedEngine, limits
-from sim.cost.forms import LinearCost
+from kvtwin.testing import build_engine, linear_machine
+from kvtwin.testing.live import SMALL, build_device, check_nothing_held, tight_limits
 from sim.cost.pricing import Lanes
-from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment
-from sim.scenario import parse_policy
-from sim.specs.hardware import load_hardware
-from sim.systems.layerkv import LayerKV
 
-SIZES = {"gpu": 64, "host": 64, "max_model_len": 128, "seqs": 8, "tokens": 128, "block_size": 4}
+SIZES = {"gpu": 64, "host": 64, "max_model_len": 128, "seqs": 8}
 
 
 class Gate:
@@ -52,22 +44,13 @@ class Service:
     """A server under test."""
 
     def __init__(self, variant, sizes, options):
-        policy, limit = parse_policy(variant, {})[1], limits(**(SIZES | sizes))
-        cost = LinearCost(PREFILL, DECODE, 3e-4, limit.block_bytes, limit.block_bytes / limit.block_size / 4)
-        self.scheduler = policy.scheduler(limit, GapCollector(), Deployment(spec(), load_hardware("a100-80g"), 1, cost))
+        policy = policy_of(variant)
+        limit = tight_limits(policy, **(SIZES | sizes))
         self.ended = []
-        engine = CheckedEngine(self.scheduler, policy.length_predictor(0), self.ended.append)
-        self.device = TorchDevice(
-            DECODER,
-            self.scheduler,
-            limit,
-            layer_group=1 if isinstance(policy, LayerKV) else SMALL.num_layers,
-            prompt_of=lambda request: [],
-            device="cpu",
-            dtype=torch.float32,
-            scratch_blocks=4 * limit.num_cpu_blocks + 64,
-            inline_copies=False,
-        )
+        machine = linear_machine(limit.block_bytes, layers=SMALL.num_layers)
+        engine = build_engine(policy, limit, machine, self.ended.append)
+        self.scheduler = engine.scheduler
+        self.device = build_device(self.scheduler)
         self.gate = Gate(self.device)
         self.thread = EngineThread(engine, self.device, Metrics(), Lanes(), None)
         self.bound = bind("127.0.0.1", 0)
@@ -88,15 +71,11 @@ class Service:
 
     def check_empty(self):
         assert self.thread.error is None, self.thread.error
-        assert self.scheduler.gpu.free == self.scheduler.gpu.num_blocks
-        assert self.scheduler.host.free == self.scheduler.host.num_blocks
-        assert not self.device.placement.held
-        assert not self.device.tokens
+        check_nothing_held(self.device)
         assert not self.thread._open
         assert not self.thread._left
         assert not self.thread.unfinished
         assert len(self.ended) == self.thread.metrics.accepted == sum(self.thread.metrics.ended.values())
-        self.device.check()
 
     # -- a client ------------------------------------------------------------------------------------------------
 

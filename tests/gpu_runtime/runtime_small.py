@@ -1,4 +1,4 @@
-"""Small decoders, and a runner that keeps sequences in a scattered pool."""
+"""A runner of small decoders that keeps sequences in a scattered pool."""
 
 import random
 
@@ -6,22 +6,10 @@ import torch
 
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention import AttentionBatch
-from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
+from kvtwin.testing.live import SMALL
 
-torch.set_num_threads(1)
-
-SMALL = DecoderConfig(
-    name="small",
-    num_layers=4,
-    hidden_size=48,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=80,
-    vocab_size=101,
-    max_position_embeddings=512,
-)
+__all__ = ["SMALL", "Runner"]
 
 
 class Runner:

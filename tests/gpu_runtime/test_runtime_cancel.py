@@ -5,21 +5,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_pretended import PretendedDevice
+from runtime_variants import VARIANTS, policy_of
 
-from gpu_runtime.driver import LiveInstance
-from kvtwin.testing import CheckedEngine, limits, requests, tiny_model
-from sim.clock.arrivals import Arrivals
-from sim.cost.forms import LinearCost
-from sim.cost.pricing import Lanes
+from kvtwin.testing import CheckedEngine, limits, linear_machine, requests
+from kvtwin.testing.conformance import limits_of
+from kvtwin.testing.pretended import pretend
 from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment
 from sim.engine.sequence import Status
-from sim.scenario import parse_policy
-from sim.specs.hardware import load_hardware
-from sim.systems import POLICIES
-
-VARIANTS = [*POLICIES, "layerkv:decode=stream,slo-aware=false", "layerkv:slo-aware=false"]
 
 
 class Leaving(CheckedEngine):
@@ -54,15 +46,14 @@ class Leaving(CheckedEngine):
     seed=st.integers(0, 1000),
 )
 def test_requests_that_end_early_leave_nothing_behind(variant, rows, gpu, host, chunked, seed):
-    model = tiny_model()
-    limit = limits(gpu, host, max_model_len=512, seqs=8, chunked=chunked, tokens=64 if chunked else None)
-    cost = LinearCost((0.005, 4e-5, 2e-9), (0.02, 2e-5, 6e-7), 3e-4, limit.block_bytes, 1 / 64)
-    policy = parse_policy(variant, {})[1]
-    scheduler = policy.scheduler(limit, GapCollector(), Deployment(model, load_hardware("a100-80g"), 1, cost))
+    policy = policy_of(variant)
+    limit = limits_of(policy, limits(gpu, host, max_model_len=512), 8, 64 if chunked else None)
+    machine = linear_machine(limit.block_bytes)
+    scheduler = policy.scheduler(limit, GapCollector(), machine.deployment)
     ended = []
     engine = Leaving(scheduler, policy.length_predictor(0), ended.append)
     engine.alive, engine.dice, engine.left = [], random.Random(seed), set()
-    LiveInstance(engine, PretendedDevice(cost, Lanes(), model.num_layers), Arrivals(requests(*sorted(rows)))).serve()
+    pretend(engine, requests(*sorted(rows)), machine)
     assert sorted(s.request.request_id for s in ended) == list(range(len(rows)))
     assert scheduler.gpu.free == scheduler.gpu.num_blocks
     assert scheduler.host.free == scheduler.host.num_blocks

@@ -1,18 +1,15 @@
 """On CUDA the runtime computes what it computes on a CPU, in each precision, eagerly and from captured graphs."""
 # ruff: noqa: E402 (torch may be absent)
 
-from functools import partial
-
 import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-import runtime_live
 from runtime_small import SMALL, Runner
+from runtime_variants import VARIANTS, policy_of
 
-from gpu_runtime.device import TorchDevice
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.hidden_states import HiddenStateStore
 from gpu_runtime.kv.pool import KVPool
@@ -20,9 +17,9 @@ from gpu_runtime.model.decode_graph import DecodeGraph, capture_sizes
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights
-from kvtwin.testing import limits, requests
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder, tight_limits
 from sim.engine.plan import Direction
-from sim.scenario import parse_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -84,12 +81,7 @@ def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype):
         graph.run(ids, runner.batch({0: [1, 2]}))
 
 
-class OnCuda(TorchDevice):
-    """What `runtime_live` serves with, on CUDA and warmed up."""
-
-    def __init__(self, *args, **named):
-        super().__init__(*args, **(named | {"device": "cuda", "inline_copies": False}))
-
+class WarmedUp(CheckedDevice):
     def start(self):
         with torch.inference_mode():
             self.warm_up()
@@ -97,12 +89,11 @@ class OnCuda(TorchDevice):
 
 
 @pytest.mark.parametrize("gpu", [16, 60])
-@pytest.mark.parametrize("variant", ["vllm-recompute", "vllm-swap", "layerkv", "layerkv:decode=stream,slo-aware=false"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monkeypatch):
     """And of the CPU: with a small pool layers stream in ahead of the computation, on streams of their own."""
-    decoder = on_cuda(SMALL, runtime_live.DECODER, torch.float32)
-    arrivals = requests(*((0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)))
-    sizes = limits(gpu, 60, block_size=4, max_model_len=64, seqs=6, tokens=128)
+    decoder = on_cuda(SMALL, small_decoder(), torch.float32)
+    policy, arrivals = policy_of(variant), requests(*ROWS)
     replayed = []
     run = DecodeGraph.run
 
@@ -112,11 +103,16 @@ def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monk
 
     monkeypatch.setattr(DecodeGraph, "run", counted)
     for graphs in ((), capture_sizes(6)):
-        monkeypatch.setattr(runtime_live, "TorchDevice", partial(OnCuda, graph_batch_sizes=graphs))
-        served = runtime_live.Served(parse_policy(variant, {})[1], arrivals, sizes, decoder)
-        for seq in served.ended:
-            assert not seq.error
-            assert served.tokens[seq.request.request_id] == runtime_live.expected_tokens(seq.request)
+        served = live.serve(
+            policy,
+            arrivals,
+            tight_limits(policy, gpu=gpu),
+            decoder=decoder,
+            kind=WarmedUp,
+            device="cuda",
+            graph_batch_sizes=graphs,
+        )
+        assert len(live.check_tokens(served, arrivals)) == len(ROWS)
         assert bool(replayed) == bool(graphs)
 
 

@@ -3,26 +3,27 @@
 What is captured here is not a CUDA graph but the computation itself, which runs again on the graph's own tensors.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import runtime_live  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from runtime_small import SMALL, Runner  # noqa: E402
-from test_runtime_policies import VARIANTS, WORKLOADS, check  # noqa: E402
+from runtime_variants import STREAM, VARIANTS  # noqa: E402
+from test_runtime_policies import WORKLOADS, check  # noqa: E402
 
-from gpu_runtime.device import TorchDevice  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph, capture_sizes  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
+from kvtwin.testing import limits  # noqa: E402
+from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder  # noqa: E402
 from sim.engine.sequence import Status  # noqa: E402
-
-STREAM = "layerkv:decode=stream,slo-aware=false"
 
 
 @pytest.fixture
 def graphed(monkeypatch):
-    """Live runs whose device captures batches of 1, 2 and 4; the (kind, batch size) of every pass computed."""
+    """The (kind, batch size) of every pass computed by devices that `OPTIONS` make, which capture 1, 2 and 4."""
     passes = []
     forward = Decoder.forward
     replaying = []
@@ -44,30 +45,27 @@ def graphed(monkeypatch):
             passes.append((kind, len(batch.num_new)))
         return forward(self, token_ids, batch, *rest, **named)
 
-    class Graphed(TorchDevice):
-        def __init__(self, *args, **named):
-            super().__init__(*args, **named, graph_batch_sizes=(1, 2, 4), capture=capture)
-
+    class Graphed(CheckedDevice):
         def start(self):
             with torch.inference_mode():
                 self.warm_up()
-            # Plain torch has no place to write nowhere: padding writes to the last block, which is scratch.
-            assert len(self.gpu.data) > self.groups * self.scheduler.limits.num_gpu_blocks
             passes.clear()
             super().start()
 
     monkeypatch.setattr(Decoder, "forward", computing)
-    monkeypatch.setattr(runtime_live, "TorchDevice", Graphed)
-    return passes
+    # Plain torch has no place to write nowhere: padding writes to the last block, which is nobody's.
+    options = {"kind": Graphed, "graph_batch_sizes": (1, 2, 4), "capture": capture, "spare_blocks": 1}
 
+    def checked(variant, rows, **sizes):
+        return check(variant, rows, options=options, **sizes)
 
-ROWS = [(0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)]
+    return SimpleNamespace(passes=passes, check=checked)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
-    check(variant, ROWS, gpu=60, host=60, max_model_len=64, seqs=6, tokens=128)
-    sizes = {kind: {size for other, size in graphed if other == kind} for kind in ("graph", "decode", "prompt")}
+    graphed.check(variant, ROWS, gpu=60)
+    sizes = {kind: {size for other, size in graphed.passes if other == kind} for kind in ("graph", "decode", "prompt")}
     # Three decodes are padded to four; none of what fits runs eagerly.
     assert sizes["graph"] and sizes["graph"] <= {1, 2, 4}
     assert sizes["decode"] <= {5, 6}
@@ -77,28 +75,29 @@ def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
 
 
 def test_layers_that_stream_in_are_not_in_a_graph(graphed):
-    check(STREAM, ROWS, gpu=16, host=60, max_model_len=64, seqs=6, tokens=128)
-    assert "slots" in dict(graphed)
+    graphed.check(STREAM, ROWS)
+    assert "slots" in dict(graphed.passes)
 
 
 def test_a_chunk_of_one_token_is_no_decode(graphed):
-    check("vllm-recompute", [(0.0, 1, 4), (0.0, 8, 1)], gpu=60, max_model_len=64, seqs=6, chunked=True, tokens=8)
-    kinds = [kind for kind, _ in graphed]
+    sizes = limits(60, block_size=4, max_model_len=64, seqs=6, chunked=True, tokens=8)
+    graphed.check("vllm-recompute", [(0.0, 1, 4), (0.0, 8, 1)], limit=sizes)
+    kinds = [kind for kind, _ in graphed.passes]
     # All but one token of the other prompt fit beside the first one; that token is computed beside a decode.
     assert kinds == ["prompt", "prompt", "graph", "graph"]
 
 
 def test_a_sequence_that_outgrows_the_graphs_goes_on_without(graphed):
-    check("vllm-recompute", [(0.0, 4, 20)], gpu=60, max_model_len=12, seqs=6, tokens=128)
-    assert [size for kind, size in graphed if kind == "graph"] == [1] * 8
-    assert [size for kind, size in graphed if kind == "decode"] == [1] * 11
+    graphed.check("vllm-recompute", [(0.0, 4, 20)], gpu=60, max_model_len=12)
+    assert [size for kind, size in graphed.passes if kind == "graph"] == [1] * 8
+    assert [size for kind, size in graphed.passes if kind == "decode"] == [1] * 11
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=WORKLOADS)
 def test_no_workload_finds_a_token_that_a_graph_changes(variant, rows, graphed):
-    check(variant, rows, gpu=24, host=40, max_model_len=64, seqs=5, tokens=128)
+    graphed.check(variant, rows, gpu=24, host=40, seqs=5)
 
 
 def test_a_replay_out_of_memory_is_computed_in_parts(graphed, monkeypatch):
@@ -110,14 +109,14 @@ def test_a_replay_out_of_memory_is_computed_in_parts(graphed, monkeypatch):
         return run(self, token_ids, batch)
 
     monkeypatch.setattr(DecodeGraph, "run", small_memory)
-    served, completed = check("vllm-recompute", ROWS, gpu=60, max_model_len=64, seqs=4, tokens=128)
+    served, completed = graphed.check("vllm-recompute", ROWS, gpu=60, seqs=4)
     assert len(completed) == len(ROWS)
     assert {seq.status for seq in served.ended} == {Status.FINISHED}
-    assert {size for kind, size in graphed if kind == "graph"} == {1, 2}
+    assert {size for kind, size in graphed.passes if kind == "graph"} == {1, 2}
 
 
 def test_a_batch_that_was_not_captured_is_refused():
-    decoder = runtime_live.DECODER
+    decoder = small_decoder()
     runner = Runner(decoder, block_tokens=16, layer_group=SMALL.num_layers)
     # 33 blocks hold 528 tokens, the model has 512 positions.
     graph = DecodeGraph(decoder, runner.pool, [2, 1], 33, capture=lambda compute: compute)

@@ -7,8 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runtime_live import DECODER, Served, expected_tokens  # noqa: E402
-from runtime_small import SMALL  # noqa: E402
+from runtime_variants import STREAM, policy_of  # noqa: E402
 
 from gpu_runtime.kv import copy_engine  # noqa: E402
 from gpu_runtime.kv.block_ids import BlockIds  # noqa: E402
@@ -18,23 +17,17 @@ from gpu_runtime.kv.placement import Held, Placement  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.layer_pass import BlockTables, LayerPass  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
-from kvtwin.testing import limits, requests  # noqa: E402
+from kvtwin.testing import live, requests  # noqa: E402
+from kvtwin.testing.live import ROWS, SMALL, small_decoder, tight_limits  # noqa: E402
 from sim.engine.plan import Direction  # noqa: E402
 from sim.engine.sequence import Sequence  # noqa: E402
-from sim.scenario import parse_policy  # noqa: E402
 from traces.request import Request  # noqa: E402
 
-STREAM = "layerkv:decode=stream,slo-aware=false"
-ROWS = [(0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)]
 
-
-def serve(**changes):
-    sizes = {"gpu": 16, "host": 60, "max_model_len": 64, "seqs": 6, "tokens": 128, "block_size": 4} | changes
-    served = Served(parse_policy(STREAM, {})[1], requests(*ROWS), limits(**sizes))
-    for seq in served.ended:
-        assert not seq.error
-        assert served.tokens[seq.request.request_id] == expected_tokens(seq.request)
-    return served
+def serve(chunked=False):
+    policy, arrivals = policy_of(STREAM), requests(*ROWS)
+    served = live.serve(policy, arrivals, tight_limits(policy, chunked=chunked))
+    assert len(live.check_tokens(served, arrivals)) == len(ROWS)
 
 
 class Watched:
@@ -76,7 +69,7 @@ class Watched:
 
     def run(self):
         with torch.inference_mode():
-            self.work.run(DECODER, self.gpu, BlockTables(self.placement), None)
+            self.work.run(small_decoder(), self.gpu, BlockTables(self.placement), None)
         self.work.abandon()
         self.engine.close()
         assert self.scratch.num_free == 50
@@ -131,7 +124,7 @@ def test_copies_that_take_their_time_change_no_token(slow, chunked, monkeypatch)
         copy_now(src, src_ids, dst, dst_ids, direction)
 
     monkeypatch.setattr(copy_engine, "copy_now", delayed)
-    serve(chunked=chunked, tokens=16 if chunked else 128)
+    serve(chunked)
 
 
 def test_slots_of_a_pass_that_broke_off_are_given_back_when_its_copies_have_ended(monkeypatch):

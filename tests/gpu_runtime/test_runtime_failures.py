@@ -6,37 +6,29 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runtime_live import DECODER, Served, expected_tokens  # noqa: E402
+from runtime_variants import COPYING, VARIANTS, policy_of  # noqa: E402
 
 from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
-from kvtwin.testing import limits, requests  # noqa: E402
-from sim.engine.sequence import Status  # noqa: E402
-from sim.scenario import parse_policy  # noqa: E402
-
-ROWS = [(0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)]
-VARIANTS = ["vllm-recompute", "vllm-swap", "layerkv", "layerkv:decode=stream,slo-aware=false"]
+from kvtwin.testing import live, requests  # noqa: E402
+from kvtwin.testing.live import ROWS, small_decoder, tight_limits  # noqa: E402
 
 
-def serve(variant, **changes):
-    sizes = {"gpu": 16, "host": 60, "max_model_len": 64, "seqs": 6, "tokens": 128, "block_size": 4} | changes
-    return Served(parse_policy(variant, {})[1], requests(*ROWS), limits(**sizes))
+def serve(variant, **sizes):
+    policy = policy_of(variant)
+    return live.serve(policy, requests(*ROWS), tight_limits(policy, **sizes))
 
 
 def check(served):
-    """Every request ended; those without an error have the right tokens; nothing is held any more."""
-    assert sorted(seq.request.request_id for seq in served.ended) == list(range(len(ROWS)))
+    """Every request ended, those without an error with the right tokens; who failed."""
+    completed = live.check_tokens(served, requests(*ROWS))
     failed = [seq for seq in served.ended if seq.error]
-    for seq in served.ended:
-        if not seq.error:
-            assert seq.status is Status.FINISHED
-            assert served.tokens[seq.request.request_id] == expected_tokens(seq.request)
-    served.device.check()
+    assert len(completed) + len(failed) == len(ROWS)
     return failed
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS[1:])
+@pytest.mark.parametrize("variant", COPYING)
 def test_a_failed_copy_ends_the_sequence_whose_blocks_it_moved(variant, chunked, monkeypatch):
     dice = random.Random(5)
     right = CopyEngine.copy_blocks
@@ -49,7 +41,7 @@ def test_a_failed_copy_ends_the_sequence_whose_blocks_it_moved(variant, chunked,
         return handle
 
     monkeypatch.setattr(CopyEngine, "copy_blocks", sometimes)
-    served = serve(variant, chunked=chunked, tokens=16 if chunked else 128)
+    served = serve(variant, chunked=chunked)
     monkeypatch.undo()
     failed = check(served)
     assert 0 < len(failed) < len(ROWS)
@@ -68,7 +60,7 @@ def test_an_iteration_that_does_not_fit_is_computed_in_parts(variant, chunked, m
         return right(self, token_ids, *rest, **named)
 
     monkeypatch.setattr(Decoder, "forward", small_memory)
-    served = serve(variant, chunked=chunked, tokens=16 if chunked else 128)
+    served = serve(variant, chunked=chunked)
     monkeypatch.undo()
     failed = {seq.request.request_id for seq in check(served)}
     too_long = {i for i, (_, prompt, _) in enumerate(ROWS) if prompt > (16 if chunked else 8)}
@@ -79,7 +71,7 @@ def test_an_iteration_that_does_not_fit_is_computed_in_parts(variant, chunked, m
 def test_memory_that_runs_out_in_the_middle_of_a_pass_leaves_no_copy_behind(monkeypatch):
     """Half of the layers run, their KV is on its way to the host, then memory is gone; the second try succeeds."""
     dice = random.Random(1)
-    layer = DECODER.layers[2]
+    layer = small_decoder().layers[2]
     right = type(layer).forward
 
     def sometimes(self, *arguments):
@@ -94,7 +86,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_pass_leaves_no_copy_behind(monk
         assert len(check(run)) < len(ROWS)
 
 
-@pytest.mark.parametrize("variant", ["vllm-swap", "layerkv"])
+@pytest.mark.parametrize("variant", COPYING)
 def test_a_full_host_pool_falls_back_to_what_vllm_does(variant):
     served = serve(variant, host=0)
     assert not check(served)

@@ -4,44 +4,68 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import HealthCheck, assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from runtime_live import Served, expected_tokens  # noqa: E402
+from runtime_variants import STREAM, VARIANTS, policy_of  # noqa: E402
 
-from kvtwin.testing import limits, requests  # noqa: E402
+from kvtwin.testing import build_engine, linear_machine, live, requests  # noqa: E402
+from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
+from sim.engine.plan import Direction, Restore  # noqa: E402
 from sim.engine.sequence import Status  # noqa: E402
-from sim.scenario import parse_policy  # noqa: E402
-from sim.systems import POLICIES  # noqa: E402
-
-VARIANTS = [
-    *POLICIES,
-    "layerkv:slo-aware=false",
-    "layerkv:decode=stream,slo-aware=false",
-    "layerkv:equations=paper",
-    "layerkv:threshold=0.3,horizon-steps=40",
-]
+from sim.errors import UserError  # noqa: E402
+from sim.systems.mixing import CATALOGUE, KINDS  # noqa: E402
 
 
-def check(variant, rows, *, inline=False, **sizes):
-    arrivals = requests(*rows)
-    served = Served(parse_policy(variant, {})[1], arrivals, limits(block_size=4, **sizes), inline=inline)
-    completed = [seq for seq in served.ended if seq.status is Status.FINISHED]
-    assert len(served.ended) == len(arrivals)
-    for seq in completed:
-        assert served.tokens[seq.request.request_id] == expected_tokens(seq.request), seq
+def check(variant, rows, *, chunked=False, inline=False, limit=None, options=None, **sizes):
+    """Serve requests; plans must be what was executed, and tokens those of each request alone."""
+    policy, arrivals = policy_of(variant), requests(*rows)
+    limit = limit or tight_limits(policy, chunked=chunked, **sizes)
+    served = live.serve(policy, arrivals, limit, inline_copies=inline, **(options or {}))
+    completed = live.check_tokens(served, arrivals)
+    assert completed == [seq for seq in served.ended if seq.status is Status.FINISHED]
     return served, completed
 
 
-@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_are_those_of_each_request_alone(variant, chunked):
-    rows = [(0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)]
-    served, completed = check(
-        variant, rows, gpu=16, host=60, max_model_len=64, seqs=6, chunked=chunked, tokens=16 if chunked else 128
-    )
-    assert len(completed) == 14
-    if variant in ("vllm-recompute", "vllm-swap"):
-        assert served.counters.preemptions > 3
+def test_every_system_passes_what_systems_outside_are_held_to(variant):
+    live.check(policy_of(variant))
+
+
+WAYS = {
+    "before": lambda plan: plan.swapped_out_blocks,
+    "restored": lambda plan: any(isinstance(change, Restore) for change in plan.changes),
+    "out": lambda plan: any(move.direction is Direction.D2H for move in plan.beside),
+    "in": lambda plan: any(move.direction is Direction.H2D for move in plan.beside),
+    "behind": lambda plan: plan.behind,
+    "parts": lambda plan: any(not move.is_reported for move in plan.behind),
+    "read": lambda plan: any(streamed.num_read for streamed in plan.streamed),
+    "written": lambda plan: any(streamed.num_written for streamed in plan.streamed),
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "rows", "sizes", "ways"),
+    [
+        ("vllm-swap", ROWS, {}, {"before", "restored"}),
+        ("fastserve", ROWS, {"seqs": 2}, {"before", "out", "in"}),
+        ("layerkv", ROWS, {}, {"in", "behind"}),
+        ("layerkv", ROWS, {"chunked": True}, {"in", "behind", "parts", "read"}),
+        ("layerkv", GROWING, {"gpu": 20, "seqs": 4}, {"out", "in"}),
+        ("layerkv", GROWING, {}, {"before", "in"}),
+        (STREAM, ROWS, {}, {"behind", "read", "written"}),
+    ],
+)
+def test_small_pools_move_kv_in_every_way_that_a_system_has(variant, rows, sizes, ways):
+    served, completed = check(variant, rows, **sizes)
+    assert len(completed) == len(rows)
+    assert {way for way, shows in WAYS.items() if any(shows(plan) for plan, _, _ in served.plans)} >= ways
+
+
+@pytest.mark.parametrize("variant", ["vllm-recompute", "vllm-swap"])
+def test_a_small_pool_preempts(variant):
+    served, completed = check(variant, ROWS)
+    assert len(completed) == len(ROWS)
+    assert served.counters.preemptions > 3
 
 
 WORKLOADS = st.lists(
@@ -56,24 +80,35 @@ WORKLOADS = st.lists(
     gpu=st.integers(17, 30),
     host=st.sampled_from([0, 5, 80]),
     chunked=st.booleans(),
+    seqs=st.sampled_from([2, 5]),
     inline=st.booleans(),
 )
-def test_no_workload_finds_a_token_that_a_policy_changes(variant, rows, gpu, host, chunked, inline):
-    sizes = {"gpu": gpu, "host": host, "max_model_len": 64, "seqs": 5, "tokens": 16 if chunked else 128}
-    check(variant, rows, chunked=chunked, inline=inline, **sizes)
+def test_no_workload_finds_a_token_that_a_policy_changes(variant, rows, gpu, host, chunked, seqs, inline):
+    check(variant, rows, chunked=chunked, inline=inline, gpu=gpu, host=host, seqs=seqs)
+
+
+def builds(mix):
+    """Whether these parts go together."""
+    try:
+        policy = policy_of(mix)
+        build_engine(policy, tight_limits(policy), linear_machine(), lambda seq: None)
+    except UserError:
+        return False
+    return True
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    parts=st.tuples(*(st.sampled_from(list(CATALOGUE[kind])) for kind in KINDS)), rows=WORKLOADS, chunked=st.booleans()
+)
+def test_nor_does_any_mix_of_parts(parts, rows, chunked):
+    mix = "vllm-recompute:" + ",".join(f"{kind}={name}" for kind, name in zip(KINDS, parts, strict=True))
+    assume(builds(mix))
+    check(mix, rows, chunked=chunked, gpu=17, host=20, seqs=3)
 
 
 def test_host_blocks_given_up_in_a_step_serve_those_offloaded_in_it():
     # Found by hypothesis: who was offloaded came before who was preempted, and the host pool seemed too small.
     rows = [(0.0, 9, 15), (0.0, 9, 24), (0.0, 13, 13), (0.0, 14, 11), (0.0, 21, 7), (0.0, 25, 24), (0.01, 13, 6)]
     rows += [(0.01, 27, 15), (0.01, 29, 8), (0.02, 1, 20), (0.02, 10, 11), (0.02, 12, 2)]
-    check(
-        "layerkv:decode=stream,slo-aware=false",
-        rows,
-        gpu=17,
-        host=5,
-        max_model_len=64,
-        seqs=5,
-        chunked=True,
-        tokens=16,
-    )
+    check(STREAM, rows, gpu=17, host=5, seqs=5, chunked=True)

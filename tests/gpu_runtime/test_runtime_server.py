@@ -9,14 +9,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("aiohttp")
 
-from runtime_live import expected_tokens, prompt_of
 from runtime_server import serving, token_ids
+from runtime_variants import VARIANTS
 
+from kvtwin.testing.live import prompt_of, tokens_alone
 from sim.engine.sequence import Status
-from sim.systems import POLICIES
 from traces.request import Request
 
-VARIANTS = [*POLICIES, "layerkv:slo-aware=false", "layerkv:decode=stream,slo-aware=false"]
 SMALL_POOL = {"gpu": 16, "host": 60, "max_model_len": 64, "seqs": 6}
 ROWS = [Request(i, 0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)]
 
@@ -29,7 +28,7 @@ def body_of(request, **more):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_policy_changes_a_token_over_http(variant, chunked):
     async def run():
-        sizes = SMALL_POOL | {"chunked": chunked, "tokens": 16 if chunked else 128}
+        sizes = SMALL_POOL | {"chunked": chunked}
         async with serving(variant, sizes=sizes) as service:
             answers = [
                 service.stream(body_of(row)) if row.request_id % 2 else service.post(body_of(row)) for row in ROWS
@@ -37,7 +36,7 @@ def test_no_policy_changes_a_token_over_http(variant, chunked):
             for row, answer in zip(ROWS, await asyncio.gather(*answers), strict=True):
                 streamed = isinstance(answer, list)
                 tokens = token_ids(answer) if streamed else answer[1]["choices"][0]["token_ids"]
-                assert tokens == expected_tokens(row)
+                assert tokens == tokens_alone(row)
                 last = answer[-1] if streamed else answer[1]
                 assert last["choices"][0]["finish_reason"] == "length"
         if variant.startswith("vllm"):
@@ -49,15 +48,14 @@ def test_no_policy_changes_a_token_over_http(variant, chunked):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_clients_that_leave_at_any_time_leave_no_block_behind(variant):
-    async def client(service, row, dice):
-        leave = dice.choice([None, 1, 2, 5])
+    async def client(service, row, dice, leave, seconds):
         await asyncio.sleep(dice.random() * 0.1)
         try:
-            async with asyncio.timeout(dice.choice([0.02, 0.1, 20])):
+            async with asyncio.timeout(seconds):
                 events = await service.stream(body_of(row), leave_after=leave)
         except TimeoutError:
             return
-        expected = expected_tokens(row)
+        expected = tokens_alone(row)
         assert token_ids(events) == expected[: len(token_ids(events))]
         if leave is None:
             assert token_ids(events) == expected
@@ -66,8 +64,11 @@ def test_clients_that_leave_at_any_time_leave_no_block_behind(variant):
         dice = random.Random(variant)
         async with serving(variant, sizes=SMALL_POOL) as service:
             service.gate.pause_s = 0.003
-            rows = [*ROWS, *ROWS]
-            await asyncio.gather(*(client(service, row, dice) for row in rows))
+            clients = [(dice.choice([None, 1, 2, 5]), dice.choice([0.02, 0.1, 20])) for _ in ROWS[1:] + ROWS[1:]]
+            # Whatever the dice say, one stays to the end and one does not.
+            clients += [(None, 20), (1, 20)]
+            rows = [*ROWS[1:], *ROWS[1:], ROWS[5], ROWS[5]]
+            await asyncio.gather(*(client(service, row, dice, *how) for row, how in zip(rows, clients, strict=True)))
         ended = service.thread.metrics.ended
         assert ended["length"]
         assert ended["cancelled"]
@@ -103,23 +104,23 @@ def test_a_stream_is_one_token_a_chunk_then_the_reason_then_usage_then_done():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_stop_token_ends_the_answer_early_and_frees_its_blocks(variant):
     async def run():
-        eos = expected_tokens(ROWS[3])[2]
+        eos = tokens_alone(ROWS[3])[2]
         async with serving(variant, sizes=SMALL_POOL, stop=frozenset([eos])) as service:
             bodies = [
                 body_of(ROWS[3]),
                 body_of(ROWS[3], ignore_eos=True),
                 body_of(ROWS[3], min_tokens=4, stop_token_ids=[101]),
-                body_of(ROWS[1], ignore_eos=True, stop_token_ids=expected_tokens(ROWS[1])[:1]),
+                body_of(ROWS[1], ignore_eos=True, stop_token_ids=tokens_alone(ROWS[1])[:1]),
             ]
             answers = [answer["choices"][0] for _, answer, _ in await asyncio.gather(*map(service.post, bodies))]
-        full = expected_tokens(ROWS[3])
+        full = tokens_alone(ROWS[3])
         first = full.index(eos)
         assert (answers[0]["token_ids"], answers[0]["finish_reason"]) == (full[: first + 1], "stop")
         assert len(answers[0]["text"]) == first
         assert (answers[1]["token_ids"], answers[1]["finish_reason"]) == (full, "length")
         assert answers[2]["token_ids"][:4] == full[:4]
         assert len(answers[2]["token_ids"]) >= 4
-        assert (answers[3]["token_ids"], answers[3]["finish_reason"]) == (expected_tokens(ROWS[1])[:1], "stop")
+        assert (answers[3]["token_ids"], answers[3]["finish_reason"]) == (tokens_alone(ROWS[1])[:1], "stop")
 
     asyncio.run(run())
 
@@ -136,7 +137,7 @@ def test_a_full_queue_refuses_and_recovers():
             assert "--max-queue" in answer["error"]["message"]
             service.gate.open.set()
             for row, (status, answer, _) in zip(ROWS, await asyncio.gather(*waiting), strict=False):
-                assert (status, answer["choices"][0]["token_ids"]) == (200, expected_tokens(row))
+                assert (status, answer["choices"][0]["token_ids"]) == (200, tokens_alone(row))
             assert (await service.post(body_of(ROWS[3])))[0] == 200
             _, page = await service.get("/metrics")
         assert 'kvtwin_error_answers_total{status="429"} 1' in page
@@ -169,7 +170,7 @@ def test_draining_finishes_what_was_accepted_and_refuses_the_rest():
             assert (await service.post(body_of(ROWS[0])))[0] == 503
             assert (await service.get("/health"))[0] == 503
             for row, events in zip(ROWS, await asyncio.gather(*streams), strict=False):
-                assert token_ids(events) == expected_tokens(row)
+                assert token_ids(events) == tokens_alone(row)
 
     asyncio.run(run())
 
@@ -236,7 +237,7 @@ def test_a_failed_computation_ends_its_request_alone():
             if ROWS[number].prompt_tokens == failed:
                 assert events[-1]["error"]["message"] == "a copy was lost"
             else:
-                assert token_ids(events) == expected_tokens(ROWS[number])
+                assert token_ids(events) == tokens_alone(ROWS[number])
 
     asyncio.run(run())
 

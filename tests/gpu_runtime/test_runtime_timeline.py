@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runtime_live import Served  # noqa: E402
 from runtime_small import SMALL  # noqa: E402
 from test_runtime_validate import CONFIG  # noqa: E402
 
@@ -17,7 +16,8 @@ from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed  # noqa: E402
 from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
-from kvtwin.testing import limits, requests  # noqa: E402
+from kvtwin.testing import live as testing_live  # noqa: E402
+from kvtwin.testing import requests  # noqa: E402
 from sim.engine.plan import Direction  # noqa: E402
 from sim.systems.layerkv import LayerKV  # noqa: E402
 
@@ -54,7 +54,8 @@ def test_spans_that_nobody_takes_do_not_fill_the_memory():
 
 def test_a_served_workload_leaves_its_copies_as_spans():
     rows = [(0.0, 9 + i, 12) for i in range(8)]
-    served = Served(LayerKV(), requests(*rows), limits(block_size=4, gpu=12, host=60, max_model_len=64, seqs=6))
+    policy = LayerKV()
+    served = testing_live.serve(policy, requests(*rows), testing_live.tight_limits(policy, gpu=12))
     spans = served.device.copies.spans.take()
     assert {span.direction for span in spans} == set(Direction)
 

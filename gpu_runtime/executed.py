@@ -1,0 +1,78 @@
+"""`Executed`: what one iteration has really copied, and whether that is what its plan said."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gpu_runtime.kv.placement import BlockCopy
+from sim.engine.plan import Direction, IterationPlan, Move, Place, Release, Restore
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+
+
+class Moved(NamedTuple):
+    """`num_blocks` blocks of a sequence, of all these layer groups together, went from tier to tier."""
+
+    seq: Sequence
+    groups: tuple[int, ...]
+    direction: Direction
+    num_blocks: int
+
+
+@dataclass
+class Executed:
+    """Counts of the blocks that were copied, not of those that should have been."""
+
+    moves: list[Moved] = field(default_factory=list)
+    """Before and beside the computation, in the order in which they were started."""
+    behind: list[Moved] = field(default_factory=list)
+    """Of prefills, while later layers were computed."""
+    num_read: int = 0
+    num_written: int = 0
+    """Between the layers: what was cached into the send buffers and slots, and what decodes wrote out of them."""
+    num_decodes: int = 0
+    given_up: set[Sequence] = field(default_factory=set)
+    """Who could not be computed for lack of memory: what they copied nobody knows."""
+
+    def add(self, copy: BlockCopy) -> None:
+        """A copy before or beside the computation was started."""
+        self.moves.append(Moved(copy.seq, copy.groups, copy.direction, len(copy.source)))
+
+    def check(self, plan: IterationPlan) -> None:
+        """InvariantError unless the plan said so, block by block."""
+        _compare("copied before and beside the computation", self.moves, moves_of(plan))
+        behind = [_moved(move) for move in plan.behind if move.seq not in self.given_up]
+        _compare("sent behind the prefills", sorted(self.behind, key=_key), sorted(behind, key=_key))
+        _compare("sequences that decode", self.num_decodes, plan.num_decodes)
+        if self.given_up:
+            # The plan's sums are theirs as well.
+            return
+        _compare("blocks read between the layers", self.num_read, sum(streamed.num_read for streamed in plan.streamed))
+        written = sum(streamed.num_written for streamed in plan.streamed)
+        _compare("blocks written between the layers", self.num_written, written)
+
+
+def moves_of(plan: IterationPlan) -> list[Moved]:
+    """What a plan says is copied before and beside the computation."""
+    found: list[Moved] = []
+    for change in plan.changes:
+        match change:
+            case Move():
+                found.append(_moved(change))
+            case Restore():
+                found.append(Moved(change.seq, change.kv_groups, Direction.H2D, change.num_blocks))
+            case Place() | Release():
+                pass
+    return found + [_moved(move) for move in plan.beside]
+
+
+def _moved(move: Move) -> Moved:
+    return Moved(move.seq, move.groups, move.direction, move.num_blocks)
+
+
+def _key(moved: Moved) -> tuple[int, tuple[int, ...]]:
+    return id(moved.seq), moved.groups
+
+
+def _compare(what: str, executed: object, planned: object) -> None:
+    if executed != planned:
+        raise InvariantError(f"{what}: {executed} executed, {planned} planned")

@@ -1,0 +1,24 @@
+"""The systems that tests of the live half run over: every preset there is, LayerKV's ways, and mixes."""
+
+from sim.policy_options import parse_policy
+from sim.systems import POLICIES
+from sim.systems.base import Policy
+
+STREAM = "layerkv:decode=stream,slo-aware=false"
+VARIANTS = [
+    *POLICIES,
+    "layerkv:slo-aware=false",
+    "layerkv:decode=stream",
+    STREAM,
+    "layerkv:equations=paper",
+    "layerkv:threshold=0.3,horizon-steps=40",
+    "layerkv:batching=sarathi",
+    "fastserve:memory=reserved",
+]
+COPYING = ["vllm-swap", "fastserve", "layerkv", STREAM]
+"""Those that copy KV between the tiers on small contended workloads."""
+
+
+def policy_of(variant: str) -> Policy:
+    """`NAME` or `NAME:option=value,...`."""
+    return parse_policy(variant, {})[1]

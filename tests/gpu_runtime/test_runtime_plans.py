@@ -1,0 +1,236 @@
+"""A plan that says anything else than what happens is found out, whatever it is wrong about."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from runtime_variants import STREAM, policy_of  # noqa: E402
+
+from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks  # noqa: E402
+from gpu_runtime.kv.placement import Placement  # noqa: E402
+from kvtwin.testing import live, requests  # noqa: E402
+from kvtwin.testing.live import GROWING, ROWS, CheckedDevice, tight_limits  # noqa: E402
+from sim.engine.plan import IterationPlan, Move, Place, Release, Restore, Tier  # noqa: E402
+from sim.engine.sequence import Sequence  # noqa: E402
+from sim.errors import InvariantError  # noqa: E402
+from traces.request import Request  # noqa: E402
+
+
+def misled(variant, mistake, rows=ROWS, **sizes):
+    """Serve with a mistake in every plan that it fits; how many it was made in."""
+    part, wrong = mistake
+    made = []
+
+    class Misled(CheckedDevice):
+        def execute(self, plan):
+            before = tuple(getattr(plan, part))
+            after = tuple(found for item in before if (found := wrong(item)) is not None)
+            if after != before:
+                made.append(plan)
+                setattr(plan, part, after)
+            return super().execute(plan)
+
+    policy = policy_of(variant)
+    live.serve(policy, requests(*rows), tight_limits(policy, **sizes), kind=Misled)
+    return len(made)
+
+
+def on(kind, **changed):
+    """A part's items of a kind with fields that are functions of what they were."""
+
+    def wrong(item):
+        if not isinstance(item, kind):
+            return item
+        return item._replace(**{name: change(getattr(item, name)) for name, change in changed.items()})
+
+    return wrong
+
+
+def without(kind):
+    """No items of a kind."""
+    return lambda item: None if isinstance(item, kind) else item
+
+
+def less(number):
+    return number - 1
+
+
+def fewer(groups):
+    return groups[1:]
+
+
+MISTAKES = {
+    "a block too few goes out": ("vllm-swap", "changes", on(Move, num_blocks=less)),
+    "a block too few comes back": ("vllm-swap", "changes", on(Restore, num_blocks=less)),
+    "tokens too few go out": ("vllm-swap", "changes", on(Move, end_token=lambda end: end - 4)),
+    "nothing comes back": ("vllm-swap", "changes", without(Restore)),
+    "nothing goes out": ("vllm-swap", "changes", without(Move)),
+    "a prompt has a block too many": ("vllm-recompute", "changes", on(Place, num_blocks=lambda blocks: blocks + 1)),
+    "a reservation is too small": ("orca", "changes", on(Place, num_blocks=less)),
+    "a prompt has no blocks": ("vllm-recompute", "changes", without(Place)),
+    "nothing is given back": ("vllm-recompute", "changes", without(Release)),
+    "somebody decodes unplanned": ("vllm-recompute", "decodes", lambda seq: None),
+    "a layer is elsewhere": ("layerkv", "changes", on(Place, gpu_groups=fewer)),
+    "there is no send buffer": ("layerkv", "changes", on(Place, num_buffers=lambda _: 0)),
+    "a block too few leaves behind a prefill": ("layerkv", "behind", on(Move, num_blocks=less)),
+    "other layers leave behind a prefill": ("layerkv", "behind", on(Move, groups=fewer)),
+    "nothing leaves behind a prefill": ("layerkv", "behind", without(Move)),
+    "a block too few moves beside": ("layerkv", "beside", on(Move, num_blocks=less)),
+    "a layer too few moves beside": ("layerkv", "beside", on(Move, groups=fewer)),
+    "nothing moves beside": ("layerkv", "beside", without(Move)),
+    "a block too many is read": (STREAM, "streamed", on(tuple, num_read=lambda read: read + 1)),
+    "a block too few is written": (STREAM, "streamed", on(tuple, num_written=less)),
+    "nothing streams": (STREAM, "streamed", without(tuple)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_plan_is_found_out(mistake):
+    variant, *wrong = MISTAKES[mistake]
+    with pytest.raises((InvariantError, OutOfBlocks)):
+        misled(variant, wrong)
+
+
+def test_a_retained_layer_that_stays_is_missed():
+    def stays(move):
+        return move if move.target is Tier.GPU else move._replace(groups=move.groups[1:])
+
+    with pytest.raises(InvariantError, match="copied before and beside the computation"):
+        misled("layerkv", ("beside", stays), GROWING, gpu=20, seqs=4)
+
+
+def test_what_a_chunk_reads_back_is_counted():
+    with pytest.raises(InvariantError, match="read between the layers"):
+        misled("layerkv", ("streamed", on(tuple, num_read=less)), chunked=True)
+
+
+def test_a_right_plan_is_not():
+    assert misled("layerkv", ("changes", lambda change: change)) == 0
+
+
+# -- block ids alone -----------------------------------------------------------------------------------------------
+
+
+class Ids:
+    """A placement of two layer groups and one sequence of three blocks; four tokens a block."""
+
+    def __init__(self, gpu=12, host=12):
+        self.gpu, self.host = BlockIds(gpu), BlockIds(host)
+        self.placement = Placement(self.gpu, self.host, num_groups=2, block_tokens=4)
+        self.seq = Sequence(Request(0, 0.0, 10, 5))
+        self.settled = []
+
+    def replay(self, *changes):
+        plan = IterationPlan()
+        plan.changes = changes
+        copies = self.placement.replay(plan, self.settled.append)
+        self.placement.check()
+        return copies
+
+    def move(self, groups, target, *, reported=True):
+        source = Tier.GPU if target is Tier.HOST else Tier.HOST
+        return Move(self.seq, groups, 0, 12, source, target, 3 * len(groups), 0, reported)
+
+    @property
+    def used(self):
+        return 12 - self.gpu.num_free, 12 - self.host.num_free
+
+
+@pytest.fixture
+def ids():
+    return Ids()
+
+
+def test_a_sequence_may_be_released_and_placed_again_in_one_plan(ids):
+    ids.replay(Place(ids.seq, (0, 1), 3, 0))
+    ids.replay(Release(ids.seq), Place(ids.seq, (1,), 3, 1))
+    assert ids.settled == [ids.seq]
+    assert ids.used == (6, 3)
+    assert list(ids.placement.held[ids.seq].host) == [0]
+
+
+def test_changes_are_carried_out_in_order(ids):
+    """There is room for what comes back only after what goes out has gone."""
+    ids = Ids(gpu=6, host=12)
+    other = Sequence(Request(1, 0.0, 10, 5))
+    ids.replay(Place(ids.seq, (0, 1), 3, 0), ids.move((0, 1), Tier.HOST, reported=False))
+    out, back = ids.replay(
+        Place(other, (0, 1), 3, 0),
+        ids.move((0, 1), Tier.HOST, reported=False)._replace(seq=other),
+        Restore(ids.seq, 12, (), (0, 1), (), 6),
+    )
+    assert out.target != back.source
+    assert sorted(out.source) == sorted(back.target) == list(range(6))
+
+
+def test_blocks_that_are_leaving_come_free_when_their_copy_ends(ids):
+    ids.replay(Place(ids.seq, (0, 1), 3, 0))
+    transfer, copy = ids.placement.begin(ids.move((1,), Tier.HOST))
+    assert ids.used == (6, 3)
+    ids.replay(Release(ids.seq))
+    # Of the other group all are free, of the one that leaves those on the host.
+    assert ids.used == (3, 0)
+    assert set(copy.source) == set(transfer.leaving)
+    ids.placement.end(transfer)
+    assert ids.used == (0, 0)
+
+
+def test_a_send_buffer_is_free_when_what_it_sends_has_gone(ids):
+    ids.replay(Place(ids.seq, (1,), 3, 1))
+    transfer = ids.placement.begin_behind(ids.move((0,), Tier.HOST))
+    ids.replay(Release(ids.seq))
+    assert ids.used == (3, 0)
+    ids.placement.end(transfer)
+    assert ids.used == (0, 0)
+
+
+def test_the_send_buffer_of_a_half_done_prompt_goes_with_it(ids):
+    ids.replay(Place(ids.seq, (1,), 3, 1))
+    ids.replay(Release(ids.seq))
+    assert ids.used == (0, 0)
+
+
+def test_what_arrives_is_held_on_both_sides_until_it_is_there(ids):
+    ids.replay(Place(ids.seq, (1,), 3, 0))
+    transfer, _ = ids.placement.begin(ids.move((0,), Tier.GPU))
+    assert ids.used == (6, 3)
+    ids.placement.end(transfer)
+    assert ids.used == (6, 0)
+    assert sorted(ids.placement.held[ids.seq].gpu) == [0, 1]
+
+
+def test_what_was_on_its_way_back_is_given_up_with_the_rest(ids):
+    ids.replay(Place(ids.seq, (1,), 3, 0))
+    transfer, _ = ids.placement.begin(ids.move((0,), Tier.GPU))
+    ids.replay(Release(ids.seq))
+    assert ids.used == (0, 0)
+    ids.placement.end(transfer)
+    assert ids.used == (0, 0)
+
+
+def test_groups_grow_where_they_are_and_a_reservation_does_not(ids):
+    ids.replay(Place(ids.seq, (1,), 3, 0))
+    ids.placement.grow([(ids.seq, 12)])
+    assert ids.used == (3, 3)
+    ids.placement.grow([(ids.seq, 13)])
+    assert ids.used == (4, 4)
+    ids.placement.grow([(ids.seq, 5)])
+    assert ids.used == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids: Restore(ids.seq, 12, (0,), (1,), (), 3), "restores copied KV only"),
+        (lambda ids: Restore(ids.seq, 12, (), (1,), (0,), 3), "restores copied KV only"),
+        (lambda ids: Restore(ids.seq, 12, (), (0,), (), 3), "layer group 0 are to be moved, nothing is there"),
+        (lambda ids: Place(ids.seq, (0, 1), 3, 0), "holds some already"),
+        (lambda ids: ids.move((0,), Tier.HOST), "is not reported"),
+        (lambda ids: ids.move((0,), Tier.HOST, reported=False)._replace(end_token=8), "2 blocks .* 3 blocks is there"),
+        (lambda ids: Release(Sequence(Request(7, 0.0, 1, 1))), "holds no blocks"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(ids, change, message):
+    ids.replay(Place(ids.seq, (0, 1), 3, 0))
+    with pytest.raises(InvariantError, match=message):
+        ids.replay(change(ids))

@@ -1,0 +1,288 @@
+"""Restores and streams as pipelines: numbers by hand, recurrences layer by layer, and HCache's published model."""
+
+from math import ceil, inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtwin.testing import linear_machine
+from sim.cost.forms import RooflineCost, projection_flops
+from sim.cost.lanes import restored_s, streamed_s
+from sim.cost.model import LayerTimes
+from sim.cost.pricing import Lanes, Pricer
+from sim.cost.profile import load_profile
+from sim.engine.plan import IterationPlan, Restore, Streamed
+from sim.engine.sequence import Sequence
+from sim.specs.hardware import load_hardware
+from sim.specs.models import load_model
+from traces.request import Request
+
+seconds = st.floats(0.0, 2.0, allow_nan=False)
+
+
+def sequence(tokens: int) -> Sequence:
+    return Sequence(Request(0, 0.0, tokens, 1))
+
+
+# -- restores ------------------------------------------------------------------------------------------------------
+
+
+def test_a_restore_by_hand() -> None:
+    """Two layers computed again (3 s), three from hidden states (2 s over PCIe, 1 s to project), one copied (4 s).
+
+    Copies end at 0, 0, 2, 4, 6, 10; computations at 3, 6, then 7, 8, 9, and the last layer with its copy, at 10.
+    """
+    classes = [LayerTimes(2, 3.0, 0.0, 0.0), LayerTimes(3, 1.0, 2.0, 0.0), LayerTimes(1, 0.0, 4.0, 0.0)]
+    assert restored_s(classes) == pytest.approx(10.0)
+    # Without the recomputed layers everything waits for the copies: 2, 4, 6, 10.
+    assert restored_s(classes[1:]) == pytest.approx(10.0)
+    # With slower projections (5 s) they are what is waited for: 6 + 15.
+    assert restored_s([classes[0], LayerTimes(3, 5.0, 2.0, 0.0), classes[2]]) == pytest.approx(21.0)
+    assert restored_s([]) == restored_s([LayerTimes(0, 1.0, 1.0, 0.0)]) == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), seconds, seconds), max_size=5))
+def test_a_restore_is_the_layer_recurrence(classes: list[tuple[int, float, float]]) -> None:
+    """A layer is computed after the one before it and once its copy has come; copies follow one another."""
+    copied = computed = 0.0
+    for count, compute_s, copy_s in classes:
+        for _ in range(count):
+            copied += copy_s
+            computed = max(computed, copied) + compute_s
+    found = restored_s([LayerTimes(count, compute_s, copy_s, 0.0) for count, compute_s, copy_s in classes])
+    assert found == pytest.approx(max(copied, computed), rel=1e-12, abs=1e-12)
+
+
+def test_a_mixed_restore_comes_before_the_computation() -> None:
+    """Four layers of the tiny model, a group each; 32 tokens, 2 blocks a group. By hand:
+
+    - a KV block of 4 ms (1/4 of a whole one's bytes at 16 ms a whole one): 8 ms for the one KV layer;
+    - hidden states of 32 tokens at 0.5 bytes of a whole block's 64, at 0.25 ms a byte: 4 ms a layer;
+    - projection: 1 ms a prompt token for all layers, of which one layer's keys and values are 2 * 2 h^2 of the
+      model's linear FLOPs; recomputation: 32 ms of a quarter, 8 ms.
+    """
+    on = linear_machine(64.0, prefill=(0.0, 0.001, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.016)
+    lanes = Lanes(keep_intervals=True)
+    pricer = Pricer(on.cost, lanes, lambda *_: None, layers=4, num_groups=4, block_bytes=64.0, hidden_bytes=0.5)
+    plan = IterationPlan()
+    plan.num_decodes, plan.decode_context_tokens = 1, 33
+    plan.mixed_restores = (Restore(sequence(32), 32, (1, 2), (3,), (0,), 2),)
+    assert plan.has_swaps
+    project_s = 0.032 * projection_flops(on.model) / on.model.linear_flops_per_token
+    # Recomputed until 8 ms. Hidden states come at 4 and 8: projected one after the other from 8 on, while the KV comes
+    # from 8 to 16.
+    assert project_s < 0.004
+    times = pricer.step(plan, 1.0)
+    assert times.end_s == pytest.approx(1.0 + 0.016 + 0.020, abs=1e-12)
+    assert lanes.h2d.busy_s == pytest.approx(0.016)
+    assert lanes.compute.busy_s == pytest.approx(0.008 + 2 * project_s + 0.020)
+    # Nothing copied in whole: two layers from hidden states, two computed again.
+    plan.mixed_restores = (Restore(sequence(32), 32, (2, 3), (), (0, 1), 0),)
+    times = pricer.step(plan, 2.0)
+    assert times.end_s == pytest.approx(2.0 + 0.016 + 2 * project_s + 0.020, abs=1e-12)
+
+
+def llama_on_l20(block_size: int) -> tuple[RooflineCost, Pricer]:
+    model, hardware = load_model("llama-2-7b"), load_hardware("l20")
+    cost = RooflineCost(model, hardware, load_profile(None, hardware), 1)
+    block_bytes = block_size * 32 * model.kv_bytes_per_token_layer(1)
+    hidden_bytes = model.hidden_size * 2
+    pricer = Pricer(
+        cost, Lanes(), lambda *_: None, layers=32, num_groups=32, block_bytes=block_bytes, hidden_bytes=hidden_bytes
+    )
+    return cost, pricer
+
+
+def restore_s(pricer: Pricer, hidden: int, recomputed: int = 0, blocks: int = 1) -> float:
+    """2,048 tokens in `blocks` blocks a layer; what is neither projected nor recomputed of 32 layers is copied."""
+    groups, kv = tuple(range(32)), 32 - hidden - recomputed
+    plan = IterationPlan()
+    plan.mixed_restores = (
+        Restore(
+            sequence(2048), 2048, groups[recomputed : recomputed + hidden], groups[32 - kv :], groups[:recomputed],
+            blocks * kv,
+        ),
+    )  # fmt: skip
+    start_s = pricer.lanes.h2d.free_s
+    return pricer.step(plan, start_s).end_s - start_s
+
+
+def test_hcache_on_an_l20_as_published() -> None:
+    """Llama-2-7B, 2,048 tokens: 18 layers from hidden states and 14 copied take 31.7 ms, all KV copied 43.1 ms.
+
+    2 * 4096 * 2 bytes a token-layer of KV are 33.6 MB a layer, 1.342 ms at 25 GB/s; hidden states are half of that. So
+    32 layers are 42.95 ms, 9 + 14 of them 30.87; a layer's keys and values in one piece each add 4.6 us.
+    """
+    cost, pricer = llama_on_l20(block_size=2048)
+    assert restore_s(pricer, 0) == pytest.approx(32 * (33_554_432 / 25e9 + 2 * 2.3e-6))
+    assert restore_s(pricer, 0) == pytest.approx(43.1e-3, abs=0.05e-3)
+    assert restore_s(pricer, 18) == pytest.approx(23 * 33_554_432 / 25e9 + (18 + 14 * 2) * 2.3e-6)
+    assert restore_s(pricer, 18) == pytest.approx(31.7e-3, rel=0.03)
+    assert restore_s(pricer, 0, 32) == pytest.approx(335e-3, abs=1e-3)
+    assert min(range(33), key=lambda hidden: restore_s(pricer, hidden)) == 18
+    # HCache's bubble-free partition says the same.
+    copy_kv_s, copy_hidden_s, project_s = 33_554_432 / 25e9, 33_554_432 / 50e9, cost.project_s(2048)
+    assert project_s > copy_hidden_s
+    assert ceil(32 * copy_kv_s / (copy_kv_s + project_s - copy_hidden_s)) in (18, 19)
+
+
+def test_a_restore_from_small_blocks_pays_for_every_piece() -> None:
+    """128 blocks of 16 tokens a layer, keys and values apart: 254 launches of 2.3 us more for each copied layer."""
+    _, pricer = llama_on_l20(block_size=2048)
+    _, paged = llama_on_l20(block_size=16)
+    for hidden in (0, 18):
+        extra_s = (32 - hidden) * 254 * 2.3e-6
+        assert restore_s(paged, hidden, blocks=128) == pytest.approx(restore_s(pricer, hidden) + extra_s)
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+def by_layers(compute_s: float, layers: int, read_s: float, written_s: float, wait_s: float) -> float:
+    """Three lanes, one after the other for each layer: copy in, compute, copy out."""
+    read, computed, written = wait_s, 0.0, 0.0
+    for _ in range(layers):
+        read += read_s / layers
+        computed = max(computed, read) + compute_s / layers
+        written = max(written, computed) + written_s / layers
+    return written
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "read_s", "written_s", "wait_s", "expected"),
+    [
+        (4.0, 0.0, 0.0, 0.0, 4.0),
+        # The first layer's KV takes 0.5, then computing is longer.
+        (4.0, 2.0, 0.0, 0.0, 4.5),
+        # Copies take 8, the last layer computes for 1 more.
+        (4.0, 8.0, 0.0, 0.0, 9.0),
+        (4.0, 8.0, 4.0, 0.0, 10.0),
+        # Copies out are longest: 0.5 and 1 until they begin.
+        (4.0, 2.0, 12.0, 0.0, 13.5),
+        (4.0, 8.0, 4.0, 3.0, 13.0),
+    ],
+)
+def test_a_stream_of_four_layers_by_hand(
+    compute_s: float, read_s: float, written_s: float, wait_s: float, expected: float
+) -> None:
+    assert streamed_s(compute_s, 4, read_s, written_s, wait_s) == pytest.approx(expected)
+
+
+@given(st.integers(1, 80), st.floats(0.01, 2), seconds, seconds, seconds)
+def test_a_stream_is_the_layer_recurrence(
+    layers: int, compute_s: float, read_s: float, written_s: float, wait_s: float
+) -> None:
+    expected = by_layers(compute_s, layers, read_s, written_s, wait_s)
+    assert streamed_s(compute_s, layers, read_s, written_s, wait_s) == pytest.approx(expected, rel=1e-9)
+
+
+def streaming(num_read: int, num_written: int, max_steps: int, context: int, decodes: int = 3) -> IterationPlan:
+    plan = IterationPlan()
+    plan.num_decodes, plan.decode_context_tokens, plan.max_steps = decodes, context, max_steps
+    plan.streamed = (Streamed(1, num_read, num_written),)
+    return plan
+
+
+def priced(decode: tuple[float, float, float], block_s: float) -> tuple[Pricer, Lanes]:
+    """Four layers in four groups; a pool block takes `block_s`."""
+    on = linear_machine(4.0, decode=decode, swap_s_per_block=4 * block_s)
+    lanes = Lanes(keep_intervals=True)
+    return Pricer(on.cost, lanes, lambda *_: None, layers=4, num_groups=4, block_bytes=4.0), lanes
+
+
+def stepped(pricer: Pricer, plan: IterationPlan, now_s: float) -> list[float]:
+    """When iterations end that are priced one by one, contexts growing by a token each."""
+    ends = []
+    for i in range(plan.max_steps):
+        one = streaming(
+            plan.streamed[0].num_read, plan.streamed[0].num_written, 1,
+            plan.decode_context_tokens + i * plan.num_decodes, plan.num_decodes,
+        )  # fmt: skip
+        now_s = pricer.step(one, now_s).end_s
+        ends.append(now_s)
+    return ends
+
+
+def ends_of(first_end_s: float, second_s: float, slope_s: float, iterations: int) -> list[float]:
+    ends = [first_end_s]
+    for i in range(iterations - 1):
+        ends.append(ends[-1] + second_s + i * slope_s)
+    return ends
+
+
+def test_a_streamed_run_stops_where_computing_becomes_longer_than_copying() -> None:
+    """Decodes take 20, 23, 26, ... ms (1 ms a token of three contexts); 25 ms of copies in, 2 out.
+
+    While copying is longer an iteration takes a layer of each, and 3/4 of the copies in more: 20/4 + 27/4 + 18.75 =
+    30.5 ms, then 0.75 ms more. The third computes for longer: 26/4 + 27/4 + 19.5 = 32.75 ms, then 3 ms more each.
+    """
+    pricer, _ = priced((0.0, 0.0, 0.001), 0.001)
+    times = pricer.run(streaming(25, 2, 10, 20), 0.0, inf)
+    assert times.iterations == times.tokens == 2
+    assert times.first_end_s == pytest.approx(0.0305)
+    assert times.second_s == pytest.approx(0.03125)
+    assert times.end_s == pytest.approx(0.06175)
+    times = pricer.run(streaming(25, 2, 8, 26), 1.0, inf)
+    assert times.iterations == 8
+    assert times.first_end_s == pytest.approx(1.03275)
+    assert (times.second_s, times.slope_s) == pytest.approx((0.03575, 0.003))
+    assert times.end_s == pytest.approx(1.0 + 8 * 0.03275 + 28 * 0.003)
+
+
+def test_a_streamed_run_is_cut_at_the_first_end_after_a_time() -> None:
+    """Decodes take 10 ms, and 1.5 more each; 26 ms of copies in, 2 out: (10 + 28) / 4 + 19.5 = 29 ms, then 0.375 more
+    each. Ends at 29, 58.375, 88.125; until the 12th, which would compute for 26.5 ms."""
+    plan = streaming(26, 2, 100, 20)
+    for until_s, iterations in ((0.058, 2), (0.0584, 3), (inf, 11)):
+        pricer, _ = priced((0.0, 0.0, 0.0005), 0.001)
+        times = pricer.run(plan, 0.0, until_s)
+        assert times.iterations == iterations
+        assert times.end_s == pytest.approx(iterations * 0.029 + 0.000375 * iterations * (iterations - 1) / 2)
+
+
+@given(
+    base=st.floats(0.001, 0.05),
+    per_token=st.sampled_from([0.0, 1e-5, 1e-3]),
+    block_s=st.sampled_from([1e-4, 1e-3, 5e-3]),
+    num_read=st.integers(1, 40),
+    num_written=st.integers(0, 40),
+    steps=st.integers(1, 30),
+    context=st.integers(1, 50),
+    share=st.floats(0.0, 1.2),
+)
+def test_a_streamed_jump_is_its_iterations_one_by_one(
+    base: float,
+    per_token: float,
+    block_s: float,
+    num_read: int,
+    num_written: int,
+    steps: int,
+    context: int,
+    share: float,
+) -> None:
+    """Jumped as often as it takes, over kinks and cuts; and an iteration is the recurrence over its layers."""
+    decode = (base, 0.0, per_token)
+    plan = streaming(num_read, num_written, steps, context)
+    ends = stepped(priced(decode, block_s)[0], plan, 1.0)
+    compute_s = base + per_token * context
+    assert ends[0] - 1.0 == pytest.approx(by_layers(compute_s, 4, num_read * block_s, num_written * block_s, 0.0))
+    pricer, lanes = priced(decode, block_s)
+    until_s = 1.0 + share * (ends[-1] - 1.0)
+    found: list[float] = []
+    now_s, left = 1.0, steps
+    while left:
+        done = steps - left
+        rest = streaming(num_read, num_written, left, context + 3 * done)
+        times = pricer.run(rest, now_s, until_s if now_s < until_s else inf)
+        run = ends_of(times.first_end_s, times.second_s, times.slope_s, times.iterations)
+        assert run[-1] == pytest.approx(times.end_s, rel=1e-12)
+        if now_s < until_s:
+            # Nothing ends at or after that time but the last.
+            assert all(end_s < until_s for end_s in run[:-1])
+        found.extend(run)
+        now_s, left = times.end_s, left - times.iterations
+    assert found == pytest.approx(ends, rel=1e-9)
+    assert lanes.h2d.busy_s == pytest.approx(steps * num_read * block_s)
+    assert lanes.d2h.busy_s == pytest.approx(steps * num_written * block_s)
+    assert lanes.compute.busy_s == pytest.approx(sum(base + per_token * (context + 3 * i) for i in range(steps)))
