@@ -125,7 +125,10 @@ def test_the_modules_that_the_rules_name_exist():
         ({"sim.a": "import kvtwin"}, "sim may not import kvtwin"),
         ({"sim.results.result": "import simpy"}, "only sim.clock.driver, sim.simulate, kvtwin.testing may"),
         ({"sim.driver2": "from simpy import Environment"}, "only sim.clock.driver, sim.simulate, kvtwin.testing may"),
-        ({"sim.a": "try:\n    import torch\nexcept ImportError:\n    torch = None"}, "only gpu_runtime, calib, kvtwin.testing may"),
+        (
+            {"sim.a": "try:\n    import torch\nexcept ImportError:\n    torch = None"},
+            "only gpu_runtime, calib, kvtwin.testing may",
+        ),
         ({"sim.a": "import sim.b", "sim.b": "from sim.a import x"}, "import cycle"),
         ({"sim.a": "from sim import b", "sim.b": "from sim import c", "sim.c": "import sim.a"}, "import cycle"),
         ({"sim.engine.engine": "from time import monotonic"}, "sim.engine.engine imports time.monotonic: no clock"),

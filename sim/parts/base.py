@@ -98,7 +98,11 @@ class Order(Part, ABC):
     sticky: ClassVar[bool]
     """Whether no arrival can overtake a head that was refused."""
     waiting: Sized
-    """As long as there are sequences that wait; true if there are any."""
+    """As long as there are sequences that wait, true if there are any: the order itself, or what is quicker to ask."""
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        self.waiting = getattr(self, "waiting", self)
 
     @abstractmethod
     def add(self, seq: Sequence) -> None:

@@ -44,7 +44,6 @@ class Mlfq(Order):
         starvation_s: float,
         check_every: int,
     ) -> None:
-        self.waiting = self
         self._prefill_s = prefill_s
         self.quanta_s = [quantum_s * factor**level for level in range(num_levels)]
         self.starvation_s, self.check_every = starvation_s, check_every

@@ -19,6 +19,7 @@ from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.engine.scheduler import Parts, Scheduler
 from sim.errors import UserError
+from sim.systems.layerkv_options import LayerKVOptions
 from sim.systems.mixing import Builder, default_tokens
 
 
@@ -86,7 +87,10 @@ class Policy(ABC):
         return Scheduler(self.parts(limits, deployment), limits, gaps, deployment)
 
     def length_predictor(self, seed: int) -> LengthPredictor:
-        """What the engine is to know of output lengths; nothing unless the policy asks for it."""
+        """What the engine is to know of output lengths; nothing unless the policy or a part mixed in asks for it."""
+        for options in self.mixed_options:
+            if isinstance(options, LayerKVOptions):
+                return options.length_predictor(seed)
         return NoPredictor()
 
 

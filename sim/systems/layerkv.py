@@ -22,7 +22,6 @@ What the paper leaves open, and what is done here:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.engine.predictor import LengthPredictor, build_predictor
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.layerkv_options import LayerKVOptions
 from sim.systems.vllm055 import vllm055_limits
@@ -53,6 +52,3 @@ class LayerKV(LayerKVOptions, Policy):
 
     def engine_limits(self, asked: Asked) -> EngineLimits:
         return vllm055_limits(self, asked)
-
-    def length_predictor(self, seed: int) -> LengthPredictor:
-        return build_predictor(self.predictor, self.predictor_accuracy, seed)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.engine.limits import Deployment
+from sim.engine.predictor import LengthPredictor, build_predictor
 from sim.errors import UserError
 from sim.parts.watermark import WATERMARK
 from sim.systems.options import option
@@ -39,6 +40,10 @@ class LayerKVOptions:
         ):
             if not low <= value <= high:
                 raise UserError(f"layerkv {name}: {value} is not between {low:g} and {high:g}")
+
+    def length_predictor(self, seed: int) -> LengthPredictor:
+        """What slack and forecast are to know of output lengths."""
+        return build_predictor(self.predictor, self.predictor_accuracy, seed)
 
     @property
     def printed(self) -> bool:

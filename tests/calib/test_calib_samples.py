@@ -225,7 +225,7 @@ def test_no_copy_is_faster_than_any_link(op):
         (f"{HEADER}\n{GOOD}\nlayers,0.001\n", ["line 3", "2 values for 10 columns", "one for each"]),
         (f"{HEADER}\n{GOOD}\n{GOOD},1\n", ["line 3", "11 values for 10 columns", "one for each"]),
         (b"op,latency_s\nlayers,\xff\n", ["not UTF-8 text (byte 20)", "give a CSV file"]),
-        (gzip.compress(b"op,latency_s\nlaunch,1e-5\n")[:-9], ["cannot be read", "check the path"]),
+        (gzip.compress(b"op,latency_s\nlaunch,1e-5\n", mtime=0)[:-9], ["cannot be read", "check the path"]),
         (b"\x1f\x8b and no gzip", ["cannot be read", "check the path"]),
     ],
 )

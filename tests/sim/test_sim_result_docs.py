@@ -39,7 +39,7 @@ NAMES = {
     "metrics": [metric.key for metric in METRICS],
 }
 """Sections of the page with a table, and the names that its first column must hold, in order."""
-SEEN = {"counters of layerkv", "timeline.json.gz", "events"}
+SEEN = {"counters of layerkv", "counters of fastserve", "timeline.json.gz", "events"}
 """Sections whose names are found in runs."""
 
 
@@ -73,6 +73,14 @@ def test_the_page_names_the_counters_of_layerkv():
     assert seen <= set(names)
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").glob("*.py"))
     assert [name for name in names if f'"{name}"' not in sources] == []
+
+
+def test_the_page_names_the_counters_of_fastserve():
+    names = documented()["counters of fastserve"]
+    assert set(assemble(finished("fastserve")).counters.policy) <= set(names)
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").glob("*.py"))
+    written = set(re.findall(r'counters\.policy\["(\w+)"\]', sources))
+    assert set(names) <= written <= {*names, *documented()["counters of layerkv"]}
 
 
 def test_the_page_names_what_a_timeline_holds(tmp_path):
