@@ -161,7 +161,7 @@ class Memory(Part, ABC):
 
     @abstractmethod
     def fits(self, seq: Sequence, keep_free: int) -> bool:
-        """Whether the prompt has its blocks now. A refusal lasts until a sequence ends or a copy does."""
+        """Whether the prompt has its blocks now (never unless `ever_fits`). A refusal lasts until blocks are freed."""
 
     @abstractmethod
     def place(self, seq: Sequence, keep_free: int) -> None:
@@ -172,6 +172,12 @@ class Memory(Part, ABC):
     @abstractmethod
     def can_append(self) -> bool:
         """Whether one more sequence can take its next token, as vLLM asks: one block must be free, needed or not."""
+
+    def needs_block(self, seq: Sequence) -> bool:
+        """Whether the next token of a sequence, in the batch or about to join, begins a block."""
+        batch = self.batch
+        tokens = batch.num_tokens_of(seq) if seq in batch.members else seq.num_tokens
+        return (tokens - 1) % self.block_size == 0
 
     @abstractmethod
     def append(self, seq: Sequence) -> None:

@@ -44,7 +44,7 @@ class LayerBlocks(Memory):
         return self.limits.num_gpu_blocks - -(-seq.num_tokens // self.block_size) >= keep_free
 
     def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.layers_to_keep(seq, keep_free) is not None
+        return self.ever_fits(seq, keep_free) and self.layers_to_keep(seq, keep_free) is not None
 
     def layers_to_keep(self, seq: Sequence, keep_free: int) -> int | None:
         """As many layers as memory has to spare, at least Eq. 4's x; None if not even those fit now."""

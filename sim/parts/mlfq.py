@@ -53,6 +53,8 @@ class Mlfq(Order):
         self._key: dict[Sequence, int] = {}
         self.idle_since_s: dict[Sequence, float] = {}
         """Who does not run, and since when."""
+        self.promoted: list[Sequence] = []
+        """Residents that have come to level 0 since the batching last looked: their quanta begin anew."""
         self.version = 0
         """Changes whenever the order does."""
         self._size = 0
@@ -95,9 +97,10 @@ class Mlfq(Order):
         return seq
 
     def remove(self, seq: Sequence) -> bool:
-        queue = self._queues[self._level[seq]]
-        if seq not in queue:
+        level = self._level.get(seq)
+        if level is None or seq not in self._queues[level]:
             return False
+        queue = self._queues[level]
         del queue[seq]
         self.idle_since_s.pop(seq, None)
         self._size -= 1
@@ -178,9 +181,9 @@ class Mlfq(Order):
                 self._key.pop(seq, None)
         self._gone.clear()
         if self._iterations >= self._next_check:
-            due = self._iterations == self._next_check
+            # Looks that a jump passed while nobody waited are over.
             self._next_check = (self._iterations // self.check_every + 1) * self.check_every
-            if due:
+            if self._iterations % self.check_every == 0:
                 self._promote_starving(now_s)
 
     def _promote_starving(self, now_s: float) -> None:
@@ -196,6 +199,7 @@ class Mlfq(Order):
                 self._level[seq], self._key[seq] = 0, self._tail
                 self._residents[0].append((self._tail, seq.request.request_id, seq))
                 self.version += 1
+                self.promoted.append(seq)
             self.scheduler.counters.policy["starvation_promotions"] += 1
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:

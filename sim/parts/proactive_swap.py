@@ -7,6 +7,7 @@ prompts wait while less than a tenth of the host's blocks is free. Thresholds as
 
 from collections.abc import Iterable
 from itertools import islice
+from math import ceil
 from typing import TYPE_CHECKING
 
 from sim.engine.plan import IterationPlan, Move, Tier
@@ -39,7 +40,7 @@ class ProactiveSwap(Recompute):
             raise UserError("eviction=proactive-swap goes with order=mlfq, batching=quanta and memory that swaps whole")
         self.order, self.batching = order, batching
         self.threshold = max(scheduler.limits.max_num_seqs, self._min_free)
-        self._may_admit_from = int(HOST_SHARE_FREE * self.memory.host.num_blocks)
+        self._may_admit_from = ceil(HOST_SHARE_FREE * self.memory.host.num_blocks)
 
     @property
     def num_out(self) -> int:
@@ -58,6 +59,8 @@ class ProactiveSwap(Recompute):
     # -- ahead of need -----------------------------------------------------------------------------------------------
 
     def prepare(self, now_s: float) -> None:
+        # Who stands where depends on the quanta that have ended.
+        self.batching.expire()
         free = self.memory.gpu.free + self.memory.releasing
         if free < self.threshold:
             if self.batching.paused:
@@ -101,7 +104,8 @@ class ProactiveSwap(Recompute):
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """Until fewer blocks are free than shall be, if somebody could leave then."""
         batch, spare = self.batch, self.memory.gpu.free + self.memory.releasing - self.threshold
-        if spare < 0 or not self.batching.paused:
+        if not self.batching.paused or (spare < 0 and spare + batch.blocks_needed(1) < 0):
+            # Nobody could leave; or too few were free before this step, and who could leave has been looked at.
             return steps
         return max(1, min(steps, batch.steps_within(spare + batch.blocks_needed(1))))
 

@@ -59,7 +59,7 @@ class Quanta(Batching):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
-        self._expire()
+        self.expire()
         if self._must_choose:
             self._choose(plan, now_s)
             self._chosen_version, self._memory_changed = self.order.version, False
@@ -79,23 +79,24 @@ class Quanta(Batching):
     def _choose(self, plan: IterationPlan, now_s: float) -> None:
         """The first in the order that can run: residents on the GPU, and prompts as long as they fit."""
         seats, budget = self.limits.max_num_seqs, self.budget
-        running = dict.fromkeys(self.batch.members)
         self._may_admit = bool(self.order) and self.eviction.may_admit()
-        chosen: list[Sequence] = []
+        chosen: dict[Sequence, None] = {}
+        # Blocks that those chosen so far begin in this step.
+        growth = 0
         for seq in self.order.in_order(self._wants_prompts):
             if len(chosen) + len(plan.chunks) >= seats:
                 break
-            if seq.status is not Status.WAITING:
-                if seq in self.paused or seq in running:
-                    chosen.append(seq)
-            else:
+            if seq.status is Status.WAITING:
                 num_new = seq.num_tokens
-                self._may_admit = self._start(seq, plan, budget, now_s)
+                self._may_admit = self._start(seq, plan, budget, now_s, growth)
                 if seq.status is Status.RUNNING:
                     budget -= num_new
-        going_on = set(chosen)
+            elif seq in self.paused or seq in self.batch.members:
+                chosen[seq] = None
+                growth += self.memory.needs_block(seq)
+        running = dict.fromkeys(self.batch.members)
         for seq in running:
-            if seq not in going_on:
+            if seq not in chosen:
                 self._pause(seq, now_s)
         for seq in chosen:
             if seq not in running:
@@ -104,8 +105,11 @@ class Quanta(Batching):
     def _wants_prompts(self) -> bool:
         return self._may_admit
 
-    def _start(self, seq: Sequence, plan: IterationPlan, budget: int, now_s: float) -> bool:
-        """Admit a prompt; False if it has to wait, and all others with it."""
+    def _start(self, seq: Sequence, plan: IterationPlan, budget: int, now_s: float, growth: int) -> bool:
+        """Admit a prompt; False if it and all other prompts have to wait.
+
+        `growth` blocks are left to those who stand before it and decode.
+        """
         reason = ""
         if seq.num_tokens > self.prompt_limit:
             reason = TOO_LONG_AGAIN if seq.num_generated else TOO_LONG
@@ -115,7 +119,10 @@ class Quanta(Batching):
             self.order.remove(seq)
             self.scheduler.ignore(seq, reason)
             return True
-        if seq.num_tokens > budget or not self.admission.admits(seq):
+        if seq.num_tokens > budget:
+            return False
+        keep_free = self.admission.keep_free + growth
+        if not self.memory.fits(seq, keep_free) or not self.admission.admits(seq):
             return False
         self.order.keep(seq)
         self.scheduler.start(seq, now_s)
@@ -169,8 +176,13 @@ class Quanta(Batching):
             heappop(heap)
         return heap[0][0] if heap else None
 
-    def _expire(self) -> None:
-        """Demote who has used its quantum up."""
+    def expire(self) -> None:
+        """Demote who has used its quantum up; who was promoted has a whole one."""
+        for seq in self.order.promoted:
+            self._left_s.pop(seq, None)
+            if self._expiry_s.pop(seq, None) is not None:
+                self._run(seq)
+        self.order.promoted.clear()
         while (expiry_s := self._next_expiry_s()) is not None and expiry_s <= self._busy_s + TIE_S:
             seq = heappop(self._expiries)[2]
             del self._expiry_s[seq]

@@ -43,6 +43,9 @@ class ReservedMemory(PagedMemory):
     def can_append(self) -> bool:
         return True
 
+    def needs_block(self, seq: Sequence) -> bool:
+        return False
+
     def append(self, seq: Sequence) -> None:
         """What it needs is there."""
 

@@ -10,6 +10,10 @@ Assumed:
 - Every iteration's whole duration counts against the quantum of everybody in it.
 - Who goes out is the last in the queue; the paper estimates the next time each is scheduled, its code does as we do.
 - When blocks run out in spite of it all, the last in the queue is swapped before the step, or computed again.
+
+Not modelled: blocks are taken from nobody for a prompt, or for one on the host, that stands before others; both wait
+until blocks are free. The paper's public code swaps the queue's tail out for them; `tests/systems` has both as cases
+that are expected to fail.
 """
 
 from dataclasses import dataclass

@@ -93,7 +93,6 @@ def test_anybody_can_be_taken_out() -> None:
     assert not order
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="whoever never waited is not known at all")
 def test_who_never_waited_cannot_be_taken_out() -> None:
     assert not queue().remove(sequence(0, 5))
 
