@@ -173,9 +173,15 @@ class DecodeBatch:
             return needed + sum(self._growth[begin:]) + sum(self._growth[: end - size])
         return needed + sum(self._growth[begin:end])
 
-    def growth_at(self, step: int) -> int:
-        """Members whose token at `step` begins a new block, if all are still there."""
-        return self._growth[step % self.block_size]
+    @property
+    def growth(self) -> list[int]:
+        """Members whose token begins a new block, by the batch's step modulo the block size. To be read only."""
+        return self._growth
+
+    @property
+    def due(self) -> dict[int, list[Sequence]]:
+        """Steps at which members may complete; `finishing_at` says who does. To be read only."""
+        return self._finishing
 
     def steps_within(self, blocks: int) -> int:
         """Largest number of iterations whose growth fits in `blocks`."""
@@ -199,8 +205,6 @@ class DecodeBatch:
 
     def finishing_at(self, step: int) -> list[Sequence]:
         """Members that complete when the batch's step reaches `step`."""
-        if step not in self._finishing:
-            return []
         return [seq for seq in dict.fromkeys(self._finishing.get(step, ())) if seq.finish_step == step]
 
     def advance(self, times: StepTimes) -> list[Sequence]:

@@ -92,13 +92,15 @@ class LayerOffload(Recompute):
         batch, layers = self.batch, self.layers
         if not self.one_block_a_step and available >= batch.blocks_needed(self.horizon) * layers:
             return
-        size, step = len(batch.members), batch.step
+        size, growth, block_size = len(batch.members), batch.growth, batch.block_size
+        due = batch.due if self.lengths_known else self._expected
         lowest = available
-        for t in range(self.horizon):
-            available -= (size if self.one_block_a_step else batch.growth_at(step + t)) * layers
+        for step in range(batch.step, batch.step + self.horizon):
+            available -= (size if self.one_block_a_step else growth[step % block_size]) * layers
             if available < lowest:
                 lowest = available
-            available += self._predicted_releases(step + t + 1)
+            if step + 1 in due:
+                available += self._predicted_releases(step + 1)
         if lowest < 0:
             self.tally["forecast_shortages"] += 1
             self._offload_retained(-lowest)
