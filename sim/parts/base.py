@@ -169,9 +169,11 @@ class Memory(Part, ABC):
 
     # -- decodes ---------------------------------------------------------------------------------------------------
 
-    @abstractmethod
+    # Blocks taken as sequences grow, `unit` pool blocks a whole block; memory that reserves overrides all of it.
+
     def can_append(self) -> bool:
         """Whether one more sequence can take its next token, as vLLM asks: one block must be free, needed or not."""
+        return self.gpu.free >= self.unit
 
     def needs_block(self, seq: Sequence) -> bool:
         """Whether the next token of a sequence, in the batch or about to join, begins a block."""
@@ -179,21 +181,36 @@ class Memory(Part, ABC):
         tokens = batch.num_tokens_of(seq) if seq in batch.members else seq.num_tokens
         return (tokens - 1) % self.block_size == 0
 
-    @abstractmethod
     def append(self, seq: Sequence) -> None:
         """Take the block that the next token of a member of the batch needs, if any."""
+        if self.batch.needs_block(seq):
+            self.gpu.allocate(self.unit)
 
-    @abstractmethod
     def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
         """Take what the next iteration of the whole batch needs, by counts alone.
 
         False, and nothing is taken, where fewer than `spare` whole blocks would be left: vLLM wants one free for each
         sequence it visits, needed or not, so that the exact walk over single sequences (`append`) must decide then.
         """
+        needed = batch.blocks_needed(1)
+        if self.gpu.free < (needed + spare) * self.unit:
+            return False
+        if needed:
+            self.gpu.allocate(needed * self.unit)
+        return True
 
-    @abstractmethod
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         """Take what iterations 2 to `steps` of the whole batch need."""
+        self.gpu.allocate((batch.blocks_needed(steps) - batch.blocks_needed(1)) * self.unit)
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """As long as one whole block stays free: vLLM wants one for each sequence it visits, needed or not."""
+        batch = self.batch
+        # The first iteration's blocks are taken already.
+        spare = self.gpu.free // self.unit + batch.blocks_needed(1) - 1
+        if spare // len(batch.members) * batch.block_size < steps:
+            return max(1, min(steps, batch.steps_within(spare)))
+        return steps
 
     # -- the way out -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ copied out and missing ones back in, beside the computation. `copies_of` counts 
 
 from collections.abc import Callable
 
-from sim.engine.batch import DecodeBatch
 from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, Move, Streamed, Tier, make_place, make_release
@@ -112,37 +111,10 @@ class LayerBlocks(Memory):
 
     # -- decodes ---------------------------------------------------------------------------------------------------
 
-    def can_append(self) -> bool:
-        return self.gpu.free >= self.unit
-
-    def append(self, seq: Sequence) -> None:
-        if self.batch.needs_block(seq):
-            self.gpu.allocate(self.unit)
-
-    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
-        needed = batch.blocks_needed(1)
-        if self.gpu.free < (needed + spare) * self.unit:
-            return False
-        if needed:
-            self.gpu.allocate(needed * self.unit)
-        return True
-
     def grow_hosted(self, layer_blocks: int) -> None:
         """Of what `append` or `grow` took on the GPU, so many lie in the host blocks set aside for them."""
         self.gpu.release(layer_blocks)
         self.host_reserved -= layer_blocks
-
-    def grow_further(self, batch: DecodeBatch, steps: int) -> None:
-        self.gpu.allocate((batch.blocks_needed(steps) - batch.blocks_needed(1)) * self.unit)
-
-    def holds(self, plan: IterationPlan, steps: int) -> int:
-        """As long as one whole block stays free: vLLM wants one for each sequence it visits, needed or not."""
-        batch = self.batch
-        # The first iteration's blocks are taken already.
-        spare = self.gpu.free // self.unit + batch.blocks_needed(1) - 1
-        if spare // len(batch.members) * batch.block_size < steps:
-            return max(1, min(steps, batch.steps_within(spare)))
-        return steps
 
     def release(self, seq: Sequence) -> None:
         """Also the send buffer of a half-done prefill."""

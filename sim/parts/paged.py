@@ -5,7 +5,6 @@ A prompt gets all its blocks at admission, a decode one more whenever its last b
 
 from typing import ClassVar
 
-from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, Move, Restore, Tier, make_place, make_release
 from sim.engine.sequence import Sequence
@@ -41,33 +40,6 @@ class PagedMemory(Memory):
         blocks = seq.num_blocks = -(-seq.num_tokens // self.block_size)
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
-
-    def can_append(self) -> bool:
-        return self.gpu.free > 0
-
-    def append(self, seq: Sequence) -> None:
-        if self.batch.needs_block(seq):
-            self.gpu.allocate(1)
-
-    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
-        needed = batch.blocks_needed(1)
-        if self.gpu.free < needed + spare:
-            return False
-        if needed:
-            self.gpu.allocate(needed)
-        return True
-
-    def grow_further(self, batch: DecodeBatch, steps: int) -> None:
-        self.gpu.allocate(batch.blocks_needed(steps) - batch.blocks_needed(1))
-
-    def holds(self, plan: IterationPlan, steps: int) -> int:
-        """As long as one block stays free: vLLM wants one for each sequence it visits, needed or not."""
-        batch = self.batch
-        # The first iteration's blocks are taken already.
-        spare = self.gpu.free + batch.blocks_needed(1) - 1
-        if spare // len(batch.members) * batch.block_size < steps:
-            return max(1, min(steps, batch.steps_within(spare)))
-        return steps
 
     def release(self, seq: Sequence) -> None:
         self.gpu.release(seq.num_blocks)

@@ -113,16 +113,10 @@ class ProactiveSwap(Recompute):
 
     def evict(self, seq: Sequence, plan: IterationPlan) -> None:
         self.batching.paused.pop(seq, None)
-        if not self.memory.can_swap_out(seq):
-            self.scheduler.counters.swap_space_exhausted += 1
-            super().evict(seq, plan)
-            return
-        self.memory.swap_out(seq, plan)
-        seq.status = Status.SWAPPED
-        seq.num_preemptions += 1
-        self.away[seq] = None
-        self.order.idle_since_s[seq] = self.scheduler.now_s
-        self.scheduler.counters.policy["late_swap_outs"] += 1
+        if self.swap_out(seq, plan):
+            self.away[seq] = None
+            self.order.idle_since_s[seq] = self.scheduler.now_s
+            self.scheduler.counters.policy["late_swap_outs"] += 1
 
     def unblock(self) -> bool:
         """Nothing can be computed: who stands first comes back whatever shall be free, or is given up."""

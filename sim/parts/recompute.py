@@ -1,7 +1,7 @@
 """`Recompute`: a victim's KV is dropped; prompt and generated tokens are computed again (vLLM's default)."""
 
 from sim.engine.plan import IterationPlan
-from sim.engine.sequence import Sequence
+from sim.engine.sequence import Sequence, Status
 from sim.parts.base import Eviction
 
 
@@ -14,6 +14,17 @@ class Recompute(Eviction):
     def evict(self, seq: Sequence, plan: IterationPlan) -> None:
         self.scheduler.recompute(seq)
         self._preempted.append(seq)
+
+    def swap_out(self, seq: Sequence, plan: IterationPlan) -> bool:
+        """Swap a victim before the step, or have it computed again where the host is full; whether it was swapped."""
+        if not self.memory.can_swap_out(seq):
+            self.scheduler.counters.swap_space_exhausted += 1
+            Recompute.evict(self, seq, plan)
+            return False
+        self.memory.swap_out(seq, plan)
+        seq.status = Status.SWAPPED
+        seq.num_preemptions += 1
+        return True
 
     @property
     def has_victims(self) -> bool:

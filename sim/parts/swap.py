@@ -30,14 +30,8 @@ class Swap(Recompute):
             raise UserError("eviction=swap moves whole sequences: it goes with memory=paged or memory=reserved")
 
     def evict(self, seq: Sequence, plan: IterationPlan) -> None:
-        if not self.memory.can_swap_out(seq):
-            self.scheduler.counters.swap_space_exhausted += 1
-            super().evict(seq, plan)
-            return
-        self.memory.swap_out(seq, plan)
-        seq.status = Status.SWAPPED
-        seq.num_preemptions += 1
-        self._swapped_out.append(seq)
+        if self.swap_out(seq, plan):
+            self._swapped_out.append(seq)
 
     @property
     def has_victims(self) -> bool:
