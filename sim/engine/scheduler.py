@@ -12,7 +12,8 @@ from sim.engine.itl import GapCollector
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import Change, IterationPlan, Move, StepTimes, Tier
 from sim.engine.sequence import Sequence, Status
-from sim.parts.base import Admission, Batching, Eviction, Memory, Order, Part, Stage, overrides
+from sim.parts.base import Admission, Eviction, Memory, Order, Part, Stage, overrides
+from sim.parts.batching.base import Batching
 
 
 @dataclass(frozen=True)

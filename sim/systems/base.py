@@ -12,15 +12,17 @@ Any part can be replaced (`--policy layerkv:batching=sarathi`). Limits stay the 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
-from sim.engine.scheduler import Parts, Scheduler
 from sim.errors import UserError
 from sim.systems.layerkv_options import LayerKVOptions
 from sim.systems.mixing import Builder, default_tokens
+
+if TYPE_CHECKING:
+    from sim.engine.itl import GapCollector
+    from sim.engine.scheduler import Parts, Scheduler
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,14 @@ class Policy(ABC):
     def engine_limits(self, asked: Asked) -> EngineLimits:
         """The system's limits where the user left them open; UserError for those that it cannot have."""
 
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+    def parts(self, limits: Limits, deployment: Deployment) -> "Parts":
         """The system's parts, new ones. UserError where they do not go together."""
         return Builder(self, self.names, self.mixed_options, limits, deployment).parts()
 
-    def scheduler(self, limits: Limits, gaps: GapCollector, deployment: Deployment) -> Scheduler:
+    def scheduler(self, limits: Limits, gaps: "GapCollector", deployment: Deployment) -> "Scheduler":
         """The parts, put together."""
+        from sim.engine.scheduler import Scheduler
+
         return Scheduler(self.parts(limits, deployment), limits, gaps, deployment)
 
     def length_predictor(self, seed: int) -> LengthPredictor:

@@ -1,7 +1,7 @@
 """FastServe (Wu et al., "Fast Distributed Inference Serving for Large Language Models", 2023).
 
 A skip-join multi-level feedback queue over all unfinished requests, preemption at every iteration, and KV that moves to
-the host and back ahead of need (`sim.parts.mlfq`, `quanta`, `proactive_swap`). Level i has a quantum of 10 ms x 2^i.
+the host and back ahead of need (parts `mlfq`, `quanta`, `proactive-swap`). Level i has a quantum of 10 ms x 2^i.
 A request joins the first level whose quantum is at least its prefill time, is demoted when it has run for its quantum,
 and keeps its place when it is overtaken. Thresholds follow the paper's public code where it has them.
 

@@ -2,8 +2,8 @@
 
 A prompt is admitted with the KV of as few as x layers on the GPU (Eq. 4); the other layers leave for the host behind
 the prefill, so that it need not queue for blocks. Admission follows the TPOT slack of everyone decoding (Algorithm 1,
-Eq. 1-3, `sim.parts.slack`). A forecast of free blocks (Eq. 5, `sim.parts.layer_offload`) offloads retained layers in
-stages before memory runs out.
+Eq. 1-3, part `slack`). A forecast of free blocks (Eq. 5, part `layer-offload`) offloads retained layers in stages
+before memory runs out.
 
 What the paper leaves open, and what is done here:
 - Decode of a sequence with layers on the host: `promote` (default) parks it until its missing layers fit, copies them

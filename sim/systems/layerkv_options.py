@@ -7,7 +7,7 @@ from typing import Literal
 from sim.engine.limits import Deployment
 from sim.engine.predictor import LengthPredictor, build_predictor
 from sim.errors import UserError
-from sim.parts.watermark import WATERMARK
+from sim.parts.admission.watermark import WATERMARK
 from sim.systems.options import option
 
 MAX_HORIZON_STEPS = 10_000

@@ -1,7 +1,8 @@
 """The parts by name, and how a system is built from names: what `composition` and `--policy NAME:part=...` speak.
 
 Memory comes first, then the stage and the eviction that steer it, then the others. A part reads its options from the
-preset where that has them, else from options of its own kind given with it, else from their defaults.
+preset where that has them, else from options of its own kind given with it, else from their defaults. A part's module
+is loaded when somebody builds the part.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,33 +11,15 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sim.engine.limits import Deployment, Limits
-from sim.engine.scheduler import Parts
 from sim.errors import UserError
-from sim.parts.base import Admission, Batching, Eviction, Memory, Order, Stage
-from sim.parts.direct import Direct
-from sim.parts.fcfs import Fcfs
-from sim.parts.iteration_level import IterationLevel
-from sim.parts.layer_blocks import LayerBlocks
-from sim.parts.layer_offload import LayerOffload
-from sim.parts.mlfq import Mlfq
-from sim.parts.paged import PagedMemory
-from sim.parts.prefill_first import PrefillFirst
-from sim.parts.proactive_swap import ProactiveSwap
-from sim.parts.promote import Promote
-from sim.parts.quanta import Quanta
-from sim.parts.recompute import Recompute
-from sim.parts.request_level import RequestLevel
-from sim.parts.reserved import ReservedMemory
-from sim.parts.slack import SlackAdmission
-from sim.parts.stall_free import StallFree
-from sim.parts.stream import Stream
-from sim.parts.swap import Swap
-from sim.parts.vllm055_chunked import Vllm055Chunked
-from sim.parts.watermark import Watermark
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 
 if TYPE_CHECKING:
+    from sim.engine.scheduler import Parts
+    from sim.parts.base import Admission, Eviction, Memory, Order, Stage
+    from sim.parts.batching.base import Batching
+    from sim.parts.memory.layer_blocks import LayerBlocks
     from sim.systems.base import Policy
 
 KINDS = ("order", "batching", "admission", "memory", "eviction", "stage")
@@ -68,12 +51,14 @@ class Builder:
                 return found
         return kind()
 
-    def parts(self) -> Parts:
+    def parts(self) -> "Parts":
         """One part of each kind. UserError where they do not go together."""
+        from sim.engine.scheduler import Parts
+
         names = self.names
         self.memory = MEMORIES[names["memory"]].build(self)
         self.stage = STAGES[names["stage"]].build(self)
-        if isinstance(self.memory, LayerBlocks) and not self.stage.brings_layers_back:
+        if self.memory.splits_layers and not self.stage.brings_layers_back:
             raise UserError("memory=layers leaves layers on the host: it goes with stage=promote or stage=stream")
         return Parts(
             order=ORDERS[names["order"]].build(self),
@@ -90,8 +75,10 @@ class Builder:
         """LayerKV's Eq. 3 and 4."""
         return Equations(self.deployment, self.limits.block_size, printed=self.options(LayerKVOptions).printed)
 
-    def layer_blocks(self, wanted_by: str) -> LayerBlocks:
+    def layer_blocks(self, wanted_by: str) -> "LayerBlocks":
         """The memory, which must hold layers apart."""
+        from sim.parts.memory.layer_blocks import LayerBlocks
+
         if not isinstance(self.memory, LayerBlocks):
             raise UserError(f"{wanted_by} moves single layers: it goes with memory=layers")
         return self.memory
@@ -109,7 +96,7 @@ class Known(Generic[Part]):
 
 
 @dataclass(frozen=True)
-class KnownBatching(Known[Batching]):
+class KnownBatching(Known["Batching"]):
     """A batching and the budget that goes with it."""
 
     splits_prompts: bool | None = None
@@ -120,11 +107,59 @@ class KnownBatching(Known[Batching]):
     """Default token budget, from the longest context and whether prompts are split."""
 
 
-def _layer_blocks(b: Builder) -> LayerBlocks:
+def _fcfs(b: Builder) -> "Order":
+    from sim.parts.order.fcfs import Fcfs
+
+    return Fcfs()
+
+
+def _mlfq(b: Builder) -> "Order":
+    from sim.parts.order.mlfq import Mlfq
+
+    options = b.options(MlfqOptions)
+    return Mlfq(
+        b.deployment.cost.prefill_s,
+        quantum_s=options.quantum_ms / 1e3,
+        factor=options.quantum_factor,
+        num_levels=options.num_levels,
+        starvation_s=options.starvation_s,
+        check_every=options.starvation_check,
+    )
+
+
+def _paged(b: Builder) -> "Memory":
+    from sim.parts.memory.paged import PagedMemory
+
+    return PagedMemory(b.limits)
+
+
+def _reserved(b: Builder) -> "Memory":
+    from sim.parts.memory.reserved import ReservedMemory
+
+    return ReservedMemory(b.limits)
+
+
+def _layer_blocks(b: Builder) -> "Memory":
+    from sim.parts.memory.layer_blocks import LayerBlocks
+
     return LayerBlocks(b.limits, b.deployment.model.num_layers, remembered(b.equations().minimum_layers))
 
 
-def _slack(b: Builder) -> SlackAdmission:
+def _watermark(b: Builder) -> "Admission":
+    from sim.parts.admission.watermark import Watermark
+
+    return Watermark(b.limits.num_gpu_blocks)
+
+
+def _memory_alone(b: Builder) -> "Admission":
+    from sim.parts.admission.watermark import Watermark
+
+    return Watermark(b.limits.num_gpu_blocks, 0.0)
+
+
+def _slack(b: Builder) -> "Admission":
+    from sim.parts.admission.slack import SlackAdmission
+
     options = b.options(LayerKVOptions)
     return SlackAdmission(
         b.limits.num_gpu_blocks,
@@ -135,7 +170,22 @@ def _slack(b: Builder) -> SlackAdmission:
     )
 
 
-def _layer_offload(b: Builder) -> LayerOffload:
+def _recompute(b: Builder) -> "Eviction":
+    from sim.parts.eviction.recompute import Recompute
+
+    return Recompute()
+
+
+def _swap(b: Builder) -> "Eviction":
+    from sim.parts.eviction.swap import Swap
+
+    return Swap()
+
+
+def _layer_offload(b: Builder) -> "Eviction":
+    from sim.parts.eviction.layer_offload import LayerOffload
+    from sim.parts.stage.promote import Promote
+
     options = b.options(LayerKVOptions)
     if not isinstance(b.stage, Promote):
         raise UserError("eviction=layer-offload parks whom it offloads: it goes with stage=promote or stage=stream")
@@ -149,56 +199,100 @@ def _layer_offload(b: Builder) -> LayerOffload:
     )
 
 
-def _stream(b: Builder) -> Stream:
+def _proactive_swap(b: Builder) -> "Eviction":
+    from sim.parts.eviction.proactive_swap import ProactiveSwap
+
+    return ProactiveSwap(b.options(MlfqOptions).min_free_blocks)
+
+
+def _direct(b: Builder) -> "Stage":
+    from sim.parts.stage.direct import Direct
+
+    return Direct()
+
+
+def _promote(b: Builder) -> "Stage":
+    from sim.parts.stage.promote import Promote
+
+    return Promote(b.layer_blocks("stage=promote"))
+
+
+def _stream(b: Builder) -> "Stage":
+    from sim.parts.stage.stream import Stream
+
     options = b.options(LayerKVOptions)
     return Stream(b.layer_blocks("stage=stream"), options.tpot_slo_ms / 1e3 if options.slo_aware else None)
 
 
-def _vllm055(b: Builder) -> Batching:
-    return Vllm055Chunked() if b.limits.enable_chunked_prefill else PrefillFirst()
+def _vllm055(b: Builder) -> "Batching":
+    if b.limits.enable_chunked_prefill:
+        from sim.parts.batching.vllm055_chunked import Vllm055Chunked
+
+        return Vllm055Chunked()
+    from sim.parts.batching.prefill_first import PrefillFirst
+
+    return PrefillFirst()
 
 
-def _mlfq(b: Builder) -> Mlfq:
-    options = b.options(MlfqOptions)
-    return Mlfq(
-        b.deployment.cost.prefill_s,
-        quantum_s=options.quantum_ms / 1e3,
-        factor=options.quantum_factor,
-        num_levels=options.num_levels,
-        starvation_s=options.starvation_s,
-        check_every=options.starvation_check,
-    )
+def _request_level(b: Builder) -> "Batching":
+    from sim.parts.batching.request_level import RequestLevel
+
+    return RequestLevel()
 
 
-ORDERS: dict[str, Known[Order]] = {"fcfs": Known(lambda b: Fcfs()), "mlfq": Known(_mlfq, MlfqOptions)}
-MEMORIES: dict[str, Known[Memory]] = {
-    "paged": Known(lambda b: PagedMemory(b.limits)),
-    "reserved": Known(lambda b: ReservedMemory(b.limits)),
+def _iteration_level(b: Builder) -> "Batching":
+    from sim.parts.batching.iteration_level import IterationLevel
+
+    return IterationLevel()
+
+
+def _sarathi(b: Builder) -> "Batching":
+    from sim.parts.batching.stall_free import StallFree
+
+    return StallFree(1)
+
+
+def _fastgen(b: Builder) -> "Batching":
+    from sim.parts.batching.stall_free import StallFree
+
+    return StallFree()
+
+
+def _quanta(b: Builder) -> "Batching":
+    from sim.parts.batching.quanta import Quanta
+
+    return Quanta()
+
+
+ORDERS: "dict[str, Known[Order]]" = {"fcfs": Known(_fcfs), "mlfq": Known(_mlfq, MlfqOptions)}
+MEMORIES: "dict[str, Known[Memory]]" = {
+    "paged": Known(_paged),
+    "reserved": Known(_reserved),
     "layers": Known(_layer_blocks, LayerKVOptions),
 }
-ADMISSIONS: dict[str, Known[Admission]] = {
-    "watermark": Known(lambda b: Watermark(b.limits.num_gpu_blocks)),
-    "memory": Known(lambda b: Watermark(b.limits.num_gpu_blocks, 0.0)),
+ADMISSIONS: "dict[str, Known[Admission]]" = {
+    "watermark": Known(_watermark),
+    "memory": Known(_memory_alone),
     "slack": Known(_slack, LayerKVOptions),
 }
-EVICTIONS: dict[str, Known[Eviction]] = {
-    "recompute": Known(lambda b: Recompute()),
-    "swap": Known(lambda b: Swap()),
+EVICTIONS: "dict[str, Known[Eviction]]" = {
+    "recompute": Known(_recompute),
+    "swap": Known(_swap),
     "layer-offload": Known(_layer_offload, LayerKVOptions),
-    "proactive-swap": Known(lambda b: ProactiveSwap(b.options(MlfqOptions).min_free_blocks), MlfqOptions),
+    "proactive-swap": Known(_proactive_swap, MlfqOptions),
 }
-STAGES: dict[str, Known[Stage]] = {
-    "direct": Known(lambda b: Direct()),
-    "promote": Known(lambda b: Promote(b.layer_blocks("stage=promote")), LayerKVOptions),
+STAGES: "dict[str, Known[Stage]]" = {
+    "direct": Known(_direct),
+    "promote": Known(_promote, LayerKVOptions),
     "stream": Known(_stream, LayerKVOptions),
 }
 BATCHINGS: dict[str, KnownBatching] = {
     "vllm": KnownBatching(_vllm055),
-    "request-level": KnownBatching(lambda b: RequestLevel(), splits_prompts=False),
-    "iteration-level": KnownBatching(lambda b: IterationLevel(), splits_prompts=False),
-    "sarathi": KnownBatching(lambda b: StallFree(1), splits_prompts=True),
-    "fastgen": KnownBatching(lambda b: StallFree(), splits_prompts=True, tokens=lambda length, chunked: 768),
-    "quanta": KnownBatching(lambda b: Quanta(), splits_prompts=False),
+    "request-level": KnownBatching(_request_level, splits_prompts=False),
+    "iteration-level": KnownBatching(_iteration_level, splits_prompts=False),
+    "sarathi": KnownBatching(_sarathi, splits_prompts=True),
+    "fastgen": KnownBatching(_fastgen, splits_prompts=True, tokens=lambda length, chunked: 768),
+    "quanta": KnownBatching(_quanta, splits_prompts=False),
 }
 CATALOGUE: dict[str, Mapping[str, Known[object]]] = {
     "order": ORDERS,

@@ -15,9 +15,9 @@ from kvtwin.testing import Outcome, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, workloads
 from sim.engine.plan import IterationPlan, Move, StepTimes, Tier
 from sim.engine.scheduler import Scheduler
-from sim.parts.mlfq import Mlfq
-from sim.parts.proactive_swap import ProactiveSwap
-from sim.parts.quanta import Quanta
+from sim.parts.batching.quanta import Quanta
+from sim.parts.eviction.proactive_swap import ProactiveSwap
+from sim.parts.order.mlfq import Mlfq
 from sim.systems.fastserve import FastServe
 from sim.systems.vllm055 import VllmRecompute
 

@@ -13,7 +13,7 @@ from sim.engine.plan import Move, Tier
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.base import Stage
-from sim.parts.layer_blocks import LayerBlocks
+from sim.parts.memory.layer_blocks import LayerBlocks
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from sim.engine.plan import IterationPlan, Move, Origin, StepTimes, Tier
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
-from sim.parts.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
-from sim.parts.mlfq import Mlfq
-from sim.parts.swap import Swap
+from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
+from sim.parts.eviction.swap import Swap
+from sim.parts.order.mlfq import Mlfq
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.parts.slack_book import SlackBook
-from sim.parts.watermark import Watermark
+from sim.parts.admission.slack_book import SlackBook
+from sim.parts.admission.watermark import Watermark
 
 
 class SlackAdmission(Watermark):

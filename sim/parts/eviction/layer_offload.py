@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.layer_blocks import LayerBlocks
-from sim.parts.promote import Promote
-from sim.parts.recompute import Recompute
+from sim.parts.eviction.recompute import Recompute
+from sim.parts.memory.layer_blocks import LayerBlocks
+from sim.parts.stage.promote import Promote
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

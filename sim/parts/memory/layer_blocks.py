@@ -5,6 +5,7 @@ copied out and missing ones back in, beside the computation. `copies_of` counts 
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
@@ -21,6 +22,8 @@ class LayerBlocks(Memory):
         num_layers: of the model.
         minimum_layers: Eq. 4's x for a prompt of so many tokens.
     """
+
+    splits_layers: ClassVar[bool] = True
 
     def __init__(self, limits: Limits, num_layers: int, minimum_layers: Callable[[int], int]) -> None:
         super().__init__(limits, num_layers)

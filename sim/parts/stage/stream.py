@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from sim.engine.plan import Direction, IterationPlan, Move, Streamed, Tier
 from sim.engine.sequence import Sequence
-from sim.parts.layer_blocks import LayerBlocks
-from sim.parts.promote import Promote
+from sim.parts.memory.layer_blocks import LayerBlocks
+from sim.parts.stage.promote import Promote
 
 
 class Stream(Promote):

@@ -8,7 +8,7 @@ from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, make_place, make_release
 from sim.engine.sequence import Sequence
-from sim.parts.paged import ALL_LAYERS, PagedMemory
+from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
 
 
 class ReservedMemory(PagedMemory):

@@ -10,7 +10,7 @@ from itertools import islice
 
 from sim.engine.plan import IterationPlan, Origin, Restore, StepTimes
 from sim.engine.sequence import Sequence
-from sim.parts.base import Batching
+from sim.parts.batching.base import Batching
 
 
 class Vllm055Chunked(Batching):

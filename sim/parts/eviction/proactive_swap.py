@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from sim.engine.plan import IterationPlan, Move, Tier
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
-from sim.parts.mlfq import Mlfq
-from sim.parts.quanta import Quanta
-from sim.parts.recompute import Recompute
+from sim.parts.batching.quanta import Quanta
+from sim.parts.eviction.recompute import Recompute
+from sim.parts.order.mlfq import Mlfq
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

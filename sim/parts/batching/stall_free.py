@@ -5,7 +5,7 @@ ones in chunks, up to the token budget. Blocks for the whole prompt are taken at
 """
 
 from sim.engine.plan import IterationPlan
-from sim.parts.base import Batching
+from sim.parts.batching.base import Batching
 
 ANY_NUMBER = 1 << 60
 

@@ -1,7 +1,7 @@
 """`RequestLevel`: a batch of requests runs to its end before the next one starts (FasterTransformer)."""
 
 from sim.engine.plan import IterationPlan
-from sim.parts.prefill_first import PrefillFirst
+from sim.parts.batching.prefill_first import PrefillFirst
 
 
 class RequestLevel(PrefillFirst):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sim.engine.plan import IterationPlan, Origin, Tier
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
-from sim.parts.recompute import Recompute
+from sim.parts.eviction.recompute import Recompute
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """`IterationLevel`: every iteration decodes everybody and prefills, whole, whoever could join (Orca, OSDI 2022)."""
 
 from sim.engine.plan import IterationPlan
-from sim.parts.base import Batching
+from sim.parts.batching.base import Batching
 
 
 class IterationLevel(Batching):

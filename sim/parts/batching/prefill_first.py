@@ -1,7 +1,7 @@
 """`PrefillFirst`: a step is all prefill or all decode, prefill first (vLLM 0.5.5's `_schedule_default`)."""
 
 from sim.engine.plan import IterationPlan
-from sim.parts.base import Batching
+from sim.parts.batching.base import Batching
 
 
 class PrefillFirst(Batching):

@@ -1,0 +1,1 @@
+"""Whether the head of the queue may start."""

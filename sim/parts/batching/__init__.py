@@ -1,0 +1,1 @@
+"""The shape of a step: who prefills, who decodes."""

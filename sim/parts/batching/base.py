@@ -1,0 +1,155 @@
+"""`Batching`: the contract, and what most batchings do."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from sim.engine.plan import IterationPlan, Origin, Tier
+from sim.engine.sequence import Sequence
+from sim.parts.base import Part
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+TOO_LONG = "prompt longer than max_model_len or max_num_batched_tokens"
+TOO_LONG_AGAIN = (
+    "prompt and generated tokens, to be computed again, longer than max_model_len or max_num_batched_tokens"
+)
+NEVER_FITS = "prompt needs more KV blocks than the GPU has"
+
+
+class Batching(Part, ABC):
+    """The shape of a step: who prefills, who decodes, in what order they are asked.
+
+    Class attributes: `splits_prompts`, whether a prompt may be computed in chunks.
+    """
+
+    splits_prompts: ClassVar[bool] = False
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        self.limits = limits = scheduler.limits
+        self.order = scheduler.order
+        self.admission, self.eviction, self.stage = scheduler.admission, scheduler.eviction, scheduler.stage
+        self.budget = limits.max_num_batched_tokens
+        self.prompt_limit = (
+            limits.max_model_len if self.splits_prompts else min(limits.max_model_len, limits.max_num_batched_tokens)
+        )
+        self.partials: dict[Sequence, None] = {}
+        """Half-done prompts, in order of admission."""
+
+    @abstractmethod
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        """Put work into the plan, as far as there is any."""
+
+    @property
+    def num_paused(self) -> int:
+        """Sequences that hold KV and wait for their turn to decode."""
+        return 0
+
+    def holders(self) -> Iterable[tuple[Sequence, Tier]]:
+        return ((seq, Tier.GPU) for seq in self.partials)
+
+    # -- what most of them do ----------------------------------------------------------------------------------------
+
+    def admit(self, plan: IterationPlan, now_s: float, budget: int, num_seqs: int, most: int = 1 << 60) -> None:
+        """Admit up to `most` prompts from the head of the queue; the first that cannot start stops all behind it."""
+        order, admission, splits = self.order, self.admission, self.splits_prompts
+        max_num_seqs = self.limits.max_num_seqs
+        waiting = order.waiting
+        while most and waiting:
+            seq = order.head()
+            num_new = seq.num_tokens
+            if splits and num_new > budget:
+                num_new = budget
+            if num_new > self.prompt_limit:
+                self.scheduler.ignore(order.pop(), TOO_LONG_AGAIN if seq.num_generated else TOO_LONG)
+            elif 0 < num_new <= budget and num_seqs < max_num_seqs and admission.admits(seq):
+                order.pop()
+                self.scheduler.start(seq, now_s)
+                plan.add_chunk(seq, num_new, Origin.ADMITTED)
+                budget -= num_new
+                num_seqs += 1
+                most -= 1
+            elif self.memory.ever_fits(seq, admission.keep_free):
+                return
+            else:
+                self.scheduler.ignore(order.pop(), NEVER_FITS)
+
+    def decode_all(self, plan: IterationPlan) -> None:
+        """Everybody in the batch takes a token; the memory has grown for it."""
+        batch = self.batch
+        plan.decodes = batch.members
+        plan.num_decodes = len(batch.members)
+        plan.decode_context_tokens = batch.context_tokens
+
+    def decode_or_preempt(self, plan: IterationPlan) -> None:
+        """Everybody in the batch takes a token; where blocks run out, some are preempted."""
+        if self.batch.members:
+            if self.memory.grow(self.batch):
+                self.decode_all(plan)
+            else:
+                self.decode_exactly(plan)
+
+    def decode_exactly(self, plan: IterationPlan) -> None:
+        """Visit the batch from the left as vLLM does; whoever finds no free block preempts from the right.
+
+        Half-done prompts stand at the right end: they have their blocks, and are the first to lose them.
+        """
+        batch, memory = self.batch, self.memory
+        order = deque(batch.members)
+        order.extend(self.partials)
+        while order:
+            seq = order.popleft()
+            if seq in self.partials:
+                continue
+            while not memory.can_append():
+                victim = order.pop() if order else seq
+                self.preempt(victim, plan)
+                if victim is seq:
+                    break
+            else:
+                plan.num_decodes += 1
+                plan.decode_context_tokens += batch.num_tokens_of(seq)
+                memory.append(seq)
+        plan.decodes = batch.members
+
+    def continue_partials(self, plan: IterationPlan, budget: int) -> int:
+        """Go on with half-done prompts, oldest first, within the budget; returns what is left of it."""
+        for seq in self.partials:
+            chunk = min(seq.num_tokens - seq.num_computed, budget)
+            if not chunk:
+                break
+            plan.add_chunk(seq, chunk, Origin.CONTINUED)
+            budget -= chunk
+        return budget
+
+    def preempt(self, seq: Sequence, plan: IterationPlan) -> None:
+        """Take a running sequence out and hand it to the eviction."""
+        scheduler = self.scheduler
+        scheduler.counters.preemptions += 1
+        scheduler.changed = True
+        if seq in self.partials:
+            self.drop_partial(seq)
+        elif seq in self.batch.members:
+            self.batch.remove(seq)
+        self.eviction.evict(seq, plan)
+
+    def drop_partial(self, seq: Sequence) -> None:
+        """`seq`, half done, is to lose its place."""
+        del self.partials[seq]
+
+    def leaving(self, seq: Sequence) -> None:
+        """`seq` is about to be taken out of the batch between steps."""
+
+    def commit_chunks(self, plan: IterationPlan, end_s: float) -> None:
+        """Count the computed prompt tokens; complete prompts yield a token and go on."""
+        for seq, num_new, _, _ in plan.chunks:
+            seq.num_computed += num_new
+            if seq.num_computed < seq.num_tokens:
+                self.partials[seq] = None
+                continue
+            self.partials.pop(seq, None)
+            if self.scheduler.emit_token(seq, end_s):
+                self.stage.enter(seq)

@@ -1,0 +1,1 @@
+"""Where a victim's KV goes, and how it comes back."""

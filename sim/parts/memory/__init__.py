@@ -1,0 +1,1 @@
+"""All pools, and what is where."""
