@@ -71,14 +71,14 @@ def test_the_page_names_the_counters_of_layerkv():
     names = documented()["counters of layerkv"]
     assert len(seen) > 5
     assert seen <= set(names)
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").rglob("*.py"))
     assert [name for name in names if f'"{name}"' not in sources] == []
 
 
 def test_the_page_names_the_counters_of_fastserve():
     names = documented()["counters of fastserve"]
     assert set(assemble(finished("fastserve")).counters.policy) <= set(names)
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").rglob("*.py"))
     written = set(re.findall(r'counters\.policy\["(\w+)"\]', sources))
     assert set(names) <= written <= {*names, *documented()["counters of layerkv"]}
 
