@@ -10,7 +10,7 @@ the step (counted), or is recomputed when the host is full.
 
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.eviction.recompute import Recompute
@@ -58,6 +58,8 @@ class LayerOffload(Recompute):
         self._expected_step: dict[Sequence, int] = {}
         # Free host blocks with which not even half of any member's layers fitted; members only grow until one joins.
         self._full_at = -1
+        # The batch's step at which this step's forecast runs short; 0: it does not.
+        self._short_at = 0
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -81,6 +83,7 @@ class LayerOffload(Recompute):
     # -- Eq. 5 -------------------------------------------------------------------------------------------------------
 
     def prepare(self, now_s: float) -> None:
+        self._short_at = 0
         members = len(self.batch.members)
         if members:
             available = self.gpu.free + self.blocks.releasing - self.threshold()
@@ -98,10 +101,13 @@ class LayerOffload(Recompute):
         for step in range(batch.step, batch.step + self.horizon):
             available -= (size if self.one_block_a_step else growth[step % block_size]) * layers
             if available < lowest:
+                if available < 0 <= lowest:
+                    self._short_at = step + 1
                 lowest = available
             if step + 1 in due:
                 available += self._predicted_releases(step + 1)
         if lowest < 0:
+            self._short_at = self._short_at or batch.step + 1
             self.tally["forecast_shortages"] += 1
             self._offload_retained(-lowest)
 
@@ -177,15 +183,49 @@ class LayerOffload(Recompute):
         self.parking.park(seq, first=True)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """No further than the forecast is sure to find enough."""
+        """No further than the forecast is sure to find enough, or as long as it is short and nothing can be done."""
         batch, horizon = self.batch, self.horizon
-        spare = (self.gpu.free + self.blocks.releasing - self.threshold()) // self.layers + batch.blocks_needed(1)
+        if self._short_at:
+            return steps if self._stays_short() else 1
+        # The first iteration's blocks are taken already.
+        available = self.gpu.free + self.blocks.releasing - self.threshold() + batch.blocks_needed(1) * self.layers
+        spare = available // self.layers
         if self.one_block_a_step:
             spare -= len(batch.members) * horizon
             horizon = 0
         if spare // len(batch.members) * batch.block_size - horizon >= steps:
             return steps
+        if self.lengths_known and not self.one_block_a_step:
+            return self._enough_for(available, steps)
         return max(1, min(steps, batch.steps_within(spare) - horizon)) if spare >= 0 else 1
+
+    def _stays_short(self) -> bool:
+        """Whether every forecast until somebody ends will be short, and no layer of anybody fits on the host."""
+        batch, host = self.batch, self.host
+        if not self.lengths_known or self.one_block_a_step or self._short_at > batch.step + batch.steps_to_finish():
+            return False
+        return host.free <= self._full_at or host.free < self.layers or len(batch.members) == 1
+
+    def _enough_for(self, available: int, steps: int) -> int:
+        """After how many iterations, 1 to `steps`, the first forecast may be short: Eq. 5 from today's lengths.
+
+        Members grow until they end, so that later forecasts see no less released than this one.
+        """
+        batch, horizon = self.batch, self.horizon
+        growth, block_size, due, layers = batch.growth, batch.block_size, batch.due, self.layers
+        begin = batch.step
+        for step in range(begin, begin + steps - 1 + horizon):
+            available -= growth[step % block_size] * layers
+            if available < 0:
+                return max(1, step + 1 - begin - horizon)
+            if step + 1 in due:
+                available += self._predicted_releases(step + 1)
+        return steps
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        if self._short_at and times.iterations > 1:
+            # Each of them would have seen the shortage.
+            self.tally["forecast_shortages"] += times.iterations - 1
 
     # -- the forecast came too late ------------------------------------------------------------------------------------
 
