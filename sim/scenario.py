@@ -66,6 +66,9 @@ class Scenario:
     enable_chunked_prefill: bool | None = _flag(
         None, "split prompts and batch them with decodes (default: above 32,768 tokens of context, as vLLM 0.5.5)"
     )
+    enable_prefix_caching: bool | None = _flag(
+        None, "keep KV blocks for prompts that begin alike (hash_ids of the trace) (default: the policy's)"
+    )
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory the engine may use", "F")
     swap_space: float | None = _flag(None, "host memory for KV per GPU, GiB (default: the policy's)", "GIB")
 

@@ -97,6 +97,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         enable_chunked_prefill=engine.enable_chunked_prefill,
+        enable_prefix_caching=policy.prefix_caching(scenario.enable_prefix_caching),
     )
     cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
     return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)

@@ -18,3 +18,5 @@ class Request(NamedTuple):
     session_id: str = ""
     hash_ids: tuple[int, ...] = ()
     hash_block_tokens: int = 0
+    output_hash_ids: tuple[int, ...] = ()
+    priority: int = 0

@@ -85,7 +85,7 @@ def _write_full(requests: Iterable[Request], file: TextIO) -> int:
     writer = csv.writer(file, lineterminator="\n")
     count = 0
     for count, request in enumerate(requests, 1):  # noqa: B007  (the count is the result)
-        _, arrival_s, prompt, output, session, hashes, block = request
+        _, arrival_s, prompt, output, session, hashes, block, *_ = request
         if "\n" in session or "\r" in session:
             raise TraceError(f"request {request.request_id}: session_id {session!r} holds a line break; rename it")
         writer.writerow((repr(arrival_s), prompt, output, session, " ".join(map(str, hashes)), block))

@@ -45,7 +45,8 @@ class Workload:
     machine: Machine
 
     def __repr__(self) -> str:
-        return f"{[tuple(request[1:4]) for request in self.arrivals]} on {self.limits} and {self.machine}"
+        rows = [tuple(request[1:4]) + tuple(request[5:8]) * bool(request.hash_ids) for request in self.arrivals]
+        return f"{rows} on {self.limits} and {self.machine}"
 
 
 @st.composite
@@ -66,7 +67,24 @@ def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
         now_s += gap_s
         found.append((now_s, prompt, output))
     machine = linear_machine(limit.block_bytes, decode=draw(st.sampled_from(DECODES)))
-    return Workload(requests(*found), limit, machine)
+    arrivals = requests(*found)
+    if policy.can_cache_prefixes and draw(st.booleans()):
+        limit = replace(limit, enable_prefix_caching=True)
+        named = draw(st.sampled_from([block_size, 16, 8]))
+        arrivals = [_with_prefix(request, named, draw) for request in arrivals]
+    return Workload(arrivals, limit, machine)
+
+
+def _with_prefix(request: Request, named: int, draw: st.DrawFn) -> Request:
+    """The request as one of a few that begin alike; what it generates may be in a later prompt, too."""
+    kind, parts_at = draw(st.integers(0, 2)), draw(st.sampled_from([0, 1, 3, 1000]))
+    begin = (request.request_id + 1) * 1000
+    num_ids = -(-request.prompt_tokens // named)
+    last = -(-(request.prompt_tokens + request.output_tokens) // named) if draw(st.booleans()) else num_ids
+    ids = tuple(kind * 100 + i if i < parts_at else begin + i for i in range(last))
+    if not kind:
+        return request
+    return request._replace(hash_ids=ids[:num_ids], hash_block_tokens=named, output_hash_ids=ids[num_ids:])
 
 
 def limits_of(policy: Policy, limit: Limits, seqs: int, chunk: int | None) -> Limits:

@@ -23,6 +23,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool = False
+    enable_prefix_caching: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Counters:
     swap_in_blocks: int = 0
     swap_space_exhausted: int = 0
     """Swaps that became recomputations for lack of host blocks; vLLM 0.5.5 aborts there."""
+    prefix_hit_tokens: int = 0
+    """Prompt tokens that were cached when their requests were first admitted."""
+    prefix_rehit_tokens: int = 0
+    """Tokens that were cached when preempted sequences were admitted again."""
     ignored: dict[str, int] = field(default_factory=dict)
     policy: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Counters of single parts, by name."""

@@ -258,6 +258,7 @@ class Scheduler:
 
     def ignore(self, seq: Sequence, reason: str) -> None:
         """End `seq` without completing it (vLLM's FINISHED_IGNORED); it must hold no blocks."""
+        self.memory.forget(seq)
         seq.status = Status.IGNORED
         seq.error = f"ignored: {reason}"
         self.changed = True

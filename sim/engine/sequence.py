@@ -42,6 +42,7 @@ class Sequence:
     `num_tokens` is the context length, prompt and generated tokens together (vLLM's `get_len()`). While the sequence is
     in a `DecodeBatch` its length is `batch_offset + batch.step`, so that a decode iteration touches no sequence;
     `num_tokens`, `num_generated` and `num_blocks` are brought up to date when it leaves.
+    `num_cached_tokens` are the prompt tokens that were hit when it was first admitted (vLLM's name).
     Times are seconds on the run's clock; -1.0 means not yet.
     """
 
@@ -54,6 +55,7 @@ class Sequence:
         "first_token_s",
         "last_token_s",
         "num_blocks",
+        "num_cached_tokens",
         "num_computed",
         "num_generated",
         "num_preemptions",
@@ -74,6 +76,7 @@ class Sequence:
         self.num_computed = 0
         self.num_blocks = 0
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
         self.prefilling = True
         self.status = Status.WAITING
         self.first_scheduled_s = -1.0

@@ -158,7 +158,10 @@ class Memory(Part, ABC):
 
     @abstractmethod
     def place(self, seq: Sequence, keep_free: int) -> None:
-        """Take the blocks of a prompt that `fits`, all of them even if only a chunk is computed now."""
+        """Take the blocks of a prompt that `fits`, all of them even if only a chunk is computed now.
+
+        What it hits counts as computed (`seq.num_computed`).
+        """
 
     # -- decodes ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +214,14 @@ class Memory(Part, ABC):
     def release(self, seq: Sequence) -> None:
         """Give back all that a sequence, which is not in the batch, holds."""
 
+    def forget(self, seq: Sequence) -> None:
+        """`seq`, which holds nothing, will not come back."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Cached blocks that were given up for others so far."""
+        return 0
+
     @abstractmethod
     def recount(self) -> tuple[int, int]:
         """Pool blocks in use on the GPU and on the host, counted sequence by sequence."""
@@ -219,6 +230,13 @@ class Memory(Part, ABC):
 
     host_reserved = 0
     """Host pool blocks set aside for the coming step that nobody holds yet."""
+
+    caches_prefixes: ClassVar[bool] = False
+    """Whether prompts may hit blocks that others have computed; else these methods are not called."""
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        """Tokens of a prompt that waits, from the first on, whose KV is there; never all of them."""
+        raise NotImplementedError
 
     splits_layers: ClassVar[bool] = False
     """Whether a prompt may start with some of its layers on the host."""

@@ -19,6 +19,12 @@ class Counts(Struct, kw_only=True, frozen=True):
     """Whole blocks copied back for swapped sequences; LayerKV copies layers back and counts them itself."""
     swap_space_exhausted: int
     """Preemptions that became recomputations because the host pool was full."""
+    prefix_hit_tokens: int
+    """Prompt tokens that were cached when their requests were first admitted."""
+    prefix_rehit_tokens: int
+    """Tokens that were cached when preempted requests were admitted again."""
+    prefix_evicted_blocks: int
+    """Cached blocks that were given up for others."""
     ignored: dict[str, int]
     """Requests ignored, by reason."""
     policy: dict[str, int] = field(default_factory=dict)
@@ -133,6 +139,8 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     max_model_len: int
     """Longest context, tokens, resolved."""
     enable_chunked_prefill: bool
+    """Resolved."""
+    enable_prefix_caching: bool
     """Resolved."""
     gpu_memory_utilization: float
     """Share of GPU memory that the engine may use."""

@@ -57,6 +57,9 @@ def assemble(run: Run) -> Result:
             swap_out_blocks=counters.swap_out_blocks,
             swap_in_blocks=counters.swap_in_blocks,
             swap_space_exhausted=counters.swap_space_exhausted,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prefix_rehit_tokens=counters.prefix_rehit_tokens,
+            prefix_evicted_blocks=run.scheduler.memory.num_evicted,
             ignored=dict(sorted(counters.ignored.items())),
             policy=dict(sorted(counters.policy.items())),
         ),
@@ -146,6 +149,7 @@ def _scenario(setup: Setup) -> ResolvedScenario:
         "max_num_seqs": limits.max_num_seqs,
         "max_model_len": limits.max_model_len,
         "enable_chunked_prefill": limits.enable_chunked_prefill,
+        "enable_prefix_caching": limits.enable_prefix_caching,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
     }
     return ResolvedScenario(

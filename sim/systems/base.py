@@ -18,7 +18,7 @@ from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
 from sim.systems.layerkv_options import LayerKVOptions
-from sim.systems.mixing import Builder, default_tokens
+from sim.systems.mixing import EVICTIONS, MEMORIES, Builder, default_tokens
 
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
@@ -65,6 +65,7 @@ class Policy(ABC):
     default_swap_space_gib: ClassVar[float] = 4.0
     """Host memory for KV per GPU when the user names none (vLLM 0.5.5's `--swap-space`)."""
     default_max_num_seqs: ClassVar[int] = 256
+    default_prefix_caching: ClassVar[bool] = False
 
     mixed: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     """Parts that replace the composition's: (kind, name)."""
@@ -75,6 +76,24 @@ class Policy(ABC):
     def names(self) -> dict[str, str]:
         """Kind of part -> name, replacements included."""
         return {**self.composition, **dict(self.mixed)}
+
+    @property
+    def can_cache_prefixes(self) -> bool:
+        """Whether blocks can be kept for others to hit: its memory shares them, and nobody moves sequences whole."""
+        names = self.names
+        return MEMORIES[names["memory"]].can_cache_prefixes and not EVICTIONS[names["eviction"]].moves_whole
+
+    def prefix_caching(self, asked: bool | None) -> bool:
+        """Whether prefixes are cached, as asked or by default; UserError where that cannot be."""
+        if asked is None:
+            return self.default_prefix_caching and self.can_cache_prefixes
+        if asked and not self.can_cache_prefixes:
+            names = self.names
+            raise UserError(
+                f"--enable-prefix-caching: {self.name} has memory={names['memory']} and eviction={names['eviction']}; "
+                "it takes memory=paged, and an eviction that moves no sequence whole (recompute); leave it out"
+            )
+        return asked
 
     @abstractmethod
     def engine_limits(self, asked: Asked) -> EngineLimits:

@@ -96,6 +96,20 @@ class Known(Generic[Part]):
 
 
 @dataclass(frozen=True)
+class KnownMemory(Known["Memory"]):
+    """A memory, and whether it can keep what others may hit."""
+
+    can_cache_prefixes: bool = False
+
+
+@dataclass(frozen=True)
+class KnownEviction(Known["Eviction"]):
+    """An eviction, and whether it moves sequences whole, whose blocks nobody may share then."""
+
+    moves_whole: bool = False
+
+
+@dataclass(frozen=True)
 class KnownBatching(Known["Batching"]):
     """A batching and the budget that goes with it."""
 
@@ -128,6 +142,10 @@ def _mlfq(b: Builder) -> "Order":
 
 
 def _paged(b: Builder) -> "Memory":
+    if b.limits.enable_prefix_caching:
+        from sim.parts.memory.prefix import PrefixMemory
+
+        return PrefixMemory(b.limits)
     from sim.parts.memory.paged import PagedMemory
 
     return PagedMemory(b.limits)
@@ -265,21 +283,21 @@ def _quanta(b: Builder) -> "Batching":
 
 
 ORDERS: "dict[str, Known[Order]]" = {"fcfs": Known(_fcfs), "mlfq": Known(_mlfq, MlfqOptions)}
-MEMORIES: "dict[str, Known[Memory]]" = {
-    "paged": Known(_paged),
-    "reserved": Known(_reserved),
-    "layers": Known(_layer_blocks, LayerKVOptions),
+MEMORIES: dict[str, KnownMemory] = {
+    "paged": KnownMemory(_paged, can_cache_prefixes=True),
+    "reserved": KnownMemory(_reserved),
+    "layers": KnownMemory(_layer_blocks, LayerKVOptions),
 }
 ADMISSIONS: "dict[str, Known[Admission]]" = {
     "watermark": Known(_watermark),
     "memory": Known(_memory_alone),
     "slack": Known(_slack, LayerKVOptions),
 }
-EVICTIONS: "dict[str, Known[Eviction]]" = {
-    "recompute": Known(_recompute),
-    "swap": Known(_swap),
-    "layer-offload": Known(_layer_offload, LayerKVOptions),
-    "proactive-swap": Known(_proactive_swap, MlfqOptions),
+EVICTIONS: dict[str, KnownEviction] = {
+    "recompute": KnownEviction(_recompute),
+    "swap": KnownEviction(_swap, moves_whole=True),
+    "layer-offload": KnownEviction(_layer_offload, LayerKVOptions),
+    "proactive-swap": KnownEviction(_proactive_swap, MlfqOptions, moves_whole=True),
 }
 STAGES: "dict[str, Known[Stage]]" = {
     "direct": Known(_direct),

@@ -56,14 +56,18 @@ class Batching(Part, ABC):
     def admit(self, plan: IterationPlan, now_s: float, budget: int, num_seqs: int, most: int = 1 << 60) -> None:
         """Admit up to `most` prompts from the head of the queue; the first that cannot start stops all behind it."""
         order, admission, splits = self.order, self.admission, self.splits_prompts
-        max_num_seqs = self.limits.max_num_seqs
+        max_num_seqs, caches = self.limits.max_num_seqs, self.memory.caches_prefixes
         waiting = order.waiting
         while most and waiting:
             seq = order.head()
-            num_new = seq.num_tokens
-            if splits and num_new > budget:
-                num_new = budget
-            if num_new > self.prompt_limit:
+            num_new = length = seq.num_tokens
+            if caches:
+                num_new -= self.memory.cached_tokens(seq)
+            if splits:
+                if num_new > budget:
+                    num_new = budget
+                length = num_new
+            if length > self.prompt_limit:
                 self.scheduler.ignore(order.pop(), TOO_LONG_AGAIN if seq.num_generated else TOO_LONG)
             elif 0 < num_new <= budget and num_seqs < max_num_seqs and admission.admits(seq):
                 order.pop()

@@ -126,7 +126,7 @@ class Quanta(Batching):
             return False
         self.order.keep(seq)
         self.scheduler.start(seq, now_s)
-        plan.add_chunk(seq, seq.num_tokens, Origin.ADMITTED)
+        plan.add_chunk(seq, seq.num_tokens - seq.num_computed, Origin.ADMITTED)
         self._run(seq)
         return True
 

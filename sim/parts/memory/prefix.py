@@ -1,0 +1,194 @@
+"""`PrefixMemory`: paged blocks whose content others may hit (vLLM's automatic prefix caching).
+
+Equal `hash_ids` of a trace mean equal prefixes. A prompt is admitted with the longest cached prefix, but for its last
+token, which must be computed; the blocks of those that ended stay until room is needed, the longest unused first.
+Blocks without ids (private prompts, generated tokens) can only be hit by their own sequence, computed again.
+"""
+
+from sim.engine.blocks import BlockPool
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan, make_place, make_release
+from sim.engine.sequence import Sequence
+from sim.parts.memory.block_keys import BlockKeys
+from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
+from sim.parts.memory.prefix_index import Holding, Match, PrefixIndex, Run
+
+NOTHING = Match((), 0, 0, False)
+
+
+class CachingPool(BlockPool):
+    """A pool in which idle cached blocks count as free: the oldest of them give way when the others run out."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, name: str, num_blocks: int, index: PrefixIndex) -> None:
+        super().__init__(name, num_blocks)
+        self.index = index
+
+    def allocate(self, count: int) -> None:
+        super().allocate(count)
+        if self.free < self.index.num_idle:
+            self.index.evict(self.index.num_idle - self.free)
+
+
+class PrefixMemory(PagedMemory):
+    """Blocks on demand, shared where prefixes are."""
+
+    can_swap = False
+    caches_prefixes = True
+    in_flight_hits = False
+    """Whether what this very iteration computes can be hit already (vLLM v1)."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.index = PrefixIndex(self.published)
+        self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
+        self.keys = BlockKeys(limits.block_size)
+        # Of sequences whose blocks have keys, from their first look-up on.
+        self._holdings: dict[Sequence, Holding] = {}
+        # Private blocks of preempted sequences, which wait for their owners.
+        self._resting: dict[Sequence, Run] = {}
+        self._looked_up: tuple[Sequence | None, int, Match] = (None, -1, NOTHING)
+        # Whether somebody who decodes may lengthen what the head would hit.
+        self._may_grow = False
+
+    # -- looking up --------------------------------------------------------------------------------------------------
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        match = self._match(seq)
+        self._may_grow = match.growing
+        return (match.num_blocks + self._num_resting(seq, match)) * self.block_size
+
+    def _match(self, seq: Sequence) -> Match:
+        """What `seq` would hit of others', or of its own if computed again; all but its last token at most."""
+        known, version, match = self._looked_up
+        if known is seq and version == self.index.version:
+            return match
+        holding = self._holdings.get(seq)
+        if holding is None:
+            if not seq.request.hash_ids:
+                return NOTHING
+            holding = self._holdings[seq] = Holding(seq, self.keys.of(seq.request))
+        limit = min((seq.num_tokens - 1) // self.block_size, len(holding.keys))
+        match = self.index.match(holding.keys, limit)
+        # Looking may have brought growing sequences up to date.
+        self._looked_up = (seq, self.index.version, match)
+        return match
+
+    def _num_resting(self, seq: Sequence, match: Match) -> int:
+        """Its own blocks beyond those with keys, which stay reachable as long as what is before them does."""
+        run = self._resting.get(seq)
+        if run is None:
+            return 0
+        holding = self._holdings.get(seq)
+        return run.num_blocks if holding is None or match.num_blocks == len(holding.keys) else 0
+
+    def published(self, seq: Sequence) -> int:
+        """Full blocks of a sequence that runs."""
+        batch = self.batch
+        if seq in batch.members:
+            return (batch.num_tokens_of(seq) - (not self.in_flight_hits)) // self.block_size
+        return self.full_blocks(seq)
+
+    def full_blocks(self, seq: Sequence) -> int:
+        """Full blocks of a sequence that is in no batch: the last token's KV is yet to be computed."""
+        return (seq.num_computed if seq.prefilling else seq.num_tokens - 1) // self.block_size
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
+
+    def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
+        """Free blocks that the first `num_tokens` tokens of a prompt take: what it does not hit, and idle hits."""
+        match, blocks = self._match(seq), -(-num_tokens // self.block_size)
+        return blocks - match.num_blocks + match.num_idle
+
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        self.place_tokens(seq, seq.num_tokens)
+
+    def place_tokens(self, seq: Sequence, num_tokens: int) -> None:
+        """Take what it hits, and blocks for as much of the rest of the first `num_tokens` tokens."""
+        match = self._match(seq)
+        resting = self._num_resting(seq, match)
+        blocks = seq.num_blocks = -(-num_tokens // self.block_size)
+        if match.num_blocks:
+            self.index.take(self._holdings[seq], match)
+            self.gpu.allocate(match.num_idle)
+        elif seq in self._holdings:
+            self.index.take(self._holdings[seq], NOTHING)
+        if (run := self._resting.pop(seq, None)) is not None:
+            if resting:
+                self.gpu.allocate(self.index.wake(run))
+            else:
+                self.index.bury(run)
+        hits = match.num_blocks + resting
+        self.gpu.allocate(blocks - hits)
+        self._count_hits(seq, hits * self.block_size)
+        seq.num_computed = hits * self.block_size
+        self._may_grow = False
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+
+    def _count_hits(self, seq: Sequence, num_tokens: int) -> None:
+        counters = self.scheduler.counters
+        if seq.first_scheduled_s < 0.0:
+            seq.num_cached_tokens = num_tokens
+            counters.prefix_hit_tokens += num_tokens
+        else:
+            counters.prefix_rehit_tokens += num_tokens
+
+    def complete(self, plan: IterationPlan) -> None:
+        for seq, num_new, num_cached, _ in plan.chunks:
+            self.publish(seq, num_cached + num_new)
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of `seq` are computed: what they fill can be hit."""
+        holding = self._holdings.get(seq)
+        if holding is not None:
+            self.index.publish(holding, num_tokens // self.block_size)
+
+    # -- decodes -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, now_s: float) -> None:
+        self._may_grow = False
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """Not beyond an iteration where the head may hit what it computes."""
+        return 1 if self._may_grow else super().holds(plan, steps)
+
+    # -- the way out -----------------------------------------------------------------------------------------------
+
+    def release(self, seq: Sequence) -> None:
+        full = self.full_blocks(seq)
+        holding = self._holdings.get(seq)
+        freed, held = seq.num_blocks, 0
+        if holding is not None:
+            self.index.publish(holding, full)
+            held = holding.num_blocks
+        ended = seq.num_generated >= seq.output_tokens
+        if full > held:
+            run = self.index.rest(full - held, dead=ended)
+            if not ended:
+                self._resting[seq] = run
+        if holding is not None:
+            freed += self.index.release(holding) - held
+            if ended:
+                del self._holdings[seq]
+        self.gpu.release(freed)
+        seq.num_blocks = 0
+        self.scheduler.changes.append(make_release((seq,)))
+
+    def forget(self, seq: Sequence) -> None:
+        self._holdings.pop(seq, None)
+        if (run := self._resting.pop(seq, None)) is not None:
+            self.index.bury(run)
+
+    @property
+    def num_evicted(self) -> int:
+        return self.index.num_evicted
+
+    def recount(self) -> tuple[int, int]:
+        gpu, host = super().recount()
+        runs = {run for holding in self._holdings.values() for run in holding.runs}
+        shared = sum(holding.num_blocks for holding in self._holdings.values())
+        return gpu - shared + sum(run.num_blocks for run in runs), host

@@ -1,0 +1,364 @@
+"""`PrefixIndex`: which blocks hold which prefix, who uses them, and which go first (vLLM's prefix cache, in runs).
+
+A radix tree over block keys; equal keys after equal prefixes mean equal KV. A node is a run of keys, and has one `Run`
+of blocks for each time its content was computed: vLLM keeps duplicates and hits the oldest. Nobody's runs wait in one
+LRU list; a sequence gives its blocks back from the last to the first, so that tails are evicted before heads and what
+is cached is always closed under prefixes. Costs go with runs, not with blocks.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sim.engine.sequence import Sequence
+
+Keys = tuple[int, ...]
+
+
+class Run:
+    """The first `num_blocks` blocks of a node's content, computed once. In the LRU list while nobody holds them."""
+
+    __slots__ = ("after", "before", "holders", "node", "num_blocks")
+
+    def __init__(self, node: "Node | None", num_blocks: int) -> None:
+        self.node = node
+        self.num_blocks = num_blocks
+        self.holders: dict[Holding, None] = {}
+        self.before: Run = self
+        self.after: Run = self
+
+
+class Node:
+    """A run of block keys. `runs` are oldest first, the longest as long as `keys`; the root has neither."""
+
+    __slots__ = ("children", "growing", "keys", "parent", "runs")
+
+    def __init__(self, parent: "Node | None", keys: Keys) -> None:
+        self.parent = parent
+        self.keys = keys
+        self.children: dict[int, Node] = {}
+        self.runs: list[Run] = []
+        self.growing: dict[Holding, None] = {}
+        """Whose last run is here (or who have none, at the root) and who may yet publish keys beyond it."""
+
+
+class Holding:
+    """What one sequence holds of the index: runs from the first block on. `keys` name the blocks whose content others
+    can know; blocks beyond are the sequence's own."""
+
+    __slots__ = ("keys", "num_blocks", "number", "place", "runs", "seq")
+
+    def __init__(self, seq: Sequence, keys: Keys) -> None:
+        self.seq = seq
+        self.keys = keys
+        self.runs: list[Run] = []
+        self.num_blocks = 0
+        self.number = 0
+        """Grows from one admission to the next."""
+        self.place: Node | None = None
+        """Where it is listed as growing."""
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of some keys: nodes and how many blocks of each, from the root on."""
+
+    path: tuple[tuple[Node, int], ...]
+    num_blocks: int
+    num_idle: int
+    """Blocks of these that nobody holds: they count as free until they are taken."""
+    growing: bool
+    """Whether somebody who decodes may lengthen it."""
+
+
+def common(left: Keys, at: int, right: Keys, begin: int, end: int) -> int:
+    """How many keys `left` from `at` on and `right[begin:end]` share at their beginning."""
+    most = min(len(left) - at, end - begin)
+    if left[at : at + most] == right[begin : begin + most]:
+        return most
+    low = 0
+    while low + 1 < most:
+        middle = (low + most) // 2
+        if left[at + low : at + middle] == right[begin + low : begin + middle]:
+            low = middle
+        else:
+            most = middle
+    return low
+
+
+class PrefixIndex:
+    """The cached blocks of one pool.
+
+    Args:
+        published: how many blocks of a sequence that holds some are full by now; asked when somebody looks closely.
+    """
+
+    def __init__(self, published: Callable[[Sequence], int]) -> None:
+        self.published = published
+        self.root = Node(None, ())
+        self.num_idle = 0
+        """Blocks that nobody holds; the next to be evicted stands first in the LRU list."""
+        self.num_evicted = 0
+        self.version = 0
+        """Grows with every change that could lengthen or shorten a match."""
+        self._lru = Run(None, 0)
+        self._num_taken = 0
+
+    # -- looking up --------------------------------------------------------------------------------------------------
+
+    def match(self, keys: Keys, limit: int) -> Match:
+        """The longest cached prefix of `keys[:limit]`."""
+        path: list[tuple[Node, int]] = []
+        found = idle = 0
+        node = self.root
+        self._publish_growing(node)
+        while found < limit:
+            child = node.children.get(keys[found])
+            if child is None:
+                break
+            self._publish_growing(child)
+            # That may have split it.
+            node = node.children[keys[found]]
+            shared = common(node.keys, 0, keys, found, limit)
+            path.append((node, shared))
+            found += shared
+            idle += _idle_within(node, shared)
+            if shared < len(node.keys):
+                return Match(tuple(path), found, idle, False)
+        return Match(tuple(path), found, idle, bool(node.growing) and found < limit)
+
+    def take(self, holding: Holding, match: Match) -> None:
+        """Let a sequence that holds nothing hold what it matched."""
+        for node, num_blocks in match.path:
+            rest, left = node, num_blocks
+            while left:
+                # The oldest copy is hit as far as it goes.
+                taken = min(rest.runs[0].num_blocks, left)
+                part = self._split(rest, taken) if taken < len(rest.keys) else rest
+                self._hold(holding, part.runs[0])
+                left -= taken
+        self.version += 1
+        self._num_taken += 1
+        holding.number = self._num_taken
+        self._list_growing(holding)
+
+    def _hold(self, holding: Holding, run: Run) -> None:
+        if not run.holders:
+            self._unlink(run)
+            self.num_idle -= run.num_blocks
+        run.holders[holding] = None
+        holding.runs.append(run)
+        holding.num_blocks += run.num_blocks
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def publish(self, holding: Holding, num_blocks: int) -> None:
+        """The first `num_blocks` blocks of a sequence are full: others may hit those that have keys."""
+        keys = holding.keys
+        end = min(num_blocks, len(keys))
+        if holding.num_blocks >= end:
+            return
+        self.version += 1
+        # Others that are brought up to date on the way shall not come back to this one.
+        self._unlist(holding)
+        # What a prefill publishes is younger than all that is there.
+        before = None if holding.seq.prefilling else (-num_blocks, holding.number)
+        while holding.num_blocks < end:
+            self._publish_growing(self._end_of(holding), before)
+            last = holding.runs[-1] if holding.runs else None
+            node = self._end_of(holding)
+            offset = last.num_blocks if last is not None else 0
+            begin = holding.num_blocks
+            if offset < len(node.keys):
+                self._publish_inside(holding, node, offset, end)
+                continue
+            child = node.children.get(keys[begin])
+            if child is not None:
+                self._add_run(holding, child, common(child.keys, 0, keys, begin, end))
+            elif last is not None and not node.children and len(last.holders) == 1:
+                node.keys += keys[begin:end]
+                last.num_blocks += end - begin
+                holding.num_blocks = end
+            else:
+                child = node.children[keys[begin]] = Node(node, keys[begin:end])
+                self._add_run(holding, child, end - begin)
+        self._list_growing(holding)
+
+    def _publish_inside(self, holding: Holding, node: Node, offset: int, end: int) -> None:
+        """The node goes on beyond the last run of `holding`: grow along it, or part from it."""
+        last = holding.runs[-1]
+        shared = common(node.keys, offset, holding.keys, holding.num_blocks, end)
+        younger = node.runs[node.runs.index(last) + 1 :]
+        # Blocks that a younger run has already are older there than those to come.
+        if shared and len(last.holders) == 1 and all(run.num_blocks <= offset for run in younger):
+            last.num_blocks += shared
+            holding.num_blocks += shared
+        else:
+            self._split(node, offset)
+
+    def _add_run(self, holding: Holding, node: Node, num_blocks: int) -> None:
+        run = Run(node, num_blocks)
+        run.holders[holding] = None
+        node.runs.append(run)
+        holding.runs.append(run)
+        holding.num_blocks += num_blocks
+
+    def _publish_growing(self, node: Node, before: tuple[int, int] | None = None) -> None:
+        """Bring those who grow here up to date, or those of them who were `before` somebody else.
+
+        They decode in step: of two who compute the same content, the longer one has each block first, and of two as
+        long the one admitted first.
+        """
+        if not node.growing:
+            return
+        full = sorted((-self.published(holding.seq), holding.number, holding) for holding in node.growing)
+        for shortest, number, holding in full:
+            if before is not None and (shortest, number) > before:
+                return
+            if holding.place is node:
+                self.publish(holding, -shortest)
+
+    def _end_of(self, holding: Holding) -> Node:
+        """Where its last run is."""
+        node = holding.runs[-1].node if holding.runs else self.root
+        assert node is not None
+        return node
+
+    def _list_growing(self, holding: Holding) -> None:
+        place = self._end_of(holding) if holding.num_blocks < len(holding.keys) else None
+        if place is not holding.place:
+            self._unlist(holding)
+            holding.place = place
+            if place is not None:
+                place.growing[holding] = None
+
+    def _unlist(self, holding: Holding) -> None:
+        if holding.place is not None:
+            del holding.place.growing[holding]
+            holding.place = None
+
+    # -- splitting ---------------------------------------------------------------------------------------------------
+
+    def _split(self, node: Node, num_blocks: int) -> Node:
+        """A new node for the first `num_blocks` keys, above what is left of `node`; returns the new one."""
+        assert node.parent is not None
+        head = Node(node.parent, node.keys[:num_blocks])
+        node.parent.children[node.keys[0]] = head
+        node.keys = node.keys[num_blocks:]
+        node.parent = head
+        head.children[node.keys[0]] = node
+        longer: list[Run] = []
+        for run in node.runs:
+            if run.num_blocks <= num_blocks:
+                run.node = head
+                head.runs.append(run)
+                for holding in run.holders:
+                    if holding.place is node:
+                        del node.growing[holding]
+                        head.growing[holding] = None
+                        holding.place = head
+                continue
+            first = Run(head, num_blocks)
+            head.runs.append(first)
+            run.num_blocks -= num_blocks
+            longer.append(run)
+            if run.holders:
+                first.holders = dict(run.holders)
+                for holding in run.holders:
+                    holding.runs.insert(holding.runs.index(run), first)
+            else:
+                self._link(first, run)
+        node.runs = longer
+        return head
+
+    # -- giving back and evicting --------------------------------------------------------------------------------------
+
+    def release(self, holding: Holding) -> int:
+        """A sequence lets go of all that it holds, from the last block to the first; how many blocks are idle now."""
+        freed = 0
+        for run in reversed(holding.runs):
+            del run.holders[holding]
+            if not run.holders:
+                self._link(run, self._lru.before)
+                freed += run.num_blocks
+        self._unlist(holding)
+        holding.runs.clear()
+        holding.num_blocks = 0
+        self.num_idle += freed
+        self.version += 1
+        return freed
+
+    def rest(self, num_blocks: int, *, dead: bool) -> Run:
+        """Blocks that only their owner could hit are idle: the last to be evicted so far. Nobody will, where `dead`."""
+        self.num_idle += num_blocks
+        last = self._lru.before
+        if dead and last is not self._lru and last.node is DEAD:
+            last.num_blocks += num_blocks
+            return last
+        run = Run(DEAD if dead else None, num_blocks)
+        self._link(run, last)
+        return run
+
+    def wake(self, run: Run) -> int:
+        """The owner is back: how many of its blocks are left, which are idle no more."""
+        if run.num_blocks:
+            self._unlink(run)
+            self.num_idle -= run.num_blocks
+        return run.num_blocks
+
+    def bury(self, run: Run) -> None:
+        """The owner will not come back."""
+        run.node = DEAD
+
+    def evict(self, num_blocks: int) -> None:
+        """Give up idle blocks, the longest idle first."""
+        self.num_idle -= num_blocks
+        self.num_evicted += num_blocks
+        self.version += 1
+        while num_blocks:
+            run = self._lru.after
+            lost = min(num_blocks, run.num_blocks)
+            run.num_blocks -= lost
+            num_blocks -= lost
+            if not run.num_blocks:
+                self._unlink(run)
+            node = run.node
+            if node is not None and node is not DEAD:
+                self._shorten(node, run)
+
+    def _shorten(self, node: Node, run: Run) -> None:
+        if not run.num_blocks:
+            node.runs.remove(run)
+        longest = max((left.num_blocks for left in node.runs), default=0)
+        if longest < len(node.keys):
+            assert not node.children, "what is cached is closed under prefixes"
+            if not longest:
+                assert node.parent is not None
+                del node.parent.children[node.keys[0]]
+            node.keys = node.keys[:longest]
+
+    def _link(self, run: Run, before: Run) -> None:
+        """Put `run` into the LRU list, right behind `before`."""
+        run.before, run.after = before, before.after
+        before.after.before = run
+        before.after = run
+
+    def _unlink(self, run: Run) -> None:
+        run.before.after, run.after.before = run.after, run.before
+        run.before = run.after = run
+
+
+DEAD = Node(None, ())
+"""Where runs are that nobody can hit any more."""
+
+
+def _idle_within(node: Node, num_blocks: int) -> int:
+    """How many of the first blocks, each from the oldest copy that has it, nobody holds."""
+    idle = covered = 0
+    for run in node.runs:
+        if run.num_blocks > covered:
+            end = min(run.num_blocks, num_blocks)
+            if not run.holders:
+                idle += end - covered
+            covered = end
+            if covered == num_blocks:
+                break
+    return idle
