@@ -55,7 +55,7 @@ def parse_object(where: Where, line: str) -> JsonObject:
 def field(where: Where, row: JsonObject, name: str) -> object:
     """Return `row[name]`, or raise the error that lists the keys there are."""
     if name not in row:
-        raise where.error("keys", ",".join(row), f"lack {name!r}", f"add {name!r}, or name another `--format`")
+        raise where.error("keys", ",".join(row), f"lack {name!r}", f"add {name!r}, or name another format")
     return row[name]
 
 
