@@ -200,7 +200,7 @@ def record(
     `requests` replace the scenario's traffic; a server has none, since what it serves comes from outside.
     """
     scenario, label = setup.scenario, setup.label
-    requests = traffic(scenario) if requests is None else requests
+    requests = traffic(scenario, setup.warnings) if requests is None else requests
     make_folder(folder, "--out")
     for name in (RESULT_FILE, SERIES_FILE, TIMELINE_FILE, *TABLE_FILES):
         # An earlier run's files must not pass for this one's, should it write fewer of them.

@@ -30,6 +30,17 @@ class Scenario:
     )
     trace_format: str | None = _flag(None, "format of --trace, where it cannot be told from the file", "NAME")
     time_unit: str | None = _flag(None, "unit of the trace's timestamps, where the format leaves it open", "UNIT")
+    hash_block_tokens: int | None = _flag(
+        None, "tokens of a block of the trace's hash ids (Mooncake: 512, Bailian: 16)", "N"
+    )
+    zero_tokens: Literal["error", "drop", "one"] | None = _flag(
+        None, "rows of the trace with 0 prompt or output tokens: refuse (the default), drop, or read as 1 token"
+    )
+    tokenizer: str | None = _flag(
+        None, "tokenizer.json for a trace of prompts in words, or bytes:4 to estimate their lengths", "PATH"
+    )
+    default_prompt_tokens: int | None = _flag(None, "length of the trace's prompts that have none", "N")
+    default_output_tokens: int | None = _flag(None, "length of the trace's outputs that have none", "N")
     workload: str | None = _flag(
         None,
         "generated traffic instead of a trace: sharegpt, azure-conv-2023, fixed, uniform, ramp, burst, sessions",
@@ -156,8 +167,18 @@ class OptionError(UserError):
 
 POSITIVE = ("num_prompts", "rate_scale", "burstiness", "clip", "input_len", "output_len", "tp", "block_size")
 POSITIVE += ("num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "request_rate")
+POSITIVE += ("hash_block_tokens", "default_prompt_tokens", "default_output_tokens")
 NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
-GOES_WITH = {"trace_format": "trace", "time_unit": "trace", "input_len": "workload", "output_len": "workload"}
+READING = (
+    "time_unit",
+    "hash_block_tokens",
+    "zero_tokens",
+    "tokenizer",
+    "default_prompt_tokens",
+    "default_output_tokens",
+)
+"""Options of a trace's reader, named as `traces.readers.open_trace` names them."""
+GOES_WITH = dict.fromkeys(("trace_format", *READING), "trace") | dict.fromkeys(("input_len", "output_len"), "workload")
 
 
 def _check(scenario: Scenario) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from sim.results.metrics import Goodput, RequestLog, TableSink
 from sim.results.parts import Machine
 from sim.results.schema import Backend
 from sim.results.series import Series
-from sim.scenario import Scenario
+from sim.scenario import READING, Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
@@ -103,11 +104,14 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)
 
 
-def traffic(scenario: Scenario) -> Iterable[Request]:
-    """The scenario's requests, read or generated as they are needed."""
+def traffic(scenario: Scenario, warnings: list[str] | None = None) -> Iterable[Request]:
+    """The scenario's requests, read or generated as they are needed; `warnings` get what a trace's reader left out."""
     requests: Iterable[Request]
     if scenario.trace is not None:
-        requests = readers.open_trace(scenario.trace, format=scenario.trace_format, time_unit=scenario.time_unit)
+        reading = {name: value for name in READING if (value := getattr(scenario, name)) is not None}
+        requests = trace = readers.open_trace(scenario.trace, format=scenario.trace_format, **reading)
+        if warnings is not None:
+            requests = chain(trace, _left_out(trace, warnings))
         if scenario.num_prompts is not None:
             requests = transforms.head(requests, scenario.num_prompts)
         if scenario.request_rate is not None:
@@ -121,6 +125,14 @@ def traffic(scenario: Scenario) -> Iterable[Request]:
     if scenario.rate_scale != 1.0:
         requests = transforms.scale_rate(requests, scenario.rate_scale)
     return requests
+
+
+def _left_out(trace: readers.Trace, warnings: list[str]) -> Iterator[Request]:
+    """No request: at the end of a trace this says how many rows its reader skipped."""
+    if trace.skipped:
+        reason = "vLLM's rule for ShareGPT" if trace.format == "sharegpt" else "--zero-tokens drop"
+        warnings.append(f"{trace.skipped:,} rows of {trace.path} left out ({reason})")
+    yield from ()
 
 
 def _generated(scenario: Scenario) -> Iterator[Request]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import text_blocks
+from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
 from traces.rows import Columns, LineReader, ReadOptions, Row
 from traces.stamps import TICKS_PER_S, StampClock
 
@@ -25,6 +26,8 @@ class CsvFormat:
     session: str = ""
     hashes: str = ""
     block: str = ""
+    output_hashes: str = ""
+    priority: str = ""
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -34,7 +37,13 @@ class CsvFormat:
     @property
     def optional(self) -> tuple[str, ...]:
         """The columns that it may have and that are read."""
-        return tuple(name for name in (self.session, self.hashes, self.block) if name)
+        names = (self.session, self.hashes, self.block, self.output_hashes, self.priority)
+        return tuple(name for name in names if name)
+
+    @property
+    def numeric(self) -> tuple[str, ...]:
+        """All of them that hold numbers or stamps."""
+        return tuple(name for name in (*self.required, *self.optional) if name != self.session)
 
 
 # In the order of detection: the first whose required columns are all there is the file's format.
@@ -47,6 +56,8 @@ CSV_FORMATS = {
         session="session_id",
         hashes="hash_ids",
         block="hash_block_tokens",
+        output_hashes="output_hash_ids",
+        priority="priority",
     ),
     # 2025 adds NumImages; its image tokens are not in ContextTokens' prompt text and are not read.
     "azure": CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", stamps=True),
@@ -128,7 +139,7 @@ class CsvReader(LineReader):
             raise ValueError("ragged")
         prompts, outputs = columns[index[form.prompt]], columns[index[form.output]]
         stamps = columns[index[form.time]] if form.time else ()
-        if "_" in text and any("_" in cell for column in (stamps, prompts, outputs) for cell in column):
+        if "_" in text and any("_" in cell for name in form.numeric if name in index for cell in columns[index[name]]):
             raise ValueError("Python's digit groups are not a trace's")
         if form.stamps:
             times = self.clock.ticks(stamps)
@@ -137,17 +148,29 @@ class CsvReader(LineReader):
         return self._with_optional(Columns(times, list(map(int, prompts)), list(map(int, outputs))), columns)
 
     def _with_optional(self, plain: Columns, columns: list[tuple[str, ...]]) -> Columns:
-        form, index = self.format, self.index
-        sessions = columns[index[form.session]] if form.session in index else ()
-        if form.hashes not in index:
-            return plain._replace(sessions=sessions)
-        hashes = [tuple(map(int, cell.split())) for cell in columns[index[form.hashes]]]
+        form = self.format
+        names = (form.session, form.hashes, form.block, form.output_hashes, form.priority)
+        found = [columns[self.index[name]] if name in self.index else () for name in names]
+        if not any(found):
+            return plain
+        sessions, ids, sizes, output_ids, priorities = found
+        hashes = [tuple(map(int, cell.split())) for cell in ids]
         default = self.options.hash_block_tokens or 0
-        blocks = [int(cell) if cell else default for cell in columns[index[form.block]]] if form.block in index else ()
-        blocks = blocks or [default] * len(hashes)
+        blocks = [int(cell or 0) or default for cell in sizes] if ids and sizes else [default] * len(hashes)
         if not all(map(hashes_fit, plain.prompts, hashes, blocks)):
             raise ValueError("hash ids")
-        return plain._replace(sessions=sessions, hashes=hashes, blocks=blocks)
+        output_hashes = [tuple(map(int, cell.split())) for cell in output_ids]
+        if any(output_hashes) and not (
+            hashes and all(map(output_hashes_fit, plain.prompts, plain.outputs, hashes, blocks, output_hashes))
+        ):
+            raise ValueError("output hash ids")
+        return plain._replace(
+            sessions=sessions,
+            hashes=hashes,
+            blocks=blocks,
+            output_hashes=output_hashes,
+            priorities=[int(cell or 0) for cell in priorities],
+        )
 
     def row(self, where: Where, line: str) -> Row:
         """Return one row, quoted or not, or name its first wrong field."""
@@ -163,9 +186,15 @@ class CsvReader(LineReader):
             time = self._stamp(where, stamp) if form.stamps else where.number(form.time, stamp)
         prompt = where.tokens(form.prompt, cells[self.index[form.prompt]], zero_allowed)
         output = where.tokens(form.output, cells[self.index[form.output]], zero_allowed)
+        hashes, block, output_hashes = self._hashes(where, cells, prompt, output)
+        urgency = self._cell(cells, form.priority)
+        priority = where.whole(form.priority, urgency) if urgency else 0
         session = cells[self.index[form.session]] if form.session in self.index else ""
-        hashes, block = self._hashes(where, cells, prompt)
-        return Row(time, stamp, prompt, output, session, hashes, block)
+        return Row(time, stamp, prompt, output, session, hashes, block, output_hashes, priority)
+
+    def _cell(self, cells: list[str], name: str) -> str:
+        """Return what an optional column holds; nothing where the file lacks it."""
+        return cells[self.index[name]].strip() if name in self.index else ""
 
     def _stamp(self, where: Where, stamp: str) -> float:
         try:
@@ -174,33 +203,28 @@ class CsvReader(LineReader):
             remedy = "write it as 2023-11-16 18:15:46.6805900, with +00:00 or nothing behind it"
             raise where.error(self.time_field, stamp, "is not a date stamp", remedy) from None
 
-    def _hashes(self, where: Where, cells: list[str], prompt: int) -> tuple[tuple[int, ...], int]:
+    def _hashes(
+        self, where: Where, cells: list[str], prompt: int, output: int
+    ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
         form = self.format
-        if form.hashes not in self.index:
-            return (), 0
-        text = cells[self.index[form.hashes]]
+        hashes = self._ids(where, cells, form.hashes)
+        own = block = 0
+        if form.hashes in self.index:
+            size = self._cell(cells, form.block)
+            own = where.tokens(form.block, size, zero_allowed=True) if size else 0
+            block = own or self.options.hash_block_tokens or 0
+        block_field = form.block if own else ""
+        check_hashes(where, prompt, hashes, block, block_field)
+        output_hashes = self._ids(where, cells, form.output_hashes)
+        check_output_hashes(where, prompt, output, hashes, block, output_hashes, block_field)
+        return hashes, block, output_hashes
+
+    def _ids(self, where: Where, cells: list[str], field: str) -> tuple[int, ...]:
+        text = self._cell(cells, field)
         try:
-            hashes = tuple(map(int, text.split()))
+            if "_" in text:
+                raise ValueError
+            return tuple(map(int, text.split()))
         except ValueError:
             remedy = "write hash ids as whole numbers with spaces between them"
-            raise where.error(form.hashes, text, "is not a list of numbers", remedy) from None
-        block = self.options.hash_block_tokens or 0
-        if form.block in self.index and (cell := cells[self.index[form.block]].strip()):
-            block = where.tokens(form.block, cell, zero_allowed=True)
-        check_hashes(where, form.hashes, prompt, hashes, block)
-        return hashes, block
-
-
-def hashes_fit(prompt: int, hashes: tuple[int, ...], block: int) -> bool:
-    """Say whether `hashes` name all full blocks of the prompt, and perhaps the partly filled last one."""
-    return not hashes or (block > 0 and prompt // block <= len(hashes) <= -(-prompt // block))
-
-
-def check_hashes(where: Where, field: str, prompt: int, hashes: tuple[int, ...], block: int) -> None:
-    """Raise the error that names hash ids which do not fit the prompt's length."""
-    if hashes_fit(prompt, hashes, block):
-        return
-    if block == 0:
-        raise where.error(field, hashes, "has no block size", "give `--hash-block-tokens` (Mooncake: 512, Bailian: 16)")
-    problem = f"has {len(hashes)} ids where {prompt} tokens make {-(-prompt // block)} blocks of {block}"
-    raise where.error(field, hashes, problem, "give the right `--hash-block-tokens`, or correct the row")
+            raise where.error(field, text, "is not a list of numbers", remedy) from None

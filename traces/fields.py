@@ -1,6 +1,7 @@
 """The values of one row and how a wrong one is told: file, line, field, value, what is wrong, what to do."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,15 @@ class Where:
         if number > MOST_TOKENS:
             raise self.error(field, value, f"is more than {MOST_TOKENS:,} tokens", "check which column holds what")
         return int(number)
+
+    def whole(self, field: str, value: object) -> int:
+        """Return `value` as a whole number of either sign, with all its digits."""
+        number = self.number(field, value)
+        if number != int(number):
+            raise self.error(field, value, "is a fraction", "write a whole number")
+        with suppress(ValueError):
+            return int(str(value))
+        return int(number)  # as pandas writes them: 2.0
 
 
 def seconds_divisor(unit: str) -> int:

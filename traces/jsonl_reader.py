@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
-from traces.csv_reader import check_hashes, hashes_fit
 from traces.fields import Where
+from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
 from traces.rows import Columns, LineReader, ReadOptions, Row
 
 JsonObject = Mapping[str, object]
@@ -54,8 +55,15 @@ def parse_object(where: Where, line: str) -> JsonObject:
 def field(where: Where, row: JsonObject, name: str) -> object:
     """Return `row[name]`, or raise the error that lists the keys there are."""
     if name not in row:
-        raise where.error("keys", ",".join(row), f"lack {name!r}", f"add {name!r}, or name another `--format`")
+        raise where.error("keys", ",".join(row), f"lack {name!r}", f"add {name!r}, or name another format")
     return row[name]
+
+
+def _ids(where: Where, row: JsonObject, name: str) -> tuple[int, ...]:
+    ids = row.get(name) or ()
+    if not isinstance(ids, list | tuple) or not _only(int, ids):
+        raise where.error(name, ids, "is not a list of whole numbers", "correct or delete the row")
+    return tuple(ids)
 
 
 def _only(kind: type, values: Iterable[object]) -> bool:
@@ -82,13 +90,22 @@ class JsonlReader(LineReader):
         if not (_only(int, prompts) and _only(int, outputs) and set(map(type, times)) <= {int, float}):
             raise TypeError("not numbers")
         hashes = [tuple(row.get("hash_ids") or ()) for row in rows]
-        if not all(map(_only, (int for _ in hashes), hashes)):
+        if not all(map(_only, repeat(int), hashes)):
             raise TypeError("hash ids")
         blocks = [self.block if ids else 0 for ids in hashes]
         if not all(map(self._fit, prompts, hashes)):
             raise ValueError("hash ids")
+        output_hashes = [tuple(row.get("output_hash_ids") or ()) for row in rows] if "output_hash_ids" in text else []
+        if any(output_hashes) and not (
+            all(map(_only, repeat(int), output_hashes))
+            and all(map(output_hashes_fit, prompts, outputs, hashes, blocks, output_hashes))
+        ):
+            raise ValueError("output hash ids")
+        priorities = [row.get("priority", 0) for row in rows] if "priority" in text else []
+        if not _only(int, priorities):
+            raise TypeError("priorities")
         sessions = [self._session(row) for row in rows] if form.session else ()
-        return Columns(list(map(float, times)), prompts, outputs, sessions, hashes, blocks)
+        return Columns(list(map(float, times)), prompts, outputs, sessions, hashes, blocks, output_hashes, priorities)
 
     def _fit(self, prompt: int, hashes: tuple[int, ...]) -> bool:
         # Bailian hashes what its cache saw, which may be less than the prompt (images, system text): never more.
@@ -107,14 +124,16 @@ class JsonlReader(LineReader):
         time = where.number(form.time, shown)
         prompt = where.tokens(form.prompt, field(where, row, form.prompt), zero_allowed)
         output = where.tokens(form.output, field(where, row, form.output), zero_allowed)
-        ids = row.get("hash_ids") or ()
-        if not isinstance(ids, list | tuple) or not _only(int, ids):
-            raise where.error("hash_ids", ids, "is not a list of whole numbers", "correct or delete the row")
-        hashes = tuple(ids)
+        hashes = _ids(where, row, "hash_ids")
         if not self._fit(prompt, hashes):
-            check_hashes(where, "hash_ids", prompt, hashes, self.block)
+            check_hashes(where, prompt, hashes, self.block)
+        output_hashes = _ids(where, row, "output_hash_ids")
+        check_output_hashes(where, prompt, output, hashes, self.block, output_hashes)
+        urgency = row.get("priority")
+        priority = 0 if urgency is None else where.whole("priority", urgency)
         session = ""
         if form.session:
             field(where, row, form.session)
             session = self._session(row)
-        return Row(time, shown, prompt, output, session, hashes, self.block if hashes else 0)
+        block = self.block if hashes else 0
+        return Row(time, shown, prompt, output, session, hashes, block, output_hashes, priority)

@@ -2,12 +2,14 @@
 
 Formats and how they are told apart (by the header's columns or the first object's keys, never by the file's name):
 
-    kvtwin         arrival_s,prompt_tokens,output_tokens[,session_id,hash_ids,hash_block_tokens]      (s, our own)
+    kvtwin         arrival_s,prompt_tokens,output_tokens[,session_id,hash_ids,hash_block_tokens,
+                   output_hash_ids,priority]                                                          (s, our own)
     azure          TIMESTAMP,[NumImages,]ContextTokens,GeneratedTokens                                (date stamps)
     burstgpt       Timestamp,[Session ID,Elapsed time,]Model,Request tokens,Response tokens,...       (s)
     vidur          arrived_at,num_prefill_tokens,num_decode_tokens; vidur-lengths has no times        (s)
     splitwise      ...,arrival_timestamp,...,prompt_size,token_size                                   (s)
-    mooncake       {"timestamp", "input_length", "output_length", "hash_ids"} a line                  (ms)
+    mooncake       {"timestamp", "input_length", "output_length", "hash_ids"} a line, and our own
+                   "output_hash_ids" and "priority" where it has them                                 (ms)
     bailian        the same with "chat_id" and "parent_chat_id" a line                                (s)
     vllm-custom    {"prompt", "output_tokens"} a line                                                 (no times)
     sharegpt       [{"conversations": [{"value"}, {"value"}]}]                                        (no times)
@@ -37,12 +39,14 @@ FORMATS = (*CSV_FORMATS, *JSONL_FORMATS, "vllm-custom", "sharegpt")
 # `Request(*row)` with a third of its cost: a named tuple's own constructor is a Python function, the tuple's is not.
 _request = cast(Callable[[tuple[object, ...]], Request], partial(tuple.__new__, Request))
 
+_MISSING = tuple(Request._field_defaults.values())  # in the order of the optional columns
+
 
 def _requests(columns: Columns, first_id: int) -> Iterator[Request]:
     ids = range(first_id, first_id + len(columns.times))
-    sessions, hashes, blocks = columns.sessions or repeat(""), columns.hashes or repeat(()), columns.blocks or repeat(0)
-    rows = zip(ids, columns.times, columns.prompts, columns.outputs, sessions, hashes, blocks, strict=False)
-    return map(_request, rows)
+    times, prompts, outputs, *optional = columns
+    more = (column or repeat(missing) for column, missing in zip(optional, _MISSING, strict=True))
+    return map(_request, zip(ids, times, prompts, outputs, *more, strict=False))
 
 
 class Trace:

@@ -8,7 +8,9 @@ class Request(NamedTuple):
 
     `request_id` is its position in the trace, `arrival_s` seconds after the trace's start, lengths are in tokens.
     `hash_ids` name the prompt's prefix blocks of `hash_block_tokens` tokens each (equal ids, equal prefix); empty where
-    the trace has none. `session_id` joins the turns of one conversation; empty where the trace has none.
+    the trace has none. The id of a partly filled last block names the whole block, generated tokens in it included, and
+    `output_hash_ids` the blocks after it. `session_id` joins the turns of one conversation; empty where the trace has
+    none. A lower `priority` is more urgent, as in vLLM.
     """
 
     request_id: int

@@ -56,6 +56,8 @@ class Columns(NamedTuple):
     sessions: Sequence[str] = ()
     hashes: Sequence[tuple[int, ...]] = ()
     blocks: Sequence[int] = ()  # tokens of a hash block
+    output_hashes: Sequence[tuple[int, ...]] = ()
+    priorities: Sequence[int] = ()
 
 
 class Row(NamedTuple):
@@ -68,6 +70,8 @@ class Row(NamedTuple):
     session: str = ""
     hashes: tuple[int, ...] = ()
     block: int = 0
+    output_hashes: tuple[int, ...] = ()
+    priority: int = 0
 
 
 def plainly_right(columns: Columns, previous: float, ordered: bool) -> bool:
@@ -187,8 +191,8 @@ class LineReader(Reader):
             else:
                 rows.append(row._replace(prompt=row.prompt or 1, output=row.output or 1))
         columns = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
-        times, _, prompts, outputs, sessions, hashes, blocks = columns
-        return Columns(list(times), list(prompts), list(outputs), sessions, hashes, blocks)
+        times, _, prompts, outputs, *optional = columns
+        return Columns(list(times), list(prompts), list(outputs), *optional)
 
     def _out_of_order(self, where: Where, row: Row) -> TraceError:
         if not self.rebased and row.time < 0:

@@ -1,9 +1,9 @@
 """Conversations of several turns whose prompts share prefixes: the workload that prefix caches are for.
 
 A session opens with one of the shared system prompts; each turn's prompt is everything said before it (its earlier
-prompts and answers) and some new input. Hash ids name the prompt's blocks as Mooncake's do: a full block keeps its id
-in every later turn, the last, partly filled one has an id of its own, and the blocks that lie wholly in a system prompt
-are the same for all sessions of its group.
+prompts and answers) and some new input. Hash ids name the blocks of the prompt, output hash ids those that the answer
+fills after them: a full block keeps its id in every later turn, whoever filled it, and the last, partly filled one has
+an id of its own. The blocks that lie wholly in a system prompt are the same for all sessions of its group.
 """
 
 import heapq
@@ -77,7 +77,7 @@ class _Session:
     name: str
     turns_left: int
     context_tokens: int  # all that was said: the shared prefix, inputs and answers
-    blocks: list[int] = field(default_factory=list)  # ids of the context's full blocks, as far as prompts named them
+    blocks: list[int] = field(default_factory=list)  # ids of the context's full blocks
 
 
 class _Draws:
@@ -139,8 +139,10 @@ def _turn(
 ) -> Request:
     prompt = session.context_tokens + next(draws.inputs)
     output = next(draws.outputs)
-    full, rest = divmod(prompt, shape.hash_block_tokens)
-    session.blocks.extend(islice(fresh_ids, full - len(session.blocks)))
-    hashes = (*session.blocks, next(fresh_ids)) if rest else tuple(session.blocks)
     session.context_tokens = prompt + output
-    return Request(request_id, arrival_s, prompt, output, session.name, hashes, shape.hash_block_tokens)
+    block = shape.hash_block_tokens
+    full, rest = divmod(session.context_tokens, block)
+    session.blocks.extend(islice(fresh_ids, full - len(session.blocks)))
+    ids = (*session.blocks, next(fresh_ids)) if rest else tuple(session.blocks)
+    own = -(-prompt // block)  # blocks of the prompt; the answer may begin in the last of them
+    return Request(request_id, arrival_s, prompt, output, session.name, ids[:own], block, ids[own:])

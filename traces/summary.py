@@ -44,7 +44,7 @@ class TraceSummary:
     output_tokens: LengthSummary
     correlation: float  # Pearson's, of prompt and output tokens
     sessions: int
-    infinite_cache_block_hits: float | None  # share of the prefix blocks seen before, in an unbroken run from the first
+    infinite_cache_block_hits: float | None  # share of the prompts' blocks in it, in an unbroken run from the first
     infinite_cache_token_hits: float | None  # share of the prompt tokens in those blocks
 
     def to_dict(self) -> dict[str, object]:
@@ -53,23 +53,35 @@ class TraceSummary:
 
 
 class _Prefixes:
-    """An infinite prefix cache: a request hits the leading run of its blocks that were named before."""
+    """An infinite prefix cache: a request hits the leading run of its blocks that requests before it have filled.
+
+    They fill the blocks of their prompts and answers, but for the last token of all: it ends the request and is never
+    computed. A block filled in part serves a prompt that needs no more of it.
+    """
 
     def __init__(self) -> None:
-        self.seen: set[int] = set()
+        self.filled: dict[int, int] = {}  # how many tokens of each block are there
         self.blocks = self.hit_blocks = self.hit_tokens = 0
 
     def add(self, request: Request) -> None:
         """Count one request's hits, then remember its blocks."""
-        hits = 0
+        block, needed, hits = request.hash_block_tokens, request.prompt_tokens, 0
         for ident in request.hash_ids:
-            if ident not in self.seen:
+            if self.filled.get(ident, 0) < min(needed, block):
                 break
             hits += 1
-        self.seen.update(request.hash_ids)
+            needed -= block
         self.blocks += len(request.hash_ids)
         self.hit_blocks += hits
-        self.hit_tokens += min(hits * request.hash_block_tokens, request.prompt_tokens)
+        self.hit_tokens += min(hits * block, request.prompt_tokens)
+        if request.hash_ids:
+            self._fill(request.hash_ids + request.output_hash_ids, block, request)
+
+    def _fill(self, ids: tuple[int, ...], block: int, request: Request) -> None:
+        full, rest = divmod(request.prompt_tokens + request.output_tokens - 1, block)
+        self.filled.update(dict.fromkeys(ids[:full], block))
+        for ident in ids[full:]:  # one at most
+            self.filled[ident] = max(rest, self.filled.get(ident, 0))
 
 
 def summarize(requests: Iterable[Request]) -> TraceSummary:

@@ -10,6 +10,7 @@ from math import inf, isfinite
 from operator import itemgetter
 
 from traces.errors import TraceError
+from traces.hash_ids import output_blocks
 from traces.rates import check_rate
 from traces.request import Request
 
@@ -42,7 +43,8 @@ def clip(requests: Iterable[Request], max_tokens: int) -> Iterator[Request]:
     """Fit each request into a context of `max_tokens`, prompt and output together.
 
     The output is kept up to half of the context and the prompt is cut to what is left; the output gives way only where
-    the prompt is short. Hash ids are trimmed to the blocks of the shorter prompt.
+    the prompt is short. Hash ids are trimmed to the blocks that still hold what they name: all of the prompt where only
+    the output is cut, its full blocks alone where the answer now begins at another place.
     """
     if max_tokens < 2:
         raise TraceError(f"clip {max_tokens} is too small; a request needs 2 tokens, one of prompt and one of output")
@@ -55,9 +57,13 @@ def _clip(request: Request, max_tokens: int) -> Request:
         return request
     prompt = max(1, min(prompt, max_tokens - min(output, max_tokens // 2)))
     output = min(output, max_tokens - prompt)
-    hashes, block = request.hash_ids, request.hash_block_tokens
-    kept = hashes[: -(-prompt // block)] if hashes else hashes
-    return request._replace(prompt_tokens=prompt, output_tokens=output, hash_ids=kept)
+    hashes, output_hashes, block = request.hash_ids, request.output_hash_ids, request.hash_block_tokens
+    if hashes and prompt < request.prompt_tokens:
+        # What is generated now is not what the ids say, neither behind the prompt nor in its last block.
+        hashes, output_hashes = hashes[: prompt // block], ()
+    elif output_hashes:
+        output_hashes = output_hashes[: output_blocks(prompt, output, block)]
+    return request._replace(prompt_tokens=prompt, output_tokens=output, hash_ids=hashes, output_hash_ids=output_hashes)
 
 
 def spread_ties(requests: Iterable[Request]) -> Iterator[Request]:
@@ -100,8 +106,10 @@ def _told_apart(stream: Iterable[Request], number: int, streams: int) -> Iterato
     for request in stream:
         if request.hash_ids or request.session_id:
             session = f"{number}:{request.session_id}" if request.session_id else ""
-            hashes = tuple(ident * streams + number for ident in request.hash_ids)
-            request = request._replace(session_id=session, hash_ids=hashes)
+            hashes, output_hashes = (
+                tuple(ident * streams + number for ident in ids) for ids in (request.hash_ids, request.output_hash_ids)
+            )
+            request = request._replace(session_id=session, hash_ids=hashes, output_hash_ids=output_hashes)
         yield request
 
 

@@ -13,7 +13,7 @@ from traces.errors import TraceError
 from traces.request import Request
 
 PLAIN = ("arrival_s", "prompt_tokens", "output_tokens")
-FULL = (*PLAIN, "session_id", "hash_ids", "hash_block_tokens")
+FULL = (*PLAIN, "session_id", "hash_ids", "hash_block_tokens", "output_hash_ids", "priority")
 _AT_ONCE = 4096
 
 
@@ -51,13 +51,13 @@ def write_trace(requests: Iterable[Request], path: str | Path) -> int:
 
 
 def _write_csv(requests: Iterable[Request], file: TextIO) -> int:
-    """Write plain rows as long as no request has a session or hash ids; from then on, all columns."""
+    """Write plain rows as long as no request has more than those columns; from then on, all columns."""
     stream = iter(requests)
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(PLAIN)
     count = 0
     while block := list(islice(stream, _AT_ONCE)):
-        if any(request.session_id or request.hash_ids for request in block):
+        if any(r.session_id or r.hash_ids or r.output_hash_ids or r.priority for r in block):
             _widen(file)
             return count + _write_full(chain(block, stream), file)
         file.writelines(f"{r.arrival_s!r},{r.prompt_tokens},{r.output_tokens}\n" for r in block)
@@ -73,7 +73,7 @@ def _widen(file: TextIO) -> None:
     with narrow.open(encoding="utf-8") as source, wide.open("w", encoding="utf-8", newline="") as target:
         next(source)
         target.write(",".join(FULL) + "\n")
-        target.writelines(line.rstrip("\n") + ",,,0\n" for line in source)
+        target.writelines(line.rstrip("\n") + ",,,0,,0\n" for line in source)
     # The open file must stay the one that is renamed in the end, so the wide text is copied back into it.
     file.seek(0)
     with wide.open(encoding="utf-8", newline="") as source:
@@ -85,15 +85,16 @@ def _write_full(requests: Iterable[Request], file: TextIO) -> int:
     writer = csv.writer(file, lineterminator="\n")
     count = 0
     for count, request in enumerate(requests, 1):  # noqa: B007  (the count is the result)
-        _, arrival_s, prompt, output, session, hashes, block, *_ = request
+        _, arrival_s, prompt, output, session, hashes, block, output_hashes, priority = request
         if "\n" in session or "\r" in session:
             raise TraceError(f"request {request.request_id}: session_id {session!r} holds a line break; rename it")
-        writer.writerow((repr(arrival_s), prompt, output, session, " ".join(map(str, hashes)), block))
+        names, output_names = (" ".join(map(str, ids)) for ids in (hashes, output_hashes))
+        writer.writerow((repr(arrival_s), prompt, output, session, names, block, output_names, priority))
     return count
 
 
 def _write_jsonl(requests: Iterable[Request], file: TextIO) -> int:
-    """Write Mooncake's keys; times in milliseconds, whole where they are.
+    """Write Mooncake's keys; times in milliseconds, whole where they are. Output ids and priorities go beside them.
 
     The format has no place for sessions nor for the tokens of a hash block: sessions are left out, and blocks of other
     than Mooncake's 512 tokens need `--hash-block-tokens` when the file is read.
@@ -108,5 +109,9 @@ def _write_jsonl(requests: Iterable[Request], file: TextIO) -> int:
         }
         if request.hash_ids:
             row["hash_ids"] = request.hash_ids
+        if request.output_hash_ids:
+            row["output_hash_ids"] = request.output_hash_ids
+        if request.priority:
+            row["priority"] = request.priority
         file.write(json.dumps(row) + "\n")
     return count

@@ -10,13 +10,13 @@ from gpu_runtime.cli import add_device_flags, check_installed, decoder_for
 from sim.cli import add_flags, print_result, read_options, record
 from sim.errors import UserError
 from sim.option_values import flag
-from sim.scenario import read_scenario
+from sim.scenario import READING, read_scenario
 from sim.simulate import Run, Setup, prepare
 
 API_KEY = "KVTWIN_API_KEY"
 HTTP = "http"
 """What a served run names as its workload."""
-TRAFFIC = ("trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "burstiness", "rate_scale")
+TRAFFIC = ("trace", "trace_format", *READING, "workload", "num_prompts", "request_rate", "burstiness", "rate_scale")
 TRAFFIC += ("clip", "input_len", "output_len")
 """Options that say which requests come, and when: here that is the clients' business."""
 FAILED = 1
@@ -52,7 +52,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most accepted requests without a first token; more get status 429 (%(default)s)",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json (default: bytes)")
+    # A scenario's tokenizer counts the prompts of a trace; this one makes tokens of the clients' texts.
+    parser.add_argument(
+        "--tokenizer",
+        dest="tokenizer_folder",
+        type=Path,
+        metavar="DIR",
+        help="folder with tokenizer.json (default: bytes)",
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="name that clients use (default: the model's)")
 
 
@@ -83,7 +90,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     scenario, decoder = decoder_for(scenario, live)
-    codec = load_codec(arguments.tokenizer, decoder.config.vocab_size)
+    codec = load_codec(arguments.tokenizer_folder, decoder.config.vocab_size)
     label, policy = policies[0]
     setup = prepare(fit_to_machine(scenario, policy, arguments.device), label, policy)
     options = ServerOptions(

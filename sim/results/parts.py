@@ -96,6 +96,16 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """Format of the trace, where it was given."""
     time_unit: str | None
     """Unit of the trace's timestamps, where it was given."""
+    hash_block_tokens: int | None
+    """Tokens of a block of the trace's hash ids, where they were given."""
+    zero_tokens: str | None
+    """What rows of 0 tokens were; None: refused."""
+    tokenizer: str | None
+    """What counted the trace's prompts in words."""
+    default_prompt_tokens: int | None
+    """Length of the trace's prompts that had none."""
+    default_output_tokens: int | None
+    """Length of the trace's outputs that had none."""
     workload: str | None
     """Generated traffic; None: a trace."""
     num_prompts: int | None

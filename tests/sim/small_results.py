@@ -29,7 +29,8 @@ def counts(**policy: int) -> Counts:
 
 def scenario(**changes: object) -> ResolvedScenario:
     values = ResolvedScenario(
-        trace=None, trace_format=None, time_unit=None, workload="sharegpt", num_prompts=None, request_rate=6.0,
+        trace=None, trace_format=None, time_unit=None, hash_block_tokens=None, zero_tokens=None, tokenizer=None,
+        default_prompt_tokens=None, default_output_tokens=None, workload="sharegpt", num_prompts=None, request_rate=6.0,
         burstiness=1.0, rate_scale=1.0, clip=None, input_len=None, output_len=None, seed=0, model="llama-2-7b",
         dtype="auto", gpu="l20", tp=1, profile=None, cost_form=None, num_gpu_blocks_override=None,
         num_cpu_blocks_override=None, block_size=16, max_num_seqs=256, max_num_batched_tokens=4096,

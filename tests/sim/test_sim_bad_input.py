@@ -2,13 +2,17 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import kvtwin
+from sim.option_values import flag as option_flag
+from sim.scenario import Scenario
 
 ROOT = Path(kvtwin.__file__).parents[1]
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
@@ -74,6 +78,11 @@ OPTIONS = {
     "--cost-form": [("foo", "choose from"), ("linear", "'l20-derived' of form 'roofline'")],
     "--trace-format": [("azure", "goes with --trace")],
     "--time-unit": [("s", "goes with --trace")],
+    "--hash-block-tokens": [("16", "goes with --trace"), ("x", "whole number")],
+    "--zero-tokens": [("drop", "goes with --trace"), ("two", "choose from")],
+    "--tokenizer": [("bytes:4", "goes with --trace")],
+    "--default-prompt-tokens": [("9", "goes with --trace")],
+    "--default-output-tokens": [("9", "goes with --trace")],
     "--goodput": [
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("ttft", "ttft:x", "ttft:-1")),
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("itl:3", "ttft:nan", "ttft:0")),
@@ -156,6 +165,10 @@ def test_both_sources_of_traffic_are_refused(tmp_path, capsys):
         (["--burstiness", "2"], "--burstiness: shapes the arrivals of --request-rate"),
         (["--trace-format", "azur"], "did you mean 'azure'?"),
         (["--time-unit", "fortnight"], "give one of s, ms, us, ns"),
+        (["--hash-block-tokens", "0"], "--hash-block-tokens: 0 is not greater than 0"),
+        (["--default-output-tokens", "-1"], "--default-output-tokens: -1 is not greater than 0"),
+        (["--tokenizer", "bytes:x"], "write for example bytes:4"),
+        (["--tokenizer", "/no/such"], "tokenizer '/no/such': no such file"),
     ],
 )
 def test_an_option_that_a_trace_cannot_have_is_refused(tmp_path, capsys, words, part):
@@ -193,6 +206,42 @@ def test_a_bad_trace_is_refused_by_file_line_field_and_value(tmp_path, capsys, t
     path.write_text(text)
     where = f"{path}, line {line}: " if line else f"{path}"
     refused(capsys, command(tmp_path / "out", "--trace", path), [where, *parts])
+
+
+NAMED = HEADER.replace("\n", ",hash_ids\n") + "0.0,33,5,1 2 3\n"
+MOONCAKE = '{"timestamp": 0, "input_length": 33, "output_length": 5, "hash_ids": [1, 2, 3]}\n'
+MENDED = [
+    # A trace, the remedy that its error names, what else the error says, and words that follow the remedy.
+    (NAMED, "--hash-block-tokens", "no block size", ["16"]),
+    (MOONCAKE, "--hash-block-tokens", "3 ids where 33 tokens make 1 blocks of 512", ["16"]),
+    (HEADER + "0.0,0,2\n1.0,33,5\n", "--zero-tokens", "'0' is no request", ["drop"]),
+    ('{"prompt": "four", "output_tokens": 9}\n', "--tokenizer", "not given", ["bytes:4"]),
+    ('{"prompt": "four", "output_tokens": 9}\n', "--default-prompt-tokens", "not given", ["5"]),
+    ('{"prompt": "four"}\n', "--default-output-tokens", "not given", ["5", "--tokenizer", "bytes:4"]),
+]
+
+
+@pytest.mark.parametrize(("text", "flag", "part", "words"), MENDED)
+def test_the_remedy_that_an_error_names_is_one(tmp_path, capsys, text, flag, part, words):
+    path = tmp_path / "t"
+    path.write_text(text)
+    arguments = command(tmp_path / "out", "--trace", path)
+    refused(capsys, arguments, [f"{path}, line ", part, f"`{flag}"])
+    status, error = attempt(capsys, [*arguments, flag, *words])
+    assert status == 0
+    dropped = f"kvtwin: vllm-recompute: warning: 1 rows of {path} left out (--zero-tokens drop)\n"
+    assert error == (dropped if words == ["drop"] else "")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["completed"] == 1
+    value = result["scenario"][flag[2:].replace("-", "_")]
+    assert str(value) == words[0]
+
+
+def test_readers_name_flags_that_run_has():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "traces").glob("*.py"))
+    named = set(re.findall(r"`(--[a-z-]+)", sources))
+    assert len(named) > 4
+    assert named <= {option_flag(f.name) for f in fields(Scenario)}
 
 
 @pytest.mark.parametrize(

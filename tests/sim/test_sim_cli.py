@@ -214,7 +214,7 @@ def test_an_ignored_interrupt_stays_ignored(usual_interrupt):
 
 
 def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_interrupt, capsys):
-    def interrupting(scenario):
+    def interrupting(scenario, warnings):
         for i in range(20):
             if i == 12:
                 signal.raise_signal(signal.SIGINT)

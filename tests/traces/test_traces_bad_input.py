@@ -12,6 +12,7 @@ from traces.readers import CSV_FORMATS, open_trace
 OWN = "arrival_s,prompt_tokens,output_tokens\n0.0,10,2\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
 JSONL = '{"timestamp": 0, "input_length": 10, "output_length": 2}\n'
+NAMED = "arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,output_hash_ids,priority\n"
 
 BAD_ROWS = [
     # text, line, then what the message must hold: field, value, remedy
@@ -57,6 +58,48 @@ BAD_ROWS = [
         "arrival_s,prompt_tokens,output_tokens,hash_ids\n0.0,33,2,1 2 3\n",
         2,
         ["hash_ids", "no block size", "--hash-block-tokens"],
+    ),
+    # The row's own block size overrules the flag, which is therefore no remedy.
+    (
+        NAMED + "0.0,33,2,1 2,16,,\n1.0,33,2,1,16,,\n",
+        3,
+        ["hash_ids (1,)", "1 ids where 33 tokens make 3 blocks of 16", "correct hash_block_tokens or the row"],
+    ),
+    (NAMED + "0.0,33,2,1 2_0 3,16,,\n", 2, ["hash_ids", "'1 2_0 3'", "not a list of numbers"]),
+    (
+        NAMED + "0.0,33,40,1 2 3,16,4 x,\n",
+        2,
+        ["output_hash_ids", "'4 x'", "not a list of numbers", "spaces between them"],
+    ),
+    (
+        NAMED + "0.0,33,40,1 2 3,16,4 5,0\n1.0,33,40,1 2 3,16,4 5 6,0\n",
+        3,
+        ["output_hash_ids (4, 5, 6)", "3 ids where 33 + 40 tokens add 2 blocks of 16", "correct hash_block_tokens"],
+    ),
+    (NAMED + "0.0,33,40,1 2,16,4 5,0\n", 2, ["output_hash_ids (4, 5)", "after 2 hash_ids", "partly filled last one"]),
+    (NAMED + "0.0,33,40,,16,4 5,0\n", 2, ["output_hash_ids (4, 5)", "after 0 hash_ids", "leave output_hash_ids empty"]),
+    (
+        "arrival_s,prompt_tokens,output_tokens,output_hash_ids\n0.0,33,40,4 5\n",
+        2,
+        ["output_hash_ids (4, 5)", "after 0 hash_ids"],
+    ),
+    (NAMED + "0.0,33,40,,16,,high\n", 2, ["priority", "'high'", "not a number"]),
+    (NAMED + "0.0,33,40,,16,,1.5\n", 2, ["priority", "'1.5'", "fraction", "whole number"]),
+    (NAMED + "0.0,33,40,,16,,1_0\n", 2, ["priority", "'1_0'", "not a number"]),
+    (
+        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "output_hash_ids": "x"}\n',
+        2,
+        ["output_hash_ids", "'x'", "not a list"],
+    ),
+    (
+        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": [1], "output_hash_ids": [2]}\n',
+        2,
+        ["output_hash_ids (2,)", "9 + 2 tokens add 0 blocks of 512", "--hash-block-tokens"],
+    ),
+    (
+        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "priority": true}\n',
+        2,
+        ["priority True", "not a number"],
     ),
 ]
 

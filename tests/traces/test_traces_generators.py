@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from traces.errors import TraceError
 from traces.generators import WORKLOADS, generate
@@ -146,7 +148,6 @@ def test_sessions_repeat_their_context_and_share_their_prefix():
     for request in requests:
         assert request.hash_block_tokens == block
         assert len(request.hash_ids) == -(-request.prompt_tokens // block)
-        assert len(set(request.hash_ids)) == len(request.hash_ids)
         assert request.hash_ids[:6] == (0, 1, 2, 3, 4, 5)  # 100 tokens hold 6 full blocks
         for ident in request.hash_ids[6:]:
             assert owners.setdefault(ident, request.session_id) == request.session_id
@@ -159,9 +160,45 @@ def test_sessions_repeat_their_context_and_share_their_prefix():
         for before, after in pairwise(turns):
             context = before.prompt_tokens + before.output_tokens
             assert 64 <= after.prompt_tokens - context <= 192  # 128 new tokens within 1 +- 0.5
-            full = before.prompt_tokens // block
-            assert after.hash_ids[:full] == before.hash_ids[:full]
-            assert set(before.hash_ids[full:]).isdisjoint(after.hash_ids)
+            full = context // block
+            said = before.hash_ids + before.output_hash_ids
+            assert after.hash_ids[:full] == said[:full]
+            assert set(said[full:]).isdisjoint(after.hash_ids)
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "turns": st.integers(2, 6),
+        "shared_prefix": st.integers(0, 60),
+        "prefix_groups": st.integers(1, 3),
+        "input_len": st.integers(1, 60),
+        "output_len": st.integers(1, 60),
+        "range_ratio": st.sampled_from((0.0, 0.7)),
+        "hash_block_tokens": st.integers(1, 40),
+        "seed": st.integers(0, 10**6),
+    }
+)
+
+
+@given(shapes)
+@settings(deadline=None)
+def test_a_turns_prompt_names_the_blocks_of_all_that_was_said(options):
+    block, shared = options["hash_block_tokens"], options["shared_prefix"]
+    said, owners = {}, {}
+    for request in generate("sessions", num_prompts=60, think_time=2, **options):
+        prompt, output = request.prompt_tokens, request.output_tokens
+        ids = request.hash_ids + request.output_hash_ids
+        assert request.hash_block_tokens == block
+        assert len(request.hash_ids) == -(-prompt // block)
+        assert len(ids) == len(set(ids)) == -(-(prompt + output) // block)
+        before, full = said.get(request.session_id, ((), 0))
+        assert request.hash_ids[:full] == before[:full]
+        assert set(before[full:]).isdisjoint(ids)
+        for ident in ids[shared // block :]:
+            assert owners.setdefault(ident, request.session_id) == request.session_id
+        said[request.session_id] = ids, (prompt + output) // block
+    starts = {ids[: shared // block] for ids, _ in said.values()}
+    assert len(starts) <= options["prefix_groups"]
 
 
 def test_sessions_keep_their_rate_groups_and_context():

@@ -1,5 +1,6 @@
 """Every format, and the traps of each: what a file says is what the stream of requests says."""
 
+import csv
 import gzip
 import json
 import subprocess
@@ -18,6 +19,8 @@ from traces.summary import summarize
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 AZURE, MOONCAKE = SHARED / "azure2023_conv.csv", SHARED / "mooncake_synthetic_trace.jsonl"
+ORACLE = SHARED.parent / "oracle" / "v1"
+needs_oracle = pytest.mark.skipif(not ORACLE.exists(), reason="needs vLLM v1's workloads in ../shared (not shipped)")
 needs_azure = pytest.mark.skipif(not AZURE.exists(), reason="needs the Azure 2023 trace in ../shared (not shipped)")
 needs_mooncake = pytest.mark.skipif(not MOONCAKE.exists(), reason="needs the Mooncake trace in ../shared (not shipped)")
 
@@ -148,6 +151,50 @@ def test_time_units_and_block_sizes_can_be_given(tmp_path):
     text = text.replace('"timestamp": 1', '"timestamp": 3', 1)
     requests = list(open_trace(write(tmp_path, "m.jsonl", text), time_unit="s", hash_block_tokens=16, sort=True))
     assert [(r.request_id, r.arrival_s, r.hash_block_tokens) for r in requests] == [(0, 0.0, 16), (1, 2.0, 16)]
+
+
+OWN = "arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,output_hash_ids,priority\n"
+NAMED = [
+    # 33 + 40 tokens in blocks of 16 are 3 blocks and 2 more, of which the last may go without a name.
+    ("0.5,33,40,1 2 3,16,4 5,2\n", Request(0, 0.5, 33, 40, "", (1, 2, 3), 16, (4, 5), 2)),
+    ("1.5,33,40,1 2 3,16,4,-1\n", Request(1, 1.5, 33, 40, "", (1, 2, 3), 16, (4,), -1)),
+    ("2.5,33,40,1 2,16,,\n", Request(2, 2.5, 33, 40, "", (1, 2), 16)),
+    ("3.5,33,15,1 2 3,16,,0\n", Request(3, 3.5, 33, 15, "", (1, 2, 3), 16)),
+    ("4.5,5,6,,0,,9\n", Request(4, 4.5, 5, 6, priority=9)),
+]
+
+
+@pytest.mark.parametrize("quoted", [False, True])  # quotes are read row by row
+def test_our_own_columns_name_what_is_generated_and_how_urgent(tmp_path, quoted):
+    text = OWN + "".join(line for line, _ in NAMED)
+    path = write(tmp_path, "t.csv", text.replace("4 5", '"4 5"') if quoted else text)
+    assert list(open_trace(path)) == [request for _, request in NAMED]
+    assert list(open_trace(path, hash_block_tokens=4))[:4] == [request for _, request in NAMED][:4]
+
+
+def test_the_block_size_may_stand_in_the_options(tmp_path):
+    text = OWN + "0.5,33,40,1 2 3,,4 5,2\n1.5,33,40,1 2 3,0,4 5,2.0\n"
+    expected = [Request(i, i + 0.5, 33, 40, "", (1, 2, 3), 16, (4, 5), 2) for i in range(2)]
+    assert list(open_trace(write(tmp_path, "t.csv", text), hash_block_tokens=16)) == expected
+
+
+def test_priorities_need_no_hash_ids(tmp_path):
+    path = write(tmp_path, "t.csv", "arrival_s,prompt_tokens,output_tokens,priority\n0.5,33,40,2\n1.0,1,1,\n")
+    assert list(open_trace(path)) == [Request(0, 0.5, 33, 40, priority=2), Request(1, 1.0, 1, 1)]
+
+
+@needs_oracle
+@pytest.mark.parametrize("path", sorted(ORACLE.glob("*.csv")), ids=lambda path: path.stem)
+def test_workloads_of_vllms_scheduler_load_with_all_columns(path):
+    columns = list(csv.DictReader(path.read_text().splitlines()))
+    found = list(open_trace(path))
+    assert len(found) == len(columns) > 0
+    for request, row in zip(found, columns, strict=True):
+        assert request[1:4] == (float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["output_tokens"]))
+        for name in ("hash_ids", "output_hash_ids"):
+            assert " ".join(map(str, getattr(request, name))) == row.get(name, "")
+        assert request.priority == int(row.get("priority", 0))
+    assert bool(found[0].output_hash_ids) == ("turns" in path.stem)
 
 
 def test_vllm_custom_needs_lengths(tmp_path):

@@ -1,13 +1,20 @@
 """The one-pass statistics are numpy's."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from traces.errors import TraceError
+from traces.generators import generate
+from traces.readers import open_trace
 from traces.request import Request
 from traces.summary import summarize
+
+ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "v1"
 
 sample = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 50), st.integers(1, 9)), min_size=2, max_size=60)
 
@@ -34,16 +41,57 @@ def test_statistics_are_numpys(values):
 
 def test_an_infinite_cache_hits_the_unbroken_leading_run():
     stream = [
-        Request(0, 0.0, 30, 1, "a", (1, 2), 16),
+        Request(0, 0.0, 32, 1, "a", (1, 2), 16),
         Request(1, 1.0, 40, 1, "a", (1, 2, 3), 16),  # 2 of 3 blocks, 32 of 40 tokens
         Request(2, 1.0, 40, 1, "b", (9, 2, 3), 16),  # none: the run breaks at once
         Request(3, 2.0, 40, 1, "b", (9, 2, 3), 16),  # all 3 blocks, that is 40 tokens
     ]
     summary = summarize(stream)
     assert summary.infinite_cache_block_hits == 5 / 11
-    assert summary.infinite_cache_token_hits == 72 / 150
+    assert summary.infinite_cache_token_hits == 72 / 152
     assert summary.sessions == 2
     assert summary.shared_stamps == 1 / 4
+
+
+def test_an_infinite_cache_holds_what_was_generated():
+    stream = [
+        # 40 + 30 tokens, all computed but the last: 69 fill blocks 1 to 4 and put 5 tokens into block 5.
+        Request(0, 0.0, 40, 30, "", (1, 2, 3), 16, (4, 5)),
+        # The next turn, with 20 tokens more, hits blocks 1 to 4: 64 tokens. 95 computed: 15 in block 7.
+        Request(1, 1.0, 90, 6, "", (1, 2, 3, 4, 6, 7), 16),
+        # The turn after that needs all of block 7, which lacks the last answer's last token: 5 blocks, 80 tokens.
+        Request(2, 2.0, 110, 1, "", (1, 2, 3, 4, 6, 7, 8), 16),
+        # The same again: all 7 blocks, 110 tokens.
+        Request(3, 3.0, 110, 1, "", (1, 2, 3, 4, 6, 7, 8), 16),
+        # The first turn told otherwise from its 70th token on: it needs 5 tokens of block 5, and they are there ...
+        Request(4, 4.0, 69, 1, "", (1, 2, 3, 4, 5), 16),
+        # ... or 6, and they are not.
+        Request(5, 5.0, 70, 1, "", (1, 2, 3, 4, 5), 16),
+    ]
+    summary = summarize(stream)
+    assert summary.infinite_cache_block_hits == (0 + 4 + 5 + 7 + 5 + 4) / (3 + 6 + 7 + 7 + 5 + 5)
+    assert summary.infinite_cache_token_hits == (0 + 64 + 80 + 110 + 69 + 64) / (40 + 90 + 110 + 110 + 69 + 70)
+
+
+def test_sessions_hit_all_that_was_said_in_whole_blocks():
+    options = {"shared_prefix": 100, "turns": 4, "think_time": 5, "seed": 3, "hash_block_tokens": 16}
+    stream = list(generate("sessions", num_prompts=2000, **options))
+    said, hits = {}, -6 * 16  # the very first request finds no system prompt
+    for request in stream:
+        # A new session finds the 6 full blocks of the system prompt; the last token said was never computed.
+        hits += 16 * ((said[request.session_id] - 1) // 16 if request.session_id in said else 6)
+        said[request.session_id] = request.prompt_tokens + request.output_tokens
+    summary = summarize(stream)
+    assert summary.infinite_cache_token_hits == hits / summary.prompt_tokens.total > 0.7
+
+
+@pytest.mark.skipif(not ORACLE.exists(), reason="needs vLLM v1's workloads in ../shared (not shipped)")
+def test_vllms_scheduler_hits_less_than_an_infinite_cache():
+    summary = summarize(open_trace(ORACLE / "v1_turns.csv"))
+    bound = summary.infinite_cache_token_hits
+    for name in ("on512", "on2048", "on8192", "on2048private"):
+        golden = json.loads((ORACLE / f"v1_turns.{name}.json").read_text())
+        assert 0.75 * bound < golden["hit_tokens"] / summary.prompt_tokens.total < bound
 
 
 def test_one_request_and_none():

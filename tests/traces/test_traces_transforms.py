@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traces.errors import TraceError
+from traces.hash_ids import hashes_fit, output_blocks, output_hashes_fit
 from traces.request import Request
 from traces.transforms import at_request_rate, clip, head, merge, scale_rate, spread_ties, window
 
@@ -69,16 +70,37 @@ def test_clip_by_hand(before, limit, after):
 
 @given(tokens, tokens, st.integers(2, 100_000), st.integers(1, 512))
 def test_clip_fits_keeps_what_it_can_and_trims_hash_ids(prompt, output, limit, block):
-    hashes = tuple(range(-(-prompt // block))) if prompt // block < 2_000 else ()
-    before = Request(0, 0.0, prompt, output, "s", hashes, block if hashes else 0)
+    hashes = tuple(range(-(-prompt // block))) if (prompt + output) // block < 2_000 else ()
+    output_hashes = tuple(range(-1, -1 - output_blocks(prompt, output, block), -1)) if hashes else ()
+    before = Request(0, 0.0, prompt, output, "s", hashes, block if hashes else 0, output_hashes, 3)
     after = next(clip([before], limit))
     assert 1 <= after.prompt_tokens <= prompt
     assert 1 <= after.output_tokens <= output
     assert after.prompt_tokens + after.output_tokens == min(prompt + output, limit)
     assert after.output_tokens >= min(output, limit // 2) or after.prompt_tokens == 1
     assert next(clip([after], limit)) == after
+    assert after.priority == 3
     if hashes:
-        assert after.hash_ids == hashes[: -(-after.prompt_tokens // block)]
+        cut = after.prompt_tokens < prompt
+        blocks = -(-(after.prompt_tokens + after.output_tokens) // block)
+        names = (*after.hash_ids, *after.output_hash_ids)
+        assert names == ((*hashes, *output_hashes)[:blocks] if not cut else hashes[: after.prompt_tokens // block])
+        assert hashes_fit(after.prompt_tokens, after.hash_ids, block)
+        assert output_hashes_fit(*after[2:4], after.hash_ids, block, after.output_hash_ids)
+
+
+@pytest.mark.parametrize(
+    ("output", "names", "limit", "after"),
+    [
+        (30, (4, 5), 70, (40, 30, "", (1, 2, 3), 16, (4, 5), 0)),  # fits
+        (60, (4, 5, 6, 7), 80, (40, 40, "", (1, 2, 3), 16, (4, 5), 0)),  # 80 tokens are 5 blocks
+        (60, (4, 5, 6, 7), 78, (39, 39, "", (1, 2), 16, (), 0)),  # the answer moved: block 3 holds other tokens
+        (30, (4, 5), 62, (32, 30, "", (1, 2), 16, (), 0)),
+    ],
+)
+def test_clip_by_hand_with_output_ids(output, names, limit, after):
+    before = Request(0, 0.0, 40, output, "", (1, 2, 3), 16, names)
+    assert next(clip([before], limit))[2:] == after
 
 
 def test_ties_are_spread_up_to_the_next_stamp():
@@ -110,10 +132,11 @@ def test_merge_is_sorted_stable_and_renumbered(streams):
 
 
 def test_merge_tells_the_prefixes_and_sessions_of_traces_apart():
-    one = [Request(0, 0.0, 32, 1, "a", (1, 2), 16)]
-    two = [Request(0, 1.0, 32, 1, "a", (1, 3), 16)]
+    one = [Request(0, 0.0, 32, 17, "a", (1, 2), 16, (3, 4), 5)]
+    two = [Request(0, 1.0, 32, 17, "a", (1, 3), 16, (4, 6))]
     first, second = merge(one, two)
-    assert not set(first.hash_ids) & set(second.hash_ids)
+    assert not {*first.hash_ids, *first.output_hash_ids} & {*second.hash_ids, *second.output_hash_ids}
+    assert first.priority == 5
     assert first.session_id != second.session_id
     assert list(merge(one)) == one
 

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from traces.errors import TraceError
+from traces.hash_ids import output_blocks
 from traces.readers import open_trace
 from traces.request import Request
 from traces.writers import write_trace
@@ -21,7 +22,11 @@ def requests(draw):
         prompt, output = draw(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)))
         block = draw(st.sampled_from((0, max(1, prompt // 3))))
         hashes = tuple(draw(st.integers(0, 2**63)) for _ in range(-(-prompt // block))) if block else ()
-        stream.append(Request(i, time + 0.0, prompt, output, draw(names), hashes, block))
+        most = output_blocks(prompt, output, block) if hashes else 0
+        more = draw(st.integers(most - 1, most)) if 0 < most < 100 else 0
+        output_hashes = tuple(draw(st.integers(-5, 2**63)) for _ in range(more))
+        priority = draw(st.just(0) | st.integers(-(2**63), 2**63))
+        stream.append(Request(i, time + 0.0, prompt, output, draw(names), hashes, block, output_hashes, priority))
     return stream
 
 
@@ -41,11 +46,11 @@ def test_plain_requests_make_plain_rows(tmp_path):
 
 def test_rows_widen_when_a_later_request_needs_it(tmp_path):
     plain = [Request(i, float(i), 5, 6) for i in range(10_000)]
-    stream = [*plain, Request(10_000, 10_000.0, 20, 1, "late", (4, 5), 16)]
     path = tmp_path / "t.csv"
-    write_trace(stream, path)
-    assert list(open_trace(path)) == stream
-    assert list(tmp_path.iterdir()) == [path]
+    for late in (Request(10_000, 10_000.0, 20, 1, "late", (4, 5), 16), Request(10_000, 10_000.0, 20, 1, priority=-1)):
+        write_trace([*plain, late], path)
+        assert list(open_trace(path)) == [*plain, late]
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def test_mooncakes_jsonl_reads_back(tmp_path):
@@ -56,6 +61,9 @@ def test_mooncakes_jsonl_reads_back(tmp_path):
         '{"timestamp": 1500, "input_length": 512, "output_length": 6, "hash_ids": [1]}'
     )
     assert list(open_trace(path)) == stream
+    more = [*stream, Request(2, 2.0, 600, 500, "", (1, 2), 512, (3,), 7), Request(3, 2.0, 5, 5, priority=-1)]
+    write_trace(more, path)
+    assert list(open_trace(path)) == more
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
