@@ -24,7 +24,7 @@ from sim.scenario import (
     read_scenario,
 )
 from sim.simulate import Keep, Run, Setup, build_run, execute, prepare, traffic
-from sim.systems import POLICIES
+from sim.systems import DEFAULT_POLICY, POLICIES
 from sim.systems.base import Policy
 from traces.request import Request
 
@@ -62,7 +62,10 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
         if f.name not in without:
             _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"])
     # A policy's flags are added, and the policy imported, when one of them is given or help asked for.
+    _add_policy_flags(parser, DEFAULT_POLICY)
     for name in POLICIES:
+        if name == DEFAULT_POLICY:
+            continue
         parser.later(partial(_add_policy_flags, name=name), (f"--{name}-", f"--no-{name}-"))
 
 

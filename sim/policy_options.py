@@ -11,7 +11,7 @@ from typing import Any
 
 from sim.errors import UserError
 from sim.option_values import convert, flag, option_fields
-from sim.systems import POLICIES, policy_named
+from sim.systems import DEFAULT_POLICY, POLICIES, policy_named
 from sim.systems.base import Policy
 from sim.systems.mixing import KINDS, known_part
 
@@ -27,7 +27,9 @@ class PolicyOption:
 
     @property
     def full_name(self) -> str:
-        """`POLICY_OPTION`, with underscores."""
+        """`POLICY_OPTION`, with underscores; `OPTION` alone where it is vLLM's."""
+        if self.field.metadata.get("plain"):
+            return self.name
         return f"{self.policy.replace('-', '_')}_{self.name}"
 
 
@@ -41,7 +43,7 @@ def owned_option(full_name: str) -> PolicyOption | None:
     found = [
         option
         for name in POLICIES
-        if full_name.startswith(name.replace("-", "_") + "_")
+        if full_name.startswith(name.replace("-", "_") + "_") or name == DEFAULT_POLICY
         for option in options_of(POLICIES[name])
         if option.full_name == full_name
     ]

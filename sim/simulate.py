@@ -68,7 +68,12 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
             f"--max-model-len {max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
         )
     asked = Asked(
-        max_model_len, scenario.max_num_seqs, scenario.max_num_batched_tokens, scenario.enable_chunked_prefill
+        max_model_len,
+        scenario.max_num_seqs,
+        scenario.max_num_batched_tokens,
+        scenario.enable_chunked_prefill,
+        hardware.name,
+        hardware.memory_bytes,
     )
     engine = policy.engine_limits(asked)
     warnings += engine.warnings
@@ -90,7 +95,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     )
     host_blocks = scenario.num_cpu_blocks_override
     limits = Limits(
-        num_gpu_blocks=pool.num_gpu_blocks,
+        num_gpu_blocks=pool.num_gpu_blocks - policy.num_null_blocks,
         num_cpu_blocks=pool.num_cpu_blocks if host_blocks is None else host_blocks,
         block_size=scenario.block_size,
         block_bytes=pool.block_bytes,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sim.engine.batch import DecodeBatch
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Counters, Deployment, Limits
-from sim.engine.plan import Change, IterationPlan, Move, StepTimes, Tier
+from sim.engine.plan import Change, IterationPlan, Move, PrefillChunk, StepTimes, Tier
 from sim.engine.sequence import Sequence, Status
 from sim.parts.base import Admission, Eviction, Memory, Order, Part, Stage, overrides
 from sim.parts.batching.base import Batching
@@ -64,12 +64,17 @@ class Scheduler:
         self._moved = [part.moved for part in self.parts if overrides(part, "moved")]
         self._left = [part.left for part in self.parts if overrides(part, "left")]
         self._transferred = [part.transferred for part in self.parts if overrides(part, "transferred")]
+        refuses = type(self.batching).refusal is not Batching.refusal
+        self._refusal = self.batching.refusal if refuses else None
         self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """A request arrived."""
+        if self._refusal is not None and (reason := self._refusal(seq)):
+            self.ignore(seq, reason)
+            return
         self.order.add(seq)
 
     def schedule(self, now_s: float) -> IterationPlan | None:
@@ -116,12 +121,42 @@ class Scheduler:
                         if seq in batch.members:
                             for moved in self._moved:
                                 moved(seq)
-        if plan.chunks:
+        if self.batching.frees_in_order:
+            self._end_in_order(plan, ended, end_s)
+        elif plan.chunks:
             self.batching.commit_chunks(plan, end_s)
         for committed in self._committed:
             committed(plan, times)
-        for seq in ended:
-            self.end(seq, end_s)
+        if not self.batching.frees_in_order:
+            for seq in ended:
+                self.end(seq, end_s)
+
+    def _end_in_order(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
+        """Who decoded and who was prefilled may end together: they give back their blocks as they ran."""
+        if not plan.chunks:
+            for seq in self.batching.in_order(ended) if len(ended) > 1 else ended:
+                self.end(seq, end_s)
+            return
+        at_once = [chunk.seq for chunk in plan.chunks if self._ends_with(chunk)]
+        if not at_once or not ended:
+            # Chunks are in order, and prompts stand behind those who decode.
+            for seq in self.batching.in_order(ended) if len(ended) > 1 else ended:
+                self.end(seq, end_s)
+            self.batching.commit_chunks(plan, end_s)
+            return
+        chunks = {chunk.seq: chunk for chunk in plan.chunks}
+        for seq in self.batching.in_order([*ended, *at_once]):
+            if seq in chunks:
+                self.batching.commit_chunk(chunks.pop(seq), end_s)
+            else:
+                self.end(seq, end_s)
+        for chunk in chunks.values():
+            self.batching.commit_chunk(chunk, end_s)
+
+    @staticmethod
+    def _ends_with(chunk: PrefillChunk) -> bool:
+        seq = chunk.seq
+        return chunk.num_cached + chunk.num_new == seq.num_tokens and seq.num_generated + 1 >= seq.output_tokens
 
     def transfer_done(self, move: Move) -> None:
         """A copy beside or behind the computation ended."""
@@ -186,6 +221,10 @@ class Scheduler:
     def start(self, seq: Sequence, now_s: float) -> None:
         """`seq`, which was admitted, gets its blocks and runs."""
         self.memory.place(seq, self.admission.keep_free)
+        self.begin(seq, now_s)
+
+    def begin(self, seq: Sequence, now_s: float) -> None:
+        """`seq`, which was admitted and has its blocks, runs."""
         self.admission.admitted(seq)
         seq.status = Status.RUNNING
         if seq.first_scheduled_s < 0.0:

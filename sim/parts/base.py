@@ -232,11 +232,14 @@ class Memory(Part, ABC):
     """Host pool blocks set aside for the coming step that nobody holds yet."""
 
     caches_prefixes: ClassVar[bool] = False
-    """Whether prompts may hit blocks that others have computed; else these methods are not called."""
+    """Whether prompts may hit blocks that others have computed."""
 
     def cached_tokens(self, seq: Sequence) -> int:
         """Tokens of a prompt that waits, from the first on, whose KV is there; never all of them."""
-        raise NotImplementedError
+        return 0
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of `seq` are computed, or are about to be: what they fill can be hit."""
 
     splits_layers: ClassVar[bool] = False
     """Whether a prompt may start with some of its layers on the host."""
@@ -303,6 +306,9 @@ class Admission(Part, ABC):
 
 class Eviction(Part, ABC):
     """Where a victim's KV goes, and how it comes back."""
+
+    moves_whole: ClassVar[bool] = False
+    """Whether sequences go to the host whole."""
 
     @abstractmethod
     def evict(self, seq: Sequence, plan: IterationPlan) -> None:

@@ -13,7 +13,11 @@ from sim.errors import UserError
 if TYPE_CHECKING:
     from sim.systems.base import Policy
 
+DEFAULT_POLICY = "vllm-v1"
+"""What `run` runs when no policy is named; its options are vLLM's, and their flags bear no prefix."""
+
 _PLACES = {
+    "vllm-v1": "sim.systems.vllm_v1:VllmV1",
     "vllm-recompute": "sim.systems.vllm055:VllmRecompute",
     "vllm-swap": "sim.systems.vllm055:VllmSwap",
     "layerkv": "sim.systems.layerkv:LayerKV",

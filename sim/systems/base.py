@@ -33,6 +33,8 @@ class Asked:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool | None = None
+    gpu_name: str = ""
+    gpu_memory_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Policy(ABC):
     """Host memory for KV per GPU when the user names none (vLLM 0.5.5's `--swap-space`)."""
     default_max_num_seqs: ClassVar[int] = 256
     default_prefix_caching: ClassVar[bool] = False
+    num_null_blocks: ClassVar[int] = 0
+    """Blocks of the pool that nobody gets."""
 
     mixed: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     """Parts that replace the composition's: (kind, name)."""

@@ -14,6 +14,7 @@ from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
+from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Parts
@@ -127,6 +128,12 @@ def _fcfs(b: Builder) -> "Order":
     return Fcfs()
 
 
+def _priority(b: Builder) -> "Order":
+    from sim.parts.order.priority import Priority
+
+    return Priority()
+
+
 def _mlfq(b: Builder) -> "Order":
     from sim.parts.order.mlfq import Mlfq
 
@@ -145,7 +152,7 @@ def _paged(b: Builder) -> "Memory":
     if b.limits.enable_prefix_caching:
         from sim.parts.memory.prefix import PrefixMemory
 
-        return PrefixMemory(b.limits)
+        return PrefixMemory(b.limits, in_flight_hits=b.names["batching"] == "unified")
     from sim.parts.memory.paged import PagedMemory
 
     return PagedMemory(b.limits)
@@ -282,7 +289,24 @@ def _quanta(b: Builder) -> "Batching":
     return Quanta()
 
 
-ORDERS: "dict[str, Known[Order]]" = {"fcfs": Known(_fcfs), "mlfq": Known(_mlfq, MlfqOptions)}
+def _unified(b: Builder) -> "Batching":
+    from sim.parts.batching.unified import Unified
+
+    options = b.options(VllmV1Options)
+    return Unified(
+        long_prefill_threshold=options.long_prefill_token_threshold,
+        adaptive=options.long_prefill_token_threshold_adaptive,
+        # vLLM counts its null block.
+        watermark_blocks=int(options.watermark * (b.limits.num_gpu_blocks + 1)),
+        reserve_whole_prompt=options.scheduler_reserve_full_isl,
+    )
+
+
+ORDERS: "dict[str, Known[Order]]" = {
+    "fcfs": Known(_fcfs),
+    "priority": Known(_priority),
+    "mlfq": Known(_mlfq, MlfqOptions),
+}
 MEMORIES: dict[str, KnownMemory] = {
     "paged": KnownMemory(_paged, can_cache_prefixes=True),
     "reserved": KnownMemory(_reserved),
@@ -311,6 +335,7 @@ BATCHINGS: dict[str, KnownBatching] = {
     "sarathi": KnownBatching(_sarathi, splits_prompts=True),
     "fastgen": KnownBatching(_fastgen, splits_prompts=True, tokens=lambda length, chunked: 768),
     "quanta": KnownBatching(_quanta, splits_prompts=False),
+    "unified": KnownBatching(_unified, VllmV1Options, splits_prompts=True, tokens=lambda length, chunked: 8192),
 }
 CATALOGUE: dict[str, Mapping[str, Known[object]]] = {
     "order": ORDERS,

@@ -7,3 +7,8 @@ from typing import Any
 def option(default: Any, help_text: str) -> Any:  # noqa: ANN401 - a dataclass default
     """An option of a policy or a part."""
     return field(default=default, metadata={"help": help_text, "metavar": None})
+
+
+def vllm_option(default: Any, help_text: str) -> Any:  # noqa: ANN401 - a dataclass default
+    """An option that vLLM has, whose flag is spelled as vLLM spells it: without the system's name before it."""
+    return field(default=default, metadata={"help": help_text, "metavar": None, "plain": True})

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.plan import IterationPlan, Origin, Tier
+from sim.engine.plan import IterationPlan, Origin, PrefillChunk, Tier
 from sim.engine.sequence import Sequence
 from sim.parts.base import Part
 
@@ -26,6 +26,16 @@ class Batching(Part, ABC):
     """
 
     splits_prompts: ClassVar[bool] = False
+    frees_in_order: ClassVar[bool] = False
+    """Whether those who end in one step give their blocks back in the order in which they ran (`in_order`)."""
+
+    def refusal(self, seq: Sequence) -> str | None:
+        """Why a request that arrives is not taken at all; None: it is."""
+        return None
+
+    def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Running sequences, in the order in which they run."""
+        raise NotImplementedError
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -149,11 +159,16 @@ class Batching(Part, ABC):
 
     def commit_chunks(self, plan: IterationPlan, end_s: float) -> None:
         """Count the computed prompt tokens; complete prompts yield a token and go on."""
-        for seq, num_new, _, _ in plan.chunks:
-            seq.num_computed += num_new
-            if seq.num_computed < seq.num_tokens:
-                self.partials[seq] = None
-                continue
-            self.partials.pop(seq, None)
-            if self.scheduler.emit_token(seq, end_s):
-                self.stage.enter(seq)
+        for chunk in plan.chunks:
+            self.commit_chunk(chunk, end_s)
+
+    def commit_chunk(self, chunk: PrefillChunk, end_s: float) -> None:
+        """One of them."""
+        seq = chunk.seq
+        seq.num_computed += chunk.num_new
+        if seq.num_computed < seq.num_tokens:
+            self.partials[seq] = None
+            return
+        self.partials.pop(seq, None)
+        if self.scheduler.emit_token(seq, end_s):
+            self.stage.enter(seq)

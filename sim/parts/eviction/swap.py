@@ -5,7 +5,7 @@ A full host turns a swap into a recomputation; vLLM 0.5.5 aborts there.
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import IterationPlan, Origin, Tier
 from sim.engine.sequence import Sequence, Status
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 class Swap(Recompute):
     """Victims return first come, first served, before any prompt is admitted."""
+
+    moves_whole: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,6 +18,8 @@ class PagedMemory(Memory):
     """Blocks on demand; sequences go to the host and come back whole."""
 
     can_swap: ClassVar[bool] = True
+    takes_chunks: ClassVar[bool] = True
+    """Whether a prompt's blocks may be taken chunk by chunk."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits, 1)
@@ -37,9 +39,30 @@ class PagedMemory(Memory):
         return self.gpu.free + seq.num_tokens // -self.block_size >= keep_free
 
     def place(self, seq: Sequence, keep_free: int) -> None:
-        blocks = seq.num_blocks = -(-seq.num_tokens // self.block_size)
+        self.place_chunk(seq, seq.num_tokens)
+
+    # -- prompts chunk by chunk --------------------------------------------------------------------------------------
+
+    def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        """Take the blocks of the first `num_tokens` tokens of a prompt that waits, what it hits among them."""
+        blocks = seq.num_blocks = -(-num_tokens // self.block_size)
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+
+    def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
+        """Free blocks that the first `num_tokens` tokens of a prompt that waits take."""
+        return -(-num_tokens // self.block_size)
+
+    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that a half-done prompt lacks for its first `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size) - seq.num_blocks
+
+    def take_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        """Take them."""
+        blocks = self.blocks_missing(seq, num_tokens)
+        if blocks > 0:
+            self.gpu.allocate(blocks)
+            seq.num_blocks += blocks
 
     def release(self, seq: Sequence) -> None:
         self.gpu.release(seq.num_blocks)

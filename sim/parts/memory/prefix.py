@@ -36,11 +36,11 @@ class PrefixMemory(PagedMemory):
 
     can_swap = False
     caches_prefixes = True
-    in_flight_hits = False
-    """Whether what this very iteration computes can be hit already (vLLM v1)."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, in_flight_hits: bool = False) -> None:
+        """`in_flight_hits`: what an iteration computes can be hit in the same one (vLLM v1)."""
         super().__init__(limits)
+        self.in_flight_hits = in_flight_hits
         self.index = PrefixIndex(self.published)
         self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
         self.keys = BlockKeys(limits.block_size)
@@ -100,15 +100,11 @@ class PrefixMemory(PagedMemory):
         return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
-        """Free blocks that the first `num_tokens` tokens of a prompt take: what it does not hit, and idle hits."""
         match, blocks = self._match(seq), -(-num_tokens // self.block_size)
+        # Idle hits are free blocks as well, until they are taken. Its own resting ones are hits, and idle.
         return blocks - match.num_blocks + match.num_idle
 
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        self.place_tokens(seq, seq.num_tokens)
-
-    def place_tokens(self, seq: Sequence, num_tokens: int) -> None:
-        """Take what it hits, and blocks for as much of the rest of the first `num_tokens` tokens."""
+    def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
         match = self._match(seq)
         resting = self._num_resting(seq, match)
         blocks = seq.num_blocks = -(-num_tokens // self.block_size)

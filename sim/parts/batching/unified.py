@@ -1,0 +1,275 @@
+"""`Unified`: one token budget for all, no phases (vLLM v1's scheduler, 0.33).
+
+Every step raises what is computed of each sequence towards what is known of it: first for those that run, in order of
+admission, then for those that wait. Blocks are taken for what a step computes, not for a whole prompt. Who finds none
+preempts the last of those that run, or the least urgent; a step that preempted admits nobody.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sim.engine.plan import IterationPlan, Origin, StepTimes
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.batching.base import NEVER_FITS, Batching
+from sim.parts.memory.paged import PagedMemory
+from sim.parts.order.priority import Priority, urgency
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+PROMPT_TOO_LONG = "prompt of max_model_len tokens or more"
+
+
+class Unified(Batching):
+    """vLLM v1's `schedule()`, synchronous.
+
+    Args:
+        long_prefill_threshold: most tokens of one prompt in a step; 0: no such limit.
+        adaptive: raise it to an equal share of the budget where few requests are there.
+        watermark_blocks: kept free when somebody is admitted while others run.
+        reserve_whole_prompt: admit only who would fit with all tokens known of it.
+    """
+
+    splits_prompts = True
+    frees_in_order = True
+
+    def __init__(
+        self, *, long_prefill_threshold: int, adaptive: bool, watermark_blocks: int, reserve_whole_prompt: bool
+    ) -> None:
+        self.threshold, self.adaptive = long_prefill_threshold, adaptive
+        self.watermark_blocks, self.reserve_whole_prompt = watermark_blocks, reserve_whole_prompt
+        self.running: dict[Sequence, None] = {}
+        """In order of admission; half-done prompts and who decodes."""
+        self.record: Callable[[str], None] | None = None
+        """Hears of every step: entries `request:tokens` in vLLM's order, then who was preempted."""
+        self._line = ""
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if not isinstance(scheduler.memory, PagedMemory) or not scheduler.memory.takes_chunks:
+            raise UserError("batching=unified takes blocks chunk by chunk: it goes with memory=paged")
+        if scheduler.eviction.moves_whole or scheduler.stage.brings_layers_back:
+            raise UserError("batching=unified computes victims again: it goes with eviction=recompute, stage=direct")
+        self.paged = scheduler.memory
+        self.by_priority = isinstance(scheduler.order, Priority)
+
+    def refusal(self, seq: Sequence) -> str | None:
+        return PROMPT_TOO_LONG if seq.num_tokens >= self.limits.max_model_len else None
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        waiting = self.order.waiting
+        budget = self._run_running(plan)
+        preempted = self.eviction.settle()
+        if waiting and not preempted and budget > 0:
+            self._admit(plan, now_s, budget)
+        plan.cut_on_arrival = not (waiting and self.order.sticky)
+        if self.record is not None and not preempted:
+            self._note(plan, ())
+        if not plan.chunks and not self.partials and not preempted:
+            self.scheduler.allow_jump(plan)
+
+    def _longest_chunk(self) -> int:
+        """Most tokens of one prompt in this step; 0: the budget alone says."""
+        if not self.threshold:
+            return 0
+        requests = len(self.running) + len(self.order)
+        if requests <= 1:
+            return 0
+        return max(self.threshold, self.budget // requests) if self.adaptive else self.threshold
+
+    def _run_running(self, plan: IterationPlan) -> int:
+        """Everybody who runs, as the budget lasts; returns what is left of it."""
+        if not self.running:
+            return self.budget
+        batch, memory = self.batch, self.paged
+        # At the common step everybody decodes, but perhaps for one prompt, the last to be admitted.
+        if not self.threshold and len(self.partials) <= 1:
+            for seq in list(self.partials):
+                self._join_if_decode(seq)
+            budget = self.budget - len(batch.members)
+            chunk = wanted = 0
+            for seq in self.partials:
+                chunk = min(seq.num_tokens - seq.num_computed, budget)
+                wanted = memory.blocks_missing(seq, seq.num_computed + chunk)
+            needed = batch.blocks_needed(1) if batch.members else 0
+            if needed + wanted <= memory.gpu.free:
+                if batch.members:
+                    memory.grow(batch, 0)
+                    self.decode_all(plan)
+                for seq in self.partials:
+                    if chunk > 0:
+                        self._continue(plan, seq, chunk)
+                return budget - chunk
+        return self._run_one_by_one(plan)
+
+    def _join_if_decode(self, seq: Sequence) -> None:
+        """A prompt of which one generated token is left to be computed again is a decode."""
+        if seq.num_tokens - seq.num_computed == 1 and seq.num_computed >= seq.request.prompt_tokens:
+            del self.partials[seq]
+            self.scheduler.join(seq)
+
+    def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> None:
+        tokens = seq.num_computed + chunk
+        self.paged.take_chunk(seq, tokens)
+        plan.add_chunk(seq, chunk, Origin.CONTINUED)
+        self.memory.publish(seq, tokens)
+
+    def _run_one_by_one(self, plan: IterationPlan) -> int:
+        """vLLM's loop over `running`: who finds no block preempts, and tries again."""
+        budget, longest, batch = self.budget, self._longest_chunk(), self.batch
+        done: dict[Sequence, int] = {}
+        preempted: list[Sequence] = []
+        for seq in list(self.running):
+            if seq in self.partials:
+                self._join_if_decode(seq)
+        # Victims leave the dictionary: a copy says who is next.
+        for seq in list(self.running):
+            if budget <= 0:
+                break
+            if seq not in self.running:
+                continue
+            chunk = 1
+            if seq in self.partials:
+                chunk = seq.num_tokens - seq.num_computed
+                if 0 < longest < chunk:
+                    chunk = longest
+                chunk = min(chunk, budget)
+            while not self._take(seq, chunk):
+                victim = self._victim()
+                scheduled = done.pop(victim, 0)
+                budget += scheduled
+                preempted.append(victim)
+                self._preempt(victim, plan, scheduled)
+                if victim is seq:
+                    break
+            if seq not in self.running:
+                if self.by_priority:
+                    continue
+                break
+            done[seq] = chunk
+            budget -= chunk
+        self._plan(plan, done)
+        if self.record is not None and preempted:
+            self._note(plan, preempted)
+        if plan.num_decodes == len(batch.members):
+            plan.decodes = batch.members
+        return budget
+
+    def _take(self, seq: Sequence, chunk: int) -> bool:
+        """Blocks for the next `chunk` tokens of one who runs; False where there are too few."""
+        memory = self.paged
+        if seq in self.partials:
+            tokens = seq.num_computed + chunk
+            if memory.blocks_missing(seq, tokens) > memory.gpu.free:
+                return False
+            memory.take_chunk(seq, tokens)
+            memory.publish(seq, tokens)
+            return True
+        if self.batch.needs_block(seq):
+            if not memory.gpu.free:
+                return False
+            memory.gpu.allocate(1)
+        return True
+
+    def _victim(self) -> Sequence:
+        return max(self.running, key=lambda seq: urgency(seq)[:2]) if self.by_priority else next(reversed(self.running))
+
+    def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:
+        """Take a running sequence out. `scheduled` of its tokens were in this step: vLLM has hashed them."""
+        scheduler, batch = self.scheduler, self.batch
+        scheduler.counters.preemptions += 1
+        scheduler.changed = True
+        decoded = 0
+        if victim in self.partials:
+            del self.partials[victim]
+            victim.num_computed += scheduled
+        else:
+            decoded = scheduled
+            grown = int(decoded and batch.needs_block(victim))
+            batch.remove(victim)
+            victim.num_tokens += decoded
+            victim.num_blocks += grown
+        self.eviction.evict(victim, plan)
+        victim.num_tokens -= decoded
+
+    def _plan(self, plan: IterationPlan, done: dict[Sequence, int]) -> None:
+        """Put what was decided into the plan, in the order of `running`."""
+        batch = self.batch
+        decodes = []
+        for seq, chunk in done.items():
+            if seq in self.partials:
+                plan.add_chunk(seq, chunk, Origin.CONTINUED)
+            else:
+                decodes.append(seq)
+                plan.decode_context_tokens += batch.num_tokens_of(seq)
+        plan.decodes = decodes
+        plan.num_decodes = len(decodes)
+
+    def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
+        """Those who wait, in order, until one of them finds no room."""
+        order, memory, limits = self.order, self.paged, self.limits
+        longest = self._longest_chunk()
+        while budget > 0 and order.waiting and len(self.running) < limits.max_num_seqs:
+            seq = order.head()
+            cached = memory.cached_tokens(seq)
+            chunk = seq.num_tokens - cached
+            if 0 < longest < chunk:
+                chunk = longest
+            chunk = min(chunk, budget)
+            keep_free = self.watermark_blocks if self.running else 0
+            if not memory.ever_fits(seq, 0):
+                self.scheduler.ignore(order.pop(), NEVER_FITS)
+                continue
+            if not self._has_room(seq, cached + chunk, keep_free):
+                return
+            order.pop()
+            budget -= chunk
+            self._start(plan, seq, cached, chunk, now_s)
+
+    def _has_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
+        memory = self.paged
+        most = seq.num_tokens if self.reserve_whole_prompt else num_tokens
+        return memory.blocks_wanted(seq, most) + keep_free <= memory.gpu.free
+
+    def _start(self, plan: IterationPlan, seq: Sequence, cached: int, chunk: int, now_s: float) -> None:
+        scheduler, memory, batch = self.scheduler, self.paged, self.batch
+        self.running[seq] = None
+        seq.output_tokens = min(seq.output_tokens, self.limits.max_model_len - seq.request.prompt_tokens)
+        if chunk == 1 and cached >= seq.request.prompt_tokens:
+            memory.place_chunk(seq, cached)
+            scheduler.begin(seq, now_s)
+            scheduler.join(seq)
+            memory.append(seq)
+            plan.num_decodes += 1
+            plan.decode_context_tokens += batch.num_tokens_of(seq)
+            plan.decodes = batch.members
+            return
+        memory.place_chunk(seq, cached + chunk)
+        scheduler.begin(seq, now_s)
+        plan.add_chunk(seq, chunk, Origin.ADMITTED)
+        memory.publish(seq, cached + chunk)
+
+    # -- afterwards --------------------------------------------------------------------------------------------------
+
+    def left(self, seq: Sequence) -> None:
+        self.running.pop(seq, None)
+
+    def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
+        places = {seq: place for place, seq in enumerate(self.running)}
+        return sorted(seqs, key=places.__getitem__)
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        if self.record is not None:
+            for _ in range(times.iterations - 1):
+                self.record(self._line)
+
+    def _note(self, plan: IterationPlan, preempted: list[Sequence] | tuple[()]) -> None:
+        tokens = {chunk.seq: chunk.num_new for chunk in plan.chunks} | dict.fromkeys(plan.decodes, 1)
+        self._line = " ".join(f"{seq.request.request_id}:{tokens[seq]}" for seq in self.running if seq in tokens)
+        if preempted:
+            self._line += " preempt " + " ".join(str(seq.request.request_id) for seq in preempted)
+        if self._line and self.record is not None:
+            self.record(self._line)

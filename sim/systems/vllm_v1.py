@@ -1,0 +1,49 @@
+"""vLLM v1, decision for decision as vLLM 0.33.0 (`vllm/v1/core/sched/scheduler.py`, `kv_cache_manager.py`).
+
+One token budget for prompts and decodes, running before waiting, blocks taken chunk by chunk, preemption by
+recomputation, prefix caching. `tests/oracle` holds it to vLLM's own scheduler. Limits are the API server's on the GPU.
+
+Assumed: full attention, one KV group, no speculative decoding, no connector, synchronous scheduling.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.errors import UserError
+from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.vllm_v1_options import VllmV1Options
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class VllmV1(VllmV1Options, Policy):
+    """The vLLM that people run today."""
+
+    name: ClassVar[str] = "vllm-v1"
+    summary: ClassVar[str] = "vLLM v1 as of 0.33: unified batches, prefix caching, preemption by recomputation"
+    default_prefix_caching: ClassVar[bool] = True
+    num_null_blocks: ClassVar[int] = 1
+    composition: ClassVar[dict[str, str]] = {
+        "order": "fcfs",
+        "batching": "unified",
+        "admission": "memory",
+        "memory": "paged",
+        "eviction": "recompute",
+        "stage": "direct",
+    }
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {**self.composition, "order": self.scheduling_policy, **dict(self.mixed)}
+
+    def engine_limits(self, asked: Asked) -> EngineLimits:
+        """The API server's defaults by GPU (`EngineArgs.get_batch_defaults`)."""
+        if asked.enable_chunked_prefill is False:
+            raise UserError("--no-enable-chunked-prefill: vllm-v1 splits prompts as the budget demands; leave it out")
+        large = asked.gpu_memory_bytes >= 70 * GIB and "a100" not in asked.gpu_name.lower()
+        tokens = asked.max_num_batched_tokens or (8192 if large else 2048)
+        if asked.gpu_memory_bytes >= 160 * GIB and not asked.max_num_batched_tokens:
+            tokens = 16384
+        seqs = asked.max_num_seqs or min(1024 if large else 256, tokens)
+        return EngineLimits(seqs, tokens, True).checked()

@@ -1,0 +1,126 @@
+"""Replays a workload of the vLLM v1 oracle on our `vllm-v1` and compares with vLLM's answer."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtwin.testing import engines
+from sim.engine.limits import Limits
+from sim.parts.batching.unified import Unified
+from sim.systems.vllm_v1 import VllmV1
+from traces.readers import open_trace
+
+FLAGS = {
+    "policy": "scheduling_policy",
+    "long_prefill": "long_prefill_token_threshold",
+    "long_prefill_adaptive": "long_prefill_token_threshold_adaptive",
+    "watermark": "watermark",
+}
+
+
+@dataclass
+class Replay:
+    """What came of it."""
+
+    requests: dict[str, dict] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    evictions: int = 0
+    preemptions: int = 0
+    rehit_tokens: int = 0
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for step, line in enumerate(self.lines):
+            digest.update(f"{step} {line}\n".encode())
+        return digest.hexdigest()
+
+
+def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> Replay:
+    """The answer's workload under the answer's settings."""
+    args = answer["args"]
+    requests = list(open_trace(folder / args["trace"]))
+    if args["private_outputs"]:
+        requests = [
+            request._replace(hash_ids=request.hash_ids[: request.prompt_tokens // 16], output_hash_ids=())
+            for request in requests
+        ]
+    options = {ours: args[theirs] for theirs, ours in FLAGS.items()}
+    policy = VllmV1(**options, scheduler_reserve_full_isl=not args["no_reserve_full_isl"])
+    limits = Limits(
+        num_gpu_blocks=args["blocks"] - 1,
+        num_cpu_blocks=0,
+        block_size=args["block_size"],
+        block_bytes=1.0,
+        max_model_len=args["max_model_len"],
+        max_num_seqs=args["max_num_seqs"],
+        max_num_batched_tokens=args["max_batched"],
+        enable_chunked_prefill=True,
+        enable_prefix_caching=not args["no_prefix_caching"],
+    )
+    costs = tuple(map(float, args["cost"].split(",")))
+    machine = engines.linear_machine(prefill=costs[:3], decode=costs[3:])
+    found = Replay()
+
+    def listen(scheduler):
+        assert isinstance(scheduler.batching, Unified)
+        scheduler.batching.record = found.lines.append
+        return lambda plan, start_s, times: None
+
+    outcome = engines.simulate(policy, requests, limits, machine=machine, jump=jump, checked=checked, observe=listen)
+    for seq in outcome.ended:
+        refused = seq.error != ""
+        found.requests[str(seq.request.request_id)] = {
+            "first": None if refused else seq.first_token_s,
+            "finish": "rejected" if refused else seq.finish_s,
+            "preempted": seq.num_preemptions,
+            "hit": None if refused else seq.num_cached_tokens,
+        }
+    found.evictions = outcome.scheduler.memory.num_evicted
+    found.preemptions = outcome.scheduler.counters.preemptions
+    found.rehit_tokens = outcome.scheduler.counters.prefix_rehit_tokens
+    return found
+
+
+def differences(found: Replay, answer: dict) -> list[str]:
+    """Where the replay differs from vLLM."""
+    wrong = []
+    for key, want in answer["requests"].items():
+        got = found.requests[key]
+        for name in ("first", "finish"):
+            a, b = got[name], want[name]
+            same = abs(a - b) < 1e-6 if isinstance(a, float) and isinstance(b, float) else a == b
+            if not same:
+                wrong.append(f"request {key} {name}: {a} where vLLM has {b}")
+        for name in ("preempted", "hit"):
+            if got[name] != want[name]:
+                wrong.append(f"request {key} {name}: {got[name]} where vLLM has {want[name]}")
+    for name in ("evictions", "preemptions", "rehit_tokens"):
+        if getattr(found, name) != answer[name]:
+            wrong.append(f"{name}: {getattr(found, name)} where vLLM has {answer[name]}")
+    if found.sha256 != answer["decisions_sha256"]:
+        wrong.append(f"decisions: {len(found.lines)} steps where vLLM has {answer['iterations']}")
+    return wrong
+
+
+def first_difference(found: Replay, answer: dict) -> str:
+    """The first of the steps in clear that differs."""
+    for step, (_, entries, preempted, hits, free) in enumerate(answer["clear"]):
+        line = " ".join(f"{request}:{tokens}" for request, tokens in entries)
+        if preempted:
+            line += " preempt " + " ".join(map(str, preempted))
+        if found.lines[step] != line:
+            return f"step {step}: {found.lines[step]} where vLLM has {line} (hits {hits}, {free} free)"
+    digest, step = hashlib.sha256(), 0
+    for checkpoint in answer["checkpoints"]:
+        for line in found.lines[step : step + 100]:
+            digest.update(f"{step} {line}\n".encode())
+            step += 1
+        if digest.hexdigest()[:12] != checkpoint:
+            return f"between steps {step - 100} and {step}"
+    return "at the end, or nowhere"
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
