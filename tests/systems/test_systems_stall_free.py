@@ -23,8 +23,8 @@ some = settings(max_examples=40, deadline=None, suppress_health_check=(HealthChe
 
 
 def with_room(workload: Workload) -> Workload:
-    """The same requests and budget where memory refuses nobody."""
-    return replace(workload, limits=replace(workload.limits, num_gpu_blocks=10_000))
+    """The same requests and budget where memory refuses nobody, and every prompt is computed whole."""
+    return replace(workload, limits=replace(workload.limits, num_gpu_blocks=10_000, enable_prefix_caching=False))
 
 
 def test_sarathi_by_hand() -> None:
