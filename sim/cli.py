@@ -55,7 +55,8 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
         "--policy",
         action="append",
         metavar="P",
-        help=f"one of {', '.join(POLICIES)}; options and parts as NAME:option=value,... or options by their flags",
+        help=f"one of {', '.join(POLICIES)} (run: default {DEFAULT_POLICY}); options and parts as "
+        "NAME:option=value,... or options by their flags",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
     for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
@@ -92,8 +93,13 @@ def _add_flag(target: Any, name: str, hint: Any, help_text: str, metavar: str | 
         target.add_argument(flag(name), default=None, help=text, metavar=metavar or name.upper())
 
 
-def read_options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[str, Policy]], Path, Outputs]:
-    """Scenario, labelled policies, output folder and outputs from flags over an optional scenario file."""
+def read_options(
+    arguments: argparse.Namespace, default: str | None = None
+) -> tuple[Scenario, list[tuple[str, Policy]], Path, Outputs]:
+    """Scenario, labelled policies, output folder and outputs from flags over an optional scenario file.
+
+    `default` is the policy where none is named; None: then it is missing.
+    """
     values = read_scenario(arguments.scenario) if arguments.scenario else {}
     sources = dict.fromkeys(values, str(arguments.scenario))
     for name, value in vars(arguments).items():
@@ -102,7 +108,9 @@ def read_options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[st
             sources.pop(name, None)
     texts: tuple[str, ...] = tuple(values.get("policy") or ())
     if not texts:
-        raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
+        if default is None:
+            raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
+        texts = (default,)
     policies = [parse_policy(text, values) for text in texts]
     plain = {f.name for owner in (Scenario, Outputs) for f, _ in option_fields(owner)}
     for name in values.keys() - plain:
@@ -116,7 +124,7 @@ def read_options(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[st
 
 def run_command(arguments: argparse.Namespace) -> int:
     """`kvtwin run`."""
-    scenario, policies, folder, outputs = read_options(arguments)
+    scenario, policies, folder, outputs = read_options(arguments, DEFAULT_POLICY)
     if len(policies) != 1:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
     label, policy = policies[0]

@@ -221,6 +221,7 @@ def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> EnginePar
     detailed: dict[int, list[float]] | None = {} if keep.detailed else None
     if detailed is not None:
         scheduler.record_tokens(detailed)
+        scheduler.record_decisions()
     return EngineParts(
         setup=setup,
         scheduler=scheduler,

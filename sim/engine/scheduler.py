@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sim.engine.batch import DecodeBatch
+from sim.engine.decisions import DecisionLog
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import Change, IterationPlan, Move, PrefillChunk, StepTimes, Tier
@@ -48,6 +49,7 @@ class Scheduler:
         self.beside: list[Move] = []
         """Copies to start with the next plan."""
         self.now_s = 0.0
+        self.decisions: DecisionLog | None = None
         self.order, self.memory, self.admission = parts.order, parts.memory, parts.admission
         self.eviction, self.stage, self.batching = parts.eviction, parts.stage, parts.batching
         self.gpu, self.host = parts.memory.gpu, parts.memory.host
@@ -215,6 +217,11 @@ class Scheduler:
     def record_tokens(self, log: dict[int, list[float]]) -> None:
         """Keep the time of every token, by request id, in `log`."""
         self.batch.token_log = log
+
+    def record_decisions(self) -> None:
+        """Keep a hash of every decision in `decisions`, where the batching tells them."""
+        if self.batching.records_decisions:
+            self.decisions = self.batching.record = DecisionLog()
 
     # -- what parts do -----------------------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ def assemble(run: Run) -> Result:
         ),
         versions=Versions(kvtwin=VERSION),
         machine=UNSET if run.machine is None else run.machine,
+        decisions_sha256=UNSET if run.scheduler.decisions is None else run.scheduler.decisions.sha256,
         **_arrays(log.per_request, run.detailed),
     )
 

@@ -117,6 +117,10 @@ class Result(Struct, kw_only=True, frozen=True):
     machine: Machine | UnsetType = UNSET
     """What executed the run; absent from simulated ones."""
 
+    decisions_sha256: str | UnsetType = UNSET
+    """Of every step's decisions, a line each as vLLM's own schedulers are compared; only where every token's time was
+    kept and the batching tells its decisions."""
+
     per_request: str | UnsetType = UNSET
     """Where the arrays below went; present only where there are too many requests for them."""
     # Arrays, one element a request that ended, in order of the request ids; absent where `per_request` is present.

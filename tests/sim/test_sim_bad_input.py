@@ -103,7 +103,7 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag, value, part):
     ("policy", "parts"),
     [
         ("layerk", ["--policy: unknown policy 'layerk'", "did you mean 'layerkv'?", "vllm-recompute"]),
-        ("", ["unknown policy ''", "known: vllm-recompute"]),
+        ("", ["unknown policy ''", "known: vllm-v1"]),
         ("layerkv:slo=1", ["'slo' is no option of layerkv", "slo_aware", "batching"]),
         ("layerkv:slo-aware", ["'slo-aware' is not option=value"]),
         ("layerkv:horizon-steps=x", ["horizon_steps: 'x' is not a whole number"]),
@@ -127,7 +127,7 @@ def test_an_impossible_policy_is_refused(tmp_path, capsys, policy, parts):
     [
         ([], ["kvtwin: ", "COMMAND", "--help"]),
         (["rum"], ["'rum'", "run", "compare"]),
-        (["run"], ["--policy is missing", "vllm-recompute, vllm-swap, layerkv"]),
+        (["compare"], ["--policy is missing", "vllm-recompute, vllm-swap, layerkv"]),
         (["run", "--policy"], ["--policy: expected one argument"]),
         (["run", "--policy", "layerkv", "--workload", "fixed"], ["--out DIR is missing"]),
         (["run", "--polcy", "layerkv"], ["kvtwin run: ", "--polcy", "did you mean --policy?", "kvtwin run --help"]),

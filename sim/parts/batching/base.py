@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk, Tier
@@ -28,6 +28,11 @@ class Batching(Part, ABC):
     splits_prompts: ClassVar[bool] = False
     frees_in_order: ClassVar[bool] = False
     """Whether those who end in one step give their blocks back in the order in which they ran (`in_order`)."""
+
+    record: Callable[[str], None] | None = None
+    """Hears of every step: entries `request:tokens` in the engine's order, then who was preempted."""
+    records_decisions: ClassVar[bool] = False
+    """Whether it tells `record`."""
 
     def refusal(self, seq: Sequence) -> str | None:
         """Why a request that arrives is not taken at all; None: it is."""

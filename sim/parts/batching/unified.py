@@ -5,7 +5,6 @@ admission, then for those that wait. Blocks are taken for what a step computes, 
 preempts the last of those that run, or the least urgent; a step that preempted admits nobody.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sim.engine.plan import IterationPlan, Origin, StepTimes
@@ -33,6 +32,7 @@ class Unified(Batching):
 
     splits_prompts = True
     frees_in_order = True
+    records_decisions = True
 
     def __init__(
         self, *, long_prefill_threshold: int, adaptive: bool, watermark_blocks: int, reserve_whole_prompt: bool
@@ -41,8 +41,6 @@ class Unified(Batching):
         self.watermark_blocks, self.reserve_whole_prompt = watermark_blocks, reserve_whole_prompt
         self.running: dict[Sequence, None] = {}
         """In order of admission; half-done prompts and who decodes."""
-        self.record: Callable[[str], None] | None = None
-        """Hears of every step: entries `request:tokens` in vLLM's order, then who was preempted."""
         self._line = ""
 
     def bind(self, scheduler: "Scheduler") -> None:
