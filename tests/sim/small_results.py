@@ -31,9 +31,10 @@ def scenario(**changes: object) -> ResolvedScenario:
     values = ResolvedScenario(
         trace=None, trace_format=None, time_unit=None, workload="sharegpt", num_prompts=None, request_rate=6.0,
         burstiness=1.0, rate_scale=1.0, clip=None, input_len=None, output_len=None, seed=0, model="llama-2-7b",
-        dtype="auto", gpu="l20", tp=1, profile=None, cost_form=None, num_gpu_blocks_override=None,
-        num_cpu_blocks_override=None, block_size=16, max_num_seqs=256, max_num_batched_tokens=4096,
-        max_model_len=4096, enable_chunked_prefill=False, gpu_memory_utilization=0.9, swap_space=None,
+        dtype="auto", kv_cache_dtype="auto", gpu="l20", tp=1, profile=None, cost_form=None,
+        num_gpu_blocks_override=None, num_cpu_blocks_override=None, block_size=16, max_num_seqs=256,
+        max_num_batched_tokens=4096, max_model_len=4096, enable_chunked_prefill=False, gpu_memory_utilization=0.9,
+        disable_hybrid_kv_cache_manager=False, swap_space=None,
         goodput=["ttft:3000", "tpot:200"], policy="vllm-recompute", policy_options={}, policy_parts={},
         num_gpu_blocks=3467,
         num_cpu_blocks=512, block_bytes=2**23,
