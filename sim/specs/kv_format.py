@@ -67,10 +67,11 @@ def kv_dtype(name: str, hardware: HardwareSpec) -> KVDtype:
         raise UserError(f"--kv-cache-dtype: {name!r} is not known: use auto or one of {', '.join(KV_DTYPES)}")
     capability = hardware.compute_capability
     if capability is not None and capability < found.least_capability:
-        others = [key for key, other in KV_DTYPES.items() if other.least_capability <= capability and other.bits < 16]
+        smaller = (key for key, other in KV_DTYPES.items() if other.bits < 16 and other.least_capability <= capability)
+        others = ["auto", *smaller]
         raise UserError(
             f"--kv-cache-dtype {name}: {found.name} needs compute capability {found.least_capability}, "
-            f"{hardware.name} has {capability}: use auto, {' or '.join(others)}"
+            f"{hardware.name} has {capability}: use {', '.join(others[:-1])} or {others[-1]}"
         )
     return found
 
