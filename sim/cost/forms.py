@@ -356,4 +356,4 @@ def build_cost(
 
 def projection_flops(model: ModelSpec) -> float:
     """Multiplications and additions that make one token's keys and values of one layer from its input."""
-    return 2 * model.hidden_size * 2 * model.num_kv_heads * model.head_dim
+    return model.kv_projection_flops_per_token_layer
