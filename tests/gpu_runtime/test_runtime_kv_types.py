@@ -13,7 +13,10 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.stored import FLOAT8, raw, stored_dtype, to_stored
 from gpu_runtime.model.attention import AttentionBatch, write_kv
 from gpu_runtime.model.decoder import Decoder
+from kvtwin.testing.engines import limits, requests
+from kvtwin.testing.live import BLOCK_SIZE, ROWS, serve, tight_limits
 from sim.errors import UserError
+from sim.policy_options import parse_policy
 
 E4M3, E5M2 = FLOAT8
 # Half a step between neighbours, relative: three and two bits of mantissa.
@@ -88,3 +91,17 @@ def test_blocks_hold_what_was_written(seed, dtype):
         torch.testing.assert_close(held[block, 0, :, offset], keys[token], rtol=ROUNDING[dtype], atol=2e-3)
         torch.testing.assert_close(held[block, 1, :, offset], values[token], rtol=ROUNDING[dtype], atol=2e-3)
     assert int((pool.raw != 0).sum()) <= 2 * 4 * SMALL.num_kv_heads * SMALL.head_dim
+
+
+@pytest.mark.parametrize("policy", ["vllm-swap", "layerkv"])
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_tokens_survive_the_way_to_the_host_and_back(policy, dtype):
+    """Bytes travel: who was swapped out, or offloaded layer by layer, has the tokens of a run with room for all."""
+    preset, arrivals = parse_policy(policy, {})[1], requests(*ROWS)
+    ample = limits(400, 400, block_size=BLOCK_SIZE, max_model_len=64)
+    alone, tight = (serve(preset, arrivals, limit, dtype=dtype) for limit in (ample, tight_limits(preset)))
+    assert tight.tokens == alone.tokens
+    assert tight.device.gpu.data.dtype is tight.device.host.data.dtype is dtype
+    counters = tight.counters
+    assert counters.swap_out_blocks or counters.policy["prefills_offloaded"]
+    assert not alone.counters.swap_out_blocks

@@ -237,7 +237,7 @@ def test_rings_keep_to_the_conformance_suite(name: str) -> None:
     hold(name, 60)
 
 
-@pytest.mark.parametrize("name", ["layerkv", "fastserve", "orca", "fastertransformer"])
+@pytest.mark.parametrize("name", ["layerkv", "layerkv:decode=stream", "fastserve", "orca", "fastertransformer"])
 def test_other_memories_keep_everything_and_read_windows(name: str) -> None:
     hold(name, 30, rings=False)
 
