@@ -88,13 +88,17 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
     )
     if sample.op == "lm_head":
         return (0.0, 0.0, 0.0, 0.0, 0.0, *head, 0.0, 1.0, 0.0, 0.0)
+    if model.kv_layers:
+        raise UserError(f"model {model.name}: samples cannot be priced: layers differ in their KV; time another model")
+    if model.mla and sample.is_decode:
+        raise UserError(f"model {model.name}: decodes over latents cannot be priced: they compute as well as read")
     pairs = sample.batch_size * (
         sample.new_tokens * sample.context_tokens + sample.new_tokens * (sample.new_tokens + 1) / 2
     )
     decode_context = sample.batch_size * (sample.context_tokens + 1) if sample.is_decode else 0
     return (
         share * tokens * model.linear_flops_per_token / tp,
-        share * model.linear_weight_bytes / tp,
+        share * model.linear_weight_bytes_read(tokens) / tp,
         share * tokens * model.linear_activation_bytes_per_token(tp),
         0.0 if sample.is_decode else share * pairs * model.attention_flops_per_token_pair / tp,
         decode_context * layers * model.kv_bytes_per_token_layer(tp),

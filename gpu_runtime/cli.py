@@ -178,10 +178,12 @@ def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str,
 
 def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":
     """The weights, and the scenario with the dtype they are in."""
-    from gpu_runtime.live import load_decoder  # noqa: PLC0415 - torch is slow to import
+    from gpu_runtime.kv.stored import stored_dtype  # noqa: PLC0415 - torch is slow to import
+    from gpu_runtime.live import DTYPES, load_decoder  # noqa: PLC0415
 
     if scenario.tp != 1:
         raise UserError(f"--tp: {scenario.tp} GPUs; the live runtime serves from one: simulate tensor parallelism")
     if scenario.dtype == "auto":
         scenario = replace(scenario, dtype="float32" if options.device == "cpu" else "bfloat16")
+    stored_dtype(scenario.kv_cache_dtype, DTYPES[scenario.dtype], options.device)
     return scenario, load_decoder(scenario.model, scenario.dtype, options)

@@ -12,6 +12,7 @@ import torch
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance, Observer
 from gpu_runtime.kv.copy_spans import CopySpans
+from gpu_runtime.kv.stored import stored_dtype
 from gpu_runtime.live_timeline import WARNING, Profiler
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import capture_sizes
@@ -81,14 +82,16 @@ def random_prompts(vocab_size: int, seed: int) -> Callable[[Request], list[int]]
     return prompt_of
 
 
-def build_device(scheduler: Scheduler, decoder: Decoder, options: LiveOptions) -> TorchDevice:
-    """The device that executes a scheduler's plans."""
+def build_device(
+    scheduler: Scheduler, decoder: Decoder, options: LiveOptions, kv_cache_dtype: str = "auto"
+) -> TorchDevice:
+    """The device that executes a scheduler's plans, with KV of the type that `--kv-cache-dtype` names."""
     return TorchDevice(
         decoder,
         scheduler,
         prompt_of=random_prompts(decoder.config.vocab_size, options.seed),
         device=options.device,
-        dtype=decoder.dtype,
+        dtype=stored_dtype(kv_cache_dtype, decoder.dtype, options.device),
         stays_awake=True,
         graph_batch_sizes=capture_sizes(scheduler.limits.max_num_seqs) if options.device == "cuda" else (),
     )
@@ -124,7 +127,7 @@ def perform(
 ) -> Run:
     """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
     parts = build_engine(setup, table, keep)
-    device = build_device(parts.scheduler, decoder, options)
+    device = build_device(parts.scheduler, decoder, options, setup.scenario.kv_cache_dtype)
     profiler = Profiler(device.device) if keep.timeline else None
     if profiler is not None:
         setup.warnings.append(WARNING)

@@ -61,6 +61,9 @@ class Scenario:
     dtype: Literal["auto", "half", "float16", "bfloat16", "float32"] = _flag(
         "auto", "of weights and KV cache (auto: the model's, 16 bits unless it is quantised)"
     )
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4"] = _flag(
+        "auto", "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements"
+    )
     gpu: str = _flag("a100-80g", "GPU name", "G")
     tp: int = _flag(1, "GPUs in the tensor-parallel group", "N")
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
@@ -81,6 +84,9 @@ class Scenario:
         None, "keep KV blocks for prompts that begin alike (hash_ids of the trace) (default: the policy's)"
     )
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory the engine may use", "F")
+    disable_hybrid_kv_cache_manager: bool = _flag(
+        False, "keep the whole context for layers with a sliding window too, where other layers have none"
+    )
     swap_space: float | None = _flag(None, "host memory for KV per GPU, GiB (default: the policy's)", "GIB")
 
     goodput: tuple[str, ...] = _flag((), "SLOs a request must meet, ms: ttft:3000 tpot:200 e2el:60000")

@@ -19,14 +19,16 @@ from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, load_profile
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment, Limits
+from sim.engine.limits import Deployment, Limits, WindowLimits
 from sim.engine.scheduler import Scheduler
+from sim.errors import UserError
 from sim.results.metrics import Goodput, RequestLog, TableSink
 from sim.results.parts import Machine
 from sim.results.schema import Backend
 from sim.results.series import Series
 from sim.scenario import READING, Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
+from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
@@ -62,6 +64,12 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
     hardware = load_hardware(scenario.gpu)
     profile = load_profile(scenario.profile, hardware)
+    if scenario.kv_cache_dtype != "auto":
+        model = model.with_kv_dtype(kv_dtype(scenario.kv_cache_dtype, hardware))
+        if profile.form == "linear":
+            warnings.append(
+                f"--kv-cache-dtype: times of profile {profile.name} are those of the KV it was measured with"
+            )
     max_model_len = scenario.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         warnings.append(
@@ -82,6 +90,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     if swap_space is None:
         # By default a policy takes at most half of the host's memory.
         swap_space = min(policy.default_swap_space_gib, hardware.host_memory_bytes / GIB / scenario.tp / 2)
+    groups, window = _window(scenario, model, policy)
     pool = kv_cache_blocks(
         model,
         hardware,
@@ -92,6 +101,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         max_num_seqs=engine.max_num_seqs,
         swap_space_bytes_per_gpu=swap_space * GIB,
         num_gpu_blocks_override=scenario.num_gpu_blocks_override,
+        groups=groups,
     )
     host_blocks = scenario.num_cpu_blocks_override
     limits = Limits(
@@ -103,10 +113,43 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         enable_chunked_prefill=engine.enable_chunked_prefill,
-        enable_prefix_caching=policy.prefix_caching(scenario.enable_prefix_caching),
+        enable_prefix_caching=_prefix_caching(scenario, model, policy, window, warnings),
+        window=window,
     )
     cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
     return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)
+
+
+def _window(scenario: Scenario, model: ModelSpec, policy: Policy) -> tuple[KVGroups | None, WindowLimits | None]:
+    """How blocks are cut by layers with and without a window, and what the engine must know of it.
+
+    Memory has rings where it is paged and whole sequences are evicted; else it keeps everything for every layer.
+    """
+    kv = model.kv_format(scenario.tp)
+    if kv.window is None:
+        return None, None
+    has_rings = policy.names["memory"] == "paged" and policy.names["eviction"] in ("recompute", "swap")
+    if kv.num_full_stored and scenario.disable_hybrid_kv_cache_manager:
+        has_rings = False
+    if not has_rings:
+        return None, WindowLimits(kv.window)
+    groups = hybrid_groups(kv)
+    blocks = -(-kv.window // scenario.block_size)
+    return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks)
+
+
+def _prefix_caching(
+    scenario: Scenario, model: ModelSpec, policy: Policy, window: WindowLimits | None, warnings: list[str]
+) -> bool:
+    """Whether prefixes are cached; UserError where that was asked for and cannot be."""
+    cached = policy.prefix_caching(scenario.enable_prefix_caching)
+    if not cached or window is None or window.blocks is None:
+        return cached
+    remedy = "--disable-hybrid-kv-cache-manager keeps whole prefixes"
+    if scenario.enable_prefix_caching:
+        raise UserError(f"--enable-prefix-caching: {model.name} has layers that keep a window only; {remedy}")
+    warnings.append(f"prefixes are not cached: {model.name} has layers that keep a window only; {remedy}")
+    return False
 
 
 def traffic(scenario: Scenario, warnings: list[str] | None = None) -> Iterable[Request]:

@@ -33,6 +33,10 @@ VARIANTS = [
     "layerkv:predictor=none,drop-irrecoverable=false,tpot-slo-ms=40",
     "layerkv:horizon-steps=40,threshold=0.2",
     "fastserve:quantum-ms=40,starvation-s=0.2,starvation-check=7",
+    "vllm-v1:scheduling-policy=priority",
+    "vllm-v1:long-prefill-token-threshold=20",
+    "vllm-v1:long-prefill-token-threshold=7,long-prefill-token-threshold-adaptive=true,scheduling-policy=priority",
+    "vllm-v1:watermark=0.1,scheduler-reserve-full-isl=false",
 ]
 MIXES = [
     "layerkv:order=mlfq",
@@ -50,6 +54,8 @@ MIXES = [
     "sarathi:admission=slack,tpot-slo-ms=40",
     "fastgen:eviction=swap",
     "fastertransformer:memory=paged",
+    "sarathi:batching=unified",
+    "vllm-recompute:order=priority",
 ]
 
 

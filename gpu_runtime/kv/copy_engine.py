@@ -79,7 +79,7 @@ class CopyEngine:
 
         def job() -> None:
             for group, src, dst in parts:
-                copy_now(src_pool.data, src, dst_pool.data, dst, direction)
+                copy_now(src_pool.raw, src, dst_pool.raw, dst, direction)
                 handle.mark(group, worker.stream)
 
         self._submit(direction, job, handle)
@@ -105,7 +105,7 @@ class CopyEngine:
             if after is not None:
                 after.wait()
             for start, to, count in contiguous_runs(src, dst):
-                dst_pool.data[to : to + count].copy_(src_pool.data[start : start + count])
+                dst_pool.raw[to : to + count].copy_(src_pool.raw[start : start + count])
 
         self._host.submit(job, handle)
         return handle

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.kv.stored import raw
 from gpu_runtime.model.config import DecoderConfig
 
 __all__ = ["KVPool", "OutOfBlocks"]
@@ -38,7 +39,7 @@ class KVPool:
             block_tokens: tokens per block.
             layer_group: layers per block, 1 to num_layers.
             device: where the tensor lies.
-            dtype: of keys and values.
+            dtype: that keys and values are stored in (`gpu_runtime.kv.stored`).
             pin: page-lock the memory (host pools of a CUDA runtime).
         """
         if num_blocks < 1 or block_tokens < 1 or not 1 <= layer_group <= config.num_layers:
@@ -52,7 +53,8 @@ class KVPool:
         self.num_groups = -(-config.num_layers // layer_group)
         shape = (num_blocks, layer_group, 2, config.num_kv_heads, block_tokens, config.head_dim)
         # Written, not only promised: else the first copy to each page would pay for the page.
-        self.data = torch.empty(shape, device=device, dtype=dtype, pin_memory=pin).zero_()
+        self.data = torch.empty(shape, device=device, dtype=dtype, pin_memory=pin)
+        self.raw.zero_()
         self._ids = BlockIds(num_blocks)
 
     @property
@@ -64,6 +66,11 @@ class KVPool:
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
         return self.data.dtype
+
+    @property
+    def raw(self) -> Tensor:
+        """`data` as what can be copied and indexed everywhere: 8-bit floats as bytes."""
+        return raw(self.data)
 
     @property
     def block_bytes(self) -> int:

@@ -9,7 +9,7 @@ from gpu_runtime.model.rope_scaling import RopeScaling, read_rope
 from sim.errors import UserError
 from sim.specs.hf_families import FAMILIES
 from sim.specs.hf_fields import Fields
-from sim.specs.hf_layers import EXPERT_COUNTS, check_layers
+from sim.specs.hf_layers import EXPERT_COUNTS, refuse_kv_layers
 from sim.specs.json_file import read_json_object
 from sim.specs.model_spec import ModelSpec
 
@@ -86,6 +86,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         refused = {
             "multi-head latent attention": spec.mla is not None,
             "a mixture of experts": spec.moe is not None,
+            "sliding windows or layers that share KV": bool(spec.kv_layers),
             "an MLP without gate": not spec.gated_mlp,
             "learned positions": spec.position_rows > 0,
             "biases on its output projection": spec.output_bias,
@@ -119,7 +120,7 @@ def _read(fields: Fields, name: str) -> DecoderConfig:
     fields.refuse_unknown()
     _refuse_uncomputed(fields)
     layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
-    check_layers(fields, FAMILIES[kind], layers)
+    refuse_kv_layers(fields, FAMILIES[kind], layers)
     heads = fields.count("num_attention_heads")
     # Only Llama's absent fields mean what the others spell out; the newer architectures have defaults of their own.
     llama = kind == "llama"

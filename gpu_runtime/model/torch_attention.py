@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from gpu_runtime.kv.stored import raw, to_stored
 from gpu_runtime.model.attention_batch import AttentionBatch
 
 GATHER_BYTES = 16 * 2**20
@@ -15,8 +16,9 @@ GATHER_BYTES = 16 * 2**20
 def write_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, block_tokens: int) -> None:
     """Put new tokens' KV ([N, num_kv_heads, head_dim] each) in their slots of one layer's `KVPool.key_value` view."""
     blocks, offsets = slots // block_tokens, slots % block_tokens
-    cache[blocks, 0, :, offsets] = key
-    cache[blocks, 1, :, offsets] = value
+    held = raw(cache)
+    held[blocks, 0, :, offsets] = to_stored(key, cache.dtype)
+    held[blocks, 1, :, offsets] = to_stored(value, cache.dtype)
 
 
 def paged_attention(
@@ -34,7 +36,8 @@ def paged_attention(
         cached = batch.context[seq]
         if cached or new is None:
             blocks = tables[seq : seq + 1, : batch.num_blocks(seq)]
-            keys, values = (part[0, :, : cached + batch.num_new[seq]] for part in _gather(cache, blocks))
+            gathered = _gather(cache, blocks, query.dtype)
+            keys, values = (part[0, :, : cached + batch.num_new[seq]] for part in gathered)
             grouped[rows] = _attend_chunk(query[rows], keys, values, cached)
     if len(batch.decode_seqs):
         widest = max(batch.num_blocks(seq) for seq, n in enumerate(batch.num_new) if n == 1)
@@ -43,7 +46,7 @@ def paged_attention(
         attended = torch.empty_like(queries)
         lengths, tables = batch.seq_lens[batch.decode_seqs], tables[batch.decode_seqs, :widest]
         for seqs, heads in _portions(len(rows), cache, widest):
-            keys, values = _gather(cache[:, :, heads], tables[seqs])
+            keys, values = _gather(cache[:, :, heads], tables[seqs], query.dtype)
             attended[seqs, heads] = _attend_decodes(queries[seqs, heads], keys, values, lengths[seqs])
         grouped[rows] = attended
     return out
@@ -69,12 +72,13 @@ def attend_prompts(query: Tensor, key: Tensor, value: Tensor, batch: AttentionBa
             grouped[rows] = _attend_chunk(query[rows], keys, values, 0)
 
 
-def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, num_kv_heads, max_blocks * block_tokens, head_dim] of the blocks in `tables`."""
+def _gather(cache: Tensor, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, num_kv_heads, max_blocks * block_tokens, head_dim] of the blocks in `tables`, as `dtype`."""
     num_kv_heads, head_dim = cache.shape[2], cache.shape[4]
     heads = torch.arange(num_kv_heads, device=cache.device)[None, :, None]
     # Indexing by [B, 1, max_blocks] and [1, heads, 1] gives tokens in order without a second copy.
-    keys, values = (cache[:, part][tables[:, None, :], heads] for part in (0, 1))
+    held = raw(cache)
+    keys, values = (held[:, part][tables[:, None, :], heads].view(cache.dtype).to(dtype) for part in (0, 1))
     shape = (len(tables), num_kv_heads, -1, head_dim)
     return keys.reshape(shape), values.reshape(shape)
 

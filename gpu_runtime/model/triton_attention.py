@@ -102,7 +102,7 @@ def _attend(
             block = tl.load(tables + seq.to(tl.int64) * table_stride + cached // BLOCK_TOKENS, mask=inside, other=0)
             entry = block.to(tl.int64) * block_stride + kv_head * head_stride + cached % BLOCK_TOKENS * HEAD_DIM
             key_mask = in_head[:, None] & inside[None, :]
-            keys = tl.load(cache + entry[None, :] + dims[:, None], mask=key_mask, other=0.0)
+            keys = tl.load(cache + entry[None, :] + dims[:, None], mask=key_mask, other=0.0).to(queries.dtype)
             scores = tl.dot(queries, keys, input_precision="ieee") * scale
             seen = (cached[None, :] <= positions[:, None]) & inside[None, :]
             scores = tl.where(seen, scores, float("-inf"))
@@ -113,6 +113,7 @@ def _attend(
             fade = tl.exp2(highest - base)
             value_mask = inside[:, None] & in_head[None, :]
             values = tl.load(cache + part_stride + entry[:, None] + dims[None, :], mask=value_mask, other=0.0)
+            values = values.to(queries.dtype)
             summed = summed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             total = total * fade + tl.sum(weights, 1)
             highest = new_highest

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runtime.kv.stored import finite_limit
+
 ACTIVATION_TILE = 1024
 """Elements of the MLP's width per program."""
 
@@ -25,6 +27,14 @@ def _turn(source, norm, cos, sin, epsilon, mask, half, HEAD_DIM: tl.constexpr, N
         left = left * scale * tl.load(norm + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
         right = right * scale * tl.load(norm + HEAD_DIM // 2 + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
     return left * cos - right * sin, right * cos + left * sin
+
+
+@triton.jit
+def _stored(values, cache, LIMIT: tl.constexpr) -> tl.tensor:
+    """As the cache stores them; beyond LIMIT, where there is one, cut to it."""
+    if LIMIT > 0.0:
+        values = tl.minimum(tl.maximum(values.to(tl.float32), -LIMIT), LIMIT)
+    return values.to(cache.dtype.element_ty)
 
 
 # Views of one buffer, like those of `triton_attention.UNALIGNED`.
@@ -51,6 +61,7 @@ def _rotate_and_write(
     HALF: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     NORM: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:
     """One token (axis 0). HEADS, KV_HEADS, HALF: NUM_HEADS, NUM_KV_HEADS, HEAD_DIM / 2 up to a power of two."""
     token = tl.program_id(0).to(tl.int64)
@@ -81,11 +92,12 @@ def _rotate_and_write(
     if slot >= 0:
         entry = (slot // BLOCK_TOKENS).to(tl.int64) * block_stride + slot % BLOCK_TOKENS * HEAD_DIM
         to = cache + entry + kv_heads[:, None] * head_stride + half[None, :]
-        tl.store(to, left.to(cache.dtype.element_ty), mask=mask)
-        tl.store(to + HEAD_DIM // 2, right.to(cache.dtype.element_ty), mask=mask)
+        tl.store(to, _stored(left, cache, LIMIT), mask=mask)
+        tl.store(to + HEAD_DIM // 2, _stored(right, cache, LIMIT), mask=mask)
         values = source + NUM_KV_HEADS * HEAD_DIM
-        tl.store(to + part_stride, tl.load(values, mask=mask), mask=mask)
-        tl.store(to + part_stride + HEAD_DIM // 2, tl.load(values + HEAD_DIM // 2, mask=mask), mask=mask)
+        to += part_stride
+        tl.store(to, _stored(tl.load(values, mask=mask), cache, LIMIT), mask=mask)
+        tl.store(to + HEAD_DIM // 2, _stored(tl.load(values + HEAD_DIM // 2, mask=mask), cache, LIMIT), mask=mask)
 
 
 @triton.jit
@@ -146,6 +158,7 @@ def rotate_and_write(
         HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_TOKENS=block_tokens,
         NORM=norms is not None,
+        LIMIT=finite_limit(cache.dtype),
     )
     return queries, keys, projected[:, (num_heads + num_kv_heads) * head_dim :].unflatten(1, (-1, head_dim))
 

@@ -84,7 +84,7 @@ def perform(
         announce: called when requests are taken.
     """
     parts = build_engine(setup, table, keep)
-    device = build_device(parts.scheduler, decoder, live)
+    device = build_device(parts.scheduler, decoder, live, setup.scenario.kv_cache_dtype)
     thread = EngineThread(parts.engine, device, Metrics(), parts.lanes, parts.series)
     machine = describe_machine(device.decoder)
     run = Run(**vars(parts), instance=thread.instance, backend="kvtwin-live", machine=machine)

@@ -14,11 +14,12 @@ from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, linear_profile, load_profile
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment, Limits
+from sim.engine.limits import Deployment, Limits, WindowLimits
 from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import TRANSITIONS, Status
 from sim.engine.sequence import Sequence as Seq
+from sim.engine.windowed_batch import WindowedBatch
 from sim.results.metrics import Goodput, RequestLog
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.models import ModelSpec, load_model
@@ -46,10 +47,11 @@ def limits(
     tokens: int | None = None,
     chunked: bool = False,
     block_bytes: float = 1.0,
+    window: WindowLimits | None = None,
 ) -> Limits:
     """Small limits; the token budget is vLLM's where none is given."""
     budget = tokens or (512 if chunked else max(max_model_len, 2048))
-    return Limits(gpu, host, block_size, block_bytes, max_model_len, seqs, budget, chunked)
+    return Limits(gpu, host, block_size, block_bytes, max_model_len, seqs, budget, chunked, window=window)
 
 
 def requests(*rows: tuple[float, int, int]) -> list[Request]:
@@ -146,6 +148,12 @@ def check_pools(scheduler: Scheduler) -> None:
     batch = scheduler.batch
     assert batch.context_tokens == sum(batch.num_tokens_of(seq) for seq in batch.members)
     assert batch.blocks_needed(1) == sum(batch.needs_block(seq) for seq in batch.members)
+    if isinstance(batch, WindowedBatch):
+        read = [min(batch.window, batch.num_tokens_of(seq)) for seq in batch.members]
+        assert batch.windowed == (sum(read), sum(tokens < batch.window for tokens in read))
+        assert batch.ring_blocks_needed() == sum(
+            batch.needs_block(seq) and batch.ring_grows(seq) for seq in batch.members
+        )
     for hosted, cohort in batch.cohorts.items():
         members = [seq for seq, found in batch.cohort_of.items() if found is cohort]
         assert cohort.num_hosted == hosted

@@ -2,21 +2,28 @@
 
 - roofline: T = ridge(N c_lin / (G F), (W + N a) / (G H)) + attention over query-context pairs / (G F_attn)
   + KV bytes read by decodes / H + LM head for sampled tokens + all-reduce + per-layer and per-step overhead, where
-  ridge(c, m) = (c^p + m^p)^(1/p) and a are the activations that the linear layers read and write for a token.
+  ridge(c, m) = (c^p + m^p)^(1/p) and a are the activations that the linear layers read and write for a token. Of a
+  mixture of experts, W holds those that N tokens meet. A decode's KV that needs computing as well, because it is
+  quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations / (F / 16), bytes / H) for each token read.
 - paper: LayerKV Eq. 3 (prefill) and eLLM Eq. 3-4 (decode) as printed; wrong as predictions of time, kept to reproduce
   the papers' decisions.
 - linear: given coefficients; copies cost seconds a block.
 """
 
 from collections.abc import Sequence as Seq
-from math import inf
+from math import ceil, inf
 
 from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
 from sim.cost.profile import FittedRange, Profile
-from sim.engine.plan import Direction, IterationPlan
+from sim.engine.plan import Direction, IterationPlan, WindowTokens
 from sim.errors import InvariantError, UserError
 from sim.specs.hardware import HardwareSpec
+from sim.specs.kv_format import KVFormat, window_pairs
 from sim.specs.models import ModelSpec
+
+VECTOR_SHARE = 1 / 16
+"""Vector operations a second, of the tensor cores' FLOP/s (an assumption: A100 19.5 of 312 TFLOPS, H100 67 of 989).
+They dequantise KV; the fits know of no quantised KV."""
 
 
 class LinearCost(CostModel):
@@ -47,15 +54,27 @@ class LinearCost(CostModel):
         self.projection = projection_flops(model) / model.linear_flops_per_token if model else None
         self.p0, self.p1, self.p2 = prefill
         self.d0, self.d1, self.d2 = decode
+        # Of a context token's seconds, the share of the layers that read a window only.
+        self.window_share = model.kv_format().num_window_readers / model.num_layers if model else 0.0
 
     def iteration_s(self, plan: IterationPlan) -> float:
-        decode = self.d1 * plan.num_decodes + self.d2 * plan.decode_context_tokens
+        context_tokens: float = plan.decode_context_tokens
+        if plan.decode_window is not None:
+            context_tokens += self.window_share * (plan.decode_window.tokens - context_tokens)
+        decode = self.d1 * plan.num_decodes + self.d2 * context_tokens
         if plan.chunks:
             return self.p0 + self.p1 * plan.prefill_tokens + self.p2 * plan.prefill_squares + decode
         return self.d0 + decode if plan.num_decodes else 0.0
 
-    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
-        return self.d0 + self.d1 * num_decodes + self.d2 * context_tokens, self.d2 * num_decodes
+    def decode_run(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+    ) -> tuple[float, float]:
+        read: float = context_tokens
+        growing: float = num_decodes
+        if window is not None:
+            read += self.window_share * (window.tokens - context_tokens)
+            growing += self.window_share * (window.num_growing - num_decodes)
+        return self.d0 + self.d1 * num_decodes + self.d2 * read, self.d2 * growing
 
     def prefill_s(self, prompt_tokens: int) -> float:
         return self.p0 + self.p1 * prompt_tokens + self.p2 * prompt_tokens * prompt_tokens
@@ -92,15 +111,16 @@ class RooflineCost(CostModel):
         self.layers = model.num_layers
         self.linear_s_per_token = model.linear_flops_per_token / (tp * flops)
         self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
+        self._set_experts(model, tp * bandwidth)
         self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
         self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))
-        self.kv_bytes_per_token_layer = model.kv_bytes_per_token_layer(tp)
-        self.decode_s_per_context_token = self.kv_bytes_per_token_layer * model.num_layers / bandwidth
+        self._set_kv(model, model.kv_format(tp), bandwidth, flops, value("attention_flops_per_s"))
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
         self.overhead_s = value("step_overhead_s") + model.num_layers * value("layer_overhead_s")
         self._set_copies(hardware, profile)
+        self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
         self._set_all_reduce(model, hardware, profile)
         self.projection_s_per_token = projection_flops(model) / (tp * flops)
 
@@ -109,6 +129,30 @@ class RooflineCost(CostModel):
         self.most_tokens = seen.tokens[1] if seen.tokens else inf
         self.most_batch = seen.batch[1] if seen.batch else inf
         self.most_context_tokens = seen.context_tokens[1] if seen.context_tokens else inf
+
+    def _set_experts(self, model: ModelSpec, bandwidth: float) -> None:
+        """Seconds that reading all routed experts takes, and the share of them that one token leaves alone."""
+        moe = model.moe
+        self.routed_weights_s = self.idle_share = 0.0
+        if moe:
+            self.routed_weights_s = (model.linear_weight_bytes - model.linear_weight_bytes_read(0)) / bandwidth
+            self.idle_share = 1 - moe.experts_per_token / moe.num_experts
+
+    def _set_kv(self, model: ModelSpec, kv: KVFormat, bandwidth: float, flops: float, attention_flops: float) -> None:
+        """Seconds of a decode per token that the layers with and without a window read."""
+        self.kv = kv
+        self.last_token_share = model.last_token_share
+        compute_s = kv.flops_per_token_read / attention_flops
+        compute_s += kv.dequantize_ops_per_token_read / (VECTOR_SHARE * flops)
+
+        def read_s(layers: int) -> float:
+            seconds = kv.token_layer_bytes * layers / bandwidth
+            return ridge(compute_s * layers, seconds, self.exponent) if compute_s and layers else seconds
+
+        self.full_s_per_token, self.window_s_per_token = read_s(kv.num_full_readers), read_s(kv.num_window_readers)
+        # Where nobody says what is in the windows, as if they held everything.
+        self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
+        self.is_uniform = kv.window is None and not self.last_token_share
 
     def _note_beyond(self, name: str, value: float) -> None:
         if value > self.beyond.get(name, 0.0):
@@ -137,7 +181,35 @@ class RooflineCost(CostModel):
     def linear_s(self, tokens: int) -> float:
         """Linear layers of all layers over `tokens` tokens, s."""
         memory = self.linear_weights_s + tokens * self.activations_s_per_token
+        if self.routed_weights_s:
+            memory -= self.routed_weights_s * self.idle_share**tokens
         return ridge(tokens * self.linear_s_per_token, memory, self.exponent)
+
+    def _linear_parts_s(self, tokens: int, last_tokens: int) -> float:
+        """The same where some of the layers see a prompt's last token only."""
+        share = self.last_token_share
+        seconds = (1 - share) * self.linear_s(tokens)
+        return seconds + share * self.linear_s(last_tokens) if last_tokens else seconds
+
+    def _attention_s(self, cached: int, num_new: int, is_sampled: bool) -> float:
+        """Attention of all layers over `num_new` prompt tokens after `cached` ones, s."""
+        pairs = 0
+        for layers in self.kv.layers:
+            if layers.last_token_only:
+                pairs += layers.num_layers * (cached + num_new) * is_sampled
+            elif layers.window is not None:
+                pairs += layers.num_layers * window_pairs(cached, num_new, layers.window)
+            else:
+                pairs += layers.num_layers * (num_new * cached + num_new * (num_new + 1) // 2)
+        return self.attention_s_per_pair / self.layers * pairs
+
+    def _uneven_s(self, plan: IterationPlan) -> float:
+        """Linear layers and prompts' attention of an iteration where layers differ."""
+        sampled = plan.num_sampled_prefills + plan.num_decodes
+        seconds = self._linear_parts_s(plan.prefill_tokens + plan.num_decodes, sampled)
+        for seq, num_new, cached, _ in plan.chunks:
+            seconds += self._attention_s(cached, num_new, cached + num_new == seq.num_tokens)
+        return seconds
 
     def head_s(self, num_sampled: int) -> float:
         """LM head for `num_sampled` tokens, s."""
@@ -147,15 +219,20 @@ class RooflineCost(CostModel):
     def iteration_s(self, plan: IterationPlan) -> float:
         if not plan.prefill_tokens:
             # A decode iteration that copies ride along with.
-            return self.decode_run(plan.num_decodes, plan.decode_context_tokens)[0] if plan.num_decodes else 0.0
+            decodes = plan.num_decodes, plan.decode_context_tokens, plan.decode_window
+            return self.decode_run(*decodes)[0] if plan.num_decodes else 0.0
         tokens = plan.prefill_tokens + plan.num_decodes
         sampled = plan.num_sampled_prefills + plan.num_decodes
-        seconds = (
-            self.linear_s(tokens)
-            + self.attention_s_per_pair * plan.prefill_pairs
-            + self.decode_s_per_context_token * plan.decode_context_tokens
-            + self.overhead_s
-        )
+        if self.is_uniform:
+            work_s = self.linear_s(tokens) + self.attention_s_per_pair * plan.prefill_pairs
+        else:
+            work_s = self._uneven_s(plan)
+        if plan.decode_window is None:
+            read_s = self.decode_s_per_context_token * plan.decode_context_tokens
+        else:
+            read_s = self.full_s_per_token * plan.decode_context_tokens
+            read_s += self.window_s_per_token * plan.decode_window.tokens
+        seconds = work_s + read_s + self.overhead_s
         if sampled:
             seconds += self.head_s(sampled)
         if self.tp > 1:
@@ -172,7 +249,9 @@ class RooflineCost(CostModel):
         if context_tokens > self.most_context_tokens:
             self._note_beyond("context_tokens", context_tokens)
 
-    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
+    def decode_run(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+    ) -> tuple[float, float]:
         # Batches are of few sizes and come again and again: what depends on the size alone is kept.
         batch_s = self._batch_s.get(num_decodes)
         if batch_s is None:
@@ -180,26 +259,36 @@ class RooflineCost(CostModel):
             if self.tp > 1:
                 batch_s += self.all_reduce_s_per_token * num_decodes + self.all_reduce_fixed_s
             self._batch_s[num_decodes] = batch_s
-        first = batch_s + self.decode_s_per_context_token * context_tokens
+        if window is None:
+            slope = self.decode_s_per_context_token * num_decodes
+            first = batch_s + self.decode_s_per_context_token * context_tokens
+        else:
+            slope = self.full_s_per_token * num_decodes + self.window_s_per_token * window.num_growing
+            first = batch_s + self.full_s_per_token * context_tokens + self.window_s_per_token * window.tokens
         if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
             self._note_decodes(num_decodes, context_tokens)
-        return first, self.decode_s_per_context_token * num_decodes
+        return first, slope
 
     def prefill_s(self, prompt_tokens: int) -> float:
-        pairs = prompt_tokens * (prompt_tokens + 1) // 2
-        seconds = self.linear_s(prompt_tokens) + self.attention_s_per_pair * pairs + self.overhead_s + self.head_s(1)
+        seconds = self._prompt_s(prompt_tokens) + self.overhead_s + self.head_s(1)
         return seconds + self.all_reduce_s(prompt_tokens)
+
+    def _prompt_s(self, num_tokens: int) -> float:
+        """Linear layers and attention of a prompt alone."""
+        if self.is_uniform:
+            pairs = num_tokens * (num_tokens + 1) // 2
+            return self.linear_s(num_tokens) + self.attention_s_per_pair * pairs
+        return self._linear_parts_s(num_tokens, 1) + self._attention_s(0, num_tokens, is_sampled=True)
 
     def project_s(self, num_tokens: int) -> float:
         return self.projection_s_per_token * num_tokens
 
     def recompute_s(self, num_tokens: int) -> float:
-        pairs = num_tokens * (num_tokens + 1) // 2
-        return (self.linear_s(num_tokens) + self.attention_s_per_pair * pairs) / self.layers
+        return self._prompt_s(num_tokens) / self.layers
 
     def num_copies(self, num_blocks: int, layers: int) -> int:
-        # vLLM 0.5.5 copies each layer's keys and values apart.
-        return 2 * num_blocks * layers
+        # vLLM 0.5.5 copies each layer's keys and values apart; a latent is one piece.
+        return ceil(self.pieces_per_layer * num_blocks * layers)
 
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
         per_byte = self.d2h_s_per_byte if direction is Direction.D2H else self.h2d_s_per_byte
@@ -234,7 +323,9 @@ class PaperCost(RooflineCost):
         prefill = self.eq3_linear_s * plan.prefill_tokens + self.eq3_square_printed_s * plan.prefill_squares
         return prefill + self.decode_run(plan.num_decodes, plan.decode_context_tokens)[0]
 
-    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
+    def decode_run(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+    ) -> tuple[float, float]:
         slope = self.eq3_decode_s_per_context_token
         return self.eq3_decode_s * num_decodes + slope * context_tokens, slope * num_decodes
 
@@ -265,4 +356,4 @@ def build_cost(
 
 def projection_flops(model: ModelSpec) -> float:
     """Multiplications and additions that make one token's keys and values of one layer from its input."""
-    return 2 * model.hidden_size * 2 * model.num_kv_heads * model.head_dim
+    return model.kv_projection_flops_per_token_layer

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from math import ceil, sqrt
 from typing import NamedTuple
 
-from sim.engine.plan import Direction, IterationPlan
+from sim.engine.plan import Direction, IterationPlan, WindowTokens
 
 ACTIVATION_BYTES = 2
 """Bytes of an activation element (fp16/bf16)."""
@@ -60,8 +60,13 @@ class CostModel(ABC):
         """Computation of one iteration, copies left out."""
 
     @abstractmethod
-    def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
-        """First duration (s) and growth (s per iteration) of decode iterations of a batch that stays the same."""
+    def decode_run(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+    ) -> tuple[float, float]:
+        """First duration (s) and growth (s per iteration) of decode iterations of a batch that stays the same.
+
+        `window` is what layers with a sliding window read, where the model has any.
+        """
 
     @abstractmethod
     def prefill_s(self, prompt_tokens: int) -> float:

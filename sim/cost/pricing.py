@@ -212,7 +212,7 @@ class Pricer:
 
     def run(self, plan: IterationPlan, now_s: float, until_s: float) -> StepTimes:
         """Price like decode iterations as one event: up to `plan.max_steps`, to the first end at or after `until_s`."""
-        first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens)
+        first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens, plan.decode_window)
         steps = plan.max_steps
         if plan.streamed:
             lanes = self.lanes

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 
 from sim.engine.itl import GapCollector
-from sim.engine.plan import StepTimes
+from sim.engine.plan import StepTimes, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
@@ -96,6 +96,11 @@ class DecodeBatch:
         self._gaps = gaps
         # Times of every token by request, kept only where asked for (`record_tokens`).
         self.token_log: dict[int, list[float]] | None = None
+
+    @property
+    def windowed(self) -> WindowTokens | None:
+        """What layers with a window read in the next iteration; None where the model has none (`WindowedBatch`)."""
+        return None
 
     def __len__(self) -> int:
         return len(self.members)

@@ -12,6 +12,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class WindowLimits:
+    """Layers with a sliding window: how much of a sequence they read, and what memory keeps for them.
+
+    Attributes:
+        tokens: of the window.
+        num_full: groups of layers of a whole block that keep the whole context.
+        num_window: groups of layers that keep a window, in a ring of blocks.
+        blocks: of a full ring; None: memory keeps everything for every layer, and there are no groups.
+    """
+
+    tokens: int
+    num_full: int = 1
+    num_window: int = 0
+    blocks: int | None = None
+
+
+@dataclass(frozen=True)
 class Limits:
     """The engine's limits, by vLLM's names. Blocks are whole (`block_size` tokens, all layers), per GPU."""
 
@@ -24,6 +41,7 @@ class Limits:
     max_num_batched_tokens: int
     enable_chunked_prefill: bool = False
     enable_prefix_caching: bool = False
+    window: WindowLimits | None = None
 
 
 @dataclass(frozen=True)

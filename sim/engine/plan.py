@@ -64,6 +64,14 @@ class StepTimes(NamedTuple):
         return self.second_s + self.slope_s * (self.iterations - 2) if self.iterations > 1 else None
 
 
+class WindowTokens(NamedTuple):
+    """What a layer with a sliding window reads for the decodes: `tokens` in all, one more an iteration for each of the
+    `num_growing` whose context is yet shorter than the window."""
+
+    tokens: int
+    num_growing: int
+
+
 class Place(NamedTuple):
     """`num_blocks` blocks in each layer group for `seq`: on the GPU for `gpu_groups`, on the host for the others.
 
@@ -160,6 +168,8 @@ class IterationPlan:
     num_decodes = 0
     decode_context_tokens = 0
     """Context lengths of `decodes` in all, the tokens being fed included."""
+    decode_window: WindowTokens | None = None
+    """The same in layers with a sliding window; None where the model has none."""
     max_steps = 1
     until_s = inf
     """A jump ends at the first boundary at or after this time: then some part has something to decide."""

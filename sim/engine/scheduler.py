@@ -13,6 +13,7 @@ from sim.engine.itl import GapCollector
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import Change, IterationPlan, Move, PrefillChunk, StepTimes, Tier
 from sim.engine.sequence import Sequence, Status
+from sim.engine.windowed_batch import WindowedBatch
 from sim.parts.base import Admission, Eviction, Memory, Order, Part, Stage, overrides
 from sim.parts.batching.base import Batching
 
@@ -39,6 +40,9 @@ class Scheduler:
     def __init__(self, parts: Parts, limits: Limits, gaps: GapCollector, deployment: Deployment) -> None:
         self.limits, self.gaps, self.deployment = limits, gaps, deployment
         self.batch = DecodeBatch(limits.block_size, gaps)
+        self._windowed: WindowedBatch | None = None
+        if limits.window is not None:
+            self.batch = self._windowed = WindowedBatch(limits.block_size, gaps, limits.window)
         self.counters = Counters()
         self.finished: list[Sequence] = []
         """Ended since the engine last looked, completed or ignored."""
@@ -99,6 +103,8 @@ class Scheduler:
                 if not self.beside:
                     return None
                 break
+        if self._windowed is not None and plan.num_decodes:
+            plan.decode_window = self._windowed.windowed_of(plan)
         if self.changes:
             plan.changes = tuple(self.changes)
             self.changes = []

@@ -128,6 +128,8 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """As it was named: built-in model, or path of a config.json."""
     dtype: str
     """Of weights and KV cache, as it was named."""
+    kv_cache_dtype: str
+    """Of the KV cache, as it was named."""
     gpu: str
     """As it was named."""
     tp: int
@@ -154,6 +156,8 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """Resolved."""
     gpu_memory_utilization: float
     """Share of GPU memory that the engine may use."""
+    disable_hybrid_kv_cache_manager: bool
+    """Whether layers with a sliding window keep the whole context too."""
     swap_space: float | None
     """Host memory for KV asked for, GiB per GPU; None: the policy's default."""
     goodput: list[str]
@@ -166,7 +170,7 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     policy_parts: dict[str, str]
     """Name of each part: order, batching, admission, memory, eviction, stage."""
     num_gpu_blocks: int
-    """GPU KV blocks (`block_size` tokens, all layers), per GPU."""
+    """GPU KV blocks (`block_size` tokens, all layers that keep KV), per GPU."""
     num_cpu_blocks: int
     """Host KV blocks, per GPU."""
     block_bytes: float

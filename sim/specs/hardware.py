@@ -32,6 +32,11 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nvlink_bytes_per_s: Quantity
     host_memory_bytes: Quantity
     copies_beside_compute: bool = True
+    compute_capability: Quantity | None = None
+
+
+PLAIN_FIELDS = ("name", "copies_beside_compute")
+"""Fields of a hardware file that are no quantities."""
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,6 +52,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         nvlink_bytes_per_s: peak per direction and GPU, B/s; None: GPUs talk over PCIe.
         host_memory_bytes: memory of the host that KV can move to.
         copies_beside_compute: whether it has copy engines; false for a CPU, which copies itself.
+        compute_capability: CUDA's, major.minor; None: unknown, or not an NVIDIA GPU.
         sources: field name to "status: source".
     """
 
@@ -59,6 +65,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     nvlink_bytes_per_s: float | None
     host_memory_bytes: float
     copies_beside_compute: bool = True
+    compute_capability: float | None = None
     sources: dict[str, str]
 
 
@@ -79,8 +86,10 @@ def load_hardware(name_or_path: str) -> HardwareSpec:
         raise UserError(f"{path}: field name is empty: name the GPU")
     values: dict[str, float | None] = {}
     sources: dict[str, str] = {}
-    for field in HardwareFile.__struct_fields__[1:-1]:
-        quantity: Quantity = getattr(file, field)
+    quantities = {field: getattr(file, field) for field in HardwareFile.__struct_fields__ if field not in PLAIN_FIELDS}
+    for field, quantity in quantities.items():
+        if quantity is None:
+            continue
         values[field] = _checked(quantity, field, path)
         sources[field] = f"{quantity.status}: {quantity.source}"
     plain = {"name": file.name, "copies_beside_compute": file.copies_beside_compute}

@@ -10,13 +10,16 @@ from typing import Any
 from sim.errors import UserError
 from sim.specs.hf_families import FAMILIES, REFUSED, WRAPPERS, Family
 from sim.specs.hf_fields import Fields
-from sim.specs.hf_layers import check_layers, read_mla, read_moe
+from sim.specs.hf_layers import read_kv_layers, read_mla, read_moe
 from sim.specs.json_file import read_json_object
 from sim.specs.model_spec import MlaSpec, ModelSpec, MoeSpec
 from sim.specs.quantization import Projection, Quantization
 
 DTYPE_BYTES = {"float16": 2.0, "bfloat16": 2.0, "float32": 2.0, "half": 2.0}
 """vLLM serves float32 checkpoints in float16 (`--dtype auto`)."""
+
+DEQUANTIZE_OPS = 2.0
+"""Vector operations per element of a checkpoint's own KV format: conversion, and product with the scale."""
 
 
 def read_hf_config(path: Path | str, name: str | None = None) -> ModelSpec:
@@ -98,9 +101,10 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"does not divide {heads} attention heads")
     moe = read_moe(fields, family, layers)
-    check_layers(fields, family, layers)
+    kv_layers = read_kv_layers(fields, family, layers)
     width = fields.count("ffn_dim" if "ffn_dim" in fields else "intermediate_size")
     plain = _dtype_bytes(fields)
+    kv_bytes = quantization.kv_bytes(plain)
     attention = _attention(layers, hidden, heads, kv_heads, head_dim, mla)
     spec = ModelSpec(
         name=name,
@@ -115,7 +119,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         tie_word_embeddings=_tied(fields),
         max_position_embeddings=fields.count("max_position_embeddings"),
         dtype_bytes=plain,
-        kv_dtype_bytes=quantization.kv_bytes(plain),
+        kv_dtype_bytes=kv_bytes,
         attention_dtype_bytes=quantization.mean_bytes(attention, plain),
         mlp_dtype_bytes=quantization.mean_bytes(_dense(layers, moe), plain),
         expert_dtype_bytes=quantization.mean_bytes(_experts(layers, moe), plain),
@@ -128,6 +132,8 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         position_rows=fields.count("max_position_embeddings") + 2 if family.layer_norm else 0,
         mla=mla,
         moe=moe,
+        kv_layers=kv_layers,
+        kv_dequantize_ops=DEQUANTIZE_OPS if kv_bytes < plain else 0.0,
     )
     if family.layer_norm:
         _check_opt(fields, hidden)
@@ -153,7 +159,7 @@ def _dtype_bytes(fields: Fields) -> float:
 
 def _tied(fields: Fields) -> bool:
     # Architectures whose configs leave the field out where it holds its default.
-    default = fields.get("model_type") in ("opt", "gemma")
+    default = fields.get("model_type") in ("opt", "gemma", "gemma2", "gemma3_text")
     return fields.flag("tie_word_embeddings", default=default)
 
 
@@ -165,7 +171,7 @@ def _bias(fields: Fields, rule: object) -> bool:
 
 def _norms(family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int, mla: MlaSpec | None) -> int:
     """Elements of the norms of one layer."""
-    total = 2 * hidden * (2 if family.layer_norm else 1)
+    total = family.norms * hidden * (2 if family.layer_norm else 1)
     if family.qk_norm == "head":
         total += 2 * head_dim
     elif family.qk_norm == "all":

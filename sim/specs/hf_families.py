@@ -15,6 +15,8 @@ class Family:
         layer_norm: LayerNorm with bias (2 h elements) in place of RMSNorm (h elements).
         moe: experts of `intermediate_size` ("mixtral") or `moe_intermediate_size` ("fine"); None: dense only.
         sliding_by_default: a `sliding_window` counts even where `use_sliding_window` is absent.
+        window_pattern: every so many-th layer attends to all, the others have the window; None: as the config says.
+        norms: norms of h elements in a layer.
     """
 
     qkv_bias: bool | Literal["config"] = "config"
@@ -27,6 +29,8 @@ class Family:
     shared_gate: bool = False
     router_bias: bool = False
     sliding_by_default: bool = True
+    window_pattern: int | None = None
+    norms: int = 2
 
 
 QWEN3 = Family(qk_norm="head", sliding_by_default=False)
@@ -38,6 +42,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(qkv_bias=False, output_bias=False, moe="mixtral"),
     "phi3": NO_BIAS,
     "gemma": Family(),
+    "gemma2": Family(window_pattern=2, norms=4),
+    "gemma3_text": Family(window_pattern=6, norms=4, qk_norm="head"),
     "opt": Family(qkv_bias=True, output_bias=True, layer_norm=True, gated_mlp=False),
     "qwen2": Family(qkv_bias=True, output_bias=False, sliding_by_default=False),
     "qwen2_moe": Family(qkv_bias=True, output_bias=False, moe="fine", shared_gate=True, sliding_by_default=False),
@@ -52,13 +58,13 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": Family(mla=True, moe="fine", router_bias=True),
 }
 
-WRAPPERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "kimi_k25", "llava", "mistral3"})
+WRAPPERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "kimi_k25", "llava", "mistral3", "gemma3"})
 """Multimodal models whose language model, under `text_config`, attends as its own `model_type` says."""
 
 _LINEAR = "linear-attention layers keep a state of fixed size, not KV per token"
 _MAMBA = "Mamba layers keep a state of fixed size, not KV per token"
 _SPARSE = "its sparse-attention indexer keeps a second cache per token"
-_SLIDING = "sliding-window layers bound their KV, so bytes per token depend on the length"
+_SLIDING = "its sliding-window layers differ from the others in more than the window, or keep sinks"
 _ENCODER = "an encoder-decoder keeps cross-attention KV"
 _SHARED = "layers share KV, so not every layer has its own"
 
@@ -86,8 +92,6 @@ REFUSED: dict[str, str] = {
     "deepseek_v4": "its KV is compressed at a different ratio in each layer",
     "deepseek_ref": "its KV is compressed at a different ratio in each layer",
     "gpt_oss": _SLIDING,
-    "gemma2": _SLIDING,
-    "gemma3_text": _SLIDING,
     "gemma4_text": _SLIDING,
     "gemma3n_text": _SHARED,
     "mimo_v2_flash": _SLIDING,

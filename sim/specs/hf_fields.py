@@ -13,13 +13,14 @@ SHAPE_WORDS = re.compile(
 """A field with one of these in its name may change what a token's KV or a layer's weights take."""
 
 _KNOWN_SHAPES = (
-    "attention_bias attn_type_list decoder_sparse_step do_layer_norm_before enable_bias expert_bias "
-    "experts_per_token ffn_dim first_k_dense_replace head_dim hidden_size intermediate_size is_encoder_decoder "
-    "kv_lora_rank layer_types max_window_layers mlp_bias mlp_layer_types mlp_only_layers moe_intermediate_size "
-    "moe_layer_freq moe_num_experts moe_topk n_routed_experts n_shared_experts num_attention_heads num_experts "
-    "num_experts_per_tok num_experts_per_token num_hidden_layers num_key_value_heads num_local_experts "
-    "q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim shared_expert_intermediate_size "
-    "shared_intermediate_size sliding_window use_sliding_window v_head_dim word_embed_proj_dim "
+    "_sliding_window_pattern attention_bias attn_type_list cla_share_factor decoder_sparse_step "
+    "do_layer_norm_before enable_bias expert_bias experts_per_token ffn_dim first_k_dense_replace head_dim "
+    "hidden_size intermediate_size is_encoder_decoder kv_lora_rank layer_types max_window_layers mlp_bias "
+    "mlp_layer_types mlp_only_layers moe_intermediate_size moe_layer_freq moe_num_experts moe_topk n_routed_experts "
+    "n_shared_experts num_attention_heads num_experts num_experts_per_tok num_experts_per_token num_hidden_layers "
+    "num_key_value_heads num_key_value_layers num_local_experts q_lora_rank qk_head_dim qk_nope_head_dim "
+    "qk_rope_head_dim shared_expert_intermediate_size shared_intermediate_size sliding_window "
+    "sliding_window_pattern sliding_window_size use_sliding_window v_head_dim word_embed_proj_dim "
 )
 KNOWN_SHAPES = frozenset(_KNOWN_SHAPES.split())
 """Fields that the reader takes into account."""
@@ -31,7 +32,7 @@ _HARMLESS = (
     "initial_context_length keys_to_ignore_at_inference layer_norm_elementwise_affine layer_norm_eps "
     "layer_norm_epsilon layerdrop mm_hidden_size moe_aux_loss_coeff moe_router_dtype mtp_num_hidden_layers "
     "mtp_transformer_layers num_mtp_modules num_nextn_predict_layers output_attentions output_hidden_states "
-    "pruned_heads qk_layernorm_eps rms_norm_eps rotary_dim use_cache use_qk_norm "
+    "pruned_heads qk_layernorm_eps query_pre_attn_scalar rms_norm_eps rotary_dim use_cache use_qk_norm "
 )
 HARMLESS = frozenset(_HARMLESS.split())
 """Fields with such a name that change neither KV nor weights: dropouts, epsilons, outputs, prediction heads."""

@@ -1,8 +1,9 @@
-"""What differs between the layers of a Hugging Face config: latent attention, experts, windows."""
+"""What differs between the layers of a Hugging Face config: latent attention, experts, windows, shared KV."""
 
 from sim.errors import UserError
 from sim.specs.hf_families import Family
 from sim.specs.hf_fields import Fields
+from sim.specs.kv_format import KVLayers
 from sim.specs.model_spec import MlaSpec, MoeSpec
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -74,24 +75,127 @@ def _moe_layers(fields: Fields, layers: int) -> int:
     return sum(1 for i in range(layers) if i >= first and (i + offset) % every == 0 and i not in dense)
 
 
-def check_layers(fields: Fields, family: Family, layers: int) -> None:
-    """UserError unless every layer attends to the whole context: only then are KV bytes proportional to tokens."""
-    kinds = fields.get("layer_types")
+def read_kv_layers(fields: Fields, family: Family, layers: int) -> tuple[KVLayers, ...]:
+    """Classes of layers that differ in what KV they keep and read; none where every layer keeps and reads all its own.
+
+    UserError where the config contradicts itself, or combines what no model does.
+    """
+    _check_kinds(fields, layers)
+    window = _window(fields)
+    num_windowed = sum(_windowed(fields, family, layers, window))
+    if window and window >= fields.count("max_position_embeddings"):
+        # No context outgrows it.
+        num_windowed = 0
+    if fields.flag("yoco", default=False):
+        return _yoco(fields, layers, window, num_windowed)
+    share = _share_factor(fields, layers)
+    if share > 1 and 0 < num_windowed < layers:
+        raise UserError(
+            f"{fields.path}: layers that share KV cannot be sized where some have a window and some have none "
+            f"(sliding_window = {window}): give all of them one, or none"
+        )
+    if share == 1 and not num_windowed:
+        return ()
+    classes = ((layers - num_windowed, None), (num_windowed, window))
+    return tuple(KVLayers(num_layers=n, num_stored=-(-n // share), window=cap) for n, cap in classes if n)
+
+
+def refuse_kv_layers(fields: Fields, family: Family, layers: int) -> None:
+    """UserError unless every layer keeps its own KV and attends to the whole context."""
+    classes = read_kv_layers(fields, family, layers)
+    if any(layer.window is not None for layer in classes):
+        length = fields.count("max_position_embeddings")
+        raise fields.error(
+            "sliding_window",
+            f"is below max_position_embeddings {length}, and the runtime attends to the whole context: "
+            f"lower max_position_embeddings to {_window(fields)} in a copy of the file to serve shorter contexts",
+        )
+    if classes:
+        raise UserError(f"{fields.path}: layers that share KV are not computed by the runtime: use another model")
+
+
+def _check_kinds(fields: Fields, layers: int) -> None:
+    """UserError unless all layers have softmax attention."""
     # MiniMax numbers its kinds: 1 is full attention, 0 is linear.
     attention_kinds = fields.get("attn_type_list") or [1]
     if not isinstance(attention_kinds, list) or any(kind != 1 for kind in attention_kinds):
         raise fields.error("attn_type_list", "has linear-attention layers, which cannot be sized: expected all 1")
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers:
-            raise fields.error("layer_types", f"must name {layers} layers")
-        other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-        if other:
-            raise UserError(f"{fields.path}: field layer_types: {other[0]!r} layers cannot be sized: use another model")
-    window = fields.size("sliding_window")
-    sliding = "sliding_attention" in kinds if kinds else fields.flag("use_sliding_window", family.sliding_by_default)
-    if sliding and window and window < fields.count("max_position_embeddings"):
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise fields.error("layer_types", f"must name {layers} layers")
+    other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if other:
+        raise UserError(f"{fields.path}: field layer_types: {other[0]!r} layers cannot be sized: use another model")
+
+
+def _window(fields: Fields) -> int:
+    """Tokens of the window; 0: none."""
+    return fields.one_of(("sliding_window", "sliding_window_size")) or 0
+
+
+def _windowed(fields: Fields, family: Family, layers: int, window: int) -> list[bool]:
+    """Which layers have a window, in the four ways configs say it."""
+    kinds, used = fields.get("layer_types"), fields.get("use_sliding_window")
+    pattern = fields.one_of(("sliding_window_pattern", "_sliding_window_pattern")) or family.window_pattern
+    if isinstance(kinds, list):
+        found = [kind == "sliding_attention" for kind in kinds]
+        if any(found) and used is False:
+            raise fields.error("use_sliding_window", "contradicts layer_types with 'sliding_attention': correct one")
+        if pattern and "sliding_window_pattern" in fields and found != _every(pattern, layers):
+            raise fields.error("sliding_window_pattern", "contradicts layer_types: keep one of the two")
+    elif pattern:
+        found = _every(pattern, layers)
+    elif not fields.flag("use_sliding_window", family.sliding_by_default):
+        found = [False] * layers
+    elif window and not family.sliding_by_default:
+        first = fields.size("max_window_layers")
+        found = [i >= first for i in range(layers)]
+    else:
+        found = [bool(window)] * layers
+    if not window and (any(found) or used is True):
+        raise fields.error("sliding_window", "is not set, and layers are said to have a window: give its tokens")
+    return found
+
+
+def _every(pattern: int, layers: int) -> list[bool]:
+    """Windows in all but every `pattern`-th layer."""
+    return [(i + 1) % pattern != 0 for i in range(layers)]
+
+
+def _share_factor(fields: Fields, layers: int) -> int:
+    """Layers in a row that share one layer's KV: CLA as Hunyuan spells it, MLKV as its authors do."""
+    factor = fields.one_of(("cla_share_factor",)) or 1
+    if factor > 1 and "use_cla" not in fields:
         raise fields.error(
-            "sliding_window",
-            f"bounds the KV of its layers below max_position_embeddings {fields.count('max_position_embeddings')}: "
-            f"lower that to {window} in a copy of the file to size the model for shorter contexts",
+            "cla_share_factor", "means layers that share KV, but use_cla is not set: set it true or false"
         )
+    if not fields.flag("use_cla", default=False):
+        factor = 1
+    kept = fields.one_of(("num_key_value_layers",))
+    if kept is None:
+        return factor
+    if factor > 1 or fields.flag("swiftkv", default=False):
+        raise fields.error(
+            "num_key_value_layers", "means MLKV, and cannot be combined with use_cla or swiftkv: keep one"
+        )
+    if layers % kept:
+        raise fields.error("num_key_value_layers", f"does not divide {layers} layers: correct one of them")
+    return layers // kept
+
+
+def _yoco(fields: Fields, layers: int, window: int, num_windowed: int) -> tuple[KVLayers, ...]:
+    """Half the layers with a window, then half that read one global cache, which one projection makes."""
+    if layers % 2 or not 0 < num_windowed == layers:
+        raise UserError(
+            f"{fields.path}: field yoco = true needs an even num_hidden_layers (it is {layers}) and a sliding_window "
+            f"below max_position_embeddings (it is {window or None}) for the first half: correct them"
+        )
+    if fields.one_of(EXPERT_COUNTS) or fields.flag("use_cla", False) or "num_key_value_layers" in fields:
+        raise fields.error("yoco", "cannot be combined with experts or other ways to share KV: keep one")
+    half = layers // 2
+    return (
+        KVLayers(num_layers=half, num_stored=half, window=window),
+        KVLayers(num_layers=half, num_stored=1, last_token_only=True),
+    )

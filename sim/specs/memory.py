@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
+from sim.specs.kv_format import KVGroups
 from sim.specs.model_spec import ModelSpec
 
 ACTIVATION_BYTES = 2
@@ -84,6 +85,7 @@ def kv_cache_blocks(
     max_num_seqs: int,
     swap_space_bytes_per_gpu: float,
     num_gpu_blocks_override: int | None = None,
+    groups: KVGroups | None = None,
 ) -> PoolSize:
     """The KV pool of a group of `tensor_parallel_size` GPUs.
 
@@ -97,6 +99,7 @@ def kv_cache_blocks(
         max_num_seqs: sequences of the profiled prefill.
         swap_space_bytes_per_gpu: host memory for swapped blocks per GPU (vLLM: 4 GiB).
         num_gpu_blocks_override: that many GPU blocks, whatever would fit (vLLM: --num-gpu-blocks-override).
+        groups: of layers that a block serves apart; a whole block has one block for each. None: all layers in one.
 
     Raises:
         UserError: an argument out of range, or not one block fits beside the weights.
@@ -108,6 +111,9 @@ def kv_cache_blocks(
             f"must be 0 to the host's {hardware.host_memory_bytes / 1e9:.0f} GB: choose less"
         )
     block_bytes = block_size * model.kv_bytes_per_token(tensor_parallel_size)
+    if groups is not None:
+        layers = groups.num_groups * groups.layers_per_group
+        block_bytes = block_size * layers * model.kv_bytes_per_token_layer(tensor_parallel_size)
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
     if num_gpu_blocks_override is not None:
         return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes)

@@ -7,6 +7,7 @@ Sources: grouped-query attention (Ainslie et al. 2023), multi-head latent attent
 import msgspec
 
 from sim.errors import UserError
+from sim.specs.kv_format import KVDtype, KVFormat, KVLayers
 
 HIDDEN_STATE_BYTES = 2
 """Bytes per element of hidden states."""
@@ -70,6 +71,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Rows of a learned table of positions; 0: rotary or none."""
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
+    kv_layers: tuple[KVLayers, ...] = ()
+    """Classes of layers that differ in their KV; none: every layer keeps and reads all of its own."""
+    kv_dequantize_ops: float = 0.0
+    """Vector operations that make a half-precision element of a stored one."""
 
     def with_dtype(self, dtype_bytes: float) -> "ModelSpec":
         """The same model with weights, activations and KV cache of `dtype_bytes`; what is quantised stays so."""
@@ -77,12 +82,66 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         sizes = ("dtype_bytes", "kv_dtype_bytes", "attention_dtype_bytes", "mlp_dtype_bytes", "expert_dtype_bytes")
         return msgspec.structs.replace(self, **{name: dtype_bytes for name in sizes if getattr(self, name) == old})
 
+    def with_kv_dtype(self, dtype: KVDtype) -> "ModelSpec":
+        """The same model with another type of KV. UserError where no engine stores its KV so."""
+        if self.mla and dtype.grouped:
+            raise UserError(
+                f"--kv-cache-dtype {dtype.name}: {self.name} keeps latents, which no engine stores in groups: "
+                "use auto or an fp8 type"
+            )
+        return msgspec.structs.replace(
+            self,
+            kv_dtype_bytes=dtype.bytes_per_element(self.head_dim),
+            kv_dequantize_ops=float(dtype.dequantize_ops),
+        )
+
+    # -- layers that differ in their KV -------------------------------------------------------------------------------
+
+    @property
+    def kv_classes(self) -> tuple[KVLayers, ...]:
+        """Classes of layers by their KV; one of all layers where none differ."""
+        return self.kv_layers or (KVLayers(num_layers=self.num_layers, num_stored=self.num_layers),)
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Layers with KV of their own."""
+        return sum(layers.num_stored for layers in self.kv_classes)
+
+    @property
+    def last_token_share(self) -> float:
+        """Share of the linear layers' work that a prompt does for its last token only: YOCO's cross-decoder, else 0."""
+        layers = sum(layers.num_layers for layers in self.kv_classes if layers.last_token_only)
+        if not layers:
+            return 0.0
+        weights = self._attention_query_output_weights + self._dense_mlp_weights
+        return 2.0 * layers * weights / self.linear_flops_per_token
+
+    def kv_format(self, tp: int = 1) -> KVFormat:
+        """What a GPU of a group of `tp` stores, reads and copies of a sequence at a position."""
+        return KVFormat(
+            self.kv_classes,
+            self.kv_bytes_per_token_layer(tp),
+            self._absorbed_flops_per_token_read / tp,
+            self.kv_dequantize_ops * self.kv_elements_per_token_layer(tp),
+        )
+
+    @property
+    def _absorbed_flops_per_token_read(self) -> float:
+        """FLOPs of a decode per token that a layer reads, 2 n_q (2 d_c + d_R), MLA's projections absorbed; else 0.
+
+        Other decodes have some 2 n_q / n_kv FLOPs a byte, far below the ridge; all of MLA's heads share what they read.
+        """
+        if self.mla is None:
+            return 0.0
+        return 2.0 * self.num_heads * (2 * self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     @property
     def num_params(self) -> int:
         """Parameters of the language model, norms and biases included."""
         layers = self.num_layers * (self._attention_weights + self._attention_biases + self.norm_params_per_layer)
+        layers -= self._num_borrowing_layers * (self._attention_kv_weights + self._attention_kv_biases)
         mlp = self._num_dense_layers * (self._dense_mlp_weights + self._dense_mlp_biases)
         if self.moe:
             mlp += self.moe.num_moe_layers * (self._expert_weights + self._router_params)
@@ -117,6 +176,15 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def _attention_kv_weights(self) -> int:
         """Elements split by KV heads, replicated where there are more GPUs than KV heads."""
         return 0 if self.mla else 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+
+    @property
+    def _num_borrowing_layers(self) -> int:
+        """Layers without keys and values of their own."""
+        return self.num_layers - self.num_stored_layers
+
+    @property
+    def _attention_kv_biases(self) -> int:
+        return 0 if self.mla or not self.qkv_bias else 2 * self.num_kv_heads * self.head_dim
 
     @property
     def _attention_latent_weights(self) -> int:
@@ -154,6 +222,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self._mlp_matrices * self.hidden_size * width
 
     @property
+    def _routed_weights(self) -> int:
+        """Elements of all routed experts of one layer."""
+        assert self.moe
+        return self._mlp_matrices * self.hidden_size * self.moe.num_experts * self.moe.moe_intermediate_size
+
+    @property
     def _active_expert_weights(self) -> int:
         """Elements one token meets in one layer."""
         assert self.moe
@@ -185,20 +259,24 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 "KV heads: choose one that does"
             )
 
+    def kv_elements_per_token_layer(self, tp: int = 1) -> int:
+        """Elements per GPU of one token's KV in one layer."""
+        self.check_tp(tp)
+        if self.mla:
+            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
+
     def kv_bytes_per_token_layer(self, tp: int = 1) -> float:
         """Bytes per GPU of one token's KV in one layer. Heads are split over `tp` GPUs, replicated when tp > n_kv.
 
         MLA's latent is replicated: every GPU holds (kv_lora_rank + qk_rope_head_dim) elements. Engines without latent
         attention (vLLM before 0.7) store DeepSeek's heads expanded, which is not modelled.
         """
-        self.check_tp(tp)
-        if self.mla:
-            return (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim) * self.kv_dtype_bytes
-        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim * self.kv_dtype_bytes
+        return self.kv_elements_per_token_layer(tp) * self.kv_dtype_bytes
 
     def kv_bytes_per_token(self, tp: int = 1) -> float:
-        """Bytes per GPU of one token's KV in all layers (kappa)."""
-        return self.num_layers * self.kv_bytes_per_token_layer(tp)
+        """Bytes per GPU of one token's KV in all layers that keep it (kappa)."""
+        return self.num_stored_layers * self.kv_bytes_per_token_layer(tp)
 
     def weight_bytes(self, tp: int = 1) -> float:
         """Bytes of weights per GPU: projections, experts and embeddings split, the rest replicated."""
@@ -208,6 +286,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         per_layer = (attention + self._attention_latent_weights) * self.attention_dtype_bytes
         per_layer += (self._attention_biases / tp + self.norm_params_per_layer) * self.dtype_bytes
         total = self.num_layers * per_layer
+        borrowed = self._attention_kv_weights / kv_split * self.attention_dtype_bytes
+        borrowed += self._attention_kv_biases / tp * self.dtype_bytes
+        total -= self._num_borrowing_layers * borrowed
         dense = self._dense_mlp_weights * self.mlp_dtype_bytes + self._dense_mlp_biases * self.dtype_bytes
         total += self._num_dense_layers * dense / tp
         if self.moe:
@@ -217,15 +298,25 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def linear_weight_bytes(self) -> float:
-        """Bytes of weights that the linear layers of all layers read in one iteration, all GPUs together.
+        """Bytes of the weights of the linear layers of all layers, all experts included, all GPUs together."""
+        return self.linear_weight_bytes_read(None)
 
-        Counts all experts: with more than a few tokens in the batch nearly every one is used.
+    def linear_weight_bytes_read(self, num_tokens: int | None) -> float:
+        """Bytes of weights that the linear layers of all layers read for `num_tokens` tokens, all GPUs together.
+
+        Each token chooses k of a layer's E routed experts; were the choices uniform and independent, N tokens would
+        meet E (1 - (1 - k/E)^N) of them. None: all experts.
         """
         total = self.num_layers * self._attention_weights * self.attention_dtype_bytes
+        total -= self._num_borrowing_layers * self._attention_kv_weights * self.attention_dtype_bytes
         total += self._num_dense_layers * self._dense_mlp_weights * self.mlp_dtype_bytes
         if self.moe:
-            experts = self._expert_weights * self.expert_dtype_bytes + self._router_weights * self.dtype_bytes
-            total += self.moe.num_moe_layers * experts
+            experts = self._expert_weights
+            if num_tokens is not None:
+                idle = (1 - self.moe.experts_per_token / self.moe.num_experts) ** num_tokens
+                experts -= idle * self._routed_weights
+            read = experts * self.expert_dtype_bytes + self._router_weights * self.dtype_bytes
+            total += self.moe.num_moe_layers * read
         return total
 
     def linear_activation_bytes_per_token(self, tp: int = 1) -> float:
@@ -236,6 +327,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         self.check_tp(tp)
         h = self.hidden_size
         elements = self.num_layers * (3 * h + self._attention_inner_width(tp))
+        if not self.mla:
+            elements -= self._num_borrowing_layers * self.kv_elements_per_token_layer(tp)
         gates = 2 if self.gated_mlp else 1
         # Into the MLP: h; out of its first projections: `gates` widths; into its last: one; out of it: h.
         elements += self._num_dense_layers * (h + (gates + 1) * self.intermediate_size / tp)
@@ -276,6 +369,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def linear_flops_per_token(self) -> float:
         """FLOPs per token of all layers' projections and MLP (c_lin); of the experts only those a token activates."""
         weights = self.num_layers * self._attention_weights + self._num_dense_layers * self._dense_mlp_weights
+        weights -= self._num_borrowing_layers * self._attention_kv_weights
         if self.moe:
             weights += self.moe.num_moe_layers * (self._active_expert_weights + self._router_weights)
         return 2.0 * weights
@@ -294,7 +388,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def attention_flops_per_token_pair(self) -> float:
-        """FLOPs per (query token, context token) pair over all layers: 4 L n_q d; for MLA 2 L n_q (d_qk + d_v)."""
+        """FLOPs per (query token, context token) pair over all layers: 4 L n_q d; for MLA 2 L n_q (d_qk + d_v).
+
+        Layers with a window have as many for each pair that they see.
+        """
         if self.mla:
             width = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim + self.mla.v_head_dim
             return 2.0 * self.num_layers * self.num_heads * width

@@ -155,6 +155,10 @@ def _paged(b: Builder) -> "Memory":
         return PrefixMemory(b.limits, in_flight_hits=b.names["batching"] == "unified")
     from sim.parts.memory.paged import PagedMemory
 
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        from sim.parts.memory.windowed import WindowedMemory
+
+        return WindowedMemory(b.limits)
     return PagedMemory(b.limits)
 
 
@@ -167,6 +171,11 @@ def _reserved(b: Builder) -> "Memory":
 def _layer_blocks(b: Builder) -> "Memory":
     from sim.parts.memory.layer_blocks import LayerBlocks
 
+    model = b.deployment.model
+    if model.num_stored_layers < model.num_layers:
+        raise UserError(
+            f"memory=layers keeps each layer's KV apart, and layers of {model.name} share theirs: use memory=paged"
+        )
     return LayerBlocks(b.limits, b.deployment.model.num_layers, remembered(b.equations().minimum_layers))
 
 

@@ -15,9 +15,11 @@ __all__ = ["SMALL", "Runner"]
 class Runner:
     """Sequences of one decoder: their tokens, their block tables, and the pool that holds them in random order."""
 
-    def __init__(self, decoder: Decoder, layer_group=1, block_tokens=4, num_blocks=400, seed=0):
+    def __init__(self, decoder: Decoder, layer_group=1, block_tokens=4, num_blocks=400, seed=0, kv_dtype=None):
         self.decoder = decoder
-        self.pool = KVPool(decoder.config, num_blocks, block_tokens, layer_group, decoder.device, decoder.dtype)
+        self.pool = KVPool(
+            decoder.config, num_blocks, block_tokens, layer_group, decoder.device, kv_dtype or decoder.dtype
+        )
         ids = self.pool.allocate(num_blocks)
         random.Random(seed).shuffle(ids)
         self.pool.free(ids)

@@ -63,7 +63,8 @@ class SlackAdmission(Watermark):
             batch, now_s = self.batch, self.scheduler.now_s
             tpot_s = self._last_tpot_s
             if tpot_s is None:
-                tpot_s = self.scheduler.deployment.cost.decode_run(max(1, len(batch)), batch.context_tokens)[0]
+                cost = self.scheduler.deployment.cost
+                tpot_s = cost.decode_run(max(1, len(batch)), batch.context_tokens, batch.windowed)[0]
             if self.book.is_blocked(prefill_s, now_s, tpot_s, batch.step):
                 return False
             least_s = self._least_s = self.book.least_s(prefill_s, now_s, tpot_s, batch.step)
@@ -76,7 +77,9 @@ class SlackAdmission(Watermark):
         if self.batch.cohorts:
             # Iterations that wait for the link are not the cost model's run.
             return 1
-        first_s, slope_s = self.scheduler.deployment.cost.decode_run(plan.num_decodes, plan.decode_context_tokens)
+        first_s, slope_s = self.scheduler.deployment.cost.decode_run(
+            plan.num_decodes, plan.decode_context_tokens, self.batch.windowed
+        )
         return 1 + self.book.blocked_steps(
             self._refused_s, self.scheduler.now_s, self.batch.step, first_s, slope_s, steps - 1
         )

@@ -92,7 +92,7 @@ class Unified(Batching):
             for seq in self.partials:
                 chunk = min(seq.num_tokens - seq.num_computed, budget)
                 wanted = memory.blocks_missing(seq, seq.num_computed + chunk)
-            needed = batch.blocks_needed(1) if batch.members else 0
+            needed = memory.decode_blocks() if batch.members else 0
             if needed + wanted <= memory.gpu.free:
                 if batch.members:
                     memory.grow(batch, 0)
@@ -166,10 +166,10 @@ class Unified(Batching):
             memory.take_chunk(seq, tokens)
             memory.publish(seq, tokens)
             return True
-        if self.batch.needs_block(seq):
-            if not memory.gpu.free:
-                return False
-            memory.gpu.allocate(1)
+        blocks = memory.decode_blocks_of(seq)
+        if blocks > memory.gpu.free:
+            return False
+        memory.gpu.allocate(blocks)
         return True
 
     def _victim(self) -> Sequence:

@@ -45,7 +45,8 @@ class PagedMemory(Memory):
 
     def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Take the blocks of the first `num_tokens` tokens of a prompt that waits, what it hits among them."""
-        blocks = seq.num_blocks = -(-num_tokens // self.block_size)
+        seq.num_blocks = -(-num_tokens // self.block_size)
+        blocks = self.blocks_wanted(seq, num_tokens)
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
@@ -57,12 +58,20 @@ class PagedMemory(Memory):
         """Blocks that a half-done prompt lacks for its first `num_tokens` tokens."""
         return -(-num_tokens // self.block_size) - seq.num_blocks
 
+    def decode_blocks(self) -> int:
+        """Blocks that the next token of everybody in the batch takes."""
+        return self.batch.blocks_needed(1)
+
+    def decode_blocks_of(self, seq: Sequence) -> int:
+        """Blocks that the next token of one of them takes."""
+        return int(self.batch.needs_block(seq))
+
     def take_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Take them."""
         blocks = self.blocks_missing(seq, num_tokens)
         if blocks > 0:
             self.gpu.allocate(blocks)
-            seq.num_blocks += blocks
+            seq.num_blocks = -(-num_tokens // self.block_size)
 
     def release(self, seq: Sequence) -> None:
         self.gpu.release(seq.num_blocks)

@@ -1,0 +1,189 @@
+"""`KVFormat`: what a model keeps of a token at a position, what a decode reads of it and what a copy moves.
+
+Position, tokens stored, tokens read and tokens copied are four things. For each class of like layers the last three are
+capped-linear functions of the first, min(position, window); layers that share their KV read it and store none. Sources:
+
+- windows: Mistral 7B (Jiang et al. 2023), Gemma 2 and 3 (2024, 2025), Qwen2's `max_window_layers`;
+- CLA, layers in a row share KV: Brandon et al. 2024; MLKV, KV heads shared across layers: Zuhri et al. 2024;
+- YOCO, half the layers read one global cache: Sun et al. 2024;
+- group-wise int4 and int8: FlexGen (Sheng et al. 2023, section 4.1): groups of 64 with a minimum and a scale in fp16;
+- fp8: vLLM's `--kv-cache-dtype`, one scale per tensor.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from sim.errors import UserError
+from sim.specs.hardware import HardwareSpec
+
+GROUP_ELEMENTS = 64
+"""Elements of a head that share a scale in the integer formats."""
+GROUP_BYTES = 4
+"""Bytes of a group's scale and zero point, fp16 each."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVDtype:
+    """A type that KV may be stored in.
+
+    Attributes:
+        bits: of an element, scales left out.
+        grouped: a scale and a zero point per `GROUP_ELEMENTS` elements of a head; else per tensor, which is negligible.
+        dequantize_ops: vector operations that make a half-precision element of a stored one: conversion and product
+            with the scale; where grouped also the zero point, and unpacking where two share a byte.
+        least_capability: CUDA compute capability that the kernels need.
+    """
+
+    name: str
+    bits: int
+    grouped: bool = False
+    dequantize_ops: int = 0
+    least_capability: float = 0.0
+
+    def bytes_per_element(self, head_dim: int) -> float:
+        """Bytes of an element, its share of the scales of a head of `head_dim` elements included."""
+        scales = -(-head_dim // GROUP_ELEMENTS) * GROUP_BYTES if self.grouped else 0
+        return self.bits / 8 + scales / head_dim
+
+
+_E4M3 = KVDtype("fp8_e4m3", 8, dequantize_ops=2, least_capability=8.9)
+KV_DTYPES: dict[str, KVDtype] = {
+    # vLLM refuses bfloat16 below 8.0, Triton has e4m3 (`fp8e4nv`) from 8.9 on (vLLM issues 7714 and 26431).
+    "bfloat16": KVDtype("bfloat16", 16, least_capability=8.0),
+    "fp8": _E4M3,
+    "fp8_e4m3": _E4M3,
+    "fp8_e5m2": KVDtype("fp8_e5m2", 8, dequantize_ops=2),
+    "int8": KVDtype("int8", 8, grouped=True, dequantize_ops=3),
+    "int4": KVDtype("int4", 4, grouped=True, dequantize_ops=4),
+}
+"""What `--kv-cache-dtype` may name beside `auto`. vLLM has all but the integers."""
+
+
+def kv_dtype(name: str, hardware: HardwareSpec) -> KVDtype:
+    """The type of that name. UserError where there is none, or the GPU cannot hold it."""
+    found = KV_DTYPES.get(name)
+    if found is None:
+        raise UserError(f"--kv-cache-dtype: {name!r} is not known: use auto or one of {', '.join(KV_DTYPES)}")
+    capability = hardware.compute_capability
+    if capability is not None and capability < found.least_capability:
+        smaller = (key for key, other in KV_DTYPES.items() if other.bits < 16 and other.least_capability <= capability)
+        others = ["auto", *smaller]
+        raise UserError(
+            f"--kv-cache-dtype {name}: {found.name} needs compute capability {found.least_capability}, "
+            f"{hardware.name} has {capability}: use {', '.join(others[:-1])} or {others[-1]}"
+        )
+    return found
+
+
+class KVLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A class of like layers.
+
+    Attributes:
+        num_layers: layers that attend.
+        num_stored: those of them with KV of their own; the others read theirs.
+        window: most tokens that they attend to, the query's own included; None: all.
+        last_token_only: a prompt runs through these layers with its last token only (YOCO's cross-decoder).
+    """
+
+    num_layers: int
+    num_stored: int
+    window: int | None = None
+    last_token_only: bool = False
+
+    def stored_tokens(self, position: int) -> int:
+        """Tokens kept of a sequence of `position` tokens."""
+        return position if self.window is None or position < self.window else self.window
+
+    read_tokens = stored_tokens
+    """Tokens whose KV the decode of the token at `position` reads, its own included."""
+    copied_tokens = stored_tokens
+    """Tokens that go with a sequence of `position` tokens to the host or back."""
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """The classes of a model's layers and what one token's KV costs in one of them, per GPU of a group.
+
+    Attributes:
+        layers: the classes; at most one window among them.
+        token_layer_bytes: one token's KV in one layer, scales included.
+        flops_per_token_read: of a decode per token that a layer reads, where they matter beside the bytes (MLA).
+        dequantize_ops_per_token_read: vector operations likewise.
+    """
+
+    layers: tuple[KVLayers, ...]
+    token_layer_bytes: float
+    flops_per_token_read: float = 0.0
+    dequantize_ops_per_token_read: float = 0.0
+
+    @property
+    def window(self) -> int | None:
+        """The window of the layers that have one; None where none has."""
+        return next((layers.window for layers in self.layers if layers.window is not None), None)
+
+    @property
+    def num_full_readers(self) -> int:
+        """Layers that read the whole context."""
+        return sum(layers.num_layers for layers in self.layers if layers.window is None)
+
+    @property
+    def num_window_readers(self) -> int:
+        """Layers that read a window."""
+        return sum(layers.num_layers for layers in self.layers if layers.window is not None)
+
+    @property
+    def num_full_stored(self) -> int:
+        """Layers that keep the KV of the whole context."""
+        return sum(layers.num_stored for layers in self.layers if layers.window is None)
+
+    @property
+    def num_window_stored(self) -> int:
+        """Layers that keep the KV of a window."""
+        return sum(layers.num_stored for layers in self.layers if layers.window is not None)
+
+    def stored_bytes(self, position: int) -> float:
+        """Least memory of a sequence of `position` tokens: what whole blocks round up."""
+        return self.token_layer_bytes * sum(c.num_stored * c.stored_tokens(position) for c in self.layers)
+
+    def read_bytes(self, position: int) -> float:
+        """What the decode of the token at `position` reads."""
+        return self.token_layer_bytes * sum(c.num_layers * c.read_tokens(position) for c in self.layers)
+
+    def copied_bytes(self, position: int) -> float:
+        """What moves with a sequence of `position` tokens."""
+        return self.token_layer_bytes * sum(c.num_stored * c.copied_tokens(position) for c in self.layers)
+
+
+def window_pairs(cached: int, num_new: int, window: int) -> int:
+    """Query-context pairs of `num_new` tokens after `cached` ones, each of which sees the last `window` with itself."""
+    growing = min(num_new, max(0, window - cached))
+    return growing * cached + growing * (growing + 1) // 2 + (num_new - growing) * window
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    """Groups of layers that one block serves, as vLLM's hybrid KV cache manager makes them.
+
+    All groups hold `layers_per_group` layers, the last of a class fewer: blocks are of one size, and the rest is waste.
+    """
+
+    num_full: int
+    num_window: int
+    layers_per_group: int
+
+    @property
+    def num_groups(self) -> int:
+        """Of both kinds."""
+        return self.num_full + self.num_window
+
+
+def hybrid_groups(kv: KVFormat) -> KVGroups:
+    """Groups of a model with full and windowed layers (vLLM's `kv_cache_utils`, uniform page size).
+
+    A group has as many layers as the rarer class, or as the other one where that has less than half as many again.
+    """
+    full, window = kv.num_full_stored, kv.num_window_stored
+    least, most = sorted((full, window)) if full and window else (full or window,) * 2
+    size = most if most * 2 < least * 3 else least
+    return KVGroups(-(-full // size), -(-window // size), size)

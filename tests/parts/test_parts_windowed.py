@@ -1,0 +1,330 @@
+"""Layers with a sliding window: counts against members, memory with rings, prices by hand, and jumps against steps."""
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtwin.testing.conformance import Workload, check_ends, check_gaps, check_jumps, limits_of, rows, run
+from kvtwin.testing.engines import Machine, limits, linear_machine, requests, roofline_machine, simulate, tiny_model
+from sim.engine.batch import DecodeBatch
+from sim.engine.itl import GapCollector
+from sim.engine.limits import WindowLimits
+from sim.engine.plan import IterationPlan, Origin, StepTimes, WindowTokens
+from sim.engine.sequence import Sequence
+from sim.engine.windowed_batch import WindowedBatch
+from sim.errors import UserError
+from sim.policy_options import parse_policy
+from sim.scenario import build_scenario
+from sim.simulate import prepare
+from sim.specs.kv_format import KVLayers
+from sim.specs.models import read_hf_config
+from traces.request import Request
+
+
+def windowed_model(full: int = 2, window: int = 20, windowed: int = 2):
+    """Four layers by default, two of them with a window of 20 tokens."""
+    layers = (
+        KVLayers(num_layers=full, num_stored=full),
+        KVLayers(num_layers=windowed, num_stored=windowed, window=window),
+    )
+    return msgspec.structs.replace(tiny_model(full + windowed), kv_layers=tuple(c for c in layers if c.num_layers))
+
+
+def member(batch: DecodeBatch, request_id: int, prompt: int, output: int) -> Sequence:
+    seq = Sequence(Request(request_id, 0.0, prompt, output))
+    seq.num_tokens, seq.num_generated, seq.last_token_s = prompt + 1, 1, 0.0
+    batch.add(seq)
+    return seq
+
+
+# -- the batch -----------------------------------------------------------------------------------------------------
+
+
+def test_what_windows_read_by_hand() -> None:
+    """Contexts 4, 9 and 30 under a window of 10, a ring of 3 blocks of 4: 12 tokens, a block begins after 4, 8 ..."""
+    batch = WindowedBatch(4, GapCollector(), WindowLimits(10, 1, 1, 3))
+    seqs = [member(batch, i, prompt, 40) for i, prompt in enumerate((3, 8, 29))]
+    assert batch.windowed == WindowTokens(4 + 9 + 10, 2)
+    # 9 -> 10 is linear, 10 -> 11 is not: two iterations.
+    assert batch.steps_to_finish() == 2
+    assert [batch.blocks_needed(n) for n in (1, 2, 4)] == [1, 2, 3]
+    assert [batch.ring_blocks_needed(n) for n in (1, 2)] == [1, 2]
+    batch.advance(StepTimes(2, 1.0, 0.5, 0.0, 1.5, 2))
+    # Contexts 6, 11, 32.
+    assert batch.windowed == WindowTokens(6 + 10 + 10, 1)
+    assert [batch.ring_grows(seq) for seq in seqs] == [True, True, False]
+    # The second one's ring is full with 12 tokens cached, at a context of 13.
+    assert batch.steps_to_finish() == 2
+    batch.remove(seqs[0])
+    assert batch.windowed == WindowTokens(20, 0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(2, 40)), min_size=1, max_size=8),
+    st.integers(1, 30),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_counts_are_those_of_the_members(
+    prompts: list[tuple[int, int]], window: int, block_size: int, ring: int, data: st.DataObject
+) -> None:
+    """After any jumps, departures, arrivals and iterations that leave some out."""
+    batch = WindowedBatch(block_size, GapCollector(), WindowLimits(window, 1, 1, ring))
+    waiting = list(enumerate(prompts))
+    while waiting or batch.members:
+        if waiting and (not batch.members or data.draw(st.booleans())):
+            index, (prompt, output) = waiting.pop()
+            member(batch, index, prompt, output)
+        steps = data.draw(st.integers(1, batch.steps_to_finish()))
+        for n in range(1, steps + 1):
+            cached = [batch.num_tokens_of(seq) - 1 for seq in batch.members]
+            begun = sum(
+                min(ring, -(-(tokens + n) // block_size)) - min(ring, -(-tokens // block_size)) for tokens in cached
+            )
+            assert batch.ring_blocks_needed(n) == begun
+        before, step = batch.windowed, batch.step
+        contexts = [batch.num_tokens_of(seq) for seq in batch.members]
+        for i in range(steps):
+            # Linear all along the jump.
+            assert before.tokens + i * before.num_growing == sum(min(window, tokens + i) for tokens in contexts)
+        if data.draw(st.booleans()):
+            batch.advance(StepTimes(steps, 1.0, 0.5, 0.0, 1.5, steps))
+            assert batch.step == step + steps
+        else:
+            chosen = [seq for seq in batch.members if data.draw(st.booleans())]
+            batch.advance_some(chosen, 1.0)
+        for seq in list(batch.members):
+            if data.draw(st.integers(0, 9)) == 0:
+                batch.remove(seq)
+        read = [min(window, batch.num_tokens_of(seq)) for seq in batch.members]
+        assert batch.windowed == (sum(read), sum(tokens < window for tokens in read))
+
+
+# -- prices --------------------------------------------------------------------------------------------------------
+
+
+def test_decodes_pay_for_what_windows_hold() -> None:
+    """Half the layers read the window: of a context token's seconds, half are for those."""
+    model = windowed_model()
+    plain, uneven = (roofline_machine("a100-80g", 1.0, model=m).cost for m in (tiny_model(4), model))
+    for window in (WindowTokens(1000, 5), WindowTokens(400, 2)):
+        first, slope = uneven.decode_run(8, 1000, window)
+        base, per_token = plain.decode_run(8, 0)[0], plain.decode_run(1, 0)[1]
+        assert first == pytest.approx(base + per_token * (1000 + window.tokens) / 2)
+        assert slope == pytest.approx(per_token * (8 + window.num_growing) / 2)
+    # Where nobody says what the windows hold, they hold all.
+    assert uneven.decode_run(8, 1000) == pytest.approx(plain.decode_run(8, 1000))
+    linear = replace(linear_machine(), model=model)
+    assert linear.model.kv_format().num_window_readers == 2
+
+
+def test_prompts_pay_for_the_pairs_that_they_see() -> None:
+    """30 new tokens after 10: full layers see 30 x 10 + 465 pairs, windows of 20 see 11 + ... + 20 and then 20 each."""
+    uneven = roofline_machine("a100-80g", 1.0, model=windowed_model()).cost
+    plain = roofline_machine("a100-80g", 1.0, model=tiny_model(4)).cost
+    seq = Sequence(Request(0, 0.0, 40, 5))
+    seq.num_computed = 10
+    plan = IterationPlan()
+    plan.add_chunk(seq, 30, Origin.CONTINUED)
+    full, seen = 30 * 10 + 465, sum(range(11, 21)) + 20 * 20
+    per_pair = plain.attention_s_per_pair / 4
+    saved = plain.iteration_s(plan) - uneven.iteration_s(plan)
+    assert saved == pytest.approx(2 * per_pair * (full - seen))
+    assert plain.prefill_s(40) - uneven.prefill_s(40) == pytest.approx(2 * per_pair * (820 - 210 - 20 * 20))
+
+
+def test_half_of_yoco_computes_for_the_last_token_only() -> None:
+    """A prompt of many tokens takes about half the linear time, and attention over the context once for the others."""
+    layers = (
+        KVLayers(num_layers=2, num_stored=2, window=20),
+        KVLayers(num_layers=2, num_stored=1, last_token_only=True),
+    )
+    model = msgspec.structs.replace(tiny_model(4), kv_layers=layers)
+    cost = roofline_machine("a100-80g", 1.0, model=model).cost
+    share, pairs_s = model.last_token_share, cost.attention_s_per_pair / 4
+    expected = (1 - share) * cost.linear_s(4000) + share * cost.linear_s(1)
+    expected += 2 * pairs_s * (210 + 3980 * 20) + 2 * pairs_s * 4000
+    assert cost.prefill_s(4000) == pytest.approx(expected + cost.overhead_s + cost.head_s(1))
+    # One token is no prompt: halves add up to the whole.
+    read_s = cost.full_s_per_token + cost.window_s_per_token
+    expected = cost.linear_s(1) + cost.head_s(1) + cost.overhead_s + read_s
+    assert cost.decode_run(1, 1, WindowTokens(1, 1))[0] == pytest.approx(expected)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+HYBRID = WindowLimits(20, 1, 2, 2)
+"""A group that keeps all and two with rings of two blocks, blocks of 16 tokens."""
+
+
+def test_rings_hold_two_blocks_by_hand() -> None:
+    """A prompt of 100 tokens has 7 blocks: 7 + 2 x 2 pool blocks. Its 60 decodes take three more, of full layers."""
+    model = windowed_model(1, 20, 2)
+    machine = Machine(model, linear_machine().cost, linear_machine().profile, linear_machine().hardware)
+    limit = limits(gpu=10, host=10, window=HYBRID)
+    most = 0
+
+    def observe(scheduler):
+        def look(plan, start_s, times):
+            nonlocal most
+            most = max(most, scheduler.gpu.num_blocks - scheduler.gpu.free)
+
+        return look
+
+    outcome = simulate(
+        parse_policy("vllm-recompute", {})[1],
+        requests((0.0, 100, 61)),
+        limit,
+        machine=machine,
+        jump=False,
+        observe=observe,
+    )
+    assert outcome.scheduler.gpu.num_blocks == 30
+    assert most == 10 + 2 * 2
+    assert outcome.ended[0].num_generated == 61
+
+
+@st.composite
+def windowed_workloads(draw: st.DrawFn, name: str, *, rings: bool = True) -> Workload:
+    block_size, length = draw(st.sampled_from([1, 4, 16])), draw(st.sampled_from([64, 256]))
+    window = draw(st.integers(1, 100))
+    full = draw(st.sampled_from([0, 1, 2])) if rings else 1
+    groups = WindowLimits(window, full, draw(st.integers(1, 3)), -(-window // block_size))
+    seqs = draw(st.sampled_from([1, 3, 8, 256]))
+    limit = limits(
+        gpu=draw(st.integers(2, 40)) * 16 // block_size,
+        host=draw(st.sampled_from([0, 3, 20, 1000])) * 16 // block_size,
+        block_size=block_size,
+        max_model_len=length,
+        window=groups if rings else WindowLimits(window),
+    )
+    limit = limits_of(
+        parse_policy(name, {})[1], limit, seqs, draw(st.sampled_from([None, max(seqs, 16), max(seqs, 64)]))
+    )
+    now_s, found = 0.0, []
+    for gap_s, prompt, output in draw(rows):
+        now_s += gap_s
+        found.append((now_s, prompt, output))
+    model = windowed_model(full, window, 2)
+    decode = draw(st.sampled_from([(0.02, 2e-5, 6e-7), (0.02, 2e-5, 2e-5)]))
+    plain = linear_machine(limit.block_bytes, decode=decode)
+    cost = type(plain.cost)((0.005, 4e-5, 2e-9), decode, 3e-4, limit.block_bytes, model=model)
+    return Workload(requests(*found), limit, Machine(model, cost, plain.profile, plain.hardware))
+
+
+def hold(name: str, examples: int, *, rings: bool = True) -> None:
+    policy = parse_policy(name, {})[1]
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=(HealthCheck.too_slow,))
+    @given(workload=windowed_workloads(name, rings=rings))
+    def one(workload: Workload) -> None:
+        outcome = run(policy, workload, record=True)
+        check_ends(outcome, workload)
+        check_gaps(outcome)
+        check_jumps(policy, workload)
+
+    one()
+
+
+@pytest.mark.parametrize("name", ["vllm-recompute", "vllm-swap", "sarathi", "fastgen"])
+def test_rings_keep_to_the_conformance_suite(name: str) -> None:
+    """Every block is recounted after every step; jumped and stepped runs are equal."""
+    hold(name, 60)
+
+
+@pytest.mark.parametrize("name", ["layerkv", "layerkv:decode=stream", "fastserve", "orca", "fastertransformer"])
+def test_other_memories_keep_everything_and_read_windows(name: str) -> None:
+    hold(name, 30, rings=False)
+
+
+def test_a_window_beyond_every_context_changes_nothing() -> None:
+    """Neither times nor preemptions: full layers and rings that are never full."""
+    arrivals = requests(*((0.01 * i, 20 + 7 * i, 10 + 3 * i) for i in range(12)))
+    plain = simulate(parse_policy("vllm-swap", {})[1], arrivals, limits(gpu=20))
+    groups = WindowLimits(10_000, 1, 0, 700)
+    windowed = simulate(parse_policy("vllm-swap", {})[1], arrivals, limits(gpu=20, window=groups))
+    one, other = plain.by_id(), windowed.by_id()
+    assert [one[i].finish_s for i in range(12)] == [other[i].finish_s for i in range(12)]
+    assert plain.scheduler.counters == windowed.scheduler.counters
+    assert plain.scheduler.counters.preemptions > 0
+
+
+# -- scenarios -----------------------------------------------------------------------------------------------------
+
+
+def setup(policy: str = "vllm-recompute", **options):
+    values = {"workload": "sharegpt", "model": "gemma-3-27b", "gpu": "h100", "max_model_len": 16_384} | options
+    return prepare(build_scenario(values), policy, parse_policy(policy, {})[1])
+
+
+def test_pools_of_a_model_with_windows() -> None:
+    """Gemma-3-27B: 7 groups of 10 layers (52 windows in six of them), 16 tokens, 8,192 bytes a token and layer."""
+    hybrid, whole = setup(), setup(disable_hybrid_kv_cache_manager=True)
+    assert hybrid.limits.window == WindowLimits(1024, 1, 6, 64)
+    assert hybrid.limits.block_bytes == 16 * 70 * 2 * 16 * 128 * 2
+    assert whole.limits.window == WindowLimits(1024)
+    assert whole.limits.block_bytes == 16 * 62 * 2 * 16 * 128 * 2
+    # Policies that keep layers apart, or pause sequences, keep everything.
+    assert setup("layerkv").limits.window == WindowLimits(1024)
+    # All layers of Mistral have the window: its ring needs no hybrid manager.
+    mistral = setup(model="mistral-7b-v0.1", disable_hybrid_kv_cache_manager=True)
+    assert mistral.limits.window == WindowLimits(4096, 0, 1, 256)
+    assert setup(model="llama-3.1-8b").limits.window is None
+
+
+def test_kv_types_double_the_pool_and_halve_what_decodes_read() -> None:
+    options = {"model": "llama-2-7b", "gpu": "l20", "max_model_len": 4096}
+    auto, fp8, int4 = (setup(**options, kv_cache_dtype=name) for name in ("auto", "fp8", "int4"))
+    assert auto.limits.block_bytes == 2 * fp8.limits.block_bytes == 16 * 524_288
+    assert int4.limits.block_bytes == 16 * 2 * 32 * 32 * 72
+    assert fp8.limits.num_gpu_blocks in (2 * auto.limits.num_gpu_blocks, 2 * auto.limits.num_gpu_blocks + 1)
+    slopes = [found.cost.decode_run(1, 1)[1] for found in (auto, fp8, int4)]
+    # Dequantisation costs something: not quite a half, not quite 0.28.
+    assert 0.5 < slopes[1] / slopes[0] < 0.52
+    assert 0.28125 < slopes[2] / slopes[0] < 0.35
+
+
+def test_dequantisation_by_hand() -> None:
+    """Two vector operations for each of 262,144 elements, at a sixteenth of the tensor cores' rate."""
+    found = setup(model="llama-2-7b", gpu="l20", max_model_len=4096, kv_cache_dtype="fp8")
+    value = found.profile.value
+    read_s = 262_144 / value("hbm_bytes_per_s")
+    compute_s = 2 * 262_144 / (value("flops_per_s") / 16)
+    p = value("roofline_exponent")
+    assert found.cost.decode_run(1, 1)[1] == pytest.approx((read_s**p + compute_s**p) ** (1 / p))
+
+
+def test_latent_decodes_by_hand() -> None:
+    """DeepSeek-V2-Lite on an H100: 1,152 bytes and 16 x 2,176 FLOPs for each token and layer, 27 layers."""
+    found = setup(model="deepseek-v2-lite", gpu="h100", max_model_len=4096)
+    value, p = found.profile.value, found.profile.value("roofline_exponent")
+    read_s, compute_s = 27 * 1152 / value("hbm_bytes_per_s"), 27 * 16 * 2176 / value("attention_flops_per_s")
+    assert found.cost.decode_run(1, 1)[1] == pytest.approx((read_s**p + compute_s**p) ** (1 / p))
+    # A latent is one piece of a layer, not keys and values.
+    assert found.cost.num_copies(3, 27) == 3 * 27
+
+
+def test_what_cannot_be_is_refused(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"--kv-cache-dtype fp8: .*a100-80g has 8.0: use auto, fp8_e5m2"):
+        setup(model="llama-2-7b", gpu="a100-80g", kv_cache_dtype="fp8")
+    with pytest.raises(UserError, match="--kv-cache-dtype: 'fp6' is not auto or bfloat16"):
+        setup(kv_cache_dtype="fp6")
+    config = {
+        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 512,
+        "use_cla": True, "cla_share_factor": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_hf_config(tmp_path).num_stored_layers == 2
+    shared = setup(model=str(tmp_path), max_model_len=512, num_gpu_blocks_override=10)
+    assert shared.limits.block_bytes == 16 * 2 * 2 * 64 * 2
+    layered = setup("layerkv", model=str(tmp_path), max_model_len=512, num_gpu_blocks_override=10)
+    from sim.simulate import Keep, build_engine  # noqa: PLC0415
+
+    with pytest.raises(UserError, match=r"memory=layers keeps each layer's KV apart.*use memory=paged"):
+        build_engine(layered, None, Keep())
