@@ -16,7 +16,6 @@ from gpu_runtime.live_timeline import WARNING, Profiler
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import capture_sizes
 from gpu_runtime.model.decoder import Decoder
-from sim.clock.arrivals import Arrivals
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
@@ -24,7 +23,7 @@ from sim.errors import UserError
 from sim.results.metrics import TableSink
 from sim.results.parts import Machine
 from sim.results.series import Series
-from sim.simulate import Keep, Run, Setup, build_engine
+from sim.simulate import Keep, Run, Setup, arrivals_of, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
 from traces.errors import TraceError
@@ -129,7 +128,9 @@ def perform(
     if profiler is not None:
         setup.warnings.append(WARNING)
     observe = recorder(parts.lanes, parts.series, device.copies.spans, profiler)
-    instance = LiveInstance(parts.engine, device, Arrivals(requests), observer=observe)
+    arrivals = arrivals_of(setup.scenario, requests)
+    ended = arrivals.ended if arrivals.hears_ends else None
+    instance = LiveInstance(parts.engine, device, arrivals, observer=observe, ended=ended)
     run = Run(**vars(parts), instance=instance, backend="kvtwin-live", machine=describe_machine(decoder))
     try:
         with torch.inference_mode():

@@ -44,6 +44,12 @@ class Scenario:
     )
     input_len: int | None = _flag(None, "prompt tokens of workloads that take a length", "N")
     output_len: int | None = _flag(None, "output tokens of workloads that take a length", "N")
+    max_concurrency: int | None = _flag(
+        None, "most requests in flight: the next is sent when one ends, or at its arrival if that is later", "N"
+    )
+    closed_sessions: bool = _flag(
+        False, "a session's next turn waits for the last answer, then for the trace's gap between the two"
+    )
     seed: int = _flag(0, "seed of everything random", "N")
 
     model: str = _flag("llama-2-7b", "built-in model name, or a Hugging Face config.json", "M")
@@ -153,6 +159,7 @@ class OptionError(UserError):
 
 POSITIVE = ("num_prompts", "rate_scale", "burstiness", "clip", "input_len", "output_len", "tp", "block_size")
 POSITIVE += ("num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "request_rate")
+POSITIVE += ("max_concurrency",)
 NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
 GOES_WITH = {"trace_format": "trace", "time_unit": "trace", "input_len": "workload", "output_len": "workload"}
 
@@ -167,6 +174,8 @@ def _check(scenario: Scenario) -> None:
             raise OptionError(name, f"{value} goes with {flag(owner)}, which is not given; leave it out")
     if scenario.burstiness != 1.0 and scenario.trace is not None and scenario.request_rate is None:
         raise OptionError("burstiness", "shapes the arrivals of --request-rate, which is not given; leave it out")
+    if scenario.closed_sessions and scenario.workload not in (None, "sessions"):
+        raise OptionError("closed_sessions", f"--workload {scenario.workload} has no sessions; give one that has")
     for name in POSITIVE:
         value = getattr(scenario, name)
         if value is not None and not value > 0:

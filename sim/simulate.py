@@ -11,6 +11,7 @@ from typing import Protocol
 import simpy
 
 from sim.clock.arrivals import Arrivals
+from sim.clock.closed_loop import ClosedLoop
 from sim.clock.driver import Instance
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
@@ -136,6 +137,13 @@ def _generated(scenario: Scenario) -> Iterator[Request]:
     )
 
 
+def arrivals_of(scenario: Scenario, requests: Iterable[Request]) -> Arrivals:
+    """The requests as they are sent: as they arrive, or in the scenario's closed loop."""
+    if scenario.max_concurrency is None and not scenario.closed_sessions:
+        return Arrivals(requests)
+    return ClosedLoop(requests, scenario.max_concurrency, by_session=scenario.closed_sessions)
+
+
 class HasIterations(Protocol):
     """An instance on either clock."""
 
@@ -230,7 +238,7 @@ def build_run(
         env,
         parts.engine,
         setup.cost,
-        Arrivals(requests),
+        arrivals_of(setup.scenario, requests),
         parts.lanes,
         layers=setup.model.num_layers,
         block_bytes=setup.limits.block_bytes,

@@ -193,7 +193,7 @@ class Outcome:
 
 def simulate(
     policy: Policy,
-    arrivals: Iterable[Request],
+    arrivals: Iterable[Request] | Arrivals,
     limit: Limits,
     *,
     machine: Machine | None = None,
@@ -237,7 +237,7 @@ def simulate(
         env,
         engine,
         machine.cost,
-        Arrivals(arrivals),
+        arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals),
         lanes,
         layers=machine.model.num_layers,
         block_bytes=limit.block_bytes,

@@ -106,6 +106,10 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """Prompt tokens of the workload."""
     output_len: int | None
     """Output tokens of the workload."""
+    max_concurrency: int | UnsetType = UNSET
+    """Most requests in flight; absent: any number."""
+    closed_sessions: bool | UnsetType = UNSET
+    """Whether turns waited for the answers before them; absent: they did not."""
     seed: int
     """Of everything random."""
     model: str

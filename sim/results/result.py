@@ -2,11 +2,11 @@
 
 from itertools import pairwise
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, structs
+from msgspec import UNSET, Struct, structs
 
 from sim.files import write_atomically
 from sim.policy_options import options_of
@@ -20,6 +20,8 @@ from sim.version import VERSION
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
+OMITTED = ("max_concurrency", "closed_sessions")
+"""Options that a result leaves out where they were not given."""
 INFINITE = "inf"
 """How vLLM writes an infinite request rate."""
 
@@ -148,8 +150,12 @@ def _scenario(setup: Setup) -> ResolvedScenario:
         "enable_chunked_prefill": limits.enable_chunked_prefill,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
     }
+    asked = setup.scenario.as_dict()
+    for name in OMITTED:
+        if not asked[name]:
+            del asked[name]
     return ResolvedScenario(
-        **(setup.scenario.as_dict() | resolved),
+        **(asked | resolved),
         policy=setup.policy.name,
         policy_options={option.name: getattr(setup.policy, option.name) for option in options_of(type(setup.policy))},
         policy_parts=setup.policy.names,
@@ -162,16 +168,20 @@ def _scenario(setup: Setup) -> ResolvedScenario:
 def write_result(folder: Path, result: Result) -> Path:
     """Write `result.json`, in a fixed order; numbers that do not exist are null."""
     path = folder / RESULT_FILE
-    data = {name: value for name, value in structs.asdict(result).items() if value is not UNSET}
+    data = _given(result)
     counts = structs.asdict(result.counters)
     policy = counts.pop("policy")
     data["counters"] = counts | policy
     if result.request_rate == float("inf"):
         data["request_rate"] = INFINITE
-        data["scenario"] = structs.asdict(result.scenario) | {"request_rate": INFINITE}
+        data["scenario"] = _given(result.scenario) | {"request_rate": INFINITE}
     encoded = msgspec.json.encode(data)
     write_atomically(path, lambda file: file.write(encoded + b"\n"))
     return path
+
+
+def _given(struct: Struct) -> dict[str, Any]:
+    return {name: value for name, value in structs.asdict(struct).items() if value is not UNSET}
 
 
 def read_result(path: Path) -> Result:
