@@ -148,7 +148,7 @@ def test_the_result_says_when_requests_were_sent(tmp_path):
     [
         (["--workload", "sharegpt", "--max-concurrency", "0"], ["--max-concurrency", "0", "give more"]),
         (["--workload", "sharegpt", "--max-concurrency", "x"], ["--max-concurrency", "'x'", "whole number"]),
-        (["--workload", "sharegpt", "--closed-sessions"], ["--closed-sessions", "sharegpt", "give sessions"]),
+        (["--workload", "sharegpt", "--closed-sessions"], ["--closed-sessions", "sharegpt", "give one that has"]),
     ],
 )
 def test_bad_values_are_refused(tmp_path, capsys, words, parts):
