@@ -23,9 +23,10 @@ from sim.errors import UserError
 from sim.results.metrics import TableSink
 from sim.results.parts import Machine
 from sim.results.series import Series
-from sim.simulate import Keep, Run, Setup, arrivals_of, build_engine
+from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
+from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
 
@@ -131,7 +132,7 @@ def perform(
     arrivals = arrivals_of(setup.scenario, requests)
     ended = arrivals.ended if arrivals.hears_ends else None
     instance = LiveInstance(parts.engine, device, arrivals, observer=observe, ended=ended)
-    run = Run(**vars(parts), instance=instance, backend="kvtwin-live", machine=describe_machine(decoder))
+    run = Run(engines=[parts], instances=[instance], backend="kvtwin-live", machine=describe_machine(decoder))
     try:
         with torch.inference_mode():
             device.warm_up()

@@ -58,6 +58,10 @@ class Scenario:
     )
     gpu: str = _flag("a100-80g", "GPU name", "G")
     tp: int = _flag(1, "GPUs in the tensor-parallel group", "N")
+    replicas: int | None = _flag(None, "engines behind --router, each with its own GPUs (default: 1)", "N")
+    router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity"] | None = _flag(
+        None, "who of several engines gets a request (default: round-robin)"
+    )
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
     cost_form: Literal["roofline", "paper", "linear"] | None = _flag(None, "cost model form (default: the profile's)")
 
@@ -76,6 +80,11 @@ class Scenario:
     swap_space: float | None = _flag(None, "host memory for KV per GPU, GiB (default: the policy's)", "GIB")
 
     goodput: tuple[str, ...] = _flag((), "SLOs a request must meet, ms: ttft:3000 tpot:200 e2el:60000")
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return self.replicas or 1
 
     def as_dict(self) -> dict[str, Any]:
         """All options as plain values, for the result."""
@@ -159,7 +168,7 @@ class OptionError(UserError):
 
 POSITIVE = ("num_prompts", "rate_scale", "burstiness", "clip", "input_len", "output_len", "tp", "block_size")
 POSITIVE += ("num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "request_rate")
-POSITIVE += ("max_concurrency",)
+POSITIVE += ("max_concurrency", "replicas")
 NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
 GOES_WITH = {"trace_format": "trace", "time_unit": "trace", "input_len": "workload", "output_len": "workload"}
 
@@ -184,6 +193,10 @@ def _check(scenario: Scenario) -> None:
         value = getattr(scenario, name)
         if value is not None and value < 0:
             raise OptionError(name, f"{value} is negative; give 0 or more")
+    if scenario.router is not None and scenario.num_engines == 1:
+        raise OptionError(
+            "router", f"{scenario.router} has one engine only to choose from; give --replicas of 2 or more"
+        )
     if not 0.0 < scenario.gpu_memory_utilization <= 1.0:
         value = scenario.gpu_memory_utilization
         raise OptionError("gpu_memory_utilization", f"{value} is not in (0, 1]; vLLM's default is 0.9")

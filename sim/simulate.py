@@ -5,14 +5,15 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import simpy
 
-from sim.clock.arrivals import Arrivals
-from sim.clock.closed_loop import ClosedLoop
-from sim.clock.driver import Instance
+from sim.clock.cluster import Cluster
+from sim.clock.driver import Instance, Observer
+from sim.clock.member import Member
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes
@@ -21,21 +22,24 @@ from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment, Limits
 from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence
 from sim.results.metrics import Goodput, RequestLog, TableSink
 from sim.results.parts import Machine
 from sim.results.schema import Backend
-from sim.results.series import Series
+from sim.results.series import SAMPLE_LIMIT, Series
 from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
-from traces import readers, transforms
+from sim.topology import DEFAULT_ROUTER, ROUTERS
+from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
 
-DEFAULT_WORKLOAD_PROMPTS = 1000
 GIB = 1 << 30
+LEAST_SAMPLES = 500
+"""Rows of its time series that an engine keeps at least, however many there are."""
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
@@ -103,47 +107,6 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)
 
 
-def traffic(scenario: Scenario) -> Iterable[Request]:
-    """The scenario's requests, read or generated as they are needed."""
-    requests: Iterable[Request]
-    if scenario.trace is not None:
-        requests = readers.open_trace(scenario.trace, format=scenario.trace_format, time_unit=scenario.time_unit)
-        if scenario.num_prompts is not None:
-            requests = transforms.head(requests, scenario.num_prompts)
-        if scenario.request_rate is not None:
-            requests = transforms.at_request_rate(
-                requests, scenario.request_rate, burstiness=scenario.burstiness, seed=scenario.seed
-            )
-    else:
-        requests = _generated(scenario)
-    if scenario.clip is not None:
-        requests = transforms.clip(requests, scenario.clip)
-    if scenario.rate_scale != 1.0:
-        requests = transforms.scale_rate(requests, scenario.rate_scale)
-    return requests
-
-
-def _generated(scenario: Scenario) -> Iterator[Request]:
-    from traces.generators import generate  # noqa: PLC0415 - numpy is slow to import and replays do not need it
-
-    lengths = {"input_len": scenario.input_len, "output_len": scenario.output_len}
-    return generate(
-        scenario.workload or "",
-        num_prompts=scenario.num_prompts or DEFAULT_WORKLOAD_PROMPTS,
-        request_rate=scenario.request_rate,
-        burstiness=scenario.burstiness,
-        seed=scenario.seed,
-        **lengths,
-    )
-
-
-def arrivals_of(scenario: Scenario, requests: Iterable[Request]) -> Arrivals:
-    """The requests as they are sent: as they arrive, or in the scenario's closed loop."""
-    if scenario.max_concurrency is None and not scenario.closed_sessions:
-        return Arrivals(requests)
-    return ClosedLoop(requests, scenario.max_concurrency, by_session=scenario.closed_sessions)
-
-
 class HasIterations(Protocol):
     """An instance on either clock."""
 
@@ -152,27 +115,27 @@ class HasIterations(Protocol):
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """The parts of a run that are the same on both clocks."""
+    """One engine of a run, the same on both clocks, and what all engines of the run share."""
 
     setup: Setup
     scheduler: Scheduler
     engine: Engine
-    log: RequestLog
-    gaps: GapCollector
     lanes: Lanes
     series: Series | None = None
+    log: RequestLog
+    """Of all engines, as `gaps` and `detailed` are."""
+    gaps: GapCollector
     detailed: dict[int, list[float]] | None = None
     """Times of every token by request id, s, where they are kept."""
 
 
 @dataclass(kw_only=True)
-class Run(EngineParts):
-    """A run under way or finished, on either clock: everything a result is made from.
+class Run:
+    """A run under way or finished, on either clock: everything a result is made from."""
 
-    Built as `Run(**vars(parts), ...)`: its inherited fields are exactly those of the parts.
-    """
-
-    instance: HasIterations
+    engines: list[EngineParts]
+    instances: list[HasIterations]
+    """Those that drive the engines."""
     interrupted: bool = False
     error: str | None = None
     backend: Backend = "kvtwin-sim"
@@ -180,6 +143,26 @@ class Run(EngineParts):
     """What executed the run, where anything real did."""
     trace_events: list[dict[str, object]] = field(default_factory=list)
     """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
+
+    @property
+    def setup(self) -> Setup:
+        """What the scenario resolved to, for the first engine."""
+        return self.engines[0].setup
+
+    @property
+    def log(self) -> RequestLog:
+        """The requests that ended."""
+        return self.engines[0].log
+
+    @property
+    def gaps(self) -> GapCollector:
+        """The gaps between tokens."""
+        return self.engines[0].gaps
+
+    @property
+    def detailed(self) -> dict[int, list[float]] | None:
+        """Times of every token by request id, s, where they are kept."""
+        return self.engines[0].detailed
 
 
 @dataclass(kw_only=True)
@@ -200,25 +183,45 @@ class Keep:
 
 
 def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> EngineParts:
-    """Put together what both clocks share."""
+    """Put together the one engine of a run, as both clocks have it."""
+    goodput = Goodput.parse(list(setup.scenario.goodput)) if setup.scenario.goodput else None
+    detailed: dict[int, list[float]] | None = {} if keep.detailed else None
+    log = RequestLog(table, goodput)
+    return _engine(setup, keep, log, GapCollector(), detailed, log.end, SAMPLE_LIMIT)
+
+
+def build_engines(setup: Setup, table: TableSink | None, keep: Keep) -> list[EngineParts]:
+    """Put together the engines of a cluster, which share their books."""
+    first = build_engine(setup, table, keep)
+    count = setup.scenario.num_engines
+    shared = first.log, first.gaps, first.detailed
+    limit = max(LEAST_SAMPLES, SAMPLE_LIMIT // count)
+    return [_engine(setup, keep, *shared, partial(first.log.end, where=(i,)), limit) for i in range(count)]
+
+
+def _engine(
+    setup: Setup,
+    keep: Keep,
+    log: RequestLog,
+    gaps: GapCollector,
+    detailed: dict[int, list[float]] | None,
+    on_end: Callable[[Sequence], None],
+    samples: int,
+) -> EngineParts:
     scenario = setup.scenario
-    gaps = GapCollector()
     deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost, setup.profile)
     scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
-    goodput = Goodput.parse(list(scenario.goodput)) if scenario.goodput else None
-    log = RequestLog(table, goodput)
     lanes = Lanes(keep_intervals=keep.timeline)
-    detailed: dict[int, list[float]] | None = {} if keep.detailed else None
     if detailed is not None:
         scheduler.record_tokens(detailed)
     return EngineParts(
         setup=setup,
         scheduler=scheduler,
-        engine=Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end),
+        engine=Engine(scheduler, setup.policy.length_predictor(scenario.seed), on_end),
+        lanes=lanes,
+        series=Series(scheduler, lanes, samples) if keep.series or keep.timeline else None,
         log=log,
         gaps=gaps,
-        lanes=lanes,
-        series=Series(scheduler, lanes) if keep.series or keep.timeline else None,
         detailed=detailed,
     )
 
@@ -231,21 +234,38 @@ def build_run(
     keep: Keep = Keep(),
     jump: bool = True,
 ) -> SimulatedRun:
-    """Put an instance together; `execute` sets it going."""
-    parts = build_engine(setup, table, keep)
-    env, series = simpy.Environment(), parts.series
-    instance = Instance(
-        env,
-        parts.engine,
-        setup.cost,
-        arrivals_of(setup.scenario, requests),
-        parts.lanes,
-        layers=setup.model.num_layers,
-        block_bytes=setup.limits.block_bytes,
-        jump=jump,
-        observer=series.observe if series is not None else None,
-    )
-    return SimulatedRun(**vars(parts), instance=instance, env=env, serve=instance.serve)
+    """Put engines and what drives them together; `execute` sets it going."""
+    env, scenario = simpy.Environment(), setup.scenario
+    arrivals = arrivals_of(scenario, requests)
+    if scenario.num_engines == 1:
+        parts = build_engine(setup, table, keep)
+        instance = Instance(env, parts.engine, setup.cost, arrivals, parts.lanes, **_driven(parts, jump))
+        return SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve)
+    engines = build_engines(setup, table, keep)
+    ended = arrivals.ended if arrivals.hears_ends else None
+    members = [
+        Member(env, parts.engine, parts.setup.cost, parts.lanes, ended=ended, **_driven(parts, jump))
+        for parts in engines
+    ]
+    cluster = Cluster(env, members, arrivals, ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed))
+    return SimulatedRun(engines=engines, instances=[*members], env=env, serve=cluster.serve)
+
+
+def _driven(parts: EngineParts, jump: bool) -> "_Driven":
+    series = parts.series
+    return {
+        "layers": parts.setup.model.num_layers,
+        "block_bytes": parts.setup.limits.block_bytes,
+        "jump": jump,
+        "observer": series.observe if series is not None else None,
+    }
+
+
+class _Driven(TypedDict):
+    layers: int
+    block_bytes: float
+    jump: bool
+    observer: Observer | None
 
 
 def execute(run: SimulatedRun) -> SimulatedRun:

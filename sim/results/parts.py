@@ -47,6 +47,23 @@ class LanesUse(Struct, kw_only=True, frozen=True):
         return dict(zip(self.__struct_encode_fields__, structs.astuple(self), strict=True))
 
 
+class EngineUse(Struct, kw_only=True, frozen=True):
+    """One engine of several."""
+
+    engine: int
+    """Its place, from 0."""
+    num_prompts: int
+    """Requests that ended there, completed or ignored."""
+    num_gpu_blocks: int
+    """GPU KV blocks, per GPU."""
+    num_iterations: int
+    """Iterations."""
+    num_preemptions: int
+    """Times a sequence lost its place among those decoding, or its KV."""
+    lanes: LanesUse
+    """How long each lane was in use."""
+
+
 class UsedProfile(Struct, kw_only=True, frozen=True):
     """The fitted constants that priced (or, live, predicted) the run."""
 
@@ -120,6 +137,10 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """As it was named."""
     tp: int
     """GPUs in the tensor-parallel group."""
+    replicas: int | UnsetType = UNSET
+    """Engines behind the router; absent where not given."""
+    router: str | UnsetType = UNSET
+    """As it was named; absent where it was not."""
     profile: str | None
     """As it was named; None: the GPU's own."""
     cost_form: str | None

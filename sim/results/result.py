@@ -1,5 +1,7 @@
 """`result.json` and `series.csv` of a run, written and read back."""
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
@@ -8,10 +10,12 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Struct, structs
 
+from sim.cost.pricing import Lanes
+from sim.engine.limits import Counters
 from sim.files import write_atomically
 from sim.policy_options import options_of
 from sim.results.metrics import PERCENTILES, PerRequest, gap_statistics
-from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
+from sim.results.parts import Counts, EngineUse, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
 from sim.results.series import Series
 from sim.simulate import Run, Setup
@@ -20,7 +24,7 @@ from sim.version import VERSION
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
-OMITTED = ("max_concurrency", "closed_sessions")
+OMITTED = ("max_concurrency", "closed_sessions", "replicas", "router")
 """Options that a result leaves out where they were not given."""
 INFINITE = "inf"
 """How vLLM writes an infinite request rate."""
@@ -28,7 +32,7 @@ INFINITE = "inf"
 
 def assemble(run: Run) -> Result:
     """The result of a run that has ended; equal scenarios and seeds give equal ones."""
-    setup, log, counters = run.setup, run.log, run.scheduler.counters
+    setup, log, counters = run.setup, run.log, _together([parts.scheduler.counters for parts in run.engines])
     gaps = run.gaps.statistics(PERCENTILES)
     goodput = log.goodput is not None
     return Result(
@@ -53,7 +57,7 @@ def assemble(run: Run) -> Result:
         **gap_statistics(gaps),
         itl_percentiles="exact" if gaps is None or gaps.exact else "from bins, within 0.01 %",
         makespan_s=log.last_finish_s,
-        num_iterations=run.instance.iterations,
+        num_iterations=sum(instance.iterations for instance in run.instances),
         num_preemptions=counters.preemptions,
         counters=Counts(
             swap_out_blocks=counters.swap_out_blocks,
@@ -62,12 +66,9 @@ def assemble(run: Run) -> Result:
             ignored=dict(sorted(counters.ignored.items())),
             policy=dict(sorted(counters.policy.items())),
         ),
-        lanes=LanesUse(
-            compute=LaneUse(busy_s=run.lanes.compute.busy_s),
-            h2d=LaneUse(busy_s=run.lanes.h2d.busy_s),
-            d2h=LaneUse(busy_s=run.lanes.d2h.busy_s),
-        ),
-        warnings=[*setup.warnings, *_warnings(run)],
+        lanes=_lanes_use([parts.lanes for parts in run.engines]),
+        engines=_engines(run) if len(run.engines) > 1 else UNSET,
+        warnings=[*setup.warnings, *_warnings(setup, counters)],
         scenario=_scenario(setup),
         profile=UsedProfile(
             name=setup.profile.name,
@@ -79,6 +80,46 @@ def assemble(run: Run) -> Result:
         machine=UNSET if run.machine is None else run.machine,
         **_arrays(log.per_request, run.detailed),
     )
+
+
+def _together(counters: list[Counters]) -> Counters:
+    """Sums over the engines."""
+    ignored: Counter[str] = Counter()
+    policy: Counter[str] = Counter()
+    for one in counters:
+        ignored.update(one.ignored)
+        policy.update(one.policy)
+    return Counters(
+        preemptions=sum(one.preemptions for one in counters),
+        swap_out_blocks=sum(one.swap_out_blocks for one in counters),
+        swap_in_blocks=sum(one.swap_in_blocks for one in counters),
+        swap_space_exhausted=sum(one.swap_space_exhausted for one in counters),
+        ignored=dict(ignored),
+        policy=defaultdict(int, policy),
+    )
+
+
+def _lanes_use(lanes: list[Lanes]) -> LanesUse:
+    """Means over the engines."""
+    compute, h2d, d2h = (
+        LaneUse(busy_s=sum(lane.busy_s for lane in alike) / len(lanes))
+        for alike in zip(*((one.compute, one.h2d, one.d2h) for one in lanes), strict=True)
+    )
+    return LanesUse(compute=compute, h2d=h2d, d2h=d2h)
+
+
+def _engines(run: Run) -> list[EngineUse]:
+    return [
+        EngineUse(
+            engine=place,
+            num_prompts=run.log.ended_at[place],
+            num_gpu_blocks=parts.setup.limits.num_gpu_blocks,
+            num_iterations=instance.iterations,
+            num_preemptions=parts.scheduler.counters.preemptions,
+            lanes=_lanes_use([parts.lanes]),
+        )
+        for place, (parts, instance) in enumerate(zip(run.engines, run.instances, strict=True))
+    ]
 
 
 class _Arrays(TypedDict, total=False):
@@ -119,14 +160,14 @@ def _gaps(times_s: list[float]) -> list[float]:
     return [after - before for before, after in pairwise(times_s)]
 
 
-def _warnings(run: Run) -> list[str]:
-    counters, warnings = run.scheduler.counters, []
+def _warnings(setup: Setup, counters: Counters) -> list[str]:
+    warnings: list[str] = []
     if counters.swap_space_exhausted:
         warnings.append(
             f"host KV blocks ran out {counters.swap_space_exhausted} times and the victims were recomputed "
             "(vLLM 0.5.5 aborts there); raise --swap-space"
         )
-    warnings += _beyond_range(run.setup)
+    warnings += _beyond_range(setup)
     for reason, count in sorted(counters.ignored.items()):
         warnings.append(f"{count} requests ignored: {reason}")
     return warnings
@@ -198,11 +239,17 @@ def read_result(path: Path) -> Result:
     return convert(data, Result, path)
 
 
-def write_series(folder: Path, series: Series) -> None:
-    """Write the time series as CSV."""
-    header = ",".join(series.columns)
-    rows = np.column_stack([np.frombuffer(column, dtype=np.float64) for column in series.columns.values()])
+def write_series(folder: Path, series: Sequence[Series]) -> None:
+    """Write the time series of the engines as CSV: of several with the engine's place, rows in order of time."""
+    columns = list(series[0].columns)
+    pieces = [np.column_stack([np.frombuffer(c, dtype=np.float64) for c in one.columns.values()]) for one in series]
+    if len(series) > 1:
+        columns.append("engine")
+        pieces = [np.column_stack([rows, np.full(len(rows), place)]) for place, rows in enumerate(pieces)]
+    rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    if len(pieces) > 1:
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
     write_atomically(
         folder / SERIES_FILE,
-        lambda file: np.savetxt(file, rows, delimiter=",", header=header, comments="", fmt="%.9g"),
+        lambda file: np.savetxt(file, rows, delimiter=",", header=",".join(columns), comments="", fmt="%.9g"),
     )

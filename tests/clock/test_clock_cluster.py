@@ -82,7 +82,7 @@ def test_a_request_goes_to_the_engine_with_fewest_in_flight_when_it_arrives():
 
 
 def test_a_place_that_frees_at_one_engine_sends_the_next_request_to_another():
-    # Two in flight. 1 ends on the second engine at 0.2; 2 goes to the first by turn, amid an iteration that ends at 0.2.
+    # Two in flight. 1 ends on the second engine at 0.2, a boundary of both; 2 goes to the first by turn.
     rows = requests((0.0, 10, 30), (0.0, 10, 2), (0.0, 10, 3))
     outcome = simulate_replicas(
         [VllmRecompute()] * 2, RoundRobin(), ClosedLoop(rows, 2), limits(), machine=linear_machine(**FLAT)

@@ -7,7 +7,8 @@ from sim.results.metrics import names
 from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
 from sim.scenario import Scenario
-from sim.simulate import Keep, Run, build_run, execute, prepare, traffic
+from sim.simulate import Keep, Run, build_run, execute, prepare
+from sim.traffic import traffic
 
 LATENCIES = ("ttft", "tpot", "e2el", "queue", "itl")
 CROWDED = Scenario(

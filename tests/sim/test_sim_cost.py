@@ -17,11 +17,12 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.results.result import assemble
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare, traffic
+from sim.simulate import build_run, execute, prepare
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 from sim.systems.layerkv import LayerKV
+from sim.traffic import traffic
 
 
 def cost_of(kind: type[RooflineCost], model: str = "llama-2-7b", gpu: str = "l20", tp: int = 1) -> RooflineCost:
@@ -112,7 +113,7 @@ def test_a_step_that_only_copies_shares_the_lane_with_nobody() -> None:
     )  # fmt: skip
     run = execute(build_run(prepare(scenario, "layerkv", LayerKV()), traffic(scenario)))
     assert run.log.completed == 8
-    assert run.scheduler.counters.policy["promoted"] > 0
+    assert run.engines[0].scheduler.counters.policy["promoted"] > 0
 
 
 def test_offloading_every_layer_of_a_prefill_hides_behind_it_on_one_gpu() -> None:

@@ -184,7 +184,7 @@ def test_the_flags_of_the_contract_are_there_with_their_defaults():
     assert unset == {"trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "clip"} | {
         "input_len", "output_len", "profile", "cost_form", "num_gpu_blocks_override", "num_cpu_blocks_override",
         "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "swap_space",
-        "max_concurrency",
+        "max_concurrency", "replicas", "router",
     }  # fmt: skip
 
 
