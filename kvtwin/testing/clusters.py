@@ -1,20 +1,21 @@
 """Small clusters, as `kvtwin.testing.engines` has small engines."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import simpy
 
 from kvtwin.testing.engines import Machine, build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
 from sim.clock.cluster import Cluster
+from sim.clock.hand_overs import HandOvers
 from sim.clock.member import Member
 from sim.cost.pricing import Lanes
 from sim.engine.itl import GapCollector
-from sim.engine.limits import Limits
+from sim.engine.limits import Limits, Role
 from sim.engine.sequence import Sequence as Seq
 from sim.systems.base import Policy
-from sim.topology.routers import Router
+from sim.topology.routers import FewestWaitingTokens, LeastLoaded, Router
 from traces.request import Request
 
 
@@ -34,6 +35,36 @@ class ClusterOutcome:
         return {seq.request.request_id: place for seq, place in self.ended}
 
 
+def simulate_pools(
+    policy: Policy,
+    arrivals: Iterable[Request] | Arrivals,
+    limit: Limits,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    bytes_per_s: float = 1e9,
+    decode_limit: Limits | None = None,
+    router: Router | None = None,
+    machine: Machine | None = None,
+    jump: bool = True,
+    checked: bool = True,
+) -> ClusterOutcome:
+    """Run `prefill` engines that hand over to `decode` engines, whose limits may differ."""
+    machine = machine or linear_machine(limit.block_bytes)
+    source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
+    outcome = ClusterOutcome([])
+    env, gaps = simpy.Environment(), GapCollector()
+    for place in range(prefill + decode):
+        role: Role = "prefill" if place < prefill else "decode"
+        own = limit if role == "prefill" or decode_limit is None else decode_limit
+        _add_member(outcome, env, policy, own, machine, gaps, source, jump=jump, checked=checked, role=role)
+    decoders = range(prefill, prefill + decode)
+    hand_overs = HandOvers(outcome.members, decoders, LeastLoaded(), bytes_per_s, limit.block_bytes)
+    cluster = Cluster(env, outcome.members, source, router or FewestWaitingTokens(), range(prefill), hand_overs)
+    env.run(until=env.process(cluster.serve()))
+    return outcome
+
+
 def simulate_replicas(
     policies: Sequence[Policy],
     router: Router,
@@ -48,22 +79,39 @@ def simulate_replicas(
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     env, outcome, gaps = simpy.Environment(), ClusterOutcome([]), GapCollector()
-    for place, policy in enumerate(policies):
-
-        def end(seq: Seq, place: int = place) -> None:
-            outcome.ended.append((seq, place))
-
-        engine = build_engine(policy, limit, machine, end, checked=checked, gaps=gaps)
-        member = Member(
-            env,
-            engine,
-            machine.cost,
-            Lanes(keep_intervals=True),
-            layers=machine.model.num_layers,
-            block_bytes=limit.block_bytes,
-            jump=jump,
-            ended=source.ended if source.hears_ends else None,
-        )
-        outcome.members.append(member)
+    for policy in policies:
+        _add_member(outcome, env, policy, limit, machine, gaps, source, jump=jump, checked=checked)
     env.run(until=env.process(Cluster(env, outcome.members, source, router).serve()))
     return outcome
+
+
+def _add_member(
+    outcome: ClusterOutcome,
+    env: simpy.Environment,
+    policy: Policy,
+    limit: Limits,
+    machine: Machine,
+    gaps: GapCollector,
+    source: Arrivals,
+    *,
+    jump: bool,
+    checked: bool,
+    role: Role = "both",
+) -> None:
+    place = len(outcome.members)
+
+    def end(seq: Seq) -> None:
+        outcome.ended.append((seq, place))
+
+    engine = build_engine(policy, limit, replace(machine, role=role), end, checked=checked, gaps=gaps)
+    member = Member(
+        env,
+        engine,
+        machine.cost,
+        Lanes(keep_intervals=True),
+        layers=machine.model.num_layers,
+        block_bytes=limit.block_bytes,
+        jump=jump,
+        ended=source.ended if source.hears_ends else None,
+    )
+    outcome.members.append(member)

@@ -14,7 +14,7 @@ from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, linear_profile, load_profile
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment, Limits
+from sim.engine.limits import Deployment, Limits, Role
 from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import TRANSITIONS, Status
@@ -66,6 +66,7 @@ class Machine:
     profile: Profile
     hardware: HardwareSpec
     tensor_parallel_size: int = 1
+    role: Role = "both"
 
     def __repr__(self) -> str:
         constants = ", ".join(f"{constant.value:g}" for constant in self.profile.constants.values())
@@ -74,7 +75,7 @@ class Machine:
     @property
     def deployment(self) -> Deployment:
         """As the policy is told."""
-        return Deployment(self.model, self.hardware, self.tensor_parallel_size, self.cost, self.profile)
+        return Deployment(self.model, self.hardware, self.tensor_parallel_size, self.cost, self.profile, self.role)
 
 
 def linear_machine(
@@ -111,6 +112,12 @@ class CheckedEngine(Engine):
             self.statuses: dict[Seq, Status] = {}
         self.statuses[seq] = seq.status
         return seq
+
+    def offer(self, seq: Seq) -> None:
+        super().offer(seq)
+        if not hasattr(self, "statuses"):
+            self.statuses = {}
+        self.statuses[seq] = seq.status
 
     def schedule(self, now_s: float) -> IterationPlan | None:
         plan = super().schedule(now_s)

@@ -12,6 +12,7 @@ from math import inf
 import simpy
 
 from sim.clock.arrivals import TIE_S, Arrivals
+from sim.clock.hand_overs import HandOvers
 from sim.clock.member import Member
 from sim.errors import InvariantError
 from sim.topology.routers import Router
@@ -34,10 +35,15 @@ class Cluster:
         arrivals: Arrivals,
         router: Router,
         front: Sequence[int] | None = None,
+        hand_overs: HandOvers | None = None,
     ) -> None:
+        """`hand_overs` take sequences from the `front` to other members; without any everybody does all of it."""
         self.env, self.members, self.arrivals, self.router = env, members, arrivals, router
         self._front = range(len(members)) if front is None else front
         self._views = [members[place] for place in self._front]
+        self._hand_overs = hand_overs
+        if hand_overs is not None:
+            hand_overs.on_wake = self._wake
         # (boundary, place); an entry that is not the member's boundary any more is passed over.
         self._heap: list[tuple[float, int]] = []
         self._settling: set[int] = set()
@@ -80,6 +86,10 @@ class Cluster:
         places = sorted(settling)
         for place in places:
             members[place].settle()
+        if self._hand_overs is not None:
+            for place in places:
+                for other in self._hand_overs.offer_from(place):
+                    self._wake(other)
         self.arrivals.deliver(due_s, self._route)
         for place in places:
             members[place].decide()
@@ -90,7 +100,12 @@ class Cluster:
     def _route(self, request: Request) -> None:
         choice = self.router.route(request, self._views)
         place = self._front[choice]
-        if self.members[place].send(request) and place not in self._settling:
+        if self.members[place].send(request):
+            self._wake(place)
+
+    def _wake(self, place: int) -> None:
+        """A boundary came forward; those who are about to decide are noted afterwards."""
+        if place not in self._settling:
             self._note(place)
 
     def _note(self, place: int) -> None:

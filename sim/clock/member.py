@@ -6,7 +6,7 @@ again, so that it ends at the first boundary after the fact: an engine need not 
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop
+from heapq import heappop, heappush
 from math import inf
 
 import simpy
@@ -16,8 +16,9 @@ from sim.clock.driver import Instance, Observer
 from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes, LanesMark
 from sim.engine.engine import Engine
-from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
 from traces.request import Request
 
 
@@ -51,6 +52,12 @@ class Inbox(Arrivals):
         return sum(request.prompt_tokens for request in self._sent)
 
 
+Fact = Move | Sequence
+"""A copy that ended, or a sequence that another engine has prefilled."""
+Carry = Callable[["Member", Move, float], float]
+"""Starts a copy from another engine at that time, s; returns its end, s."""
+
+
 class Member(Instance):
     """An engine of a cluster. `end_s` is its next boundary; infinite while nothing is known that could wake it."""
 
@@ -76,6 +83,9 @@ class Member(Instance):
         self.num_in_flight = 0
         """Requests sent here that have not ended."""
         self.num_ended = 0
+        self.carry: Carry | None = None
+        """For an engine that pulls."""
+        self._facts: list[tuple[float, int, Fact]] = self._transfers
         self._ended = ended
         self._log_end = engine.on_end
         engine.on_end = self._end
@@ -110,17 +120,24 @@ class Member(Instance):
 
     def decide(self) -> None:
         """At the boundary `end_s`, settled: take the facts that are due and begin the next iterations."""
-        engine, inbox, transfers = self.engine, self.inbox, self._transfers
+        engine, inbox, facts = self.engine, self.inbox, self._facts
         now_s = self._began_s = self.end_s
         due_s = now_s + TIE_S
         if inbox.next_s <= due_s:
             inbox.deliver(due_s, engine.add_request)
-        while transfers and transfers[0][0] <= due_s:
-            engine.transfer_done(heappop(transfers)[2])
+        while facts and facts[0][0] <= due_s:
+            fact = heappop(facts)[2]
+            if isinstance(fact, Sequence):
+                engine.offer(fact)
+            else:
+                engine.transfer_done(fact)
         plan = self._plan = engine.schedule(now_s)
         if plan is None:
-            self.end_s = min(inbox.next_s, transfers[0][0]) if transfers else inbox.next_s
-        elif plan.max_steps > 1 and self.jump:
+            self.end_s = min(inbox.next_s, facts[0][0]) if facts else inbox.next_s
+            return
+        for move in plan.pulled:
+            self._pull(move, now_s)
+        if plan.max_steps > 1 and self.jump:
             self._mark = self.lanes.mark()
             self._times = self._run(plan, now_s)
             self.end_s = self._times.end_s
@@ -133,6 +150,17 @@ class Member(Instance):
         self.num_in_flight += 1
         self.inbox.put(request)
         return self._told(request.arrival_s)
+
+    def tell(self, at_s: float, fact: Fact) -> bool:
+        """`fact` is one from `at_s` on; whether the boundary came forward."""
+        self._num_transfers += 1
+        heappush(self._facts, (at_s, self._num_transfers, fact))
+        return self._told(at_s)
+
+    def _pull(self, move: Move, now_s: float) -> None:
+        if self.carry is None:
+            raise InvariantError(f"{move.seq}: pulled, and there is no link")
+        self._finish_at(self.carry(self, move, now_s), move)
 
     def _told(self, at_s: float) -> bool:
         """A fact is due at `at_s`: wake up then, or end a jump at the first boundary after it."""

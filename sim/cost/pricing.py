@@ -20,15 +20,26 @@ LanesMark = tuple[tuple[float, float, int], ...]
 
 
 class Lanes:
-    """The lanes of one instance: computation, and PCIe in each direction over the links of its GPUs."""
+    """The lanes of one instance: computation, and PCIe in each direction over the links of its GPUs.
 
-    __slots__ = ("_all", "compute", "d2h", "h2d")
+    `links` are its lanes to other instances, in the order in which they were asked for.
+    """
+
+    __slots__ = ("_all", "compute", "d2h", "h2d", "links")
 
     def __init__(self, *, keep_intervals: bool = False) -> None:
         self.compute = Lane("GPU compute", keep_intervals=keep_intervals)
         self.h2d = Lane("PCIe host to device", keep_intervals=keep_intervals)
         self.d2h = Lane("PCIe device to host", keep_intervals=keep_intervals)
         self._all = self.compute, self.h2d, self.d2h
+        self.links: dict[str, Lane] = {}
+
+    def link(self, name: str) -> Lane:
+        """The lane to other instances of that name; new at first."""
+        lane = self.links.get(name)
+        if lane is None:
+            lane = self.links[name] = Lane(name, keep_intervals=self.compute.intervals is not None)
+        return lane
 
     def of(self, direction: Direction) -> Lane:
         """The PCIe lane of a direction."""

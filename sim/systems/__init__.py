@@ -22,6 +22,7 @@ _PLACES = {
     "sarathi": "sim.systems.sarathi:Sarathi",
     "fastgen": "sim.systems.fastgen:FastGen",
     "fastserve": "sim.systems.fastserve:FastServe",
+    "distserve": "sim.systems.distserve:DistServe",
 }
 
 

@@ -18,6 +18,7 @@ class PagedMemory(Memory):
     """Blocks on demand; sequences go to the host and come back whole."""
 
     can_swap: ClassVar[bool] = True
+    can_receive: ClassVar[bool] = True
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits, 1)
@@ -38,6 +39,11 @@ class PagedMemory(Memory):
 
     def place(self, seq: Sequence, keep_free: int) -> None:
         blocks = seq.num_blocks = -(-seq.num_tokens // self.block_size)
+        self.gpu.allocate(blocks)
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+
+    def receive(self, seq: Sequence) -> None:
+        blocks = seq.num_blocks = -(-(seq.num_tokens - 1) // self.block_size)
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 

@@ -4,6 +4,8 @@ What a request does not use is lost to all others until it ends: internal fragme
 Nothing ever grows, so nobody is ever preempted.
 """
 
+from typing import ClassVar
+
 from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, make_place, make_release
@@ -13,6 +15,8 @@ from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
 
 class ReservedMemory(PagedMemory):
     """ceil(max_model_len / block_size) blocks for everyone; more where a request of a trace outgrows that."""
+
+    can_receive: ClassVar[bool] = False
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
