@@ -207,7 +207,8 @@ def record(
         # An earlier run's files must not pass for this one's, should it write fewer of them.
         (folder / name).unlink(missing_ok=True)
     parquet = find_spec("pyarrow") is not None
-    columns = (*TABLE_COLUMNS, *(ENGINE_COLUMNS if scenario.num_engines > 1 else ()))
+    places = 0 if scenario.num_engines == 1 else 1 if scenario.prefill_replicas is None else 2
+    columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS[:places])
     table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns)
     if not outputs.quiet and sys.stderr.isatty():
         requests = _with_progress(requests, label, scenario)

@@ -4,42 +4,39 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Protocol, TypedDict
 
 import simpy
 
+from sim.clock.arrivals import Arrivals
 from sim.clock.cluster import Cluster
-from sim.clock.driver import Instance, Observer
+from sim.clock.driver import Instance
+from sim.clock.hand_overs import HandOvers
 from sim.clock.member import Member
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
-from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, load_profile
-from sim.engine.engine import Engine
-from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment, Limits
-from sim.engine.scheduler import Scheduler
-from sim.engine.sequence import Sequence
-from sim.results.metrics import Goodput, RequestLog, TableSink
-from sim.results.parts import Machine
-from sim.results.schema import Backend
-from sim.results.series import SAMPLE_LIMIT, Series
+from sim.engine.limits import Limits, Role
+from sim.errors import UserError
+from sim.results.metrics import Goodput, TableSink
+from sim.runs import EngineParts, Keep, Run, build_engine, build_engines
 from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
+from sim.systems.mixing import HAND_OVER
 from sim.topology import DEFAULT_ROUTER, ROUTERS
+from sim.topology.routers import FewestWaitingTokens, LeastLoaded
 from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
 
+__all__ = ["Keep", "Run", "Setup", "build_engine", "build_run", "execute", "prepare"]
+
 GIB = 1 << 30
-LEAST_SAMPLES = 500
-"""Rows of its time series that an engine keeps at least, however many there are."""
+BYTES_PER_S_IN_GBPS = 1e9 / 8
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
@@ -55,11 +52,36 @@ class Setup:
     profile: Profile
     limits: Limits
     cost: CostModel
+    tp: int
+    """GPUs of an engine."""
+    role: Role = "both"
+    decode: "Setup | None" = None
+    """Of the engines that decode, where others prefill."""
     warnings: list[str] = field(default_factory=list)
 
 
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
+    stage = policy.names["stage"]
+    if scenario.prefill_replicas is None:
+        if stage == HAND_OVER:
+            raise UserError(
+                f"--policy {label}: hands sequences over from engines that prefill to others; give --prefill-replicas, "
+                "--decode-replicas and --link-gbps"
+            )
+        return _prepare(scenario, scenario, label, policy, "both")
+    if stage != HAND_OVER:
+        raise UserError(
+            f"--prefill-replicas {scenario.prefill_replicas}: {label} decodes where it prefills (stage={stage}) and "
+            "cannot hand over; take distserve, or a policy that takes stage=hand-over"
+        )
+    prefill, decode = (
+        _prepare(scenario, scenario.of_pool(role), label, policy, role) for role in ("prefill", "decode")
+    )
+    return replace(prefill, decode=decode, warnings=list(dict.fromkeys((*prefill.warnings, *decode.warnings))))
+
+
+def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:
     warnings: list[str] = []
     model = load_model(scenario.model)
     if scenario.dtype != "auto":
@@ -104,65 +126,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         enable_chunked_prefill=engine.enable_chunked_prefill,
     )
     cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
-    return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)
-
-
-class HasIterations(Protocol):
-    """An instance on either clock."""
-
-    iterations: int
-
-
-@dataclass(kw_only=True)
-class EngineParts:
-    """One engine of a run, the same on both clocks, and what all engines of the run share."""
-
-    setup: Setup
-    scheduler: Scheduler
-    engine: Engine
-    lanes: Lanes
-    series: Series | None = None
-    log: RequestLog
-    """Of all engines, as `gaps` and `detailed` are."""
-    gaps: GapCollector
-    detailed: dict[int, list[float]] | None = None
-    """Times of every token by request id, s, where they are kept."""
-
-
-@dataclass(kw_only=True)
-class Run:
-    """A run under way or finished, on either clock: everything a result is made from."""
-
-    engines: list[EngineParts]
-    instances: list[HasIterations]
-    """Those that drive the engines."""
-    interrupted: bool = False
-    error: str | None = None
-    backend: Backend = "kvtwin-sim"
-    machine: Machine | None = None
-    """What executed the run, where anything real did."""
-    trace_events: list[dict[str, object]] = field(default_factory=list)
-    """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
-
-    @property
-    def setup(self) -> Setup:
-        """What the scenario resolved to, for the first engine."""
-        return self.engines[0].setup
-
-    @property
-    def log(self) -> RequestLog:
-        """The requests that ended."""
-        return self.engines[0].log
-
-    @property
-    def gaps(self) -> GapCollector:
-        """The gaps between tokens."""
-        return self.engines[0].gaps
-
-    @property
-    def detailed(self) -> dict[int, list[float]] | None:
-        """Times of every token by request id, s, where they are kept."""
-        return self.engines[0].detailed
+    return Setup(asked_for, policy, label, model, hardware, profile, limits, cost, scenario.tp, role, warnings=warnings)
 
 
 @dataclass(kw_only=True)
@@ -173,57 +137,7 @@ class SimulatedRun(Run):
     serve: Callable[[], Generator[simpy.Event, None, None]]
 
 
-@dataclass(frozen=True)
-class Keep:
-    """What a run keeps beside its statistics: intervals of the lanes, a time series, every token's time."""
-
-    timeline: bool = False
-    series: bool = False
-    detailed: bool = False
-
-
-def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> EngineParts:
-    """Put together the one engine of a run, as both clocks have it."""
-    goodput = Goodput.parse(list(setup.scenario.goodput)) if setup.scenario.goodput else None
-    detailed: dict[int, list[float]] | None = {} if keep.detailed else None
-    log = RequestLog(table, goodput)
-    return _engine(setup, keep, log, GapCollector(), detailed, log.end, SAMPLE_LIMIT)
-
-
-def build_engines(setup: Setup, table: TableSink | None, keep: Keep) -> list[EngineParts]:
-    """Put together the engines of a cluster, which share their books."""
-    first = build_engine(setup, table, keep)
-    count = setup.scenario.num_engines
-    shared = first.log, first.gaps, first.detailed
-    limit = max(LEAST_SAMPLES, SAMPLE_LIMIT // count)
-    return [_engine(setup, keep, *shared, partial(first.log.end, where=(i,)), limit) for i in range(count)]
-
-
-def _engine(
-    setup: Setup,
-    keep: Keep,
-    log: RequestLog,
-    gaps: GapCollector,
-    detailed: dict[int, list[float]] | None,
-    on_end: Callable[[Sequence], None],
-    samples: int,
-) -> EngineParts:
-    scenario = setup.scenario
-    deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost, setup.profile)
-    scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
-    lanes = Lanes(keep_intervals=keep.timeline)
-    if detailed is not None:
-        scheduler.record_tokens(detailed)
-    return EngineParts(
-        setup=setup,
-        scheduler=scheduler,
-        engine=Engine(scheduler, setup.policy.length_predictor(scenario.seed), on_end),
-        lanes=lanes,
-        series=Series(scheduler, lanes, samples) if keep.series or keep.timeline else None,
-        log=log,
-        gaps=gaps,
-        detailed=detailed,
-    )
+NOTHING = Keep()
 
 
 def build_run(
@@ -231,41 +145,65 @@ def build_run(
     requests: Iterable[Request],
     *,
     table: TableSink | None = None,
-    keep: Keep = Keep(),
+    keep: Keep = NOTHING,
     jump: bool = True,
 ) -> SimulatedRun:
     """Put engines and what drives them together; `execute` sets it going."""
     env, scenario = simpy.Environment(), setup.scenario
     arrivals = arrivals_of(scenario, requests)
-    if scenario.num_engines == 1:
-        parts = build_engine(setup, table, keep)
-        instance = Instance(env, parts.engine, setup.cost, arrivals, parts.lanes, **_driven(parts, jump))
-        return SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve)
-    engines = build_engines(setup, table, keep)
-    ended = arrivals.ended if arrivals.hears_ends else None
+    if scenario.num_engines > 1:
+        return _build_cluster(build_engines(setup, table, keep), env, arrivals, jump=jump)
+    parts = build_engine(setup, table, keep)
+    instance = Instance(
+        env,
+        parts.engine,
+        setup.cost,
+        arrivals,
+        parts.lanes,
+        layers=setup.model.num_layers,
+        block_bytes=setup.limits.block_bytes,
+        jump=jump,
+        observer=parts.observer,
+    )
+    return SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve)
+
+
+def _build_cluster(
+    engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool
+) -> SimulatedRun:
+    scenario = engines[0].setup.scenario
     members = [
-        Member(env, parts.engine, parts.setup.cost, parts.lanes, ended=ended, **_driven(parts, jump))
+        Member(
+            env,
+            parts.engine,
+            parts.setup.cost,
+            parts.lanes,
+            layers=parts.setup.model.num_layers,
+            block_bytes=parts.setup.limits.block_bytes,
+            jump=jump,
+            observer=parts.observer,
+            ended=arrivals.ended if arrivals.hears_ends else None,
+        )
         for parts in engines
     ]
-    cluster = Cluster(env, members, arrivals, ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed))
+    prefills = scenario.prefill_replicas
+    if prefills is None:
+        router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
+        cluster = Cluster(env, members, arrivals, router)
+    else:
+        router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
+        limits, model = engines[0].setup.limits, engines[0].setup.model
+        hand_overs = HandOvers(
+            members,
+            range(prefills, len(members)),
+            LeastLoaded(),
+            (scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
+            limits.block_size * model.kv_bytes_per_token(1),
+        )
+        for parts in engines:
+            parts.prefilled_by = hand_overs.prefilled_by
+        cluster = Cluster(env, members, arrivals, router, range(prefills), hand_overs)
     return SimulatedRun(engines=engines, instances=[*members], env=env, serve=cluster.serve)
-
-
-def _driven(parts: EngineParts, jump: bool) -> "_Driven":
-    series = parts.series
-    return {
-        "layers": parts.setup.model.num_layers,
-        "block_bytes": parts.setup.limits.block_bytes,
-        "jump": jump,
-        "observer": series.observe if series is not None else None,
-    }
-
-
-class _Driven(TypedDict):
-    layers: int
-    block_bytes: float
-    jump: bool
-    observer: Observer | None
 
 
 def execute(run: SimulatedRun) -> SimulatedRun:

@@ -124,7 +124,10 @@ def test_the_modules_that_the_rules_name_exist():
         ({"gpu_runtime.a": "import calib.fit"}, "gpu_runtime may not import calib"),
         ({"sim.a": "import kvtwin"}, "sim may not import kvtwin"),
         ({"sim.results.result": "import simpy"}, "only sim.clock, sim.simulate, kvtwin.testing may"),
-        ({"sim.driver2": "from simpy import Environment"}, "only sim.clock, sim.simulate, kvtwin.testing may"),
+        (
+            {"sim.driver2": "from simpy import Environment"},
+            "only sim.clock, sim.simulate, kvtwin.testing may",
+        ),
         (
             {"sim.a": "try:\n    import torch\nexcept ImportError:\n    torch = None"},
             "only gpu_runtime, calib, kvtwin.testing may",

@@ -44,7 +44,7 @@ def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions)
     live = perform(setup, traffic(short), None, Keep(), decoder, options)
     if live.interrupted:
         raise KeyboardInterrupt
-    return live.lanes.compute.busy_s / simulated.lanes.compute.busy_s
+    return live.engines[0].lanes.compute.busy_s / simulated.engines[0].lanes.compute.busy_s
 
 
 class Probe:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
+from typing import cast
 
 import simpy
 
@@ -85,7 +86,7 @@ class Member(Instance):
         self.num_ended = 0
         self.carry: Carry | None = None
         """For an engine that pulls."""
-        self._facts: list[tuple[float, int, Fact]] = self._transfers
+        self._facts: list[tuple[float, int, Fact]] = cast(list[tuple[float, int, Fact]], self._transfers)
         self._ended = ended
         self._log_end = engine.on_end
         engine.on_end = self._end

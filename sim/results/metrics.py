@@ -44,8 +44,8 @@ TABLE_COLUMNS = (
     "preemptions",
     "status",
 )
-ENGINE_COLUMNS = ("engine",)
-"""What follows them where a run has several engines."""
+ENGINE_COLUMNS = ("engine", "prefill_engine")
+"""What follows them where a run has several engines; the second only where some prefill for others."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,12 @@ class EngineUse(Struct, kw_only=True, frozen=True):
 
     engine: int
     """Its place, from 0."""
+    role: Literal["both", "prefill", "decode"]
+    """What it does of a request."""
+    gpu: str
+    """Name of its GPU."""
+    tp: int
+    """GPUs in its tensor-parallel group."""
     num_prompts: int
     """Requests that ended there, completed or ignored."""
     num_gpu_blocks: int
@@ -62,6 +68,8 @@ class EngineUse(Struct, kw_only=True, frozen=True):
     """Times a sequence lost its place among those decoding, or its KV."""
     lanes: LanesUse
     """How long each lane was in use."""
+    links: dict[str, LaneUse] | UnsetType = UNSET
+    """The same of its links to others, by name; absent where it has none."""
 
 
 class UsedProfile(Struct, kw_only=True, frozen=True):
@@ -141,6 +149,24 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """Engines behind the router; absent where not given."""
     router: str | UnsetType = UNSET
     """As it was named; absent where it was not."""
+    prefill_replicas: int | UnsetType = UNSET
+    """Engines that only prefill; absent, as those that follow, where not given."""
+    decode_replicas: int | UnsetType = UNSET
+    """Engines that only decode."""
+    link_gbps: float | UnsetType = UNSET
+    """Link of each engine to others, Gbit/s in each direction."""
+    prefill_tp: int | UnsetType = UNSET
+    """GPUs of an engine that prefills."""
+    decode_tp: int | UnsetType = UNSET
+    """GPUs of an engine that decodes."""
+    prefill_gpu: str | UnsetType = UNSET
+    """Their GPU, as it was named."""
+    decode_gpu: str | UnsetType = UNSET
+    """Their GPU, as it was named."""
+    prefill_profile: str | UnsetType = UNSET
+    """Their constants, as they were named."""
+    decode_profile: str | UnsetType = UNSET
+    """Their constants, as they were named."""
     profile: str | None
     """As it was named; None: the GPU's own."""
     cost_form: str | None

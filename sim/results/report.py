@@ -119,7 +119,11 @@ def cluster_text(result: Result) -> str:
     """Engines and router in words, with which what each runs on goes on; nothing where there is one."""
     if not result.engines:
         return ""
-    router = f" behind {result.scenario.router}" if result.scenario.router else ""
+    scenario = result.scenario
+    router = f" behind {scenario.router}" if scenario.router else ""
+    if scenario.prefill_replicas:
+        pools = f"{scenario.prefill_replicas} prefill and {scenario.decode_replicas} decode engines"
+        return f"{pools}{router}, links of {scenario.link_gbps:g} Gbit/s, "
     return f"{len(result.engines)} engines{router}, each on "
 
 
@@ -197,7 +201,7 @@ def _engine_lines(result: Result) -> list[str]:
     for use in (result.engines or [])[:MOST_ENGINES]:
         share = ratio(use.lanes.compute.busy_s, result.makespan_s)
         busy = NONE if share is None else f"{min(1.0, share) * 100:.1f} %"
-        name = f"{use.engine}"
+        name = f"{use.engine}" + ("" if use.role == "both" else f" {use.role}")
         lines.append(f"{name:<12}{use.num_prompts:>12,}{use.num_iterations:>14,}{use.num_preemptions:>14,}{busy:>14}")
     left = len(result.engines or []) - MOST_ENGINES
     return [*lines, f"and {left} more in result.json"] if left > 0 else lines

@@ -24,7 +24,7 @@ from sim.version import VERSION
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
-OMITTED = ("max_concurrency", "closed_sessions", "replicas", "router")
+OMITTED = [f.name for f in structs.fields(ResolvedScenario) if f.default is UNSET]
 """Options that a result leaves out where they were not given."""
 INFINITE = "inf"
 """How vLLM writes an infinite request rate."""
@@ -112,11 +112,15 @@ def _engines(run: Run) -> list[EngineUse]:
     return [
         EngineUse(
             engine=place,
+            role=parts.setup.role,
+            gpu=parts.setup.hardware.name,
+            tp=parts.setup.tp,
             num_prompts=run.log.ended_at[place],
             num_gpu_blocks=parts.setup.limits.num_gpu_blocks,
             num_iterations=instance.iterations,
             num_preemptions=parts.scheduler.counters.preemptions,
             lanes=_lanes_use([parts.lanes]),
+            links={name: LaneUse(busy_s=lane.busy_s) for name, lane in parts.lanes.links.items()} or UNSET,
         )
         for place, (parts, instance) in enumerate(zip(run.engines, run.instances, strict=True))
     ]
@@ -167,7 +171,8 @@ def _warnings(setup: Setup, counters: Counters) -> list[str]:
             f"host KV blocks ran out {counters.swap_space_exhausted} times and the victims were recomputed "
             "(vLLM 0.5.5 aborts there); raise --swap-space"
         )
-    warnings += _beyond_range(setup)
+    for pool in (setup, setup.decode):
+        warnings += _beyond_range(pool) if pool is not None else []
     for reason, count in sorted(counters.ignored.items()):
         warnings.append(f"{count} requests ignored: {reason}")
     return warnings

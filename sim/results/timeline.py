@@ -39,7 +39,8 @@ def timeline_events(run: Run) -> list[TraceEvent]:
 
 def _lane_events(parts: EngineParts, pid: int, which: str) -> Iterator[TraceEvent]:
     yield _named(pid, 0, "process_name", f"kvtwin {parts.setup.label}{which}")
-    for thread, lane in enumerate((parts.lanes.compute, parts.lanes.h2d, parts.lanes.d2h), start=1):
+    lanes = parts.lanes
+    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values()), start=1):
         yield _named(pid, thread, "thread_name", lane.name)
         for start_s, end_s, label in lane.intervals or ():
             event: TraceEvent = {"ph": "X", "pid": pid, "tid": thread, "name": label, "ts": start_s * 1e6}

@@ -17,7 +17,12 @@ from sim.systems.distserve import DistServe
 
 FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
 """Every iteration takes 0.1 s."""
-POLICIES = ["distserve", "distserve:eviction=recompute", "vllm-recompute:stage=hand-over", "distserve:waiting-share=0.5"]
+POLICIES = [
+    "distserve",
+    "distserve:eviction=recompute",
+    "vllm-recompute:stage=hand-over",
+    "distserve:waiting-share=0.5",
+]
 POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
 
 
@@ -49,9 +54,7 @@ def test_a_request_is_prefilled_copied_and_decoded(jump):
     # 40 tokens are 3 blocks of 16; at 1 byte a block and 10 bytes/s the copy takes 0.3 s: 0.1 to 0.4. Four more tokens
     # take 0.4 s. The request of one token ends where it is prefilled, from 0.1 to 0.2.
     rows = requests((0.0, 40, 5), (0.05, 40, 1))
-    outcome = simulate_pools(
-        DistServe(), rows, limits(), bytes_per_s=10.0, machine=linear_machine(**FLAT), jump=jump
-    )
+    outcome = simulate_pools(DistServe(), rows, limits(), bytes_per_s=10.0, machine=linear_machine(**FLAT), jump=jump)
     assert outcome.places() == {0: 1, 1: 0}
     first, second = outcome.by_id()[0], outcome.by_id()[1]
     assert (first.first_token_s, first.finish_s) == pytest.approx((0.1, 0.8))
@@ -78,9 +81,7 @@ def test_a_landing_copy_ends_a_jump_of_the_decode_engine():
 def test_links_carry_one_copy_at_a_time():
     # Two prefill engines are done at 0.1; the decode engine's link takes 0.1 s a block, one copy after the other.
     rows = requests((0.0, 16, 3), (0.0, 16, 3))
-    outcome = simulate_pools(
-        DistServe(), rows, limits(), prefill=2, bytes_per_s=10.0, machine=linear_machine(**FLAT)
-    )
+    outcome = simulate_pools(DistServe(), rows, limits(), prefill=2, bytes_per_s=10.0, machine=linear_machine(**FLAT))
     (interval, other) = outcome.members[2].lanes.links["link in"].intervals or ()
     assert (*interval[:2], *other[:2]) == pytest.approx((0.1, 0.2, 0.2, 0.3))
     assert sorted(seq.finish_s for seq, _ in outcome.ended) == pytest.approx([0.4, 0.5])

@@ -33,7 +33,7 @@ def rows(path):
 def test_tables_series_timelines_and_results_say_which_engine(tmp_path):
     assert run(tmp_path, "--replicas", "3", "--timeline", "--figures") == 0
     table = rows(tmp_path / "requests.csv")
-    assert list(table[0]) == [*TABLE_COLUMNS, *ENGINE_COLUMNS]
+    assert list(table[0]) == [*TABLE_COLUMNS, ENGINE_COLUMNS[0]]
     assert {row["request_id"]: row["engine"] for row in table} == {str(i): str(i % 3) for i in range(60)}
     found = result_module.read_result(tmp_path / "result.json")
     assert found.engines is not result_module.UNSET
@@ -90,3 +90,67 @@ def test_bad_values_are_refused(tmp_path, capsys, words, parts):
     assert run(tmp_path, *words) == 2
     error = capsys.readouterr().err
     assert [part for part in parts if part not in error] == []
+
+
+# -- pools -----------------------------------------------------------------------------------------------------------
+
+POOLS = ["--prefill-replicas", "2", "--decode-replicas", "1", "--link-gbps", "200"]
+
+
+def test_tables_and_results_say_who_prefilled_and_who_decoded(tmp_path):
+    words = [*POOLS, "--prefill-tp", "2", "--decode-gpu", "a100-80g", "--timeline", "--figures"]
+    assert run(tmp_path, *words, policy="distserve") == 0
+    table = rows(tmp_path / "requests.csv")
+    assert list(table[0]) == [*TABLE_COLUMNS, *ENGINE_COLUMNS]
+    assert {row["engine"] for row in table if int(row["output_tokens"]) > 1} == {"2"}
+    assert {row["prefill_engine"] for row in table} == {"0", "1"}
+    found = result_module.read_result(tmp_path / "result.json")
+    assert found.engines is not result_module.UNSET
+    assert [(use.role, use.gpu, use.tp) for use in found.engines] == [
+        ("prefill", "l20", 2), ("prefill", "l20", 2), ("decode", "a100-80g", 1),
+    ]  # fmt: skip
+    assert [list(use.links) for use in found.engines if use.links] == [["link out"], ["link out"], ["link in"]]
+    # 200 Gbit/s are 25 GB/s; a block of 16 tokens of Llama-2-7B is 16 x 512 KiB over all GPUs of an engine.
+    seconds = found.counters.policy["handed_over_blocks"] * 16 * 524_288 / 25e9
+    assert found.engines[2].links["link in"].busy_s == pytest.approx(seconds)
+    events = json.loads(gzip.decompress((tmp_path / "timeline.json.gz").read_bytes()))["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"link in", "link out"} <= names
+
+
+def test_pools_stepped_and_jumped_leave_the_same_requests(tmp_path):
+    assert run(tmp_path / "jumped", *POOLS, policy="distserve") == 0
+    assert run(tmp_path / "stepped", *POOLS, "--step", policy="distserve") == 0
+    jumped, stepped = (
+        {row["request_id"]: row for row in rows(tmp_path / name / "requests.csv")} for name in ("jumped", "stepped")
+    )
+    for key, row in jumped.items():
+        assert (row["engine"], row["prefill_engine"]) == (stepped[key]["engine"], stepped[key]["prefill_engine"])
+        assert float(row["e2el_s"]) == pytest.approx(float(stepped[key]["e2el_s"]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "parts"),
+    [
+        ("distserve", [], ["--policy distserve", "--prefill-replicas", "--link-gbps"]),
+        ("distserve", POOLS[:4], ["--link-gbps", "missing", "Gbit/s"]),
+        ("distserve", POOLS[:2], ["--prefill-replicas", "2", "--decode-replicas"]),
+        ("distserve", POOLS[2:], ["--decode-replicas", "1", "--prefill-replicas"]),
+        ("distserve", [*POOLS[:4], "--link-gbps", "0"], ["--link-gbps", "0", "give more"]),
+        ("distserve", [*POOLS[:4], "--link-gbps", "inf"], ["--link-gbps", "inf", "1e9"]),
+        ("distserve", [*POOLS, "--replicas", "2"], ["--replicas", "2", "leave it out"]),
+        ("distserve", [*POOLS, "--prefill-tp", "3"], ["3", "choose one of"]),
+        ("distserve", [*POOLS, "--decode-gpu", "l2"], ["l2", "did you mean 'l20'?"]),
+        ("distserve:waiting-share=0", POOLS, ["waiting-share", "0", "0.05"]),
+        ("distserve:memory=reserved", POOLS, ["stage=hand-over", "memory=paged"]),
+        ("layerkv", POOLS, ["--prefill-replicas 2", "layerkv", "stage=promote", "distserve"]),
+        ("layerkv:stage=hand-over", POOLS, ["memory=layers", "stage=promote"]),
+        ("vllm-recompute", ["--link-gbps", "100"], ["--link-gbps", "100", "--prefill-replicas"]),
+        ("vllm-recompute", ["--prefill-tp", "2"], ["--prefill-tp", "2", "--prefill-replicas"]),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(tmp_path, capsys, policy, words, parts):
+    assert run(tmp_path, *words, policy=policy) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert [part for part in parts if part not in error] == [], error

@@ -22,6 +22,7 @@ from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 from sim.systems.layerkv import LayerKV
+from sim.systems.mixing import HAND_OVER
 from sim.traffic import traffic
 
 
@@ -65,6 +66,8 @@ def test_every_policy_runs_from_every_shipped_profile(name: str, policy: str) ->
         workload="fixed", num_prompts=30, request_rate=20.0, input_len=100, output_len=20, gpu=gpu, profile=name,
         model="qwen3-0.6b", num_gpu_blocks_override=60, max_model_len=512, max_num_seqs=16,
     )  # fmt: skip
+    if POLICIES[policy].composition["stage"] == HAND_OVER:
+        scenario = replace(scenario, prefill_replicas=1, decode_replicas=1, link_gbps=100.0)
     setup = prepare(scenario, policy, POLICIES[policy]())
     run = execute(build_run(setup, traffic(scenario)))
     assert run.log.completed == 30

@@ -3,10 +3,11 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_results import finished
+from small_results import CROWDED, finished
 
 from sim.cli import TABLE_FILES
 from sim.results.figures import FIGURES
@@ -41,7 +42,7 @@ NAMES = {
     "metrics": [metric.key for metric in METRICS],
 }
 """Sections of the page with a table, and the names that its first column must hold, in order."""
-SEEN = {"counters of layerkv", "counters of fastserve", "timeline.json.gz", "events"}
+SEEN = {"counters of layerkv", "counters of fastserve", "counters of pools", "timeline.json.gz", "events"}
 """Sections whose names are found in runs."""
 
 
@@ -83,6 +84,11 @@ def test_the_page_names_the_counters_of_fastserve():
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").rglob("*.py"))
     written = set(re.findall(r'counters\.policy\["(\w+)"\]', sources))
     assert set(names) <= written <= {*names, *documented()["counters of layerkv"]}
+
+
+def test_the_page_names_the_counters_of_pools():
+    options = replace(CROWDED, prefill_replicas=1, decode_replicas=1, link_gbps=100.0)
+    assert documented()["counters of pools"] == list(assemble(finished("distserve", options=options)).counters.policy)
 
 
 def test_the_page_names_what_a_timeline_holds(tmp_path):
