@@ -3,9 +3,9 @@
 python benchmarks/distserve_measured.py FOLDER    # with runs.csv; says so and ends where it is not there
 
 `runs.csv` (run, issue_s, prompt_len, output_len, ttft_ms, tpot_ms, latency_ms) holds runs that the authors of DistServe
-measured and published with their code (LLMServe/DistServe, Apache-2.0). Every run's requests are replayed at the times at
-which they were issued. Times of iterations are DistServe's own fits for that machine, from the same repository; nothing
-was fitted to these runs. What the runs do not say is assumed in `PLACEMENTS` and `scenario`.
+measured and published with their code (LLMServe/DistServe, Apache-2.0). Every run's requests are replayed at the times
+at which they were issued. Times of iterations are DistServe's own fits for that machine, from the same repository;
+nothing was fitted to these runs. What the runs do not say is assumed in `PLACEMENTS` and `scenario`.
 """
 
 import argparse
@@ -126,9 +126,8 @@ def main() -> None:
         print(f"{path} is not there: nothing to compare with")
         return
     errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    print(
-        f"{'run':<30}{'1/s':>6}  {'TTFT mean, ms':>22} {'':>6}  {'TPOT mean, ms':>20} {'':>6}  {'TPOT median, ms':>18}"
-    )
+    titles = "".join(f"  {name + ', ms':>19} {'':>8}" for name in ("mean TTFT", "mean TPOT", "median TPOT"))
+    print(f"{'run':<30}{'1/s':>6}{titles}")
     with TemporaryDirectory() as folder:
         profiles = write_profiles(Path(folder))
         for measured in read(path):

@@ -197,8 +197,9 @@ def _build_cluster(
             members,
             range(prefills, len(members)),
             LeastLoaded(),
-            (scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
-            limits.block_size * model.kv_bytes_per_token(1),
+            bytes_per_s=(scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
+            block_bytes=limits.block_size * model.kv_bytes_per_token(1),
+            layers=model.num_layers,
         )
         for parts in engines:
             parts.prefilled_by = hand_overs.prefilled_by

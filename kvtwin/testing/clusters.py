@@ -59,7 +59,14 @@ def simulate_pools(
         own = limit if role == "prefill" or decode_limit is None else decode_limit
         _add_member(outcome, env, policy, own, machine, gaps, source, jump=jump, checked=checked, role=role)
     decoders = range(prefill, prefill + decode)
-    hand_overs = HandOvers(outcome.members, decoders, LeastLoaded(), bytes_per_s, limit.block_bytes)
+    hand_overs = HandOvers(
+        outcome.members,
+        decoders,
+        LeastLoaded(),
+        bytes_per_s=bytes_per_s,
+        block_bytes=limit.block_bytes,
+        layers=machine.model.num_layers,
+    )
     cluster = Cluster(env, outcome.members, source, router or FewestWaitingTokens(), range(prefill), hand_overs)
     env.run(until=env.process(cluster.serve()))
     return outcome

@@ -83,7 +83,8 @@ class Member(Instance):
         self.end_s = inf
         self.num_in_flight = 0
         """Requests sent here that have not ended."""
-        self.num_ended = 0
+        self.num_decisions = 0
+        """How often it decided."""
         self.carry: Carry | None = None
         """For an engine that pulls."""
         self._facts: list[tuple[float, int, Fact]] = cast(list[tuple[float, int, Fact]], self._transfers)
@@ -122,6 +123,7 @@ class Member(Instance):
     def decide(self) -> None:
         """At the boundary `end_s`, settled: take the facts that are due and begin the next iterations."""
         engine, inbox, facts = self.engine, self.inbox, self._facts
+        self.num_decisions += 1
         now_s = self._began_s = self.end_s
         due_s = now_s + TIE_S
         if inbox.next_s <= due_s:
@@ -177,6 +179,5 @@ class Member(Instance):
     def _end(self, seq: Sequence) -> None:
         self._log_end(seq)
         self.num_in_flight -= 1
-        self.num_ended += 1
         if self._ended is not None:
             self._ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))

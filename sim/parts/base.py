@@ -343,6 +343,8 @@ class Stage(Part, ABC):
     """Whether prefilled sequences leave for another engine: they stand in `prefilled` until that is told."""
     pulls: ClassVar[bool] = False
     """Whether sequences that were prefilled elsewhere can be offered."""
+    layer_wise = False
+    """Whether the KV of a prompt's layers leaves while later ones are computed."""
     prefilled: list[Sequence]
 
     def offer(self, seq: Sequence) -> None:

@@ -23,6 +23,7 @@ _PLACES = {
     "fastgen": "sim.systems.fastgen:FastGen",
     "fastserve": "sim.systems.fastserve:FastServe",
     "distserve": "sim.systems.distserve:DistServe",
+    "splitwise": "sim.systems.splitwise:Splitwise",
 }
 
 

@@ -8,10 +8,14 @@ from sim.systems.options import option
 
 @dataclass(frozen=True)
 class HandOverOptions:
-    """When a decode engine pulls."""
+    """When a decode engine pulls, and how KV travels."""
 
     waiting_share: float = option(
         0.05, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
+    )
+
+    layer_wise: bool = option(
+        False, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
     )
 
     def __post_init__(self) -> None:

@@ -232,7 +232,7 @@ def _hand_over(b: Builder) -> "Stage":
     if role == "prefill":
         from sim.parts.stage.hand_over import HandOver
 
-        return HandOver()
+        return HandOver(b.options(HandOverOptions).layer_wise)
     if role == "decode":
         from sim.parts.stage.pull import Pull
 

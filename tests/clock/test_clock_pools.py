@@ -14,6 +14,7 @@ from sim.engine.sequence import Status
 from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.systems.distserve import DistServe
+from sim.systems.splitwise import Splitwise
 
 FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
 """Every iteration takes 0.1 s."""
@@ -22,6 +23,8 @@ POLICIES = [
     "distserve:eviction=recompute",
     "vllm-recompute:stage=hand-over",
     "distserve:waiting-share=0.5",
+    "distserve:layer-wise=true",
+    "splitwise",
 ]
 POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
 
@@ -85,6 +88,22 @@ def test_links_carry_one_copy_at_a_time():
     (interval, other) = outcome.members[2].lanes.links["link in"].intervals or ()
     assert (*interval[:2], *other[:2]) == pytest.approx((0.1, 0.2, 0.2, 0.3))
     assert sorted(seq.finish_s for seq, _ in outcome.ended) == pytest.approx([0.4, 0.5])
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_layers_are_sent_while_later_ones_are_computed(jump):
+    # Four layers, 0.1 s for a prompt. A fast link (16 bytes/s, a block of 1 byte 0.0625 s) has sent three of them by
+    # 0.1 and needs a quarter of a block's time more; a slow one (5 bytes/s) starts at 0.025 and needs 0.2 s.
+    for bytes_per_s, landed_s in ((16.0, 0.1 + 0.0625 / 4), (5.0, 0.025 + 0.2)):
+        outcome = simulate_pools(
+            Splitwise(),
+            requests((0.0, 16, 2)),
+            limits(),
+            bytes_per_s=bytes_per_s,
+            machine=linear_machine(**FLAT),
+            jump=jump,
+        )
+        assert outcome.by_id()[0].finish_s == pytest.approx(landed_s + 0.1)
 
 
 def test_a_full_decode_pool_holds_prefills_up():

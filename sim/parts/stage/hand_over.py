@@ -12,11 +12,16 @@ from sim.parts.base import Stage
 
 
 class HandOver(Stage):
-    """`leaving` hold KV that nobody has pulled yet; `prefilled` are those of them of whom no other engine knows."""
+    """`leaving` hold KV that nobody has pulled yet; `prefilled` are those of them of whom no other engine knows.
+
+    Args:
+        layer_wise: whether a layer's KV may leave while later ones are computed.
+    """
 
     hands_over: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, layer_wise: bool = False) -> None:
+        self.layer_wise = layer_wise
         self.leaving: dict[Sequence, None] = {}
         self.prefilled: list[Sequence] = []
 

@@ -20,14 +20,16 @@ def draw_engines(runs: Sequence[FigureRun]) -> Figure:
     axes = figure.subplots(len(runs), 2, sharex=True, squeeze=False, height_ratios=rows)
     unit_s, unit, end = clock(runs)
     middles_s = (np.arange(TIME_BINS) + 0.5) * end * unit_s / TIME_BINS
+    # Policies share the scales, so that they compare.
+    most = max((num_requests(e, middles_s).max(initial=1.0) for run in runs for e in run.engines), default=1.0)
     for i, run in enumerate(runs):
-        for ax, title, of in (
-            (axes[i, 0], "GPU KV blocks in use, %", kv_share),
-            (axes[i, 1], "requests waiting and decoding", num_requests),
+        for ax, title, of, top in (
+            (axes[i, 0], "GPU KV blocks in use, %", kv_share, 100.0),
+            (axes[i, 1], "requests waiting, decoding and swapped out", num_requests, most),
         ):
             ax.set_xlabel(f"time, {unit}" if i == len(runs) - 1 else "", fontsize=9, color=INK)
             if run.engines:
-                _heat(figure, ax, np.array([of(engine, middles_s) for engine in run.engines]), end)
+                _heat(figure, ax, np.array([of(engine, middles_s) for engine in run.engines]), end, top)
                 set_title(ax, title, 60)
             else:
                 show_nothing(ax, "one engine, or no time series")
@@ -35,9 +37,9 @@ def draw_engines(runs: Sequence[FigureRun]) -> Figure:
     return figure
 
 
-def _heat(figure: Figure, ax: Axes, values: Floats, end: float) -> None:
+def _heat(figure: Figure, ax: Axes, values: Floats, end: float, top: float) -> None:
     extent = (0.0, end, len(values) - 0.5, -0.5)
-    image = ax.imshow(values, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis", vmin=0.0)
+    image = ax.imshow(values, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis", vmin=0.0, vmax=top)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, ax=ax, pad=0.01)
 
