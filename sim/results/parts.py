@@ -59,7 +59,7 @@ class EngineUse(Struct, kw_only=True, frozen=True):
     tp: int
     """GPUs in its tensor-parallel group."""
     num_prompts: int
-    """Requests that ended there, completed or ignored."""
+    """Requests that ended there, completed or ignored, or went on to another engine."""
     num_gpu_blocks: int
     """GPU KV blocks, per GPU."""
     num_iterations: int

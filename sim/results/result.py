@@ -115,7 +115,7 @@ def _engines(run: Run) -> list[EngineUse]:
             role=parts.setup.role,
             gpu=parts.setup.hardware.name,
             tp=parts.setup.tp,
-            num_prompts=run.log.ended_at[place],
+            num_prompts=run.log.ended_at[place] + parts.scheduler.counters.policy.get("handed_over", 0),
             num_gpu_blocks=parts.setup.limits.num_gpu_blocks,
             num_iterations=instance.iterations,
             num_preemptions=parts.scheduler.counters.preemptions,

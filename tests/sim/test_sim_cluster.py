@@ -154,3 +154,14 @@ def test_pools_that_cannot_be_are_refused(tmp_path, capsys, policy, words, parts
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert [part for part in parts if part not in error] == [], error
+
+
+@pytest.mark.parametrize(("policy", "words"), [("vllm-recompute", ["--replicas", "3"]), ("distserve", POOLS)])
+def test_gaps_between_tokens_are_those_of_all_engines(tmp_path, policy, words):
+    assert run(tmp_path, *words, "--save-detailed", "--num-gpu-blocks-override", "150", policy=policy) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [len(gaps) + 1 for gaps in found["itls"]] == found["output_lens"]
+    for gaps, ttft, latency in zip(found["itls"], found["ttfts"], found["latencies"], strict=True):
+        assert ttft + sum(gaps) == pytest.approx(latency)
+    gaps = [gap * 1e3 for one in found["itls"] for gap in one]
+    assert found["mean_itl_ms"] == pytest.approx(sum(gaps) / len(gaps))
