@@ -91,6 +91,7 @@ class Member(Instance):
         self._ended = ended
         self._log_end = engine.on_end
         engine.on_end = self._end
+        self._settled = False
         self._began_s = 0.0
         self._plan: IterationPlan | None = None
         self._times: StepTimes | None = None
@@ -112,6 +113,7 @@ class Member(Instance):
 
     def settle(self) -> None:
         """The boundary `end_s` has come: commit what ended there."""
+        self._settled = True
         plan, times = self._plan, self._times
         if plan is not None and times is not None:
             self.iterations += times.iterations
@@ -124,6 +126,7 @@ class Member(Instance):
         """At the boundary `end_s`, settled: take the facts that are due and begin the next iterations."""
         engine, inbox, facts = self.engine, self.inbox, self._facts
         self.num_decisions += 1
+        self._settled = False
         now_s = self._began_s = self.end_s
         due_s = now_s + TIE_S
         if inbox.next_s <= due_s:
@@ -167,6 +170,9 @@ class Member(Instance):
 
     def _told(self, at_s: float) -> bool:
         """A fact is due at `at_s`: wake up then, or end a jump at the first boundary after it."""
+        if self._settled:
+            # It is about to look.
+            return False
         plan, end_s = self._plan, self.end_s
         if plan is None:
             self.end_s = min(end_s, at_s)

@@ -1,6 +1,7 @@
 """Replicas behind a router: each is an engine of its own, jumps change nothing, nobody is lost."""
 
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,12 @@ from kvtwin.testing.clusters import ClusterOutcome, simulate_replicas
 from kvtwin.testing.conformance import TOLERANCE_S
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
+from sim.option_values import base_type, option_fields
 from sim.policy_options import parse_policy
+from sim.scenario import Scenario
 from sim.systems.vllm055 import VllmRecompute
 from sim.topology import ROUTERS
-from sim.topology.routers import LeastLoaded, RoundRobin, SessionAffinity
+from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PowerOfTwo, RoundRobin, SessionAffinity
 from traces.request import Request
 
 FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
@@ -98,6 +101,33 @@ def test_turns_of_a_session_stay_together():
     for session in range(7):
         assert len({place for i, place in places.items() if i % 7 == session}) == 1
     assert len(set(places.values())) > 1
+
+
+class Loaded:
+    """A view of an engine."""
+
+    def __init__(self, num_in_flight: int, waiting_tokens: int = 0) -> None:
+        self.num_in_flight, self.waiting_tokens = num_in_flight, waiting_tokens
+        self.num_waiting = num_in_flight
+
+
+def test_routers_choose_from_views_alone():
+    request, views = Request(0, 0.0, 10, 2), [Loaded(3, 10), Loaded(1, 500), Loaded(1, 0), Loaded(9, 0)]
+    assert LeastLoaded().route(request, views) == 1
+    assert FewestWaitingTokens().route(request, views) == 2
+    turn = RoundRobin()
+    assert [turn.route(request, views) for _ in range(6)] == [0, 1, 2, 3, 0, 1]
+    drawn_twice = [[router.route(request, views) for _ in range(200)] for router in (PowerOfTwo(5), PowerOfTwo(5))]
+    assert drawn_twice[0] == drawn_twice[1]
+    # The worst of four is never the better of two; the others are, the two best more often.
+    assert set(drawn_twice[0]) == {0, 1, 2}
+    assert drawn_twice[0].count(0) < min(drawn_twice[0].count(1), drawn_twice[0].count(2))
+    assert PowerOfTwo(1).route(request, views[:1]) == 0
+
+
+def test_the_routers_are_those_that_the_flag_takes():
+    hint = {f.name: hint for f, hint in option_fields(Scenario)}["router"]
+    assert get_args(base_type(hint)) == tuple(ROUTERS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
