@@ -1,6 +1,5 @@
 """`Run`: engines and what they leave, on either clock; everything a result is made from."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -45,7 +44,7 @@ class EngineParts:
     detailed: dict[int, list[float]] | None = None
     """Times of every token by request id, s, where they are kept."""
     place: int = 0
-    prefilled_by: Mapping[Sequence, int] = field(default_factory=dict)
+    prefilled_by: dict[Sequence, int] = field(default_factory=dict)
     """Where those came from that another engine prefilled."""
 
     @property
@@ -147,5 +146,5 @@ def _log_end(parts: EngineParts, seq: Sequence) -> None:
     """Log the end of a sequence with the values of `engine_columns`."""
     where = (parts.place,)
     if parts.setup.role != "both":
-        where = (parts.place, parts.prefilled_by.get(seq, parts.place))
+        where = (parts.place, parts.prefilled_by.pop(seq, parts.place))
     parts.log.end(seq, where)

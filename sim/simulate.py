@@ -66,8 +66,8 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     if scenario.prefill_replicas is None:
         if stage == HAND_OVER:
             raise UserError(
-                f"--policy {label}: hands sequences over from engines that prefill to others; give --prefill-replicas, "
-                "--decode-replicas and --link-gbps"
+                f"--policy {policy.name}: hands sequences over from engines that prefill to others; give "
+                "--prefill-replicas, --decode-replicas and --link-gbps"
             )
         return _prepare(scenario, scenario, label, policy, "both")
     if stage != HAND_OVER:

@@ -43,13 +43,13 @@ class HandOvers:
         self.members, self.decoders, self.router = members, decoders, router
         self.s_per_block = block_bytes / bytes_per_s
         self.prefilled_by: dict[Seq, int] = {}
-        """Where those came from that decode or are to decode."""
+        """Where those came from that decode or are to decode; whoever hears of a sequence's end takes it out."""
         self.on_wake: Callable[[int], None] = lambda place: None
         """Hears of engines whose boundary came forward."""
         self._views = [members[place] for place in decoders]
-        # Each sequence that is offered: what it is to the engine that prefilled it, and how often the engine that is
-        # to pull it had decided by then.
-        self._left: dict[Seq, tuple[Seq, int]] = {}
+        # Each sequence that is offered: what it is to the engine that prefilled it, that engine's place, and how often
+        # the engine that is to pull it had decided by then.
+        self._left: dict[Seq, tuple[Seq, int, int]] = {}
         for place in decoders:
             members[place].carry = self.carry
 
@@ -63,7 +63,7 @@ class HandOvers:
         for seq in stage.prefilled:
             goes_on = continued(seq)
             chosen = self.decoders[self.router.route(seq.request, self._views)]
-            self._left[goes_on] = seq, self.members[chosen].num_decisions
+            self._left[goes_on] = seq, place, self.members[chosen].num_decisions
             self.prefilled_by[goes_on] = place
             member.num_in_flight -= 1
             self.members[chosen].num_in_flight += 1
@@ -73,8 +73,7 @@ class HandOvers:
 
     def carry(self, member: Member, move: Move, at_s: float) -> float:
         """Start a copy that `member` pulls; returns its end, s, of which the other engine is told."""
-        seq, decisions = self._left.pop(move.seq)
-        place = self.prefilled_by[move.seq]
+        seq, place, decisions = self._left.pop(move.seq)
         source = self.members[place]
         if source.engine.scheduler.stage.layer_wise and member.num_decisions == decisions + 1:
             end_s = max(at_s, self._stream(source, member, seq, move.num_blocks))

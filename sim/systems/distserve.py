@@ -13,8 +13,8 @@ wait. A copy takes bytes / bandwidth of the two engines' links, each of which ca
 
 Assumed: prefill engines batch as vLLM 0.5.5 does, whole prompts up to the token budget. A decode engine that runs out
 of blocks swaps its last sequences to the host, as DistServe does. Copies neither slow down the computation nor share
-links with all-reduces. Not modelled: pipeline parallelism, the placement search, DistServe's check of a decode batch
-against the blocks that all outputs will need.
+links with all-reduces; in DistServe's code a decode engine does not compute while it pulls. Not modelled: pipeline
+parallelism and the placement search.
 """
 
 from dataclasses import dataclass

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,10 @@ import kvtwin
 from sim.files import CsvTable
 from sim.results import result as result_module
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
+from sim.scenario import Scenario
+from sim.simulate import build_run, execute, prepare
+from sim.systems.distserve import DistServe
+from sim.traffic import traffic
 
 WORKLOAD = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "20", "--seed", "3", "--gpu", "l20"]
 
@@ -165,3 +170,21 @@ def test_gaps_between_tokens_are_those_of_all_engines(tmp_path, policy, words):
         assert ttft + sum(gaps) == pytest.approx(latency)
     gaps = [gap * 1e3 for one in found["itls"] for gap in one]
     assert found["mean_itl_ms"] == pytest.approx(sum(gaps) / len(gaps))
+
+
+def test_prompts_that_decode_engines_can_never_hold_are_ignored_and_nothing_is_kept_of_those_that_ended():
+    scenario = Scenario(
+        workload="uniform", num_prompts=40, request_rate=20.0, input_len=200, output_len=30, gpu="l20", seed=2,
+        max_model_len=1024, prefill_replicas=2, decode_replicas=2, link_gbps=10.0,
+    )  # fmt: skip
+    setup = prepare(scenario, "distserve", DistServe())
+    assert setup.decode is not None
+    few = replace(setup.decode, limits=replace(setup.decode.limits, num_gpu_blocks=14))
+    finished = execute(build_run(replace(setup, decode=few), traffic(scenario)))
+    assert finished.log.ended == 40
+    assert finished.log.ignored > 0 < finished.log.completed
+    assert all(not parts.prefilled_by for parts in finished.engines)
+    found = result_module.assemble(finished)
+    assert found.engines is not result_module.UNSET
+    assert sum(use.num_prompts for use in found.engines if use.role == "prefill") == 40
+    assert sum(use.num_prompts for use in found.engines if use.role == "decode") == 40

@@ -48,6 +48,7 @@ class HandOver(Stage):
 
 def continued(seq: Sequence) -> Sequence:
     """`seq` as the engine knows it that goes on with it: the same progress, no blocks yet."""
+    # Each engine has its own: they hold blocks at the same time while KV is on its way.
     copy = Sequence(seq.request)
     for name in Sequence.__slots__:
         setattr(copy, name, getattr(seq, name))
