@@ -183,6 +183,11 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
 
     if scenario.tp != 1:
         raise UserError(f"--tp: {scenario.tp} GPUs; the live runtime serves from one: simulate tensor parallelism")
+    if scenario.num_engines != 1:
+        raise UserError(
+            f"{'--replicas' if scenario.replicas else '--prefill-replicas'}: {scenario.num_engines} engines; the live "
+            "runtime serves from one: leave it out, or simulate"
+        )
     if scenario.dtype == "auto":
         scenario = replace(scenario, dtype="float32" if options.device == "cpu" else "bfloat16")
     stored_dtype(scenario.kv_cache_dtype, DTYPES[scenario.dtype], options.device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
-from sim.clock.arrivals import TIE_S
+from sim.clock.arrivals import TIE_S, end_time_s
 from sim.engine.engine import Engine
 from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.sequence import Sequence
@@ -77,8 +77,13 @@ class LiveInstance:
         *,
         observer: Observer | None = None,
         is_open: Callable[[], bool] = lambda: False,
+        ended: Callable[[Request, float], object] | None = None,
     ) -> None:
-        """`is_open` says whether requests that nobody knows of yet may still come, as to a server."""
+        """`is_open` says whether requests that nobody knows of yet may still come, as to a server.
+
+        `ended` hears of every request that ended and when, s: clients in a closed loop wait for that.
+        """
+        self._ended = ended
         self.engine, self.device, self.inbox = engine, device, inbox
         self.observer, self.is_open = observer, is_open
         self.iterations = 0
@@ -88,6 +93,8 @@ class LiveInstance:
     def _end(self, seq: Sequence) -> None:
         self.device.forget(seq)
         self._log_end(seq)
+        if self._ended is not None:
+            self._ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))
 
     def serve(self) -> None:
         """Serve until every request has ended and no more can come."""

@@ -17,7 +17,6 @@ from gpu_runtime.live_timeline import WARNING, Profiler
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import capture_sizes
 from gpu_runtime.model.decoder import Decoder
-from sim.clock.arrivals import Arrivals
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
@@ -28,6 +27,7 @@ from sim.results.series import Series
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
+from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
 
@@ -132,8 +132,10 @@ def perform(
     if profiler is not None:
         setup.warnings.append(WARNING)
     observe = recorder(parts.lanes, parts.series, device.copies.spans, profiler)
-    instance = LiveInstance(parts.engine, device, Arrivals(requests), observer=observe)
-    run = Run(**vars(parts), instance=instance, backend="kvtwin-live", machine=describe_machine(decoder))
+    arrivals = arrivals_of(setup.scenario, requests)
+    ended = arrivals.ended if arrivals.hears_ends else None
+    instance = LiveInstance(parts.engine, device, arrivals, observer=observe, ended=ended)
+    run = Run(engines=[parts], instances=[instance], backend="kvtwin-live", machine=describe_machine(decoder))
     try:
         with torch.inference_mode():
             device.warm_up()

@@ -12,7 +12,7 @@ from sim.errors import UserError
 from sim.files import CsvTable, ParquetTable, make_folder
 from sim.option_values import base_type, flag, option_fields
 from sim.policy_options import options_of, owned_option, parse_policy
-from sim.results.metrics import TABLE_COLUMNS, TableSink
+from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, write_result, write_series
 from sim.results.schema import Result
 from sim.results.timeline import TIMELINE_FILE, write_timeline
@@ -23,9 +23,10 @@ from sim.scenario import (
     build_scenario,
     read_scenario,
 )
-from sim.simulate import Keep, Run, Setup, build_run, execute, prepare, traffic
+from sim.simulate import Keep, Run, Setup, build_run, execute, prepare
 from sim.systems import DEFAULT_POLICY, POLICIES
 from sim.systems.base import Policy
+from sim.traffic import traffic
 from traces.request import Request
 
 INTERRUPTED = 130
@@ -217,7 +218,9 @@ def record(
         # An earlier run's files must not pass for this one's, should it write fewer of them.
         (folder / name).unlink(missing_ok=True)
     parquet = find_spec("pyarrow") is not None
-    table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], TABLE_COLUMNS)
+    places = 0 if scenario.num_engines == 1 else 1 if scenario.prefill_replicas is None else 2
+    columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS[:places])
+    table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns)
     if not outputs.quiet and sys.stderr.isatty():
         requests = _with_progress(requests, label, scenario)
     try:
@@ -226,8 +229,9 @@ def record(
         table.close()
     result = assemble(run)
     write_result(folder, result)
-    if run.series is not None:
-        write_series(folder, run.series)
+    kept = [parts.series for parts in run.engines if parts.series is not None]
+    if kept:
+        write_series(folder, kept)
     if outputs.timeline:
         write_timeline(folder, run)
     for warning in result.warnings:

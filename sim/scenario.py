@@ -5,8 +5,9 @@ Flags are spelled as vLLM spells them where vLLM has one. `sim.policy_options` h
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -55,6 +56,12 @@ class Scenario:
     )
     input_len: int | None = _flag(None, "prompt tokens of workloads that take a length", "N")
     output_len: int | None = _flag(None, "output tokens of workloads that take a length", "N")
+    max_concurrency: int | None = _flag(
+        None, "most requests in flight: the next is sent when one ends, or at its arrival if that is later", "N"
+    )
+    closed_sessions: bool = _flag(
+        False, "a session's next turn waits for the last answer, then for the trace's gap between the two"
+    )
     seed: int = _flag(0, "seed of everything random", "N")
 
     model: str = _flag("llama-2-7b", "built-in model name, or a Hugging Face config.json", "M")
@@ -66,6 +73,23 @@ class Scenario:
     )
     gpu: str = _flag("a100-80g", "GPU name", "G")
     tp: int = _flag(1, "GPUs in the tensor-parallel group", "N")
+    replicas: int | None = _flag(None, "engines behind --router, each with its own GPUs (default: 1)", "N")
+    router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity"] | None = _flag(
+        None, "who of several engines gets a request (default: round-robin)"
+    )
+    prefill_replicas: int | None = _flag(
+        None, "engines that only prefill and hand over to --decode-replicas; for policies that can (distserve)", "N"
+    )
+    decode_replicas: int | None = _flag(None, "engines that only decode what others prefilled", "N")
+    link_gbps: float | None = _flag(
+        None, "link of each engine to others, Gbit/s (gigabits, as networks are sold) in each direction", "GBPS"
+    )
+    prefill_tp: int | None = _flag(None, "GPUs in the group of an engine that prefills (default: --tp)", "N")
+    decode_tp: int | None = _flag(None, "the same of an engine that decodes", "N")
+    prefill_gpu: str | None = _flag(None, "GPU of the engines that prefill (default: --gpu)", "G")
+    decode_gpu: str | None = _flag(None, "GPU of the engines that decode", "G")
+    prefill_profile: str | None = _flag(None, "constants of the engines that prefill (default: --profile)", "NAME|FILE")
+    decode_profile: str | None = _flag(None, "constants of the engines that decode", "NAME|FILE")
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
     cost_form: Literal["roofline", "paper", "linear"] | None = _flag(None, "cost model form (default: the profile's)")
 
@@ -90,6 +114,22 @@ class Scenario:
     swap_space: float | None = _flag(None, "host memory for KV per GPU, GiB (default: the policy's)", "GIB")
 
     goodput: tuple[str, ...] = _flag((), "SLOs a request must meet, ms: ttft:3000 tpot:200 e2el:60000")
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        if self.prefill_replicas is None:
+            return self.replicas or 1
+        return self.prefill_replicas + (self.decode_replicas or 0)
+
+    def of_pool(self, role: str) -> "Scenario":
+        """As the engines that only prefill, or only decode, have it: `role` is their options' prefix."""
+        own = {name: getattr(self, f"{role}_{name}") for name in ("tp", "gpu", "profile")}
+        found = {name: value for name, value in own.items() if value is not None}
+        if "gpu" in found and "profile" not in found:
+            # The constants of the other pool's GPU would not fit.
+            found["profile"] = None
+        return replace(self, **found)
 
     def as_dict(self) -> dict[str, Any]:
         """All options as plain values, for the result."""
@@ -174,6 +214,8 @@ class OptionError(UserError):
 POSITIVE = ("num_prompts", "rate_scale", "burstiness", "clip", "input_len", "output_len", "tp", "block_size")
 POSITIVE += ("num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "request_rate")
 POSITIVE += ("hash_block_tokens", "default_prompt_tokens", "default_output_tokens")
+POSITIVE += ("max_concurrency", "replicas", "prefill_replicas", "decode_replicas", "link_gbps")
+POSITIVE += ("prefill_tp", "decode_tp")
 NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
 READING = (
     "time_unit",
@@ -185,6 +227,9 @@ READING = (
 )
 """Options of a trace's reader, named as `traces.readers.open_trace` names them."""
 GOES_WITH = dict.fromkeys(("trace_format", *READING), "trace") | dict.fromkeys(("input_len", "output_len"), "workload")
+GOES_WITH |= {"prefill_replicas": "decode_replicas"}
+GOES_WITH |= dict.fromkeys(("decode_replicas", "link_gbps", "prefill_tp", "decode_tp"), "prefill_replicas")
+GOES_WITH |= dict.fromkeys(("prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile"), "prefill_replicas")
 
 
 def _check(scenario: Scenario) -> None:
@@ -194,9 +239,11 @@ def _check(scenario: Scenario) -> None:
     for name, owner in GOES_WITH.items():
         value = getattr(scenario, name)
         if value is not None and getattr(scenario, owner) is None:
-            raise OptionError(name, f"{value} goes with {flag(owner)}, which is not given; leave it out")
+            raise OptionError(name, f"{value} goes with {flag(owner)}, which is not given; leave it out, or give both")
     if scenario.burstiness != 1.0 and scenario.trace is not None and scenario.request_rate is None:
         raise OptionError("burstiness", "shapes the arrivals of --request-rate, which is not given; leave it out")
+    if scenario.closed_sessions and scenario.workload not in (None, "sessions"):
+        raise OptionError("closed_sessions", f"--workload {scenario.workload} has no sessions; give one that has")
     for name in POSITIVE:
         value = getattr(scenario, name)
         if value is not None and not value > 0:
@@ -205,8 +252,23 @@ def _check(scenario: Scenario) -> None:
         value = getattr(scenario, name)
         if value is not None and value < 0:
             raise OptionError(name, f"{value} is negative; give 0 or more")
+    if scenario.router is not None and scenario.num_engines == 1:
+        raise OptionError(
+            "router", f"{scenario.router} has one engine only to choose from; give --replicas of 2 or more"
+        )
+    if scenario.prefill_replicas is not None:
+        _check_pools(scenario)
     if not 0.0 < scenario.gpu_memory_utilization <= 1.0:
         value = scenario.gpu_memory_utilization
         raise OptionError("gpu_memory_utilization", f"{value} is not in (0, 1]; vLLM's default is 0.9")
     if scenario.clip is not None and scenario.clip < 2:
         raise OptionError("clip", f"{scenario.clip} leaves no room for a prompt and an output; give 2 or more")
+
+
+def _check_pools(scenario: Scenario) -> None:
+    if scenario.replicas is not None:
+        raise OptionError("replicas", f"{scenario.replicas} engines that do both go without pools; leave it out")
+    if scenario.link_gbps is None:
+        raise OptionError("link_gbps", "is missing: KV goes from prefill to decode engines; give the link's Gbit/s")
+    if scenario.link_gbps == inf:
+        raise OptionError("link_gbps", "inf is not a speed; give Gbit/s, 1e9 for a link that takes no time")

@@ -4,40 +4,40 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Protocol
 
 import simpy
 
 from sim.clock.arrivals import Arrivals
+from sim.clock.cluster import Cluster
 from sim.clock.driver import Instance
+from sim.clock.hand_overs import HandOvers
+from sim.clock.member import Member
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
-from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, load_profile
-from sim.engine.engine import Engine
-from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment, Limits, WindowLimits
-from sim.engine.scheduler import Scheduler
+from sim.engine.limits import Limits, Role, WindowLimits
 from sim.errors import UserError
-from sim.results.metrics import Goodput, RequestLog, TableSink
-from sim.results.parts import Machine
-from sim.results.schema import Backend
-from sim.results.series import Series
-from sim.scenario import READING, Scenario
+from sim.results.metrics import Goodput, TableSink
+from sim.runs import EngineParts, Keep, Run, build_engine, build_engines
+from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
-from traces import readers, transforms
+from sim.systems.mixing import HAND_OVER
+from sim.topology import DEFAULT_ROUTER, ROUTERS
+from sim.topology.routers import FewestWaitingTokens, LeastLoaded
+from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
 
-DEFAULT_WORKLOAD_PROMPTS = 1000
+__all__ = ["Keep", "Run", "Setup", "build_engine", "build_run", "execute", "prepare"]
+
 GIB = 1 << 30
+BYTES_PER_S_IN_GBPS = 1e9 / 8
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
@@ -53,11 +53,36 @@ class Setup:
     profile: Profile
     limits: Limits
     cost: CostModel
+    tp: int
+    """GPUs of an engine."""
+    role: Role = "both"
+    decode: "Setup | None" = None
+    """Of the engines that decode, where others prefill."""
     warnings: list[str] = field(default_factory=list)
 
 
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
+    stage = policy.names["stage"]
+    if scenario.prefill_replicas is None:
+        if stage == HAND_OVER:
+            raise UserError(
+                f"--policy {policy.name}: hands sequences over from engines that prefill to others; give "
+                "--prefill-replicas, --decode-replicas and --link-gbps"
+            )
+        return _prepare(scenario, scenario, label, policy, "both")
+    if stage != HAND_OVER:
+        raise UserError(
+            f"--prefill-replicas {scenario.prefill_replicas}: {label} decodes where it prefills (stage={stage}) and "
+            "cannot hand over; take distserve, or a policy that takes stage=hand-over"
+        )
+    prefill, decode = (
+        _prepare(scenario, scenario.of_pool(role), label, policy, role) for role in ("prefill", "decode")
+    )
+    return replace(prefill, decode=decode, warnings=list(dict.fromkeys((*prefill.warnings, *decode.warnings))))
+
+
+def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:
     warnings: list[str] = []
     model = load_model(scenario.model)
     if scenario.dtype != "auto":
@@ -117,7 +142,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         window=window,
     )
     cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
-    return Setup(scenario, policy, label, model, hardware, profile, limits, cost, warnings)
+    return Setup(asked_for, policy, label, model, hardware, profile, limits, cost, scenario.tp, role, warnings=warnings)
 
 
 def _window(scenario: Scenario, model: ModelSpec, policy: Policy) -> tuple[KVGroups | None, WindowLimits | None]:
@@ -152,89 +177,6 @@ def _prefix_caching(
     return False
 
 
-def traffic(scenario: Scenario, warnings: list[str] | None = None) -> Iterable[Request]:
-    """The scenario's requests, read or generated as they are needed; `warnings` get what a trace's reader left out."""
-    requests: Iterable[Request]
-    if scenario.trace is not None:
-        reading = {name: value for name in READING if (value := getattr(scenario, name)) is not None}
-        requests = trace = readers.open_trace(scenario.trace, format=scenario.trace_format, **reading)
-        if warnings is not None:
-            requests = chain(trace, _left_out(trace, warnings))
-        if scenario.num_prompts is not None:
-            requests = transforms.head(requests, scenario.num_prompts)
-        if scenario.request_rate is not None:
-            requests = transforms.at_request_rate(
-                requests, scenario.request_rate, burstiness=scenario.burstiness, seed=scenario.seed
-            )
-    else:
-        requests = _generated(scenario)
-    if scenario.clip is not None:
-        requests = transforms.clip(requests, scenario.clip)
-    if scenario.rate_scale != 1.0:
-        requests = transforms.scale_rate(requests, scenario.rate_scale)
-    return requests
-
-
-def _left_out(trace: readers.Trace, warnings: list[str]) -> Iterator[Request]:
-    """No request: at the end of a trace this says how many rows its reader skipped."""
-    if trace.skipped:
-        reason = "vLLM's rule for ShareGPT" if trace.format == "sharegpt" else "--zero-tokens drop"
-        warnings.append(f"{trace.skipped:,} rows of {trace.path} left out ({reason})")
-    yield from ()
-
-
-def _generated(scenario: Scenario) -> Iterator[Request]:
-    from traces.generators import generate  # noqa: PLC0415 - numpy is slow to import and replays do not need it
-
-    lengths = {"input_len": scenario.input_len, "output_len": scenario.output_len}
-    return generate(
-        scenario.workload or "",
-        num_prompts=scenario.num_prompts or DEFAULT_WORKLOAD_PROMPTS,
-        request_rate=scenario.request_rate,
-        burstiness=scenario.burstiness,
-        seed=scenario.seed,
-        **lengths,
-    )
-
-
-class HasIterations(Protocol):
-    """An instance on either clock."""
-
-    iterations: int
-
-
-@dataclass(kw_only=True)
-class EngineParts:
-    """The parts of a run that are the same on both clocks."""
-
-    setup: Setup
-    scheduler: Scheduler
-    engine: Engine
-    log: RequestLog
-    gaps: GapCollector
-    lanes: Lanes
-    series: Series | None = None
-    detailed: dict[int, list[float]] | None = None
-    """Times of every token by request id, s, where they are kept."""
-
-
-@dataclass(kw_only=True)
-class Run(EngineParts):
-    """A run under way or finished, on either clock: everything a result is made from.
-
-    Built as `Run(**vars(parts), ...)`: its inherited fields are exactly those of the parts.
-    """
-
-    instance: HasIterations
-    interrupted: bool = False
-    error: str | None = None
-    backend: Backend = "kvtwin-sim"
-    machine: Machine | None = None
-    """What executed the run, where anything real did."""
-    trace_events: list[dict[str, object]] = field(default_factory=list)
-    """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
-
-
 @dataclass(kw_only=True)
 class SimulatedRun(Run):
     """A run on the virtual clock."""
@@ -243,38 +185,7 @@ class SimulatedRun(Run):
     serve: Callable[[], Generator[simpy.Event, None, None]]
 
 
-@dataclass(frozen=True)
-class Keep:
-    """What a run keeps beside its statistics: intervals of the lanes, a time series, every token's time."""
-
-    timeline: bool = False
-    series: bool = False
-    detailed: bool = False
-
-
-def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> EngineParts:
-    """Put together what both clocks share."""
-    scenario = setup.scenario
-    gaps = GapCollector()
-    deployment = Deployment(setup.model, setup.hardware, scenario.tp, setup.cost, setup.profile)
-    scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
-    goodput = Goodput.parse(list(scenario.goodput)) if scenario.goodput else None
-    log = RequestLog(table, goodput)
-    lanes = Lanes(keep_intervals=keep.timeline)
-    detailed: dict[int, list[float]] | None = {} if keep.detailed else None
-    if detailed is not None:
-        scheduler.record_tokens(detailed)
-        scheduler.record_decisions()
-    return EngineParts(
-        setup=setup,
-        scheduler=scheduler,
-        engine=Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end),
-        log=log,
-        gaps=gaps,
-        lanes=lanes,
-        series=Series(scheduler, lanes) if keep.series or keep.timeline else None,
-        detailed=detailed,
-    )
+NOTHING = Keep()
 
 
 def build_run(
@@ -282,24 +193,66 @@ def build_run(
     requests: Iterable[Request],
     *,
     table: TableSink | None = None,
-    keep: Keep = Keep(),
+    keep: Keep = NOTHING,
     jump: bool = True,
 ) -> SimulatedRun:
-    """Put an instance together; `execute` sets it going."""
+    """Put engines and what drives them together; `execute` sets it going."""
+    env, scenario = simpy.Environment(), setup.scenario
+    arrivals = arrivals_of(scenario, requests)
+    if scenario.num_engines > 1:
+        return _build_cluster(build_engines(setup, table, keep), env, arrivals, jump=jump)
     parts = build_engine(setup, table, keep)
-    env, series = simpy.Environment(), parts.series
     instance = Instance(
         env,
         parts.engine,
         setup.cost,
-        Arrivals(requests),
+        arrivals,
         parts.lanes,
         layers=setup.model.num_layers,
         block_bytes=setup.limits.block_bytes,
         jump=jump,
-        observer=series.observe if series is not None else None,
+        observer=parts.observer,
     )
-    return SimulatedRun(**vars(parts), instance=instance, env=env, serve=instance.serve)
+    return SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve)
+
+
+def _build_cluster(
+    engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool
+) -> SimulatedRun:
+    scenario = engines[0].setup.scenario
+    members = [
+        Member(
+            env,
+            parts.engine,
+            parts.setup.cost,
+            parts.lanes,
+            layers=parts.setup.model.num_layers,
+            block_bytes=parts.setup.limits.block_bytes,
+            jump=jump,
+            observer=parts.observer,
+            ended=arrivals.ended if arrivals.hears_ends else None,
+        )
+        for parts in engines
+    ]
+    prefills = scenario.prefill_replicas
+    if prefills is None:
+        router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
+        cluster = Cluster(env, members, arrivals, router)
+    else:
+        router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
+        limits, model = engines[0].setup.limits, engines[0].setup.model
+        hand_overs = HandOvers(
+            members,
+            range(prefills, len(members)),
+            LeastLoaded(),
+            bytes_per_s=(scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
+            block_bytes=limits.block_size * model.kv_bytes_per_token(1),
+            layers=model.num_layers,
+        )
+        for parts in engines:
+            parts.prefilled_by = hand_overs.prefilled_by
+        cluster = Cluster(env, members, arrivals, router, range(prefills), hand_overs)
+    return SimulatedRun(engines=engines, instances=[*members], env=env, serve=cluster.serve)
 
 
 def execute(run: SimulatedRun) -> SimulatedRun:

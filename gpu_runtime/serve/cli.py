@@ -17,7 +17,7 @@ API_KEY = "KVTWIN_API_KEY"
 HTTP = "http"
 """What a served run names as its workload."""
 TRAFFIC = ("trace", "trace_format", *READING, "workload", "num_prompts", "request_rate", "burstiness", "rate_scale")
-TRAFFIC += ("clip", "input_len", "output_len")
+TRAFFIC += ("clip", "input_len", "output_len", "max_concurrency", "closed_sessions")
 """Options that say which requests come, and when: here that is the clients' business."""
 FAILED = 1
 HELP = (

@@ -87,7 +87,7 @@ def perform(
     device = build_device(parts.scheduler, decoder, live, setup.scenario.kv_cache_dtype)
     thread = EngineThread(parts.engine, device, Metrics(), parts.lanes, parts.series)
     machine = describe_machine(device.decoder)
-    run = Run(**vars(parts), instance=thread.instance, backend="kvtwin-live", machine=machine)
+    run = Run(engines=[parts], instances=[thread.instance], backend="kvtwin-live", machine=machine)
     crash = folder / CRASH_FILE
     crash.unlink(missing_ok=True)
     run.interrupted = asyncio.run(serve(thread, codec, options, bound, announce))

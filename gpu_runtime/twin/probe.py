@@ -10,8 +10,9 @@ from math import inf
 from gpu_runtime.live import LiveOptions, perform
 from gpu_runtime.model.decoder import Decoder
 from sim.scenario import Scenario
-from sim.simulate import Keep, build_run, execute, prepare, traffic
+from sim.simulate import Keep, build_run, execute, prepare
 from sim.systems.vllm055 import VllmRecompute
+from sim.traffic import traffic
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64, 33
 
@@ -43,7 +44,7 @@ def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions)
     live = perform(setup, traffic(short), None, Keep(), decoder, options)
     if live.interrupted:
         raise KeyboardInterrupt
-    return live.lanes.compute.busy_s / simulated.lanes.compute.busy_s
+    return live.engines[0].lanes.compute.busy_s / simulated.engines[0].lanes.compute.busy_s
 
 
 class Probe:

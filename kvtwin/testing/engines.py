@@ -14,7 +14,7 @@ from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, linear_profile, load_profile
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment, Limits, WindowLimits
+from sim.engine.limits import Deployment, Limits, Role, WindowLimits
 from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import TRANSITIONS, Status
@@ -68,6 +68,7 @@ class Machine:
     profile: Profile
     hardware: HardwareSpec
     tensor_parallel_size: int = 1
+    role: Role = "both"
 
     def __repr__(self) -> str:
         constants = ", ".join(f"{constant.value:g}" for constant in self.profile.constants.values())
@@ -76,7 +77,7 @@ class Machine:
     @property
     def deployment(self) -> Deployment:
         """As the policy is told."""
-        return Deployment(self.model, self.hardware, self.tensor_parallel_size, self.cost, self.profile)
+        return Deployment(self.model, self.hardware, self.tensor_parallel_size, self.cost, self.profile, self.role)
 
 
 def linear_machine(
@@ -113,6 +114,12 @@ class CheckedEngine(Engine):
             self.statuses: dict[Seq, Status] = {}
         self.statuses[seq] = seq.status
         return seq
+
+    def offer(self, seq: Seq) -> None:
+        super().offer(seq)
+        if not hasattr(self, "statuses"):
+            self.statuses = {}
+        self.statuses[seq] = seq.status
 
     def schedule(self, now_s: float) -> IterationPlan | None:
         plan = super().schedule(now_s)
@@ -201,7 +208,7 @@ class Outcome:
 
 def simulate(
     policy: Policy,
-    arrivals: Iterable[Request],
+    arrivals: Iterable[Request] | Arrivals,
     limit: Limits,
     *,
     machine: Machine | None = None,
@@ -245,7 +252,7 @@ def simulate(
         env,
         engine,
         machine.cost,
-        Arrivals(arrivals),
+        arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals),
         lanes,
         layers=machine.model.num_layers,
         block_bytes=limit.block_bytes,

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterable
 from math import inf
+from typing import ClassVar
 
+from sim.engine.sequence import Sequence
 from traces.request import Request
 
 TIE_S = 1e-9
@@ -13,6 +15,9 @@ class Arrivals:
     """Requests of a trace in order of arrival, read one ahead."""
 
     __slots__ = ("_iterator", "_next", "next_s")
+
+    hears_ends: ClassVar[bool] = False
+    """Whether `ended` is to be called."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._iterator = iter(requests)
@@ -29,3 +34,11 @@ class Arrivals:
         while self._next is not None and self.next_s <= until_s:
             to(self._next)
             self._read()
+
+    def ended(self, request: Request, at_s: float) -> None:
+        """`request`, as it was handed over, ended at `at_s`, completed or not."""
+
+
+def end_time_s(seq: Sequence, now_s: float) -> float:
+    """When a sequence that has just ended did so, s: with its last token or, given up, `now_s`."""
+    return seq.finish_s if seq.finish_s >= 0.0 else now_s

@@ -10,11 +10,12 @@ from math import inf
 
 import simpy
 
-from sim.clock.arrivals import TIE_S, Arrivals
+from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes, Pricer
 from sim.engine.engine import Engine
 from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
 Observer = Callable[[IterationPlan, float, StepTimes], None]
@@ -50,6 +51,9 @@ class Instance:
         self.iterations = 0
         self._transfers: list[tuple[float, int, Move]] = []
         self._num_transfers = 0
+        if arrivals.hears_ends:
+            self._log_end = engine.on_end
+            engine.on_end = self._end
 
     def serve(self) -> Generator[simpy.Event, None, None]:
         """Serve until every request of the trace has ended.
@@ -99,6 +103,10 @@ class Instance:
         if plan.until_s < until_s:
             until_s = plan.until_s
         return self.pricer.run(plan, now_s, until_s - TIE_S)
+
+    def _end(self, seq: Sequence) -> None:
+        self._log_end(seq)
+        self.arrivals.ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))
 
     def _finish_at(self, end_s: float, transfer: Move) -> None:
         self._num_transfers += 1

@@ -15,19 +15,46 @@ FinishAt = Callable[[float, Move], None]
 """Hears when a copy beside the computation will end, s, and which."""
 
 
-class Lanes:
-    """The lanes of one instance: computation, and PCIe in each direction over the links of its GPUs."""
+LanesMark = tuple[tuple[float, float, int], ...]
+"""Where every lane stood: `Lanes.mark`."""
 
-    __slots__ = ("compute", "d2h", "h2d")
+
+class Lanes:
+    """The lanes of one instance: computation, and PCIe in each direction over the links of its GPUs.
+
+    `links` are its lanes to other instances, in the order in which they were asked for.
+    """
+
+    __slots__ = ("_all", "compute", "d2h", "h2d", "links")
 
     def __init__(self, *, keep_intervals: bool = False) -> None:
         self.compute = Lane("GPU compute", keep_intervals=keep_intervals)
         self.h2d = Lane("PCIe host to device", keep_intervals=keep_intervals)
         self.d2h = Lane("PCIe device to host", keep_intervals=keep_intervals)
+        self._all = self.compute, self.h2d, self.d2h
+        self.links: dict[str, Lane] = {}
+
+    def link(self, name: str) -> Lane:
+        """The lane to other instances of that name; new at first."""
+        lane = self.links.get(name)
+        if lane is None:
+            lane = self.links[name] = Lane(name, keep_intervals=self.compute.intervals is not None)
+        return lane
 
     def of(self, direction: Direction) -> Lane:
         """The PCIe lane of a direction."""
         return self.d2h if direction is Direction.D2H else self.h2d
+
+    def mark(self) -> LanesMark:
+        """Where the lanes stand, for `restore`."""
+        return tuple((lane.free_s, lane.busy_s, len(lane.intervals or ())) for lane in self._all)
+
+    def restore(self, mark: LanesMark) -> None:
+        """Forget what was booked since `mark`."""
+        for lane, (free_s, busy_s, num_intervals) in zip(self._all, mark, strict=True):
+            lane.free_s, lane.busy_s = free_s, busy_s
+            if lane.intervals is not None:
+                del lane.intervals[num_intervals:]
 
 
 class Pricer:

@@ -31,6 +31,10 @@ class Engine:
         self.scheduler.add(seq)
         return seq
 
+    def offer(self, seq: Sequence) -> None:
+        """Fact: `seq`, new here, has its first token and its KV on another engine, where it may be pulled from."""
+        self.scheduler.stage.offer(seq)
+
     def schedule(self, now_s: float) -> IterationPlan | None:
         """What to do at `now_s`; None if nothing can be done until another fact arrives."""
         plan = self.scheduler.schedule(now_s)
@@ -66,7 +70,7 @@ class Engine:
             self._report_ended()
 
     def transfer_done(self, move: Move) -> None:
-        """Fact: a background copy of an earlier plan ended."""
+        """Fact: a background copy of an earlier plan, or one that another engine pulled, ended."""
         self.scheduler.transfer_done(move)
 
     @property

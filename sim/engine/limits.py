@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from sim.cost.model import CostModel
@@ -44,6 +44,10 @@ class Limits:
     window: WindowLimits | None = None
 
 
+Role = Literal["both", "prefill", "decode"]
+"""What an engine of several does with a request."""
+
+
 @dataclass(frozen=True)
 class Deployment:
     """What policies may know of the machine: they predict with the constants that the clocks run on."""
@@ -53,6 +57,7 @@ class Deployment:
     tensor_parallel_size: int
     cost: "CostModel"
     profile: "Profile"
+    role: Role = "both"
 
 
 @dataclass

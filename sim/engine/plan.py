@@ -18,6 +18,8 @@ class Tier(Enum):
 
     GPU = "gpu"
     HOST = "host"
+    PEER = "peer"
+    """On another engine, over a link between the two."""
 
 
 class Direction(Enum):
@@ -190,6 +192,8 @@ class IterationPlan:
     behind_groups = 0
     """Most layer groups that one of the prefills sends out."""
     behind_blocks = 0
+    pulled: tuple[Move, ...] = ()
+    """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
     streamed: tuple[Streamed, ...] = ()
     """KV on the host that the layers of the computation wait for."""
 

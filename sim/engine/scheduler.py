@@ -52,6 +52,8 @@ class Scheduler:
         """What has happened to blocks since the last plan, in order."""
         self.beside: list[Move] = []
         """Copies to start with the next plan."""
+        self.pulled: list[Move] = []
+        """Copies from other engines to start with it."""
         self.now_s = 0.0
         self.decisions: DecisionLog | None = None
         self.order, self.memory, self.admission = parts.order, parts.memory, parts.admission
@@ -100,7 +102,7 @@ class Scheduler:
                 break
             # Like vLLM's engine loop: an empty step that changed the queues is followed by another at once.
             if not self.changed and not self.eviction.unblock():
-                if not self.beside:
+                if not self.beside and not self.pulled:
                     return None
                 break
         if self._windowed is not None and plan.num_decodes:
@@ -111,6 +113,9 @@ class Scheduler:
         if self.beside:
             plan.beside = tuple(self.beside)
             self.beside = []
+        if self.pulled:
+            plan.pulled = tuple(self.pulled)
+            self.pulled = []
         return plan
 
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:
@@ -167,7 +172,10 @@ class Scheduler:
         return chunk.num_cached + chunk.num_new == seq.num_tokens and seq.num_generated + 1 >= seq.output_tokens
 
     def transfer_done(self, move: Move) -> None:
-        """A copy beside or behind the computation ended."""
+        """A copy beside or behind the computation, or between engines, ended."""
+        if move.source is Tier.PEER or move.target is Tier.PEER:
+            self.stage.migrated(move)
+            return
         self.memory.transfer_done(move)
         for transferred in self._transferred:
             transferred(move)

@@ -16,6 +16,7 @@ class Status(Enum):
     SWAPPED = "swapped"
     PARKED = "parked"
     PROMOTING = "promoting"
+    HANDED_OVER = "handed over"
     FINISHED = "finished"
     IGNORED = "ignored"
 
@@ -27,9 +28,12 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.PARKED, Status.FINISHED, Status.IGNORED}),
     # Back, on its way back, computed again, or grown beyond the pool.
     Status.SWAPPED: frozenset({Status.RUNNING, Status.PROMOTING, Status.WAITING, Status.IGNORED}),
-    Status.PARKED: frozenset({Status.RUNNING, Status.PROMOTING, Status.SWAPPED, Status.WAITING, Status.IGNORED}),
+    Status.PARKED: frozenset({Status.RUNNING, Status.PROMOTING, Status.SWAPPED, Status.WAITING, Status.IGNORED})
+    | {Status.HANDED_OVER},
     # On its way back: nothing but arriving, or losing everything.
     Status.PROMOTING: frozenset({Status.RUNNING, Status.PARKED}),
+    # Another engine goes on with it.
+    Status.HANDED_OVER: frozenset(),
     Status.FINISHED: frozenset(),
     Status.IGNORED: frozenset(),
 }

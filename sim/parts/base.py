@@ -250,6 +250,13 @@ class Memory(Part, ABC):
         """Whether the host has room for all that a sequence holds."""
         raise NotImplementedError
 
+    can_receive: ClassVar[bool] = False
+    """Whether KV can come from another engine; else `receive` is not called."""
+
+    def receive(self, seq: Sequence) -> None:
+        """Take the blocks for the KV of a sequence that `fits` and whose last token is yet to be fed."""
+        raise NotImplementedError
+
     def swap_out(self, seq: Sequence, plan: IterationPlan) -> None:
         """Copy a sequence to the host before the computation; its GPU blocks are free at once."""
         raise NotImplementedError
@@ -355,6 +362,22 @@ class Stage(Part, ABC):
     """Whether sequences with layers on the host may enter."""
     streams: ClassVar[bool] = False
     """Whether sequences may decode with layers on the host, which pass through the GPU."""
+
+    hands_over: ClassVar[bool] = False
+    """Whether prefilled sequences leave for another engine: they stand in `prefilled` until that is told."""
+    pulls: ClassVar[bool] = False
+    """Whether sequences that were prefilled elsewhere can be offered."""
+    layer_wise = False
+    """Whether the KV of a prompt's layers leaves while later ones are computed."""
+    prefilled: list[Sequence]
+
+    def offer(self, seq: Sequence) -> None:
+        """Another engine has prefilled `seq` and holds its KV."""
+        raise NotImplementedError
+
+    def migrated(self, move: Move) -> None:
+        """A copy to or from another engine has ended."""
+        raise NotImplementedError
 
     @property
     def has_parked(self) -> bool:

@@ -5,6 +5,7 @@ Names and definitions are those of `vllm bench serve`: TTFT is first token minus
 """
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol
@@ -43,6 +44,8 @@ TABLE_COLUMNS = (
     "preemptions",
     "status",
 )
+ENGINE_COLUMNS = ("engine", "prefill_engine")
+"""What follows them where a run has several engines; the second only where some prefill for others."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +118,23 @@ class RequestLog:
         # Half precision would do for no percentile; single does for this one, which vLLM's names do not include.
         self.queue_s = array("f")
         self.per_request: PerRequest | None = PerRequest()
+        self.ended_at: Counter[int] = Counter()
+        """Requests that ended at each of several engines."""
 
     @property
     def ended(self) -> int:
         """Requests completed or ignored."""
         return self.completed + self.ignored
 
-    def end(self, seq: Sequence) -> None:
-        """Take the figures of a sequence that ended."""
+    def end(self, seq: Sequence, where: tuple[int, ...] = ()) -> None:
+        """Take the figures of a sequence that ended; `where` are the values of `ENGINE_COLUMNS`."""
         request_id, arrival_s, prompt_tokens = seq.request[:3]
+        if where:
+            self.ended_at[where[0]] += 1
         if arrival_s < self.first_arrival_s:
             self.first_arrival_s = arrival_s
         if seq.status is Status.IGNORED or seq.error:
-            self._ignore(seq)
+            self._ignore(seq, where)
             return
         finish_s, num_output = seq.finish_s, seq.num_generated
         ttft_s = seq.first_token_s - arrival_s
@@ -152,10 +159,10 @@ class RequestLog:
         if self.table is not None:
             times = (queue_s, ttft_s, tpot_s, e2el_s)
             self.table.write(
-                (request_id, arrival_s, prompt_tokens, num_output, *times, seq.num_preemptions, "completed")
+                (request_id, arrival_s, prompt_tokens, num_output, *times, seq.num_preemptions, "completed", *where)
             )
 
-    def _ignore(self, seq: Sequence) -> None:
+    def _ignore(self, seq: Sequence, where: tuple[int, ...]) -> None:
         request = seq.request
         self.ignored += 1
         if self.per_request is not None:
@@ -163,7 +170,7 @@ class RequestLog:
             self._keep(request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0)
         if self.table is not None:
             row = (request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, 0.0)
-            self.table.write((*row, seq.num_preemptions, "ignored"))
+            self.table.write((*row, seq.num_preemptions, "ignored", *where))
 
     def _keep(
         self, request_id: int, arrival_s: float, prompt: int, output: int, queue_s: float, ttft_s: float, e2el_s: float

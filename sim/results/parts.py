@@ -53,6 +53,31 @@ class LanesUse(Struct, kw_only=True, frozen=True):
         return dict(zip(self.__struct_encode_fields__, structs.astuple(self), strict=True))
 
 
+class EngineUse(Struct, kw_only=True, frozen=True):
+    """One engine of several."""
+
+    engine: int
+    """Its place, from 0."""
+    role: Literal["both", "prefill", "decode"]
+    """What it does of a request."""
+    gpu: str
+    """Name of its GPU."""
+    tp: int
+    """GPUs in its tensor-parallel group."""
+    num_prompts: int
+    """Requests that ended there, completed or ignored, or went on to another engine."""
+    num_gpu_blocks: int
+    """GPU KV blocks, per GPU."""
+    num_iterations: int
+    """Iterations."""
+    num_preemptions: int
+    """Times a sequence lost its place among those decoding, or its KV."""
+    lanes: LanesUse
+    """How long each lane was in use."""
+    links: dict[str, LaneUse] | UnsetType = UNSET
+    """The same of its links to others, by name; absent where it has none."""
+
+
 class UsedProfile(Struct, kw_only=True, frozen=True):
     """The fitted constants that priced (or, live, predicted) the run."""
 
@@ -122,6 +147,10 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """Prompt tokens of the workload."""
     output_len: int | None
     """Output tokens of the workload."""
+    max_concurrency: int | UnsetType = UNSET
+    """Most requests in flight; absent: any number."""
+    closed_sessions: bool | UnsetType = UNSET
+    """Whether turns waited for the answers before them; absent: they did not."""
     seed: int
     """Of everything random."""
     model: str
@@ -134,6 +163,28 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """As it was named."""
     tp: int
     """GPUs in the tensor-parallel group."""
+    replicas: int | UnsetType = UNSET
+    """Engines behind the router; absent where not given."""
+    router: str | UnsetType = UNSET
+    """As it was named; absent where it was not."""
+    prefill_replicas: int | UnsetType = UNSET
+    """Engines that only prefill; absent, as those that follow, where not given."""
+    decode_replicas: int | UnsetType = UNSET
+    """Engines that only decode."""
+    link_gbps: float | UnsetType = UNSET
+    """Link of each engine to others, Gbit/s in each direction."""
+    prefill_tp: int | UnsetType = UNSET
+    """GPUs of an engine that prefills."""
+    decode_tp: int | UnsetType = UNSET
+    """GPUs of an engine that decodes."""
+    prefill_gpu: str | UnsetType = UNSET
+    """Their GPU, as it was named."""
+    decode_gpu: str | UnsetType = UNSET
+    """Their GPU, as it was named."""
+    prefill_profile: str | UnsetType = UNSET
+    """Their constants, as they were named."""
+    decode_profile: str | UnsetType = UNSET
+    """Their constants, as they were named."""
     profile: str | None
     """As it was named; None: the GPU's own."""
     cost_form: str | None

@@ -112,7 +112,19 @@ def deployment(result: Result) -> str:
     """Model, GPU and traffic in words."""
     scenario = result.scenario
     gpus = f"{scenario.tp} x {scenario.gpu}" if scenario.tp > 1 else scenario.gpu
-    return f"{result.model_id} on {gpus}, {traffic(scenario)}"
+    return f"{result.model_id} on {cluster_text(result)}{gpus}, {traffic(scenario)}"
+
+
+def cluster_text(result: Result) -> str:
+    """Engines and router in words, with which what each runs on goes on; nothing where there is one."""
+    if not result.engines:
+        return ""
+    scenario = result.scenario
+    router = f" behind {scenario.router}" if scenario.router else ""
+    if scenario.prefill_replicas:
+        pools = f"{scenario.prefill_replicas} prefill and {scenario.decode_replicas} decode engines"
+        return f"{pools}{router}, links of {scenario.link_gbps:g} Gbit/s, "
+    return f"{len(result.engines)} engines{router}, each on "
 
 
 def traffic(scenario: ResolvedScenario) -> str:
@@ -156,6 +168,8 @@ def run_lines(result: Result, folder: Path) -> list[str]:
         lines.append(_row("SLOs (ms)", " ".join(result.scenario.goodput)))
     lines += [_rule("Latency, ms", "-"), *_latency_lines(result)]
     lines += [_rule("KV memory", "-"), *_memory_lines(result)]
+    if result.engines:
+        lines += [_rule("Engines", "-"), *_engine_lines(result)]
     lines += [_rule("Files", "-"), _row("Results", str(folder / RESULT_FILE))]
     beside = [name for name in BESIDE if (folder / name).exists()]
     lines += [_row("Beside it", " ".join(beside))] if beside else []
@@ -176,6 +190,21 @@ def _latency_lines(result: Result) -> list[str]:
         lines.append(f"{name:<26}" + "".join(f"{NONE if v is None else format(v, ',.2f'):>13}" for v in values))
     share = queue_share(result)
     return [*lines, _row("Queueing's share of mean TTFT", NONE if share is None else f"{share * 100:.1f} %")]
+
+
+MOST_ENGINES = 16
+"""Lines of the summary about single engines; more are in the result."""
+
+
+def _engine_lines(result: Result) -> list[str]:
+    lines = [f"{'':<12}{'requests':>12}{'iterations':>14}{'preemptions':>14}{'GPU busy':>14}"]
+    for use in (result.engines or [])[:MOST_ENGINES]:
+        share = ratio(use.lanes.compute.busy_s, result.makespan_s)
+        busy = NONE if share is None else f"{min(1.0, share) * 100:.1f} %"
+        name = f"{use.engine}" + ("" if use.role == "both" else f" {use.role}")
+        lines.append(f"{name:<12}{use.num_prompts:>12,}{use.num_iterations:>14,}{use.num_preemptions:>14,}{busy:>14}")
+    left = len(result.engines or []) - MOST_ENGINES
+    return [*lines, f"and {left} more in result.json"] if left > 0 else lines
 
 
 def _memory_lines(result: Result) -> list[str]:

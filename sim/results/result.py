@@ -1,17 +1,21 @@
 """`result.json` and `series.csv` of a run, written and read back."""
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 
+from sim.cost.pricing import Lanes
+from sim.engine.limits import Counters
 from sim.files import write_atomically
 from sim.policy_options import options_of
 from sim.results.metrics import PERCENTILES, PerRequest, gap_statistics
-from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
+from sim.results.parts import Counts, EngineUse, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
 from sim.results.series import Series
 from sim.simulate import Run, Setup
@@ -20,13 +24,15 @@ from sim.version import VERSION
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
+OMITTED = [f.name for f in structs.fields(ResolvedScenario) if f.default is UNSET]
+"""Options that a result leaves out where they were not given."""
 INFINITE = "inf"
 """How vLLM writes an infinite request rate."""
 
 
 def assemble(run: Run) -> Result:
     """The result of a run that has ended; equal scenarios and seeds give equal ones."""
-    setup, log, counters = run.setup, run.log, run.scheduler.counters
+    setup, log, counters = run.setup, run.log, _together([parts.scheduler.counters for parts in run.engines])
     gaps = run.gaps.statistics(PERCENTILES)
     goodput = log.goodput is not None
     return Result(
@@ -51,7 +57,7 @@ def assemble(run: Run) -> Result:
         **gap_statistics(gaps),
         itl_percentiles="exact" if gaps is None or gaps.exact else "from bins, within 0.01 %",
         makespan_s=log.last_finish_s,
-        num_iterations=run.instance.iterations,
+        num_iterations=sum(instance.iterations for instance in run.instances),
         num_preemptions=counters.preemptions,
         counters=Counts(
             swap_out_blocks=counters.swap_out_blocks,
@@ -59,16 +65,13 @@ def assemble(run: Run) -> Result:
             swap_space_exhausted=counters.swap_space_exhausted,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prefix_rehit_tokens=counters.prefix_rehit_tokens,
-            prefix_evicted_blocks=run.scheduler.memory.num_evicted,
+            prefix_evicted_blocks=sum(parts.scheduler.memory.num_evicted for parts in run.engines),
             ignored=dict(sorted(counters.ignored.items())),
             policy=dict(sorted(counters.policy.items())),
         ),
-        lanes=LanesUse(
-            compute=LaneUse(busy_s=run.lanes.compute.busy_s),
-            h2d=LaneUse(busy_s=run.lanes.h2d.busy_s),
-            d2h=LaneUse(busy_s=run.lanes.d2h.busy_s),
-        ),
-        warnings=[*setup.warnings, *_warnings(run)],
+        lanes=_lanes_use([parts.lanes for parts in run.engines]),
+        engines=_engines(run) if len(run.engines) > 1 else UNSET,
+        warnings=[*setup.warnings, *_warnings(setup, counters)],
         scenario=_scenario(setup),
         profile=UsedProfile(
             name=setup.profile.name,
@@ -78,9 +81,61 @@ def assemble(run: Run) -> Result:
         ),
         versions=Versions(kvtwin=VERSION),
         machine=UNSET if run.machine is None else run.machine,
-        decisions_sha256=UNSET if run.scheduler.decisions is None else run.scheduler.decisions.sha256,
+        decisions_sha256=_decisions(run),
         **_arrays(log.per_request, run.detailed),
     )
+
+
+def _decisions(run: Run) -> str | UnsetType:
+    """The hash of a single engine's decisions, where it was kept."""
+    log = run.engines[0].scheduler.decisions
+    return UNSET if log is None or len(run.engines) > 1 else log.sha256
+
+
+def _together(counters: list[Counters]) -> Counters:
+    """Sums over the engines."""
+    ignored: Counter[str] = Counter()
+    policy: Counter[str] = Counter()
+    for one in counters:
+        ignored.update(one.ignored)
+        policy.update(one.policy)
+    return Counters(
+        preemptions=sum(one.preemptions for one in counters),
+        swap_out_blocks=sum(one.swap_out_blocks for one in counters),
+        swap_in_blocks=sum(one.swap_in_blocks for one in counters),
+        swap_space_exhausted=sum(one.swap_space_exhausted for one in counters),
+        prefix_hit_tokens=sum(one.prefix_hit_tokens for one in counters),
+        prefix_rehit_tokens=sum(one.prefix_rehit_tokens for one in counters),
+        ignored=dict(ignored),
+        policy=defaultdict(int, policy),
+    )
+
+
+def _lanes_use(lanes: list[Lanes]) -> LanesUse:
+    """Means over the engines."""
+    compute, h2d, d2h = (
+        LaneUse(busy_s=sum(lane.busy_s for lane in alike) / len(lanes))
+        for alike in zip(*((one.compute, one.h2d, one.d2h) for one in lanes), strict=True)
+    )
+    return LanesUse(compute=compute, h2d=h2d, d2h=d2h)
+
+
+def _engines(run: Run) -> list[EngineUse]:
+    return [
+        EngineUse(
+            engine=place,
+            role=parts.setup.role,
+            gpu=parts.setup.hardware.name,
+            tp=parts.setup.tp,
+            num_prompts=run.log.ended_at[place] + parts.scheduler.counters.policy.get("handed_over", 0),
+            num_gpu_blocks=parts.setup.limits.num_gpu_blocks,
+            num_iterations=instance.iterations,
+            num_preemptions=parts.scheduler.counters.preemptions,
+            lanes=_lanes_use([parts.lanes]),
+            links={name: LaneUse(busy_s=lane.busy_s) for name, lane in parts.lanes.links.items()} or UNSET,
+        )
+        for place, (parts, instance) in enumerate(zip(run.engines, run.instances, strict=True))
+    ]
 
 
 class _Arrays(TypedDict, total=False):
@@ -121,14 +176,15 @@ def _gaps(times_s: list[float]) -> list[float]:
     return [after - before for before, after in pairwise(times_s)]
 
 
-def _warnings(run: Run) -> list[str]:
-    counters, warnings = run.scheduler.counters, []
+def _warnings(setup: Setup, counters: Counters) -> list[str]:
+    warnings: list[str] = []
     if counters.swap_space_exhausted:
         warnings.append(
             f"host KV blocks ran out {counters.swap_space_exhausted} times and the victims were recomputed "
             "(vLLM 0.5.5 aborts there); raise --swap-space"
         )
-    warnings += _beyond_range(run.setup)
+    for pool in (setup, setup.decode):
+        warnings += _beyond_range(pool) if pool is not None else []
     for reason, count in sorted(counters.ignored.items()):
         warnings.append(f"{count} requests ignored: {reason}")
     return warnings
@@ -153,8 +209,12 @@ def _scenario(setup: Setup) -> ResolvedScenario:
         "enable_prefix_caching": limits.enable_prefix_caching,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
     }
+    asked = setup.scenario.as_dict()
+    for name in OMITTED:
+        if not asked[name]:
+            del asked[name]
     return ResolvedScenario(
-        **(setup.scenario.as_dict() | resolved),
+        **(asked | resolved),
         policy=setup.policy.name,
         policy_options={option.name: getattr(setup.policy, option.name) for option in options_of(type(setup.policy))},
         policy_parts=setup.policy.names,
@@ -167,16 +227,20 @@ def _scenario(setup: Setup) -> ResolvedScenario:
 def write_result(folder: Path, result: Result) -> Path:
     """Write `result.json`, in a fixed order; numbers that do not exist are null."""
     path = folder / RESULT_FILE
-    data = {name: value for name, value in structs.asdict(result).items() if value is not UNSET}
+    data = _given(result)
     counts = structs.asdict(result.counters)
     policy = counts.pop("policy")
     data["counters"] = counts | policy
     if result.request_rate == float("inf"):
         data["request_rate"] = INFINITE
-        data["scenario"] = structs.asdict(result.scenario) | {"request_rate": INFINITE}
+        data["scenario"] = _given(result.scenario) | {"request_rate": INFINITE}
     encoded = msgspec.json.encode(data)
     write_atomically(path, lambda file: file.write(encoded + b"\n"))
     return path
+
+
+def _given(struct: Struct) -> dict[str, Any]:
+    return {name: value for name, value in structs.asdict(struct).items() if value is not UNSET}
 
 
 def read_result(path: Path) -> Result:
@@ -193,11 +257,17 @@ def read_result(path: Path) -> Result:
     return convert(data, Result, path)
 
 
-def write_series(folder: Path, series: Series) -> None:
-    """Write the time series as CSV."""
-    header = ",".join(series.columns)
-    rows = np.column_stack([np.frombuffer(column, dtype=np.float64) for column in series.columns.values()])
+def write_series(folder: Path, series: Sequence[Series]) -> None:
+    """Write the time series of the engines as CSV: of several with the engine's place, rows in order of time."""
+    columns = list(series[0].columns)
+    pieces = [np.column_stack([np.frombuffer(c, dtype=np.float64) for c in one.columns.values()]) for one in series]
+    if len(series) > 1:
+        columns.append("engine")
+        pieces = [np.column_stack([rows, np.full(len(rows), place)]) for place, rows in enumerate(pieces)]
+    rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    if len(pieces) > 1:
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
     write_atomically(
         folder / SERIES_FILE,
-        lambda file: np.savetxt(file, rows, delimiter=",", header=header, comments="", fmt="%.9g"),
+        lambda file: np.savetxt(file, rows, delimiter=",", header=",".join(columns), comments="", fmt="%.9g"),
     )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sim.results.parts import Counts, LanesUse, Machine, ResolvedScenario, UsedProfile, Versions
+from sim.results.parts import Counts, EngineUse, LanesUse, Machine, ResolvedScenario, UsedProfile, Versions
 
 Backend = Literal["kvtwin-sim", "kvtwin-live"]
 """Simulated, or executed."""
@@ -99,13 +99,15 @@ class Result(Struct, kw_only=True, frozen=True):
     makespan_s: float
     """Time of the last token, s from the clock's start."""
     num_iterations: int
-    """Iterations of the engine."""
+    """Iterations of the engine, or of all engines together."""
     num_preemptions: int
     """Times a sequence lost its place among those decoding, or its KV."""
     counters: Counts
     """What else was counted."""
     lanes: LanesUse
-    """How long each lane was in use."""
+    """How long each lane was in use; of several engines the mean."""
+    engines: list[EngineUse] | UnsetType = UNSET
+    """Each engine's share; absent where there is one."""
     warnings: list[str]
     """What a reader of the figures should know, a sentence each."""
     scenario: ResolvedScenario

@@ -1,13 +1,14 @@
 """`timeline.json.gz`: a run as a Chrome trace, which Perfetto opens."""
 
 import gzip
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from sim.files import write_atomically
-from sim.simulate import Run
+from sim.simulate import EngineParts, Run
 
 TIMELINE_FILE = "timeline.json.gz"
 TraceEvent = dict[str, object]
@@ -25,31 +26,50 @@ def write_timeline(folder: Path, run: Run) -> None:
 
 
 def timeline_events(run: Run) -> list[TraceEvent]:
-    """Chrome trace events: lanes as threads, requests as async spans (queue, prefill, decode), pools as counters."""
-    events: list[TraceEvent] = [_named(0, "process_name", f"kvtwin {run.setup.label}")]
-    for thread, lane in enumerate((run.lanes.compute, run.lanes.h2d, run.lanes.d2h), start=1):
-        events.append(_named(thread, "thread_name", lane.name))
-        for start_s, end_s, label in lane.intervals or ():
-            event: TraceEvent = {"ph": "X", "pid": 1, "tid": thread, "name": label, "ts": start_s * 1e6}
-            events.append(event | {"dur": (end_s - start_s) * 1e6})
-    kept = run.log.per_request
-    if kept is not None:
-        for i, request_id in enumerate(kept.request_ids):
-            if request_id in kept.errors:
-                continue
-            arrival_s = kept.arrival_s[i]
-            marks = (arrival_s, arrival_s + kept.queue_s[i], arrival_s + kept.ttft_s[i], arrival_s + kept.e2el_s[i])
-            for name, start_s, end_s in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
-                common = {"pid": 1, "cat": "request", "id": request_id, "name": name}
-                events.append({"ph": "b", "ts": start_s * 1e6, **common})
-                events.append({"ph": "e", "ts": end_s * 1e6, **common})
-    if run.series is not None:
-        columns = run.series.columns
-        for i, time_s in enumerate(columns["time_s"]):
-            for name in ("gpu_free_blocks", "num_decoding", "num_waiting", "num_swapped"):
-                events.append({"ph": "C", "pid": 1, "name": name, "ts": time_s * 1e6, "args": {name: columns[name][i]}})
+    """Chrome trace events: a process an engine, lanes as threads, requests as async spans (queue, prefill, decode),
+    pools as counters. Requests stand with the first engine."""
+    events: list[TraceEvent] = []
+    for pid, parts in enumerate(run.engines, start=1):
+        events += _lane_events(parts, pid, f" engine {pid - 1}" if len(run.engines) > 1 else "")
+    events += _request_events(run)
+    for pid, parts in enumerate(run.engines, start=1):
+        events += _pool_events(parts, pid)
     return events
 
 
-def _named(thread: int, kind: str, name: str) -> TraceEvent:
-    return {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}
+def _lane_events(parts: EngineParts, pid: int, which: str) -> Iterator[TraceEvent]:
+    yield _named(pid, 0, "process_name", f"kvtwin {parts.setup.label}{which}")
+    lanes = parts.lanes
+    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values()), start=1):
+        yield _named(pid, thread, "thread_name", lane.name)
+        for start_s, end_s, label in lane.intervals or ():
+            event: TraceEvent = {"ph": "X", "pid": pid, "tid": thread, "name": label, "ts": start_s * 1e6}
+            yield event | {"dur": (end_s - start_s) * 1e6}
+
+
+def _request_events(run: Run) -> Iterator[TraceEvent]:
+    kept = run.log.per_request
+    if kept is None:
+        return
+    for i, request_id in enumerate(kept.request_ids):
+        if request_id in kept.errors:
+            continue
+        arrival_s = kept.arrival_s[i]
+        marks = (arrival_s, arrival_s + kept.queue_s[i], arrival_s + kept.ttft_s[i], arrival_s + kept.e2el_s[i])
+        for name, start_s, end_s in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
+            common = {"pid": 1, "cat": "request", "id": request_id, "name": name}
+            yield {"ph": "b", "ts": start_s * 1e6, **common}
+            yield {"ph": "e", "ts": end_s * 1e6, **common}
+
+
+def _pool_events(parts: EngineParts, pid: int) -> Iterator[TraceEvent]:
+    if parts.series is None:
+        return
+    columns = parts.series.columns
+    for i, time_s in enumerate(columns["time_s"]):
+        for name in ("gpu_free_blocks", "num_decoding", "num_waiting", "num_swapped"):
+            yield {"ph": "C", "pid": pid, "name": name, "ts": time_s * 1e6, "args": {name: columns[name][i]}}
+
+
+def _named(pid: int, thread: int, kind: str, name: str) -> TraceEvent:
+    return {"ph": "M", "pid": pid, "tid": thread, "name": kind, "args": {"name": name}}

@@ -26,6 +26,8 @@ _PLACES = {
     "sarathi": "sim.systems.sarathi:Sarathi",
     "fastgen": "sim.systems.fastgen:FastGen",
     "fastserve": "sim.systems.fastserve:FastServe",
+    "distserve": "sim.systems.distserve:DistServe",
+    "splitwise": "sim.systems.splitwise:Splitwise",
 }
 
 

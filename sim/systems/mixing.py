@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
 from sim.systems.fastserve_options import MlfqOptions
+from sim.systems.hand_over_options import HandOverOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 from sim.systems.vllm_v1_options import VllmV1Options
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from sim.parts.memory.layer_blocks import LayerBlocks
     from sim.systems.base import Policy
 
+HAND_OVER = "hand-over"
+"""The stage of policies that serve with a pool of engines for prefills and one for decodes."""
 KINDS = ("order", "batching", "admission", "memory", "eviction", "stage")
 MIN_BATCHED_TOKENS = 2048
 CHUNKED_BATCHED_TOKENS = 512
@@ -258,6 +261,20 @@ def _stream(b: Builder) -> "Stage":
     return Stream(b.layer_blocks("stage=stream"), options.tpot_slo_ms / 1e3 if options.slo_aware else None)
 
 
+def _hand_over(b: Builder) -> "Stage":
+    role = b.deployment.role
+    if role == "prefill":
+        from sim.parts.stage.hand_over import HandOver
+
+        return HandOver(b.options(HandOverOptions).layer_wise)
+    if role == "decode":
+        from sim.parts.stage.pull import Pull
+
+        return Pull(b.options(HandOverOptions).waiting_share)
+    # An engine that does both hands over to itself.
+    return _direct(b)
+
+
 def _vllm055(b: Builder) -> "Batching":
     if b.limits.enable_chunked_prefill:
         from sim.parts.batching.vllm055_chunked import Vllm055Chunked
@@ -336,6 +353,7 @@ STAGES: "dict[str, Known[Stage]]" = {
     "direct": Known(_direct),
     "promote": Known(_promote, LayerKVOptions),
     "stream": Known(_stream, LayerKVOptions),
+    HAND_OVER: Known(_hand_over, HandOverOptions),
 }
 BATCHINGS: dict[str, KnownBatching] = {
     "vllm": KnownBatching(_vllm055),

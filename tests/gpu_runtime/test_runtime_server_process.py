@@ -235,6 +235,7 @@ def test_the_key_may_come_from_the_environment_and_is_written_nowhere(arguments,
         (["--policy", "layerkv"], "serve takes one --policy"),
         (["--workload", "fixed"], "unrecognized arguments"),
         (["--tp", "2"], "--tp: 2 GPUs"),
+        (["--replicas", "2"], "--replicas: 2 engines"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_line(arguments, capsys, more, message):

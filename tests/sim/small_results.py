@@ -7,7 +7,8 @@ from sim.results.metrics import names
 from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
 from sim.scenario import Scenario
-from sim.simulate import Keep, Run, build_run, execute, prepare, traffic
+from sim.simulate import Keep, Run, build_run, execute, prepare
+from sim.traffic import traffic
 
 LATENCIES = ("ttft", "tpot", "e2el", "queue", "itl")
 CROWDED = Scenario(
@@ -24,7 +25,10 @@ def lanes(compute: float = 0.0, h2d: float = 0.0, d2h: float = 0.0) -> LanesUse:
 
 
 def counts(**policy: int) -> Counts:
-    return Counts(swap_out_blocks=0, swap_in_blocks=0, swap_space_exhausted=0, ignored={}, policy=policy)
+    return Counts(
+        swap_out_blocks=0, swap_in_blocks=0, swap_space_exhausted=0, prefix_hit_tokens=0, prefix_rehit_tokens=0,
+        prefix_evicted_blocks=0, ignored={}, policy=policy,
+    )  # fmt: skip
 
 
 def scenario(**changes: object) -> ResolvedScenario:
@@ -34,7 +38,8 @@ def scenario(**changes: object) -> ResolvedScenario:
         burstiness=1.0, rate_scale=1.0, clip=None, input_len=None, output_len=None, seed=0, model="llama-2-7b",
         dtype="auto", kv_cache_dtype="auto", gpu="l20", tp=1, profile=None, cost_form=None,
         num_gpu_blocks_override=None, num_cpu_blocks_override=None, block_size=16, max_num_seqs=256,
-        max_num_batched_tokens=4096, max_model_len=4096, enable_chunked_prefill=False, gpu_memory_utilization=0.9,
+        max_num_batched_tokens=4096, max_model_len=4096, enable_chunked_prefill=False,
+        enable_prefix_caching=False, gpu_memory_utilization=0.9,
         disable_hybrid_kv_cache_manager=False, swap_space=None,
         goodput=["ttft:3000", "tpot:200"], policy="vllm-recompute", policy_options={}, policy_parts={},
         num_gpu_blocks=3467,

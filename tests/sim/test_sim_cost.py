@@ -17,11 +17,13 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.results.result import assemble
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare, traffic
+from sim.simulate import build_run, execute, prepare
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 from sim.systems.layerkv import LayerKV
+from sim.systems.mixing import HAND_OVER
+from sim.traffic import traffic
 
 
 def cost_of(kind: type[RooflineCost], model: str = "llama-2-7b", gpu: str = "l20", tp: int = 1) -> RooflineCost:
@@ -64,6 +66,8 @@ def test_every_policy_runs_from_every_shipped_profile(name: str, policy: str) ->
         workload="fixed", num_prompts=30, request_rate=20.0, input_len=100, output_len=20, gpu=gpu, profile=name,
         model="qwen3-0.6b", num_gpu_blocks_override=60, max_model_len=512, max_num_seqs=16,
     )  # fmt: skip
+    if POLICIES[policy].composition["stage"] == HAND_OVER:
+        scenario = replace(scenario, prefill_replicas=1, decode_replicas=1, link_gbps=100.0)
     setup = prepare(scenario, policy, POLICIES[policy]())
     run = execute(build_run(setup, traffic(scenario)))
     assert run.log.completed == 30
@@ -112,7 +116,7 @@ def test_a_step_that_only_copies_shares_the_lane_with_nobody() -> None:
     )  # fmt: skip
     run = execute(build_run(prepare(scenario, "layerkv", LayerKV()), traffic(scenario)))
     assert run.log.completed == 8
-    assert run.scheduler.counters.policy["promoted"] > 0
+    assert run.engines[0].scheduler.counters.policy["promoted"] > 0
 
 
 def test_offloading_every_layer_of_a_prefill_hides_behind_it_on_one_gpu() -> None:

@@ -162,7 +162,8 @@ def finished_run(per_request):
         queue_s=array("f", [0.5, 0.75]),
         per_request=per_request,
     )
-    return SimpleNamespace(log=log, series=SimpleNamespace(columns={"time_s": array("d", [0.0])}))
+    parts = SimpleNamespace(series=SimpleNamespace(columns={"time_s": array("d", [0.0])}))
+    return SimpleNamespace(log=log, engines=[parts])
 
 
 def test_pairs_come_from_the_unsorted_arrays_without_ignored_requests():

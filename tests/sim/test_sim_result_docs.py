@@ -3,15 +3,16 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_results import finished
+from small_results import CROWDED, finished
 
 from sim.cli import TABLE_FILES
 from sim.results.figures import FIGURES
-from sim.results.metrics import TABLE_COLUMNS
-from sim.results.parts import Counts, LanesUse, LaneUse, Machine, ResolvedScenario, UsedProfile, Versions
+from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
+from sim.results.parts import Counts, EngineUse, LanesUse, LaneUse, Machine, ResolvedScenario, UsedProfile, Versions
 from sim.results.report import METRICS
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble
 from sim.results.schema import Comparison, Result
@@ -28,6 +29,8 @@ NAMES = {
     "counters": [name for name in Counts.__struct_encode_fields__ if name != "policy"],
     "lanes": LanesUse.__struct_encode_fields__,
     "each lane": LaneUse.__struct_encode_fields__,
+    "each engine": EngineUse.__struct_encode_fields__,
+    "further columns of several engines": ENGINE_COLUMNS,
     "scenario": ResolvedScenario.__struct_encode_fields__,
     "profile": UsedProfile.__struct_encode_fields__,
     "versions": Versions.__struct_encode_fields__,
@@ -39,7 +42,7 @@ NAMES = {
     "metrics": [metric.key for metric in METRICS],
 }
 """Sections of the page with a table, and the names that its first column must hold, in order."""
-SEEN = {"counters of layerkv", "counters of fastserve", "timeline.json.gz", "events"}
+SEEN = {"counters of layerkv", "counters of fastserve", "counters of pools", "timeline.json.gz", "events"}
 """Sections whose names are found in runs."""
 
 
@@ -81,6 +84,11 @@ def test_the_page_names_the_counters_of_fastserve():
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").rglob("*.py"))
     written = set(re.findall(r'counters\.policy\["(\w+)"\]', sources))
     assert set(names) <= written <= {*names, *documented()["counters of layerkv"]}
+
+
+def test_the_page_names_the_counters_of_pools():
+    options = replace(CROWDED, prefill_replicas=1, decode_replicas=1, link_gbps=100.0)
+    assert documented()["counters of pools"] == list(assemble(finished("distserve", options=options)).counters.policy)
 
 
 def test_the_page_names_what_a_timeline_holds(tmp_path):

@@ -16,11 +16,13 @@ from sim.option_values import convert, flag
 from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
 from sim.scenario import Outputs, Scenario, build_scenario, read_scenario
 from sim.systems import POLICIES, policy_named
+from sim.systems.mixing import HAND_OVER
 from sim.systems.options import option
 from sim.systems.vllm055 import VllmRecompute
 
 ROOT = Path(kvtwin.__file__).parents[1]
 BASE = {"workload": "fixed", "num-prompts": 4, "input-len": 20, "output-len": 3, "request-rate": 5.0, "gpu": "l20"}
+POOLS = {"prefill-replicas": 1, "decode-replicas": 1, "link-gbps": 100}
 
 
 def words_of(options):
@@ -184,7 +186,10 @@ def test_the_flags_of_the_contract_are_there_with_their_defaults():
     assert unset == {"trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "clip"} | {
         "input_len", "output_len", "profile", "cost_form", "num_gpu_blocks_override", "num_cpu_blocks_override",
         "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "swap_space",
-        "hash_block_tokens", "zero_tokens", "tokenizer", "default_prompt_tokens", "default_output_tokens",
+        "enable_prefix_caching", "hash_block_tokens", "zero_tokens", "tokenizer", "default_prompt_tokens",
+        "default_output_tokens",
+        "max_concurrency", "replicas", "router", "prefill_replicas", "decode_replicas", "link_gbps", "prefill_tp",
+        "decode_tp", "prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile",
     }  # fmt: skip
 
 
@@ -194,11 +199,11 @@ def other_values(kind):
     for name, default in ((found.name, found.field.default) for found in options_of(kind)):
         values[name] = str(not default).lower() if isinstance(default, bool) else str(default)
         if isinstance(default, int | float) and not isinstance(default, bool):
-            values[name] = str(default + 1 if isinstance(default, int) else default / 2)
+            values[name] = str(default + 1 if isinstance(default, int) else default / 2 or 0.5)
     return values | {name: value for name, value in OTHER_WORDS.items() if name in values}
 
 
-OTHER_WORDS = {"decode": "stream", "equations": "paper", "predictor": "bucket"}
+OTHER_WORDS = {"scheduling_policy": "priority", "decode": "stream", "equations": "paper", "predictor": "bucket"}
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
@@ -206,13 +211,15 @@ def test_every_policy_option_has_a_flag_and_is_in_the_result(tmp_path, name):
     kind = POLICIES[name]
     options = other_values(kind)
     words = []
+    full_names = {option.name: option.full_name for option in options_of(kind)}
     for key, value in options.items():
-        own = f"{name}_{key}"
+        own = full_names[key]
         words.append(flag({"true": own, "false": f"no_{own}"}.get(value, f"{own}={value}")))
     named = name + ":" + ",".join(f"{key.replace('_', '-')}={value}" for key, value in options.items())
-    by_flags = run(tmp_path / "flags", BASE | {"policy": name}, *words)
-    in_place = run(tmp_path / "place", BASE | {"policy": named if options else name})
-    plain = run(tmp_path / "plain", BASE | {"policy": name})["scenario"]["policy_options"]
+    base = BASE | (POOLS if kind.composition["stage"] == HAND_OVER else {})
+    by_flags = run(tmp_path / "flags", base | {"policy": name}, *words)
+    in_place = run(tmp_path / "place", base | {"policy": named if options else name})
+    plain = run(tmp_path / "plain", base | {"policy": name})["scenario"]["policy_options"]
     found = by_flags["scenario"]["policy_options"]
     assert list(found) == [own.name for own in options_of(kind)]
     assert [key for key in found if found[key] == plain[key]] == []

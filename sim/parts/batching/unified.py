@@ -252,6 +252,13 @@ class Unified(Batching):
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 
+    def joined(self, seq: Sequence) -> None:
+        # Another engine may have prefilled it.
+        self.running.setdefault(seq)
+
+    def parked(self, seq: Sequence) -> None:
+        self.running.pop(seq, None)
+
     def left(self, seq: Sequence) -> None:
         self.running.pop(seq, None)
 

@@ -20,6 +20,7 @@ class PagedMemory(Memory):
     can_swap: ClassVar[bool] = True
     takes_chunks: ClassVar[bool] = True
     """Whether a prompt's blocks may be taken chunk by chunk."""
+    can_receive: ClassVar[bool] = True
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits, 1)
@@ -72,6 +73,11 @@ class PagedMemory(Memory):
         if blocks > 0:
             self.gpu.allocate(blocks)
             seq.num_blocks = -(-num_tokens // self.block_size)
+
+    def receive(self, seq: Sequence) -> None:
+        blocks = seq.num_blocks = -(-(seq.num_tokens - 1) // self.block_size)
+        self.gpu.allocate(blocks)
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
     def release(self, seq: Sequence) -> None:
         self.gpu.release(seq.num_blocks)

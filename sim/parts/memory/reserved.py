@@ -17,6 +17,7 @@ class ReservedMemory(PagedMemory):
     """ceil(max_model_len / block_size) blocks for everyone; more where a request of a trace outgrows that."""
 
     takes_chunks: ClassVar[bool] = False
+    can_receive: ClassVar[bool] = False
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from sim.files import make_folder
 from sim.results.figures.data import FigureRun
+from sim.results.figures.engines import draw_engines
 from sim.results.figures.lanes import draw_lanes
 from sim.results.figures.latency import draw_latency
 from sim.results.figures.memory import draw_memory
@@ -24,16 +25,21 @@ FIGURES: dict[str, Callable[[Sequence[FigureRun]], Figure]] = {
     "queueing.png": draw_queueing,
     "memory.png": draw_memory,
     "lanes.png": draw_lanes,
+    "engines.png": draw_engines,
 }
 """File names and what draws them."""
+ENGINES = "engines.png"
+"""Drawn only where a run has several engines."""
 
 
 def write_figures(folder: Path, runs: Sequence[FigureRun]) -> list[Path]:
-    """Draw the four figures as PNG (160 dpi) into `folder`; returns their paths, none without a run."""
+    """Draw the figures as PNG (160 dpi) into `folder`; returns their paths, none without a run."""
     if not runs:
         return []
     make_folder(folder, "--out")
-    return [_save(folder / name, draw(runs), runs[0].result) for name, draw in FIGURES.items()]
+    several = any(run.engines for run in runs)
+    drawn = {name: draw for name, draw in FIGURES.items() if several or name != ENGINES}
+    return [_save(folder / name, draw(runs), runs[0].result) for name, draw in drawn.items()]
 
 
 def _save(path: Path, figure: Figure, result: Result) -> Path:
@@ -47,6 +53,7 @@ def _subject(result: Result) -> str:
     words = [
         f"{result.model_id} on {scenario.gpu}",
         f"tensor parallel {scenario.tp}" if scenario.tp > 1 else "",
+        f"{len(result.engines)} engines" if result.engines else "",
         traffic(scenario),
         f"constants {profile.name} ({origin(profile)})",
     ]

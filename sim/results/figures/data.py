@@ -32,25 +32,61 @@ class FigureRun:
     queue_s: Floats
     prefill_s: Floats
     arrival_s: Floats | None = None
+    engines: tuple[dict[str, Floats], ...] = ()
+    """The time series of each of several engines; `series` is theirs together."""
 
     @staticmethod
     def of(run: "Run", result: Result) -> "FigureRun":
         """Copy the arrays out of a run that has ended."""
         log, kept = run.log, run.log.per_request
         label = result.policy
-        series = None
-        if run.series is not None:
-            series = {name: _floats(column) for name, column in run.series.columns.items()}
+        engines = tuple(
+            {name: _floats(column) for name, column in parts.series.columns.items()}
+            for parts in run.engines
+            if parts.series is not None
+        )
+        series = together(engines) if engines else None
+        engines = engines if len(engines) > 1 else ()
         if kept is None:
             distributions = (_floats(values) for values in (log.ttft_s, log.tpot_s, log.queue_s))
-            return FigureRun(label, result, series, *distributions, prefill_s=np.empty(0))
+            return FigureRun(label, result, series, *distributions, prefill_s=np.empty(0), engines=engines)
         done = np.array([request_id not in kept.errors for request_id in kept.request_ids], dtype=bool)
         ttft_s, queue_s, arrival_s = (_floats(a)[done] for a in (kept.ttft_s, kept.queue_s, kept.arrival_s))
-        return FigureRun(label, result, series, ttft_s, _floats(log.tpot_s), queue_s, ttft_s - queue_s, arrival_s)
+        tpot_s = _floats(log.tpot_s)
+        return FigureRun(label, result, series, ttft_s, tpot_s, queue_s, ttft_s - queue_s, arrival_s, engines)
 
 
 def _floats(values: array) -> Floats:
     return np.array(values, dtype=np.float64)
+
+
+def together(engines: Sequence[dict[str, Floats]]) -> dict[str, Floats]:
+    """One time series of several engines': sums of what they count, means of how long their lanes were busy."""
+    if len(engines) == 1:
+        return dict(engines[0])
+    time_s = np.unique(np.concatenate([engine["time_s"] for engine in engines]))
+    found = {name: np.zeros(time_s.size) for name in engines[0]}
+    for engine in engines:
+        for name in found:
+            found[name] += held(engine, name, time_s)
+    for name in found:
+        if name.endswith("_busy_s"):
+            found[name] /= len(engines)
+    return found | {"time_s": time_s}
+
+
+def held(engine: dict[str, Floats], name: str, time_s: Floats) -> Floats:
+    """A column of an engine's time series at other times, each sample held until the next."""
+    values = engine[name]
+    if not values.size:
+        return np.zeros(time_s.size)
+    # Before its first iteration nothing has happened: pools are free.
+    before = 0.0
+    if name == "gpu_free_blocks":
+        before = values[0] + engine["gpu_allocated_blocks"][0] - engine["gpu_released_blocks"][0]
+    elif name == "host_free_blocks":
+        before = values[0]
+    return np.r_[before, values][np.searchsorted(engine["time_s"], time_s, side="right")]
 
 
 def has_series(run: FigureRun) -> bool:

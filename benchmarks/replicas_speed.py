@@ -1,0 +1,48 @@
+"""How long a cluster takes to simulate: 64 replicas and 100,000 requests under each router.
+
+python benchmarks/replicas_speed.py [--replicas N] [--num-prompts N] [--rate REQUESTS_PER_S_AND_REPLICA]
+"""
+
+import argparse
+from time import perf_counter
+
+from sim.policy_options import parse_policy
+from sim.scenario import Scenario
+from sim.simulate import build_run, execute, prepare
+from sim.topology import ROUTERS
+from sim.traffic import traffic
+
+
+def main() -> None:
+    """Print seconds, iterations and mean TTFT for each router."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--num-prompts", type=int, default=100_000)
+    parser.add_argument("--rate", type=float, default=5.0, help="requests/s for each replica")
+    parser.add_argument("--policy", default="vllm-recompute")
+    given = parser.parse_args()
+    for router in ROUTERS:
+        scenario = Scenario(
+            workload="sharegpt",
+            num_prompts=given.num_prompts,
+            request_rate=given.rate * given.replicas,
+            model="llama-3.1-8b",
+            gpu="a100-80g",
+            max_model_len=4096,
+            replicas=given.replicas,
+            router=router,  # pyright: ignore[reportArgumentType] - a name of the catalogue
+        )
+        run = build_run(prepare(scenario, given.policy, parse_policy(given.policy, {})[1]), traffic(scenario))
+        begun_s = perf_counter()
+        execute(run)
+        took_s = perf_counter() - begun_s
+        iterations = sum(instance.iterations for instance in run.instances)
+        ttft_ms = run.log.latencies()["mean_ttft_ms"]
+        print(
+            f"{router:<18}{took_s:7.1f} s {run.log.completed:>9,} requests {iterations:>12,} iterations, "
+            f"mean TTFT {ttft_ms:,.1f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

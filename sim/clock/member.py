@@ -1,0 +1,189 @@
+"""`Member`: one engine among several on the virtual clock, whose next boundary is known and can be brought forward.
+
+A plan is priced when it is decided and committed when its time has come. A jump that a fact reaches under way is priced
+again, so that it ends at the first boundary after the fact: an engine need not stop for what goes to another.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from math import inf
+from typing import cast
+
+import simpy
+
+from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
+from sim.clock.driver import Instance, Observer
+from sim.cost.model import CostModel
+from sim.cost.pricing import Lanes, LanesMark
+from sim.engine.engine import Engine
+from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+from traces.request import Request
+
+
+class Inbox(Arrivals):
+    """Requests that were sent to an engine and that it has not seen: it looks at boundaries only."""
+
+    __slots__ = ("_sent",)
+
+    def __init__(self) -> None:
+        self._sent: deque[Request] = deque()
+        super().__init__(())
+
+    def put(self, request: Request) -> None:
+        """`request` was sent to this engine, after all others."""
+        if not self._sent:
+            self.next_s = request.arrival_s
+        self._sent.append(request)
+
+    def deliver(self, until_s: float, to: Callable[[Request], object]) -> None:
+        sent = self._sent
+        while sent and sent[0].arrival_s <= until_s:
+            to(sent.popleft())
+        self.next_s = sent[0].arrival_s if sent else inf
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    @property
+    def tokens(self) -> int:
+        """Their prompts."""
+        return sum(request.prompt_tokens for request in self._sent)
+
+
+Fact = Move | Sequence
+"""A copy that ended, or a sequence that another engine has prefilled."""
+Carry = Callable[["Member", Move, float], float]
+"""Starts a copy from another engine at that time, s; returns its end, s."""
+
+
+class Member(Instance):
+    """An engine of a cluster. `end_s` is its next boundary; infinite while nothing is known that could wake it."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        engine: Engine,
+        cost: CostModel,
+        lanes: Lanes,
+        *,
+        layers: int,
+        block_bytes: float,
+        jump: bool = True,
+        observer: Observer | None = None,
+        ended: Callable[[Request, float], object] | None = None,
+    ) -> None:
+        """`ended` hears of every request that ended and when, s."""
+        self.inbox = Inbox()
+        super().__init__(
+            env, engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, jump=jump, observer=observer
+        )
+        self.end_s = inf
+        self.num_in_flight = 0
+        """Requests sent here that have not ended."""
+        self.num_decisions = 0
+        """How often it decided."""
+        self.carry: Carry | None = None
+        """For an engine that pulls."""
+        self._facts: list[tuple[float, int, Fact]] = cast(list[tuple[float, int, Fact]], self._transfers)
+        self._ended = ended
+        self._log_end = engine.on_end
+        engine.on_end = self._end
+        self._settled = False
+        self._began_s = 0.0
+        self._plan: IterationPlan | None = None
+        self._times: StepTimes | None = None
+        self._mark: LanesMark | None = None
+
+    # -- what routers see --------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their prefill, those not yet seen included."""
+        return self.engine.scheduler.num_waiting + len(self.inbox)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of those that wait."""
+        return sum(seq.num_tokens for seq in self.engine.scheduler.order) + self.inbox.tokens
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """The boundary `end_s` has come: commit what ended there."""
+        self._settled = True
+        plan, times = self._plan, self._times
+        if plan is not None and times is not None:
+            self.iterations += times.iterations
+            if self.observer is not None:
+                self.observer(plan, self._began_s, times)
+            self.engine.commit(plan, times)
+            self._plan = self._times = None
+
+    def decide(self) -> None:
+        """At the boundary `end_s`, settled: take the facts that are due and begin the next iterations."""
+        engine, inbox, facts = self.engine, self.inbox, self._facts
+        self.num_decisions += 1
+        self._settled = False
+        now_s = self._began_s = self.end_s
+        due_s = now_s + TIE_S
+        if inbox.next_s <= due_s:
+            inbox.deliver(due_s, engine.add_request)
+        while facts and facts[0][0] <= due_s:
+            fact = heappop(facts)[2]
+            if isinstance(fact, Sequence):
+                engine.offer(fact)
+            else:
+                engine.transfer_done(fact)
+        plan = self._plan = engine.schedule(now_s)
+        if plan is None:
+            self.end_s = min(inbox.next_s, facts[0][0]) if facts else inbox.next_s
+            return
+        for move in plan.pulled:
+            self._pull(move, now_s)
+        if plan.max_steps > 1 and self.jump:
+            self._mark = self.lanes.mark()
+            self._times = self._run(plan, now_s)
+            self.end_s = self._times.end_s
+        else:
+            self._times = self.pricer.step(plan, now_s)
+            self.end_s = self._times.end_s
+
+    def send(self, request: Request) -> bool:
+        """`request` goes to this engine; whether its boundary came forward."""
+        self.num_in_flight += 1
+        self.inbox.put(request)
+        return self._told(request.arrival_s)
+
+    def tell(self, at_s: float, fact: Fact) -> bool:
+        """`fact` is one from `at_s` on; whether the boundary came forward."""
+        self._num_transfers += 1
+        heappush(self._facts, (at_s, self._num_transfers, fact))
+        return self._told(at_s)
+
+    def _pull(self, move: Move, now_s: float) -> None:
+        if self.carry is None:
+            raise InvariantError(f"{move.seq}: pulled, and there is no link")
+        self._finish_at(self.carry(self, move, now_s), move)
+
+    def _told(self, at_s: float) -> bool:
+        """A fact is due at `at_s`: wake up then, or end a jump at the first boundary after it."""
+        if self._settled:
+            # It is about to look.
+            return False
+        plan, end_s = self._plan, self.end_s
+        if plan is None:
+            self.end_s = min(end_s, at_s)
+        elif plan.max_steps > 1 and self.jump and at_s < end_s and self._mark is not None:
+            self.lanes.restore(self._mark)
+            self._times = self._run(plan, self._began_s)
+            self.end_s = self._times.end_s
+        return self.end_s < end_s
+
+    def _end(self, seq: Sequence) -> None:
+        self._log_end(seq)
+        self.num_in_flight -= 1
+        if self._ended is not None:
+            self._ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))

@@ -1,0 +1,57 @@
+"""`HandOver`: who is prefilled leaves for another engine, which pulls its KV when it has room (DistServe's way).
+
+The blocks stay taken here until the copy has ended, so that a slow decode pool holds prefills up.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from sim.engine.plan import Move, Tier
+from sim.engine.sequence import Sequence, Status
+from sim.parts.base import Stage
+
+
+class HandOver(Stage):
+    """`leaving` hold KV that nobody has pulled yet; `prefilled` are those of them of whom no other engine knows.
+
+    Args:
+        layer_wise: whether a layer's KV may leave while later ones are computed.
+    """
+
+    hands_over: ClassVar[bool] = True
+
+    def __init__(self, layer_wise: bool = False) -> None:
+        self.layer_wise = layer_wise
+        self.leaving: dict[Sequence, None] = {}
+        self.prefilled: list[Sequence] = []
+
+    @property
+    def num_parked(self) -> int:
+        return len(self.leaving)
+
+    def holders(self) -> Iterable[tuple[Sequence, Tier]]:
+        return ((seq, Tier.GPU) for seq in self.leaving)
+
+    def enter(self, seq: Sequence, *, first: bool = False) -> None:
+        self.leaving[seq] = None
+        self.prefilled.append(seq)
+        self.scheduler.park(seq)
+
+    def migrated(self, move: Move) -> None:
+        seq, policy = move.seq, self.scheduler.counters.policy
+        del self.leaving[seq]
+        policy["handed_over"] += 1
+        policy["handed_over_blocks"] += move.num_blocks
+        self.scheduler.release(seq)
+        seq.status = Status.HANDED_OVER
+
+
+def continued(seq: Sequence) -> Sequence:
+    """`seq` as the engine knows it that goes on with it: the same progress, no blocks yet."""
+    # Each engine has its own: they hold blocks at the same time while KV is on its way.
+    copy = Sequence(seq.request)
+    for name in Sequence.__slots__:
+        setattr(copy, name, getattr(seq, name))
+    copy.num_blocks = 0
+    copy.status = Status.PARKED
+    return copy

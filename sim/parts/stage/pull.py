@@ -1,0 +1,92 @@
+"""`Pull`: sequences that were prefilled elsewhere are pulled, first come first served, when there is room for their KV.
+
+DistServe's rule: while those who are here and do not decode hold less than a share of the blocks, and the next one's
+fit. Room goes to those who lost theirs here before it goes to newcomers.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar
+
+from sim.engine.plan import Move, Tier
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.base import Stage
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+NEVER_FITS = "KV needs more blocks than the decode engine has"
+
+
+class Pull(Stage):
+    """`offered` have their KV elsewhere, `coming` on its way, `landed` here and no seat yet.
+
+    Args:
+        waiting_share: of the GPU's blocks that `coming` and `landed` may hold before nobody else is pulled.
+    """
+
+    pulls: ClassVar[bool] = True
+
+    def __init__(self, waiting_share: float) -> None:
+        self.waiting_share = waiting_share
+        self.offered: deque[Sequence] = deque()
+        self.coming: dict[Sequence, None] = {}
+        self.landed: deque[Sequence] = deque()
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if not scheduler.memory.can_receive:
+            raise UserError("stage=hand-over moves whole blocks between engines: it goes with memory=paged")
+        if not scheduler.order.sticky:
+            # Who comes from elsewhere never stood in the queue, which others must know of who runs.
+            raise UserError("stage=hand-over decodes in the order in which KV comes: it goes with order=fcfs")
+        self.max_num_seqs = scheduler.limits.max_num_seqs
+
+    @property
+    def num_parked(self) -> int:
+        # Who is offered is counted where its KV is.
+        return len(self.coming) + len(self.landed)
+
+    def holders(self) -> Iterable[tuple[Sequence, Tier]]:
+        return ((seq, Tier.GPU) for seq in chain(self.coming, self.landed))
+
+    def enter(self, seq: Sequence, *, first: bool = False) -> None:
+        # Computed again here.
+        self.scheduler.join(seq, first=first)
+
+    def offer(self, seq: Sequence) -> None:
+        self.offered.append(seq)
+
+    def prepare(self, now_s: float) -> None:
+        while self.landed and len(self.batch.members) < self.max_num_seqs:
+            self.scheduler.join(self.landed.popleft())
+        while self.offered and self._may_pull():
+            self._pull(self.offered.popleft())
+
+    def _may_pull(self) -> bool:
+        scheduler, memory, seq = self.scheduler, self.memory, self.offered[0]
+        if scheduler.order.waiting or scheduler.eviction.num_out:
+            return False
+        keep_free = scheduler.admission.keep_free
+        if not memory.ever_fits(seq, keep_free):
+            return True
+        waiting = sum(other.num_blocks for other in chain(self.coming, self.landed))
+        return waiting * memory.unit < self.waiting_share * memory.gpu.num_blocks and memory.fits(seq, keep_free)
+
+    def _pull(self, seq: Sequence) -> None:
+        scheduler, memory = self.scheduler, self.memory
+        if memory.ever_fits(seq, scheduler.admission.keep_free):
+            memory.receive(seq)
+            self.coming[seq] = None
+        else:
+            # Nothing is copied; the other engine is told to let go.
+            scheduler.ignore(seq, NEVER_FITS)
+        tokens, blocks = seq.num_blocks * memory.block_size, seq.num_blocks
+        scheduler.pulled.append(Move(seq, (0,), 0, tokens, Tier.PEER, Tier.GPU, blocks, blocks, True))
+
+    def migrated(self, move: Move) -> None:
+        if move.seq in self.coming:
+            del self.coming[move.seq]
+            self.landed.append(move.seq)

@@ -1,0 +1,151 @@
+"""`Run`: engines and what they leave, on either clock; everything a result is made from."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from sim.clock.driver import Observer
+from sim.cost.pricing import Lanes
+from sim.engine.engine import Engine
+from sim.engine.itl import GapCollector
+from sim.engine.limits import Deployment
+from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence
+from sim.results.metrics import Goodput, RequestLog, TableSink
+from sim.results.parts import Machine
+from sim.results.schema import Backend
+from sim.results.series import SAMPLE_LIMIT, Series
+
+if TYPE_CHECKING:
+    from sim.simulate import Setup
+
+LEAST_SAMPLES = 500
+"""Rows of its time series that an engine keeps at least, however many there are."""
+
+
+class HasIterations(Protocol):
+    """An instance on either clock."""
+
+    iterations: int
+
+
+@dataclass(kw_only=True)
+class EngineParts:
+    """One engine of a run, the same on both clocks, and what all engines of the run share."""
+
+    setup: "Setup"
+    scheduler: Scheduler
+    engine: Engine
+    lanes: Lanes
+    series: Series | None = None
+    log: RequestLog
+    """Of all engines, as `gaps` and `detailed` are."""
+    gaps: GapCollector
+    detailed: dict[int, list[float]] | None = None
+    """Times of every token by request id, s, where they are kept."""
+    place: int = 0
+    prefilled_by: dict[Sequence, int] = field(default_factory=dict)
+    """Where those came from that another engine prefilled."""
+
+    @property
+    def observer(self) -> Observer | None:
+        """What hears of every plan."""
+        return None if self.series is None else self.series.observe
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run under way or finished, on either clock: everything a result is made from."""
+
+    engines: list[EngineParts]
+    instances: list[HasIterations]
+    """Those that drive the engines."""
+    interrupted: bool = False
+    error: str | None = None
+    backend: Backend = "kvtwin-sim"
+    machine: Machine | None = None
+    """What executed the run, where anything real did."""
+    trace_events: list[dict[str, object]] = field(default_factory=list)
+    """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
+
+    @property
+    def setup(self) -> "Setup":
+        """What the scenario resolved to, for the first engine."""
+        return self.engines[0].setup
+
+    @property
+    def log(self) -> RequestLog:
+        """The requests that ended."""
+        return self.engines[0].log
+
+    @property
+    def gaps(self) -> GapCollector:
+        """The gaps between tokens."""
+        return self.engines[0].gaps
+
+    @property
+    def detailed(self) -> dict[int, list[float]] | None:
+        """Times of every token by request id, s, where they are kept."""
+        return self.engines[0].detailed
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a run keeps beside its statistics: intervals of the lanes, a time series, every token's time."""
+
+    timeline: bool = False
+    series: bool = False
+    detailed: bool = False
+
+
+def build_engine(setup: "Setup", table: TableSink | None, keep: Keep) -> EngineParts:
+    """Put together the one engine of a run, as both clocks have it."""
+    return _engines([setup], table, keep)[0]
+
+
+def build_engines(setup: "Setup", table: TableSink | None, keep: Keep) -> list[EngineParts]:
+    """Put together the engines of a cluster, which share their books."""
+    scenario = setup.scenario
+    if setup.decode is None:
+        return _engines([setup] * scenario.num_engines, table, keep)
+    prefills, decodes = scenario.prefill_replicas or 0, scenario.decode_replicas or 0
+    return _engines([setup] * prefills + [setup.decode] * decodes, table, keep)
+
+
+def _engines(setups: "list[Setup]", table: TableSink | None, keep: Keep) -> list[EngineParts]:
+    scenario = setups[0].scenario
+    log = RequestLog(table, Goodput.parse(list(scenario.goodput)) if scenario.goodput else None)
+    gaps = GapCollector()
+    detailed: dict[int, list[float]] | None = {} if keep.detailed else None
+    samples = max(LEAST_SAMPLES, SAMPLE_LIMIT // len(setups))
+    found: list[EngineParts] = []
+    for place, setup in enumerate(setups):
+        deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile, setup.role)
+        scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
+        lanes = Lanes(keep_intervals=keep.timeline)
+        if detailed is not None:
+            scheduler.record_tokens(detailed)
+            scheduler.record_decisions()
+        parts = EngineParts(
+            setup=setup,
+            scheduler=scheduler,
+            engine=Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end),
+            lanes=lanes,
+            series=Series(scheduler, lanes, samples) if keep.series or keep.timeline else None,
+            log=log,
+            gaps=gaps,
+            detailed=detailed,
+            place=place,
+        )
+        if len(setups) > 1:
+            parts.engine.on_end = partial(_log_end, parts)
+        found.append(parts)
+    return found
+
+
+def _log_end(parts: EngineParts, seq: Sequence) -> None:
+    """Log the end of a sequence with the values of `engine_columns`."""
+    where = (parts.place,)
+    if parts.setup.role != "both":
+        where = (parts.place, parts.prefilled_by.pop(seq, parts.place))
+    parts.log.end(seq, where)

@@ -1,0 +1,23 @@
+"""Options of the stage `hand-over`: DistServe's, and of any mix that hands over."""
+
+from dataclasses import dataclass
+
+from sim.errors import UserError
+from sim.systems.options import option
+
+
+@dataclass(frozen=True)
+class HandOverOptions:
+    """When a decode engine pulls, and how KV travels."""
+
+    waiting_share: float = option(
+        0.05, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
+    )
+
+    layer_wise: bool = option(
+        False, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.waiting_share <= 1.0:
+            raise UserError(f"waiting-share: {self.waiting_share} is not in (0, 1]; DistServe's is 0.05")

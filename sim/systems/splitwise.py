@@ -1,0 +1,42 @@
+"""Splitwise (Patel et al., "Splitwise: Efficient Generative LLM Inference Using Phase Splitting", ISCA 2024; arXiv
+2311.18677), without its mixed pool.
+
+One pool of machines computes prompts, another the tokens after the first. A prompt goes to the machine with the fewest
+prompt tokens pending (join the shortest queue), its tokens to the one with the fewest requests. The KV of each layer is
+sent while later layers are computed, so that only the last layer's copy, or what the link is too slow for, is seen:
+
+    end = max(start of the copy + bytes / bandwidth,  end of the prompt + bytes / layers / bandwidth).
+
+A token machine without room at its first look gets all of it once there is, and until then the prompt machine keeps it.
+
+Assumed: prompt machines batch as vLLM 0.5.5 does, whole prompts up to the token budget; a token machine that runs out
+of blocks computes its last sequences again, as the vLLM that Splitwise extends does. Copies do not slow the computation
+down. Not modelled: the mixed pool, to which machines of either kind go under pressure, and whole transfers of short
+prompts.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.systems.distserve import DistServe
+from sim.systems.options import option
+
+
+@dataclass(frozen=True)
+class Splitwise(DistServe):
+    """Prompts and tokens on machines of their own, KV sent layer by layer."""
+
+    waiting_share: float = option(
+        1.0, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
+    )
+    layer_wise: bool = option(
+        True, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
+    )
+
+    name: ClassVar[str] = "splitwise"
+    summary: ClassVar[str] = "Splitwise: prompt and token pools, KV sent layer by layer"
+    composition: ClassVar[dict[str, str]] = {
+        **DistServe.composition,
+        "admission": "watermark",
+        "eviction": "recompute",
+    }

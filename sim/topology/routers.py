@@ -1,0 +1,92 @@
+"""Routers: who gets a request. Each answers from the request, its own memory and the views, never from a clock.
+
+A view is the engine as it stands when the request arrives: iterations that have begun then have not ended.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from random import Random
+from typing import Protocol
+from zlib import crc32
+
+from traces.request import Request
+
+
+class EngineView(Protocol):
+    """What a router may know of an engine. What engines cache would stand here too."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests sent to the engine that have not ended."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Those of them that wait for their prefill."""
+        ...
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of those that wait."""
+        ...
+
+
+class Router(ABC):
+    """Chooses an engine for each request, in order of arrival."""
+
+    @abstractmethod
+    def route(self, request: Request, engines: Sequence[EngineView]) -> int:
+        """The place in `engines` of the one that gets `request`."""
+
+
+class RoundRobin(Router):
+    """One after the other, whatever their state."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def route(self, request: Request, engines: Sequence[EngineView]) -> int:
+        chosen = self._next % len(engines)
+        self._next = chosen + 1
+        return chosen
+
+
+class LeastLoaded(Router):
+    """Fewest requests in flight; the first of those that tie."""
+
+    def route(self, request: Request, engines: Sequence[EngineView]) -> int:
+        loads = [engine.num_in_flight for engine in engines]
+        return loads.index(min(loads))
+
+
+class FewestWaitingTokens(Router):
+    """Join the shortest queue, counted in prompt tokens yet to be computed (Splitwise); the first of those that tie."""
+
+    def route(self, request: Request, engines: Sequence[EngineView]) -> int:
+        loads = [engine.waiting_tokens for engine in engines]
+        return loads.index(min(loads))
+
+
+class PowerOfTwo(Router):
+    """The less loaded of two drawn at random (Mitzenmacher, 2001): nearly as even, and only two are asked."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def route(self, request: Request, engines: Sequence[EngineView]) -> int:
+        if len(engines) == 1:
+            return 0
+        one, other = self._random.sample(range(len(engines)), 2)
+        return other if engines[other].num_in_flight < engines[one].num_in_flight else one
+
+
+class SessionAffinity(Router):
+    """All turns of a session go to one engine, by the hash of its id; requests without one go round robin."""
+
+    def __init__(self) -> None:
+        self._others = RoundRobin()
+
+    def route(self, request: Request, engines: Sequence[EngineView]) -> int:
+        if not request.session_id:
+            return self._others.route(request, engines)
+        return crc32(request.session_id.encode()) % len(engines)

@@ -1,0 +1,64 @@
+"""The requests of a scenario: read or generated, and sent as they arrive or in a closed loop."""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from sim.clock.arrivals import Arrivals
+from sim.clock.closed_loop import ClosedLoop
+from sim.scenario import READING, Scenario
+from traces import readers, transforms
+from traces.request import Request
+
+DEFAULT_WORKLOAD_PROMPTS = 1000
+
+
+def traffic(scenario: Scenario, warnings: list[str] | None = None) -> Iterable[Request]:
+    """The scenario's requests, read or generated as they are needed; `warnings` get what a trace's reader left out."""
+    requests: Iterable[Request]
+    if scenario.trace is not None:
+        reading = {name: value for name in READING if (value := getattr(scenario, name)) is not None}
+        requests = trace = readers.open_trace(scenario.trace, format=scenario.trace_format, **reading)
+        if warnings is not None:
+            requests = chain(trace, _left_out(trace, warnings))
+        if scenario.num_prompts is not None:
+            requests = transforms.head(requests, scenario.num_prompts)
+        if scenario.request_rate is not None:
+            requests = transforms.at_request_rate(
+                requests, scenario.request_rate, burstiness=scenario.burstiness, seed=scenario.seed
+            )
+    else:
+        requests = _generated(scenario)
+    if scenario.clip is not None:
+        requests = transforms.clip(requests, scenario.clip)
+    if scenario.rate_scale != 1.0:
+        requests = transforms.scale_rate(requests, scenario.rate_scale)
+    return requests
+
+
+def _left_out(trace: readers.Trace, warnings: list[str]) -> Iterator[Request]:
+    """No request: at the end of a trace this says how many rows its reader skipped."""
+    if trace.skipped:
+        reason = "vLLM's rule for ShareGPT" if trace.format == "sharegpt" else "--zero-tokens drop"
+        warnings.append(f"{trace.skipped:,} rows of {trace.path} left out ({reason})")
+    yield from ()
+
+
+def _generated(scenario: Scenario) -> Iterator[Request]:
+    from traces.generators import generate  # noqa: PLC0415 - numpy is slow to import and replays do not need it
+
+    lengths = {"input_len": scenario.input_len, "output_len": scenario.output_len}
+    return generate(
+        scenario.workload or "",
+        num_prompts=scenario.num_prompts or DEFAULT_WORKLOAD_PROMPTS,
+        request_rate=scenario.request_rate,
+        burstiness=scenario.burstiness,
+        seed=scenario.seed,
+        **lengths,
+    )
+
+
+def arrivals_of(scenario: Scenario, requests: Iterable[Request]) -> Arrivals:
+    """The requests as they are sent: as they arrive, or in the scenario's closed loop."""
+    if scenario.max_concurrency is None and not scenario.closed_sessions:
+        return Arrivals(requests)
+    return ClosedLoop(requests, scenario.max_concurrency, by_session=scenario.closed_sessions)

@@ -1,0 +1,175 @@
+"""Replicas behind a router: each is an engine of its own, jumps change nothing, nobody is lost."""
+
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.testing import limits, linear_machine, requests, simulate
+from kvtwin.testing.clusters import ClusterOutcome, simulate_replicas
+from kvtwin.testing.conformance import TOLERANCE_S
+from sim.clock.closed_loop import ClosedLoop
+from sim.engine.sequence import Status
+from sim.option_values import base_type, option_fields
+from sim.policy_options import parse_policy
+from sim.scenario import Scenario
+from sim.systems.vllm055 import VllmRecompute
+from sim.topology import ROUTERS
+from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PowerOfTwo, RoundRobin, SessionAffinity
+from traces.request import Request
+
+FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
+"""Every iteration takes 0.1 s."""
+POLICIES = ["vllm-recompute", "vllm-swap", "layerkv", "layerkv:decode=stream", "sarathi", "fastserve"]
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(["", "a", "b", "c"]),
+        st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.1, 0.5]),
+        st.integers(1, 150),
+        st.integers(1, 40),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+def drawn(rows) -> list[Request]:
+    at_s, found = 0.0, []
+    for i, (session, gap_s, prompt, output) in enumerate(rows):
+        at_s += gap_s
+        found.append(Request(i, at_s, prompt, output, session))
+    return found
+
+
+def assert_equal(one: ClusterOutcome, other: ClusterOutcome) -> None:
+    assert one.places() == other.places()
+    there = other.by_id()
+    for key, seq in one.by_id().items():
+        assert seq.status is there[key].status
+        assert seq.first_token_s == pytest.approx(there[key].first_token_s, abs=TOLERANCE_S)
+        assert seq.finish_s == pytest.approx(there[key].finish_s, abs=TOLERANCE_S)
+    for a, b in zip(one.members, other.members, strict=True):
+        assert a.iterations == b.iterations
+        assert a.engine.scheduler.counters == b.engine.scheduler.counters
+        assert a.lanes.compute.busy_s == pytest.approx(b.lanes.compute.busy_s, abs=1e-6)
+
+
+def assert_whole(outcome: ClusterOutcome, arrivals) -> None:
+    """Every request ended once, every block is free, no lane did two things at a time."""
+    assert sorted(seq.request.request_id for seq, _ in outcome.ended) == [r.request_id for r in arrivals]
+    for member in outcome.members:
+        assert member.num_in_flight == 0
+        assert not member.engine.has_unfinished
+        for pool in (member.engine.scheduler.gpu, member.engine.scheduler.host):
+            assert pool.free == pool.num_blocks
+        for lane in (member.lanes.compute, member.lanes.h2d, member.lanes.d2h):
+            for before, after in pairwise(lane.intervals or ()):
+                assert after.start_s >= before.end_s - 1e-9
+
+
+def test_a_request_goes_to_the_engine_with_fewest_in_flight_when_it_arrives():
+    # 0 and 1 fill both engines. 1 ends at 0.2: at 0.15 the first engine is as loaded as the second and gets 2, at 0.25
+    # the second is idle and gets 3.
+    rows = requests((0.0, 10, 50), (0.0, 10, 2), (0.15, 10, 50), (0.25, 10, 2))
+    for jump in (True, False):
+        outcome = simulate_replicas(
+            [VllmRecompute()] * 2, LeastLoaded(), rows, limits(), machine=linear_machine(**FLAT), jump=jump
+        )
+        assert outcome.places() == {0: 0, 1: 1, 2: 0, 3: 1}
+        # 2 waits for the iteration from 0.1 to 0.2, is prefilled until 0.3 and makes the others wait.
+        assert outcome.by_id()[2].first_token_s == pytest.approx(0.3)
+        assert outcome.by_id()[0].finish_s == pytest.approx(5.1)
+        assert outcome.by_id()[3].finish_s == pytest.approx(0.45)
+
+
+def test_a_place_that_frees_at_one_engine_sends_the_next_request_to_another():
+    # Two in flight. 1 ends on the second engine at 0.2, a boundary of both; 2 goes to the first by turn.
+    rows = requests((0.0, 10, 30), (0.0, 10, 2), (0.0, 10, 3))
+    outcome = simulate_replicas(
+        [VllmRecompute()] * 2, RoundRobin(), ClosedLoop(rows, 2), limits(), machine=linear_machine(**FLAT)
+    )
+    assert outcome.places() == {0: 0, 1: 1, 2: 0}
+    assert outcome.by_id()[2].request.arrival_s == pytest.approx(0.2)
+    assert outcome.by_id()[2].finish_s == pytest.approx(0.5)
+
+
+def test_turns_of_a_session_stay_together():
+    rows = [Request(i, 0.1 * i, 10, 2, f"session {i % 7}") for i in range(70)]
+    places = simulate_replicas([VllmRecompute()] * 4, SessionAffinity(), rows, limits()).places()
+    for session in range(7):
+        assert len({place for i, place in places.items() if i % 7 == session}) == 1
+    assert len(set(places.values())) > 1
+
+
+class Loaded:
+    """A view of an engine."""
+
+    def __init__(self, num_in_flight: int, waiting_tokens: int = 0) -> None:
+        self.num_in_flight, self.waiting_tokens = num_in_flight, waiting_tokens
+        self.num_waiting = num_in_flight
+
+
+def test_routers_choose_from_views_alone():
+    request, views = Request(0, 0.0, 10, 2), [Loaded(3, 10), Loaded(1, 500), Loaded(1, 0), Loaded(9, 0)]
+    assert LeastLoaded().route(request, views) == 1
+    assert FewestWaitingTokens().route(request, views) == 2
+    turn = RoundRobin()
+    assert [turn.route(request, views) for _ in range(6)] == [0, 1, 2, 3, 0, 1]
+    drawn_twice = [[router.route(request, views) for _ in range(200)] for router in (PowerOfTwo(5), PowerOfTwo(5))]
+    assert drawn_twice[0] == drawn_twice[1]
+    # The worst of four is never the better of two; the others are, the two best more often.
+    assert set(drawn_twice[0]) == {0, 1, 2}
+    assert drawn_twice[0].count(0) < min(drawn_twice[0].count(1), drawn_twice[0].count(2))
+    assert PowerOfTwo(1).route(request, views[:1]) == 0
+
+
+def test_the_routers_are_those_that_the_flag_takes():
+    hint = {f.name: hint for f, hint in option_fields(Scenario)}["router"]
+    assert get_args(base_type(hint)) == tuple(ROUTERS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("jump", [True, False])
+def test_a_cluster_of_one_is_the_engine_alone(policy, jump):
+    kind = parse_policy(policy, {})[1]
+    rows = requests(*[(0.05 * i, 20 + 13 * i % 150, 5 + 7 * i % 50) for i in range(60)])
+    limit = limits(40, 200, max_model_len=512)
+    alone = simulate(kind, rows, limit, jump=jump).by_id()
+    outcome = simulate_replicas([kind], RoundRobin(), rows, limit, jump=jump)
+    assert {key: (s.first_token_s, s.finish_s) for key, s in outcome.by_id().items()} == {
+        key: (s.first_token_s, s.finish_s) for key, s in alone.items()
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_round_robin_over_four_is_four_runs_of_a_quarter(policy):
+    kind = parse_policy(policy, {})[1]
+    rows = requests(*[(0.02 * i, 20 + 13 * i % 150, 5 + 7 * i % 50) for i in range(200)])
+    limit = limits(40, 200, max_model_len=512)
+    outcome = simulate_replicas([kind] * 4, RoundRobin(), rows, limit)
+    assert_whole(outcome, rows)
+    for place in range(4):
+        for key, seq in simulate(kind, rows[place::4], limit).by_id().items():
+            assert outcome.places()[key] == place
+            assert outcome.by_id()[key].finish_s == pytest.approx(seq.finish_s, abs=1e-9)
+            assert outcome.by_id()[key].first_token_s == pytest.approx(seq.first_token_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=15, deadline=None)
+@given(rows=ROWS, replicas=st.integers(1, 4), gpu=st.integers(10, 24), most=st.sampled_from([None, 3]))
+def test_jumping_changes_nothing_and_nobody_is_lost(name, policy, rows, replicas, gpu, most):
+    kind, arrivals, limit = parse_policy(policy, {})[1], drawn(rows), limits(gpu, 30, max_model_len=256)
+    one, other = (
+        simulate_replicas(
+            [kind] * replicas, ROUTERS[name](7), ClosedLoop(arrivals, most) if most else arrivals, limit, jump=jump
+        )
+        for jump in (True, False)
+    )
+    assert_whole(one, arrivals)
+    assert_whole(other, arrivals)
+    assert_equal(one, other)
+    assert {seq.status for seq, _ in one.ended} <= {Status.FINISHED, Status.IGNORED}

@@ -1,0 +1,189 @@
+"""Prefill and decode pools: KV moves once, is held on both sides until it has, and nobody is lost."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.testing import limits, linear_machine, requests
+from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
+from kvtwin.testing.conformance import TOLERANCE_S
+from sim.clock.closed_loop import ClosedLoop
+from sim.engine.sequence import Status
+from sim.errors import UserError
+from sim.policy_options import parse_policy
+from sim.systems.distserve import DistServe
+from sim.systems.splitwise import Splitwise
+
+FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
+"""Every iteration takes 0.1 s."""
+POLICIES = [
+    "distserve",
+    "distserve:eviction=recompute",
+    "vllm-recompute:stage=hand-over",
+    "distserve:waiting-share=0.5",
+    "distserve:layer-wise=true",
+    "splitwise",
+]
+POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
+
+
+def assert_whole(outcome: ClusterOutcome, arrivals) -> None:
+    """Every request ended once, every block is free, no lane and no link did two things at a time."""
+    assert sorted(seq.request.request_id for seq, _ in outcome.ended) == [r.request_id for r in arrivals]
+    for member in outcome.members:
+        assert member.num_in_flight == 0
+        assert not member.engine.has_unfinished
+        for pool in (member.engine.scheduler.gpu, member.engine.scheduler.host):
+            assert pool.free == pool.num_blocks
+        lanes = member.lanes
+        for lane in (lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values()):
+            for before, after in pairwise(lane.intervals or ()):
+                assert after.start_s >= before.end_s - 1e-9
+    for seq, _ in outcome.ended:
+        assert seq.status in (Status.FINISHED, Status.IGNORED)
+        if seq.status is Status.FINISHED:
+            assert seq.num_generated == seq.request.output_tokens
+            assert seq.request.arrival_s - 1e-9 <= seq.first_scheduled_s <= seq.first_token_s <= seq.finish_s
+
+
+def links_busy_s(outcome: ClusterOutcome, name: str) -> float:
+    return sum(member.lanes.links[name].busy_s for member in outcome.members if name in member.lanes.links)
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_a_request_is_prefilled_copied_and_decoded(jump):
+    # 40 tokens are 3 blocks of 16; at 1 byte a block and 10 bytes/s the copy takes 0.3 s: 0.1 to 0.4. Four more tokens
+    # take 0.4 s. The request of one token ends where it is prefilled, from 0.1 to 0.2.
+    rows = requests((0.0, 40, 5), (0.05, 40, 1))
+    outcome = simulate_pools(DistServe(), rows, limits(), bytes_per_s=10.0, machine=linear_machine(**FLAT), jump=jump)
+    assert outcome.places() == {0: 1, 1: 0}
+    first, second = outcome.by_id()[0], outcome.by_id()[1]
+    assert (first.first_token_s, first.finish_s) == pytest.approx((0.1, 0.8))
+    assert (second.first_token_s, second.finish_s) == pytest.approx((0.2, 0.2))
+    (link,) = outcome.members[0].lanes.links.values()
+    assert link.name == "link out"
+    assert [interval[:2] for interval in link.intervals or ()] == [pytest.approx((0.1, 0.4))]
+    assert outcome.members[1].lanes.links["link in"].busy_s == pytest.approx(0.3)
+    assert outcome.members[0].engine.scheduler.counters.policy == {"handed_over": 1, "handed_over_blocks": 3}
+
+
+def test_a_landing_copy_ends_a_jump_of_the_decode_engine():
+    # 0 decodes from 0.1 + 0.1 on in steps of 0.1 s; 1's copy lands at 0.4 while 0 is in the middle of 50 tokens.
+    rows = requests((0.0, 16, 50), (0.15, 32, 3))
+    for jump in (True, False):
+        outcome = simulate_pools(
+            DistServe(), rows, limits(), bytes_per_s=10.0, machine=linear_machine(**FLAT), jump=jump
+        )
+        assert outcome.by_id()[0].finish_s == pytest.approx(0.2 + 4.9)
+        # Prefilled from 0.15 to 0.25; heard of at 0.3; copied until 0.5; tokens at 0.6 and 0.7.
+        assert outcome.by_id()[1].finish_s == pytest.approx(0.7)
+
+
+def test_links_carry_one_copy_at_a_time():
+    # Two prefill engines are done at 0.1; the decode engine's link takes 0.1 s a block, one copy after the other.
+    rows = requests((0.0, 16, 3), (0.0, 16, 3))
+    outcome = simulate_pools(DistServe(), rows, limits(), prefill=2, bytes_per_s=10.0, machine=linear_machine(**FLAT))
+    (interval, other) = outcome.members[2].lanes.links["link in"].intervals or ()
+    assert (*interval[:2], *other[:2]) == pytest.approx((0.1, 0.2, 0.2, 0.3))
+    assert sorted(seq.finish_s for seq, _ in outcome.ended) == pytest.approx([0.4, 0.5])
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_layers_are_sent_while_later_ones_are_computed(jump):
+    # Four layers, 0.1 s for a prompt. A fast link (16 bytes/s, a block of 1 byte 0.0625 s) has sent three of them by
+    # 0.1 and needs a quarter of a block's time more; a slow one (5 bytes/s) starts at 0.025 and needs 0.2 s.
+    for bytes_per_s, landed_s in ((16.0, 0.1 + 0.0625 / 4), (5.0, 0.025 + 0.2)):
+        outcome = simulate_pools(
+            Splitwise(),
+            requests((0.0, 16, 2)),
+            limits(),
+            bytes_per_s=bytes_per_s,
+            machine=linear_machine(**FLAT),
+            jump=jump,
+        )
+        assert outcome.by_id()[0].finish_s == pytest.approx(landed_s + 0.1)
+
+
+def test_a_full_decode_pool_holds_prefills_up():
+    # Each needs 2 blocks and grows to 3; vLLM wants one more free, so that the decode engine holds one at a time. The
+    # prefill engine holds two: the fourth prompt starts when the second has left, as the first ends at 1.1.
+    rows = requests(*[(0.0, 32, 11)] * 4)
+    small = limits(4, 0, tokens=32, max_model_len=32)
+    outcome = simulate_pools(DistServe(), rows, small, machine=linear_machine(**FLAT))
+    assert_whole(outcome, rows)
+    seqs = [outcome.by_id()[i] for i in range(4)]
+    assert [seq.finish_s for seq in seqs] == pytest.approx([1.1, 2.1, 3.1, 4.1])
+    assert [seq.first_token_s for seq in seqs] == pytest.approx([0.1, 0.2, 0.3, 1.2])
+
+
+def test_a_prompt_that_the_decode_engine_can_never_hold_is_ignored():
+    rows = requests((0.0, 100, 5), (0.0, 10, 5), (0.1, 100, 1))
+    outcome = simulate_pools(DistServe(), rows, limits(20), decode_limit=limits(3))
+    assert_whole(outcome, rows)
+    assert {i: seq.status for i, seq in outcome.by_id().items()} == {
+        0: Status.IGNORED, 1: Status.FINISHED, 2: Status.FINISHED,
+    }  # fmt: skip
+
+
+ROWS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.1, 0.5]), st.integers(1, 150), st.integers(1, 40)),
+    min_size=1,
+    max_size=25,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=ROWS,
+    pools=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    blocks=st.tuples(st.integers(6, 24), st.integers(6, 24)),
+    seats=st.sampled_from([1, 3, 256]),
+    host=st.sampled_from([0, 5, 40]),
+    speed=st.sampled_from([10.0, 300.0, 1e9]),
+    most=st.sampled_from([None, 3]),
+)
+def test_jumping_changes_nothing_and_memory_is_conserved(policy, rows, pools, blocks, seats, host, speed, most):
+    at_s, found = 0.0, []
+    for gap_s, prompt, output in rows:
+        at_s += gap_s
+        found.append((at_s, prompt, output))
+    arrivals, kind = requests(*found), parse_policy(policy, {})[1]
+    chunked = policy.startswith("sarathi")
+    limit, decode_limit = (
+        limits(count, host, max_model_len=256, seqs=seats, chunked=chunked, tokens=512) for count in blocks
+    )
+    one, other = (
+        simulate_pools(
+            kind,
+            ClosedLoop(arrivals, most) if most else arrivals,
+            limit,
+            prefill=pools[0],
+            decode=pools[1],
+            decode_limit=decode_limit,
+            bytes_per_s=speed,
+            jump=jump,
+        )
+        for jump in (True, False)
+    )
+    for outcome in (one, other):
+        assert_whole(outcome, arrivals)
+        assert links_busy_s(outcome, "link in") == pytest.approx(links_busy_s(outcome, "link out"))
+        sent = sum(m.engine.scheduler.counters.policy["handed_over_blocks"] for m in outcome.members)
+        assert links_busy_s(outcome, "link in") == pytest.approx(sent / speed)
+    assert one.places() == other.places()
+    for key, seq in one.by_id().items():
+        assert seq.status is other.by_id()[key].status
+        assert seq.first_token_s == pytest.approx(other.by_id()[key].first_token_s, abs=TOLERANCE_S)
+        assert seq.finish_s == pytest.approx(other.by_id()[key].finish_s, abs=TOLERANCE_S)
+    for a, b in zip(one.members, other.members, strict=True):
+        assert a.iterations == b.iterations
+        assert a.engine.scheduler.counters == b.engine.scheduler.counters
+
+
+@pytest.mark.parametrize("policy", ["layerkv:stage=hand-over", "orca:stage=hand-over", "distserve:order=mlfq"])
+def test_what_cannot_hand_over_is_refused(policy):
+    with pytest.raises(UserError, match="goes with"):
+        simulate_pools(parse_policy(policy, {})[1], requests((0.0, 10, 2)), limits())

@@ -1,0 +1,190 @@
+"""`kvtwin run` and `compare` over several engines: what their files say, and what is refused."""
+
+import csv
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+
+import kvtwin
+from sim.files import CsvTable
+from sim.results import result as result_module
+from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
+from sim.scenario import Scenario
+from sim.simulate import build_run, execute, prepare
+from sim.systems.distserve import DistServe
+from sim.traffic import traffic
+
+WORKLOAD = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "20", "--seed", "3", "--gpu", "l20"]
+
+
+@pytest.fixture(autouse=True)
+def plain_tables(monkeypatch):
+    """CSV, whether pyarrow is installed or not."""
+    monkeypatch.setattr("sim.cli.ParquetTable", CsvTable)
+    monkeypatch.setattr("sim.cli.TABLE_FILES", ("requests.csv", "requests.csv"))
+
+
+def run(out, *words, policy="vllm-recompute", command="run"):
+    return kvtwin.main([command, "--policy", policy, "--out", str(out), "--quiet", *WORKLOAD, *words])
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_tables_series_timelines_and_results_say_which_engine(tmp_path):
+    assert run(tmp_path, "--replicas", "3", "--timeline", "--figures") == 0
+    table = rows(tmp_path / "requests.csv")
+    assert list(table[0]) == [*TABLE_COLUMNS, ENGINE_COLUMNS[0]]
+    assert {row["request_id"]: row["engine"] for row in table} == {str(i): str(i % 3) for i in range(60)}
+    found = result_module.read_result(tmp_path / "result.json")
+    assert found.engines is not result_module.UNSET
+    assert [(use.engine, use.num_prompts) for use in found.engines] == [(0, 20), (1, 20), (2, 20)]
+    assert found.num_iterations == sum(use.num_iterations for use in found.engines)
+    mean_s = sum(use.lanes.compute.busy_s for use in found.engines) / 3
+    assert found.lanes.compute.busy_s == pytest.approx(mean_s)
+    series = rows(tmp_path / "series.csv")
+    assert {row["engine"] for row in series} == {"0", "1", "2"}
+    times = [float(row["time_s"]) for row in series]
+    assert times == sorted(times)
+    events = json.loads(gzip.decompress((tmp_path / "timeline.json.gz").read_bytes()))["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {1, 2, 3}
+    assert (tmp_path / "figures" / "engines.png").exists()
+
+
+def test_one_replica_leaves_the_files_of_one_engine(tmp_path):
+    assert run(tmp_path / "one", "--timeline", "--figures") == 0
+    assert run(tmp_path / "same", "--replicas", "1", "--timeline", "--figures") == 0
+    for name in ("requests.csv", "series.csv", "timeline.json.gz", "figures/memory.png", "figures/lanes.png"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+    assert not (tmp_path / "same" / "figures" / "engines.png").exists()
+    assert "replicas" not in json.loads((tmp_path / "one" / "result.json").read_text())["scenario"]
+
+
+def test_stepped_and_jumped_runs_leave_the_same_requests(tmp_path):
+    words = ["--replicas", "4", "--router", "least-loaded", "--max-concurrency", "30"]
+    assert run(tmp_path / "jumped", *words) == run(tmp_path / "stepped", *words, "--step") == 0
+    jumped, stepped = (
+        {row["request_id"]: row for row in rows(tmp_path / name / "requests.csv")} for name in ("jumped", "stepped")
+    )
+    for key, row in jumped.items():
+        assert row["engine"] == stepped[key]["engine"]
+        assert float(row["e2el_s"]) == pytest.approx(float(stepped[key]["e2el_s"]), abs=1e-6)
+
+
+def test_policies_are_compared_over_replicas(tmp_path):
+    words = ["--policy", "layerkv", "--replicas", "2", "--router", "power-of-two"]
+    assert run(tmp_path, *words, command="compare") == 0
+    assert set(json.loads((tmp_path / "comparison.json").read_text())["policies"]) == {"vllm-recompute", "layerkv"}
+    assert (tmp_path / "figures" / "engines.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--router", "least-loaded"], ["--router", "least-loaded", "--replicas"]),
+        (["--router", "least-loaded", "--replicas", "1"], ["--router", "--replicas of 2 or more"]),
+        (["--replicas", "0"], ["--replicas", "0", "give more"]),
+        (["--replicas", "1.5"], ["--replicas", "'1.5'", "whole number"]),
+    ],
+)
+def test_bad_values_are_refused(tmp_path, capsys, words, parts):
+    assert run(tmp_path, *words) == 2
+    error = capsys.readouterr().err
+    assert [part for part in parts if part not in error] == []
+
+
+# -- pools -----------------------------------------------------------------------------------------------------------
+
+POOLS = ["--prefill-replicas", "2", "--decode-replicas", "1", "--link-gbps", "200"]
+
+
+def test_tables_and_results_say_who_prefilled_and_who_decoded(tmp_path):
+    words = [*POOLS, "--prefill-tp", "2", "--decode-gpu", "a100-80g", "--timeline", "--figures"]
+    assert run(tmp_path, *words, policy="distserve") == 0
+    table = rows(tmp_path / "requests.csv")
+    assert list(table[0]) == [*TABLE_COLUMNS, *ENGINE_COLUMNS]
+    assert {row["engine"] for row in table if int(row["output_tokens"]) > 1} == {"2"}
+    assert {row["prefill_engine"] for row in table} == {"0", "1"}
+    found = result_module.read_result(tmp_path / "result.json")
+    assert found.engines is not result_module.UNSET
+    assert [(use.role, use.gpu, use.tp) for use in found.engines] == [
+        ("prefill", "l20", 2), ("prefill", "l20", 2), ("decode", "a100-80g", 1),
+    ]  # fmt: skip
+    assert [list(use.links) for use in found.engines if use.links] == [["link out"], ["link out"], ["link in"]]
+    # 200 Gbit/s are 25 GB/s; a block of 16 tokens of Llama-2-7B is 16 x 512 KiB over all GPUs of an engine.
+    seconds = found.counters.policy["handed_over_blocks"] * 16 * 524_288 / 25e9
+    assert found.engines[2].links["link in"].busy_s == pytest.approx(seconds)
+    events = json.loads(gzip.decompress((tmp_path / "timeline.json.gz").read_bytes()))["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"link in", "link out"} <= names
+
+
+def test_pools_stepped_and_jumped_leave_the_same_requests(tmp_path):
+    assert run(tmp_path / "jumped", *POOLS, policy="distserve") == 0
+    assert run(tmp_path / "stepped", *POOLS, "--step", policy="distserve") == 0
+    jumped, stepped = (
+        {row["request_id"]: row for row in rows(tmp_path / name / "requests.csv")} for name in ("jumped", "stepped")
+    )
+    for key, row in jumped.items():
+        assert (row["engine"], row["prefill_engine"]) == (stepped[key]["engine"], stepped[key]["prefill_engine"])
+        assert float(row["e2el_s"]) == pytest.approx(float(stepped[key]["e2el_s"]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "parts"),
+    [
+        ("distserve", [], ["--policy distserve", "--prefill-replicas", "--link-gbps"]),
+        ("distserve", POOLS[:4], ["--link-gbps", "missing", "Gbit/s"]),
+        ("distserve", POOLS[:2], ["--prefill-replicas", "2", "--decode-replicas"]),
+        ("distserve", POOLS[2:], ["--decode-replicas", "1", "--prefill-replicas"]),
+        ("distserve", [*POOLS[:4], "--link-gbps", "0"], ["--link-gbps", "0", "give more"]),
+        ("distserve", [*POOLS[:4], "--link-gbps", "inf"], ["--link-gbps", "inf", "1e9"]),
+        ("distserve", [*POOLS, "--replicas", "2"], ["--replicas", "2", "leave it out"]),
+        ("distserve", [*POOLS, "--prefill-tp", "3"], ["3", "choose one of"]),
+        ("distserve", [*POOLS, "--decode-gpu", "l2"], ["l2", "did you mean 'l20'?"]),
+        ("distserve:waiting-share=0", POOLS, ["waiting-share", "0", "0.05"]),
+        ("distserve:memory=reserved", POOLS, ["stage=hand-over", "memory=paged"]),
+        ("layerkv", POOLS, ["--prefill-replicas 2", "layerkv", "stage=promote", "distserve"]),
+        ("layerkv:stage=hand-over", POOLS, ["memory=layers", "stage=promote"]),
+        ("vllm-recompute", ["--link-gbps", "100"], ["--link-gbps", "100", "--prefill-replicas"]),
+        ("vllm-recompute", ["--prefill-tp", "2"], ["--prefill-tp", "2", "--prefill-replicas"]),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(tmp_path, capsys, policy, words, parts):
+    assert run(tmp_path, *words, policy=policy) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert [part for part in parts if part not in error] == [], error
+
+
+@pytest.mark.parametrize(("policy", "words"), [("vllm-recompute", ["--replicas", "3"]), ("distserve", POOLS)])
+def test_gaps_between_tokens_are_those_of_all_engines(tmp_path, policy, words):
+    assert run(tmp_path, *words, "--save-detailed", "--num-gpu-blocks-override", "150", policy=policy) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [len(gaps) + 1 for gaps in found["itls"]] == found["output_lens"]
+    for gaps, ttft, latency in zip(found["itls"], found["ttfts"], found["latencies"], strict=True):
+        assert ttft + sum(gaps) == pytest.approx(latency)
+    gaps = [gap * 1e3 for one in found["itls"] for gap in one]
+    assert found["mean_itl_ms"] == pytest.approx(sum(gaps) / len(gaps))
+
+
+def test_prompts_that_decode_engines_can_never_hold_are_ignored_and_nothing_is_kept_of_those_that_ended():
+    scenario = Scenario(
+        workload="uniform", num_prompts=40, request_rate=20.0, input_len=200, output_len=30, gpu="l20", seed=2,
+        max_model_len=1024, prefill_replicas=2, decode_replicas=2, link_gbps=10.0,
+    )  # fmt: skip
+    setup = prepare(scenario, "distserve", DistServe())
+    assert setup.decode is not None
+    few = replace(setup.decode, limits=replace(setup.decode.limits, num_gpu_blocks=14))
+    finished = execute(build_run(replace(setup, decode=few), traffic(scenario)))
+    assert finished.log.ended == 40
+    assert finished.log.ignored > 0 < finished.log.completed
+    assert all(not parts.prefilled_by for parts in finished.engines)
+    found = result_module.assemble(finished)
+    assert found.engines is not result_module.UNSET
+    assert sum(use.num_prompts for use in found.engines if use.role == "prefill") == 40
+    assert sum(use.num_prompts for use in found.engines if use.role == "decode") == 40
