@@ -161,6 +161,11 @@ class PrefixIndex:
         self._unlist(holding)
         # What a prefill publishes is younger than all that is there.
         before = None if holding.seq.prefilling else (-num_blocks, holding.number)
+        # Who computes the same content may be on its way there.
+        self._publish_growing(self.root, before)
+        for run in list(holding.runs):
+            if run.node is not None:
+                self._publish_growing(run.node, before)
         while holding.num_blocks < end:
             self._publish_growing(self._end_of(holding), before)
             last = holding.runs[-1] if holding.runs else None
