@@ -49,6 +49,7 @@ MIXES = [
     "orca:memory=paged,eviction=swap",
     "fastserve:memory=reserved",
     "fastserve:eviction=recompute",
+    "fastserve:admission=slack,tpot-slo-ms=30",
     "sarathi:eviction=swap",
     "sarathi:order=mlfq",
     "sarathi:admission=slack,tpot-slo-ms=40",

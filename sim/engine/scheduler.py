@@ -307,9 +307,13 @@ class Scheduler:
 
     def release(self, seq: Sequence) -> None:
         """`seq`, in no queue and no batch, gives up its KV."""
+        self.tell_left(seq)
+        self.memory.release(seq)
+
+    def tell_left(self, seq: Sequence) -> None:
+        """Tell all parts that `seq` gives up its KV, wherever that is."""
         for left in self._left:
             left(seq)
-        self.memory.release(seq)
 
     def recompute(self, seq: Sequence) -> None:
         """`seq` gives up its KV and is to be computed again; the caller puts it back in the queue."""

@@ -19,6 +19,7 @@ part does not override is never called.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
+from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.batch import DecodeBatch
@@ -148,6 +149,10 @@ class Memory(Part, ABC):
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
+    def blocks_for(self, seq: Sequence) -> int:
+        """Pool blocks that a prompt takes, with what was generated before a recomputation. As `held_blocks`."""
+        raise NotImplementedError
+
     @abstractmethod
     def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
         """Whether an empty GPU could take the prompt and still have `keep_free` whole blocks left."""
@@ -209,6 +214,10 @@ class Memory(Part, ABC):
         return steps
 
     # -- the way out -----------------------------------------------------------------------------------------------
+
+    def held_blocks(self, seq: Sequence) -> int:
+        """Pool blocks that a sequence holds between steps, wherever they are. Where blocks span all layers."""
+        raise NotImplementedError
 
     @abstractmethod
     def release(self, seq: Sequence) -> None:
@@ -307,6 +316,10 @@ class Admission(Part, ABC):
     def admits(self, seq: Sequence) -> bool:
         """Whether `seq` may start now. Where it refuses for longer than `holds` says, only memory may change that."""
 
+    def delays(self, seq: Sequence) -> bool:
+        """Whether `admits` refuses `seq` now whatever blocks there are."""
+        return False
+
     def admitted(self, seq: Sequence) -> None:
         """`seq` starts."""
 
@@ -340,6 +353,18 @@ class Eviction(Part, ABC):
 
     def bring_back(self, plan: IterationPlan, budget: int, num_seqs: int) -> None:
         """Let victims compute again, within the token budget and the seats left."""
+
+    def room(self) -> float:
+        """Pool blocks for which there is room where victims go: more are taken only if decodes cannot go on."""
+        return inf
+
+    def is_out(self, seq: Sequence) -> bool:
+        """Whether `seq` waits on the host to be called back, and no copy of it is under way."""
+        return False
+
+    def call_back(self, seq: Sequence) -> None:
+        """Start the return of `seq`, which `is_out` and for which there are blocks."""
+        raise NotImplementedError
 
     def unblock(self) -> bool:
         """Nothing can be computed: give up or recompute who would wait for ever; whether that changed anything."""

@@ -9,11 +9,21 @@ Assumed:
 - Prompts are computed whole, in one iteration with the decodes (Orca's selective batching, on which FastServe builds).
 - Every iteration's whole duration counts against the quantum of everybody in it.
 - Who goes out is the last in the queue; the paper estimates the next time each is scheduled, its code does as we do.
-- When blocks run out in spite of it all, the last in the queue is swapped before the step, or computed again.
+- Memory follows the queue: a prompt, or one of the first on the host, takes the blocks that it lacks from those behind
+  it, the last first. Those are swapped before the step, which waits.
+- It takes nothing where that is not enough, where the host has no room, or from one that fills the GPU and could not
+  return; it waits for copies that will free what it lacks. Meanwhile nobody behind it takes blocks, not even free ones;
+  who has its blocks runs on.
+- When decodes find no block, the last in the queue is swapped before the step, or computed again if the host is full.
+- Who is demoted or promoted goes to the tail of its new level; the public code puts it at the front.
 
-Not modelled: blocks are taken from nobody for a prompt, or for one on the host, that stands before others; both wait
-until blocks are free. The paper's public code swaps the queue's tail out for them; `tests/systems` has both as cases
-that are expected to fail.
+Not modelled:
+- The public code lets the iteration wait until those of its batch who were on the host are back. Here they return
+  beside iterations of those who come next, and run at the first boundary after.
+- It runs those at the queue's front only whose blocks fit together beside the blocks that shall be free, and swaps the
+  rest of the batch. Here the threshold makes nobody stop who runs, and yields to who returns to the first places.
+- It takes blocks for the batch from those who do not run beside the computation, up to when they are written. Here only
+  leaving ahead of need is beside the computation.
 """
 
 from dataclasses import dataclass

@@ -150,6 +150,38 @@ def test_residents_keep_their_place_among_those_who_wait() -> None:
     assert [seq.request.request_id for seq in order.in_order(lambda: True)] == [1, 0]
 
 
+def test_who_loses_its_kv_keeps_its_place_and_its_wait() -> None:
+    """0, 1, 2, 3 in one level, of which 0 and 2 started; 2, then 0 lose their KV, popped 1 is put back as the first."""
+    order = queue()
+    seqs = [sequence(i, 5) for i in range(4)]
+    for seq in seqs:
+        order.add(seq)
+    order.keep(seqs[0])
+    order.keep(seqs[2])
+    order.idle_since_s[seqs[2]] = 0.5
+    order.left(seqs[2])
+    order.left(seqs[0])
+    order.scheduler.now_s = 0.7
+    order.put_back([seqs[2], seqs[0]])
+    assert ids(order) == [0, 1, 2, 3]
+    assert [order.idle_since_s[seqs[i]] for i in (0, 2)] == [0.7, 0.5]
+    assert [order.pop() for _ in range(2)] == seqs[:2]
+    order.put_back([seqs[1]])
+    assert ids(order) == [1, 2, 3]
+
+
+def test_who_stands_behind() -> None:
+    """1 and 2 of level 0 and 0 of level 2 hold KV; 3 waits in level 0 behind them."""
+    order = queue()
+    seqs = [sequence(i, prompt) for i, prompt in enumerate((30, 5, 5, 5))]
+    for seq in seqs:
+        order.add(seq)
+    for seq in seqs[:3]:
+        order.keep(seq)
+    behind = [[other.request.request_id for other in order.residents_behind(seq)] for seq in seqs]
+    assert behind == [[], [0, 2], [0], [0]]
+
+
 commands = st.lists(st.tuples(st.sampled_from(["add", "pop", "put_back", "remove"]), st.integers(0, 90)), max_size=60)
 
 

@@ -9,15 +9,17 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from systems_steps import by_hand, machine, token_times, work
+from systems_steps import by_hand, machine, steps_of, token_times, work
 
 from kvtwin.testing import Outcome, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, workloads
 from sim.engine.plan import IterationPlan, Move, StepTimes, Tier
 from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence
 from sim.parts.batching.quanta import Quanta
 from sim.parts.eviction.proactive_swap import ProactiveSwap
 from sim.parts.order.mlfq import Mlfq
+from sim.policy_options import parse_policy
 from sim.systems.fastserve import FastServe
 from sim.systems.vllm055 import VllmRecompute
 
@@ -349,16 +351,17 @@ def test_new_prompts_wait_while_less_than_a_tenth_of_the_host_is_free(data: st.D
 @some
 @given(data=st.data())
 def test_who_loses_its_blocks_stands_behind_all_who_keep_theirs(data: st.DataObject) -> None:
-    """Where blocks run out in spite of it all, the last in the queue is swapped before the step."""
+    """Where blocks run out, or one who comes first has too few, the last in the queue is swapped before the step."""
     workload = data.draw(workloads(FastServe()))
     policy = FastServe()
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
         order, _, _ = parts_of(scheduler)
         found = places(order)
-        swapped = [c.seq for c in plan.changes if isinstance(c, Move) and c.target is Tier.HOST]
-        if swapped and plan.decodes:
-            assert min(found[seq].place for seq in swapped) > max(found[seq].place for seq in plan.decodes)
+        swapped = swapped_before(plan)
+        running = [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]
+        if swapped and running:
+            assert min(found[seq].place for seq in swapped) > max(found[seq].place for seq in running)
 
     watched(policy, workload, look)
 
@@ -366,21 +369,172 @@ def test_who_loses_its_blocks_stands_behind_all_who_keep_theirs(data: st.DataObj
 # -- memory follows the queue --------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="blocks are taken from nobody for a prompt that stands before them")
 def test_a_short_prompt_takes_the_blocks_of_who_stands_behind_it() -> None:
-    """One seat, 8 blocks. Request 0 holds 5 of them and is in level 2 when 1 (80 ms: level 1, 4 blocks) comes: it goes
-    out, and 1 has its tokens long before 0 has its twenty."""
-    _, outcome = by_hand(FIFTY, ((0.0, 70, 20), (0.1, 60, 2)), limits(gpu=8, seqs=1, max_model_len=128))
-    assert outcome.by_id()[1].finish_s < outcome.by_id()[0].finish_s
+    """One seat, 8 blocks, 1 ms a copied block. Request 0 wants twenty tokens.
+
+    | from | to | computes | |
+    |---|---|---|---|
+    | 0 | 90 | 0: 70 tokens | 5 blocks |
+    | 90 | 111 | 0 | has run 111 of 100 ms: to level 2. 1 came at 100 (80 ms: level 1) and needs 4 blocks; 3 are free |
+    | 111 | 196 | 1: 60 tokens | after 5 ms, in which 0 goes out |
+    | 196 | 217 | 1 ends | |
+    | 217 | 222 | nothing | 0 returns |
+    | 222 | 600 | 0 | 18 tokens |
+    """
+    steps, outcome = by_hand(FIFTY, ((0.0, 70, 20), (0.1, 60, 2)), limits(gpu=8, seqs=1, max_model_len=128))
+    assert work(steps)[:6] == [((), {0: 70}), ((0,), {}), ((), {1: 60}), ((1,), {}), ((), {}), ((0,), {})]
+    times = token_times(outcome)
+    assert times["first"] == pytest.approx([0.090, 0.196], abs=1e-9)
+    assert times["finish"] == pytest.approx([0.600, 0.217], abs=1e-9)
+    counters = outcome.scheduler.counters
+    assert counters.preemptions == counters.policy["late_swap_outs"] == 1
+    assert counters.swap_out_blocks == counters.swap_in_blocks == 5
 
 
-@pytest.mark.xfail(strict=True, reason="who is first but on the host waits for the blocks of those behind it")
 def test_who_is_first_in_the_queue_comes_back_though_others_run() -> None:
     """As in the worked swap, but request 1 goes on: 30 ms to 141, then 21 each. At 162 it goes to level 1, at 267 (5
-    more, 105 of 100 ms) to the tail of level 2, behind 0, whose seat it is now: 0 wants 4 tokens, 1 has 23 to go."""
+    more, 105 of 100 ms) to the tail of level 2, behind 0: 0 wants 4 tokens, 1 has 23 to go.
+
+    | from | to | computes | |
+    |---|---|---|---|
+    | 267 | 288 | 1 | 7 blocks are free: 0's 5 return meanwhile, though fewer than 4 stay free |
+    | 288 | 309 | 0 | 1 pauses |
+    | 309 | 372 | 0 ends | three tokens; 1 block is free, so that 1's 2 leave meanwhile |
+    | 372 | 374 | nothing | 1 returns |
+    | 374 | 836 | 1 ends | 22 tokens |
+    """
     policy = FastServe(quantum_ms=50.0, min_free_blocks=4)
     _, outcome = by_hand(policy, ((0.0, 70, 6), (0.1, 10, 30)), limits(gpu=8, seqs=1, max_model_len=128))
-    assert outcome.by_id()[0].finish_s < outcome.by_id()[1].finish_s
+    assert outcome.tokens[0][2:] == pytest.approx([0.309, 0.330, 0.351, 0.372], abs=1e-9)
+    assert outcome.tokens[1][6:9] == pytest.approx([0.267, 0.288, 0.395], abs=1e-9)
+    assert outcome.by_id()[1].finish_s == pytest.approx(0.836, abs=1e-9)
+    assert outcome.scheduler.counters.preemptions == 0
+    assert outcome.scheduler.counters.policy["proactive_swap_outs"] == 2
+
+
+def test_who_stands_before_the_prompt_keeps_its_blocks_and_runs_with_it() -> None:
+    """Three seats, 7 blocks, of which 0 and 1 have 3 each and run 100 of 100 ms: both to level 2. 2 came at 100, for
+    level 0, and needs 2 blocks: 1, the last, goes out in 3 ms, and 0 runs with 2 (41 ms). 1 returns when 2 has ended
+    (166), beside an iteration of 0, and runs from 187 on."""
+    rows = ((0.0, 40, 8), (0.0, 40, 8), (0.1, 20, 2))
+    steps, outcome = by_hand(FIFTY, rows, limits(gpu=7, seqs=3, max_model_len=128))
+    assert work(steps)[:5] == [((), {0: 40, 1: 40}), ((0,), {2: 20}), ((0, 2), {}), ((0,), {}), ((0, 1), {})]
+    assert [step.end_s for step in steps[:5]] == pytest.approx([0.100, 0.144, 0.166, 0.187, 0.209], abs=1e-9)
+    assert token_times(outcome)["finish"] == pytest.approx([0.275, 0.338, 0.166], abs=1e-9)
+
+
+def test_nothing_is_taken_where_it_is_not_enough() -> None:
+    """Quanta of 100 ms and so on; 11 blocks. From 164 prompt 2 (120 ms: level 1) waits for 7 blocks behind 0, which has
+    5. At 230 1 comes to level 1 as well, behind 2, but its block and the 5 free ones are 6: it runs on. 0 ends at 252,
+    2 has its blocks from nobody."""
+    policy = FastServe(quantum_ms=100.0)
+    rows = ((0.0, 70, 8), (0.1, 10, 12), (0.15, 100, 2))
+    steps, outcome = by_hand(policy, rows, limits(gpu=11, seqs=3, max_model_len=128))
+    assert [set(step.decodes) for step in steps if 0.229 < step.start_s < 0.253] == [{0, 1}, {1}]
+    assert token_times(outcome)["finish"] == pytest.approx([0.252, 0.479, 0.395], abs=1e-9)
+    assert outcome.scheduler.counters.preemptions == 0
+
+
+def test_a_prompt_waits_for_blocks_that_are_on_their_way_out() -> None:
+    """10 ms a block. As in the worked swap, 0 leaves from 141 on, now to 191. At 162 1 ends, and prompt 2 needs 4
+    blocks where 3 are free: nothing runs until 191."""
+    policy = FastServe(quantum_ms=50.0, min_free_blocks=4)
+    rows = requests((0.0, 70, 4), (0.1, 10, 2), (0.15, 60, 2))
+    _, outcome = steps_of(policy, rows, limits(gpu=8, seqs=1, max_model_len=128), machine(0.010))
+    assert outcome.by_id()[2].first_scheduled_s == pytest.approx(0.191, abs=1e-9)
+    assert token_times(outcome)["finish"] == pytest.approx([0.384, 0.162, 0.292], abs=1e-9)
+    assert outcome.scheduler.counters.preemptions == 0
+
+
+def test_where_the_host_has_no_room_nothing_is_taken() -> None:
+    """As in the first example with 5 or 4 blocks on the host: 0's 5 go out, or 1 waits until 0 ends at 489."""
+    for host, first_s in ((5, 0.196), (4, 0.489 + 0.080)):
+        limit = limits(gpu=8, host=host, seqs=1, max_model_len=128)
+        _, outcome = by_hand(FIFTY, ((0.0, 70, 20), (0.1, 60, 2)), limit)
+        assert outcome.by_id()[1].first_token_s == pytest.approx(first_s, abs=1e-9)
+
+
+def test_without_swapping_who_stands_behind_is_computed_again() -> None:
+    """Request 0 loses 71 tokens of KV at 111 and computes 72 from 212 to 304, then two more tokens."""
+    _, policy = parse_policy("fastserve:eviction=recompute,quantum-ms=50", {})
+    _, outcome = by_hand(policy, ((0.0, 70, 5), (0.1, 60, 2)), limits(gpu=8, seqs=1, max_model_len=128))
+    assert outcome.tokens[0] == pytest.approx([0.090, 0.111, 0.304, 0.325, 0.346], abs=1e-9)
+    assert outcome.by_id()[1].finish_s == pytest.approx(0.212, abs=1e-9)
+
+
+def test_nobody_takes_what_is_left_of_the_blocks_of_one_before_it() -> None:
+    """11 blocks, three seats. At 140 prompt 1 (level 1) needs 4 blocks and 0 (level 2) gives up its 8. 2 (105 ms: level
+    2, 6 blocks) would fit as well now, but stands behind 0, which comes next: 121 tokens from 241 to 382."""
+    _, policy = parse_policy("fastserve:eviction=recompute,quantum-ms=50", {})
+    rows = ((0.0, 120, 2), (0.1, 60, 2), (0.12, 85, 1))
+    steps, outcome = by_hand(policy, rows, limits(gpu=11, seqs=3, max_model_len=128))
+    assert work(steps) == [((), {0: 120}), ((), {1: 60}), ((1,), {}), ((), {0: 121}), ((), {2: 85})]
+    assert token_times(outcome)["finish"] == pytest.approx([0.382, 0.241, 0.487], abs=1e-9)
+
+
+def swapped_before(plan: IterationPlan) -> set[object]:
+    """Who goes out before the step."""
+    return {c.seq for c in plan.changes if isinstance(c, Move) and c.target is Tier.HOST}
+
+
+@some
+@given(data=st.data())
+def test_nobody_returns_in_the_step_that_takes_its_blocks(data: st.DataObject) -> None:
+    workload = data.draw(workloads(FastServe()))
+
+    def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
+        assert not swapped_before(plan) & {move.seq for move in plan.beside}
+
+    watched(FIFTY, workload, look)
+
+
+@some
+@given(data=st.data())
+def test_who_stands_before_all_that_are_on_the_gpu_waits_for_copies_or_the_host_alone(data: st.DataObject) -> None:
+    """Whoever holds blocks there is behind, and gives them up: a prompt starts, one on the host returns. None gives up
+    more than the host has room for, nor all blocks of the GPU, to where it could not return."""
+    workload = data.draw(workloads(FastServe()))
+
+    def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
+        order, batching, eviction = parts_of(scheduler)
+        here = {*scheduler.batch.members, *batching.paused, *(chunk.seq for chunk in plan.chunks)}
+        # Where this step preempted somebody, that may have come after its choice.
+        if scheduler.changed or scheduler.memory.copies_of or not here:
+            return
+        memory, host_free = scheduler.memory, scheduler.host.free
+        if sum(map(memory.held_blocks, here)) > host_free or any(map(memory.outgrew_gpu, here)):
+            return
+        first = min(map(order.place_of, here))
+        if order and host_free >= -(-scheduler.host.num_blocks // 10):
+            assert order.place_of(order.head()) > first
+        assert all(order.place_of(seq) > first for seq in eviction.away)
+
+    watched(FIFTY, workload, look)
+
+
+@some
+@given(data=st.data())
+def test_who_loses_its_blocks_has_waited_as_long_as_before(data: st.DataObject) -> None:
+    workload = data.draw(workloads(FastServe()))
+    waits: dict[Sequence, float] = {}
+
+    def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
+        order, _, _ = parts_of(scheduler)
+        for seq, since_s in order.idle_since_s.items():
+            assert waits.get(seq, since_s) == since_s
+        waits.clear()
+        waits.update(order.idle_since_s)
+
+    watched(FIFTY, workload, look)
+
+
+def test_a_prompt_beyond_the_token_budget_starts_in_the_next_iteration() -> None:
+    """128 tokens an iteration, two seats: two prompts of 70 are computed from 0 to 90 and (with a decode) from 90 to
+    181."""
+    limit = limits(seqs=2, max_model_len=128, tokens=128)
+    steps, _ = by_hand(FastServe(quantum_ms=500.0), ((0.0, 70, 10), (0.0, 70, 10)), limit)
+    assert work(steps)[:2] == [((), {0: 70}), ((0,), {1: 70})]
+    assert steps[1].end_s == pytest.approx(0.181, abs=1e-9)
 
 
 def test_no_prompt_takes_the_blocks_that_a_decode_before_it_needs() -> None:
@@ -455,3 +609,57 @@ def test_a_jump_that_ends_at_a_look_for_who_starves_looks() -> None:
     of request 0 in level 1 and goes to level 0 at once."""
     policy = FastServe(quantum_ms=50.0, starvation_s=0.0, starvation_check=1)
     check_jumps(policy, Workload(requests((0.0, 10, 30), (0.1, 70, 2)), ONE_SEAT, machine()))
+
+
+def test_quanta_that_end_together_end_in_the_queue_s_order() -> None:
+    """Sums of floats, which a jump rounds otherwise, once decided who of three went first to the next level."""
+    rows = ((0.0, 60, 20), (0.0, 64, 20), (0.0, 64, 20), (0.0, 1, 1), (0.0, 11, 6), (0.0, 14, 6))
+    limit = limits(gpu=192, host=0, block_size=1, max_model_len=64, seqs=3)
+    check_jumps(FastServe(), Workload(requests(*rows), limit, linear_machine()))
+
+
+# -- who never comes back ------------------------------------------------------------------------------------------
+
+
+def test_who_holds_all_blocks_is_not_swapped_for_another() -> None:
+    """8 blocks. Request 0 has 113 tokens in all of them and could not return with one to spare, as vLLM asks: it keeps
+    them until it ends at 217 (133 ms and four times 21). Prompt 1 of level 0 came at 140 and takes 30 ms from then on.
+    """
+    rows = ((0.0, 113, 5), (0.14, 10, 1))
+    _, outcome = by_hand(FIFTY, rows, limits(gpu=8, seqs=1, max_model_len=128))
+    assert token_times(outcome)["finish"] == pytest.approx([0.217, 0.247], abs=1e-9)
+    assert outcome.scheduler.counters.preemptions == 0
+
+
+def test_who_outgrows_the_gpu_is_given_up_at_once() -> None:
+    """8 blocks of 16 tokens. Request 0 has 121 tokens at 140, of which the last is fed next, and 129 at 308 (eight more
+    iterations): that has no block. Prompt 1 starts at once."""
+    rows = ((0.0, 120, 20), (0.2, 10, 1))
+    _, outcome = by_hand(FIFTY, rows, limits(gpu=8, seqs=1, max_model_len=256))
+    assert outcome.by_id()[0].error == "ignored: swapped sequence outgrew the GPU blocks"
+    assert outcome.scheduler.counters.swap_out_blocks == 0
+    assert outcome.tokens[0][-1] == pytest.approx(0.308, abs=1e-9)
+    assert outcome.by_id()[1].first_scheduled_s == pytest.approx(0.308, abs=1e-9)
+
+
+@pytest.mark.parametrize("system", ["vllm-swap", "fastserve"])
+def test_who_is_given_up_holds_back_nobody(system: str) -> None:
+    """Two blocks, of which 0 outgrows both: 1 is admitted all the same, since 0 counts no longer as decoding."""
+    _, policy = parse_policy(f"{system}:admission=slack,tpot-slo-ms=30", {})
+    rows = ((0.0, 30, 21), (0.2, 24, 8))
+    outcome = simulate(policy, requests(*rows), limits(gpu=2, max_model_len=256), machine=linear_machine())
+    assert outcome.by_id()[0].error == "ignored: swapped sequence outgrew the GPU blocks"
+    assert outcome.by_id()[1].first_token_s > 0.2
+
+
+def test_nobody_is_sent_out_and_called_back_for_ever() -> None:
+    """7 blocks, and 20 shall be free: had three who need all of them been swapped, the first of the others would have
+    been called back as one of the first three, and sent out again since it is not."""
+    policy = FastServe(quantum_ms=1e-3, starvation_s=0.05, starvation_check=3, min_free_blocks=20)
+    rows = (
+        (0.0, 117, 31), (0.02, 85, 47), (2.02, 32, 44), (2.021, 61, 43), (2.022, 137, 31), (2.042, 86, 20),
+        (2.043, 29, 56), (2.044, 72, 25), (2.044, 49, 44), (2.064, 62, 27), (2.084, 118, 27), (2.085, 64, 55),
+    )  # fmt: skip
+    limit = limits(gpu=7, seqs=3, max_model_len=256)
+    outcome = simulate(policy, requests(*rows), limit, machine=linear_machine(), most_plans=5000)
+    assert len(outcome.ended) == len(rows)

@@ -45,13 +45,14 @@ class SlackAdmission(Watermark):
         self._admitted_s = 0.0
 
     def admits(self, seq: Sequence) -> bool:
-        if not self.memory.fits(seq, self.keep_free):
-            return False
+        return self.memory.fits(seq, self.keep_free) and not self.delays(seq)
+
+    def delays(self, seq: Sequence) -> bool:
         prefill_s = self._admitted_s + self.prefill_s(seq.num_tokens)
         if self._is_within_slack(prefill_s):
-            return True
+            return False
         self._refused_s = prefill_s
-        return False
+        return True
 
     def admitted(self, seq: Sequence) -> None:
         self._admitted_s += self.prefill_s(seq.num_tokens)

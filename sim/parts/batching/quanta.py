@@ -2,9 +2,14 @@
 
 FastServe's iteration-level preemption: who is overtaken pauses with its KV where it is. A sequence that has run for its
 level's quantum is demoted. Prompts are computed whole, in one iteration with the decodes (assumed: as in Orca).
+
+Memory goes in the same order. A prompt, or one of the first `max_num_seqs` that is on the host, takes the blocks it
+lacks from those behind it, the last first. It takes none where that is not enough (those before it hold the rest, the
+host has no room, or one fills the GPU and could not return), or where copies under way will do (it waits for them).
+Then nobody behind it takes any either, not even free ones; nor does who stands behind one that has just lost its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -36,7 +41,11 @@ class Quanta(Batching):
         self._left_s: dict[Sequence, float] = {}
         self._chosen_version = -1
         self._memory_changed = False
-        self._may_admit = False
+        self._may_admit = self._may_take = False
+        # Whether a prompt was refused for what the next iteration has anew.
+        self._refused = False
+        # Place of the first who has lost its blocks to one before it: here the choice ends.
+        self._end = (0, 0)
         self.paused: dict[Sequence, None] = {}
 
     def bind(self, scheduler: "Scheduler") -> None:
@@ -60,11 +69,16 @@ class Quanta(Batching):
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         self.expire()
-        if self._must_choose:
-            self._choose(plan, now_s)
+        resumed: list[Sequence] = []
+        if self._must_choose or self._refused:
+            resumed = self._choose(plan, now_s)
             self._chosen_version, self._memory_changed = self.order.version, False
         if self.batch.members:
             self._make_room(plan)
+        for seq in resumed:
+            # Who has to make room at once has waited on.
+            if seq in self.batch.members:
+                del self.order.idle_since_s[seq]
         if self.batch.members:
             self.decode_all(plan)
         self.eviction.settle()
@@ -76,37 +90,52 @@ class Quanta(Batching):
         """Whether others may be first since the last choice."""
         return self._memory_changed or self._chosen_version != self.order.version
 
-    def _choose(self, plan: IterationPlan, now_s: float) -> None:
-        """The first in the order that can run: residents on the GPU, and prompts as long as they fit."""
+    def _is_here(self, seq: Sequence) -> bool:
+        """Whether it is on the GPU, and could decode or lose its blocks."""
+        return seq in self.paused or seq in self.batch.members
+
+    def _choose(self, plan: IterationPlan, now_s: float) -> list[Sequence]:
+        """Let the first in the order run that can: residents on the GPU, and prompts as long as they fit.
+
+        Returns who had paused.
+        """
         seats, budget = self.limits.max_num_seqs, self.budget
         self._may_admit = bool(self.order) and self.eviction.may_admit()
+        self._may_take, self._refused = True, False
+        self._end = (len(self.order.quanta_s), 0)
         chosen: dict[Sequence, None] = {}
-        # Blocks that those chosen so far begin in this step.
-        growth = 0
+        # Blocks that those chosen so far begin in this step; who of the first is away.
+        growth = num_away = 0
         for seq in self.order.in_order(self._wants_prompts):
-            if len(chosen) + len(plan.chunks) >= seats:
+            num_chosen = len(chosen) + len(plan.chunks)
+            if num_chosen >= seats or self.order.place_of(seq) >= self._end:
                 break
-            if seq.status is Status.WAITING:
-                num_new = seq.num_tokens
-                self._may_admit = self._start(seq, plan, budget, now_s, growth)
-                if seq.status is Status.RUNNING:
-                    budget -= num_new
-            elif seq in self.paused or seq in self.batch.members:
+            if self._is_here(seq):
                 chosen[seq] = None
                 growth += self.memory.needs_block(seq)
+            elif seq.status is not Status.WAITING:
+                if num_chosen + num_away < seats:
+                    self._call_back(seq, plan, growth)
+                num_away += 1
+            elif self._wants_prompts():
+                num_new = seq.num_tokens
+                self._start(seq, plan, budget, now_s, growth)
+                if seq.status is Status.RUNNING:
+                    budget -= num_new
         running = dict.fromkeys(self.batch.members)
         for seq in running:
             if seq not in chosen:
                 self._pause(seq, now_s)
-        for seq in chosen:
-            if seq not in running:
-                self._resume(seq)
+        resumed = [seq for seq in chosen if seq not in running]
+        for seq in resumed:
+            self._resume(seq)
+        return resumed
 
     def _wants_prompts(self) -> bool:
-        return self._may_admit
+        return self._may_admit and self._may_take
 
-    def _start(self, seq: Sequence, plan: IterationPlan, budget: int, now_s: float, growth: int) -> bool:
-        """Admit a prompt; False if it and all other prompts have to wait.
+    def _start(self, seq: Sequence, plan: IterationPlan, budget: int, now_s: float, growth: int) -> None:
+        """Admit a prompt, or let it and all other prompts wait.
 
         `growth` blocks are left to those who stand before it and decode.
         """
@@ -118,26 +147,56 @@ class Quanta(Batching):
         if reason:
             self.order.remove(seq)
             self.scheduler.ignore(seq, reason)
+        elif seq.num_tokens > budget:
+            self._refused, self._may_take = True, False
+        elif self.admission.delays(seq):
+            self._refused, self._may_admit = True, False
+        elif self._take(seq, plan, self.memory.fits, self.admission.keep_free + growth):
+            if not self.admission.admits(seq):
+                self._may_admit = False
+                return
+            self.order.keep(seq)
+            self.scheduler.start(seq, now_s)
+            plan.add_chunk(seq, seq.num_tokens - seq.num_computed, Origin.ADMITTED)
+            self._run(seq)
+
+    def _call_back(self, seq: Sequence, plan: IterationPlan, growth: int) -> None:
+        """One of the first is on the host, or on the way: let it return, however many blocks shall be free."""
+        if self._may_take and self.eviction.is_out(seq) and self._take(seq, plan, self.memory.can_swap_in, growth):
+            self.eviction.call_back(seq)
+
+    def _take(self, seq: Sequence, plan: IterationPlan, fits: Callable[[Sequence, int], bool], keep_free: int) -> bool:
+        """Let `seq` fit at the expense of those behind it, as the module says; whether it does."""
+        memory = self.memory
+        if fits(seq, keep_free):
             return True
-        if seq.num_tokens > budget:
+        self._may_take = False
+        if fits(seq, keep_free - memory.releasing):
             return False
-        keep_free = self.admission.keep_free + growth
-        if not self.memory.fits(seq, keep_free) or not self.admission.admits(seq):
+        victims: list[Sequence] = []
+        taken, room = 0, self.eviction.room()
+        for victim in filter(self._is_here, self.order.residents_behind(seq)):
+            victims.append(victim)
+            taken += memory.held_blocks(victim)
+            if taken > room or memory.outgrew_gpu(victim):
+                return False
+            if fits(seq, keep_free - taken):
+                break
+        else:
             return False
-        self.order.keep(seq)
-        self.scheduler.start(seq, now_s)
-        plan.add_chunk(seq, seq.num_tokens - seq.num_computed, Origin.ADMITTED)
-        self._run(seq)
+        self._may_take, self._end = True, self.order.place_of(victims[-1])
+        for victim in victims:
+            self.preempt(victim, plan)
         return True
 
     def _make_room(self, plan: IterationPlan) -> None:
         """Where the batch cannot grow, those who would run last give up their blocks."""
-        fresh = {chunk.seq for chunk in plan.chunks}
         while self.batch.members and not self.memory.grow(self.batch, spare=0):
-            candidates = self.order.residents_from_last()
-            victim = next(s for s in candidates if s not in fresh and (s in self.paused or s in self.batch.members))
-            self._stop(victim)
-            self.preempt(victim, plan)
+            self.preempt(next(filter(self._is_here, self.order.residents_from_last())), plan)
+
+    def preempt(self, seq: Sequence, plan: IterationPlan) -> None:
+        self._stop(seq)
+        super().preempt(seq, plan)
 
     # -- quanta --------------------------------------------------------------------------------------------------------
 
@@ -165,7 +224,6 @@ class Quanta(Batching):
 
     def _resume(self, seq: Sequence) -> None:
         del self.paused[seq]
-        del self.order.idle_since_s[seq]
         self._run(seq)
         self.scheduler.join(seq)
 
@@ -183,12 +241,21 @@ class Quanta(Batching):
             if self._expiry_s.pop(seq, None) is not None:
                 self._run(seq)
         self.order.promoted.clear()
+        while due := self._take_due():
+            # Who steps down together keeps its order: sums of floats tell nothing about ends this close.
+            for seq in sorted(due, key=self.order.place_of):
+                self.order.demote(seq)
+                self._run(seq)
+                self.scheduler.counters.policy["demotions"] += 1
+
+    def _take_due(self) -> list[Sequence]:
+        """Those whose quanta have ended."""
+        due: list[Sequence] = []
         while (expiry_s := self._next_expiry_s()) is not None and expiry_s <= self._busy_s + TIE_S:
             seq = heappop(self._expiries)[2]
             del self._expiry_s[seq]
-            self.order.demote(seq)
-            self._run(seq)
-            self.scheduler.counters.policy["demotions"] += 1
+            due.append(seq)
+        return due
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         self._busy_s += times.end_s - self.scheduler.now_s

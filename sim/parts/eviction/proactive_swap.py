@@ -1,8 +1,9 @@
 """`ProactiveSwap`: who will run last leaves for the host before blocks run out, who runs soon returns (FastServe).
 
 Copies go on beside the computation. At least max(max_num_seqs, `min_free_blocks`) blocks are kept free: while fewer
-are, the last of the queue that do not run leave; else the first `max_num_seqs` of the queue that are away return. New
-prompts wait while less than a tenth of the host's blocks is free. Thresholds as in FastServe's public code.
+are, the last of the queue that do not run leave; else the first `max_num_seqs` of the queue that are away return, with
+no blocks that a prompt before them wants. Who comes first is called back all the same (`Quanta`). New prompts wait
+while less than a tenth of the host's blocks is free. Thresholds as in FastServe's public code.
 """
 
 from collections.abc import Iterable
@@ -32,6 +33,8 @@ class ProactiveSwap(Recompute):
         self._min_free = min_free_blocks
         self.away: dict[Sequence, None] = {}
         """On the host, or on the way there or back."""
+        # Whether somebody has paused since who could leave was last looked at.
+        self._has_paused = False
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -61,6 +64,7 @@ class ProactiveSwap(Recompute):
     def prepare(self, now_s: float) -> None:
         # Who stands where depends on the quanta that have ended.
         self.batching.expire()
+        self._has_paused = False
         free = self.memory.gpu.free + self.memory.releasing
         if free < self.threshold:
             if self.batching.paused:
@@ -75,7 +79,7 @@ class ProactiveSwap(Recompute):
         for seq in self.order.residents_from_last():
             if shortage <= 0:
                 return
-            if seq in paused and seq not in soon and self.memory.can_swap_out(seq):
+            if seq in paused and seq not in soon and self._may_leave(seq):
                 del paused[seq]
                 self.away[seq] = None
                 seq.status = Status.SWAPPED
@@ -83,17 +87,32 @@ class ProactiveSwap(Recompute):
                 shortage -= self.scheduler.beside[-1].num_freed
                 self.scheduler.counters.policy["proactive_swap_outs"] += 1
 
-    def _bring_in(self) -> None:
-        for seq in islice(self.order.in_order(), self.scheduler.limits.max_num_seqs):
-            if seq not in self.away or seq in self.memory.copies_of:
-                continue
-            if not self.memory.can_swap_in(seq, self.threshold):
-                return
-            self._return(seq)
+    def _may_leave(self, seq: Sequence) -> bool:
+        """Whether the host has room, and the GPU will have when it returns."""
+        return self.memory.can_swap_out(seq) and not self.memory.outgrew_gpu(seq)
 
-    def _return(self, seq: Sequence) -> None:
+    def _bring_in(self) -> None:
+        keep_free = self.threshold
+        for seq in islice(self.order.in_order(self.may_admit), self.scheduler.limits.max_num_seqs):
+            if seq.status is Status.WAITING:
+                keep_free += self.memory.blocks_for(seq)
+            elif self.is_out(seq):
+                if not self.memory.can_swap_in(seq, keep_free):
+                    return
+                self.call_back(seq)
+
+    def room(self) -> float:
+        return self.memory.host.free
+
+    def is_out(self, seq: Sequence) -> bool:
+        return seq in self.away and seq not in self.memory.copies_of
+
+    def call_back(self, seq: Sequence) -> None:
         seq.status = Status.PROMOTING
         self.memory.bring_in(seq)
+
+    def parked(self, seq: Sequence) -> None:
+        self._has_paused = True
 
     def transferred(self, move: Move) -> None:
         if move.target is Tier.GPU:
@@ -104,33 +123,29 @@ class ProactiveSwap(Recompute):
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """Until fewer blocks are free than shall be, if somebody could leave then."""
         batch, spare = self.batch, self.memory.gpu.free + self.memory.releasing - self.threshold
-        if not self.batching.paused or (spare < 0 and spare + batch.blocks_needed(1) < 0):
-            # Nobody could leave; or too few were free before this step, and who could leave has been looked at.
+        if not self.batching.paused:
             return steps
+        if spare < 0 and spare + batch.blocks_needed(1) < 0:
+            # Too few were free before this step, and who could leave then has been looked at.
+            return 1 if self._has_paused else steps
         return max(1, min(steps, batch.steps_within(spare + batch.blocks_needed(1))))
 
     # -- too late ----------------------------------------------------------------------------------------------------
 
     def evict(self, seq: Sequence, plan: IterationPlan) -> None:
         self.batching.paused.pop(seq, None)
-        if self.swap_out(seq, plan):
+        if self.memory.outgrew_gpu(seq):
+            self.scheduler.release(seq)
+            self.scheduler.ignore(seq, "swapped sequence outgrew the GPU blocks")
+        elif self.swap_out(seq, plan):
             self.away[seq] = None
-            self.order.idle_since_s[seq] = self.scheduler.now_s
+            self.order.idle_since_s.setdefault(seq, self.scheduler.now_s)
             self.scheduler.counters.policy["late_swap_outs"] += 1
 
     def unblock(self) -> bool:
-        """Nothing can be computed: who stands first comes back whatever shall be free, or is given up."""
-        memory, scheduler = self.memory, self.scheduler
-        if memory.copies_of or not self.away or self.batching.paused:
-            return False
-        seq = next(s for s in self.order.in_order() if s in self.away)
-        if memory.can_swap_in(seq, 0):
-            self._return(seq)
-            return False
-        if memory.gpu.free == memory.gpu.num_blocks:
-            del self.away[seq]
-            self.order.left(seq)
-            memory.drop_swapped(seq)
-            scheduler.ignore(seq, "swapped sequence outgrew the GPU blocks")
-            return True
+        """Nothing can be computed: who stands first comes back whatever shall be free."""
+        if self.away and not self.memory.copies_of and not self.batching.paused:
+            seq = next(s for s in self.order.in_order() if s in self.away)
+            if self.memory.can_swap_in(seq, 0):
+                self.call_back(seq)
         return False

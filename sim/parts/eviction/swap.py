@@ -77,6 +77,7 @@ class Swap(Recompute):
 
     def _give_up_head(self) -> None:
         seq = self.swapped.popleft()
+        self.scheduler.tell_left(seq)
         self.memory.drop_swapped(seq)
         self.scheduler.ignore(seq, "swapped sequence outgrew the GPU blocks")
 

@@ -26,12 +26,10 @@ class PagedMemory(Memory):
         super().__init__(limits, 1)
 
     def blocks_for(self, seq: Sequence) -> int:
-        """Blocks that a prompt (and what was generated before a recomputation) takes."""
         return -(-seq.num_tokens // self.block_size)
 
     def held_blocks(self, seq: Sequence) -> int:
-        """Blocks that a sequence outside the batch holds, wherever they are."""
-        return seq.num_blocks
+        return self.batch.num_blocks_of(seq) if seq in self.batch.members else seq.num_blocks
 
     def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free

@@ -1,7 +1,7 @@
 """`Mlfq`: a skip-join multi-level feedback queue (Wu et al., "Fast Distributed Inference Serving for LLMs", FastServe).
 
 Level i has a quantum of base * factor^i. A request joins the first level whose quantum covers its prefill; who has used
-its quantum up goes to the tail of the next level (`Quanta` says when); who was preempted comes first in its own. Every
+its quantum up goes to the tail of the next level (`Quanta` says when); who was preempted keeps its place. Every
 `check_every` iterations whoever has waited `starvation_s` or longer goes to level 0.
 
 Within a level requests stand by a key, so that those which hold KV (`residents`) and those which do not can be walked
@@ -11,6 +11,7 @@ in one order without touching thousands that wait. Not sticky: an arrival may ov
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import ClassVar
 
 from sim.engine.plan import IterationPlan, StepTimes
@@ -80,13 +81,23 @@ class Mlfq(Order):
 
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
-            self._front -= 1
-            queue = self._queues[self._level[seq]]
-            queue[seq] = self._key[seq] = self._front
-            queue.move_to_end(seq, last=False)
-            self.idle_since_s[seq] = self.scheduler.now_s
+            if seq not in self._key:
+                # It was popped: it comes first in its level.
+                self._front -= 1
+                self._key[seq] = self._front
+            self._insert(seq)
+            self.idle_since_s.setdefault(seq, self.scheduler.now_s)
             self._size += 1
             self.version += 1
+
+    def _insert(self, seq: Sequence) -> None:
+        """To its place in its level, past those who wait before it."""
+        level, key = self.place_of(seq)
+        queue = self._queues[level]
+        ahead = list(takewhile(lambda other: queue[other] < key, queue))
+        queue[seq] = key
+        for other in (seq, *reversed(ahead)):
+            queue.move_to_end(other, last=False)
 
     def head(self) -> Sequence:
         return next(iter(self))
@@ -94,6 +105,7 @@ class Mlfq(Order):
     def pop(self) -> Sequence:
         seq = self.head()
         self.remove(seq)
+        del self._key[seq]
         return seq
 
     def remove(self, seq: Sequence) -> bool:
@@ -126,6 +138,10 @@ class Mlfq(Order):
         """Its level, 0 the first."""
         return self._level[seq]
 
+    def place_of(self, seq: Sequence) -> tuple[int, int]:
+        """Sorts all who hold KV or wait: level, and key within it."""
+        return self._level[seq], self._key[seq]
+
     def demote(self, seq: Sequence) -> None:
         """A resident has used its quantum up: to the tail of the next level."""
         self._take_resident(seq)
@@ -137,7 +153,7 @@ class Mlfq(Order):
 
     def _take_resident(self, seq: Sequence) -> bool:
         residents = self._residents[self._level[seq]]
-        entry = (self._key[seq], seq.request.request_id, seq)
+        entry = (self._key.get(seq, 0), seq.request.request_id, seq)
         at = bisect_left(residents, entry[:2], key=lambda e: e[:2])
         if at == len(residents) or residents[at][2] is not seq:
             return False
@@ -146,7 +162,6 @@ class Mlfq(Order):
 
     def left(self, seq: Sequence) -> None:
         if self._take_resident(seq):
-            self.idle_since_s.pop(seq, None)
             self.version += 1
         self._gone.append(seq)
 
@@ -172,13 +187,20 @@ class Mlfq(Order):
         for residents in reversed(self._residents):
             yield from [entry[2] for entry in reversed(residents)]
 
+    def residents_behind(self, seq: Sequence) -> Iterator[Sequence]:
+        """Those who hold KV and stand behind `seq`, the last to run first."""
+        level, key = self.place_of(seq)
+        for residents in reversed(self._residents[level + 1 :]):
+            yield from [entry[2] for entry in reversed(residents)]
+        yield from [entry[2] for entry in reversed(self._residents[level]) if entry[0] > key]
+
     # -- starvation --------------------------------------------------------------------------------------------------
 
     def prepare(self, now_s: float) -> None:
         for seq in self._gone:
             if seq.status in (Status.FINISHED, Status.IGNORED):
-                self._level.pop(seq, None)
-                self._key.pop(seq, None)
+                for of_seq in (self._level, self._key, self.idle_since_s):
+                    of_seq.pop(seq, None)
         self._gone.clear()
         if self._iterations >= self._next_check:
             # Looks that a jump passed while nobody waited are over.
