@@ -26,7 +26,7 @@ from sim.scenario import (
 from sim.simulate import Keep, Run, Setup, build_run, execute, prepare
 from sim.systems import DEFAULT_POLICY, POLICIES
 from sim.systems.base import Policy
-from sim.traffic import traffic
+from sim.traffic import note_shared_prefixes, traffic
 from traces.request import Request
 
 INTERRUPTED = 130
@@ -212,7 +212,10 @@ def record(
     `requests` replace the scenario's traffic; a server has none, since what it serves comes from outside.
     """
     scenario, label = setup.scenario, setup.label
-    requests = traffic(scenario, setup.warnings) if requests is None else requests
+    if requests is None:
+        requests = traffic(scenario, setup.warnings)
+        if not setup.limits.enable_prefix_caching:
+            requests = note_shared_prefixes(requests, setup.warnings)
     make_folder(folder, "--out")
     for name in (RESULT_FILE, SERIES_FILE, TIMELINE_FILE, *TABLE_FILES):
         # An earlier run's files must not pass for this one's, should it write fewer of them.

@@ -35,6 +35,27 @@ def traffic(scenario: Scenario, warnings: list[str] | None = None) -> Iterable[R
     return requests
 
 
+WORTH_SAYING = 0.01
+
+
+def note_shared_prefixes(requests: Iterable[Request], warnings: list[str]) -> Iterator[Request]:
+    """The requests; at their end `warnings` get how much of their prompts a prefix cache would have had."""
+    seen: set[int] = set()
+    shared = total = 0
+    for request in requests:
+        total += request.prompt_tokens
+        if request.hash_ids:
+            known = next((i for i, ident in enumerate(request.hash_ids) if ident not in seen), len(request.hash_ids))
+            shared += min(known * request.hash_block_tokens, request.prompt_tokens - 1)
+            seen.update(request.hash_ids, request.output_hash_ids)
+        yield request
+    if shared > WORTH_SAYING * total:
+        warnings.append(
+            f"{shared / total:.0%} of the prompt tokens stand in earlier prompts or answers (hash_ids) and were "
+            "computed again: --enable-prefix-caching keeps them, or a policy that does (vllm-v1)"
+        )
+
+
 def _left_out(trace: readers.Trace, warnings: list[str]) -> Iterator[Request]:
     """No request: at the end of a trace this says how many rows its reader skipped."""
     if trace.skipped:
