@@ -160,11 +160,10 @@ class Scheduler:
         chunks = {chunk.seq: chunk for chunk in plan.chunks}
         for seq in self.batching.in_order([*ended, *at_once]):
             if seq in chunks:
-                self.batching.commit_chunk(chunks.pop(seq), end_s)
+                self.batching.commit_chunks(plan, end_s, (chunks.pop(seq),))
             else:
                 self.end(seq, end_s)
-        for chunk in chunks.values():
-            self.batching.commit_chunk(chunk, end_s)
+        self.batching.commit_chunks(plan, end_s, chunks.values())
 
     @staticmethod
     def _ends_with(chunk: PrefillChunk) -> bool:
@@ -239,13 +238,10 @@ class Scheduler:
 
     # -- what parts do -----------------------------------------------------------------------------------------------
 
-    def start(self, seq: Sequence, now_s: float) -> None:
-        """`seq`, which was admitted, gets its blocks and runs."""
-        self.memory.place(seq, self.admission.keep_free)
-        self.begin(seq, now_s)
-
-    def begin(self, seq: Sequence, now_s: float) -> None:
-        """`seq`, which was admitted and has its blocks, runs."""
+    def start(self, seq: Sequence, now_s: float, *, placed: bool = False) -> None:
+        """`seq`, which was admitted, gets its blocks, unless it has them, and runs."""
+        if not placed:
+            self.memory.place(seq, self.admission.keep_free)
         self.admission.admitted(seq)
         seq.status = Status.RUNNING
         if seq.first_scheduled_s < 0.0:
@@ -307,7 +303,8 @@ class Scheduler:
 
     def release(self, seq: Sequence) -> None:
         """`seq`, in no queue and no batch, gives up its KV."""
-        self.tell_left(seq)
+        for left in self._left:
+            left(seq)
         self.memory.release(seq)
 
     def tell_left(self, seq: Sequence) -> None:

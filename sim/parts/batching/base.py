@@ -162,18 +162,13 @@ class Batching(Part, ABC):
     def leaving(self, seq: Sequence) -> None:
         """`seq` is about to be taken out of the batch between steps."""
 
-    def commit_chunks(self, plan: IterationPlan, end_s: float) -> None:
-        """Count the computed prompt tokens; complete prompts yield a token and go on."""
-        for chunk in plan.chunks:
-            self.commit_chunk(chunk, end_s)
-
-    def commit_chunk(self, chunk: PrefillChunk, end_s: float) -> None:
-        """One of them."""
-        seq = chunk.seq
-        seq.num_computed += chunk.num_new
-        if seq.num_computed < seq.num_tokens:
-            self.partials[seq] = None
-            return
-        self.partials.pop(seq, None)
-        if self.scheduler.emit_token(seq, end_s):
-            self.stage.enter(seq)
+    def commit_chunks(self, plan: IterationPlan, end_s: float, chunks: Iterable[PrefillChunk] | None = None) -> None:
+        """Count the computed prompt tokens; complete prompts yield a token and go on. `chunks`: of these alone."""
+        for seq, num_new, _, _ in plan.chunks if chunks is None else chunks:
+            seq.num_computed += num_new
+            if seq.num_computed < seq.num_tokens:
+                self.partials[seq] = None
+                continue
+            self.partials.pop(seq, None)
+            if self.scheduler.emit_token(seq, end_s):
+                self.stage.enter(seq)

@@ -238,7 +238,7 @@ class Unified(Batching):
         seq.output_tokens = min(seq.output_tokens, self.limits.max_model_len - seq.request.prompt_tokens)
         if chunk == 1 and cached >= seq.request.prompt_tokens:
             memory.place_chunk(seq, cached)
-            scheduler.begin(seq, now_s)
+            scheduler.start(seq, now_s, placed=True)
             scheduler.join(seq)
             memory.append(seq)
             plan.num_decodes += 1
@@ -246,7 +246,7 @@ class Unified(Batching):
             plan.decodes = batch.members
             return
         memory.place_chunk(seq, cached + chunk)
-        scheduler.begin(seq, now_s)
+        scheduler.start(seq, now_s, placed=True)
         plan.add_chunk(seq, chunk, Origin.ADMITTED)
         memory.publish(seq, cached + chunk)
 

@@ -6,9 +6,10 @@ their budget: then only the first decodes take a token and the others come first
 """
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
-from sim.engine.plan import IterationPlan, Origin, Restore, StepTimes
+from sim.engine.plan import IterationPlan, Origin, PrefillChunk, Restore, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.batching.base import Batching
 
@@ -124,13 +125,13 @@ class Vllm055Chunked(Batching):
 
     # -- committing ----------------------------------------------------------------------------------------------
 
-    def commit_chunks(self, plan: IterationPlan, end_s: float) -> None:
+    def commit_chunks(self, plan: IterationPlan, end_s: float, chunks: Iterable[PrefillChunk] | None = None) -> None:
         """As in vLLM's `running`: new prompts to the left of the decodes; to their right the continued prompt, then
         swapped-in decodes, then swapped-in prompts."""
         scheduler, stage, members = self.scheduler, self.stage, self.batch.members
         fresh: list[Sequence] = []
         returned: list[Sequence] = []
-        for seq, num_new, _, origin in plan.chunks:
+        for seq, num_new, _, origin in plan.chunks if chunks is None else chunks:
             seq.num_computed += num_new
             if seq.num_computed < seq.num_tokens:
                 self.partials[seq] = None

@@ -38,7 +38,9 @@ class PagedMemory(Memory):
         return self.gpu.free + seq.num_tokens // -self.block_size >= keep_free
 
     def place(self, seq: Sequence, keep_free: int) -> None:
-        self.place_chunk(seq, seq.num_tokens)
+        blocks = seq.num_blocks = -(-seq.num_tokens // self.block_size)
+        self.gpu.allocate(blocks)
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
     # -- prompts chunk by chunk --------------------------------------------------------------------------------------
 

@@ -99,6 +99,9 @@ class PrefixMemory(PagedMemory):
     def fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
 
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        self.place_chunk(seq, seq.num_tokens)
+
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         match, blocks = self._match(seq), -(-num_tokens // self.block_size)
         # Idle hits are free blocks as well, until they are taken. Its own resting ones are hits, and idle.

@@ -43,6 +43,9 @@ class WindowedMemory(PagedMemory):
     def fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.free - self.blocks_for(seq) >= keep_free * self.unit
 
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        self.place_chunk(seq, seq.num_tokens)
+
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         return self._held(num_tokens)
 
