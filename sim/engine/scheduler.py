@@ -72,6 +72,8 @@ class Scheduler:
         self._moved = [part.moved for part in self.parts if overrides(part, "moved")]
         self._left = [part.left for part in self.parts if overrides(part, "left")]
         self._transferred = [part.transferred for part in self.parts if overrides(part, "transferred")]
+        notes = type(self.admission).admitted is not Admission.admitted
+        self._admitted = self.admission.admitted if notes else None
         refuses = type(self.batching).refusal is not Batching.refusal
         self._refusal = self.batching.refusal if refuses else None
         self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
@@ -242,7 +244,8 @@ class Scheduler:
         """`seq`, which was admitted, gets its blocks, unless it has them, and runs."""
         if not placed:
             self.memory.place(seq, self.admission.keep_free)
-        self.admission.admitted(seq)
+        if self._admitted is not None:
+            self._admitted(seq)
         seq.status = Status.RUNNING
         if seq.first_scheduled_s < 0.0:
             seq.first_scheduled_s = now_s

@@ -7,10 +7,10 @@ from sim.parts.batching.base import Batching
 class PrefillFirst(Batching):
     """Whole prompts if any can start (and nothing is swapped out), else one decode step of everybody."""
 
-    def fill(self, plan: IterationPlan, now_s: float) -> None:
+    def fill(self, plan: IterationPlan, now_s: float, *, may_start: bool = True) -> None:
         waiting, eviction = self.order.waiting, self.eviction
         num_out = eviction.num_out
-        if waiting and not num_out and self.may_start():
+        if waiting and not num_out and may_start:
             self.admit(plan, now_s, self.budget, len(self.batch.members))
             if plan.chunks:
                 return
@@ -21,7 +21,3 @@ class PrefillFirst(Batching):
             if num_out:
                 eviction.bring_back(plan, self.budget - plan.num_decodes, plan.num_decodes)
             self.scheduler.allow_jump(plan)
-
-    def may_start(self) -> bool:
-        """Whether prompts may be looked at in this step."""
-        return True

@@ -7,11 +7,8 @@ from sim.parts.batching.prefill_first import PrefillFirst
 class RequestLevel(PrefillFirst):
     """Prompts are admitted, all in one step, only when nobody is running."""
 
-    def fill(self, plan: IterationPlan, now_s: float) -> None:
-        super().fill(plan, now_s)
+    def fill(self, plan: IterationPlan, now_s: float, *, may_start: bool = True) -> None:
+        super().fill(plan, now_s, may_start=may_start and not self.scheduler.num_running)
         if plan.num_decodes and not plan.chunks:
             # Nobody is looked at before the batch has ended.
             plan.cut_on_arrival = False
-
-    def may_start(self) -> bool:
-        return not self.scheduler.num_running

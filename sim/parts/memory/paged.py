@@ -32,7 +32,7 @@ class PagedMemory(Memory):
         return self.batch.num_blocks_of(seq) if seq in self.batch.members else seq.num_blocks
 
     def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free
+        return self.gpu.num_blocks + seq.num_tokens // -self.block_size >= keep_free
 
     def fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.free + seq.num_tokens // -self.block_size >= keep_free

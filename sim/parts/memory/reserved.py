@@ -28,6 +28,9 @@ class ReservedMemory(PagedMemory):
         whole = seq.request.prompt_tokens + seq.request.output_tokens
         return max(self._longest_blocks, -(-whole // self.block_size))
 
+    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free
+
     def fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.free - self.blocks_for(seq) >= keep_free
 
