@@ -23,7 +23,5 @@ def test_every_decision_is_vllms(path: Path, jump: bool) -> None:
     answer = read(path)
     if reason := unsupported(answer):
         pytest.skip(reason)
-    if path.stem == "v1_burst.on2048priority":
-        pytest.xfail("9 of 15,263 evictions are missing; every decision and time is vLLM's")
     found = replay(answer, SHARED, jump=jump, checked=not jump)
     assert differences(found, answer) == [], first_difference(found, answer)

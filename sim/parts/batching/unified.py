@@ -109,6 +109,7 @@ class Unified(Batching):
         """A prompt of which one generated token is left to be computed again is a decode."""
         if seq.num_tokens - seq.num_computed == 1 and seq.num_computed >= seq.request.prompt_tokens:
             del self.partials[seq]
+            seq.prefilling = False
             self.scheduler.join(seq)
 
     def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> None:
@@ -241,6 +242,7 @@ class Unified(Batching):
         if chunk == 1 and cached >= seq.request.prompt_tokens:
             memory.place_chunk(seq, cached)
             scheduler.begin(seq, now_s)
+            seq.prefilling = False
             scheduler.join(seq)
             memory.append(seq)
             plan.num_decodes += 1
