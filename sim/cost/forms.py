@@ -49,10 +49,11 @@ class LinearCost(CostModel):
         self.d0, self.d1, self.d2 = decode
 
     def iteration_s(self, plan: IterationPlan) -> float:
-        decode = self.d1 * plan.num_decodes + self.d2 * plan.decode_context_tokens
-        if plan.chunks:
+        num_decodes = plan.num_decodes + plan.num_single_chunks
+        decode = self.d1 * num_decodes + self.d2 * plan.decode_context_tokens
+        if plan.prefill_tokens:
             return self.p0 + self.p1 * plan.prefill_tokens + self.p2 * plan.prefill_squares + decode
-        return self.d0 + decode if plan.num_decodes else 0.0
+        return self.d0 + decode if num_decodes else 0.0
 
     def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
         return self.d0 + self.d1 * num_decodes + self.d2 * context_tokens, self.d2 * num_decodes
@@ -145,10 +146,11 @@ class RooflineCost(CostModel):
         return ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
 
     def iteration_s(self, plan: IterationPlan) -> float:
+        num_decodes = plan.num_decodes + plan.num_single_chunks
         if not plan.prefill_tokens:
             # A decode iteration that copies ride along with.
-            return self.decode_run(plan.num_decodes, plan.decode_context_tokens)[0] if plan.num_decodes else 0.0
-        tokens = plan.prefill_tokens + plan.num_decodes
+            return self.decode_run(num_decodes, plan.decode_context_tokens)[0] if num_decodes else 0.0
+        tokens = plan.prefill_tokens + num_decodes
         sampled = plan.num_sampled_prefills + plan.num_decodes
         seconds = (
             self.linear_s(tokens)
@@ -162,8 +164,8 @@ class RooflineCost(CostModel):
             seconds += self.all_reduce_s_per_token * tokens + self.all_reduce_fixed_s
         if plan.prefill_tokens > self.most_tokens:
             self._note_beyond("tokens", plan.prefill_tokens)
-        if plan.decode_context_tokens > self.most_context_tokens or plan.num_decodes > self.most_batch:
-            self._note_decodes(plan.num_decodes, plan.decode_context_tokens)
+        if plan.decode_context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
+            self._note_decodes(num_decodes, plan.decode_context_tokens)
         return seconds
 
     def _note_decodes(self, num_decodes: int, context_tokens: int) -> None:
@@ -232,7 +234,8 @@ class PaperCost(RooflineCost):
 
     def iteration_s(self, plan: IterationPlan) -> float:
         prefill = self.eq3_linear_s * plan.prefill_tokens + self.eq3_square_printed_s * plan.prefill_squares
-        return prefill + self.decode_run(plan.num_decodes, plan.decode_context_tokens)[0]
+        num_decodes = plan.num_decodes + plan.num_single_chunks
+        return prefill + self.decode_run(num_decodes, plan.decode_context_tokens)[0]
 
     def decode_run(self, num_decodes: int, context_tokens: int) -> tuple[float, float]:
         slope = self.eq3_decode_s_per_context_token

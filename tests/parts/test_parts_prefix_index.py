@@ -125,7 +125,7 @@ class Both:
         for at in range(held, held + private):
             self.plain.prefix_of[blocks[at]] = (object(),)
             self.plain.cached[self.plain.prefix_of[blocks[at]]] = {blocks[at]: None}
-        self.index.rest(private, dead=True) if private else None
+        self.index.rest(private) if private else None
         self.pool.release(len(blocks) - held + self.index.release(holding))
         self.plain.release(blocks)
 

@@ -115,8 +115,16 @@ class Unified(Batching):
     def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> None:
         tokens = seq.num_computed + chunk
         self.paged.take_chunk(seq, tokens)
-        plan.add_chunk(seq, chunk, Origin.CONTINUED)
+        self._add_chunk(plan, seq, chunk, Origin.CONTINUED)
         self.memory.publish(seq, tokens)
+
+    @staticmethod
+    def _add_chunk(plan: IterationPlan, seq: Sequence, chunk: int, origin: Origin) -> None:
+        computed = seq.num_computed
+        if chunk == 1 and seq.request.prompt_tokens <= computed < seq.num_tokens - 1:
+            plan.add_single_chunk(seq, origin)
+        else:
+            plan.add_chunk(seq, chunk, origin)
 
     def _run_one_by_one(self, plan: IterationPlan) -> int:
         """vLLM's loop over `running`: who finds no block preempts, and tries again."""
@@ -202,7 +210,7 @@ class Unified(Batching):
         decodes = []
         for seq, chunk in done.items():
             if seq in self.partials:
-                plan.add_chunk(seq, chunk, Origin.CONTINUED)
+                self._add_chunk(plan, seq, chunk, Origin.CONTINUED)
             else:
                 decodes.append(seq)
                 plan.decode_context_tokens += batch.num_tokens_of(seq)
@@ -239,7 +247,7 @@ class Unified(Batching):
         scheduler, memory, batch = self.scheduler, self.paged, self.batch
         self.running[seq] = None
         seq.output_tokens = min(seq.output_tokens, self.limits.max_model_len - seq.request.prompt_tokens)
-        if chunk == 1 and cached >= seq.request.prompt_tokens:
+        if seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens:
             memory.place_chunk(seq, cached)
             scheduler.begin(seq, now_s)
             seq.prefilling = False
@@ -251,7 +259,7 @@ class Unified(Batching):
             return
         memory.place_chunk(seq, cached + chunk)
         scheduler.begin(seq, now_s)
-        plan.add_chunk(seq, chunk, Origin.ADMITTED)
+        self._add_chunk(plan, seq, chunk, Origin.ADMITTED)
         memory.publish(seq, cached + chunk)
 
     # -- afterwards --------------------------------------------------------------------------------------------------

@@ -286,27 +286,14 @@ class PrefixIndex:
         self.version += 1
         return freed
 
-    def rest(self, num_blocks: int, *, dead: bool) -> Run:
-        """Blocks that only their owner could hit are idle: the last to be evicted so far. Nobody will, where `dead`."""
+    def rest(self, num_blocks: int) -> None:
+        """Blocks that nobody can hit any more are idle: the last to be evicted so far."""
         self.num_idle += num_blocks
         last = self._lru.before
-        if dead and last is not self._lru and last.node is DEAD:
+        if last is not self._lru and last.node is DEAD:
             last.num_blocks += num_blocks
-            return last
-        run = Run(DEAD if dead else None, num_blocks)
-        self._link(run, last)
-        return run
-
-    def wake(self, run: Run) -> int:
-        """The owner is back: how many of its blocks are left, which are idle no more."""
-        if run.num_blocks:
-            self._unlink(run)
-            self.num_idle -= run.num_blocks
-        return run.num_blocks
-
-    def bury(self, run: Run) -> None:
-        """The owner will not come back."""
-        run.node = DEAD
+        else:
+            self._link(Run(DEAD, num_blocks), last)
 
     def evict(self, num_blocks: int) -> None:
         """Give up idle blocks, the longest idle first."""
