@@ -134,6 +134,9 @@ class PrefixMemory(PagedMemory):
 
     def prepare(self, now_s: float) -> None:
         self._may_grow = False
+        if self._looked_up[2].growing:
+            # Who decodes may have lengthened it since, unseen by the index.
+            self._looked_up = (None, -1, NOTHING)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """Not beyond an iteration where the head may hit what it computes."""
