@@ -70,7 +70,7 @@ class Both:
 
     def __init__(self, num_blocks, lazy):
         self.full = {}
-        self.index = PrefixIndex(lambda seq: self.full[seq])
+        self.index = PrefixIndex(lambda seq: (self.full[seq], self.full[seq]))
         self.pool = CachingPool("GPU", num_blocks, self.index)
         self.plain = BlockByBlock(num_blocks)
         self.running = []

@@ -98,6 +98,7 @@ class Unified(Batching):
             if needed + wanted <= memory.gpu.free:
                 if batch.members:
                     memory.grow(batch, 0)
+                    memory.decodes_taken()
                     self.decode_all(plan)
                 for seq in self.partials:
                     if chunk > 0:
@@ -129,6 +130,7 @@ class Unified(Batching):
     def _run_one_by_one(self, plan: IterationPlan) -> int:
         """vLLM's loop over `running`: who finds no block preempts, and tries again."""
         budget, longest, batch = self.budget, self._longest_chunk(), self.batch
+        self.paged.catch_up()
         done: dict[Sequence, int] = {}
         preempted: list[Sequence] = []
         for seq in list(self.running):
@@ -181,6 +183,7 @@ class Unified(Batching):
             if not memory.gpu.free:
                 return False
             memory.gpu.allocate(1)
+        memory.publish(seq, self.batch.num_tokens_of(seq))
         return True
 
     def _victim(self) -> Sequence:
@@ -253,6 +256,7 @@ class Unified(Batching):
             seq.prefilling = False
             scheduler.join(seq)
             memory.append(seq)
+            memory.publish(seq, batch.num_tokens_of(seq))
             plan.num_decodes += 1
             plan.decode_context_tokens += batch.num_tokens_of(seq)
             plan.decodes = batch.members

@@ -52,6 +52,8 @@ class PrefixMemory(PagedMemory):
         self._looked_up: tuple[Sequence | None, int, Match] = (None, -1, NOTHING)
         # Whether somebody who decodes may lengthen what the head would hit.
         self._may_grow = False
+        # Tokens of each decode that are not computed yet, or, from when this step's are taken, not about to be.
+        self._num_pending = 1
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
@@ -76,12 +78,13 @@ class PrefixMemory(PagedMemory):
         self._looked_up = (seq, self.index.version, match)
         return match
 
-    def published(self, seq: Sequence) -> int:
-        """Full blocks of a sequence that runs."""
+    def published(self, seq: Sequence) -> tuple[int, int]:
+        """Full blocks of a sequence that runs, and its tokens."""
         batch = self.batch
         if seq in batch.members:
-            return (batch.num_tokens_of(seq) - (not self.in_flight_hits)) // self.block_size
-        return self.full_blocks(seq)
+            tokens = batch.num_tokens_of(seq)
+            return (tokens - self._num_pending) // self.block_size, tokens
+        return self.full_blocks(seq), seq.num_tokens
 
     def full_blocks(self, seq: Sequence) -> int:
         """Full blocks of a sequence that is in no batch: the last token's KV is yet to be computed."""
@@ -132,7 +135,25 @@ class PrefixMemory(PagedMemory):
 
     # -- decodes -----------------------------------------------------------------------------------------------------
 
+    def decodes_taken(self) -> None:
+        """The whole batch decodes in this step: what that fills can be hit from now on, where in-flight hits are."""
+        if self.in_flight_hits:
+            self._num_pending = 0
+
+    def catch_up(self) -> None:
+        """From now on the batch may not grow in step: publish what it has filled so far."""
+        holdings, block_size, late = self._holdings, self.block_size, []
+        for seq in self.batch.members:
+            holding = holdings.get(seq)
+            if holding is not None and holding.num_blocks < len(holding.keys):
+                tokens = self.batch.num_tokens_of(seq)
+                if (tokens - 1) // block_size > holding.num_blocks:
+                    late.append((-tokens, holding.number, holding))
+        for shortest, number, holding in sorted(late):
+            self.index.publish(holding, (-shortest - 1) // block_size, (shortest, number))
+
     def prepare(self, now_s: float) -> None:
+        self._num_pending = 1
         self._may_grow = False
         if self._looked_up[2].growing:
             # Who decodes may have lengthened it since, unseen by the index.
@@ -145,6 +166,7 @@ class PrefixMemory(PagedMemory):
     # -- the way out -----------------------------------------------------------------------------------------------
 
     def release(self, seq: Sequence) -> None:
+        self._num_pending = 1
         full = self.full_blocks(seq)
         holding = self._holdings.get(seq)
         freed, held = seq.num_blocks, 0
@@ -152,7 +174,7 @@ class PrefixMemory(PagedMemory):
         if not ended and full > (len(holding.keys) if holding is not None else 0):
             holding = self._name_private_blocks(seq)
         if holding is not None:
-            self.index.publish(holding, full)
+            self.index.publish(holding, full, None if seq.prefilling else (-seq.num_tokens, holding.number))
             held = holding.num_blocks
         if full > held:
             self.index.rest(full - held)

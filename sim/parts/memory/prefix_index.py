@@ -88,10 +88,11 @@ class PrefixIndex:
     """The cached blocks of one pool.
 
     Args:
-        published: how many blocks of a sequence that holds some are full by now; asked when somebody looks closely.
+        published: how many blocks of a sequence that holds some are full by now, and its tokens; asked when somebody
+            looks closely. Sequences between two publications grow in step: the longer one has had each block first.
     """
 
-    def __init__(self, published: Callable[[Sequence], int]) -> None:
+    def __init__(self, published: Callable[[Sequence], tuple[int, int]]) -> None:
         self.published = published
         self.root = Node(None, ())
         self.num_idle = 0
@@ -150,8 +151,11 @@ class PrefixIndex:
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, holding: Holding, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of a sequence are full: others may hit those that have keys."""
+    def publish(self, holding: Holding, num_blocks: int, before: tuple[int, int] | None = None) -> None:
+        """The first `num_blocks` blocks of a sequence are full: others may hit those that have keys.
+
+        What others have had for longer comes first: all that they have, or that of those who are `before` it.
+        """
         keys = holding.keys
         end = min(num_blocks, len(keys))
         if holding.num_blocks >= end:
@@ -159,8 +163,6 @@ class PrefixIndex:
         self.version += 1
         # Others that are brought up to date on the way shall not come back to this one.
         self._unlist(holding)
-        # What a prefill publishes is younger than all that is there.
-        before = None if holding.seq.prefilling else (-num_blocks, holding.number)
         while holding.num_blocks < end:
             self._publish_growing(self._end_of(holding), before)
             last = holding.runs[-1] if holding.runs else None
@@ -209,12 +211,16 @@ class PrefixIndex:
         """
         if not node.growing:
             return
-        full = sorted((-self.published(holding.seq), holding.number, holding) for holding in node.growing)
-        for shortest, number, holding in full:
+        growing: list[tuple[int, int, int, Holding]] = []
+        for holding in node.growing:
+            full, tokens = self.published(holding.seq)
+            growing.append((-tokens, holding.number, full, holding))
+        growing.sort()
+        for shortest, number, full, holding in growing:
             if before is not None and (shortest, number) > before:
                 return
             if holding.place is node:
-                self.publish(holding, -shortest)
+                self.publish(holding, full, (shortest, number))
 
     def _end_of(self, holding: Holding) -> Node:
         """Where its last run is."""
