@@ -39,6 +39,8 @@ class Unified(Batching):
     ) -> None:
         self.threshold, self.adaptive = long_prefill_threshold, adaptive
         self.watermark_blocks, self.reserve_whole_prompt = watermark_blocks, reserve_whole_prompt
+        # Who arrives shortens the first chunk of the head, which may fit then.
+        self._arrivals_help = adaptive and long_prefill_threshold > 0 and not reserve_whole_prompt
         self.running: dict[Sequence, None] = {}
         """In order of admission; half-done prompts and who decodes."""
         self.record: Callable[[str], None] | None = None
@@ -65,7 +67,7 @@ class Unified(Batching):
         preempted = self.eviction.settle()
         if waiting and not preempted and budget > 0:
             self._admit(plan, now_s, budget)
-        plan.cut_on_arrival = not (waiting and self.order.sticky)
+        plan.cut_on_arrival = not (waiting and self.order.sticky) or self._arrivals_help
         if self.record is not None and not preempted:
             self._note(plan, ())
         if not plan.chunks and not self.partials and not preempted:
