@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -167,3 +168,21 @@ def read_case(path: Path) -> dict:
             answer["requests"][str(i)]["finish"] = "rejected"
     answer["decisions_sha256"] = sha256([step[1] for step in answer["steps"]])
     return answer
+
+
+def main() -> None:
+    """Compare with every answer in a folder that `make_cases_v1.py` has filled."""
+    wrong = found = 0
+    for path in sorted(Path(sys.argv[1]).glob("*.json.gz")):
+        answer = read_case(path)
+        found += 1
+        for jump in (True, False):
+            ours = replay(answer, path.parent, jump=jump, checked=not jump)
+            if differ := differences(ours, answer):
+                wrong += 1
+                print(f"{path.name}, jump={jump}: {differ[0]}; {first_difference(ours, answer)}")
+    print(f"{found} workloads, {wrong} runs of them differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,9 +6,9 @@ the token the workload prescribes. Only needed to make new answers; the tests re
 Setup, in a virtual environment of its own (Python 3.11): torch for the CPU, ``pip install --no-deps vllm==0.33.0``, and
 of vLLM's requirements those that ``import vllm.v1.core.sched.scheduler`` asks for (none of CUDA's).
 
-A step at time t, synchronous: every request with arrival_s <= t + 1e-12 is added; ``schedule()``; the step is priced and
-t moves on; ``update_from_output()`` with a token for each request whose scheduled tokens reach its last known one. A step
-that schedules nothing takes no time; after three of them in a row t jumps to the next arrival. Asynchronous: two
+A step at time t, synchronous: every request with arrival_s <= t + 1e-12 is added; ``schedule()``; the step is priced
+and t moves on; ``update_from_output()`` with a token for each request whose scheduled tokens reach its last known one.
+A step that schedules nothing takes no time; after three of them in a row t jumps to the next arrival. Asynchronous: two
 batches in flight (``Oracle.run_async``).
 
 Price, from ``cost`` p0,p1,p2,d0,d1,d2 in seconds. An entry (request, n) with c tokens computed before the step is a
@@ -20,10 +20,13 @@ decode if n is 1 and c >= prompt_tokens, of context c + 1; else a prompt chunk::
 The token at position p is B[p // 16] * 16 + p % 16, where B is hash_ids, then output_hash_ids if hash_ids name the
 prompt's last block too; blocks beyond them are private to the request.
 
-The answer, besides ``args`` and the ``workload``: ``requests`` (columns ``first``, ``finish``, ``preempted``, ``hit``, the
-prompt's tokens that were cached at its first admission; who is refused for a prompt of max_model_len tokens has null for
-all but ``preempted``), ``steps`` (of each step the clock at its start, the line ``request:tokens ... [preempt
-request ...]`` in vLLM's order, free blocks and evictions after ``schedule()``), and totals.
+The answer, besides ``args`` and the ``workload``:
+
+* ``requests``: columns ``first``, ``finish``, ``preempted`` (how many times) and ``hit`` (cached tokens at the first
+  admission); null for those whose prompts of max_model_len tokens or more vLLM's front end refuses
+* ``steps``: of each the clock at its start, the line ``request:tokens ... [preempt request ...]`` in vLLM's order, free
+  blocks after ``schedule()``, and evictions until then
+* ``iterations``, ``preemptions``, ``evictions``, ``hit_tokens``, ``rehit_tokens`` (at later admissions), ``makespan``
 """
 
 from __future__ import annotations
