@@ -123,8 +123,17 @@ class PrefixIndex:
             found += shared
             idle += _idle_within(node, shared)
             if shared < len(node.keys):
-                return Match(tuple(path), found, idle, False)
-        return Match(tuple(path), found, idle, bool(node.growing) and found < limit)
+                break
+        growing = found < limit and self._may_lengthen(path, keys, found)
+        return Match(tuple(path), found, idle, growing)
+
+    def _may_lengthen(self, path: list[tuple[Node, int]], keys: Keys, found: int) -> bool:
+        """Whether somebody on the way has `keys[found]` yet to come, wherever on the way it is now."""
+        for node in (self.root, *(node for node, _ in path)):
+            for holding in node.growing:
+                if len(holding.keys) > found and holding.keys[found] == keys[found]:
+                    return True
+        return False
 
     def take(self, holding: Holding, match: Match) -> None:
         """Let a sequence that holds nothing hold what it matched."""
