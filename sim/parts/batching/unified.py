@@ -185,7 +185,9 @@ class Unified(Batching):
             if not memory.gpu.free:
                 return False
             memory.gpu.allocate(1)
-        memory.publish(seq, self.batch.num_tokens_of(seq))
+        tokens = self.batch.num_tokens_of(seq)
+        if tokens % memory.block_size == 0:
+            memory.publish(seq, tokens)
         return True
 
     def _victim(self) -> Sequence:

@@ -143,7 +143,7 @@ class PrefixMemory(PagedMemory):
     def catch_up(self) -> None:
         """From now on the batch may not grow in step: publish what it has filled so far."""
         holdings, block_size, late = self._holdings, self.block_size, []
-        for seq in self.batch.members:
+        for seq in self.batch.members if holdings else ():
             holding = holdings.get(seq)
             if holding is not None and holding.num_blocks < len(holding.keys):
                 tokens = self.batch.num_tokens_of(seq)
