@@ -61,10 +61,11 @@ class LinearCost(CostModel):
         context_tokens: float = plan.decode_context_tokens
         if plan.decode_window is not None:
             context_tokens += self.window_share * (plan.decode_window.tokens - context_tokens)
-        decode = self.d1 * plan.num_decodes + self.d2 * context_tokens
-        if plan.chunks:
+        num_decodes = plan.num_decodes + plan.num_single_chunks
+        decode = self.d1 * num_decodes + self.d2 * context_tokens
+        if plan.prefill_tokens:
             return self.p0 + self.p1 * plan.prefill_tokens + self.p2 * plan.prefill_squares + decode
-        return self.d0 + decode if plan.num_decodes else 0.0
+        return self.d0 + decode if num_decodes else 0.0
 
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
@@ -217,11 +218,12 @@ class RooflineCost(CostModel):
         return ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
 
     def iteration_s(self, plan: IterationPlan) -> float:
+        num_decodes = plan.num_decodes + plan.num_single_chunks
         if not plan.prefill_tokens:
             # A decode iteration that copies ride along with.
-            decodes = plan.num_decodes, plan.decode_context_tokens, plan.decode_window
-            return self.decode_run(*decodes)[0] if plan.num_decodes else 0.0
-        tokens = plan.prefill_tokens + plan.num_decodes
+            decodes = num_decodes, plan.decode_context_tokens, plan.decode_window
+            return self.decode_run(*decodes)[0] if num_decodes else 0.0
+        tokens = plan.prefill_tokens + num_decodes
         sampled = plan.num_sampled_prefills + plan.num_decodes
         if self.is_uniform:
             work_s = self.linear_s(tokens) + self.attention_s_per_pair * plan.prefill_pairs
@@ -239,8 +241,8 @@ class RooflineCost(CostModel):
             seconds += self.all_reduce_s_per_token * tokens + self.all_reduce_fixed_s
         if plan.prefill_tokens > self.most_tokens:
             self._note_beyond("tokens", plan.prefill_tokens)
-        if plan.decode_context_tokens > self.most_context_tokens or plan.num_decodes > self.most_batch:
-            self._note_decodes(plan.num_decodes, plan.decode_context_tokens)
+        if plan.decode_context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
+            self._note_decodes(num_decodes, plan.decode_context_tokens)
         return seconds
 
     def _note_decodes(self, num_decodes: int, context_tokens: int) -> None:
@@ -321,7 +323,8 @@ class PaperCost(RooflineCost):
 
     def iteration_s(self, plan: IterationPlan) -> float:
         prefill = self.eq3_linear_s * plan.prefill_tokens + self.eq3_square_printed_s * plan.prefill_squares
-        return prefill + self.decode_run(plan.num_decodes, plan.decode_context_tokens)[0]
+        num_decodes = plan.num_decodes + plan.num_single_chunks
+        return prefill + self.decode_run(num_decodes, plan.decode_context_tokens)[0]
 
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None

@@ -225,7 +225,7 @@ class Pricer:
         Returns the computation's duration and by how much copies are stretched.
         """
         cost = self.cost
-        busy_s = cost.all_reduce_s(plan.prefill_tokens + plan.num_decodes)
+        busy_s = cost.all_reduce_s(plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks)
         stretch = compute_s / (compute_s - busy_s)
         blocks = plan.behind_blocks + sum(move.num_blocks for move in plan.beside)
         blocks += sum(streamed.num_read + streamed.num_written for streamed in plan.streamed)

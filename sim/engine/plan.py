@@ -168,8 +168,10 @@ class IterationPlan:
     decodes: Collection[Sequence] = ()
     """Who takes a token, in order. The batch's own members where all do: read it before the plan is committed."""
     num_decodes = 0
+    num_single_chunks = 0
+    """Chunks of one generated token that sample nothing: a computation like a decode's, and priced as one."""
     decode_context_tokens = 0
-    """Context lengths of `decodes` in all, the tokens being fed included."""
+    """Context lengths of `decodes` and single chunks in all, the tokens being fed included."""
     decode_window: WindowTokens | None = None
     """The same in layers with a sliding window; None where the model has none."""
     max_steps = 1
@@ -216,3 +218,9 @@ class IterationPlan:
         self.prefill_squares += num_new * num_new
         if cached + num_new == seq.num_tokens:
             self.num_sampled_prefills += 1
+
+    def add_single_chunk(self, seq: Sequence, origin: Origin) -> None:
+        """Compute one generated token of `seq` again, not the last."""
+        self.chunks += (_chunk((seq, 1, seq.num_computed, origin)),)
+        self.num_single_chunks += 1
+        self.decode_context_tokens += seq.num_computed + 1

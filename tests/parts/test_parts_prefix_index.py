@@ -70,7 +70,7 @@ class Both:
 
     def __init__(self, num_blocks, lazy):
         self.full = {}
-        self.index = PrefixIndex(lambda seq: self.full[seq])
+        self.index = PrefixIndex(lambda seq: (self.full[seq], self.full[seq]))
         self.pool = CachingPool("GPU", num_blocks, self.index)
         self.plain = BlockByBlock(num_blocks)
         self.running = []
@@ -125,7 +125,7 @@ class Both:
         for at in range(held, held + private):
             self.plain.prefix_of[blocks[at]] = (object(),)
             self.plain.cached[self.plain.prefix_of[blocks[at]]] = {blocks[at]: None}
-        self.index.rest(private, dead=True) if private else None
+        self.index.rest(private) if private else None
         self.pool.release(len(blocks) - held + self.index.release(holding))
         self.plain.release(blocks)
 

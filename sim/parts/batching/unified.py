@@ -39,6 +39,8 @@ class Unified(Batching):
     ) -> None:
         self.threshold, self.adaptive = long_prefill_threshold, adaptive
         self.watermark_blocks, self.reserve_whole_prompt = watermark_blocks, reserve_whole_prompt
+        # Who arrives shortens the first chunk of the head, which may fit then.
+        self._arrivals_help = adaptive and long_prefill_threshold > 0 and not reserve_whole_prompt
         self.running: dict[Sequence, None] = {}
         """In order of admission; half-done prompts and who decodes."""
         self._line = ""
@@ -63,7 +65,7 @@ class Unified(Batching):
         preempted = self.eviction.settle()
         if waiting and not preempted and budget > 0:
             self._admit(plan, now_s, budget)
-        plan.cut_on_arrival = not (waiting and self.order.sticky)
+        plan.cut_on_arrival = not (waiting and self.order.sticky) or self._arrivals_help
         if self.record is not None and not preempted:
             self._note(plan, ())
         if not plan.chunks and not self.partials and not preempted:
@@ -96,6 +98,7 @@ class Unified(Batching):
             if needed + wanted <= memory.gpu.free:
                 if batch.members:
                     memory.grow(batch, 0)
+                    memory.decodes_taken()
                     self.decode_all(plan)
                 for seq in self.partials:
                     if chunk > 0:
@@ -107,17 +110,27 @@ class Unified(Batching):
         """A prompt of which one generated token is left to be computed again is a decode."""
         if seq.num_tokens - seq.num_computed == 1 and seq.num_computed >= seq.request.prompt_tokens:
             del self.partials[seq]
+            seq.prefilling = False
             self.scheduler.join(seq)
 
     def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> None:
         tokens = seq.num_computed + chunk
         self.paged.take_chunk(seq, tokens)
-        plan.add_chunk(seq, chunk, Origin.CONTINUED)
+        self._add_chunk(plan, seq, chunk, Origin.CONTINUED)
         self.memory.publish(seq, tokens)
+
+    @staticmethod
+    def _add_chunk(plan: IterationPlan, seq: Sequence, chunk: int, origin: Origin) -> None:
+        computed = seq.num_computed
+        if chunk == 1 and seq.request.prompt_tokens <= computed < seq.num_tokens - 1:
+            plan.add_single_chunk(seq, origin)
+        else:
+            plan.add_chunk(seq, chunk, origin)
 
     def _run_one_by_one(self, plan: IterationPlan) -> int:
         """vLLM's loop over `running`: who finds no block preempts, and tries again."""
         budget, longest, batch = self.budget, self._longest_chunk(), self.batch
+        self.paged.catch_up()
         done: dict[Sequence, int] = {}
         preempted: list[Sequence] = []
         for seq in list(self.running):
@@ -170,6 +183,9 @@ class Unified(Batching):
         if blocks > memory.gpu.free:
             return False
         memory.gpu.allocate(blocks)
+        tokens = self.batch.num_tokens_of(seq)
+        if tokens % memory.block_size == 0:
+            memory.publish(seq, tokens)
         return True
 
     def _victim(self) -> Sequence:
@@ -199,7 +215,7 @@ class Unified(Batching):
         decodes = []
         for seq, chunk in done.items():
             if seq in self.partials:
-                plan.add_chunk(seq, chunk, Origin.CONTINUED)
+                self._add_chunk(plan, seq, chunk, Origin.CONTINUED)
             else:
                 decodes.append(seq)
                 plan.decode_context_tokens += batch.num_tokens_of(seq)
@@ -236,18 +252,20 @@ class Unified(Batching):
         scheduler, memory, batch = self.scheduler, self.paged, self.batch
         self.running[seq] = None
         seq.output_tokens = min(seq.output_tokens, self.limits.max_model_len - seq.request.prompt_tokens)
-        if chunk == 1 and cached >= seq.request.prompt_tokens:
+        if seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens:
             memory.place_chunk(seq, cached)
             scheduler.start(seq, now_s, placed=True)
+            seq.prefilling = False
             scheduler.join(seq)
             memory.append(seq)
+            memory.publish(seq, batch.num_tokens_of(seq))
             plan.num_decodes += 1
             plan.decode_context_tokens += batch.num_tokens_of(seq)
             plan.decodes = batch.members
             return
         memory.place_chunk(seq, cached + chunk)
         scheduler.start(seq, now_s, placed=True)
-        plan.add_chunk(seq, chunk, Origin.ADMITTED)
+        self._add_chunk(plan, seq, chunk, Origin.ADMITTED)
         memory.publish(seq, cached + chunk)
 
     # -- afterwards --------------------------------------------------------------------------------------------------

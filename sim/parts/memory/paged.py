@@ -79,6 +79,12 @@ class PagedMemory(Memory):
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
+    def decodes_taken(self) -> None:
+        """The whole batch decodes in this step, and has its blocks."""
+
+    def catch_up(self) -> None:
+        """From now on, not all who decode may do so in each step."""
+
     def release(self, seq: Sequence) -> None:
         self.gpu.release(seq.num_blocks)
         seq.num_blocks = 0

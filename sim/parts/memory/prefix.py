@@ -11,9 +11,11 @@ from sim.engine.plan import IterationPlan, make_place, make_release
 from sim.engine.sequence import Sequence
 from sim.parts.memory.block_keys import BlockKeys
 from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
-from sim.parts.memory.prefix_index import Holding, Match, PrefixIndex, Run
+from sim.parts.memory.prefix_index import Holding, Match, PrefixIndex
 
 NOTHING = Match((), 0, 0, False)
+FIRST_PRIVATE_KEY = 1 << 64
+"""Beyond all ids that a trace may have."""
 
 
 class CachingPool(BlockPool):
@@ -44,20 +46,21 @@ class PrefixMemory(PagedMemory):
         self.index = PrefixIndex(self.published)
         self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
         self.keys = BlockKeys(limits.block_size)
-        # Of sequences whose blocks have keys, from their first look-up on.
+        # Of sequences whose blocks have keys, from their first look-up or preemption on.
         self._holdings: dict[Sequence, Holding] = {}
-        # Private blocks of preempted sequences, which wait for their owners.
-        self._resting: dict[Sequence, Run] = {}
+        self._next_private_key = FIRST_PRIVATE_KEY
         self._looked_up: tuple[Sequence | None, int, Match] = (None, -1, NOTHING)
         # Whether somebody who decodes may lengthen what the head would hit.
         self._may_grow = False
+        # Tokens of each decode that are not computed yet, or, from when this step's are taken, not about to be.
+        self._num_pending = 1
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
     def cached_tokens(self, seq: Sequence) -> int:
         match = self._match(seq)
         self._may_grow = match.growing
-        return (match.num_blocks + self._num_resting(seq, match)) * self.block_size
+        return match.num_blocks * self.block_size
 
     def _match(self, seq: Sequence) -> Match:
         """What `seq` would hit of others', or of its own if computed again; all but its last token at most."""
@@ -75,20 +78,13 @@ class PrefixMemory(PagedMemory):
         self._looked_up = (seq, self.index.version, match)
         return match
 
-    def _num_resting(self, seq: Sequence, match: Match) -> int:
-        """Its own blocks beyond those with keys, which stay reachable as long as what is before them does."""
-        run = self._resting.get(seq)
-        if run is None:
-            return 0
-        holding = self._holdings.get(seq)
-        return run.num_blocks if holding is None or match.num_blocks == len(holding.keys) else 0
-
-    def published(self, seq: Sequence) -> int:
-        """Full blocks of a sequence that runs."""
+    def published(self, seq: Sequence) -> tuple[int, int]:
+        """Full blocks of a sequence that runs, and its tokens."""
         batch = self.batch
         if seq in batch.members:
-            return (batch.num_tokens_of(seq) - (not self.in_flight_hits)) // self.block_size
-        return self.full_blocks(seq)
+            tokens = batch.num_tokens_of(seq)
+            return (tokens - self._num_pending) // self.block_size, tokens
+        return self.full_blocks(seq), seq.num_tokens
 
     def full_blocks(self, seq: Sequence) -> int:
         """Full blocks of a sequence that is in no batch: the last token's KV is yet to be computed."""
@@ -104,24 +100,18 @@ class PrefixMemory(PagedMemory):
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         match, blocks = self._match(seq), -(-num_tokens // self.block_size)
-        # Idle hits are free blocks as well, until they are taken. Its own resting ones are hits, and idle.
+        # Idle hits are free blocks as well, until they are taken.
         return blocks - match.num_blocks + match.num_idle
 
     def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
         match = self._match(seq)
-        resting = self._num_resting(seq, match)
         blocks = seq.num_blocks = -(-num_tokens // self.block_size)
         if match.num_blocks:
             self.index.take(self._holdings[seq], match)
             self.gpu.allocate(match.num_idle)
         elif seq in self._holdings:
             self.index.take(self._holdings[seq], NOTHING)
-        if (run := self._resting.pop(seq, None)) is not None:
-            if resting:
-                self.gpu.allocate(self.index.wake(run))
-            else:
-                self.index.bury(run)
-        hits = match.num_blocks + resting
+        hits = match.num_blocks
         self.gpu.allocate(blocks - hits)
         self._count_hits(seq, hits * self.block_size)
         seq.num_computed = hits * self.block_size
@@ -148,8 +138,29 @@ class PrefixMemory(PagedMemory):
 
     # -- decodes -----------------------------------------------------------------------------------------------------
 
+    def decodes_taken(self) -> None:
+        """The whole batch decodes in this step: what that fills can be hit from now on, where in-flight hits are."""
+        if self.in_flight_hits:
+            self._num_pending = 0
+
+    def catch_up(self) -> None:
+        """From now on the batch may not grow in step: publish what it has filled so far."""
+        holdings, block_size, late = self._holdings, self.block_size, []
+        for seq in self.batch.members if holdings else ():
+            holding = holdings.get(seq)
+            if holding is not None and holding.num_blocks < len(holding.keys):
+                tokens = self.batch.num_tokens_of(seq)
+                if (tokens - 1) // block_size > holding.num_blocks:
+                    late.append((-tokens, holding.number, holding))
+        for shortest, number, holding in sorted(late):
+            self.index.publish(holding, (-shortest - 1) // block_size, (shortest, number))
+
     def prepare(self, now_s: float) -> None:
+        self._num_pending = 1
         self._may_grow = False
+        if self._looked_up[2].growing:
+            # Who decodes may have lengthened it since, unseen by the index.
+            self._looked_up = (None, -1, NOTHING)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """Not beyond an iteration where the head may hit what it computes."""
@@ -158,17 +169,18 @@ class PrefixMemory(PagedMemory):
     # -- the way out -----------------------------------------------------------------------------------------------
 
     def release(self, seq: Sequence) -> None:
+        self._num_pending = 1
         full = self.full_blocks(seq)
         holding = self._holdings.get(seq)
         freed, held = seq.num_blocks, 0
-        if holding is not None:
-            self.index.publish(holding, full)
-            held = holding.num_blocks
         ended = seq.num_generated >= seq.output_tokens
+        if not ended and full > (len(holding.keys) if holding is not None else 0):
+            holding = self._name_private_blocks(seq)
+        if holding is not None:
+            self.index.publish(holding, full, None if seq.prefilling else (-seq.num_tokens, holding.number))
+            held = holding.num_blocks
         if full > held:
-            run = self.index.rest(full - held, dead=ended)
-            if not ended:
-                self._resting[seq] = run
+            self.index.rest(full - held)
         if holding is not None:
             freed += self.index.release(holding) - held
             if ended:
@@ -177,10 +189,21 @@ class PrefixMemory(PagedMemory):
         seq.num_blocks = 0
         self.scheduler.changes.append(make_release((seq,)))
 
+    def _name_private_blocks(self, seq: Sequence) -> Holding:
+        """Keys for blocks that have none: who was preempted may hit its own when it comes back."""
+        holding = self._holdings.get(seq)
+        if holding is None:
+            holding = self._holdings[seq] = Holding(seq, ())
+        first, count = self._next_private_key, self._most_blocks(seq) - len(holding.keys)
+        holding.keys += tuple(range(first, first + count))
+        self._next_private_key += count
+        return holding
+
+    def _most_blocks(self, seq: Sequence) -> int:
+        return (seq.request.prompt_tokens + seq.output_tokens) // self.block_size
+
     def forget(self, seq: Sequence) -> None:
         self._holdings.pop(seq, None)
-        if (run := self._resting.pop(seq, None)) is not None:
-            self.index.bury(run)
 
     @property
     def num_evicted(self) -> int:

@@ -88,10 +88,11 @@ class PrefixIndex:
     """The cached blocks of one pool.
 
     Args:
-        published: how many blocks of a sequence that holds some are full by now; asked when somebody looks closely.
+        published: how many blocks of a sequence that holds some are full by now, and its tokens; asked when somebody
+            looks closely. Sequences between two publications grow in step: the longer one has had each block first.
     """
 
-    def __init__(self, published: Callable[[Sequence], int]) -> None:
+    def __init__(self, published: Callable[[Sequence], tuple[int, int]]) -> None:
         self.published = published
         self.root = Node(None, ())
         self.num_idle = 0
@@ -122,8 +123,17 @@ class PrefixIndex:
             found += shared
             idle += _idle_within(node, shared)
             if shared < len(node.keys):
-                return Match(tuple(path), found, idle, False)
-        return Match(tuple(path), found, idle, bool(node.growing) and found < limit)
+                break
+        growing = found < limit and self._may_lengthen(path, keys, found)
+        return Match(tuple(path), found, idle, growing)
+
+    def _may_lengthen(self, path: list[tuple[Node, int]], keys: Keys, found: int) -> bool:
+        """Whether somebody on the way has `keys[found]` yet to come, wherever on the way it is now."""
+        for node in (self.root, *(node for node, _ in path)):
+            for holding in node.growing:
+                if len(holding.keys) > found and holding.keys[found] == keys[found]:
+                    return True
+        return False
 
     def take(self, holding: Holding, match: Match) -> None:
         """Let a sequence that holds nothing hold what it matched."""
@@ -150,8 +160,11 @@ class PrefixIndex:
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, holding: Holding, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of a sequence are full: others may hit those that have keys."""
+    def publish(self, holding: Holding, num_blocks: int, before: tuple[int, int] | None = None) -> None:
+        """The first `num_blocks` blocks of a sequence are full: others may hit those that have keys.
+
+        What others have had for longer comes first: all that they have, or that of those who are `before` it.
+        """
         keys = holding.keys
         end = min(num_blocks, len(keys))
         if holding.num_blocks >= end:
@@ -159,13 +172,6 @@ class PrefixIndex:
         self.version += 1
         # Others that are brought up to date on the way shall not come back to this one.
         self._unlist(holding)
-        # What a prefill publishes is younger than all that is there.
-        before = None if holding.seq.prefilling else (-num_blocks, holding.number)
-        # Who computes the same content may be on its way there.
-        self._publish_growing(self.root, before)
-        for run in list(holding.runs):
-            if run.node is not None:
-                self._publish_growing(run.node, before)
         while holding.num_blocks < end:
             self._publish_growing(self._end_of(holding), before)
             last = holding.runs[-1] if holding.runs else None
@@ -214,12 +220,16 @@ class PrefixIndex:
         """
         if not node.growing:
             return
-        full = sorted((-self.published(holding.seq), holding.number, holding) for holding in node.growing)
-        for shortest, number, holding in full:
+        growing: list[tuple[int, int, int, Holding]] = []
+        for holding in node.growing:
+            full, tokens = self.published(holding.seq)
+            growing.append((-tokens, holding.number, full, holding))
+        growing.sort()
+        for shortest, number, full, holding in growing:
             if before is not None and (shortest, number) > before:
                 return
             if holding.place is node:
-                self.publish(holding, -shortest)
+                self.publish(holding, full, (shortest, number))
 
     def _end_of(self, holding: Holding) -> Node:
         """Where its last run is."""
@@ -291,27 +301,14 @@ class PrefixIndex:
         self.version += 1
         return freed
 
-    def rest(self, num_blocks: int, *, dead: bool) -> Run:
-        """Blocks that only their owner could hit are idle: the last to be evicted so far. Nobody will, where `dead`."""
+    def rest(self, num_blocks: int) -> None:
+        """Blocks that nobody can hit any more are idle: the last to be evicted so far."""
         self.num_idle += num_blocks
         last = self._lru.before
-        if dead and last is not self._lru and last.node is DEAD:
+        if last is not self._lru and last.node is DEAD:
             last.num_blocks += num_blocks
-            return last
-        run = Run(DEAD if dead else None, num_blocks)
-        self._link(run, last)
-        return run
-
-    def wake(self, run: Run) -> int:
-        """The owner is back: how many of its blocks are left, which are idle no more."""
-        if run.num_blocks:
-            self._unlink(run)
-            self.num_idle -= run.num_blocks
-        return run.num_blocks
-
-    def bury(self, run: Run) -> None:
-        """The owner will not come back."""
-        run.node = DEAD
+        else:
+            self._link(Run(DEAD, num_blocks), last)
 
     def evict(self, num_blocks: int) -> None:
         """Give up idle blocks, the longest idle first."""

@@ -1,0 +1,193 @@
+"""Make the stored answers of ``cases_v1/``: random workloads and what vLLM 0.33.0's v1 scheduler decides for each.
+
+Needs the environment described in ``vllm_v1_oracle.py``. A seed gives the same case each time::
+
+    python make_cases_v1.py                    # those that are stored
+    python make_cases_v1.py FOLDER 1000 2000   # seeds 1000 to 1999, for `python v1_replay.py FOLDER` to compare
+
+The stored seeds are the small ones among those on which one rule or another had been wrong here. Workloads for which
+vLLM preempts for ever are reported and not stored.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_v1_oracle import Options, Row, ask, write_answer
+
+CASES = Path(__file__).resolve().parent / "cases_v1"
+SEEDS = (
+    2, 22, 49, 64, 73, 178, 202, 233, 311, 314, 345, 479, 518, 526, 596, 657, 802, 818, 829, 844, 987, 996, 998,
+    1008, 1030, 1060, 1108, 1203, 1205, 1209, 1309, 1318, 1320, 1419, 1430,
+)  # fmt: skip
+
+BLOCK = 16
+TICK = 1 / 64
+COSTS = (
+    (0.005, 4e-5, 2e-9, 0.02, 2e-5, 6e-7),
+    # Every step as long: arrivals fall exactly on boundaries.
+    (TICK, 0.0, 0.0, TICK, 0.0, 0.0),
+    (0.0, 4e-5, 0.0, 0.0, 2e-4, 0.0),
+    (0.001, 1e-4, 1e-6, 0.01, 1e-4, 2e-5),
+)
+
+
+class Workload:
+    """One random workload and the settings it runs under."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(f"kvtwin v1 {seed}")
+        choice = self.dice.choice
+        self.length = choice([48, 64, 100, 128, 256, 256, 512])
+        self.gap = choice([self._burst, self._poisson, self._ticks, lambda: 0.0])
+        self.prompts = choice(["any", "blocks", "short", "mixed"])
+        self.outputs = choice(["any", "one", "long", "mixed"])
+        self.naming: Callable[[int, int], tuple[int, int, list[int], list[int]]] = choice(
+            [self._private, self._shared, self._shared, self._turn, self._turn, self._tree]
+        )
+        self.num_ids = 1000
+        self.stems = [list(range(50 * i, 50 * i + 64)) for i in range(self.dice.randint(1, 3))]
+        self.talks: list[tuple[int, int, list[int], list[int]]] = []
+
+    def options(self) -> Options:
+        """Mostly just enough blocks for the longest request, seats and budgets from one to plenty."""
+        dice = self.dice
+        seats = dice.choice([1, 2, 3, 5, 8, 8, 16, 64])
+        threshold = min(self.length, dice.choice([0, 0, 0, 1, 5, 16, 17, 32, 50]))
+        return Options(
+            blocks=-(-self.length // BLOCK) + 1 + dice.choice([0, 0, 1, 2, 5, 10, 20, 60]),
+            max_model_len=self.length,
+            max_num_seqs=seats,
+            max_batched=max(seats, dice.choice([8, 16, 17, 32, 40, 64, 100, 256, 512, 2048])),
+            no_prefix_caching=dice.random() < 0.15,
+            policy=dice.choice(["fcfs", "fcfs", "priority"]),
+            long_prefill=threshold,
+            long_prefill_adaptive=threshold > 0 and dice.random() < 0.4,
+            watermark=dice.choice([0.0, 0.0, 0.0, 0.01, 0.1, 0.3]),
+            no_reserve_full_isl=dice.random() < 0.4,
+            cost=dice.choice(COSTS),
+        )
+
+    def rows(self) -> list[Row]:
+        """The requests, by arrival."""
+        rows, now = [], 0.0
+        for _ in range(self.dice.choice([4, 8, 15, 30, 50])):
+            now += self.gap()
+            prompt, output, ids, output_ids = self.naming(max(1, self._prompt()), self._output())
+            rows.append(Row(now, prompt, output, ids, output_ids, self.dice.choice([0, 0, 1, 2, 5, -1])))
+        return rows
+
+    # -- when --------------------------------------------------------------------------------------------------------
+
+    def _burst(self) -> float:
+        return self.dice.choice([0.0, 0.0, 0.0, 0.0, 0.3])
+
+    def _poisson(self) -> float:
+        return self.dice.expovariate(self.dice.choice([2, 10, 50]))
+
+    def _ticks(self) -> float:
+        return self.dice.randint(0, 6) * TICK
+
+    # -- how long ----------------------------------------------------------------------------------------------------
+
+    def _prompt(self) -> int:
+        dice, kind = self.dice, self.prompts
+        if kind == "mixed":
+            kind = dice.choice(["any", "blocks", "short"])
+        if dice.random() < 0.03:
+            # Around what is refused.
+            return self.length + dice.randint(-2, 2)
+        if kind == "any":
+            return dice.randint(1, int(self.length * 0.8))
+        if kind == "blocks":
+            return BLOCK * dice.randint(1, max(1, self.length // BLOCK - 1)) + dice.choice([0, 0, 0, 0, 1, -1])
+        return dice.randint(1, min(40, self.length - 1))
+
+    def _output(self) -> int:
+        dice, kind = self.dice, self.outputs
+        if kind == "mixed":
+            kind = dice.choice(["any", "one", "long"])
+        if kind == "one":
+            return dice.choice([1, 1, 1, 2, 3])
+        return dice.randint(1, 40) if kind == "any" else dice.randint(20, self.length)
+
+    # -- what is in it: (prompt tokens, output tokens, ids of the prompt, of the output) -----------------------------
+
+    def _new(self) -> int:
+        self.num_ids += 1
+        return self.num_ids
+
+    def _private(self, prompt: int, output: int) -> tuple[int, int, list[int], list[int]]:
+        return prompt, output, [], []
+
+    def _cut(self, prompt: int, output: int, ids: list[int]) -> tuple[int, int, list[int], list[int]]:
+        """The ids of all its blocks, parted after the prompt."""
+        at, most = -(-prompt // BLOCK), -(-(prompt + output) // BLOCK)
+        ids = ids[:most] + [self._new() for _ in range(most - len(ids))]
+        return prompt, output, ids[:at], ids[at:]
+
+    def _shared(self, prompt: int, output: int) -> tuple[int, int, list[int], list[int]]:
+        """One of a few beginnings, for a few blocks or as far as it goes; perhaps what is generated, too."""
+        dice = self.dice
+        if dice.random() < 0.15:
+            return self._private(prompt, output)
+        _, _, ids, output_ids = self._cut(prompt, output, dice.choice(self.stems)[: dice.choice([0, 1, 2, 3, 100])])
+        if dice.random() < 0.2:
+            ids = ids[: prompt // BLOCK]
+        return prompt, output, ids, output_ids if dice.random() < 0.6 else []
+
+    def _tree(self, prompt: int, output: int) -> tuple[int, int, list[int], list[int]]:
+        """Prefixes that part at every block, or do not."""
+        flips = [self.dice.randrange(2) for _ in range(-(-(prompt + output) // BLOCK))]
+        _, _, ids, output_ids = self._cut(prompt, output, flips)
+        return prompt, output, ids, output_ids[: self.dice.choice([0, 1, 100])]
+
+    def _turn(self, prompt: int, output: int) -> tuple[int, int, list[int], list[int]]:
+        """The first turn of a conversation, or a later one, or one that came before, again."""
+        dice = self.dice
+        kind = dice.random() if self.talks else 1.0
+        if kind > 0.6:
+            stem = dice.choice(self.stems)[: dice.choice([0, 1, 2])]
+            turn = self._cut(prompt, output, stem)
+        else:
+            before, generated, ids, output_ids = turn = dice.choice(self.talks)
+            if 0.15 < kind <= 0.25:
+                turn = before, output, ids, []
+            elif kind > 0.25:
+                prompt = before + generated + dice.choice([0, dice.randint(1, 40), dice.randint(1, 40)])
+                if prompt >= self.length:
+                    prompt = dice.randint(1, self.length - 1)
+                kept = (ids + output_ids)[: (before + generated) // BLOCK]
+                turn = self._cut(prompt, output, kept if dice.random() < 0.8 else ids + output_ids)
+        self.talks.append(turn)
+        return turn
+
+
+def make(seed: int, folder: Path) -> str:
+    """Ask vLLM about one seed and store the answer; what to say of it."""
+    workload = Workload(seed)
+    options, rows = workload.options(), workload.rows()
+    try:
+        answer = ask(rows, options)
+    except RuntimeError as error:
+        return f"{seed}: not stored, {error}"
+    size = write_answer({"seed": seed, **answer}, folder / f"{seed:05d}.json.gz")
+    counts = ", ".join(f"{answer[key]} {key}" for key in ("iterations", "preemptions", "evictions", "rehit_tokens"))
+    return f"{seed}: {len(rows)} requests, {counts}, {size} bytes"
+
+
+def main() -> None:
+    """Make the stored cases, or those named on the command line."""
+    folder, seeds = CASES, SEEDS
+    if sys.argv[1:]:
+        folder, seeds = Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3]))
+    folder.mkdir(exist_ok=True)
+    for seed in seeds:
+        print(make(seed, folder), flush=True)
+
+
+if __name__ == "__main__":
+    main()

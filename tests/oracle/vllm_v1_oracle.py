@@ -1,0 +1,373 @@
+"""Ask vLLM 0.33.0's own v1 scheduler what it decides for a workload, over a virtual clock.
+
+Scheduler, KV-cache manager, block pool and block hashes are vLLM's, driven on a CPU with a model that always samples
+the token the workload prescribes. Only needed to make new answers; the tests read the stored ones in ``cases_v1/``.
+
+Setup, in a virtual environment of its own (Python 3.11): torch for the CPU, ``pip install --no-deps vllm==0.33.0``, and
+of vLLM's requirements those that ``import vllm.v1.core.sched.scheduler`` asks for (none of CUDA's).
+
+A step at time t, synchronous: every request with arrival_s <= t + 1e-12 is added; ``schedule()``; the step is priced
+and t moves on; ``update_from_output()`` with a token for each request whose scheduled tokens reach its last known one.
+A step that schedules nothing takes no time; after three of them in a row t jumps to the next arrival. Asynchronous: two
+batches in flight (``Oracle.run_async``).
+
+Price, from ``cost`` p0,p1,p2,d0,d1,d2 in seconds. An entry (request, n) with c tokens computed before the step is a
+decode if n is 1 and c >= prompt_tokens, of context c + 1; else a prompt chunk::
+
+    p0 + p1 * sum(n) + p2 * sum(n^2)          if there is any chunk
+    d0 + d1 * decodes + d2 * sum(context)     if there is any decode; d0 is dropped beside a chunk
+
+The token at position p is B[p // 16] * 16 + p % 16, where B is hash_ids, then output_hash_ids if hash_ids name the
+prompt's last block too; blocks beyond them are private to the request.
+
+The answer, besides ``args`` and the ``workload``:
+
+* ``requests``: columns ``first``, ``finish``, ``preempted`` (how many times) and ``hit`` (cached tokens at the first
+  admission); null for those whose prompts of max_model_len tokens or more vLLM's front end refuses
+* ``steps``: of each the clock at its start, the line ``request:tokens ... [preempt request ...]`` in vLLM's order, free
+  blocks after ``schedule()``, and evictions until then
+* ``iterations``, ``preemptions``, ``evictions``, ``hit_tokens``, ``rehit_tokens`` (at later admissions), ``makespan``
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", PYTHONHASHSEED="0")
+logging.disable(logging.CRITICAL)
+
+import torch  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
+from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+ARRIVAL_SLACK = 1e-12
+MOST_STEPS = 20_000
+"""After as many vLLM is held to be preempting for ever."""
+BLOCK = 16
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1 << 20,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float16",
+}
+"""Of the model only this is read."""
+
+
+class Row(NamedTuple):
+    """A request of the workload."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: Sequence[int] = ()
+    output_hash_ids: Sequence[int] = ()
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the scheduler and the price of a step depend on. Of `blocks` one is vLLM's null block."""
+
+    blocks: int
+    max_model_len: int = 512
+    max_num_seqs: int = 256
+    max_batched: int = 2048
+    no_prefix_caching: bool = False
+    policy: str = "fcfs"
+    long_prefill: int = 0
+    long_prefill_adaptive: bool = False
+    watermark: float = 0.0
+    no_reserve_full_isl: bool = False
+    async_scheduling: bool = False
+    cost: tuple[float, ...] = (0.005, 4e-5, 2e-9, 0.02, 2e-5, 6e-7)
+
+
+def tokens_of(number: int, row: Row) -> list[int]:
+    """Token ids of a request, prompt and outputs."""
+    ids = list(row.hash_ids)
+    if len(ids) == -(-row.prompt_tokens // BLOCK):
+        ids += row.output_hash_ids
+    length = row.prompt_tokens + row.output_tokens
+    ids += [(1 << 40) + (number << 16) + i for i in range(len(ids), -(-length // BLOCK))]
+    return [ident * BLOCK + j for ident in ids for j in range(BLOCK)][:length]
+
+
+def make_scheduler(options: Options) -> tuple[Any, Any]:
+    """vLLM's scheduler and the hasher that its requests need."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        model = ModelConfig(
+            model=folder, tokenizer=folder, skip_tokenizer_init=True, max_model_len=options.max_model_len,
+            dtype="float16", seed=0,
+        )  # fmt: skip
+    scheduler_config = SchedulerConfig(
+        max_model_len=options.max_model_len,
+        is_encoder_decoder=False,
+        max_num_seqs=options.max_num_seqs,
+        policy=options.policy,
+        max_num_batched_tokens=options.max_batched,
+        enable_chunked_prefill=True,
+        async_scheduling=options.async_scheduling,
+        long_prefill_token_threshold=options.long_prefill,
+        long_prefill_token_threshold_adaptive=options.long_prefill_adaptive,
+        watermark=options.watermark,
+        scheduler_reserve_full_isl=not options.no_reserve_full_isl,
+    )
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=not options.no_prefix_caching)
+    cache.num_gpu_blocks = options.blocks
+    config = VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler_config,
+        cache_config=cache,
+        device_config=DeviceConfig(device="cpu"),
+    )
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16)
+    group = KVCacheGroupSpec(["layer"], spec)
+    kv = KVCacheConfig(num_blocks=options.blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    scheduler = scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=kv,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        log_stats=True,
+    )
+    return scheduler, None if options.no_prefix_caching else get_request_block_hasher(BLOCK, hash_fn)
+
+
+class Oracle:
+    """One scheduler of vLLM with one workload."""
+
+    def __init__(self, rows: Sequence[Row], options: Options) -> None:
+        if (options.blocks - 1) * BLOCK < options.max_model_len:
+            raise ValueError("vLLM does not start unless a request of max_model_len tokens fits")
+        self.rows, self.options = rows, options
+        self.tokens = [tokens_of(*row) for row in enumerate(rows)]
+        self.scheduler, self.hasher = make_scheduler(options)
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.next = 0
+        self.first: list[float | None] = [None] * len(rows)
+        self.finish: list[float | None] = [None] * len(rows)
+        self.hit: list[int | None] = [None] * len(rows)
+        self.preempted = [0] * len(rows)
+        self.rehit_tokens = self.evictions = 0
+        self.steps: list[tuple[float, str, int, int]] = []
+        self._victims: list[int] = []
+        self._count()
+
+    def _count(self) -> None:
+        """Note every preemption and every eviction; vLLM's methods do what they did."""
+        preempt, evict = self.scheduler._preempt_request, self.pool._maybe_evict_cached_block
+
+        def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            number = int(request.request_id)
+            self._victims.append(number)
+            self.preempted[number] += 1
+            return preempt(request, *args, **kwargs)
+
+        def evicted(block: Any) -> Any:
+            found = evict(block)
+            self.evictions += bool(found)
+            return found
+
+        self.scheduler._preempt_request = counted
+        self.pool._maybe_evict_cached_block = evicted
+
+    def _arrive(self, now: float) -> None:
+        while self.next < len(self.rows) and self.rows[self.next].arrival_s <= now + ARRIVAL_SLACK:
+            number, row = self.next, self.rows[self.next]
+            self.next += 1
+            if row.prompt_tokens >= self.options.max_model_len:
+                # The front end raises an error before the scheduler sees it.
+                continue
+            # vLLM's last tie-break compares ids as strings.
+            request = Request(
+                request_id=f"{number:06d}",
+                prompt_token_ids=self.tokens[number][: row.prompt_tokens],
+                pooling_params=None,
+                arrival_time=row.arrival_s,
+                priority=row.priority,
+                sampling_params=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True),
+                block_hasher=self.hasher,
+            )
+            self.scheduler.add_request(request)
+
+    def _schedule(self, now: float) -> tuple[Any, float]:
+        """One `schedule()`: what it decided, and the price."""
+        self._victims.clear()
+        known = {key: (r.num_computed_tokens, r.num_prompt_tokens) for key, r in self.scheduler.requests.items()}
+        output = self.scheduler.schedule()
+        scheduled = output.num_scheduled_tokens
+        hits = {}
+        for data in output.scheduled_new_reqs:
+            # Those that were preempted come back as new ones.
+            number = int(data.req_id)
+            hits[data.req_id] = data.num_computed_tokens
+            if self.hit[number] is None:
+                self.hit[number] = data.num_computed_tokens
+            else:
+                self.rehit_tokens += data.num_computed_tokens
+        chunks, contexts = [], []
+        for key, tokens in scheduled.items():
+            computed, prompt = known[key]
+            computed = hits.get(key, computed)
+            if tokens == 1 and computed >= prompt:
+                contexts.append(computed + 1)
+            else:
+                chunks.append(tokens)
+        line = " ".join(f"{int(key)}:{tokens}" for key, tokens in scheduled.items())
+        if self._victims:
+            line += " preempt " + " ".join(map(str, self._victims))
+        if line:
+            self.steps.append((now, line, self.pool.get_num_free_blocks(), self.evictions))
+            if len(self.steps) > MOST_STEPS:
+                raise RuntimeError(f"{MOST_STEPS} steps: somebody waits for ever")
+        return output, self._price(chunks, contexts)
+
+    def _price(self, chunks: list[int], contexts: list[int]) -> float:
+        p0, p1, p2, d0, d1, d2 = self.options.cost
+        seconds = 0.0
+        if chunks:
+            seconds += p0 + p1 * sum(chunks) + p2 * sum(n * n for n in chunks)
+        if contexts:
+            seconds += (0 if chunks else d0) + d1 * len(contexts) + d2 * sum(contexts)
+        return seconds
+
+    def _deliver(self, output: Any, sampling: dict[str, int | None], now: float) -> None:
+        """Give each request its next token; `sampling` says which one, None where it samples none."""
+        keys = list(output.num_scheduled_tokens)
+        tokens = []
+        for key in keys:
+            number, which = int(key), sampling[key]
+            tokens.append([] if which is None else [self.tokens[number][self.rows[number].prompt_tokens + which]])
+        result = ModelRunnerOutput(
+            req_ids=keys, req_id_to_index={key: i for i, key in enumerate(keys)}, sampled_token_ids=tokens
+        )
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                number = int(one.request_id)
+                if one.new_token_ids and self.first[number] is None:
+                    self.first[number] = now
+                if one.finish_reason is not None:
+                    self.finish[number] = now
+
+    def run(self) -> dict[str, Any]:
+        """Serve the whole workload."""
+        end = self.run_async() if self.options.async_scheduling else self.run_sync()
+        if self.pool.get_num_free_blocks() != self.options.blocks - 1:
+            raise AssertionError("blocks were lost")
+        return {
+            "args": asdict(self.options),
+            "workload": self.rows,
+            "iterations": len(self.steps),
+            "preemptions": sum(self.preempted),
+            "evictions": self.evictions,
+            "hit_tokens": sum(hit or 0 for hit in self.hit),
+            "rehit_tokens": self.rehit_tokens,
+            "makespan": end,
+            "requests": {"first": self.first, "finish": self.finish, "preempted": self.preempted, "hit": self.hit},
+            "steps": self.steps,
+        }
+
+    def run_sync(self) -> float:
+        """One batch at a time."""
+        now, idle, requests = 0.0, 0, self.scheduler.requests
+        while True:
+            self._arrive(now)
+            if not self.scheduler.has_unfinished_requests():
+                if self.next >= len(self.rows):
+                    return now
+                now = max(now, self.rows[self.next].arrival_s)
+                continue
+            output, price = self._schedule(now)
+            if not output.num_scheduled_tokens:
+                idle += 1
+                if idle > 2:
+                    if self.next >= len(self.rows):
+                        raise AssertionError("requests wait for ever")
+                    now, idle = max(now, self.rows[self.next].arrival_s), 0
+                self._deliver(output, {}, now)
+                continue
+            idle = 0
+            now += price
+            # `schedule()` has counted this step as computed.
+            sampling = {
+                key: None if requests[key].is_prefill_chunk else requests[key].num_output_tokens
+                for key in output.num_scheduled_tokens
+            }
+            self._deliver(output, sampling, now)
+
+    def run_async(self) -> float:
+        """Two batches in flight, as `EngineCore.step_with_batch_queue` has them.
+
+        A batch is scheduled as soon as the one before it has been handed to the device, which is when that one starts,
+        with the arrivals known then; it starts when that one ends. A batch's tokens come when it ends, before the one
+        after the next is scheduled.
+        """
+        now = free_at = 0.0
+        flying: list[tuple[float, Any, dict[str, int | None]]] = []
+        sampled: dict[str, int] = {}
+        while True:
+            self._arrive(now)
+            if len(flying) < 2 and self.scheduler.has_requests():
+                output, price = self._schedule(now)
+                if output.num_scheduled_tokens:
+                    free_at = max(now, free_at) + price
+                    sampling: dict[str, int | None] = {}
+                    for key in output.num_scheduled_tokens:
+                        if self.scheduler.requests[key].is_prefill_chunk:
+                            sampling[key] = None
+                        else:
+                            sampling[key] = sampled.get(key, 0)
+                            sampled[key] = sampled.get(key, 0) + 1
+                    flying.append((free_at, output, sampling))
+                    if len(flying) < 2:
+                        continue
+                elif not flying:
+                    self._deliver(output, {}, now)
+            if flying:
+                end, output, sampling = flying.pop(0)
+                now = max(now, end)
+                # What is sampled beyond max_tokens is thrown away: any token will do.
+                for key, which in sampling.items():
+                    if which is not None:
+                        sampling[key] = min(which, self.rows[int(key)].output_tokens - 1)
+                self._deliver(output, sampling, now)
+                continue
+            if self.next >= len(self.rows):
+                return now
+            now = max(now, self.rows[self.next].arrival_s)
+
+
+def ask(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    """vLLM's answer for a workload, which must be sorted by arrival."""
+    return Oracle(rows, options).run()
+
+
+def write_answer(answer: dict[str, Any], path: Path) -> int:
+    """Write an answer, the same bytes for the same answer; return the size of the file."""
+    data = json.dumps(answer, separators=(",", ":")).encode()
+    return path.write_bytes(gzip.compress(data, compresslevel=9, mtime=0))
