@@ -118,7 +118,7 @@ class Both:
     def end(self, i):
         holding, blocks = self.running.pop(i)
         full = max(self.full[holding.seq], holding.num_blocks)
-        self.index.publish(holding, full)
+        self.index.publish(holding, full, (-full, holding.number) if self.lazy else None)
         held = holding.num_blocks
         # What has no keys is nobody's to hit: hashed in vLLM, and so evicted in its turn.
         private = max(0, full - held)

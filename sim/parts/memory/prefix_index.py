@@ -172,6 +172,11 @@ class PrefixIndex:
         self.version += 1
         # Others that are brought up to date on the way shall not come back to this one.
         self._unlist(holding)
+        # Who computes the same content may be on its way there.
+        self._publish_growing(self.root, before)
+        for run in list(holding.runs):
+            if run.node is not None:
+                self._publish_growing(run.node, before)
         while holding.num_blocks < end:
             self._publish_growing(self._end_of(holding), before)
             last = holding.runs[-1] if holding.runs else None
