@@ -21,6 +21,8 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str) -> Scenario:
     On a CPU that goes for the pool that stands in for the GPU's as well. Pools of the policies' own defaults are made
     smaller; UserError where those asked for do not fit.
     """
+    if policy.schedules_ahead:
+        raise UserError("--async-scheduling: runs on a device are not scheduled ahead yet; leave it out")
     if policy.prefix_caching(scenario.enable_prefix_caching):
         if scenario.enable_prefix_caching:
             raise UserError("--enable-prefix-caching: runs on a device share no blocks yet; leave it out")

@@ -64,6 +64,11 @@ class Setup:
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
     stage = policy.names["stage"]
+    if policy.schedules_ahead and (scenario.num_engines > 1 or scenario.max_concurrency or scenario.closed_sessions):
+        raise UserError(
+            "--async-scheduling: goes with one engine and requests that arrive by themselves; leave it out, or "
+            "--replicas, pools, --max-concurrency and --closed-sessions"
+        )
     if scenario.prefill_replicas is None:
         if stage == HAND_OVER:
             raise UserError(

@@ -4,6 +4,7 @@ The only module that knows SimPy. One process is one serving instance; it pulls 
 iteration boundary (decisions happen nowhere else) and sleeps until the next one.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator
 from heapq import heappop, heappush
 from math import inf
@@ -61,6 +62,9 @@ class Instance:
         The process runs ahead of `env.now` as long as no other event is due before the end of an iteration: what nobody
         else can notice need not be an event.
         """
+        if self.engine.schedules_ahead:
+            yield from self._serve_ahead()
+            return
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
         observer, commit, schedule, peek = self.observer, engine.commit, engine.schedule, env.peek
         step = self.pricer.step
@@ -92,6 +96,51 @@ class Instance:
             raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
         if now_s > env.now:
             yield env.timeout(now_s - env.now)
+
+    def _serve_ahead(self) -> Generator[simpy.Event, None, None]:
+        """Two iterations in flight: as one begins, the next is scheduled, with the arrivals known then.
+
+        A plan is priced when it is made, so its tokens are counted at once; who ends with them is told when they come.
+        """
+        env, engine, arrivals = self.env, self.engine, self.arrivals
+        flying: deque[tuple[StepTimes, list[Sequence]]] = deque()
+        now_s = free_s = env.now
+        while True:
+            if env.peek() <= now_s:
+                yield env.timeout(now_s - env.now)
+            arrivals.deliver(now_s + TIE_S, engine.add_request)
+            plan = engine.schedule(now_s) if len(flying) < 2 else None
+            if plan is not None:
+                start_s = max(now_s, free_s)
+                times = self._run_ahead(plan, start_s)
+                free_s = times.end_s
+                self.iterations += times.iterations
+                if self.observer is not None:
+                    self.observer(plan, start_s, times)
+                flying.append((times, engine.commit_ahead(plan, times)))
+            if plan is None or len(flying) == 2:
+                if flying:
+                    done, ended = flying.popleft()
+                    now_s = max(now_s, done.end_s)
+                    engine.deliver(ended)
+                elif arrivals.next_s == inf:
+                    break
+                else:
+                    now_s = arrivals.next_s
+            if flying and (last_s := flying[-1][0].last_s) is not None:
+                # All iterations of a jump but the last have been scheduled with it.
+                now_s = max(now_s, free_s - last_s)
+        if engine.has_unfinished:
+            raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
+        if now_s > env.now:
+            yield env.timeout(now_s - env.now)
+
+    def _run_ahead(self, plan: IterationPlan, start_s: float) -> StepTimes:
+        """A jump as `_run` has it, and one iteration more: that one is scheduled before the arrival is known."""
+        until_s = min(self.arrivals.next_s if plan.cut_on_arrival else inf, plan.until_s) - TIE_S
+        if plan.max_steps == 1 or not self.jump or until_s <= start_s:
+            return self.pricer.step(plan, start_s)
+        return self.pricer.run(plan, start_s, until_s, more=1)
 
     def _run(self, plan: IterationPlan, now_s: float) -> StepTimes:
         """Price like decode iterations as one event, up to the first boundary after the next fact."""

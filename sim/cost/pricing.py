@@ -237,8 +237,11 @@ class Pricer:
 
     # -- many like iterations ----------------------------------------------------------------------------------------
 
-    def run(self, plan: IterationPlan, now_s: float, until_s: float) -> StepTimes:
-        """Price like decode iterations as one event: up to `plan.max_steps`, to the first end at or after `until_s`."""
+    def run(self, plan: IterationPlan, now_s: float, until_s: float, more: int = 0) -> StepTimes:
+        """Price like decode iterations as one event: up to `plan.max_steps`, to the first end at or after `until_s`.
+
+        Then `more` of them, where the next is scheduled before the last begins.
+        """
         first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens, plan.decode_window)
         steps = plan.max_steps
         if plan.streamed:
@@ -252,7 +255,7 @@ class Pricer:
                 return self.step(plan, now_s)
             return self._run_streamed(plan, now_s, until_s, first_s, slope_s)
         if steps > 1 and until_s < inf:
-            steps = steps_until(until_s - now_s, first_s, slope_s, steps)
+            steps = min(steps, steps_until(until_s - now_s, first_s, slope_s, steps) + more)
         end_s = now_s + (run_s(first_s, slope_s, steps) if steps > 1 else first_s)
         self.lanes.compute.run(now_s, end_s - now_s, "decode")
         return make_times((steps, now_s + first_s, first_s + slope_s, slope_s, end_s, steps))

@@ -48,6 +48,24 @@ class Engine:
         if self._ended:
             self._report_ended()
 
+    @property
+    def schedules_ahead(self) -> bool:
+        """Whether plans are to be made before the tokens of the one before them are known (`commit_ahead`)."""
+        return self.scheduler.batching.schedules_ahead
+
+    def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
+        """`plan`, in flight, will be carried out, its tokens will come at `times`; who ends with them.
+
+        These keep what they hold, and compute no more, until `deliver`.
+        """
+        return self.scheduler.commit_ahead(plan, times)
+
+    def deliver(self, ended: list[Sequence]) -> None:
+        """Fact: the tokens of the oldest plan in flight came, the last ones of `ended`."""
+        self.scheduler.deliver(ended)
+        if self._ended:
+            self._report_ended()
+
     def truncate(self, seq: Sequence, output_tokens: int) -> None:
         """Fact: the `output_tokens`-th token of `seq`, yet to be committed or computed, is its last."""
         self.scheduler.truncate(seq, output_tokens)

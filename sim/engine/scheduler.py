@@ -56,6 +56,13 @@ class Scheduler:
         """Copies from other engines to start with it."""
         self.now_s = 0.0
         self.decisions: DecisionLog | None = None
+        self.in_flight = 0
+        """Plans committed ahead whose tokens have not come."""
+        self.held: dict[Sequence, None] = {}
+        """Whose last tokens are in flight; they hold their blocks and seats."""
+        self.landed: set[Sequence] = set()
+        """Members of the batch that sampled nothing in the plan in flight."""
+        self._holds_back: list[Sequence] | None = None
         self.order, self.memory, self.admission = parts.order, parts.memory, parts.admission
         self.eviction, self.stage, self.batching = parts.eviction, parts.stage, parts.batching
         self.gpu, self.host = parts.memory.gpu, parts.memory.host
@@ -102,6 +109,8 @@ class Scheduler:
                 for complete in self._complete:
                     complete(plan)
                 break
+            if self.in_flight:
+                return None
             # Like vLLM's engine loop: an empty step that changed the queues is followed by another at once.
             if not self.changed and not self.eviction.unblock():
                 if not self.beside and not self.pulled:
@@ -145,6 +154,29 @@ class Scheduler:
         if not self.batching.frees_in_order:
             for seq in ended:
                 self.end(seq, end_s)
+
+    def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
+        """The plan is in flight: count its tokens, and let those who end with them wait for `deliver`."""
+        members = self.batch.members
+        self.landed = set(members).difference(plan.decodes) if plan.num_decodes < len(members) else set()
+        ended = self._holds_back = []
+        self.commit(plan, times)
+        self._holds_back = None
+        self.held.update(dict.fromkeys(ended))
+        self.in_flight += 1
+        return ended
+
+    def deliver(self, ended: list[Sequence]) -> None:
+        """The oldest plan in flight was carried out, and `ended` with it."""
+        self.in_flight -= 1
+        for seq in ended:
+            if seq in self.held:
+                del self.held[seq]
+                self.end(seq, seq.last_token_s)
+            else:
+                # Preempted with its last token in flight.
+                self.order.remove(seq)
+                self._finish(seq, seq.last_token_s)
 
     def _end_in_order(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
         """Who decoded and who was prefilled may end together: they give back their blocks as they ran."""
@@ -199,6 +231,10 @@ class Scheduler:
 
     # -- what others may know ----------------------------------------------------------------------------------------
 
+    def num_unknown(self, seq: Sequence) -> int:
+        """Tokens of a member of the batch that are in flight when a step is scheduled: 1 or 0."""
+        return 1 if self.in_flight and seq not in self.landed else 0
+
     def num_generated_of(self, seq: Sequence) -> int:
         """Output tokens that a sequence has had."""
         return self.batch.num_generated_of(seq) if seq in self.batch.members else seq.num_generated
@@ -212,7 +248,8 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences admitted and not finished, parked or paused ones included, swapped ones not."""
         batching = self.batching
-        return len(self.batch.members) + len(batching.partials) + batching.num_paused + self.stage.num_parked
+        running = len(self.batch.members) + len(batching.partials) + len(self.held)
+        return running + batching.num_paused + self.stage.num_parked
 
     @property
     def num_swapped(self) -> int:
@@ -228,6 +265,8 @@ class Scheduler:
         """Every sequence that holds blocks and is not in the decode batch, and where. For recounts."""
         for part in self.parts:
             yield from part.holders()
+        for seq in self.held:
+            yield seq, Tier.GPU
 
     def record_tokens(self, log: dict[int, list[float]]) -> None:
         """Keep the time of every token, by request id, in `log`."""
@@ -299,7 +338,13 @@ class Scheduler:
 
     def end(self, seq: Sequence, end_s: float) -> None:
         """A sequence has all its tokens: its blocks are free for the next step."""
+        if self._holds_back is not None:
+            self._holds_back.append(seq)
+            return
         self.release(seq)
+        self._finish(seq, end_s)
+
+    def _finish(self, seq: Sequence, end_s: float) -> None:
         seq.status = Status.FINISHED
         seq.finish_s = end_s
         self.finished.append(seq)

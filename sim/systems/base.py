@@ -87,6 +87,13 @@ class Policy(ABC):
         names = self.names
         return MEMORIES[names["memory"]].can_cache_prefixes and not EVICTIONS[names["eviction"]].moves_whole
 
+    @property
+    def schedules_ahead(self) -> bool:
+        """Whether a step is scheduled while the one before it runs."""
+        if self.names["batching"] != "unified":
+            return False
+        return any(getattr(options, "async_scheduling", False) for options in (self, *self.mixed_options))
+
     def prefix_caching(self, asked: bool | None) -> bool:
         """Whether prefixes are cached, as asked or by default; UserError where that cannot be."""
         if asked is None:

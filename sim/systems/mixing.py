@@ -325,6 +325,7 @@ def _unified(b: Builder) -> "Batching":
         # vLLM counts its null block.
         watermark_blocks=int(options.watermark * (b.limits.num_gpu_blocks + 1)),
         reserve_whole_prompt=options.scheduler_reserve_full_isl,
+        schedules_ahead=options.async_scheduling,
     )
 
 

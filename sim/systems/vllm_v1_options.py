@@ -22,6 +22,9 @@ class VllmV1Options:
     scheduler_reserve_full_isl: bool = vllm_option(
         True, "admit a prompt only where all of it fits, not only its first chunk"
     )
+    async_scheduling: bool = vllm_option(
+        False, "schedule an iteration while the one before it runs, its tokens not yet known"
+    )
 
     def __post_init__(self) -> None:
         if self.long_prefill_token_threshold < 0:

@@ -19,6 +19,7 @@ FLAGS = {
     "long_prefill": "long_prefill_token_threshold",
     "long_prefill_adaptive": "long_prefill_token_threshold_adaptive",
     "watermark": "watermark",
+    "async_scheduling": "async_scheduling",
 }
 
 

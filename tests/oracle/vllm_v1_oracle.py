@@ -330,11 +330,13 @@ class Oracle:
         now = free_at = 0.0
         flying: list[tuple[float, Any, dict[str, int | None]]] = []
         sampled: dict[str, int] = {}
+        idle = 0
         while True:
             self._arrive(now)
             if len(flying) < 2 and self.scheduler.has_requests():
                 output, price = self._schedule(now)
                 if output.num_scheduled_tokens:
+                    idle = 0
                     free_at = max(now, free_at) + price
                     sampling: dict[str, int | None] = {}
                     for key in output.num_scheduled_tokens:
@@ -348,6 +350,12 @@ class Oracle:
                         continue
                 elif not flying:
                     self._deliver(output, {}, now)
+                    idle += 1
+                    if idle <= 2:
+                        continue
+                    if self.next >= len(self.rows):
+                        raise RuntimeError("requests wait for ever")
+                    idle = 0
             if flying:
                 end, output, sampling = flying.pop(0)
                 now = max(now, end)

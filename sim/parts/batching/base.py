@@ -26,6 +26,8 @@ class Batching(Part, ABC):
     """
 
     splits_prompts: ClassVar[bool] = False
+    schedules_ahead = False
+    """Whether a step is scheduled while the one before it runs (vLLM's async scheduling)."""
     frees_in_order: ClassVar[bool] = False
     """Whether those who end in one step give their blocks back in the order in which they ran (`in_order`)."""
 

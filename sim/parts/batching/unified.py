@@ -28,6 +28,7 @@ class Unified(Batching):
         adaptive: raise it to an equal share of the budget where few requests are there.
         watermark_blocks: kept free when somebody is admitted while others run.
         reserve_whole_prompt: admit only who would fit with all tokens known of it.
+        schedules_ahead: schedule a step while the one before it runs.
     """
 
     splits_prompts = True
@@ -35,8 +36,15 @@ class Unified(Batching):
     records_decisions = True
 
     def __init__(
-        self, *, long_prefill_threshold: int, adaptive: bool, watermark_blocks: int, reserve_whole_prompt: bool
+        self,
+        *,
+        long_prefill_threshold: int,
+        adaptive: bool,
+        watermark_blocks: int,
+        reserve_whole_prompt: bool,
+        schedules_ahead: bool = False,
     ) -> None:
+        self.schedules_ahead = schedules_ahead
         self.threshold, self.adaptive = long_prefill_threshold, adaptive
         self.watermark_blocks, self.reserve_whole_prompt = watermark_blocks, reserve_whole_prompt
         # Who arrives shortens the first chunk of the head, which may fit then.
@@ -68,7 +76,7 @@ class Unified(Batching):
         plan.cut_on_arrival = not (waiting and self.order.sticky) or self._arrivals_help
         if self.record is not None and not preempted:
             self._note(plan, ())
-        if not plan.chunks and not self.partials and not preempted:
+        if not plan.chunks and not self.partials and not preempted and not self.scheduler.held:
             self.scheduler.allow_jump(plan)
 
     def _longest_chunk(self) -> int:
@@ -110,8 +118,14 @@ class Unified(Batching):
         """A prompt of which one generated token is left to be computed again is a decode."""
         if seq.num_tokens - seq.num_computed == 1 and seq.num_computed >= seq.request.prompt_tokens:
             del self.partials[seq]
-            seq.prefilling = False
-            self.scheduler.join(seq)
+            self._join(seq)
+
+    def _join(self, seq: Sequence) -> None:
+        """`seq` decodes, and sampled nothing in the step before."""
+        seq.prefilling = False
+        self.scheduler.join(seq)
+        if self.schedules_ahead:
+            self.scheduler.landed.add(seq)
 
     def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> None:
         tokens = seq.num_computed + chunk
@@ -131,6 +145,7 @@ class Unified(Batching):
         """vLLM's loop over `running`: who finds no block preempts, and tries again."""
         budget, longest, batch = self.budget, self._longest_chunk(), self.batch
         self.paged.catch_up()
+        held = self.scheduler.held
         done: dict[Sequence, int] = {}
         preempted: list[Sequence] = []
         for seq in list(self.running):
@@ -140,7 +155,7 @@ class Unified(Batching):
         for seq in list(self.running):
             if budget <= 0:
                 break
-            if seq not in self.running:
+            if seq not in self.running or seq in held:
                 continue
             chunk = 1
             if seq in self.partials:
@@ -183,7 +198,8 @@ class Unified(Batching):
         if blocks > memory.gpu.free:
             return False
         memory.gpu.allocate(blocks)
-        tokens = self.batch.num_tokens_of(seq)
+        # What is not known yet is not hashed.
+        tokens = self.batch.num_tokens_of(seq) - self.scheduler.num_unknown(seq)
         if tokens % memory.block_size == 0:
             memory.publish(seq, tokens)
         return True
@@ -196,18 +212,21 @@ class Unified(Batching):
         scheduler, batch = self.scheduler, self.batch
         scheduler.counters.preemptions += 1
         scheduler.changed = True
-        decoded = 0
+        hashed = 0
         if victim in self.partials:
             del self.partials[victim]
             victim.num_computed += scheduled
+        elif victim in scheduler.held:
+            del scheduler.held[victim]
+            hashed = -1
         else:
-            decoded = scheduled
-            grown = int(decoded and batch.needs_block(victim))
+            hashed = scheduled - scheduler.num_unknown(victim)
+            grown = int(scheduled and batch.needs_block(victim))
             batch.remove(victim)
-            victim.num_tokens += decoded
             victim.num_blocks += grown
+        victim.num_tokens += hashed
         self.eviction.evict(victim, plan)
-        victim.num_tokens -= decoded
+        victim.num_tokens -= hashed
 
     def _plan(self, plan: IterationPlan, done: dict[Sequence, int]) -> None:
         """Put what was decided into the plan, in the order of `running`."""
@@ -255,8 +274,7 @@ class Unified(Batching):
         if seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens:
             memory.place_chunk(seq, cached)
             scheduler.start(seq, now_s, placed=True)
-            seq.prefilling = False
-            scheduler.join(seq)
+            self._join(seq)
             memory.append(seq)
             memory.publish(seq, batch.num_tokens_of(seq))
             plan.num_decodes += 1

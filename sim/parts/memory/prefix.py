@@ -83,12 +83,13 @@ class PrefixMemory(PagedMemory):
         batch = self.batch
         if seq in batch.members:
             tokens = batch.num_tokens_of(seq)
-            return (tokens - self._num_pending) // self.block_size, tokens
+            return (tokens - self._num_pending - self.scheduler.num_unknown(seq)) // self.block_size, tokens
         return self.full_blocks(seq), seq.num_tokens
 
     def full_blocks(self, seq: Sequence) -> int:
         """Full blocks of a sequence that is in no batch: the last token's KV is yet to be computed."""
-        return (seq.num_computed if seq.prefilling else seq.num_tokens - 1) // self.block_size
+        known = seq.num_computed if seq.prefilling else max(seq.num_computed, seq.num_tokens - 1)
+        return known // self.block_size
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
@@ -145,15 +146,15 @@ class PrefixMemory(PagedMemory):
 
     def catch_up(self) -> None:
         """From now on the batch may not grow in step: publish what it has filled so far."""
-        holdings, block_size, late = self._holdings, self.block_size, []
+        holdings, late = self._holdings, []
         for seq in self.batch.members if holdings else ():
             holding = holdings.get(seq)
             if holding is not None and holding.num_blocks < len(holding.keys):
-                tokens = self.batch.num_tokens_of(seq)
-                if (tokens - 1) // block_size > holding.num_blocks:
-                    late.append((-tokens, holding.number, holding))
-        for shortest, number, holding in sorted(late):
-            self.index.publish(holding, (-shortest - 1) // block_size, (shortest, number))
+                full, tokens = self.published(seq)
+                if full > holding.num_blocks:
+                    late.append((-tokens, holding.number, full, holding))
+        for shortest, number, full, holding in sorted(late):
+            self.index.publish(holding, full, (shortest, number))
 
     def prepare(self, now_s: float) -> None:
         self._num_pending = 1
