@@ -52,7 +52,20 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
     free_bytes(400 * GIB)
     alone = [policy for policy in POLICIES.values() if policy.composition["stage"] != HAND_OVER]
     for policy in alone:
-        assert fit_to_machine(SCENARIO, policy(), "cpu") == SCENARIO
+        # What a device does not share yet, it does not cache.
+        cached = False if policy.default_prefix_caching else None
+        assert fit_to_machine(SCENARIO, policy(), "cpu") == replace(SCENARIO, enable_prefix_caching=cached)
+
+
+@pytest.mark.parametrize("option", ["enable_prefix_caching", "async_scheduling"])
+def test_what_a_device_cannot_do_yet_is_refused(option):
+    policy, scenario = POLICIES["vllm-v1"](), SCENARIO
+    if option == "async_scheduling":
+        policy = replace(policy, async_scheduling=True)
+    else:
+        scenario = replace(scenario, enable_prefix_caching=True)
+    with pytest.raises(UserError, match=f"--{option.replace('_', '-')}: runs on a device"):
+        fit_to_machine(scenario, policy, "cpu")
 
 
 def test_pools_that_were_asked_for_are_refused_where_they_do_not_fit(free_bytes):
