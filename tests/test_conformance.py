@@ -32,6 +32,8 @@ VARIANTS = [
     "layerkv:equations=paper,predictor=bucket",
     "layerkv:predictor=none,drop-irrecoverable=false,tpot-slo-ms=40",
     "layerkv:horizon-steps=40,threshold=0.2",
+    "vllm-v1:scheduling-policy=priority,long-prefill-token-threshold=8",
+    "vllm-v1:async-scheduling=true",
     "fastserve:quantum-ms=40,starvation-s=0.2,starvation-check=7",
     "vllm-v1:scheduling-policy=priority",
     "vllm-v1:long-prefill-token-threshold=20",

@@ -141,6 +141,18 @@ class CheckedEngine(Engine):
 
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:
         super().commit(plan, times)
+        self._check()
+
+    def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Seq]:
+        ended = super().commit_ahead(plan, times)
+        self._check()
+        return ended
+
+    def deliver(self, ended: list[Seq]) -> None:
+        super().deliver(ended)
+        self._check()
+
+    def _check(self) -> None:
         self._check_statuses()
         check_pools(self.scheduler)
         pool = self.scheduler.gpu

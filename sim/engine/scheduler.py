@@ -158,6 +158,9 @@ class Scheduler:
     def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
         """The plan is in flight: count its tokens, and let those who end with them wait for `deliver`."""
         members = self.batch.members
+        for seq in self.landed.intersection(plan.decodes):
+            # All that this step computes of it was known when it was scheduled.
+            seq.num_computed = self.batch.num_tokens_of(seq)
         self.landed = set(members).difference(plan.decodes) if plan.num_decodes < len(members) else set()
         ended = self._holds_back = []
         self.commit(plan, times)
@@ -340,6 +343,7 @@ class Scheduler:
         """A sequence has all its tokens: its blocks are free for the next step."""
         if self._holds_back is not None:
             self._holds_back.append(seq)
+            self.memory.hold(seq)
             return
         self.release(seq)
         self._finish(seq, end_s)

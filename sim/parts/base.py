@@ -223,6 +223,9 @@ class Memory(Part, ABC):
     def release(self, seq: Sequence) -> None:
         """Give back all that a sequence, which is not in the batch, holds."""
 
+    def hold(self, seq: Sequence) -> None:
+        """`seq`, in no batch, is released when its last token comes."""
+
     def forget(self, seq: Sequence) -> None:
         """`seq`, which holds nothing, will not come back."""
 

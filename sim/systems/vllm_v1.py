@@ -3,7 +3,8 @@
 One token budget for prompts and decodes, running before waiting, blocks taken chunk by chunk, preemption by
 recomputation, prefix caching. `tests/oracle` holds it to vLLM's own scheduler. Limits are the API server's on the GPU.
 
-Assumed: full attention, one KV group, no speculative decoding, no connector, synchronous scheduling.
+Assumed: full attention, one KV group, no speculative decoding, no connector. Async scheduling, vLLM's default, must be
+asked for here.
 """
 
 from dataclasses import dataclass

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_v1_oracle import Options, Row, ask, write_answer
@@ -23,6 +24,9 @@ SEEDS = (
     2, 22, 49, 64, 73, 178, 202, 233, 311, 314, 345, 479, 518, 526, 596, 657, 802, 818, 829, 844, 987, 996, 998,
     1008, 1030, 1060, 1108, 1203, 1205, 1209, 1309, 1318, 1320, 1419, 1430,
 )  # fmt: skip
+
+AHEAD = (64, 73, 178, 233, 311, 345, 518, 829, 1030, 1108, 1203, 1209)
+"""Of these also the answers with async scheduling, in files `...-async`."""
 
 BLOCK = 16
 TICK = 1 / 64
@@ -166,15 +170,15 @@ class Workload:
         return turn
 
 
-def make(seed: int, folder: Path) -> str:
+def make(seed: int, folder: Path, *, ahead: bool) -> str:
     """Ask vLLM about one seed and store the answer; what to say of it."""
     workload = Workload(seed)
-    options, rows = workload.options(), workload.rows()
+    options, rows = replace(workload.options(), async_scheduling=ahead), workload.rows()
     try:
         answer = ask(rows, options)
     except RuntimeError as error:
         return f"{seed}: not stored, {error}"
-    size = write_answer({"seed": seed, **answer}, folder / f"{seed:05d}.json.gz")
+    size = write_answer({"seed": seed, **answer}, folder / f"{seed:05d}{'-async' * ahead}.json.gz")
     counts = ", ".join(f"{answer[key]} {key}" for key in ("iterations", "preemptions", "evictions", "rehit_tokens"))
     return f"{seed}: {len(rows)} requests, {counts}, {size} bytes"
 
@@ -186,7 +190,9 @@ def main() -> None:
         folder, seeds = Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3]))
     folder.mkdir(exist_ok=True)
     for seed in seeds:
-        print(make(seed, folder), flush=True)
+        print(make(seed, folder, ahead=False), flush=True)
+        if seed in AHEAD or folder is not CASES:
+            print(make(seed, folder, ahead=True), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ class PrefixMemory(PagedMemory):
         if seq in batch.members:
             tokens = batch.num_tokens_of(seq)
             return (tokens - self._num_pending - self.scheduler.num_unknown(seq)) // self.block_size, tokens
+        if seq in self.scheduler.held:
+            return (seq.num_tokens - 2) // self.block_size, seq.num_tokens
         return self.full_blocks(seq), seq.num_tokens
 
     def full_blocks(self, seq: Sequence) -> int:
@@ -178,7 +180,9 @@ class PrefixMemory(PagedMemory):
         if not ended and full > (len(holding.keys) if holding is not None else 0):
             holding = self._name_private_blocks(seq)
         if holding is not None:
-            self.index.publish(holding, full, None if seq.prefilling else (-seq.num_tokens, holding.number))
+            # Others have been scheduled once more than who was held.
+            last = seq.prefilling or (ended and self.scheduler.batching.schedules_ahead)
+            self.index.publish(holding, full, None if last else (-seq.num_tokens, holding.number))
             held = holding.num_blocks
         if full > held:
             self.index.rest(full - held)
@@ -202,6 +206,12 @@ class PrefixMemory(PagedMemory):
 
     def _most_blocks(self, seq: Sequence) -> int:
         return (seq.request.prompt_tokens + seq.output_tokens) // self.block_size
+
+    def hold(self, seq: Sequence) -> None:
+        self._num_pending = 1
+        if (holding := self._holdings.get(seq)) is not None:
+            full = (seq.num_tokens - 2) // self.block_size
+            self.index.publish(holding, full, (-seq.num_tokens, holding.number))
 
     def forget(self, seq: Sequence) -> None:
         self._holdings.pop(seq, None)

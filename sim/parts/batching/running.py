@@ -1,0 +1,229 @@
+"""`Running`: what a step of `Unified` does for those who run, before it looks at those who wait.
+
+Everybody in order of admission: at the common step by counts alone, else one by one, as in vLLM's loop over `running`.
+"""
+
+from typing import TYPE_CHECKING
+
+from sim.engine.plan import IterationPlan, Origin
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.batching.base import Batching
+from sim.parts.memory.paged import PagedMemory
+from sim.parts.order.priority import Priority, urgency
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+
+class Running(Batching):
+    """One budget for prompts and decodes that run, and whom they preempt.
+
+    Args:
+        long_prefill_threshold: most tokens of one prompt in a step; 0: no such limit.
+        adaptive: raise it to an equal share of the budget where few requests are there.
+        watermark_blocks: kept free when somebody is admitted while others run.
+        reserve_whole_prompt: admit only who would fit with all tokens known of it.
+        schedules_ahead: schedule a step while the one before it runs.
+    """
+
+    splits_prompts = True
+    frees_in_order = True
+    records_decisions = True
+
+    def __init__(
+        self,
+        *,
+        long_prefill_threshold: int,
+        adaptive: bool,
+        watermark_blocks: int,
+        reserve_whole_prompt: bool,
+        schedules_ahead: bool = False,
+    ) -> None:
+        self.schedules_ahead = schedules_ahead
+        self.threshold, self.adaptive = long_prefill_threshold, adaptive
+        self.watermark_blocks, self.reserve_whole_prompt = watermark_blocks, reserve_whole_prompt
+        # Who arrives shortens the first chunk of the head, which may fit then.
+        self._arrivals_help = adaptive and long_prefill_threshold > 0 and not reserve_whole_prompt
+        self.running: dict[Sequence, None] = {}
+        """In order of admission; half-done prompts and who decodes."""
+        self._line = ""
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if not isinstance(scheduler.memory, PagedMemory) or not scheduler.memory.takes_chunks:
+            raise UserError("batching=unified takes blocks chunk by chunk: it goes with memory=paged")
+        if scheduler.eviction.moves_whole or scheduler.stage.brings_layers_back:
+            raise UserError("batching=unified computes victims again: it goes with eviction=recompute, stage=direct")
+        self.paged = scheduler.memory
+        self.by_priority = isinstance(scheduler.order, Priority)
+
+    def _longest_chunk(self) -> int:
+        """Most tokens of one prompt in this step; 0: the budget alone says."""
+        if not self.threshold:
+            return 0
+        requests = len(self.running) + len(self.order)
+        if requests <= 1:
+            return 0
+        return max(self.threshold, self.budget // requests) if self.adaptive else self.threshold
+
+    def _run_running(self, plan: IterationPlan) -> int:
+        """Everybody who runs, as the budget lasts; returns what is left of it."""
+        if not self.running:
+            return self.budget
+        batch, memory = self.batch, self.paged
+        # At the common step everybody decodes, but perhaps for one prompt, the last to be admitted.
+        if not self.threshold and len(self.partials) <= 1:
+            for seq in list(self.partials):
+                self._join_if_decode(seq)
+            budget = self.budget - len(batch.members)
+            chunk = wanted = 0
+            for seq in self.partials:
+                chunk = min(seq.num_tokens - seq.num_computed, budget)
+                wanted = memory.blocks_missing(seq, seq.num_computed + chunk)
+            needed = memory.decode_blocks() if batch.members else 0
+            if needed + wanted <= memory.gpu.free:
+                if batch.members:
+                    memory.grow(batch, 0)
+                    memory.decodes_taken()
+                    self.decode_all(plan)
+                for seq in self.partials:
+                    if chunk > 0:
+                        self._continue(plan, seq, chunk)
+                return budget - chunk
+        return self._run_one_by_one(plan)
+
+    def _join_if_decode(self, seq: Sequence) -> None:
+        """A prompt of which one generated token is left to be computed again is a decode."""
+        if seq.num_tokens - seq.num_computed == 1 and seq.num_computed >= seq.request.prompt_tokens:
+            del self.partials[seq]
+            self._join(seq)
+
+    def _join(self, seq: Sequence) -> None:
+        """`seq` decodes, and sampled nothing in the step before."""
+        seq.prefilling = False
+        self.scheduler.join(seq)
+        if self.schedules_ahead:
+            self.scheduler.landed.add(seq)
+
+    def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> None:
+        tokens = seq.num_computed + chunk
+        self.paged.take_chunk(seq, tokens)
+        self._add_chunk(plan, seq, chunk, Origin.CONTINUED)
+        self.memory.publish(seq, tokens)
+
+    @staticmethod
+    def _add_chunk(plan: IterationPlan, seq: Sequence, chunk: int, origin: Origin) -> None:
+        computed = seq.num_computed
+        if chunk == 1 and seq.request.prompt_tokens <= computed < seq.num_tokens - 1:
+            plan.add_single_chunk(seq, origin)
+        else:
+            plan.add_chunk(seq, chunk, origin)
+
+    def _run_one_by_one(self, plan: IterationPlan) -> int:
+        """vLLM's loop over `running`: who finds no block preempts, and tries again."""
+        budget, longest, batch = self.budget, self._longest_chunk(), self.batch
+        self.paged.catch_up()
+        held = self.scheduler.held
+        done: dict[Sequence, int] = {}
+        preempted: list[Sequence] = []
+        for seq in list(self.running):
+            if seq in self.partials:
+                self._join_if_decode(seq)
+        # Victims leave the dictionary: a copy says who is next.
+        for seq in list(self.running):
+            if budget <= 0:
+                break
+            if seq not in self.running or seq in held:
+                continue
+            chunk = 1
+            if seq in self.partials:
+                chunk = seq.num_tokens - seq.num_computed
+                if 0 < longest < chunk:
+                    chunk = longest
+                chunk = min(chunk, budget)
+            while not self._take(seq, chunk):
+                victim = self._victim()
+                scheduled = done.pop(victim, 0)
+                budget += scheduled
+                preempted.append(victim)
+                self._preempt(victim, plan, scheduled)
+                if victim is seq:
+                    break
+            if seq not in self.running:
+                if self.by_priority:
+                    continue
+                break
+            done[seq] = chunk
+            budget -= chunk
+        self._plan(plan, done)
+        if self.record is not None and preempted:
+            self._note(plan, preempted)
+        if plan.num_decodes == len(batch.members):
+            plan.decodes = batch.members
+        return budget
+
+    def _take(self, seq: Sequence, chunk: int) -> bool:
+        """Blocks for the next `chunk` tokens of one who runs; False where there are too few."""
+        memory = self.paged
+        if seq in self.partials:
+            tokens = seq.num_computed + chunk
+            if memory.blocks_missing(seq, tokens) > memory.gpu.free:
+                return False
+            memory.take_chunk(seq, tokens)
+            memory.publish(seq, tokens)
+            return True
+        blocks = memory.decode_blocks_of(seq)
+        if blocks > memory.gpu.free:
+            return False
+        memory.gpu.allocate(blocks)
+        # What is not known yet is not hashed.
+        tokens = self.batch.num_tokens_of(seq) - self.scheduler.num_unknown(seq)
+        if tokens % memory.block_size == 0:
+            memory.publish(seq, tokens)
+        return True
+
+    def _victim(self) -> Sequence:
+        return max(self.running, key=lambda seq: urgency(seq)[:2]) if self.by_priority else next(reversed(self.running))
+
+    def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:
+        """Take a running sequence out. `scheduled` of its tokens were in this step: vLLM has hashed them."""
+        scheduler, batch = self.scheduler, self.batch
+        scheduler.counters.preemptions += 1
+        scheduler.changed = True
+        hashed = 0
+        if victim in self.partials:
+            del self.partials[victim]
+            victim.num_computed += scheduled
+        elif victim in scheduler.held:
+            del scheduler.held[victim]
+            hashed = -1
+        else:
+            hashed = scheduled - scheduler.num_unknown(victim)
+            grown = int(scheduled and batch.needs_block(victim))
+            batch.remove(victim)
+            victim.num_blocks += grown
+        victim.num_tokens += hashed
+        self.eviction.evict(victim, plan)
+        victim.num_tokens -= hashed
+
+    def _plan(self, plan: IterationPlan, done: dict[Sequence, int]) -> None:
+        """Put what was decided into the plan, in the order of `running`."""
+        batch = self.batch
+        decodes = []
+        for seq, chunk in done.items():
+            if seq in self.partials:
+                self._add_chunk(plan, seq, chunk, Origin.CONTINUED)
+            else:
+                decodes.append(seq)
+                plan.decode_context_tokens += batch.num_tokens_of(seq)
+        plan.decodes = decodes
+        plan.num_decodes = len(decodes)
+
+    def _note(self, plan: IterationPlan, preempted: list[Sequence] | tuple[()]) -> None:
+        tokens = {chunk.seq: chunk.num_new for chunk in plan.chunks} | dict.fromkeys(plan.decodes, 1)
+        self._line = " ".join(f"{seq.request.request_id}:{tokens[seq]}" for seq in self.running if seq in tokens)
+        if preempted:
+            self._line += " preempt " + " ".join(str(seq.request.request_id) for seq in preempted)
+        if self._line and self.record is not None:
+            self.record(self._line)
