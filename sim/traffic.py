@@ -39,19 +39,7 @@ WORTH_SAYING = 0.01
 
 
 def note_shared_prefixes(requests: Iterable[Request], warnings: list[str]) -> Iterator[Request]:
-    """The requests; at their end `warnings` get how much of their prompts a prefix cache would have had.
-
-    A trace names prefixes from its first request on, or is taken not to.
-    """
-    found = iter(requests)
-    first = next(found, None)
-    if first is None:
-        return found
-    found = chain((first,), found)
-    return _count_shared(found, warnings) if first.hash_ids else found
-
-
-def _count_shared(requests: Iterable[Request], warnings: list[str]) -> Iterator[Request]:
+    """The requests; at their end `warnings` get how much of their prompts a prefix cache would have had."""
     seen: set[int] = set()
     shared = total = 0
     for request in requests:
