@@ -10,10 +10,7 @@ from types import FrameType
 import simpy
 
 from sim.clock.arrivals import Arrivals
-from sim.clock.cluster import Cluster
 from sim.clock.driver import Instance
-from sim.clock.hand_overs import HandOvers
-from sim.clock.member import Member
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Profile, load_profile
@@ -28,8 +25,6 @@ from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
 from sim.systems.mixing import HAND_OVER
-from sim.topology import DEFAULT_ROUTER, ROUTERS
-from sim.topology.routers import FewestWaitingTokens, LeastLoaded
 from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
@@ -224,6 +219,13 @@ def build_run(
 def _build_cluster(
     engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool
 ) -> SimulatedRun:
+    # Most runs have one engine, and need none of these.
+    from sim.clock.cluster import Cluster  # noqa: PLC0415
+    from sim.clock.hand_overs import HandOvers  # noqa: PLC0415
+    from sim.clock.member import Member  # noqa: PLC0415
+    from sim.topology import DEFAULT_ROUTER, ROUTERS  # noqa: PLC0415
+    from sim.topology.routers import FewestWaitingTokens, LeastLoaded  # noqa: PLC0415
+
     scenario = engines[0].setup.scenario
     members = [
         Member(

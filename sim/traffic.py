@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from sim.clock.arrivals import Arrivals
-from sim.clock.closed_loop import ClosedLoop
 from sim.scenario import READING, Scenario
 from traces import readers, transforms
 from traces.request import Request
@@ -82,4 +81,6 @@ def arrivals_of(scenario: Scenario, requests: Iterable[Request]) -> Arrivals:
     """The requests as they are sent: as they arrive, or in the scenario's closed loop."""
     if scenario.max_concurrency is None and not scenario.closed_sessions:
         return Arrivals(requests)
+    from sim.clock.closed_loop import ClosedLoop  # noqa: PLC0415 - most runs are open
+
     return ClosedLoop(requests, scenario.max_concurrency, by_session=scenario.closed_sessions)

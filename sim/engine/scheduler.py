@@ -79,10 +79,8 @@ class Scheduler:
         self._moved = [part.moved for part in self.parts if overrides(part, "moved")]
         self._left = [part.left for part in self.parts if overrides(part, "left")]
         self._transferred = [part.transferred for part in self.parts if overrides(part, "transferred")]
-        notes = type(self.admission).admitted is not Admission.admitted
-        self._admitted = self.admission.admitted if notes else None
-        refuses = type(self.batching).refusal is not Batching.refusal
-        self._refusal = self.batching.refusal if refuses else None
+        self._admitted = self.admission.admitted if overrides(self.admission, "admitted", Admission) else None
+        self._refusal = self.batching.refusal if overrides(self.batching, "refusal", Batching) else None
         self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
 
     # -- facts -----------------------------------------------------------------------------------------------------
@@ -183,12 +181,8 @@ class Scheduler:
 
     def _end_in_order(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
         """Who decoded and who was prefilled may end together: they give back their blocks as they ran."""
-        if not plan.chunks:
-            for seq in self.batching.in_order(ended) if len(ended) > 1 else ended:
-                self.end(seq, end_s)
-            return
-        at_once = [chunk.seq for chunk in plan.chunks if self._ends_with(chunk)]
-        if not at_once or not ended:
+        at_once = [chunk.seq for chunk in plan.chunks if self._ends_with(chunk)] if ended else []
+        if not at_once:
             # Chunks are in order, and prompts stand behind those who decode.
             for seq in self.batching.in_order(ended) if len(ended) > 1 else ended:
                 self.end(seq, end_s)

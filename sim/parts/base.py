@@ -418,6 +418,6 @@ class Stage(Part, ABC):
         return 0
 
 
-def overrides(part: Part, hook: str) -> bool:
-    """Whether a part has a hook of its own."""
-    return getattr(type(part), hook) is not getattr(Part, hook)
+def overrides(part: Part, hook: str, kind: type[Part] = Part) -> bool:
+    """Whether a part has a hook of its own, where `kind` has one that does nothing."""
+    return getattr(type(part), hook) is not getattr(kind, hook)

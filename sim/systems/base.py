@@ -18,7 +18,8 @@ from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
 from sim.systems.layerkv_options import LayerKVOptions
-from sim.systems.mixing import EVICTIONS, MEMORIES, Builder, default_tokens
+from sim.systems.mixing import EVICTIONS, MEMORIES, Builder, default_tokens, options_among
+from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
@@ -92,7 +93,7 @@ class Policy(ABC):
         """Whether a step is scheduled while the one before it runs."""
         if self.names["batching"] != "unified":
             return False
-        return any(getattr(options, "async_scheduling", False) for options in (self, *self.mixed_options))
+        return options_among((self, *self.mixed_options), VllmV1Options).async_scheduling
 
     def prefix_caching(self, asked: bool | None) -> bool:
         """Whether prefixes are cached, as asked or by default; UserError where that cannot be."""

@@ -5,7 +5,7 @@ preset where that has them, else from options of its own kind given with it, els
 is loaded when somebody builds the part.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -34,6 +34,11 @@ CHUNKED_BATCHED_TOKENS = 512
 Options = TypeVar("Options")
 
 
+def options_among(given: Iterable[object], kind: type[Options]) -> Options:
+    """The first of a kind, or its defaults."""
+    return next((found for found in given if isinstance(found, kind)), None) or kind()
+
+
 class Builder:
     """Builds one system for one engine."""
 
@@ -50,10 +55,7 @@ class Builder:
 
     def options(self, kind: type[Options]) -> Options:
         """The options of a kind: the preset itself, those given with a part, or the defaults."""
-        for found in (self.policy, *self._options):
-            if isinstance(found, kind):
-                return found
-        return kind()
+        return options_among((self.policy, *self._options), kind)
 
     def parts(self) -> "Parts":
         """One part of each kind. UserError where they do not go together."""

@@ -25,6 +25,10 @@ class PagedMemory(Memory):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits, 1)
 
+    def blocks_holding(self, num_tokens: int) -> int:
+        """Pool blocks that hold so many tokens of a sequence."""
+        return -(-num_tokens // self.block_size)
+
     def blocks_for(self, seq: Sequence) -> int:
         return -(-seq.num_tokens // self.block_size)
 
@@ -53,11 +57,11 @@ class PagedMemory(Memory):
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         """Free blocks that the first `num_tokens` tokens of a prompt that waits take."""
-        return -(-num_tokens // self.block_size)
+        return self.blocks_holding(num_tokens)
 
     def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that a half-done prompt lacks for its first `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size) - seq.num_blocks
+        return self.blocks_holding(num_tokens) - self.held_blocks(seq)
 
     def decode_blocks(self) -> int:
         """Blocks that the next token of everybody in the batch takes."""
@@ -151,7 +155,7 @@ class PagedMemory(Memory):
 
     def recount(self) -> tuple[int, int]:
         batch = self.batch
-        gpu = sum(-(-(batch.num_tokens_of(seq) - 1) // self.block_size) for seq in batch.members)
+        gpu = sum(self.blocks_holding(batch.num_tokens_of(seq) - 1) for seq in batch.members)
         host = 0
         for seq, tier in self.scheduler.holders():
             if tier is Tier.GPU:

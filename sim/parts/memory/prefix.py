@@ -109,15 +109,12 @@ class PrefixMemory(PagedMemory):
     def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
         match = self._match(seq)
         blocks = seq.num_blocks = -(-num_tokens // self.block_size)
-        if match.num_blocks:
-            self.index.take(self._holdings[seq], match)
+        if (holding := self._holdings.get(seq)) is not None:
+            self.index.take(holding, match)
             self.gpu.allocate(match.num_idle)
-        elif seq in self._holdings:
-            self.index.take(self._holdings[seq], NOTHING)
-        hits = match.num_blocks
-        self.gpu.allocate(blocks - hits)
-        self._count_hits(seq, hits * self.block_size)
-        seq.num_computed = hits * self.block_size
+        self.gpu.allocate(blocks - match.num_blocks)
+        seq.num_computed = match.num_blocks * self.block_size
+        self._count_hits(seq, seq.num_computed)
         self._may_grow = False
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 

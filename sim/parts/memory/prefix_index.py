@@ -19,7 +19,7 @@ class Run:
 
     __slots__ = ("after", "before", "holders", "node", "num_blocks")
 
-    def __init__(self, node: "Node | None", num_blocks: int) -> None:
+    def __init__(self, node: "Node", num_blocks: int) -> None:
         self.node = node
         self.num_blocks = num_blocks
         self.holders: dict[Holding, None] = {}
@@ -39,6 +39,10 @@ class Node:
         self.runs: list[Run] = []
         self.growing: dict[Holding, None] = {}
         """Whose last run is here (or who have none, at the root) and who may yet publish keys beyond it."""
+
+
+DEAD = Node(None, ())
+"""Where runs are that nobody can hit any more."""
 
 
 class Holding:
@@ -100,7 +104,7 @@ class PrefixIndex:
         self.num_evicted = 0
         self.version = 0
         """Grows with every change that could lengthen or shorten a match."""
-        self._lru = Run(None, 0)
+        self._lru = Run(DEAD, 0)
         self._num_taken = 0
 
     # -- looking up --------------------------------------------------------------------------------------------------
@@ -175,8 +179,7 @@ class PrefixIndex:
         # Who computes the same content may be on its way there.
         self._publish_growing(self.root, before)
         for run in list(holding.runs):
-            if run.node is not None:
-                self._publish_growing(run.node, before)
+            self._publish_growing(run.node, before)
         while holding.num_blocks < end:
             self._publish_growing(self._end_of(holding), before)
             last = holding.runs[-1] if holding.runs else None
@@ -238,9 +241,7 @@ class PrefixIndex:
 
     def _end_of(self, holding: Holding) -> Node:
         """Where its last run is."""
-        node = holding.runs[-1].node if holding.runs else self.root
-        assert node is not None
-        return node
+        return holding.runs[-1].node if holding.runs else self.root
 
     def _list_growing(self, holding: Holding) -> None:
         place = self._end_of(holding) if holding.num_blocks < len(holding.keys) else None
@@ -327,9 +328,8 @@ class PrefixIndex:
             num_blocks -= lost
             if not run.num_blocks:
                 self._unlink(run)
-            node = run.node
-            if node is not None and node is not DEAD:
-                self._shorten(node, run)
+            if run.node is not DEAD:
+                self._shorten(run.node, run)
 
     def _shorten(self, node: Node, run: Run) -> None:
         if not run.num_blocks:
@@ -351,10 +351,6 @@ class PrefixIndex:
     def _unlink(self, run: Run) -> None:
         run.before.after, run.after.before = run.after, run.before
         run.before = run.after = run
-
-
-DEAD = Node(None, ())
-"""Where runs are that nobody can hit any more."""
 
 
 def _idle_within(node: Node, num_blocks: int) -> int:

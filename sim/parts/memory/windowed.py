@@ -8,7 +8,7 @@ blocks that have left the window, one more where the window is not aligned. A pr
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Tier, make_release
+from sim.engine.plan import IterationPlan, make_release
 from sim.engine.sequence import Sequence
 from sim.engine.windowed_batch import WindowedBatch
 from sim.errors import InvariantError
@@ -26,16 +26,15 @@ class WindowedMemory(PagedMemory):
         Memory.__init__(self, limits, window.num_full + window.num_window)
         self._num_full, self._num_window, self._ring_blocks = window.num_full, window.num_window, window.blocks
 
-    def _held(self, num_tokens: int) -> int:
-        """Pool blocks of a sequence of that many tokens."""
+    def blocks_holding(self, num_tokens: int) -> int:
         blocks = -(-num_tokens // self.block_size)
         return self._num_full * blocks + self._num_window * min(blocks, self._ring_blocks)
 
     def blocks_for(self, seq: Sequence) -> int:
-        return self._held(seq.num_tokens)
+        return self.blocks_holding(seq.num_tokens)
 
     def held_blocks(self, seq: Sequence) -> int:
-        return self._held(seq.num_blocks * self.block_size)
+        return self.blocks_holding(seq.num_blocks * self.block_size)
 
     def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free * self.unit
@@ -45,12 +44,6 @@ class WindowedMemory(PagedMemory):
 
     def place(self, seq: Sequence, keep_free: int) -> None:
         self.place_chunk(seq, seq.num_tokens)
-
-    def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
-        return self._held(num_tokens)
-
-    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
-        return self._held(num_tokens) - self.held_blocks(seq)
 
     def decode_blocks(self) -> int:
         return self._needed(1)
@@ -113,14 +106,3 @@ class WindowedMemory(PagedMemory):
 
     def outgrew_gpu(self, seq: Sequence) -> bool:
         return self.gpu.num_blocks < self.held_blocks(seq) + self.unit
-
-    def recount(self) -> tuple[int, int]:
-        batch = self.batch
-        gpu = sum(self._held(batch.num_tokens_of(seq) - 1) for seq in batch.members)
-        host = 0
-        for seq, tier in self.scheduler.holders():
-            if tier is Tier.GPU:
-                gpu += self.held_blocks(seq)
-            else:
-                host += self.held_blocks(seq)
-        return gpu, host
