@@ -1,6 +1,7 @@
 """`kvtwin`: the command line. Mounts each package's commands; nothing heavy is imported before it is needed."""
 
 import argparse
+import atexit
 import gc
 import os
 import sys
@@ -76,6 +77,8 @@ def _one_line(message: object) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for bad input, 130 when interrupted."""
     gc.set_threshold(GC_THRESHOLD, 50, 50)
+    # A process that ends gives its memory back at once: cycles need not be looked for.
+    atexit.register(gc.freeze)
     # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from calib import cli as calib_cli  # noqa: PLC0415

@@ -6,8 +6,10 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass
+from dataclasses import Field
 from typing import Any
+
+import msgspec
 
 from sim.errors import UserError
 from sim.option_values import convert, flag, option_fields
@@ -16,8 +18,7 @@ from sim.systems.base import Policy
 from sim.systems.mixing import KINDS, known_part
 
 
-@dataclass(frozen=True)
-class PolicyOption:
+class PolicyOption(msgspec.Struct, frozen=True):
     """An option of a policy, its name as flags and scenario files have it, and its type."""
 
     policy: str

@@ -1,8 +1,9 @@
 """`Run`: engines and what they leave, on either clock; everything a result is made from."""
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from sim.clock.driver import Observer
 from sim.cost.pricing import Lanes
@@ -29,8 +30,7 @@ class HasIterations(Protocol):
     iterations: int
 
 
-@dataclass(kw_only=True)
-class EngineParts:
+class EngineParts(msgspec.Struct, kw_only=True):
     """One engine of a run, the same on both clocks, and what all engines of the run share."""
 
     setup: "Setup"
@@ -44,7 +44,7 @@ class EngineParts:
     detailed: dict[int, list[float]] | None = None
     """Times of every token by request id, s, where they are kept."""
     place: int = 0
-    prefilled_by: dict[Sequence, int] = field(default_factory=dict)
+    prefilled_by: dict[Sequence, int] = msgspec.field(default_factory=dict)
     """Where those came from that another engine prefilled."""
 
     @property
@@ -53,8 +53,7 @@ class EngineParts:
         return None if self.series is None else self.series.observe
 
 
-@dataclass(kw_only=True)
-class Run:
+class Run(msgspec.Struct, kw_only=True):
     """A run under way or finished, on either clock: everything a result is made from."""
 
     engines: list[EngineParts]
@@ -65,7 +64,7 @@ class Run:
     backend: Backend = "kvtwin-sim"
     machine: Machine | None = None
     """What executed the run, where anything real did."""
-    trace_events: list[dict[str, object]] = field(default_factory=list)
+    trace_events: list[dict[str, object]] = msgspec.field(default_factory=list)
     """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
 
     @property
@@ -89,8 +88,7 @@ class Run:
         return self.engines[0].detailed
 
 
-@dataclass(frozen=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """What a run keeps beside its statistics: intervals of the lanes, a time series, every token's time."""
 
     timeline: bool = False

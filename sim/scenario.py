@@ -3,7 +3,6 @@
 Flags are spelled as vLLM spells them where vLLM has one. `sim.policy_options` has the policies' own.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -156,6 +155,8 @@ def read_scenario(path: Path) -> dict[str, Any]:
 
     Unknown keys are refused.
     """
+    import tomllib  # noqa: PLC0415 - few runs read a scenario file
+
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

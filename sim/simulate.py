@@ -4,9 +4,9 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from types import FrameType
 
+import msgspec
 import simpy
 
 from sim.clock.arrivals import Arrivals
@@ -36,8 +36,7 @@ BYTES_PER_S_IN_GBPS = 1e9 / 8
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(msgspec.Struct, frozen=True):
     """What a scenario resolves to for one policy."""
 
     scenario: Scenario
@@ -53,7 +52,7 @@ class Setup:
     role: Role = "both"
     decode: "Setup | None" = None
     """Of the engines that decode, where others prefill."""
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = msgspec.field(default_factory=list)
 
 
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
@@ -79,7 +78,9 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     prefill, decode = (
         _prepare(scenario, scenario.of_pool(role), label, policy, role) for role in ("prefill", "decode")
     )
-    return replace(prefill, decode=decode, warnings=list(dict.fromkeys((*prefill.warnings, *decode.warnings))))
+    return msgspec.structs.replace(
+        prefill, decode=decode, warnings=list(dict.fromkeys((*prefill.warnings, *decode.warnings)))
+    )
 
 
 def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:
@@ -177,8 +178,7 @@ def _prefix_caching(
     return False
 
 
-@dataclass(kw_only=True)
-class SimulatedRun(Run):
+class SimulatedRun(Run, kw_only=True):
     """A run on the virtual clock."""
 
     env: simpy.Environment

@@ -2,8 +2,9 @@
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from traces.errors import TraceError
 
@@ -18,8 +19,7 @@ def shown(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 4] + "..." + text[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
+class Where(msgspec.Struct, frozen=True):
     """A line of a file: the place that the messages of its fields name."""
 
     path: Path

@@ -48,13 +48,14 @@ def clip(requests: Iterable[Request], max_tokens: int) -> Iterator[Request]:
     """
     if max_tokens < 2:
         raise TraceError(f"clip {max_tokens} is too small; a request needs 2 tokens, one of prompt and one of output")
-    return (_clip(request, max_tokens) for request in requests)
+    return (
+        request if request.prompt_tokens + request.output_tokens <= max_tokens else _clip(request, max_tokens)
+        for request in requests
+    )
 
 
 def _clip(request: Request, max_tokens: int) -> Request:
     prompt, output = request.prompt_tokens, request.output_tokens
-    if prompt + output <= max_tokens:
-        return request
     prompt = max(1, min(prompt, max_tokens - min(output, max_tokens // 2)))
     output = min(output, max_tokens - prompt)
     hashes, output_hashes, block = request.hash_ids, request.output_hash_ids, request.hash_block_tokens

@@ -6,9 +6,10 @@ changes nothing, and gap statistics equal those of single tokens. `kvtwin.testin
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -69,7 +70,7 @@ def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
     machine = linear_machine(limit.block_bytes, decode=draw(st.sampled_from(DECODES)))
     arrivals = requests(*found)
     if policy.can_cache_prefixes and draw(st.booleans()):
-        limit = replace(limit, enable_prefix_caching=True)
+        limit = msgspec.structs.replace(limit, enable_prefix_caching=True)
         named = draw(st.sampled_from([block_size, 16, 8]))
         arrivals = [_with_prefix(request, named, draw) for request in arrivals]
     return Workload(arrivals, limit, machine)
@@ -99,7 +100,7 @@ def limits_of(policy: Policy, limit: Limits, seqs: int, chunk: int | None) -> Li
             engine = policy.engine_limits(asked)
         except UserError:
             continue
-        return replace(
+        return msgspec.structs.replace(
             limit,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,

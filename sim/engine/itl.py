@@ -7,9 +7,9 @@ logarithmic bins, so that memory stays bounded however long the trace is.
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import sqrt
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,8 +20,7 @@ BIN_RATIO = 1.0002
 """Ratio of neighbouring bin edges: a percentile read from the histogram is within 1e-4 of the exact one."""
 
 
-@dataclass(frozen=True)
-class GapStatistics:
+class GapStatistics(msgspec.Struct, frozen=True):
     """Count, mean, standard deviation and percentiles of all gaps, s; `exact` is False once bins were used."""
 
     count: int

@@ -1,8 +1,9 @@
 """What an engine is given before it starts: its limits, and the machine it may predict with (`Deployment`)."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     from sim.cost.model import CostModel
@@ -11,8 +12,7 @@ if TYPE_CHECKING:
     from sim.specs.models import ModelSpec
 
 
-@dataclass(frozen=True)
-class WindowLimits:
+class WindowLimits(msgspec.Struct, frozen=True):
     """Layers with a sliding window: how much of a sequence they read, and what memory keeps for them.
 
     Attributes:
@@ -28,8 +28,7 @@ class WindowLimits:
     blocks: int | None = None
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """The engine's limits, by vLLM's names. Blocks are whole (`block_size` tokens, all layers), per GPU."""
 
     num_gpu_blocks: int
@@ -48,8 +47,7 @@ Role = Literal["both", "prefill", "decode"]
 """What an engine of several does with a request."""
 
 
-@dataclass(frozen=True)
-class Deployment:
+class Deployment(msgspec.Struct, frozen=True):
     """What policies may know of the machine: they predict with the constants that the clocks run on."""
 
     model: "ModelSpec"
@@ -60,8 +58,7 @@ class Deployment:
     role: Role = "both"
 
 
-@dataclass
-class Counters:
+class Counters(msgspec.Struct):
     """What a run counts beside times."""
 
     preemptions: int = 0
@@ -73,6 +70,6 @@ class Counters:
     """Prompt tokens that were cached when their requests were first admitted."""
     prefix_rehit_tokens: int = 0
     """Tokens that were cached when preempted sequences were admitted again."""
-    ignored: dict[str, int] = field(default_factory=dict)
-    policy: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    ignored: dict[str, int] = msgspec.field(default_factory=dict)
+    policy: defaultdict[str, int] = msgspec.field(default_factory=lambda: defaultdict(int))
     """Counters of single parts, by name."""

@@ -6,8 +6,9 @@ request and a seed, so a policy that uses it stays deterministic and the engine 
 
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from sim.errors import UserError
 from traces.request import Request
@@ -38,8 +39,7 @@ class NoPredictor:
         return 1, 0
 
 
-@dataclass(frozen=True)
-class BucketPredictor:
+class BucketPredictor(msgspec.Struct, frozen=True):
     """Names the right length class with probability `accuracy`, else one of the neighbouring classes."""
 
     accuracy: float

@@ -37,6 +37,50 @@ class Parts:
 class Scheduler:
     """Queues, pools and the decode batch of one engine, and the decisions over them."""
 
+    # Beyond 30 attributes CPython finds those of a plain object by hashing.
+    __slots__ = (
+        "_admitted",
+        "_committed",
+        "_complete",
+        "_fill",
+        "_frees_in_order",
+        "_holds",
+        "_holds_back",
+        "_joined",
+        "_left",
+        "_moved",
+        "_parked",
+        "_prepare",
+        "_refusal",
+        "_reserve",
+        "_transferred",
+        "_windowed",
+        "admission",
+        "batch",
+        "batching",
+        "beside",
+        "changed",
+        "changes",
+        "counters",
+        "decisions",
+        "deployment",
+        "eviction",
+        "finished",
+        "gaps",
+        "gpu",
+        "held",
+        "host",
+        "in_flight",
+        "landed",
+        "limits",
+        "memory",
+        "now_s",
+        "order",
+        "parts",
+        "pulled",
+        "stage",
+    )
+
     def __init__(self, parts: Parts, limits: Limits, gaps: GapCollector, deployment: Deployment) -> None:
         self.limits, self.gaps, self.deployment = limits, gaps, deployment
         self.batch = DecodeBatch(limits.block_size, gaps)
@@ -82,6 +126,7 @@ class Scheduler:
         self._admitted = self.admission.admitted if overrides(self.admission, "admitted", Admission) else None
         self._refusal = self.batching.refusal if overrides(self.batching, "refusal", Batching) else None
         self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
+        self._frees_in_order = self.batching.frees_in_order
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -143,13 +188,13 @@ class Scheduler:
                         if seq in batch.members:
                             for moved in self._moved:
                                 moved(seq)
-        if self.batching.frees_in_order:
+        if self._frees_in_order:
             self._end_in_order(plan, ended, end_s)
         elif plan.chunks:
             self.batching.commit_chunks(plan, end_s)
         for committed in self._committed:
             committed(plan, times)
-        if not self.batching.frees_in_order:
+        if not self._frees_in_order:
             for seq in ended:
                 self.end(seq, end_s)
 
@@ -339,7 +384,9 @@ class Scheduler:
             self._holds_back.append(seq)
             self.memory.hold(seq)
             return
-        self.release(seq)
+        if self._left:
+            self.tell_left(seq)
+        self.memory.release(seq)
         self._finish(seq, end_s)
 
     def _finish(self, seq: Sequence, end_s: float) -> None:
@@ -349,8 +396,7 @@ class Scheduler:
 
     def release(self, seq: Sequence) -> None:
         """`seq`, in no queue and no batch, gives up its KV."""
-        for left in self._left:
-            left(seq)
+        self.tell_left(seq)
         self.memory.release(seq)
 
     def tell_left(self, seq: Sequence) -> None:

@@ -6,10 +6,12 @@ Names and definitions are those of `vllm bench serve`: TTFT is first token minus
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,8 +50,7 @@ ENGINE_COLUMNS = ("engine", "prefill_engine")
 """What follows them where a run has several engines; the second only where some prefill for others."""
 
 
-@dataclass(frozen=True)
-class Goodput:
+class Goodput(msgspec.Struct, frozen=True):
     """SLOs of one request, s; None where not asked for. Written `ttft:500 tpot:50` (ms)."""
 
     ttft_s: float | None = None
@@ -82,24 +83,30 @@ class Goodput:
         )
 
 
-class PerRequest:
-    """Arrays of the requests that ended, in order of their end."""
+class EndedRequest(NamedTuple):
+    """What the per-request arrays of result.json have of one request; its times are 0 if it was not completed."""
 
-    def __init__(self) -> None:
-        self.request_ids = array("q")
-        self.arrival_s = array("d")
-        self.prompt_tokens = array("q")
-        self.output_tokens = array("q")
-        self.queue_s = array("d")
-        self.ttft_s = array("d")
-        self.e2el_s = array("d")
-        self.errors: dict[int, str] = {}
+    request_id: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    queue_s: float
+    ttft_s: float
+    e2el_s: float
+    error: str
+    """Empty if it was completed."""
+
+
+_make_ended = cast(
+    Callable[[tuple[int, float, int, int, float, float, float, str]], EndedRequest],
+    partial(tuple.__new__, EndedRequest),
+)
 
 
 class RequestLog:
     """Counts, sums and the floats that exact percentiles need: 28 bytes a finished request.
 
-    The per-request arrays of result.json are kept beside them up to `ARRAY_LIMIT` requests.
+    Each request's own figures are kept beside them up to `ARRAY_LIMIT` requests.
     """
 
     def __init__(self, table: TableSink | None = None, goodput: Goodput | None = None) -> None:
@@ -117,7 +124,8 @@ class RequestLog:
         self.e2el_s = array("d")
         # Half precision would do for no percentile; single does for this one, which vLLM's names do not include.
         self.queue_s = array("f")
-        self.per_request: PerRequest | None = PerRequest()
+        self.requests: list[EndedRequest] | None = []
+        """In order of their end; None past `ARRAY_LIMIT`."""
         self.ended_at: Counter[int] = Counter()
         """Requests that ended at each of several engines."""
 
@@ -154,8 +162,7 @@ class RequestLog:
         self.queue_s.append(queue_s)
         if self.goodput is not None and self.goodput.met(ttft_s, tpot_s, e2el_s):
             self.good += 1
-        if self.per_request is not None:
-            self._keep(request_id, arrival_s, prompt_tokens, num_output, queue_s, ttft_s, e2el_s)
+        self._keep((request_id, arrival_s, prompt_tokens, num_output, queue_s, ttft_s, e2el_s, ""))
         if self.table is not None:
             times = (queue_s, ttft_s, tpot_s, e2el_s)
             self.table.write(
@@ -165,29 +172,16 @@ class RequestLog:
     def _ignore(self, seq: Sequence, where: tuple[int, ...]) -> None:
         request = seq.request
         self.ignored += 1
-        if self.per_request is not None:
-            self.per_request.errors[request.request_id] = seq.error
-            self._keep(request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0)
+        self._keep((request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, seq.error))
         if self.table is not None:
             row = (request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, 0.0)
             self.table.write((*row, seq.num_preemptions, "ignored", *where))
 
-    def _keep(
-        self, request_id: int, arrival_s: float, prompt: int, output: int, queue_s: float, ttft_s: float, e2el_s: float
-    ) -> None:
-        kept = self.per_request
-        if kept is None:
-            return
-        if len(kept.request_ids) >= ARRAY_LIMIT:
-            self.per_request = None
-            return
-        kept.request_ids.append(request_id)
-        kept.arrival_s.append(arrival_s)
-        kept.prompt_tokens.append(prompt)
-        kept.output_tokens.append(output)
-        kept.queue_s.append(queue_s)
-        kept.ttft_s.append(ttft_s)
-        kept.e2el_s.append(e2el_s)
+    def _keep(self, row: tuple[int, float, int, int, float, float, float, str]) -> None:
+        if self.requests is not None:
+            self.requests.append(_make_ended(row))
+            if len(self.requests) > ARRAY_LIMIT:
+                self.requests = None
 
     @property
     def duration_s(self) -> float:

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,7 +15,7 @@ from sim.cost.pricing import Lanes
 from sim.engine.limits import Counters
 from sim.files import write_atomically
 from sim.policy_options import options_of
-from sim.results.metrics import PERCENTILES, PerRequest, gap_statistics
+from sim.results.metrics import PERCENTILES, EndedRequest, gap_statistics
 from sim.results.parts import Counts, EngineUse, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
 from sim.results.series import Series
@@ -82,7 +83,7 @@ def assemble(run: Run) -> Result:
         versions=Versions(kvtwin=VERSION),
         machine=UNSET if run.machine is None else run.machine,
         decisions_sha256=_decisions(run),
-        **_arrays(log.per_request, run.detailed),
+        **_arrays(log.requests, run.detailed),
     )
 
 
@@ -151,24 +152,23 @@ class _Arrays(TypedDict, total=False):
     itls: list[list[float]]
 
 
-def _arrays(kept: PerRequest | None, detailed: dict[int, list[float]] | None) -> _Arrays:
+def _arrays(kept: list[EndedRequest] | None, detailed: dict[int, list[float]] | None) -> _Arrays:
     """The per-request arrays, if they were kept, in order of the trace."""
     if kept is None:
         return {"per_request": "more than 100000 requests: the arrays are in the per-request table"}
-    order: list[int] = np.argsort(np.frombuffer(kept.request_ids, dtype=np.int64), kind="stable").tolist()
-    ids = [kept.request_ids[i] for i in order]
+    rows = sorted(kept, key=itemgetter(0))
     arrays: _Arrays = {
-        "request_ids": ids,
-        "start_times": [kept.arrival_s[i] for i in order],
-        "input_lens": [kept.prompt_tokens[i] for i in order],
-        "output_lens": [kept.output_tokens[i] for i in order],
-        "queue_times": [kept.queue_s[i] for i in order],
-        "ttfts": [kept.ttft_s[i] for i in order],
-        "latencies": [kept.e2el_s[i] for i in order],
-        "errors": [kept.errors.get(request_id, "") for request_id in ids],
+        "request_ids": [row.request_id for row in rows],
+        "start_times": [row.arrival_s for row in rows],
+        "input_lens": [row.prompt_tokens for row in rows],
+        "output_lens": [row.output_tokens for row in rows],
+        "queue_times": [row.queue_s for row in rows],
+        "ttfts": [row.ttft_s for row in rows],
+        "latencies": [row.e2el_s for row in rows],
+        "errors": [row.error for row in rows],
     }
     if detailed is not None:
-        arrays["itls"] = [_gaps(detailed.get(request_id, [])) for request_id in ids]
+        arrays["itls"] = [_gaps(detailed.get(row.request_id, [])) for row in rows]
     return arrays
 
 

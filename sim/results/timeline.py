@@ -48,16 +48,12 @@ def _lane_events(parts: EngineParts, pid: int, which: str) -> Iterator[TraceEven
 
 
 def _request_events(run: Run) -> Iterator[TraceEvent]:
-    kept = run.log.per_request
-    if kept is None:
-        return
-    for i, request_id in enumerate(kept.request_ids):
-        if request_id in kept.errors:
+    for row in run.log.requests or ():
+        if row.error:
             continue
-        arrival_s = kept.arrival_s[i]
-        marks = (arrival_s, arrival_s + kept.queue_s[i], arrival_s + kept.ttft_s[i], arrival_s + kept.e2el_s[i])
+        marks = [row.arrival_s + after_s for after_s in (0.0, row.queue_s, row.ttft_s, row.e2el_s)]
         for name, start_s, end_s in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
-            common = {"pid": 1, "cat": "request", "id": request_id, "name": name}
+            common = {"pid": 1, "cat": "request", "id": row.request_id, "name": name}
             yield {"ph": "b", "ts": start_s * 1e6, **common}
             yield {"ph": "e", "ts": end_s * 1e6, **common}
 

@@ -1,11 +1,11 @@
 """Architectures the Hugging Face reader understands, and why it refuses others it knows of."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 
-@dataclass(frozen=True)
-class Family:
+
+class Family(msgspec.Struct, frozen=True):
     """What a `model_type` leaves unsaid in its config.
 
     Attributes:

@@ -10,8 +10,6 @@ capped-linear functions of the first, min(position, window); layers that share t
 - fp8: vLLM's `--kv-cache-dtype`, one scale per tensor.
 """
 
-from dataclasses import dataclass
-
 import msgspec
 
 from sim.errors import UserError
@@ -23,8 +21,7 @@ GROUP_BYTES = 4
 """Bytes of a group's scale and zero point, fp16 each."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVDtype:
+class KVDtype(msgspec.Struct, frozen=True):
     """A type that KV may be stored in.
 
     Attributes:
@@ -101,8 +98,7 @@ class KVLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Tokens that go with a sequence of `position` tokens to the host or back."""
 
 
-@dataclass(frozen=True)
-class KVFormat:
+class KVFormat(msgspec.Struct, frozen=True):
     """The classes of a model's layers and what one token's KV costs in one of them, per GPU of a group.
 
     Attributes:
@@ -161,8 +157,7 @@ def window_pairs(cached: int, num_new: int, window: int) -> int:
     return growing * cached + growing * (growing + 1) // 2 + (num_new - growing) * window
 
 
-@dataclass(frozen=True, slots=True)
-class KVGroups:
+class KVGroups(msgspec.Struct, frozen=True):
     """Groups of layers that one block serves, as vLLM's hybrid KV cache manager makes them.
 
     All groups hold `layers_per_group` layers, the last of a class fewer: blocks are of one size, and the rest is waste.

@@ -15,7 +15,7 @@ add up because PyTorch's allocator reuses the first's memory for the second. Pub
 No such log was found for groups of GPUs: the allowance for NCCL is an estimate.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
@@ -33,8 +33,7 @@ COLLECTIVE_BYTES = 0.4e9
 """NCCL's buffers per GPU of a tensor-parallel group (estimate)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSize:
+class PoolSize(msgspec.Struct, frozen=True):
     """KV blocks of a tensor-parallel group. A block spans all layers; every GPU of the group holds its share of it."""
 
     num_gpu_blocks: int

@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
+
 from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
     from sim.engine.scheduler import Parts, Scheduler
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """What the user said of the engine's limits; None: the system's own."""
 
     max_model_len: int
@@ -38,8 +39,7 @@ class Asked:
     gpu_memory_bytes: float = 0.0
 
 
-@dataclass(frozen=True)
-class EngineLimits:
+class EngineLimits(msgspec.Struct, frozen=True):
     """The engine's limits before memory is sized, and what the user should know of them."""
 
     max_num_seqs: int

@@ -6,9 +6,10 @@ is loaded when somebody builds the part.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
 
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
@@ -93,30 +94,26 @@ class Builder:
 Part = TypeVar("Part", covariant=True)
 
 
-@dataclass(frozen=True)
-class Known(Generic[Part]):
+class Known(msgspec.Struct, Generic[Part], frozen=True):
     """A part that has a name: how to build it, and the options that it reads."""
 
     build: Callable[[Builder], Part]
     options: type | None = None
 
 
-@dataclass(frozen=True)
-class KnownMemory(Known["Memory"]):
+class KnownMemory(Known["Memory"], frozen=True):
     """A memory, and whether it can keep what others may hit."""
 
     can_cache_prefixes: bool = False
 
 
-@dataclass(frozen=True)
-class KnownEviction(Known["Eviction"]):
+class KnownEviction(Known["Eviction"], frozen=True):
     """An eviction, and whether it moves sequences whole, whose blocks nobody may share then."""
 
     moves_whole: bool = False
 
 
-@dataclass(frozen=True)
-class KnownBatching(Known["Batching"]):
+class KnownBatching(Known["Batching"], frozen=True):
     """A batching and the budget that goes with it."""
 
     splits_prompts: bool | None = None

@@ -185,9 +185,8 @@ def test_an_interrupt_ends_the_run_between_two_events(usual_interrupt):
     run, rows = interrupted_run(signals=1)
     assert run.interrupted
     assert run.error is None
-    kept = run.log.per_request
-    assert kept is not None
-    assert len(rows) == run.log.completed == len(kept.request_ids) == len(kept.e2el_s) == len(run.log.queue_s) == 11
+    assert run.log.requests is not None
+    assert len(rows) == run.log.completed == len(run.log.requests) == len(run.log.queue_s) == 11
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -13,6 +13,7 @@ import sim.results.figures.style
 from sim.results.figures import FIGURES, FigureRun, write_figures
 from sim.results.figures.lanes import busy_shares
 from sim.results.figures.memory import host_in_use_gib
+from sim.results.metrics import EndedRequest
 from sim.results.series import COLUMNS
 
 NAMES = ["ttft_tpot.png", "queueing.png", "memory.png", "lanes.png"]
@@ -155,25 +156,23 @@ def test_lane_is_busy_when_iterations_ran_and_later_where_booked_ahead():
     assert busy_shares(run, "h2d_busy_s", "PCIe host to device", edges_s).tolist() == [1.0, 1.0, 1.0]
 
 
-def finished_run(per_request):
+def finished_run(requests):
     log = SimpleNamespace(
         ttft_s=array("d", [1.0, 3.0]),
         tpot_s=array("d", [0.1]),
         queue_s=array("f", [0.5, 0.75]),
-        per_request=per_request,
+        requests=requests,
     )
     parts = SimpleNamespace(series=SimpleNamespace(columns={"time_s": array("d", [0.0])}))
     return SimpleNamespace(log=log, engines=[parts])
 
 
 def test_pairs_come_from_the_unsorted_arrays_without_ignored_requests():
-    kept = SimpleNamespace(
-        request_ids=array("q", [7, 8, 9]),
-        arrival_s=array("d", [5.0, 6.0, 4.0]),
-        queue_s=array("d", [0.75, 0.0, 0.5]),
-        ttft_s=array("d", [3.0, 0.0, 1.0]),
-        errors={8: "ignored"},
-    )
+    kept = [
+        EndedRequest(7, 5.0, 9, 3, 0.75, 3.0, 4.0, ""),
+        EndedRequest(8, 6.0, 9, 0, 0.0, 0.0, 0.0, "ignored"),
+        EndedRequest(9, 4.0, 9, 3, 0.5, 1.0, 4.0, ""),
+    ]
     run = FigureRun.of(finished_run(kept), small_result(policy="layerkv"))
     assert run.label == "layerkv"
     assert run.ttft_s.tolist() == [3.0, 1.0]

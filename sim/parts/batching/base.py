@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk, Tier
 from sim.engine.sequence import Sequence
-from sim.parts.base import Part
+from sim.parts.base import Eviction, Part, overrides
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -53,6 +53,10 @@ class Batching(Part, ABC):
         self.prompt_limit = (
             limits.max_model_len if self.splits_prompts else min(limits.max_model_len, limits.max_num_batched_tokens)
         )
+        # Attributes of classes and properties are slow to read at every step.
+        self._splits, self._caches = self.splits_prompts, self.memory.caches_prefixes
+        self.counts_out = overrides(self.eviction, "num_out", Eviction)
+        """Whether the eviction keeps victims whom nobody may pass."""
         self.partials: dict[Sequence, None] = {}
         """Half-done prompts, in order of admission."""
 
@@ -72,8 +76,8 @@ class Batching(Part, ABC):
 
     def admit(self, plan: IterationPlan, now_s: float, budget: int, num_seqs: int, most: int = 1 << 60) -> None:
         """Admit up to `most` prompts from the head of the queue; the first that cannot start stops all behind it."""
-        order, admission, splits = self.order, self.admission, self.splits_prompts
-        max_num_seqs, caches = self.limits.max_num_seqs, self.memory.caches_prefixes
+        order, admission, splits, caches = self.order, self.admission, self._splits, self._caches
+        max_num_seqs = self.limits.max_num_seqs
         waiting = order.waiting
         while most and waiting:
             seq = order.head()

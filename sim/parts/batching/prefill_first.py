@@ -9,7 +9,7 @@ class PrefillFirst(Batching):
 
     def fill(self, plan: IterationPlan, now_s: float, *, may_start: bool = True) -> None:
         waiting, eviction = self.order.waiting, self.eviction
-        num_out = eviction.num_out
+        num_out = eviction.num_out if self.counts_out else 0
         if waiting and not num_out and may_start:
             self.admit(plan, now_s, self.budget, len(self.batch.members))
             if plan.chunks:

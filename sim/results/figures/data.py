@@ -38,7 +38,7 @@ class FigureRun:
     @staticmethod
     def of(run: "Run", result: Result) -> "FigureRun":
         """Copy the arrays out of a run that has ended."""
-        log, kept = run.log, run.log.per_request
+        log, kept = run.log, run.log.requests
         label = result.policy
         engines = tuple(
             {name: _floats(column) for name, column in parts.series.columns.items()}
@@ -50,8 +50,8 @@ class FigureRun:
         if kept is None:
             distributions = (_floats(values) for values in (log.ttft_s, log.tpot_s, log.queue_s))
             return FigureRun(label, result, series, *distributions, prefill_s=np.empty(0), engines=engines)
-        done = np.array([request_id not in kept.errors for request_id in kept.request_ids], dtype=bool)
-        ttft_s, queue_s, arrival_s = (_floats(a)[done] for a in (kept.ttft_s, kept.queue_s, kept.arrival_s))
+        times = [(row.ttft_s, row.queue_s, row.arrival_s) for row in kept if not row.error]
+        ttft_s, queue_s, arrival_s = np.array(times, dtype=np.float64).reshape(-1, 3).T
         tpot_s = _floats(log.tpot_s)
         return FigureRun(label, result, series, ttft_s, tpot_s, queue_s, ttft_s - queue_s, arrival_s, engines)
 
