@@ -91,6 +91,12 @@ class Scenario:
     prefill_profile: str | None = _flag(None, "constants of the engines that prefill (default: --profile)", "NAME|FILE")
     decode_profile: str | None = _flag(None, "constants of the engines that decode", "NAME|FILE")
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
+    engine_profile: str | None = _flag(
+        None,
+        "host time and CUDA graphs of the engine: vllm-0.5, vllm-v1, vllm-v1-async, kvtwin or a file (default: "
+        "the policy's; prices of the forms linear and paper are all there is)",
+        "NAME|FILE",
+    )
     cost_form: Literal["roofline", "paper", "linear"] | None = _flag(None, "cost model form (default: the profile's)")
 
     num_gpu_blocks_override: int | None = _flag(None, "GPU KV blocks, instead of sizing them from memory", "N")

@@ -11,6 +11,7 @@ import simpy
 
 from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
+from sim.cost.engine_profile import EngineProfile, load_engine_profile
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Profile, load_profile
@@ -48,6 +49,8 @@ class Setup:
     profile: Profile
     limits: Limits
     cost: CostModel
+    engine_profile: EngineProfile | None
+    """What the engine costs beside the GPU; None where prices are all there is."""
     tp: int
     """GPUs of an engine."""
     role: Role = "both"
@@ -141,8 +144,25 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         enable_prefix_caching=_prefix_caching(scenario, model, policy, window, warnings),
         window=window,
     )
-    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
-    return Setup(asked_for, policy, label, model, hardware, profile, limits, cost, scenario.tp, role, warnings=warnings)
+    engine_profile = _engine_profile(scenario, profile, policy)
+    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form, engine_profile)
+    return Setup(
+        asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
+        warnings=warnings,
+    )  # fmt: skip
+
+
+def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> EngineProfile | None:
+    """The engine's own costs, by name or the policy's; none in forms whose prices are all there is."""
+    form = scenario.cost_form or profile.form
+    if form != "roofline":
+        if scenario.engine_profile is not None:
+            raise UserError(
+                f"--engine-profile {scenario.engine_profile}: prices of form {form} are all there is, nothing is added "
+                f"to them ({profile.name}); leave it out"
+            )
+        return None
+    return load_engine_profile(scenario.engine_profile or policy.engine_profile).measured_by(profile)
 
 
 def _window(scenario: Scenario, model: ModelSpec, policy: Policy) -> tuple[KVGroups | None, WindowLimits | None]:
@@ -198,10 +218,13 @@ def build_run(
 ) -> SimulatedRun:
     """Put engines and what drives them together; `execute` sets it going."""
     env, scenario = simpy.Environment(), setup.scenario
-    arrivals = arrivals_of(scenario, requests)
+    front_end_s = setup.engine_profile.value("front_end_s") if setup.engine_profile else 0.0
+    arrivals = arrivals_of(scenario, requests, front_end_s)
+    engines = build_engines(setup, table, keep)
+    engines[0].log.front_end_s = front_end_s
     if scenario.num_engines > 1:
-        return _build_cluster(build_engines(setup, table, keep), env, arrivals, jump=jump)
-    parts = build_engine(setup, table, keep)
+        return _build_cluster(engines, env, arrivals, jump=jump)
+    parts = engines[0]
     instance = Instance(
         env,
         parts.engine,

@@ -130,6 +130,8 @@ class Instance:
             if flying and (last_s := flying[-1][0].last_s) is not None:
                 # All iterations of a jump but the last have been scheduled with it.
                 now_s = max(now_s, free_s - last_s)
+            # Host time: the next is scheduled once this one's is over.
+            now_s = max(now_s, self.lanes.host.free_s)
         if engine.has_unfinished:
             raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
         if now_s > env.now:

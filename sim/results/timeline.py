@@ -40,7 +40,8 @@ def timeline_events(run: Run) -> list[TraceEvent]:
 def _lane_events(parts: EngineParts, pid: int, which: str) -> Iterator[TraceEvent]:
     yield _named(pid, 0, "process_name", f"kvtwin {parts.setup.label}{which}")
     lanes = parts.lanes
-    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values()), start=1):
+    host = (lanes.host,) if lanes.host.intervals else ()
+    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values(), *host), start=1):
         yield _named(pid, thread, "thread_name", lane.name)
         for start_s, end_s, label in lane.intervals or ():
             event: TraceEvent = {"ph": "X", "pid": pid, "tid": thread, "name": label, "ts": start_s * 1e6}
@@ -55,7 +56,9 @@ def _request_events(run: Run) -> Iterator[TraceEvent]:
         if request_id in kept.errors:
             continue
         arrival_s = kept.arrival_s[i]
-        marks = (arrival_s, arrival_s + kept.queue_s[i], arrival_s + kept.ttft_s[i], arrival_s + kept.e2el_s[i])
+        # On the engine's clock, as the lanes.
+        seen_s = arrival_s - run.log.front_end_s
+        marks = (arrival_s, seen_s + kept.queue_s[i], seen_s + kept.ttft_s[i], seen_s + kept.e2el_s[i])
         for name, start_s, end_s in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
             common = {"pid": 1, "cat": "request", "id": request_id, "name": name}
             yield {"ph": "b", "ts": start_s * 1e6, **common}

@@ -184,7 +184,8 @@ def test_the_flags_of_the_contract_are_there_with_their_defaults():
     assert (scenario.seed, scenario.tp, scenario.rate_scale, scenario.burstiness) == (0, 1, 1.0, 1.0)
     unset = {f.name for f in fields(Scenario) if getattr(scenario, f.name) is None}
     assert unset == {"trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "clip"} | {
-        "input_len", "output_len", "profile", "cost_form", "num_gpu_blocks_override", "num_cpu_blocks_override",
+        "input_len", "output_len", "profile", "engine_profile", "cost_form", "num_gpu_blocks_override",
+        "num_cpu_blocks_override",
         "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "swap_space",
         "enable_prefix_caching", "hash_block_tokens", "zero_tokens", "tokenizer", "default_prompt_tokens",
         "default_output_tokens",
