@@ -202,6 +202,10 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
             f"{'--replicas' if scenario.replicas else '--prefill-replicas'}: {scenario.num_engines} engines; the live "
             "runtime serves from one: leave it out, or simulate"
         )
+    if scenario.quantization is not None:
+        raise UserError(
+            f"--quantization {scenario.quantization}: the live runtime computes with weights as they are; leave it out"
+        )
     if scenario.dtype == "auto":
         scenario = replace(scenario, dtype="float32" if options.device == "cpu" else "bfloat16")
     stored_dtype(scenario.kv_cache_dtype, DTYPES[scenario.dtype], options.device)

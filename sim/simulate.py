@@ -90,6 +90,8 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     model = load_model(scenario.model)
     if scenario.dtype != "auto":
         model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
+    if scenario.quantization is not None:
+        model = model.with_weights_of(1.0, scenario.quantization)
     hardware = load_hardware(scenario.gpu)
     profile = load_profile(scenario.profile, hardware)
     if scenario.kv_cache_dtype != "auto":

@@ -171,6 +171,8 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """As it was named: built-in model, or path of a config.json."""
     dtype: str
     """Of weights and KV cache, as it was named."""
+    quantization: str | UnsetType = UNSET
+    """Of the weights as they are loaded, as it was named; absent: as the model's config.json says."""
     kv_cache_dtype: str
     """Of the KV cache, as it was named."""
     gpu: str
