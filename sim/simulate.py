@@ -62,11 +62,8 @@ class Setup:
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
     stage = policy.names["stage"]
-    if policy.schedules_ahead and (scenario.num_engines > 1 or scenario.max_concurrency or scenario.closed_sessions):
-        raise UserError(
-            "--async-scheduling: goes with one engine and requests that arrive by themselves; leave it out, or "
-            "--replicas, pools, --max-concurrency and --closed-sessions"
-        )
+    if policy.schedules_ahead and scenario.num_engines > 1:
+        raise UserError("--async-scheduling: goes with one engine; leave it out, or --replicas and pools")
     if scenario.prefill_replicas is None:
         if stage == HAND_OVER:
             raise UserError(
@@ -164,7 +161,13 @@ def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> Eng
                 f"to them ({profile.name}); leave it out"
             )
         return None
-    return load_engine_profile(scenario.engine_profile or policy.engine_profile).measured_by(profile)
+    found = load_engine_profile(scenario.engine_profile or policy.engine_profile).measured_by(profile)
+    if policy.schedules_ahead and found.host == "serial":
+        raise UserError(
+            f"--engine-profile {found.name}: its host time is added to each iteration, and async scheduling hides it; "
+            "leave it out, or give one whose host is hidden (vllm-v1-async)"
+        )
+    return found
 
 
 def _window(scenario: Scenario, model: ModelSpec, policy: Policy) -> tuple[KVGroups | None, WindowLimits | None]:

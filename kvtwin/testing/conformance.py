@@ -39,6 +39,11 @@ DECODES = ((0.02, 2e-5, 6e-7), (0.02, 2e-5, 2e-5), (1 / 64, 0.0, 0.0))
 HOSTS = (None, None, Host(0.004, 1e-4, False), Host(0.004, 1e-4, True), Host(0.0205, 1e-5, True))
 
 
+def hosts_of(policy: Policy) -> list[Host | None]:
+    """Those of `HOSTS` that go with a policy: scheduling ahead hides host time."""
+    return [host for host in HOSTS if host is None or host.hidden or not policy.schedules_ahead]
+
+
 @dataclass(frozen=True, repr=False)
 class Workload:
     """Requests, limits as the policy sets them, and a machine."""
@@ -70,7 +75,7 @@ def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
         now_s += gap_s
         found.append((now_s, prompt, output))
     machine = linear_machine(
-        limit.block_bytes, decode=draw(st.sampled_from(DECODES)), host=draw(st.sampled_from(HOSTS))
+        limit.block_bytes, decode=draw(st.sampled_from(DECODES)), host=draw(st.sampled_from(hosts_of(policy)))
     )
     arrivals = requests(*found)
     if policy.can_cache_prefixes and draw(st.booleans()):

@@ -101,6 +101,7 @@ class Instance:
         """Two iterations in flight: as one begins, the next is scheduled, with the arrivals known then.
 
         A plan is priced when it is made, so its tokens are counted at once; who ends with them is told when they come.
+        Nothing jumps before that, so that whom a closed loop sends then is seen in time.
         """
         env, engine, arrivals = self.env, self.engine, self.arrivals
         flying: deque[tuple[StepTimes, list[Sequence]]] = deque()
