@@ -22,9 +22,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import structs
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from sim.cost.engine_profile import load_engine_profile  # noqa: E402
 from sim.results.report import number  # noqa: E402
 from sim.results.result import read_result  # noqa: E402
 from sim.results.schema import Result  # noqa: E402
@@ -597,10 +601,10 @@ def sensitivities(runner: Runner, folder: Path) -> Tables:
     for name, factors in {
         **RATES_CHANGED,
         "FLOP rate -20 %": {"flops_per_s": 0.8, "attention_flops_per_s": 0.8},
-        "no step overhead": {"step_overhead_s": 0.0},
         "PCIe rate halved": {"h2d_bytes_per_s": 0.5, "d2h_bytes_per_s": 0.5},
     }.items():
         add(name, "--profile", profile(runner.work, name, factors))
+    add("no host time", "--engine-profile", no_host_time(runner.work))
     # The roofline's corner unrounded: reading overlaps computing perfectly.
     add("roofline exponent 50", "--profile", profile(runner.work, "roofline exponent 50", {}, roofline_exponent=50.0))
     for blocks in (2800, 4200):
@@ -613,6 +617,15 @@ def sensitivities(runner: Runner, folder: Path) -> Tables:
     add("all 161 and 338 tokens", workload=("--workload", "fixed", "--input-len", 161, "--output-len", 338))
     add("burstiness 0.5", "--burstiness", 0.5)
     return {"sensitivities": markdown(["7B, 6 req/s", *COMPARISON, "violations vLLM (%)", "LayerKV (%)"], rows)}
+
+
+def no_host_time(work: Path) -> Path:
+    """vLLM 0.5 as an engine whose own processes take no time."""
+    engine = load_engine_profile("vllm-0.5")
+    free = {name: structs.replace(constant, value=0.0) for name, constant in engine.constants.items()}
+    path = work / "no-host-time.json"
+    path.write_bytes(msgspec.json.encode(structs.replace(engine, name="no-host-time", constants=free)))
+    return path
 
 
 RATES_CHANGED: dict[str, dict[str, float]] = {

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sim.cost.profile import Profile, default_profile, load_profile, shipped_profiles
+from sim.cost.profile import UNITS, Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
@@ -212,10 +212,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
             f"{first.name} is of form {first.form}, {second.name} of form {second.form}: compare like forms"
         )
     rows = []
-    for name, constant in first.constants.items():
-        other = second.constants[name]
-        ratio = f"{other.value / constant.value:.3f}" if constant.value else "-"
-        rows.append((name, readable(constant.value, constant.unit), readable(other.value, other.unit), ratio))
+    for name in UNITS[first.form]:
+        constant, other = first.constants.get(name), second.constants.get(name)
+        ratio = f"{other.value / constant.value:.3f}" if constant and other and constant.value else "-"
+        values = (readable(one.value, one.unit) if one else "-" for one in (constant, other))
+        if constant or other:
+            rows.append((name, *values, ratio))
     print(table(("constant", first.name, second.name, "second / first"), rows))
     if arguments.figure is not None:
         from calib.figure import draw_diff  # noqa: PLC0415

@@ -1,12 +1,11 @@
 """A profile for a GPU that nobody measured: a sibling's shares of the specification, every assumption spelled out."""
 
-from sim.cost.profile import ROOFLINE_UNITS, Constant, Profile
+from sim.cost.profile import OPTIONAL, ROOFLINE_UNITS, Constant, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
 OWN = (
     "layer_overhead_s",
-    "step_overhead_s",
     "h2d_bytes_per_s",
     "d2h_bytes_per_s",
     "copy_launch_s",
@@ -15,7 +14,7 @@ OWN = (
     "allreduce_latency_s",
     "beta",
 )
-"""Constants that a sibling says nothing about: engine, link and host."""
+"""Constants that a sibling says nothing about: launches, link and host."""
 
 
 def derive_profile(
@@ -49,6 +48,8 @@ def derive_profile(
         if name in assumed:
             value, text = assumed[name]
             found[name] = Constant(value, None, unit, text)
+        elif name in OPTIONAL:
+            continue
         elif name in OWN:
             found[name] = base.constants[name]
         else:

@@ -207,6 +207,9 @@ def _constants(
             found[name] = Constant(
                 0.0, None, unit, "part of layer_overhead_s: all steps had as many layers, which tells no step apart"
             )
+        elif estimate is None and name not in base.constants:
+            # The host time of an engine that nobody timed: its engine profile has it.
+            continue
         elif estimate is None:
             carried.append(name)
             old = base.constants[name]

@@ -16,7 +16,6 @@ from calib.holdout import (
     small_predicts_large,
 )
 from calib.roofline import FORMS
-from sim.cost.profile import UNITS
 
 SCALES = (("FLOP/s", 1e12, "TFLOP/s"), ("B/s", 1e9, "GB/s"), ("s", 1e-6, "us"))
 """Units as people read them: SI unit, size of the readable one, its name."""
@@ -65,8 +64,8 @@ def fit_markdown(report: FitReport) -> str:
 def constants_table(report: FitReport) -> str:
     """Every constant with its interval, or where it was carried over from."""
     rows = []
-    for name, unit in UNITS[report.profile.form].items():
-        constant, estimate = report.profile.constants[name], report.estimates.get(name)
+    for name, constant in report.profile.constants.items():
+        unit, estimate = constant.unit, report.estimates.get(name)
         if estimate is None or name in report.carried:
             rows.append((f"`{name}`", readable(constant.value, unit), "-", constant.source))
         elif estimate.at_limit:

@@ -46,7 +46,7 @@ def predict_s(constants: Mapping[str, float], terms: Terms) -> Array:
         + ridge_s(terms.head_flops / flops, terms.head_bytes / memory, exponent)
         + 2 * terms.layers * all_reduce_s(constants, terms.reduced_bytes, terms.gpus)
         + terms.layers * constants["layer_overhead_s"]
-        + terms.steps * constants["step_overhead_s"]
+        + terms.steps * constants.get("step_overhead_s", 0.0)
     )
 
 

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.cli import add_flags, folder_name, print_result, read_options, record, simulate
+from sim.cost.engine_profile import OURS, shipped_engines
+from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
 from sim.scenario import Outputs, Scenario
 from sim.simulate import Keep, Run, Setup, prepare
+from sim.specs.hardware import load_hardware
 from sim.systems.base import Policy
 from traces.request import Request
 
@@ -159,6 +162,17 @@ def execute_live(
     return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series)
 
 
+def of_our_engine(scenario: Scenario) -> Scenario:
+    """With the host time of the live runtime, whose engine this is; UserError where another was asked for."""
+    if scenario.engine_profile in shipped_engines() and scenario.engine_profile != OURS:
+        raise UserError(
+            f"--engine-profile {scenario.engine_profile}: the live runtime's engine is {OURS}; leave it out, or give a "
+            "file of its own times"
+        )
+    form = scenario.cost_form or load_profile(scenario.profile, load_hardware(scenario.gpu)).form
+    return replace(scenario, engine_profile=scenario.engine_profile or OURS) if form == "roofline" else scenario
+
+
 def check_installed(packages: Iterable[str], extra: str) -> None:
     """UserError naming the extra that brings them, unless all packages are there."""
     for package in packages:
@@ -177,7 +191,7 @@ def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str,
 
 
 def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":
-    """The weights, and the scenario with the dtype they are in."""
+    """The weights, and the scenario with the dtype they are in and our own engine's costs."""
     from gpu_runtime.kv.stored import stored_dtype  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live import DTYPES, load_decoder  # noqa: PLC0415
 
@@ -188,7 +202,12 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
             f"{'--replicas' if scenario.replicas else '--prefill-replicas'}: {scenario.num_engines} engines; the live "
             "runtime serves from one: leave it out, or simulate"
         )
+    if scenario.quantization is not None:
+        raise UserError(
+            f"--quantization {scenario.quantization}: the live runtime computes with weights as they are; leave it out"
+        )
     if scenario.dtype == "auto":
         scenario = replace(scenario, dtype="float32" if options.device == "cpu" else "bfloat16")
     stored_dtype(scenario.kv_cache_dtype, DTYPES[scenario.dtype], options.device)
+    scenario = of_our_engine(scenario)
     return scenario, load_decoder(scenario.model, scenario.dtype, options)

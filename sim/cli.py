@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args, get_origin
 from sim.errors import UserError
 from sim.files import CsvTable, ParquetTable, make_folder
 from sim.option_values import base_type, flag, option_fields
-from sim.policy_options import options_of, owned_option, parse_policy
+from sim.policy_options import PREEMPTION_MODES, options_of, owned_option, parse_policy, with_preemption_mode
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, write_result, write_series
 from sim.results.schema import Result
 from sim.results.timeline import TIMELINE_FILE, write_timeline
 from sim.scenario import (
+    PREEMPTION_MODE,
     Outputs,
     Scenario,
     build_options,
@@ -62,7 +63,11 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
     for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
         if f.name not in without:
-            _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"])
+            _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"], f.metadata["alias"])
+    modes = " or ".join(PREEMPTION_MODES)
+    parser.add_argument(
+        flag(PREEMPTION_MODE), metavar="MODE", help=f"{modes}: what vLLM 0.5.5 does with victims, as its preset has it"
+    )
     # A policy's flags are added, and the policy imported, when one of them is given or help asked for.
     _add_policy_flags(parser, DEFAULT_POLICY)
     for name in POLICIES:
@@ -80,18 +85,26 @@ def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
         _add_flag(group, option.full_name, option.hint, text, None)
 
 
-def _add_flag(target: Any, name: str, hint: Any, help_text: str, metavar: str | None) -> None:  # noqa: ANN401
+def _add_flag(
+    target: Any,  # noqa: ANN401
+    name: str,
+    hint: Any,  # noqa: ANN401
+    help_text: str,
+    metavar: str | None,
+    alias: str | None = None,
+) -> None:
     """One option; None when not given, so that a scenario file's value or the default holds."""
+    flags = [flag(name)] if alias is None else [flag(name), flag(alias)]
     kind = base_type(hint)
     text = help_text.replace("%", "%%")
     if kind is bool:
-        target.add_argument(flag(name), action=argparse.BooleanOptionalAction, default=None, help=text)
+        target.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif get_origin(kind) is Literal:
-        target.add_argument(flag(name), choices=get_args(kind), default=None, help=text)
+        target.add_argument(*flags, choices=get_args(kind), default=None, help=text)
     elif get_origin(kind) is tuple:
-        target.add_argument(flag(name), nargs="+", default=None, help=text, metavar="WORD")
+        target.add_argument(*flags, nargs="+", default=None, help=text, metavar="WORD")
     else:
-        target.add_argument(flag(name), default=None, help=text, metavar=metavar or name.upper())
+        target.add_argument(*flags, dest=name, default=None, help=text, metavar=metavar or name.upper())
 
 
 def read_options(
@@ -112,6 +125,8 @@ def read_options(
         if default is None:
             raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
         texts = (default,)
+    if (mode := values.pop(PREEMPTION_MODE, None)) is not None:
+        texts = tuple(with_preemption_mode(text, mode) for text in texts)
     policies = [parse_policy(text, values) for text in texts]
     plain = {f.name for owner in (Scenario, Outputs) for f, _ in option_fields(owner)}
     for name in values.keys() - plain:

@@ -17,8 +17,9 @@ from sim.policy_options import all_policy_options, owned_option
 Options = TypeVar("Options")
 
 
-def _flag(default: Any, help_text: str, metavar: str | None = None) -> Any:  # noqa: ANN401 - a dataclass default
-    return field(default=default, metadata={"help": help_text, "metavar": metavar})
+def _flag(default: Any, help_text: str, metavar: str | None = None, alias: str | None = None) -> Any:  # noqa: ANN401
+    """A dataclass default; `alias` is another name of the option, vLLM's own."""
+    return field(default=default, metadata={"help": help_text, "metavar": metavar, "alias": alias})
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,16 @@ class Scenario:
     dtype: Literal["auto", "half", "float16", "bfloat16", "float32"] = _flag(
         "auto", "of weights and KV cache (auto: the model's, 16 bits unless it is quantised)"
     )
+    quantization: Literal["fp8"] | None = _flag(
+        None,
+        "quantise the linear layers' weights as they are loaded (default: as the model's config.json says; awq, gptq "
+        "and others are read from there)",
+    )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4"] = _flag(
         "auto", "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements"
     )
     gpu: str = _flag("a100-80g", "GPU name", "G")
-    tp: int = _flag(1, "GPUs in the tensor-parallel group", "N")
+    tp: int = _flag(1, "GPUs in the tensor-parallel group", "N", alias="tensor_parallel_size")
     replicas: int | None = _flag(None, "engines behind --router, each with its own GPUs (default: 1)", "N")
     router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity"] | None = _flag(
         None, "who of several engines gets a request (default: round-robin)"
@@ -90,6 +96,12 @@ class Scenario:
     prefill_profile: str | None = _flag(None, "constants of the engines that prefill (default: --profile)", "NAME|FILE")
     decode_profile: str | None = _flag(None, "constants of the engines that decode", "NAME|FILE")
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
+    engine_profile: str | None = _flag(
+        None,
+        "host time and CUDA graphs of the engine: vllm-0.5, vllm-v1, vllm-v1-async, kvtwin or a file (default: "
+        "the policy's; prices of the forms linear and paper are all there is)",
+        "NAME|FILE",
+    )
     cost_form: Literal["roofline", "paper", "linear"] | None = _flag(None, "cost model form (default: the profile's)")
 
     num_gpu_blocks_override: int | None = _flag(None, "GPU KV blocks, instead of sizing them from memory", "N")
@@ -135,6 +147,12 @@ class Scenario:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
+ALIASES = {alias: f.name for f in fields(Scenario) if (alias := f.metadata["alias"])}
+"""Other names of options, and their own."""
+PREEMPTION_MODE = "preemption_mode"
+"""vLLM 0.5.5's option, which chooses between two of its presets."""
+
+
 @dataclass(frozen=True)
 class Outputs:
     """What a run prints and writes beside its result; flags and scenario keys like those of `Scenario`."""
@@ -167,6 +185,7 @@ def read_scenario(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
+        name = ALIASES.get(name, name)
         if name not in known and (owned := owned_option(name)) is not None:
             known[name] = owned.hint
         if name not in known:
@@ -174,7 +193,7 @@ def read_scenario(path: Path) -> dict[str, Any]:
             hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
             raise UserError(f"{path}: unknown key {key!r}{hint}")
         if name in values:
-            raise UserError(f"{path}: key {key!r} stands twice, with a dash and with an underscore; keep one")
+            raise UserError(f"{path}: key {key!r} stands twice, in two spellings; keep one")
         values[name] = convert(f"{path}: {key}", value, known[name])
     return values
 
@@ -182,7 +201,7 @@ def read_scenario(path: Path) -> dict[str, Any]:
 def scenario_keys() -> dict[str, Any]:
     """Every key of a scenario file and its type, but for the policies' options (`owned_option`)."""
     keys: dict[str, Any] = {f.name: hint for owner in (Outputs, Scenario) for f, hint in option_fields(owner)}
-    return keys | {"policy": tuple[str, ...], "out": str}
+    return keys | {"policy": tuple[str, ...], "out": str, PREEMPTION_MODE: str}
 
 
 def build_options(kind: type[Options], values: Mapping[str, Any]) -> Options:

@@ -11,6 +11,7 @@ import simpy
 
 from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
+from sim.cost.engine_profile import EngineProfile, load_engine_profile
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Profile, load_profile
@@ -47,6 +48,8 @@ class Setup(msgspec.Struct, frozen=True):
     profile: Profile
     limits: Limits
     cost: CostModel
+    engine_profile: EngineProfile | None
+    """What the engine costs beside the GPU; None where prices are all there is."""
     tp: int
     """GPUs of an engine."""
     role: Role = "both"
@@ -58,11 +61,8 @@ class Setup(msgspec.Struct, frozen=True):
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
     stage = policy.names["stage"]
-    if policy.schedules_ahead and (scenario.num_engines > 1 or scenario.max_concurrency or scenario.closed_sessions):
-        raise UserError(
-            "--async-scheduling: goes with one engine and requests that arrive by themselves; leave it out, or "
-            "--replicas, pools, --max-concurrency and --closed-sessions"
-        )
+    if policy.schedules_ahead and scenario.num_engines > 1:
+        raise UserError("--async-scheduling: goes with one engine; leave it out, or --replicas and pools")
     if scenario.prefill_replicas is None:
         if stage == HAND_OVER:
             raise UserError(
@@ -88,6 +88,8 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     model = load_model(scenario.model)
     if scenario.dtype != "auto":
         model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
+    if scenario.quantization is not None:
+        model = model.with_weights_of(1.0, scenario.quantization)
     hardware = load_hardware(scenario.gpu)
     profile = load_profile(scenario.profile, hardware)
     if scenario.kv_cache_dtype != "auto":
@@ -142,8 +144,31 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         enable_prefix_caching=_prefix_caching(scenario, model, policy, window, warnings),
         window=window,
     )
-    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
-    return Setup(asked_for, policy, label, model, hardware, profile, limits, cost, scenario.tp, role, warnings=warnings)
+    engine_profile = _engine_profile(scenario, profile, policy)
+    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form, engine_profile)
+    return Setup(
+        asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
+        warnings=warnings,
+    )  # fmt: skip
+
+
+def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> EngineProfile | None:
+    """The engine's own costs, by name or the policy's; none in forms whose prices are all there is."""
+    form = scenario.cost_form or profile.form
+    if form != "roofline":
+        if scenario.engine_profile is not None:
+            raise UserError(
+                f"--engine-profile {scenario.engine_profile}: prices of form {form} are all there is, nothing is added "
+                f"to them ({profile.name}); leave it out"
+            )
+        return None
+    found = load_engine_profile(scenario.engine_profile or policy.engine_profile).measured_by(profile)
+    if policy.schedules_ahead and found.host == "serial":
+        raise UserError(
+            f"--engine-profile {found.name}: its host time is added to each iteration, and async scheduling hides it; "
+            "leave it out, or give one whose host is hidden (vllm-v1-async)"
+        )
+    return found
 
 
 def _window(scenario: Scenario, model: ModelSpec, policy: Policy) -> tuple[KVGroups | None, WindowLimits | None]:
@@ -198,10 +223,13 @@ def build_run(
 ) -> SimulatedRun:
     """Put engines and what drives them together; `execute` sets it going."""
     env, scenario = simpy.Environment(), setup.scenario
-    arrivals = arrivals_of(scenario, requests)
+    front_end_s = setup.engine_profile.value("front_end_s") if setup.engine_profile else 0.0
+    arrivals = arrivals_of(scenario, requests, front_end_s)
+    engines = build_engines(setup, table, keep)
+    engines[0].log.front_end_s = front_end_s
     if scenario.num_engines > 1:
-        return _build_cluster(build_engines(setup, table, keep), env, arrivals, jump=jump)
-    parts = build_engine(setup, table, keep)
+        return _build_cluster(engines, env, arrivals, jump=jump)
+    parts = engines[0]
     instance = Instance(
         env,
         parts.engine,

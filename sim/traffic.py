@@ -77,10 +77,11 @@ def _generated(scenario: Scenario) -> Iterator[Request]:
     )
 
 
-def arrivals_of(scenario: Scenario, requests: Iterable[Request]) -> Arrivals:
-    """The requests as they are sent: as they arrive, or in the scenario's closed loop."""
+def arrivals_of(scenario: Scenario, requests: Iterable[Request], front_end_s: float = 0.0) -> Arrivals:
+    """The requests as they are sent: as they arrive, or in the scenario's closed loop, whose clients hear of an end
+    `front_end_s` later."""
     if scenario.max_concurrency is None and not scenario.closed_sessions:
         return Arrivals(requests)
     from sim.clock.closed_loop import ClosedLoop  # noqa: PLC0415 - most runs are open
 
-    return ClosedLoop(requests, scenario.max_concurrency, by_session=scenario.closed_sessions)
+    return ClosedLoop(requests, scenario.max_concurrency, by_session=scenario.closed_sessions, front_end_s=front_end_s)

@@ -18,7 +18,7 @@ PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64, 33
 
 
 def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions) -> float:
-    """Seconds that a short fixed workload computes on this machine over what the scenario's profile says."""
+    """Seconds that a short fixed workload takes on this machine over what the scenario's profile says."""
     length = PROMPT_TOKENS + OUTPUT_TOKENS
     blocks = PROMPTS * -(-length // scenario.block_size) + PROMPTS
     short = replace(
@@ -44,7 +44,7 @@ def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions)
     live = perform(setup, traffic(short), None, Keep(), decoder, options)
     if live.interrupted:
         raise KeyboardInterrupt
-    return live.engines[0].lanes.compute.busy_s / simulated.engines[0].lanes.compute.busy_s
+    return live.log.duration_s / simulated.log.duration_s
 
 
 class Probe:

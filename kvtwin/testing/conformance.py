@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing.engines import Machine, Outcome, limits, linear_machine, requests, simulate
+from sim.cost.host import Host
 from sim.engine.limits import Limits
 from sim.engine.sequence import Status
 from sim.errors import UserError
@@ -35,6 +36,13 @@ bursts = st.tuples(
 ).map(lambda parts: parts[0] + parts[1])
 # Iterations that grow fast with the context, slowly, and not at all.
 DECODES = ((0.02, 2e-5, 6e-7), (0.02, 2e-5, 2e-5), (1 / 64, 0.0, 0.0))
+# The engine's own time: none, added to every iteration, hidden behind the one before: shorter or longer than that.
+HOSTS = (None, None, Host(0.004, 1e-4, False), Host(0.004, 1e-4, True), Host(0.0205, 1e-5, True))
+
+
+def hosts_of(policy: Policy) -> list[Host | None]:
+    """Those of `HOSTS` that go with a policy: scheduling ahead hides host time."""
+    return [host for host in HOSTS if host is None or host.hidden or not policy.schedules_ahead]
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +75,9 @@ def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
     for gap_s, prompt, output in draw(st.one_of(rows, rows, bursts)):
         now_s += gap_s
         found.append((now_s, prompt, output))
-    machine = linear_machine(limit.block_bytes, decode=draw(st.sampled_from(DECODES)))
+    machine = linear_machine(
+        limit.block_bytes, decode=draw(st.sampled_from(DECODES)), host=draw(st.sampled_from(hosts_of(policy)))
+    )
     arrivals = requests(*found)
     if policy.can_cache_prefixes and draw(st.booleans()):
         limit = msgspec.structs.replace(limit, enable_prefix_caching=True)

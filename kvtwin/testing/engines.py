@@ -8,7 +8,9 @@ import simpy
 
 from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance, Observer
+from sim.cost.engine_profile import EngineProfile
 from sim.cost.forms import LinearCost, build_cost
+from sim.cost.host import Host
 from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, linear_profile, load_profile
@@ -88,19 +90,34 @@ def linear_machine(
     decode: Sequence[float] = DECODE,
     swap_s_per_block: float = SWAP_S_PER_BLOCK,
     gpu: str = "a100-80g",
+    host: Host | None = None,
 ) -> Machine:
-    """A tiny model with linear costs, so that times can be worked out by hand."""
+    """A tiny model with linear costs, so that times can be worked out by hand; `host` is the engine's own time."""
     model = tiny_model(layers)
     cost = LinearCost(prefill, decode, swap_s_per_block, block_bytes, model=model)
+    cost.host = host
     profile = linear_profile("by hand", (*prefill, *decode, swap_s_per_block, 0.0), "tests")
     return Machine(model, cost, profile, load_hardware(gpu))
 
 
-def roofline_machine(gpu: str, block_bytes: float, *, model: ModelSpec | None = None, tp: int = 1) -> Machine:
-    """A GPU with its shipped profile."""
+def roofline_machine(
+    gpu: str,
+    block_bytes: float,
+    *,
+    model: ModelSpec | None = None,
+    tp: int = 1,
+    engine: EngineProfile | None = None,
+    more_layer_s: float = 0.0,
+) -> Machine:
+    """A GPU with its shipped profile, whose layers cost `more_layer_s` more; `engine` adds its own time."""
     hardware = load_hardware(gpu)
     model, profile = model or tiny_model(), load_profile(None, hardware)
-    return Machine(model, build_cost(model, hardware, profile, tp, block_bytes), profile, hardware, tp)
+    if more_layer_s:
+        layer = profile.constants["layer_overhead_s"]
+        layer = msgspec.structs.replace(layer, value=layer.value + more_layer_s)
+        profile = msgspec.structs.replace(profile, constants={**profile.constants, "layer_overhead_s": layer})
+    cost = build_cost(model, hardware, profile, tp, block_bytes, engine=engine)
+    return Machine(model, cost, profile, hardware, tp)
 
 
 class CheckedEngine(Engine):

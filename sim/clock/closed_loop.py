@@ -36,15 +36,22 @@ class ClosedLoop(Arrivals):
         requests: in order of arrival; read one ahead.
         max_concurrency: most requests in flight; None: any number.
         by_session: whether turns wait for the answer before. TraceError at a request without a session id.
+        front_end_s: between a client and the engine, there and back: so much later clients hear of an end.
     """
 
-    __slots__ = ("_by_session", "_free", "_ready", "_sessions", "_unused")
+    __slots__ = ("_by_session", "_free", "_front_end_s", "_ready", "_sessions", "_unused")
 
     hears_ends = True
 
     def __init__(
-        self, requests: Iterable[Request], max_concurrency: int | None = None, *, by_session: bool = False
+        self,
+        requests: Iterable[Request],
+        max_concurrency: int | None = None,
+        *,
+        by_session: bool = False,
+        front_end_s: float = 0.0,
     ) -> None:
+        self._front_end_s = front_end_s
         self._by_session = by_session
         self._unused = inf if max_concurrency is None else max_concurrency
         # When places that somebody had became free, s.
@@ -117,6 +124,7 @@ class ClosedLoop(Arrivals):
             heappush(self._ready, (ready_s, request.request_id, request._replace(arrival_s=ready_s)))
 
     def ended(self, request: Request, at_s: float) -> None:
+        at_s += self._front_end_s
         if self._unused < inf:
             heappush(self._free, at_s)
         if self._by_session:

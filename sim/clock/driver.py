@@ -101,6 +101,7 @@ class Instance:
         """Two iterations in flight: as one begins, the next is scheduled, with the arrivals known then.
 
         A plan is priced when it is made, so its tokens are counted at once; who ends with them is told when they come.
+        Nothing jumps before that, so that whom a closed loop sends then is seen in time.
         """
         env, engine, arrivals = self.env, self.engine, self.arrivals
         flying: deque[tuple[StepTimes, list[Sequence]]] = deque()
@@ -130,6 +131,8 @@ class Instance:
             if flying and (last_s := flying[-1][0].last_s) is not None:
                 # All iterations of a jump but the last have been scheduled with it.
                 now_s = max(now_s, free_s - last_s)
+            # Host time: the next is scheduled once this one's is over.
+            now_s = max(now_s, self.lanes.host.free_s)
         if engine.has_unfinished:
             raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
         if now_s > env.now:

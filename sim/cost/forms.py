@@ -1,17 +1,20 @@
 """The forms of the cost model, chosen by the profile (per GPU of a tensor-parallel group of G).
 
 - roofline: T = ridge(N c_lin / (G F), (W + N a) / (G H)) + attention over query-context pairs / (G F_attn)
-  + KV bytes read by decodes / H + LM head for sampled tokens + all-reduce + per-layer and per-step overhead, where
+  + KV bytes read by decodes / H + LM head for sampled tokens + all-reduce + overhead of each layer, where
   ridge(c, m) = (c^p + m^p)^(1/p) and a are the activations that the linear layers read and write for a token. Of a
   mixture of experts, W holds those that N tokens meet. A decode's KV that needs computing as well, because it is
   quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations / (F / 16), bytes / H) for each token read.
+  What the engine's host takes is beside it (`CostModel.host`); its CUDA graphs pad the tokens of a decode batch.
 - paper: LayerKV Eq. 3 (prefill) and eLLM Eq. 3-4 (decode) as printed; wrong as predictions of time, kept to reproduce
   the papers' decisions.
 - linear: given coefficients; copies cost seconds a block.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import ceil, inf
+from typing import TYPE_CHECKING
 
 from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
 from sim.cost.profile import FittedRange, Profile
@@ -20,6 +23,9 @@ from sim.errors import InvariantError, UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVFormat, window_pairs
 from sim.specs.models import ModelSpec
+
+if TYPE_CHECKING:
+    from sim.cost.engine_profile import EngineProfile
 
 VECTOR_SHARE = 1 / 16
 """Vector operations a second, of the tensor cores' FLOP/s (an assumption: A100 19.5 of 312 TFLOPS, H100 67 of 989).
@@ -101,6 +107,9 @@ class LinearCost(CostModel):
 class RooflineCost(CostModel):
     """Form `roofline`: fitted constants on the model's own FLOPs and bytes."""
 
+    padded: Callable[[int], int] | None = None
+    """Tokens that the linear layers compute for a decode batch of so many, where the engine's CUDA graphs pad it."""
+
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__()
         value = profile.value
@@ -119,7 +128,7 @@ class RooflineCost(CostModel):
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
-        self.overhead_s = value("step_overhead_s") + model.num_layers * value("layer_overhead_s")
+        self.overhead_s = model.num_layers * value("layer_overhead_s")
         self._set_copies(hardware, profile)
         self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
         self._set_all_reduce(model, hardware, profile)
@@ -257,9 +266,10 @@ class RooflineCost(CostModel):
         # Batches are of few sizes and come again and again: what depends on the size alone is kept.
         batch_s = self._batch_s.get(num_decodes)
         if batch_s is None:
-            batch_s = self.linear_s(num_decodes) + self.head_s(num_decodes) + self.overhead_s
+            tokens = num_decodes if self.padded is None else self.padded(num_decodes)
+            batch_s = self.linear_s(tokens) + self.head_s(num_decodes) + self.overhead_s
             if self.tp > 1:
-                batch_s += self.all_reduce_s_per_token * num_decodes + self.all_reduce_fixed_s
+                batch_s += self.all_reduce_s_per_token * tokens + self.all_reduce_fixed_s
             self._batch_s[num_decodes] = batch_s
         if window is None:
             slope = self.decode_s_per_context_token * num_decodes
@@ -273,6 +283,7 @@ class RooflineCost(CostModel):
 
     def prefill_s(self, prompt_tokens: int) -> float:
         seconds = self._prompt_s(prompt_tokens) + self.overhead_s + self.head_s(1)
+        seconds += 0.0 if self.host is None else self.host.added_s(1)
         return seconds + self.all_reduce_s(prompt_tokens)
 
     def _prompt_s(self, num_tokens: int) -> float:
@@ -337,9 +348,18 @@ class PaperCost(RooflineCost):
 
 
 def build_cost(
-    model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int, block_bytes: float, form: str | None = None
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    profile: Profile,
+    tp: int,
+    block_bytes: float,
+    form: str | None = None,
+    engine: "EngineProfile | None" = None,
 ) -> CostModel:
-    """The cost model of a profile, in the profile's own form or, for roofline profiles, in `paper` form."""
+    """The cost model of a profile, in the profile's own form or, for roofline profiles, in `paper` form.
+
+    `engine` adds host time and padded batches to the form `roofline`; prices of the others are all there is.
+    """
     form = form or profile.form
     if profile.form == "linear" or form == "linear":
         if profile.form != form or profile.linear is None:
@@ -349,6 +369,10 @@ def build_cost(
         cost: CostModel = LinearCost(linear.prefill, linear.decode, swap_s, block_bytes, launch_s, model)
     elif form == "roofline":
         cost = RooflineCost(model, hardware, profile, tp)
+        if engine is not None:
+            cost.host = engine.host_time()
+            # A CPU, which makes its copies itself, launches no graphs.
+            cost.padded = engine.padding() if hardware.copies_beside_compute else None
     elif form == "paper":
         cost = PaperCost(model, hardware, profile, tp)
     else:

@@ -36,9 +36,12 @@ class Lane:
             self.intervals.append(Interval(start_s, end_s, label))
         return end_s
 
-    def run(self, start_s: float, duration_s: float, label: str) -> None:
-        """Occupy a lane that nobody else uses, which is therefore free at `start_s`."""
-        self.busy_s += duration_s
+    def run(self, start_s: float, duration_s: float, label: str, busy_s: float | None = None) -> None:
+        """Occupy a lane that nobody else uses, which is therefore free at `start_s`.
+
+        `busy_s` is what of the stretch it works, where that is not all.
+        """
+        self.busy_s += duration_s if busy_s is None else busy_s
         if self.intervals is not None and duration_s > 0.0:
             self.intervals.append(Interval(start_s, start_s + duration_s, label))
 

@@ -6,9 +6,12 @@ lane, whatever the form. `sim.cost.forms` has the forms.
 
 from abc import ABC, abstractmethod
 from math import ceil, sqrt
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sim.engine.plan import Direction, IterationPlan, WindowTokens
+
+if TYPE_CHECKING:
+    from sim.cost.host import Host
 
 ACTIVATION_BYTES = 2
 """Bytes of an activation element (fp16/bf16)."""
@@ -51,13 +54,15 @@ class CostModel(ABC):
     """All-reduces in one iteration."""
     copies_beside_compute: bool = True
     """Whether copies run while the device computes; else it makes them itself, one after the other."""
+    host: "Host | None" = None
+    """The engine's own time, which `iteration_s` and `decode_run` leave out; None: prices are all there is."""
 
     def __init__(self) -> None:
         self.beyond = {}
 
     @abstractmethod
     def iteration_s(self, plan: IterationPlan) -> float:
-        """Computation of one iteration, copies left out."""
+        """Computation of one iteration, copies and the engine's host time left out."""
 
     @abstractmethod
     def decode_run(
@@ -68,9 +73,16 @@ class CostModel(ABC):
         `window` is what layers with a sliding window read, where the model has any.
         """
 
+    def decode_steps(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+    ) -> tuple[float, float]:
+        """`decode_run` with host time that is not hidden: how long the iterations last, where nothing else moves."""
+        first_s, slope_s = self.decode_run(num_decodes, context_tokens, window)
+        return (first_s, slope_s) if self.host is None else (first_s + self.host.added_s(num_decodes), slope_s)
+
     @abstractmethod
     def prefill_s(self, prompt_tokens: int) -> float:
-        """Prefill of one prompt, alone."""
+        """Prefill of one prompt, alone, with host time that is not hidden."""
 
     @abstractmethod
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:

@@ -6,6 +6,7 @@ Both clocks may use it: the virtual one always, the real one where a device is o
 from collections.abc import Callable
 from math import ceil, inf
 
+from sim.cost.host import after_host_s, run_beside_host
 from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
 from sim.cost.model import CostModel, LayerWork, run_s, steps_until
 from sim.engine.layers import SEND_BUFFER_LAYERS
@@ -20,18 +21,19 @@ LanesMark = tuple[tuple[float, float, int], ...]
 
 
 class Lanes:
-    """The lanes of one instance: computation, and PCIe in each direction over the links of its GPUs.
+    """The lanes of one instance: computation, PCIe in each direction over the links of its GPUs, the engine's host.
 
     `links` are its lanes to other instances, in the order in which they were asked for.
     """
 
-    __slots__ = ("_all", "compute", "d2h", "h2d", "links")
+    __slots__ = ("_all", "compute", "d2h", "h2d", "host", "links")
 
     def __init__(self, *, keep_intervals: bool = False) -> None:
         self.compute = Lane("GPU compute", keep_intervals=keep_intervals)
         self.h2d = Lane("PCIe host to device", keep_intervals=keep_intervals)
         self.d2h = Lane("PCIe device to host", keep_intervals=keep_intervals)
-        self._all = self.compute, self.h2d, self.d2h
+        self.host = Lane("Engine host", keep_intervals=keep_intervals)
+        self._all = self.compute, self.h2d, self.d2h, self.host
         self.links: dict[str, Lane] = {}
 
     def link(self, name: str) -> Lane:
@@ -83,6 +85,7 @@ class Pricer:
         copy_unit_bytes: float = 1 << 20,
     ) -> None:
         self.cost, self.lanes, self.layers = cost, lanes, layers
+        self._host = cost.host
         self.copy_unit_bytes = copy_unit_bytes
         self.unit_bytes = block_bytes / num_groups
         self.unit_layers = layers // num_groups
@@ -99,15 +102,20 @@ class Pricer:
     def step(self, plan: IterationPlan, now_s: float) -> StepTimes:
         """Price one iteration with everything that moves before, beside and behind its computation."""
         start_s = now_s
+        if self._host is not None:
+            lanes = self.lanes
+            start_s = after_host_s(self._host, plan.num_decodes + len(plan.chunks), now_s, lanes.host, lanes.compute)
         if plan.swapped_out_blocks or plan.swapped_in_blocks or plan.mixed_restores:
-            start_s = self._before(plan, now_s)
+            start_s = self._before(plan, start_s)
         compute_s = self.cost.iteration_s(plan)
         seconds = compute_s
         if plan.beside or plan.behind or plan.streamed:
             # Waiting for copies occupies the iteration, not the lane.
             seconds = self._overlap(plan, start_s, compute_s)
         end_s = start_s + seconds
-        self.lanes.compute.run(start_s, compute_s, plan.kind)
+        lane = self.lanes.compute
+        lane.run(start_s, compute_s, plan.kind)
+        lane.free_s = end_s
         return make_times((1, end_s, 0.0, 0.0, end_s, 1))
 
     def _before(self, plan: IterationPlan, now_s: float) -> float:
@@ -243,7 +251,13 @@ class Pricer:
         Then `more` of them, where the next is scheduled before the last begins.
         """
         first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens, plan.decode_window)
-        steps = plan.max_steps
+        steps, host = plan.max_steps, self._host
+        if host is not None and host.hidden:
+            if plan.streamed:
+                return self.step(plan, now_s)
+            decodes = plan.num_decodes, first_s, slope_s, steps
+            return run_beside_host(host, *decodes, now_s, until_s, self.lanes.host, self.lanes.compute, ahead=more > 0)
+        host_s = 0.0 if host is None else host.seconds(plan.num_decodes)
         if plan.streamed:
             lanes = self.lanes
             if (
@@ -253,15 +267,18 @@ class Pricer:
                 or lanes.d2h.free_s > now_s
             ):
                 return self.step(plan, now_s)
-            return self._run_streamed(plan, now_s, until_s, first_s, slope_s)
+            return self._run_streamed(plan, now_s, until_s, first_s, slope_s, host_s)
+        first_s += host_s
         if steps > 1 and until_s < inf:
             steps = min(steps, steps_until(until_s - now_s, first_s, slope_s, steps) + more)
         end_s = now_s + (run_s(first_s, slope_s, steps) if steps > 1 else first_s)
-        self.lanes.compute.run(now_s, end_s - now_s, "decode")
+        if host_s:
+            self.lanes.host.run(now_s, end_s - now_s, "host", host_s * steps)
+        self.lanes.compute.run(now_s, end_s - now_s, "decode", end_s - now_s - host_s * steps)
         return make_times((steps, now_s + first_s, first_s + slope_s, slope_s, end_s, steps))
 
     def _run_streamed(
-        self, plan: IterationPlan, now_s: float, until_s: float, compute_s: float, slope_s: float
+        self, plan: IterationPlan, now_s: float, until_s: float, compute_s: float, slope_s: float, host_s: float
     ) -> StepTimes:
         """Iterations that bring in as much KV each: copying or computing is longer, up to where that changes."""
         lanes, layers = self.lanes, self.layers
@@ -272,14 +289,16 @@ class Pricer:
             growth_s = slope_s / layers
             if slope_s > 0.0:
                 steps = min(steps, max(1, ceil((copying_s - compute_s) / slope_s)))
-        first_s = streamed_s(compute_s, layers, read_s, written_s, 0.0)
+        first_s = host_s + streamed_s(compute_s, layers, read_s, written_s, 0.0)
         if steps > 1 and until_s < inf:
             steps = steps_until(until_s - now_s, first_s, growth_s, steps)
         end_s = now_s + run_s(first_s, growth_s, steps)
         at_s, computing_s = now_s, compute_s
         for i in range(steps):
-            lanes.h2d.reserve(at_s, read_s, "stream KV")
-            lanes.compute.run(at_s, computing_s, "decode")
+            if host_s:
+                lanes.host.run(at_s, host_s, "host")
+            lanes.h2d.reserve(at_s + host_s, read_s, "stream KV")
+            lanes.compute.run(at_s + host_s, computing_s, "decode")
             at_s = now_s + run_s(first_s, growth_s, i + 1)
             lanes.d2h.reserve(at_s - written_s, written_s, "stream KV")
             computing_s += slope_s

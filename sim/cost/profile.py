@@ -38,7 +38,10 @@ ROOFLINE_UNITS = {
 `alpha` and `beta` are LayerKV's corrections of Eq. 3 (prefill over peak FLOP/s) and Eq. 4 (copy over the PCIe rate);
 `roofline_exponent` is the sharpness p of the ridge between compute and memory (`sim.cost.forms.ridge`);
 `allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them.
+`step_overhead_s` is the host time of the live runtime's own engine, where its whole iterations were timed: absent
+otherwise, and of no other engine (`sim.cost.engine_profile`).
 """
+OPTIONAL = frozenset({"step_overhead_s"})
 LINEAR_UNITS = {
     "prefill_base_s": "s",
     "prefill_s_per_token": "s/token",
@@ -196,7 +199,7 @@ def read_profile(path: Path | str) -> Profile:
 def _check_constants(profile: Profile, path: Path) -> None:
     units = UNITS[profile.form]
     for name in units:
-        if name not in profile.constants:
+        if name not in profile.constants and name not in OPTIONAL:
             raise UserError(
                 f"{path}: field constants.{name} is missing: give it in {units[name]} (form {profile.form!r} needs it)"
             )

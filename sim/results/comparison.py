@@ -10,7 +10,7 @@ import msgspec
 
 from sim.files import make_folder, write_atomically
 from sim.results.comparison_sentences import factor_text, sentences
-from sim.results.report import METRICS, Metric, constants, deployment, labels, metric_values, ratio
+from sim.results.report import METRICS, Metric, constants, deployment, engine_overhead, labels, metric_values, ratio
 from sim.results.schema import Comparison, Result
 
 WIDTH = 80
@@ -166,7 +166,10 @@ def markdown_lines(results: list[Result]) -> list[str]:
         lines += [f"## {caption}", "", f"![{caption}](figures/{file})", ""]
     lines += ["## Where the times come from", "", "The times are simulated, from these fitted constants:", ""]
     for name, result in zip(names, results, strict=True):
-        lines.append(f"- {name}: {constants(result)}, sha256 `{result.profile.sha256[:12]}`")
+        line = f"- {name}: {constants(result)}, sha256 `{result.profile.sha256[:12]}`"
+        if used := result.engine_profile:
+            line += f"; engine {engine_overhead(used)}, sha256 `{used.sha256[:12]}`"
+        lines.append(line)
     return lines
 
 

@@ -109,9 +109,14 @@ class RequestLog:
     Each request's own figures are kept beside them up to `ARRAY_LIMIT` requests.
     """
 
-    def __init__(self, table: TableSink | None = None, goodput: Goodput | None = None) -> None:
+    def __init__(
+        self, table: TableSink | None = None, goodput: Goodput | None = None, front_end_s: float = 0.0
+    ) -> None:
+        """`front_end_s` passes between a client and the engine, there and back: the engine's clock is that much behind
+        the clients'."""
         self.table = table
         self.goodput = goodput
+        self.front_end_s = front_end_s
         self.completed = 0
         self.ignored = 0
         self.good = 0
@@ -144,10 +149,11 @@ class RequestLog:
         if seq.status is Status.IGNORED or seq.error:
             self._ignore(seq, where)
             return
-        finish_s, num_output = seq.finish_s, seq.num_generated
-        ttft_s = seq.first_token_s - arrival_s
+        front_end_s, num_output = self.front_end_s, seq.num_generated
+        finish_s = seq.finish_s + front_end_s
+        ttft_s = seq.first_token_s - arrival_s + front_end_s
         e2el_s = finish_s - arrival_s
-        queue_s = seq.first_scheduled_s - arrival_s
+        queue_s = seq.first_scheduled_s - arrival_s + front_end_s
         tpot_s = 0.0
         if num_output > 1:
             tpot_s = (e2el_s - ttft_s) / (num_output - 1)

@@ -47,10 +47,13 @@ class LanesUse(Struct, kw_only=True, frozen=True):
     """Copies to the GPU."""
     d2h: LaneUse = field(name="PCIe device to host")
     """Copies to the host."""
+    host: LaneUse | UnsetType = field(name="Engine host", default=UNSET)
+    """The engine's own processes; absent where prices are all there is."""
 
     def by_name(self) -> dict[str, LaneUse]:
         """The lanes under the names that people read."""
-        return dict(zip(self.__struct_encode_fields__, structs.astuple(self), strict=True))
+        uses = zip(self.__struct_encode_fields__, structs.astuple(self), strict=True)
+        return {name: use for name, use in uses if use is not UNSET}
 
 
 class EngineUse(Struct, kw_only=True, frozen=True):
@@ -90,6 +93,17 @@ class UsedProfile(Struct, kw_only=True, frozen=True):
     beyond_range: dict[str, float] | UnsetType = UNSET
     """What was priced beyond the fitted range: quantity (tokens, batch, context_tokens), most seen. Absent if nothing
     was."""
+
+
+class UsedEngineProfile(Struct, kw_only=True, frozen=True):
+    """What the engine cost beside the GPU: host time, padded batches, front end."""
+
+    name: str
+    """Of the engine profile."""
+    sha256: str
+    """Of its content, hexadecimal."""
+    assumed: list[str]
+    """Those of its constants that nobody measured."""
 
 
 class Versions(Struct, kw_only=True, frozen=True):
@@ -157,6 +171,8 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """As it was named: built-in model, or path of a config.json."""
     dtype: str
     """Of weights and KV cache, as it was named."""
+    quantization: str | UnsetType = UNSET
+    """Of the weights as they are loaded, as it was named; absent: as the model's config.json says."""
     kv_cache_dtype: str
     """Of the KV cache, as it was named."""
     gpu: str
@@ -187,6 +203,8 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """Their constants, as they were named."""
     profile: str | None
     """As it was named; None: the GPU's own."""
+    engine_profile: str | UnsetType = UNSET
+    """Host time and CUDA graphs of the engine, as it was named; absent: the policy's."""
     cost_form: str | None
     """Form of the cost model; None: the profile's."""
     num_gpu_blocks_override: int | None

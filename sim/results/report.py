@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sim.results.parts import ResolvedScenario, UsedProfile
+from sim.results.parts import ResolvedScenario, UsedEngineProfile, UsedProfile
 from sim.results.result import RESULT_FILE, SERIES_FILE
 from sim.results.schema import Result
 from sim.results.timeline import TIMELINE_FILE
@@ -103,6 +103,11 @@ def constants(result: Result) -> str:
     return f"{result.profile.name} ({origin(result.profile)})"
 
 
+def engine_overhead(used: UsedEngineProfile) -> str:
+    """An engine profile's name, and whether anything of it is assumed."""
+    return used.name + (", partly assumed" if used.assumed else ", from published times")
+
+
 def origin(profile: UsedProfile) -> str:
     """A profile's status, and whether that is less than measured."""
     return profile.status if profile.status == "measured" else f"{profile.status}, not measured"
@@ -157,6 +162,8 @@ def run_lines(result: Result, folder: Path) -> list[str]:
     clock = "executed live" if result.backend == "kvtwin-live" else "simulated"
     lines = [_rule(f"kvtwin: {labels([result])[0]}, {clock}", "=")]
     lines += [_row("Serving", deployment(result)), _row("Constants", constants(result))]
+    if result.engine_profile:
+        lines.append(_row("Engine overhead", engine_overhead(result.engine_profile)))
     if not result.complete:
         lines.append(_row("Ended early", result.error or "interrupted"))
     for metric in METRICS[:6]:

@@ -16,7 +16,16 @@ from sim.engine.limits import Counters
 from sim.files import write_atomically
 from sim.policy_options import options_of
 from sim.results.metrics import PERCENTILES, EndedRequest, gap_statistics
-from sim.results.parts import Counts, EngineUse, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
+from sim.results.parts import (
+    Counts,
+    EngineUse,
+    LanesUse,
+    LaneUse,
+    ResolvedScenario,
+    UsedEngineProfile,
+    UsedProfile,
+    Versions,
+)
 from sim.results.schema import Result
 from sim.results.series import Series
 from sim.simulate import Run, Setup
@@ -80,11 +89,17 @@ def assemble(run: Run) -> Result:
             sha256=setup.profile.content_hash,
             beyond_range=setup.cost.beyond or UNSET,
         ),
+        engine_profile=_engine_profile(setup),
         versions=Versions(kvtwin=VERSION),
         machine=UNSET if run.machine is None else run.machine,
         decisions_sha256=_decisions(run),
         **_arrays(log.requests, run.detailed),
     )
+
+
+def _engine_profile(setup: Setup) -> UsedEngineProfile | UnsetType:
+    used = setup.engine_profile
+    return UNSET if used is None else UsedEngineProfile(name=used.name, sha256=used.content_hash, assumed=used.assumed)
 
 
 def _decisions(run: Run) -> str | UnsetType:
@@ -118,7 +133,8 @@ def _lanes_use(lanes: list[Lanes]) -> LanesUse:
         LaneUse(busy_s=sum(lane.busy_s for lane in alike) / len(lanes))
         for alike in zip(*((one.compute, one.h2d, one.d2h) for one in lanes), strict=True)
     )
-    return LanesUse(compute=compute, h2d=h2d, d2h=d2h)
+    host_s = sum(one.host.busy_s for one in lanes) / len(lanes)
+    return LanesUse(compute=compute, h2d=h2d, d2h=d2h, host=LaneUse(busy_s=host_s) if host_s else UNSET)
 
 
 def _engines(run: Run) -> list[EngineUse]:

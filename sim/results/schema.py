@@ -8,7 +8,16 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sim.results.parts import Counts, EngineUse, LanesUse, Machine, ResolvedScenario, UsedProfile, Versions
+from sim.results.parts import (
+    Counts,
+    EngineUse,
+    LanesUse,
+    Machine,
+    ResolvedScenario,
+    UsedEngineProfile,
+    UsedProfile,
+    Versions,
+)
 
 Backend = Literal["kvtwin-sim", "kvtwin-live"]
 """Simulated, or executed."""
@@ -114,6 +123,8 @@ class Result(Struct, kw_only=True, frozen=True):
     """What was asked for, and what it resolved to."""
     profile: UsedProfile
     """The constants that priced the run."""
+    engine_profile: UsedEngineProfile | UnsetType = UNSET
+    """What the engine cost beside the GPU; absent where prices are all there is."""
     versions: Versions
     """What produced the file."""
     machine: Machine | UnsetType = UNSET

@@ -40,7 +40,8 @@ def timeline_events(run: Run) -> list[TraceEvent]:
 def _lane_events(parts: EngineParts, pid: int, which: str) -> Iterator[TraceEvent]:
     yield _named(pid, 0, "process_name", f"kvtwin {parts.setup.label}{which}")
     lanes = parts.lanes
-    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values()), start=1):
+    host = (lanes.host,) if lanes.host.intervals else ()
+    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values(), *host), start=1):
         yield _named(pid, thread, "thread_name", lane.name)
         for start_s, end_s, label in lane.intervals or ():
             event: TraceEvent = {"ph": "X", "pid": pid, "tid": thread, "name": label, "ts": start_s * 1e6}
@@ -51,7 +52,9 @@ def _request_events(run: Run) -> Iterator[TraceEvent]:
     for row in run.log.requests or ():
         if row.error:
             continue
-        marks = [row.arrival_s + after_s for after_s in (0.0, row.queue_s, row.ttft_s, row.e2el_s)]
+        # On the engine's clock, as the lanes.
+        seen_s = row.arrival_s - run.log.front_end_s
+        marks = (row.arrival_s, seen_s + row.queue_s, seen_s + row.ttft_s, seen_s + row.e2el_s)
         for name, start_s, end_s in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
             common = {"pid": 1, "cat": "request", "id": row.request_id, "name": name}
             yield {"ph": "b", "ts": start_s * 1e6, **common}

@@ -82,6 +82,20 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         sizes = ("dtype_bytes", "kv_dtype_bytes", "attention_dtype_bytes", "mlp_dtype_bytes", "expert_dtype_bytes")
         return msgspec.structs.replace(self, **{name: dtype_bytes for name in sizes if getattr(self, name) == old})
 
+    def with_weights_of(self, weight_bytes: float, quantization: str) -> "ModelSpec":
+        """The same model with its projections quantised as they are loaded, to `weight_bytes` a weight.
+
+        UserError where its checkpoint is quantised already, otherwise than that.
+        """
+        found = {self.attention_dtype_bytes, self.mlp_dtype_bytes, self.expert_dtype_bytes}
+        if found - {self.dtype_bytes, weight_bytes}:
+            raise UserError(
+                f"--quantization {quantization}: {self.name} has weights of {min(found):g} bytes already; leave it out"
+            )
+        return msgspec.structs.replace(
+            self, attention_dtype_bytes=weight_bytes, mlp_dtype_bytes=weight_bytes, expert_dtype_bytes=weight_bytes
+        )
+
     def with_kv_dtype(self, dtype: KVDtype) -> "ModelSpec":
         """The same model with another type of KV. UserError where no engine stores its KV so."""
         if self.mla and dtype.grouped:

@@ -95,6 +95,13 @@ class Policy(ABC):
             return False
         return options_among((self, *self.mixed_options), VllmV1Options).async_scheduling
 
+    @property
+    def engine_profile(self) -> str:
+        """Name of the engine profile that prices it unless another is asked for."""
+        if self.names["batching"] != "unified":
+            return "vllm-0.5"
+        return "vllm-v1-async" if self.schedules_ahead else "vllm-v1"
+
     def prefix_caching(self, asked: bool | None) -> bool:
         """Whether prefixes are cached, as asked or by default; UserError where that cannot be."""
         if asked is None:

@@ -17,7 +17,15 @@ import calib.cli
 import kvtwin
 from calib.fit import fit_profile
 from calib.samples import read_samples, samples_sha256, write_samples
-from sim.cost.profile import LINEAR_UNITS, ROOFLINE_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
+from sim.cost.profile import (
+    LINEAR_UNITS,
+    OPTIONAL,
+    ROOFLINE_UNITS,
+    SHIPPED,
+    load_profile,
+    read_profile,
+    shipped_profiles,
+)
 from sim.specs.hardware import load_hardware
 
 ROOT = Path(kvtwin.__file__).parents[1]
@@ -130,7 +138,8 @@ def test_diff_prints_the_ratio_of_every_constant_and_draws_it(capsys, tmp_path):
     first, second = load_profile("l20-derived"), load_profile("l40s-imported")
     lines = out.splitlines()
     assert lines[0] == "| constant | l20-derived | l40s-imported | second / first |"
-    for name, line in zip(ROOFLINE_UNITS, lines[2:], strict=False):
+    names = [name for name in ROOFLINE_UNITS if name not in OPTIONAL]
+    for name, line in zip(names, lines[2:], strict=False):
         ratio = f"{second.value(name) / first.value(name):.3f}" if first.value(name) else "-"
         assert line.startswith(f"| {name} | ") and line.endswith(f" | {ratio} |")
     assert is_drawn(path)
@@ -180,8 +189,7 @@ def test_fit_writes_profile_report_and_figure_each_whole(capsys, measured, tmp_p
     assert "| a model left out (mean) | " in out and "| LayerKV Eq. 3 | corrected | alpha | " in out
     assert (out_folder / "mine.md").read_text().startswith("# mine\n")
     assert error == (
-        "not measured, carried over: step_overhead_s, host_memcpy_bytes_per_s, allreduce_bytes_per_s, "
-        "allreduce_latency_s\n"
+        "not measured, carried over: host_memcpy_bytes_per_s, allreduce_bytes_per_s, allreduce_latency_s\n"
     )
 
 
@@ -241,7 +249,7 @@ def test_a_base_completes_a_gpu_that_nothing_is_shipped_for(capsys, measured, tm
     refused(capsys, *words, parts=["--base: no profile is shipped for gpu 'mine'", "name one"])
     assert attempt(capsys, *words, "--base", "l20-derived")[0] == 0
     profile = read_profile(tmp_path / "out" / "mine-measured.json")
-    assert profile.constants["step_overhead_s"].source.startswith("carried over from l20-derived: ")
+    assert profile.constants["allreduce_latency_s"].source.startswith("carried over from l20-derived: ")
 
 
 def test_fit_of_form_linear_writes_coefficients_that_show_reads_and_draws(capsys, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import kvtwin
 from gpu_runtime.driver import LiveInstance
 from kvtwin.testing import build_engine, limits, linear_machine, requests, simulate
-from kvtwin.testing.conformance import TOLERANCE_S
+from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
 from kvtwin.testing.pretended import PretendedDevice
 from sim.clock.closed_loop import ClosedLoop
 from sim.policy_options import parse_policy
@@ -92,14 +92,39 @@ def drawn(rows):
     return turns(*found)
 
 
-@pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "layerkv", "sarathi", "fastserve"])
+AHEAD = "vllm-v1:async-scheduling=true"
+
+
+@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize(("policy", "ttft_s"), [("vllm-v1", 0.1), (AHEAD, 0.2)])
+def test_scheduled_ahead_who_is_sent_at_an_end_misses_the_next_iteration(policy, ttft_s, jump):
+    # The first ends at 1.0 s; scheduled ahead, the iteration that begins then was decided at 0.9 s.
+    rows = requests((0.0, 10, 10), (0.0, 10, 30), (0.0, 10, 2))
+    kind = parse_policy(policy, {})[1]
+    machine = linear_machine(**FLAT)
+    outcome = simulate(kind, ClosedLoop(rows, 2), limits(max_model_len=256), machine=machine, jump=jump)
+    third = outcome.by_id()[2]
+    assert third.request.arrival_s == pytest.approx(1.0)
+    assert third.first_token_s - third.request.arrival_s == pytest.approx(ttft_s)
+
+
+@pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "layerkv", "sarathi", "fastserve", "vllm-v1", AHEAD])
 @settings(max_examples=25, deadline=None)
-@given(rows=ROWS, most=st.sampled_from([None, 1, 2, 5]), by_session=st.booleans(), gpu=st.integers(6, 20))
-def test_jumping_changes_nothing_and_the_loop_is_kept(policy, rows, most, by_session, gpu):
+@given(
+    rows=ROWS,
+    most=st.sampled_from([None, 1, 2, 5]),
+    by_session=st.booleans(),
+    gpu=st.integers(6, 20),
+    data=st.data(),
+)
+def test_jumping_changes_nothing_and_the_loop_is_kept(policy, rows, most, by_session, gpu, data):
     limit = limits(gpu, 40, max_model_len=256)
     kind, arrivals = parse_policy(policy, {})[1], drawn(rows)
+    machine = linear_machine(limit.block_bytes, host=data.draw(st.sampled_from(hosts_of(kind))))
     loops = [ClosedLoop(arrivals, most, by_session=by_session) for _ in range(2)]
-    one, other = (simulate(kind, loop, limit, jump=jump) for loop, jump in zip(loops, (True, False), strict=True))
+    one, other = (
+        simulate(kind, loop, limit, machine=machine, jump=jump) for loop, jump in zip(loops, (True, False), strict=True)
+    )
     assert sorted(one.by_id()) == sorted(other.by_id()) == list(range(len(rows)))
     for key, seq in one.by_id().items():
         assert seq.request.arrival_s == pytest.approx(other.by_id()[key].request.arrival_s, abs=TOLERANCE_S)

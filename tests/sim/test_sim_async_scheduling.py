@@ -1,4 +1,4 @@
-"""`--async-scheduling`: one engine with open arrivals, and nothing else so far."""
+"""`--async-scheduling`: one engine, and nothing else so far."""
 
 import json
 
@@ -20,7 +20,15 @@ def test_the_next_step_is_scheduled_without_the_last_tokens(tmp_path):
     assert runs["--async-scheduling"]["latencies"] != runs["--no-async-scheduling"]["latencies"]
 
 
-@pytest.mark.parametrize("more", [["--replicas", "2"], ["--max-concurrency", "4"]])
+@pytest.mark.parametrize(
+    "more", [["--replicas", "2"], ["--prefill-replicas", "1", "--decode-replicas", "1", "--link-gbps", "100"]]
+)
 def test_what_it_does_not_go_with_is_refused(tmp_path, capsys, more):
     assert main([*BASE, "--async-scheduling", *more, "--out", str(tmp_path / "out")]) == 2
     assert "--async-scheduling: goes with one engine" in capsys.readouterr().err
+
+
+def test_host_time_that_is_not_hidden_is_refused(tmp_path, capsys):
+    words = [*BASE, "--async-scheduling", "--engine-profile", "vllm-v1", "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "--engine-profile vllm-v1: its host time is added to each iteration" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_a_saturated_gpu_gives_the_rooflines_throughput() -> None:
     outcome = simulate(VllmRecompute(), requests(*[(0.0, prompt, output)] * batch), limit, machine=machine)
     value = profile.value
     flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
-    fixed = value("step_overhead_s") + 32 * value("layer_overhead_s")
+    fixed = 32 * value("layer_overhead_s")
     p = value("roofline_exponent")
     compute, memory = batch * 2 * 4096 * 32000 / flops, (4096 + batch * (1 + 4096 / 32000)) * 32000 * 2 / bandwidth
     head = (compute**p + memory**p) ** (1 / p)
@@ -86,7 +86,6 @@ def test_prefill_cost_is_the_rooflines() -> None:
         2048 * 12.952e9 / value("flops_per_s")
         + 4 * 32 * 4096 * 2048 * 2049 / 2 / value("attention_flops_per_s")
         + 4096 * 32000 * 2 / value("hbm_bytes_per_s")
-        + value("step_overhead_s")
         + 32 * value("layer_overhead_s")
     )
     assert outcome.ended[0].first_token_s == pytest.approx(expected, rel=2e-3)

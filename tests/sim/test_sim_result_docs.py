@@ -12,7 +12,17 @@ from small_results import CROWDED, finished
 from sim.cli import TABLE_FILES
 from sim.results.figures import FIGURES
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
-from sim.results.parts import Counts, EngineUse, LanesUse, LaneUse, Machine, ResolvedScenario, UsedProfile, Versions
+from sim.results.parts import (
+    Counts,
+    EngineUse,
+    LanesUse,
+    LaneUse,
+    Machine,
+    ResolvedScenario,
+    UsedEngineProfile,
+    UsedProfile,
+    Versions,
+)
 from sim.results.report import METRICS
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble
 from sim.results.schema import Comparison, Result
@@ -33,6 +43,7 @@ NAMES = {
     "further columns of several engines": ENGINE_COLUMNS,
     "scenario": ResolvedScenario.__struct_encode_fields__,
     "profile": UsedProfile.__struct_encode_fields__,
+    "engine_profile": UsedEngineProfile.__struct_encode_fields__,
     "versions": Versions.__struct_encode_fields__,
     "machine": Machine.__struct_encode_fields__,
     "requests.csv and requests.parquet": TABLE_COLUMNS,

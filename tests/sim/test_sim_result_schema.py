@@ -86,4 +86,5 @@ def test_lanes_are_named_as_the_clock_names_them():
         "compute": lanes.compute.name,
         "h2d": lanes.h2d.name,
         "d2h": lanes.d2h.name,
+        "host": lanes.host.name,
     }

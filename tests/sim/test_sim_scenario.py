@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 import kvtwin
@@ -15,6 +16,7 @@ from sim.errors import UserError
 from sim.option_values import convert, flag
 from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
 from sim.scenario import Outputs, Scenario, build_scenario, read_scenario
+from sim.specs.models import load_model
 from sim.systems import POLICIES, policy_named
 from sim.systems.mixing import HAND_OVER
 from sim.systems.options import option
@@ -184,7 +186,8 @@ def test_the_flags_of_the_contract_are_there_with_their_defaults():
     assert (scenario.seed, scenario.tp, scenario.rate_scale, scenario.burstiness) == (0, 1, 1.0, 1.0)
     unset = {f.name for f in fields(Scenario) if getattr(scenario, f.name) is None}
     assert unset == {"trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "clip"} | {
-        "input_len", "output_len", "profile", "cost_form", "num_gpu_blocks_override", "num_cpu_blocks_override",
+        "input_len", "output_len", "profile", "quantization", "engine_profile", "cost_form", "num_gpu_blocks_override",
+        "num_cpu_blocks_override",
         "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "swap_space",
         "enable_prefix_caching", "hash_block_tokens", "zero_tokens", "tokenizer", "default_prompt_tokens",
         "default_output_tokens",
@@ -395,3 +398,55 @@ def test_long_contexts_turn_chunked_prefill_on_as_in_vllm(tmp_path, capsys, leng
     assert result["scenario"]["enable_chunked_prefill"] is chunked
     assert result["scenario"]["max_num_batched_tokens"] == budget
     assert ("chunked prefill is on" in capsys.readouterr().err) is (chunked and not flags)
+
+
+# -- vLLM's names ----------------------------------------------------------------------------------------------------
+
+
+def refusal(capsys, tmp_path, *words):
+    assert kvtwin.main(["run", *words_of(BASE), *words, "--out", str(tmp_path / "out"), "--quiet"]) == 2
+    return capsys.readouterr().err
+
+
+def test_options_may_be_called_as_vllm_calls_them(tmp_path, capsys):
+    file = scenario_file(tmp_path, BASE | {"tensor-parallel-size": 2})
+    for i, said in enumerate((["--tp", "2"], ["--tensor-parallel-size", "2"])):
+        assert run(tmp_path / str(i), BASE, *said)["scenario"]["tp"] == 2
+    assert run(tmp_path / "file", {}, "--scenario", str(file))["scenario"]["tp"] == 2
+    both = scenario_file(tmp_path, BASE | {"tensor-parallel-size": 2, "tp": 2})
+    assert "key 'tp' stands twice, in two spellings" in refusal(capsys, tmp_path, "--scenario", str(both))
+    assert "--tp: 0 is not greater than 0" in refusal(capsys, tmp_path, "--tensor-parallel-size", "0")
+
+
+@pytest.mark.parametrize("asked", ["vllm-recompute", "vllm-swap"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preemption_mode_chooses_between_the_presets_of_vllm_055(tmp_path, asked, mode):
+    found = run(tmp_path / "out", BASE | {"policy": asked, "preemption-mode": mode})
+    assert (found["policy"], found["scenario"]["policy_parts"]["eviction"]) == (f"vllm-{mode}", mode)
+
+
+def test_preemption_mode_is_refused_where_it_does_not_apply(tmp_path, capsys):
+    for policy, mode, words in (
+        ("vllm-v1", "swap", "--preemption-mode swap: an option of vLLM 0.5.5, and the policy is vllm-v1; leave it out"),
+        ("sarathi", "recompute", "the policy is sarathi"),
+        ("vllm-swap", "offload", "--preemption-mode: 'offload' is not recompute or swap"),
+    ):
+        assert words in refusal(capsys, tmp_path, "--policy", policy, "--preemption-mode", mode)
+
+
+def test_quantization_halves_the_weights_of_projections_and_nothing_else(tmp_path, capsys):
+    plain, fp8 = (load_model("llama-3.1-8b"), load_model("llama-3.1-8b").with_weights_of(1.0, "fp8"))
+    assert fp8.linear_weight_bytes == plain.linear_weight_bytes / 2
+    assert fp8.head_weight_bytes == plain.head_weight_bytes
+    assert plain.weight_bytes() - fp8.weight_bytes() == plain.linear_weight_bytes / 2
+    assert fp8.with_weights_of(1.0, "fp8") == fp8
+    runs = [
+        run(tmp_path / str(bool(more)), BASE | {"model": "llama-3.1-8b"} | more)
+        for more in ({}, {"quantization": "fp8"})
+    ]
+    assert runs[1]["scenario"]["quantization"] == "fp8"
+    assert "quantization" not in runs[0]["scenario"]
+    assert runs[1]["scenario"]["num_gpu_blocks"] > runs[0]["scenario"]["num_gpu_blocks"]
+    assert runs[1]["mean_tpot_ms"] < runs[0]["mean_tpot_ms"]
+    with pytest.raises(UserError, match=r"--quantization fp8: llama-3.1-8b has weights of 0.5 bytes already"):
+        msgspec.structs.replace(plain, mlp_dtype_bytes=0.5).with_weights_of(1.0, "fp8")

@@ -65,7 +65,7 @@ class SlackAdmission(Watermark):
             tpot_s = self._last_tpot_s
             if tpot_s is None:
                 cost = self.scheduler.deployment.cost
-                tpot_s = cost.decode_run(max(1, len(batch)), batch.context_tokens, batch.windowed)[0]
+                tpot_s = cost.decode_steps(max(1, len(batch)), batch.context_tokens, batch.windowed)[0]
             if self.book.is_blocked(prefill_s, now_s, tpot_s, batch.step):
                 return False
             least_s = self._least_s = self.book.least_s(prefill_s, now_s, tpot_s, batch.step)
@@ -75,12 +75,11 @@ class SlackAdmission(Watermark):
         """Slack changes with time: as long as one who blocks is sure to go on blocking."""
         if self._refused_s is None:
             return steps
-        if self.batch.cohorts:
-            # Iterations that wait for the link are not the cost model's run.
+        cost = self.scheduler.deployment.cost
+        if self.batch.cohorts or (cost.host is not None and cost.host.hidden):
+            # Iterations that wait for the link, or for the host beside them, are not the cost model's run.
             return 1
-        first_s, slope_s = self.scheduler.deployment.cost.decode_run(
-            plan.num_decodes, plan.decode_context_tokens, self.batch.windowed
-        )
+        first_s, slope_s = cost.decode_steps(plan.num_decodes, plan.decode_context_tokens, self.batch.windowed)
         return 1 + self.book.blocked_steps(
             self._refused_s, self.scheduler.now_s, self.batch.step, first_s, slope_s, steps - 1
         )

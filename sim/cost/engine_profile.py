@@ -1,0 +1,131 @@
+"""`EngineProfile`: what a serving engine costs beside the GPU's work, read from JSON with a strict schema.
+
+A GPU's constants (`sim.cost.profile`) say what kernels take. What the engine's own processes do for an iteration, which
+batch sizes it captured as CUDA graphs and what its front end adds to a request belong to the engine, on any GPU. The
+shipped ones lie in `sim/cost/engines/`.
+"""
+
+import hashlib
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from sim.cost.host import Host
+from sim.cost.profile import Profile
+from sim.errors import UserError
+from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
+
+SHIPPED = Path(__file__).parent / "engines"
+OURS = "kvtwin"
+"""The live runtime's own engine."""
+UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
+"""Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
+request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""
+
+
+class EngineConstant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value in SI units, where it comes from, and how well it is known."""
+
+    value: float
+    unit: str
+    status: Literal["measured", "derived", "assumed"]
+    """Timed on that engine, worked out from others' published times, or neither."""
+    source: str
+
+
+class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """What an engine adds to the GPU's times.
+
+    Attributes:
+        host: whether the host's part of an iteration is added to the GPU's (`serial`), or runs behind the iteration
+            before (`hidden`), so that an iteration lasts as long as the longer of the two.
+        graph_batch_sizes: sizes captured as CUDA graphs, rising; a decode batch is padded to the next one. None: none.
+        graph_source: where the sizes come from.
+        constants: exactly those of `UNITS`.
+    """
+
+    name: str
+    engine: str
+    host: Literal["serial", "hidden"]
+    graph_batch_sizes: tuple[int, ...]
+    graph_source: str
+    constants: dict[str, EngineConstant]
+
+    def value(self, name: str) -> float:
+        """One constant, in the unit of its name."""
+        return self.constants[name].value
+
+    @property
+    def assumed(self) -> list[str]:
+        """Constants that nobody measured."""
+        return [name for name, constant in self.constants.items() if constant.status == "assumed"]
+
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 (hex) of the profile as canonical JSON."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+    def host_time(self) -> Host:
+        """The host's part of iterations."""
+        return Host(self.value("host_base_s"), self.value("host_s_per_sequence"), hidden=self.host == "hidden")
+
+    def padding(self) -> Callable[[int], int]:
+        """The tokens that a decode batch's linear layers compute: the next captured size, or its own beyond them."""
+        sizes = self.graph_batch_sizes
+        padded = list(range(sizes[-1] + 1)) if sizes else []
+        for below, size in zip((0, *sizes), sizes, strict=False):
+            padded[below + 1 : size + 1] = [size] * (size - below)
+        most = len(padded) - 1
+        return lambda batch: padded[batch] if batch <= most else batch
+
+    def measured_by(self, profile: Profile) -> "EngineProfile":
+        """Of our own engine on a machine whose calibration timed whole iterations: with the host time found there."""
+        found = profile.constants.get("step_overhead_s")
+        if self.name != OURS or found is None or profile.status != "measured":
+            return self
+        carried = found.source.startswith("carried over")
+        status = "assumed" if carried else "measured"
+        base = EngineConstant(found.value, "s", status, f"step_overhead_s of {profile.name}: {found.source}")
+        return msgspec.structs.replace(self, constants={**self.constants, "host_base_s": base})
+
+
+def shipped_engines() -> list[str]:
+    """Names that `load_engine_profile` knows without a path."""
+    return built_in_names(SHIPPED)
+
+
+def load_engine_profile(name_or_path: str) -> EngineProfile:
+    """A shipped engine profile by name, or a file; UserError names file, field, value and remedy."""
+    path = find_file(name_or_path, SHIPPED, "engine profile")
+    data = read_json_object(path)
+    constants = data.get("constants")
+    if isinstance(constants, dict):
+        for name, constant in constants.items():
+            convert(constant, EngineConstant, path, f"constants.{name}")
+    profile = convert(data, EngineProfile, path)
+    _check(profile, path)
+    return profile
+
+
+def _check(profile: EngineProfile, path: Path) -> None:
+    for name, unit in UNITS.items():
+        constant = profile.constants.get(name)
+        where = f"{path}: field constants.{name}"
+        if constant is None:
+            raise UserError(f"{where} is missing: give it in {unit}")
+        if constant.unit != unit:
+            raise UserError(f"{where}.unit = {constant.unit!r}: expected {unit!r}: convert the value")
+        if not (isfinite(constant.value) and constant.value >= 0):
+            raise UserError(f"{where}.value = {constant.value} must be zero or more: correct the value")
+        if not constant.source:
+            raise UserError(f"{where}.source is empty: say where the value comes from")
+    for name in profile.constants.keys() - UNITS.keys():
+        raise UserError(f"{path}: field constants.{name} is not known: remove it; known: {', '.join(UNITS)}")
+    sizes = profile.graph_batch_sizes
+    if any(size < 1 for size in sizes) or any(b <= a for a, b in pairwise(sizes)):
+        raise UserError(f"{path}: field graph_batch_sizes = {list(sizes)}: give sizes from 1 on, each larger")

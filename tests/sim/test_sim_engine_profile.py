@@ -1,0 +1,278 @@
+"""Engine profiles: host time, CUDA graphs and front end, against hand-worked numbers and the iterations one by one."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_results import CROWDED, finished
+
+from kvtwin import main
+from kvtwin.testing import limits, linear_machine, requests, simulate
+from sim.cost.engine_profile import SHIPPED, UNITS, load_engine_profile, shipped_engines
+from sim.cost.forms import build_cost
+from sim.cost.host import Host
+from sim.cost.pricing import Lanes, Pricer
+from sim.cost.profile import Constant, load_profile
+from sim.engine.plan import IterationPlan
+from sim.errors import UserError
+from sim.results.result import assemble
+from sim.specs.hardware import load_hardware
+from sim.specs.models import load_model
+from sim.systems import POLICIES
+from sim.systems.vllm055 import VllmRecompute
+from sim.systems.vllm_v1 import VllmV1
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_engines())
+def test_every_shipped_engine_says_where_each_constant_comes_from(name):
+    profile = load_engine_profile(name)
+    assert profile.name == name
+    assert list(profile.constants) == list(UNITS)
+    for constant in profile.constants.values():
+        assert len(constant.source) > 20
+        assert (constant.status == "assumed") == constant.source.startswith("assumed: ")
+
+
+def test_decode_batches_are_padded_to_the_next_captured_size():
+    old, new = (load_engine_profile(name).padding() for name in ("vllm-0.5", "vllm-v1"))
+    for padded in (old, new):
+        assert [padded(n) for n in (1, 2, 3, 4, 5, 8, 9, 250, 256)] == [1, 2, 4, 4, 8, 8, 16, 256, 256]
+    # Beyond the largest captured size nothing is padded.
+    assert [old(n) for n in (257, 300)] == [257, 300]
+    assert [new(n) for n in (257, 272, 273, 512, 513)] == [272, 272, 288, 512, 513]
+
+
+def edited(tmp_path, edit):
+    data = json.loads((SHIPPED / "vllm-v1.json").read_text())
+    edit(data)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda d: d["constants"].pop("front_end_s"), ["constants.front_end_s", "missing"]),
+        (lambda d: d["constants"].update(x=d["constants"]["front_end_s"]), ["constants.x", "not known"]),
+        (lambda d: d["constants"]["host_base_s"].update(unit="ms"), ["constants.host_base_s.unit", "'ms'", "'s'"]),
+        (lambda d: d["constants"]["host_base_s"].update(value=-1.0), ["host_base_s.value", "-1.0", "zero or more"]),
+        (lambda d: d["constants"]["host_base_s"].update(status="sure"), ["constants.host_base_s", "sure"]),
+        (lambda d: d["constants"]["host_base_s"].update(source=""), ["host_base_s.source", "empty"]),
+        (lambda d: d.update(host="async"), ["host", "async"]),
+        (lambda d: d.update(graph_batch_sizes=[1, 4, 2]), ["graph_batch_sizes", "[1, 4, 2]"]),
+        (lambda d: d.update(graph_batch_sizes=[0, 4]), ["graph_batch_sizes", "[0, 4]"]),
+    ],
+)
+def test_bad_files_are_refused_by_field(tmp_path, edit, words):
+    with pytest.raises(UserError) as error:
+        load_engine_profile(edited(tmp_path, edit))
+    assert all(word in str(error.value) for word in ["mine.json", *words])
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(
+        UserError, match=r"engine profile: 'vllm-v2' is neither a built-in name.*did you mean 'vllm-v1'"
+    ):
+        load_engine_profile("vllm-v2")
+
+
+# -- host time, by hand ----------------------------------------------------------------------------------------------
+
+PREFILL, DECODE = (0.010, 0.0, 0.0), (0.020, 0.0, 0.0)
+
+
+def ends(host, policy=None, jump=True):
+    """When the tokens of one request of four came, and the instance's lanes."""
+    machine = linear_machine(1.0, prefill=PREFILL, decode=DECODE, host=host)
+    outcome = simulate(
+        policy or VllmRecompute(), requests((1.0, 8, 4)), limits(gpu=50), machine=machine, jump=jump, record=True
+    )
+    return outcome.tokens[0], outcome.lanes
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_serial_host_time_is_added_to_every_iteration(jump):
+    host = Host(0.004, 0.001, hidden=False)
+    found, lanes = ends(host, jump=jump)
+    assert found == pytest.approx([1.015, 1.040, 1.065, 1.090])
+    assert lanes.compute.busy_s == pytest.approx(0.010 + 3 * 0.020)
+    assert lanes.host.busy_s == pytest.approx(4 * 0.005)
+
+
+@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize(
+    "policy", [VllmRecompute(), VllmV1(), VllmV1(async_scheduling=True)], ids=["v0", "v1", "async"]
+)
+def test_hidden_host_time_shows_at_first_and_where_the_gpu_is_faster(jump, policy):
+    # The prefill takes 10 ms while the host prepares the next for 12: then 20 ms hide them.
+    found, lanes = ends(Host(0.012, 0.0, hidden=True), policy, jump)
+    assert found == pytest.approx([1.022, 1.044, 1.064, 1.084])
+    assert lanes.compute.busy_s == pytest.approx(0.070)
+    # Of 25 ms none is hidden whole: begins are 25 ms apart.
+    found, _ = ends(Host(0.025, 0.0, hidden=True), policy, jump)
+    assert found == pytest.approx([1.035, 1.070, 1.095, 1.120])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    gpu_ms=st.floats(1.0, 30.0),
+    slope_us=st.sampled_from([0.0, 1.0, 300.0, 2000.0]),
+    host_ms=st.floats(0.0, 40.0),
+    hidden=st.booleans(),
+    steps=st.integers(2, 60),
+    until_ms=st.one_of(st.none(), st.floats(0.1, 900.0)),
+)
+def test_runs_of_iterations_are_the_iterations_one_by_one(gpu_ms, slope_us, host_ms, hidden, steps, until_ms):
+    """Jumped and stepped, with the kink where the GPU becomes slower than the host."""
+    decode = (gpu_ms / 1e3, 0.0, slope_us / 1e6)
+    until_s = float("inf") if until_ms is None else until_ms / 1e3
+
+    def pricer():
+        cost = linear_machine(decode=decode, host=Host(host_ms / 1e3, 0.0, hidden=hidden)).cost
+        return Pricer(cost, Lanes(), lambda *_: None, layers=4, num_groups=1, block_bytes=1.0)
+
+    def plan(done):
+        found = IterationPlan()
+        found.num_decodes, found.decode_context_tokens, found.max_steps = 1, done, steps - done
+        return found
+
+    jumping, stepping = pricer(), pricer()
+    done, now_s = 0, 0.0
+    while done < steps and now_s < until_s:
+        times = jumping.run(plan(done), now_s, until_s)
+        gaps = [times.first_end_s - now_s]
+        gaps += [times.second_s + times.slope_s * i for i in range(times.iterations - 1)]
+        for gap_s in gaps:
+            one = stepping.step(plan(done), now_s)
+            assert one.end_s - now_s == pytest.approx(gap_s, abs=1e-12)
+            done, now_s = done + 1, one.end_s
+        assert now_s == pytest.approx(times.end_s, abs=1e-12)
+        assert done == steps or now_s >= until_s or host_ms > gpu_ms
+    for name in ("compute", "host"):
+        here, there = getattr(jumping.lanes, name), getattr(stepping.lanes, name)
+        assert here.busy_s == pytest.approx(there.busy_s, abs=1e-9)
+    assert jumping.lanes.host.free_s == pytest.approx(stepping.lanes.host.free_s, abs=1e-12) or not hidden
+
+
+# -- CUDA graphs and predictions -------------------------------------------------------------------------------------
+
+
+def roofline(engine, gpu="a100-80g"):
+    hardware = load_hardware(gpu)
+    return build_cost(load_model("llama-2-7b"), hardware, load_profile(None, hardware), 1, 1.0, engine=engine)
+
+
+def test_padded_tokens_cost_linear_layers_and_nothing_else():
+    plain, padded = roofline(None), roofline(load_engine_profile("vllm-0.5"))
+    for batch, tokens in ((5, 8), (8, 8), (250, 256), (300, 300)):
+        more = plain.linear_s(tokens) - plain.linear_s(batch)
+        assert padded.decode_run(batch, 1000)[0] == pytest.approx(plain.decode_run(batch, 1000)[0] + more, rel=1e-12)
+        assert padded.decode_run(batch, 1000)[1] == plain.decode_run(batch, 1000)[1]
+    # A CPU has no graphs.
+    plain, ours = roofline(None, "cpu"), roofline(load_engine_profile("kvtwin"), "cpu")
+    assert ours.decode_run(5, 1000) == plain.decode_run(5, 1000)
+
+
+def test_predictions_hold_serial_host_time():
+    plain, serial = roofline(None), roofline(load_engine_profile("vllm-0.5"))
+    assert serial.prefill_s(100) == pytest.approx(plain.prefill_s(100) + 0.005 + 5.5e-5)
+    first_s, slope_s = plain.decode_run(8, 1000)
+    assert serial.decode_steps(8, 1000) == pytest.approx((first_s + 0.005 + 8 * 5.5e-5, slope_s))
+    hidden = roofline(load_engine_profile("vllm-v1-async"))
+    assert hidden.decode_steps(8, 1000) == pytest.approx((first_s, slope_s))
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_policy_has_the_engine_of_its_time():
+    assert {kind().engine_profile for name, kind in POLICIES.items() if name != "vllm-v1"} == {"vllm-0.5"}
+    assert VllmV1().engine_profile == "vllm-v1"
+    assert VllmV1(async_scheduling=True).engine_profile == "vllm-v1-async"
+
+
+def test_a_result_says_which_engine_priced_it_and_what_of_it_is_assumed():
+    result = assemble(finished("vllm-recompute"))
+    used, shipped = result.engine_profile, load_engine_profile("vllm-0.5")
+    assert (used.name, used.sha256, used.assumed) == ("vllm-0.5", shipped.content_hash, ["front_end_s"])
+    assert result.lanes.host.busy_s > 0
+    other = assemble(finished("vllm-recompute", options=replace(CROWDED, engine_profile="kvtwin")))
+    assert (other.engine_profile.name, other.scenario.engine_profile) == ("kvtwin", "kvtwin")
+    assert other.engine_profile.sha256 != used.sha256
+
+
+LINEAR = {"form": "linear", "prefill": [0.01, 1e-5, 0.0], "decode": [0.02, 0.0, 0.0], "swap_s_per_block": 1e-3}
+
+
+def test_linear_prices_are_all_there_is(tmp_path, capsys):
+    path = tmp_path / "linear.json"
+    path.write_text(json.dumps(LINEAR))
+    result = assemble(finished("vllm-recompute", options=replace(CROWDED, profile=str(path))))
+    assert result.engine_profile is msgspec.UNSET
+    assert result.lanes.host is msgspec.UNSET
+    words = [
+        "run",
+        "--workload",
+        "fixed",
+        "--profile",
+        str(path),
+        "--engine-profile",
+        "vllm-v1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(words) == 2
+    assert "--engine-profile vllm-v1: prices of form linear are all there is" in capsys.readouterr().err
+
+
+def with_front_end(tmp_path, seconds):
+    def edit(data):
+        data["constants"]["front_end_s"]["value"] = seconds
+
+    return edited(tmp_path, edit)
+
+
+def test_the_front_end_shifts_what_clients_see_and_no_decision(tmp_path):
+    runs = [
+        assemble(finished("vllm-v1", options=replace(CROWDED, engine_profile=with_front_end(tmp_path, seconds))))
+        for seconds in (0.0, 0.25)
+    ]
+    for name in ("ttfts", "latencies", "queue_times"):
+        for without, with_it in zip(*(getattr(run, name) for run in runs), strict=True):
+            assert with_it == pytest.approx(without + 0.25)
+    assert runs[1].mean_tpot_ms == pytest.approx(runs[0].mean_tpot_ms)
+    assert runs[1].makespan_s == pytest.approx(runs[0].makespan_s + 0.25)
+
+
+def test_clients_in_a_closed_loop_wait_for_the_front_end(tmp_path):
+    """One at a time: each is sent when the answer before has come, front end included."""
+    options = replace(
+        CROWDED, workload="fixed", num_prompts=5, input_len=32, output_len=4, request_rate=float("inf"),
+        max_concurrency=1, engine_profile=with_front_end(tmp_path, 0.25),
+    )  # fmt: skip
+    result = assemble(finished("vllm-v1", options=options))
+    for (start_s, latency_s), (next_s, _) in pairwise(zip(result.start_times, result.latencies, strict=True)):
+        assert latency_s > 0.25
+        assert next_s == pytest.approx(start_s + latency_s)
+
+
+def test_our_own_engine_takes_the_host_time_that_its_calibration_found():
+    engine, profile = load_engine_profile("kvtwin"), load_profile("a100-80g-imported")
+    assert engine.measured_by(profile) is engine
+    found = Constant(0.003, 1e-5, "s", "fitted jointly")
+    measured = msgspec.structs.replace(
+        profile, status="measured", constants={**profile.constants, "step_overhead_s": found}
+    )
+    ours = engine.measured_by(measured)
+    assert (ours.value("host_base_s"), ours.constants["host_base_s"].status) == (0.003, "measured")
+    assert ours.content_hash != engine.content_hash
+    # Another engine's host time is not ours.
+    other = load_engine_profile("vllm-v1")
+    assert other.measured_by(measured) is other
