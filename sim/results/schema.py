@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sim.results.parts import Counts, EngineUse, LanesUse, Machine, ResolvedScenario, UsedProfile, Versions
+from sim.results.parts import Counts, EngineUse, LanesUse, Machine, ResolvedScenario, TierUse, UsedProfile, Versions
 
 Backend = Literal["kvtwin-sim", "kvtwin-live"]
 """Simulated, or executed."""
@@ -106,6 +106,8 @@ class Result(Struct, kw_only=True, frozen=True):
     """What else was counted."""
     lanes: LanesUse
     """How long each lane was in use; of several engines the mean."""
+    tiers: list[TierUse] | UnsetType = UNSET
+    """Tiers below the GPU that keep prefixes, the nearest first; absent where there is none."""
     engines: list[EngineUse] | UnsetType = UNSET
     """Each engine's share; absent where there is one."""
     warnings: list[str]

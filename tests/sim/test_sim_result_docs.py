@@ -12,7 +12,17 @@ from small_results import CROWDED, finished
 from sim.cli import TABLE_FILES
 from sim.results.figures import FIGURES
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
-from sim.results.parts import Counts, EngineUse, LanesUse, LaneUse, Machine, ResolvedScenario, UsedProfile, Versions
+from sim.results.parts import (
+    Counts,
+    EngineUse,
+    LanesUse,
+    LaneUse,
+    Machine,
+    ResolvedScenario,
+    TierUse,
+    UsedProfile,
+    Versions,
+)
 from sim.results.report import METRICS
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble
 from sim.results.schema import Comparison, Result
@@ -29,6 +39,7 @@ NAMES = {
     "counters": [name for name in Counts.__struct_encode_fields__ if name != "policy"],
     "lanes": LanesUse.__struct_encode_fields__,
     "each lane": LaneUse.__struct_encode_fields__,
+    "each tier": TierUse.__struct_encode_fields__,
     "each engine": EngineUse.__struct_encode_fields__,
     "further columns of several engines": ENGINE_COLUMNS,
     "scenario": ResolvedScenario.__struct_encode_fields__,
