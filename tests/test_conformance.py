@@ -39,6 +39,9 @@ VARIANTS = [
     "vllm-v1:long-prefill-token-threshold=20",
     "vllm-v1:long-prefill-token-threshold=7,long-prefill-token-threshold-adaptive=true,scheduling-policy=priority",
     "vllm-v1:watermark=0.1,scheduler-reserve-full-isl=false",
+    "vllm-v1:cpu-chunks=50",
+    "vllm-v1:cpu-chunks=5,blocks-per-chunk=2,offload-outputs=true,store-s-per-block=0.1",
+    "vllm-v1:cpu-chunks=20,eviction-policy=arc,store-threshold=2,scheduling-policy=priority",
 ]
 MIXES = [
     "layerkv:order=mlfq",

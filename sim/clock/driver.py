@@ -5,7 +5,7 @@ iteration boundary (decisions happen nowhere else) and sleeps until the next one
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from heapq import heappop, heappush
 from math import inf
 
@@ -46,7 +46,7 @@ class Instance:
         num_groups = engine.scheduler.memory.num_groups
         self.pricer = Pricer(
             cost, lanes, self._finish_at, layers=layers, num_groups=num_groups, block_bytes=block_bytes,
-            copy_unit_bytes=copy_unit_bytes,
+            copy_unit_bytes=copy_unit_bytes, ends_at=self._ends_at,
         )  # fmt: skip
         self.observer = observer
         self.iterations = 0
@@ -84,6 +84,8 @@ class Instance:
             else:
                 times = self._run(plan, now_s) if plan.max_steps > 1 else step(plan, now_s)
                 end_s = times.end_s
+                if plan.awaited:
+                    self._tell_started()
             if peek() <= end_s:
                 yield env.timeout(end_s - env.now)
             if plan is not None and times is not None:
@@ -159,6 +161,15 @@ class Instance:
     def _end(self, seq: Sequence) -> None:
         self._log_end(seq)
         self.arrivals.ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))
+
+    def _tell_started(self) -> None:
+        """The computation waited for copies: tell of those that have ended when it began, before it ends."""
+        due_s = self.pricer.started_s + TIE_S
+        while self._transfers and self._transfers[0][0] <= due_s:
+            self.engine.transfer_done(heappop(self._transfers)[2])
+
+    def _ends_at(self, moves: Collection[Move]) -> float:
+        return max((end_s for end_s, _, move in self._transfers if move in moves), default=0.0)
 
     def _finish_at(self, end_s: float, transfer: Move) -> None:
         self._num_transfers += 1

@@ -150,6 +150,8 @@ class Member(Instance):
         else:
             self._times = self.pricer.step(plan, now_s)
             self.end_s = self._times.end_s
+            if plan.awaited:
+                self._tell_started()
 
     def send(self, request: Request) -> bool:
         """`request` goes to this engine; whether its boundary came forward."""

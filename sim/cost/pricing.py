@@ -3,7 +3,7 @@
 Both clocks may use it: the virtual one always, the real one where a device is only pretended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import ceil, inf
 
 from sim.cost.host import after_host_s, run_beside_host
@@ -12,6 +12,7 @@ from sim.cost.model import CostModel, LayerWork, run_s, steps_until
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.plan import Direction, IterationPlan, Move, Restore, StepTimes, make_times
 
+EndsAt = Callable[[Collection[Move]], float]
 FinishAt = Callable[[float, Move], None]
 """Hears when a copy beside the computation will end, s, and which."""
 
@@ -65,6 +66,7 @@ class Pricer:
     Args:
         cost, lanes: the model of time, and where it is spent.
         finish_at: hears of the ends of copies.
+        ends_at: says when the last of some copies ends, of which those that are over do not count.
         layers: of the model.
         num_groups: layer groups that a whole block is divided into (`Memory.num_groups`).
         block_bytes: of a whole block, per GPU.
@@ -83,6 +85,7 @@ class Pricer:
         block_bytes: float,
         hidden_bytes: float = 0.0,
         copy_unit_bytes: float = 1 << 20,
+        ends_at: EndsAt = lambda moves: 0.0,
     ) -> None:
         self.cost, self.lanes, self.layers = cost, lanes, layers
         self._host = cost.host
@@ -90,12 +93,20 @@ class Pricer:
         self.unit_bytes = block_bytes / num_groups
         self.unit_layers = layers // num_groups
         self.hidden_bytes = hidden_bytes
-        self._finish_at = finish_at
+        self._finish_at, self._ends_at = finish_at, ends_at
+        self.started_s = 0.0
+        """When the last computation that had to wait for copies began, s."""
 
     def copy_s(self, num_blocks: int, direction: Direction) -> float:
         """Copy of so many pool blocks."""
         cost = self.cost
         return cost.copy_s(num_blocks * self.unit_bytes, cost.num_copies(num_blocks, self.unit_layers), direction)
+
+    def move_s(self, move: Move) -> float:
+        """One copy, alone on its lane."""
+        if move.s_per_block is not None:
+            return move.num_blocks * move.s_per_block
+        return self.copy_s(move.num_blocks, move.direction)
 
     # -- one iteration ---------------------------------------------------------------------------------------------
 
@@ -107,6 +118,8 @@ class Pricer:
             start_s = after_host_s(self._host, plan.num_decodes + len(plan.chunks), now_s, lanes.host, lanes.compute)
         if plan.swapped_out_blocks or plan.swapped_in_blocks or plan.mixed_restores:
             start_s = self._before(plan, start_s)
+        if plan.awaited:
+            start_s = self.started_s = self._await(plan, start_s)
         compute_s = self.cost.iteration_s(plan)
         seconds = compute_s
         if plan.beside or plan.behind or plan.streamed:
@@ -115,6 +128,8 @@ class Pricer:
         end_s = start_s + seconds
         lane = self.lanes.compute
         lane.run(start_s, compute_s, plan.kind)
+        if plan.after:
+            end_s = self._follow(plan, end_s)
         lane.free_s = end_s
         return make_times((1, end_s, 0.0, 0.0, end_s, 1))
 
@@ -129,6 +144,21 @@ class Pricer:
         for restore in plan.mixed_restores:
             start_s = self._restore(restore, start_s)
         return start_s
+
+    def _await(self, plan: IterationPlan, now_s: float) -> float:
+        """Begin the copies beside the computation, and wait for those under way that are awaited; their end, s."""
+        for move in plan.beside:
+            self._finish_at(self.lanes.of(move.direction).reserve(now_s, self.move_s(move), "KV layers"), move)
+        return max(now_s, self._ends_at(plan.awaited))
+
+    def _follow(self, plan: IterationPlan, end_s: float) -> float:
+        """Copies that begin when the computation has ended; when the next may begin, s."""
+        for move in plan.after:
+            ended_s = self.lanes.of(move.direction).reserve(end_s, self.move_s(move), "load KV")
+            self._finish_at(ended_s, move)
+            if not self.cost.copies_beside_compute:
+                end_s = ended_s
+        return end_s
 
     def _restore(self, restore: Restore, start_s: float) -> float:
         """Layers computed again, projected from hidden states or copied, as a pipeline (HCache); returns its end, s."""
@@ -157,9 +187,8 @@ class Pricer:
         stretch = 1.0
         if cost.all_reduce_on_pcie and compute_s > 0.0:
             compute_s, stretch = self._share_with_all_reduce(plan, compute_s)
-        for move in plan.beside:
-            copy_s = self.copy_s(move.num_blocks, move.direction) * stretch
-            self._finish_at(lanes.of(move.direction).reserve(start_s, copy_s, "KV layers"), move)
+        for move in () if plan.awaited else plan.beside:
+            self._finish_at(lanes.of(move.direction).reserve(start_s, self.move_s(move) * stretch, "KV layers"), move)
         if plan.streamed:
             compute_s = self._stream(plan, start_s, compute_s, stretch)
         if plan.behind:
@@ -209,8 +238,8 @@ class Pricer:
     def _in_turn(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:
         """Copies by the processor that computes (a CPU): one after the other, and nothing else meanwhile."""
         lanes, at_s = self.lanes, start_s
-        for move in plan.beside:
-            at_s = lanes.of(move.direction).reserve(at_s, self.copy_s(move.num_blocks, move.direction), "KV layers")
+        for move in () if plan.awaited else plan.beside:
+            at_s = lanes.of(move.direction).reserve(at_s, self.move_s(move), "KV layers")
             self._finish_at(at_s, move)
         if plan.streamed:
             read_s, written_s = self._streams(plan)

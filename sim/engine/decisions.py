@@ -15,6 +15,10 @@ class DecisionLog:
         self._digest.update(f"{self.num_steps} {line}\n".encode())
         self.num_steps += 1
 
+    def copies(self, line: str, *, of_last: bool) -> None:
+        """What a step copies, if anything: the last one told, or one that did nothing else."""
+        self._digest.update(f"{self.num_steps - of_last}{line}\n".encode())
+
     @property
     def sha256(self) -> str:
         """Of all steps so far, hexadecimal."""

@@ -58,6 +58,31 @@ class Deployment(msgspec.Struct, frozen=True):
     role: Role = "both"
 
 
+TierName = Literal["host", "disk"]
+"""Where prefixes are kept when they leave the GPU."""
+
+
+class TierCounters(msgspec.Struct):
+    """What a tier below the GPU was good for. Seconds are by price, as if each copy and computation were alone."""
+
+    num_blocks: int = 0
+    """Of the tier."""
+    hit_tokens: int = 0
+    """Tokens of prompts that came from there, of `prefix_hit_tokens` and `prefix_rehit_tokens`."""
+    num_loads: int = 0
+    stored_blocks: int = 0
+    evicted_blocks: int = 0
+    saved_s: float = 0.0
+    """By which copies were shorter than the computations that they replaced."""
+    lost_s: float = 0.0
+    """By which others were longer."""
+
+    def add(self, other: "TierCounters") -> None:
+        """Count another engine's tier, too."""
+        for name, value in msgspec.structs.asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
 class Counters(msgspec.Struct):
     """What a run counts beside times."""
 
@@ -71,5 +96,7 @@ class Counters(msgspec.Struct):
     prefix_rehit_tokens: int = 0
     """Tokens that were cached when preempted sequences were admitted again."""
     ignored: dict[str, int] = msgspec.field(default_factory=dict)
+    tiers: dict[TierName, TierCounters] = msgspec.field(default_factory=dict)
+    """Of tiers below the GPU that keep prefixes, by name, the nearest first."""
     policy: defaultdict[str, int] = msgspec.field(default_factory=lambda: defaultdict(int))
     """Counters of single parts, by name."""

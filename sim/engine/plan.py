@@ -109,6 +109,8 @@ class Move(NamedTuple):
     num_blocks: int
     num_freed: int
     is_reported: bool
+    s_per_block: float | None = None
+    """What a block takes where an option says so, s; None: as the machine's constants say."""
 
     @property
     def direction(self) -> Direction:
@@ -189,6 +191,10 @@ class IterationPlan:
     """Those Restores that compute as well as copy; their blocks are not in `swapped_in_blocks`."""
     beside: tuple[Move, ...] = ()
     """Copies that nothing in this iteration waits for."""
+    after: tuple[Move, ...] = ()
+    """Copies that start when the iteration has ended, and that nothing waits for."""
+    awaited: tuple[Move, ...] = ()
+    """Copies, under way or among `beside`, that the computation waits for; then those `beside` start before it."""
     behind: tuple[Move, ...] = ()
     """KV of the prefills that leaves for the host, layer by layer, while later layers compute."""
     behind_groups = 0

@@ -148,7 +148,7 @@ class Scheduler:
                 reserve()
             plan = IterationPlan()
             self._fill(plan, now_s)
-            if plan.num_decodes or plan.chunks or plan.swapped_out_blocks:
+            if plan.num_decodes or plan.chunks or plan.swapped_out_blocks or plan.awaited or plan.after:
                 for complete in self._complete:
                     complete(plan)
                 break

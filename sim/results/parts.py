@@ -7,6 +7,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType, field, structs
 
+from sim.engine.limits import TierName
+
 Option = bool | int | float | str | None
 
 
@@ -29,6 +31,27 @@ class Counts(Struct, kw_only=True, frozen=True):
     """Requests ignored, by reason."""
     policy: dict[str, int] = field(default_factory=dict)
     """The policy's own counters, by name; which there are is the policy's business."""
+
+
+class TierUse(Struct, kw_only=True, frozen=True):
+    """A tier below the GPU that keeps prefixes. Seconds are by price, each copy and computation as if alone."""
+
+    tier: TierName
+    """Which."""
+    num_blocks: int
+    """Blocks that it holds, of all engines."""
+    hit_tokens: int
+    """Tokens of prompts loaded from there; those hit on the GPU are the other prefix hits."""
+    num_loads: int
+    """Loads."""
+    stored_blocks: int
+    """Blocks copied there."""
+    evicted_blocks: int
+    """Blocks that gave way there."""
+    saved_s: float
+    """By which loads were shorter than computing the same again, s."""
+    lost_s: float
+    """By which others were longer, s."""
 
 
 class LaneUse(Struct, kw_only=True, frozen=True):

@@ -221,6 +221,11 @@ def _memory_lines(result: Result) -> list[str]:
         size = f" ({blocks * scenario.block_bytes / 2**30:,.1f} GiB per GPU)" if blocks else ""
         lines.append(_row(name, f"{blocks:,}{size}"))
     lines.append(_row("Preemptions", f"{result.num_preemptions:,}"))
+    for use in result.tiers or []:
+        hits = counts.prefix_hit_tokens + counts.prefix_rehit_tokens
+        share = f", {use.hit_tokens / hits * 100:.1f} % of all hits" if hits else ""
+        lines.append(_row(f"Loaded from the {use.tier}", f"{use.hit_tokens:,} tokens{share}"))
+        lines.append(_row("  by price saved, lost (s)", f"{use.saved_s:,.2f}, {use.lost_s:,.2f}"))
     if counts.swap_out_blocks or counts.swap_in_blocks:
         lines.append(_row("Blocks swapped out, in", f"{counts.swap_out_blocks:,}, {counts.swap_in_blocks:,}"))
     for name, lane in result.lanes.by_name().items():

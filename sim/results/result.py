@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from sim.cost.pricing import Lanes
-from sim.engine.limits import Counters
+from sim.engine.limits import Counters, TierCounters, TierName
 from sim.files import write_atomically
 from sim.policy_options import options_of
 from sim.results.metrics import PERCENTILES, EndedRequest, gap_statistics
@@ -22,6 +22,7 @@ from sim.results.parts import (
     LanesUse,
     LaneUse,
     ResolvedScenario,
+    TierUse,
     UsedEngineProfile,
     UsedProfile,
     Versions,
@@ -80,6 +81,7 @@ def assemble(run: Run) -> Result:
             policy=dict(sorted(counters.policy.items())),
         ),
         lanes=_lanes_use([parts.lanes for parts in run.engines]),
+        tiers=[TierUse(tier=name, **vars(tier)) for name, tier in counters.tiers.items()] or UNSET,
         engines=_engines(run) if len(run.engines) > 1 else UNSET,
         warnings=[*setup.warnings, *_warnings(setup, counters)],
         scenario=_scenario(setup),
@@ -112,9 +114,12 @@ def _together(counters: list[Counters]) -> Counters:
     """Sums over the engines."""
     ignored: Counter[str] = Counter()
     policy: Counter[str] = Counter()
+    tiers: dict[TierName, TierCounters] = {}
     for one in counters:
         ignored.update(one.ignored)
         policy.update(one.policy)
+        for name, tier in one.tiers.items():
+            tiers.setdefault(name, TierCounters()).add(tier)
     return Counters(
         preemptions=sum(one.preemptions for one in counters),
         swap_out_blocks=sum(one.swap_out_blocks for one in counters),
@@ -123,6 +128,7 @@ def _together(counters: list[Counters]) -> Counters:
         prefix_hit_tokens=sum(one.prefix_hit_tokens for one in counters),
         prefix_rehit_tokens=sum(one.prefix_rehit_tokens for one in counters),
         ignored=dict(ignored),
+        tiers=tiers,
         policy=defaultdict(int, policy),
     )
 

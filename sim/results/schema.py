@@ -14,6 +14,7 @@ from sim.results.parts import (
     LanesUse,
     Machine,
     ResolvedScenario,
+    TierUse,
     UsedEngineProfile,
     UsedProfile,
     Versions,
@@ -115,6 +116,8 @@ class Result(Struct, kw_only=True, frozen=True):
     """What else was counted."""
     lanes: LanesUse
     """How long each lane was in use; of several engines the mean."""
+    tiers: list[TierUse] | UnsetType = UNSET
+    """Tiers below the GPU that keep prefixes, the nearest first; absent where there is none."""
     engines: list[EngineUse] | UnsetType = UNSET
     """Each engine's share; absent where there is one."""
     warnings: list[str]

@@ -16,6 +16,7 @@ from sim.errors import UserError
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
+from sim.systems.offload_options import OffloadOptions
 from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sim.parts.base import Admission, Eviction, Memory, Order, Stage
     from sim.parts.batching.base import Batching
     from sim.parts.memory.layer_blocks import LayerBlocks
+    from sim.parts.offload.connector import OffloadingConnector
     from sim.systems.base import Policy
 
 HAND_OVER = "hand-over"
@@ -75,6 +77,14 @@ class Builder:
             stage=self.stage,
             batching=BATCHINGS[names["batching"]].build(self),
         )
+
+    @property
+    def offloading(self) -> OffloadOptions:
+        """What is offloaded."""
+        options = self.options(OffloadOptions)
+        if options.offloads and self.names["batching"] != "unified":
+            raise UserError(f"--kv-offloading-size: goes with batching=unified, not {self.names['batching']}")
+        return options
 
     # -- what several need -------------------------------------------------------------------------------------------
 
@@ -151,6 +161,11 @@ def _mlfq(b: Builder) -> "Order":
 
 
 def _paged(b: Builder) -> "Memory":
+    if b.offloading.offloads:
+        from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
+
+        kind = OffloadingMemory if b.limits.enable_prefix_caching else OffloadingPaged
+        return kind(b.limits, _connector(b, b.offloading))
     if b.limits.enable_prefix_caching:
         from sim.parts.memory.prefix import PrefixMemory
 
@@ -162,6 +177,28 @@ def _paged(b: Builder) -> "Memory":
 
         return WindowedMemory(b.limits)
     return PagedMemory(b.limits)
+
+
+def _connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
+    from sim.parts.offload.connector import OffloadingConnector
+    from sim.parts.offload.host_cache import HostCache
+    from sim.parts.offload.worth import Worth
+
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        remedy = "--disable-hybrid-kv-cache-manager keeps whole prefixes"
+        raise UserError(f"--kv-offloading-size: {b.deployment.model.name} has layers that keep a window only; {remedy}")
+    num_chunks = options.num_chunks(b.limits.block_bytes * b.deployment.tensor_parallel_size)
+    layers = b.deployment.model.num_layers
+    return OffloadingConnector(
+        HostCache(num_chunks, options.eviction_policy, options.store_threshold),
+        b.limits.block_size,
+        blocks_per_chunk=options.blocks_per_chunk,
+        prompts_only=not options.offload_outputs,
+        shares_loads=b.limits.enable_prefix_caching,
+        load_s_per_block=options.load_s_per_block,
+        store_s_per_block=options.store_s_per_block,
+        worth=Worth(b.deployment.cost, b.limits, layers, options.load_s_per_block),
+    )
 
 
 def _reserved(b: Builder) -> "Memory":
@@ -318,6 +355,8 @@ def _unified(b: Builder) -> "Batching":
     from sim.parts.batching.unified import Unified
 
     options = b.options(VllmV1Options)
+    if b.offloading.offloads:
+        from sim.parts.batching.unified_offloading import UnifiedOffloading as Unified
     return Unified(
         long_prefill_threshold=options.long_prefill_token_threshold,
         adaptive=options.long_prefill_token_threshold_adaptive,

@@ -3,8 +3,8 @@
 One token budget for prompts and decodes, running before waiting, blocks taken chunk by chunk, preemption by
 recomputation, prefix caching. `tests/oracle` holds it to vLLM's own scheduler. Limits are the API server's on the GPU.
 
-Assumed: full attention, one KV group, no speculative decoding, no connector. Async scheduling, vLLM's default, must be
-asked for here.
+Assumed: full attention, one KV group, no speculative decoding; of connectors the OffloadingConnector alone
+(`--kv-offloading-size`). Async scheduling, vLLM's default, must be asked for here.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from typing import ClassVar
 
 from sim.errors import UserError
 from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.offload_options import OffloadOptions
 from sim.systems.vllm_v1_options import VllmV1Options
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class VllmV1(VllmV1Options, Policy):
+class VllmV1(OffloadOptions, VllmV1Options, Policy):
     """The vLLM that people run today."""
 
     name: ClassVar[str] = "vllm-v1"
@@ -33,6 +34,12 @@ class VllmV1(VllmV1Options, Policy):
         "eviction": "recompute",
         "stage": "direct",
     }
+
+    def __post_init__(self) -> None:
+        VllmV1Options.__post_init__(self)
+        OffloadOptions.__post_init__(self)
+        if self.offloads and self.async_scheduling:
+            raise UserError("--kv-offloading-size: not with --async-scheduling yet; leave one of them out")
 
     @property
     def names(self) -> dict[str, str]:

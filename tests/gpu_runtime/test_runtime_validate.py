@@ -57,11 +57,13 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
         assert fit_to_machine(SCENARIO, policy(), "cpu") == replace(SCENARIO, enable_prefix_caching=cached)
 
 
-@pytest.mark.parametrize("option", ["enable_prefix_caching", "async_scheduling"])
+@pytest.mark.parametrize("option", ["enable_prefix_caching", "async_scheduling", "kv_offloading_size"])
 def test_what_a_device_cannot_do_yet_is_refused(option):
     policy, scenario = POLICIES["vllm-v1"](), SCENARIO
     if option == "async_scheduling":
         policy = replace(policy, async_scheduling=True)
+    elif option == "kv_offloading_size":
+        policy = replace(policy, kv_offloading_size=1.0)
     else:
         scenario = replace(scenario, enable_prefix_caching=True)
     with pytest.raises(UserError, match=f"--{option.replace('_', '-')}: runs on a device"):

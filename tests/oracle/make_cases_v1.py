@@ -4,6 +4,7 @@ Needs the environment described in ``vllm_v1_oracle.py``. A seed gives the same 
 
     python make_cases_v1.py                    # those that are stored
     python make_cases_v1.py FOLDER 1000 2000   # seeds 1000 to 1999, for `python v1_replay.py FOLDER` to compare
+    python make_cases_v1.py FOLDER 0 99 -- -offload        # with the OffloadingConnector alone
 
 The stored seeds are the small ones among those on which one rule or another had been wrong here. Workloads for which
 vLLM preempts for ever are reported and not stored.
@@ -13,10 +14,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
+from vllm_v1_offload_oracle import OffloadOptions
+from vllm_v1_offload_oracle import ask as ask_offloading
 from vllm_v1_oracle import Options, Row, ask, write_answer
 
 CASES = Path(__file__).resolve().parent / "cases_v1"
@@ -27,6 +31,12 @@ SEEDS = (
 
 AHEAD = (64, 73, 178, 233, 311, 345, 518, 829, 1030, 1108, 1203, 1209)
 """Of these also the answers with async scheduling, in files `...-async`."""
+
+OFFLOADED = (
+    2, 29, 31, 41, 64, 70, 76, 81, 96, 195, 203, 228, 249, 266, 277, 290, 328, 345, 351, 357, 426, 435, 441, 472, 534,
+    543, 554, 596, 602, 613, 615, 672, 684, 697, 708, 780, 782, 788, 812, 834,
+)  # fmt: skip
+"""And with the OffloadingConnector, in files `...-offload`."""
 
 BLOCK = 16
 TICK = 1 / 64
@@ -73,6 +83,21 @@ class Workload:
             watermark=dice.choice([0.0, 0.0, 0.0, 0.01, 0.1, 0.3]),
             no_reserve_full_isl=dice.random() < 0.4,
             cost=dice.choice(COSTS),
+        )
+
+    def offload_options(self) -> OffloadOptions:
+        """A host that holds little or all of it, copies from none to long, and slower in one direction."""
+        dice = self.dice
+        options = self.options()
+        return OffloadOptions(
+            **asdict(options),
+            cpu_chunks=dice.choice([1, 3, 10, 20, 40, 100, 1000]),
+            blocks_per_chunk=dice.choice([1, 1, 1, 2, 3, 4]),
+            load_s_per_block=dice.choice([0.0, 1e-4, 1e-4, 1e-3, TICK, 0.05]),
+            store_s_per_block=dice.choice([0.0, 1e-4, 1e-4, 1e-3, TICK, 0.05]),
+            eviction_policy=dice.choice(["lru", "lru", "arc"]),
+            store_threshold=dice.choice([0, 0, 0, 1, 2, 3]),
+            offload_outputs=dice.random() < 0.4,
         )
 
     def rows(self) -> list[Row]:
@@ -170,29 +195,38 @@ class Workload:
         return turn
 
 
-def make(seed: int, folder: Path, *, ahead: bool) -> str:
+Kind = Literal["", "-async", "-offload"]
+
+
+def make(seed: int, folder: Path, kind: Kind = "") -> str:
     """Ask vLLM about one seed and store the answer; what to say of it."""
     workload = Workload(seed)
-    options, rows = replace(workload.options(), async_scheduling=ahead), workload.rows()
     try:
-        answer = ask(rows, options)
+        if kind == "-offload":
+            options, rows = workload.offload_options(), workload.rows()
+            answer = ask_offloading(rows, options)
+        else:
+            options, rows = replace(workload.options(), async_scheduling=kind == "-async"), workload.rows()
+            answer = ask(rows, options)
     except RuntimeError as error:
         return f"{seed}: not stored, {error}"
-    size = write_answer({"seed": seed, **answer}, folder / f"{seed:05d}{'-async' * ahead}.json.gz")
+    size = write_answer({"seed": seed, **answer}, folder / f"{seed:05d}{kind}.json.gz")
     counts = ", ".join(f"{answer[key]} {key}" for key in ("iterations", "preemptions", "evictions", "rehit_tokens"))
     return f"{seed}: {len(rows)} requests, {counts}, {size} bytes"
 
 
 def main() -> None:
     """Make the stored cases, or those named on the command line."""
-    folder, seeds = CASES, SEEDS
+    given: dict[Kind, Iterable[int]] = {"": SEEDS, "-async": AHEAD, "-offload": OFFLOADED}
+    folder = CASES
     if sys.argv[1:]:
-        folder, seeds = Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3]))
+        folder = Path(sys.argv[1])
+        seeds = range(int(sys.argv[2]), int(sys.argv[3]))
+        given = {kind: seeds for kind in given if not sys.argv[5:] or kind in sys.argv[5:]}
     folder.mkdir(exist_ok=True)
-    for seed in seeds:
-        print(make(seed, folder, ahead=False), flush=True)
-        if seed in AHEAD or folder is not CASES:
-            print(make(seed, folder, ahead=True), flush=True)
+    for kind, seeds in given.items():
+        for seed in seeds:
+            print(make(seed, folder, kind), flush=True)
 
 
 if __name__ == "__main__":

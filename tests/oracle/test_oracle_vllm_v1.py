@@ -13,6 +13,10 @@ CASES = sorted((Path(__file__).parent / "cases_v1").glob("*.json.gz"))
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "v1"
 ANSWERS = sorted(SHARED.glob("*.json")) if SHARED.exists() else []
 
+ENDED_FIRST = {"v1_turns.offload3000arc": 452}
+"""Of requests that end in one step, the one that the answer's vLLM told the connector of first. vLLM has them in a set,
+whose order depends on the process: other runs of it give other answers for this workload."""
+
 jumped_and_stepped = pytest.mark.parametrize("jump", [True, False], ids=["jumped", "stepped"])
 
 
@@ -21,7 +25,7 @@ jumped_and_stepped = pytest.mark.parametrize("jump", [True, False], ids=["jumped
 def test_every_decision_is_vllms_on_nasty_workloads(path: Path, jump: bool) -> None:
     answer = read_case(path)
     found = replay(answer, path.parent, jump=jump, checked=not jump)
-    assert differences(found, answer) == [], first_difference(found, answer)
+    assert differences(found, answer, stepped=not jump) == [], first_difference(found, answer)
 
 
 @pytest.mark.skipif(not ANSWERS, reason="needs the shared answers of vLLM's own scheduler")
@@ -29,10 +33,8 @@ def test_every_decision_is_vllms_on_nasty_workloads(path: Path, jump: bool) -> N
 @pytest.mark.parametrize("path", ANSWERS, ids=lambda path: path.stem)
 def test_every_decision_is_vllms_on_the_reference_workloads(path: Path, jump: bool) -> None:
     answer = read(path)
-    if "cpu_chunks" in answer["args"]:
-        pytest.skip("the OffloadingConnector is not built yet")
-    found = replay(answer, SHARED, jump=jump, checked=not jump)
-    assert differences(found, answer) == [], first_difference(found, answer)
+    found = replay(answer, SHARED, jump=jump, checked=not jump, ended_first=ENDED_FIRST.get(path.stem))
+    assert differences(found, answer, stepped=not jump) == [], first_difference(found, answer)
 
 
 def test_there_are_cases_of_every_kind() -> None:
@@ -44,6 +46,15 @@ def test_there_are_cases_of_every_kind() -> None:
         ("fcfs", False), ("fcfs", True), ("priority", False), ("priority", True),
     }  # fmt: skip
     assert {arg["watermark"] > 0 for arg in args} == {False, True}
+    offloaded = [answer for answer in answers if "copies" in answer]
+    args = [answer["args"] for answer in offloaded]
+    for name in ("no_prefix_caching", "offload_outputs", "no_reserve_full_isl"):
+        assert {arg[name] for arg in args} == {False, True}
+    assert {arg["eviction_policy"] for arg in args} == {"lru", "arc"}
+    assert {arg["blocks_per_chunk"] for arg in args} == {1, 2, 3, 4}
+    assert {min(2, arg["store_threshold"]) for arg in args} == {0, 1, 2}
+    words = " ".join(line for answer in offloaded for _, _, line in answer["copies"]).split()
+    assert min(words.count(word) for word in ("load", "store", "flush")) > 30
     assert sum(answer["preemptions"] for answer in answers) > 500
     assert sum(answer["rehit_tokens"] for answer in answers) > 1000
     assert any(request["finish"] == "rejected" for answer in answers for request in answer["requests"].values())

@@ -6,10 +6,14 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvtwin.testing import engines
+from sim.engine.decisions import DecisionLog
 from sim.engine.limits import Limits
+from sim.parts.base import Memory
 from sim.parts.batching.unified import Unified
+from sim.parts.offload.connector import OffloadingConnector
 from sim.systems.vllm_v1 import VllmV1
 from traces.readers import open_trace
 from traces.request import Request
@@ -21,6 +25,10 @@ FLAGS = {
     "watermark": "watermark",
     "async_scheduling": "async_scheduling",
 }
+OFFLOADING = (
+    "cpu_chunks", "blocks_per_chunk", "eviction_policy", "store_threshold", "offload_outputs", "load_s_per_block",
+    "store_s_per_block",
+)  # fmt: skip
 
 
 @dataclass
@@ -29,22 +37,39 @@ class Replay:
 
     requests: dict[str, dict] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    all_lines: list[str] = field(default_factory=list)
+    """The same with their steps, and what is copied."""
     pools: list[tuple[int, int]] = field(default_factory=list)
     """Free blocks and evictions after each decision, where nothing is jumped."""
     evictions: int = 0
     preemptions: int = 0
     rehit_tokens: int = 0
 
-    @property
-    def sha256(self) -> str:
-        return sha256(self.lines)
+    sha256: str = ""
+    loaded: dict[str, int] = field(default_factory=dict)
+    """Tokens loaded from the host, by request."""
 
 
-def sha256(lines: list[str]) -> str:
-    digest = hashlib.sha256()
-    for step, line in enumerate(lines):
-        digest.update(f"{step} {line}\n".encode())
-    return digest.hexdigest()
+class Lines(DecisionLog):
+    """Keeps what it hashes."""
+
+    def __init__(self, found: Replay, memory: Memory) -> None:
+        super().__init__()
+        self.found, self.memory = found, memory
+
+    def __call__(self, line: str) -> None:
+        self.found.all_lines.append(f"{self.num_steps} {line}")
+        self.found.lines.append(line)
+        self.found.pools.append((self.memory.gpu.free, self.memory.num_evicted))
+        super().__call__(line)
+
+    def copies(self, line: str, *, of_last: bool) -> None:
+        super().copies(line, of_last=of_last)
+        self.found.all_lines.append(f"{self.num_steps - of_last}{line}")
+        if " load " in line:
+            for word in line.split(" load ")[1].split(" store ")[0].split(" flush ")[0].split():
+                request, tokens = word.split(":")
+                self.found.loaded[request] = self.found.loaded.get(request, 0) + int(tokens)
 
 
 def requests_of(answer: dict, folder: Path) -> list[Request]:
@@ -61,11 +86,25 @@ def requests_of(answer: dict, folder: Path) -> list[Request]:
     ]
 
 
-def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> Replay:
-    """The answer's workload under the answer's settings."""
+def hand_over_first(connector: OffloadingConnector, request_id: int) -> None:
+    """Let the connector hear of that request's end before it hears of others' that end in the same step."""
+    build = connector.build
+
+    def build_reordered(*args: Any) -> str:
+        ended = connector._ended.items()
+        connector._ended = dict(sorted(ended, key=lambda one: one[0].seq.request.request_id != request_id))
+        return build(*args)
+
+    connector.build = build_reordered
+
+
+def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, ended_first: int | None = None) -> Replay:
+    """The answer's workload under the answer's settings; `ended_first` as `hand_over_first` has it."""
     args = answer["args"]
     requests = requests_of(answer, folder)
     options = {ours: args[theirs] for theirs, ours in FLAGS.items()}
+    if "cpu_chunks" in args:
+        options |= {name: args[name] for name in OFFLOADING}
     policy = VllmV1(**options, scheduler_reserve_full_isl=not args["no_reserve_full_isl"])
     limits = Limits(
         num_gpu_blocks=args["blocks"] - 1,
@@ -84,9 +123,10 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
 
     def listen(scheduler):
         assert isinstance(scheduler.batching, Unified)
-        scheduler.batching.record = found.lines.append
-        pool, memory = scheduler.gpu, scheduler.memory
-        return lambda plan, start_s, times: found.pools.append((pool.free, memory.num_evicted))
+        scheduler.batching.record = Lines(found, scheduler.memory)
+        if ended_first:
+            hand_over_first(scheduler.batching.connector, ended_first)
+        return lambda plan, start_s, times: None
 
     outcome = engines.simulate(policy, requests, limits, machine=machine, jump=jump, checked=checked, observe=listen)
     for seq in outcome.ended:
@@ -97,14 +137,15 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
             "preempted": seq.num_preemptions,
             "hit": None if refused else seq.num_cached_tokens,
         }
+    found.sha256 = outcome.scheduler.batching.record.sha256
     found.evictions = outcome.scheduler.memory.num_evicted
     found.preemptions = outcome.scheduler.counters.preemptions
     found.rehit_tokens = outcome.scheduler.counters.prefix_rehit_tokens
     return found
 
 
-def differences(found: Replay, answer: dict) -> list[str]:
-    """Where the replay differs from vLLM."""
+def differences(found: Replay, answer: dict, *, stepped: bool = False) -> list[str]:
+    """Where the replay differs from vLLM; free blocks are compared where it was `stepped`."""
     wrong = []
     for key, want in answer["requests"].items():
         got = found.requests[key]
@@ -113,7 +154,9 @@ def differences(found: Replay, answer: dict) -> list[str]:
             same = abs(a - b) < 1e-6 if isinstance(a, float) and isinstance(b, float) else a == b
             if not same:
                 wrong.append(f"request {key} {name}: {a} where vLLM has {b}")
-        for name in ("preempted", "hit"):
+        got["loaded"] = found.loaded.get(key, 0)
+        want.setdefault("loaded", 0)
+        for name in ("preempted", "hit", "loaded"):
             if got[name] != want[name]:
                 wrong.append(f"request {key} {name}: {got[name]} where vLLM has {want[name]}")
     for name in ("evictions", "preemptions", "rehit_tokens"):
@@ -121,7 +164,7 @@ def differences(found: Replay, answer: dict) -> list[str]:
             wrong.append(f"{name}: {getattr(found, name)} where vLLM has {answer[name]}")
     if found.sha256 != answer["decisions_sha256"]:
         wrong.append(f"decisions: {len(found.lines)} steps where vLLM has {answer['iterations']}")
-    if len(found.pools) == len(found.lines) and "steps" in answer:
+    if stepped and "steps" in answer:
         for (_, line, free, evictions), pool in zip(answer["steps"], found.pools, strict=False):
             if pool != (free, evictions):
                 wrong.append(f"free blocks, evictions: {pool} where vLLM has {free}, {evictions} after {line}")
@@ -131,10 +174,11 @@ def differences(found: Replay, answer: dict) -> list[str]:
 
 def first_difference(found: Replay, answer: dict) -> str:
     """The first of the steps in clear that differs."""
-    if "steps" in answer:
-        for step, (ours, (start_s, theirs, *_)) in enumerate(zip(found.lines, answer["steps"], strict=False)):
+    if "lines" in answer:
+        for ours, theirs in zip(found.all_lines, answer["lines"], strict=False):
             if ours != theirs:
-                return f"step {step} at {start_s}: {ours} where vLLM has {theirs}"
+                start_s = answer["steps"][min(int(theirs.split()[0]), len(answer["steps"]) - 1)][0]
+                return f"at {start_s}: {ours} where vLLM has {theirs}"
         return "at the end, or nowhere"
     for step, (_, entries, preempted, hits, free) in enumerate(answer["clear"]):
         line = " ".join(f"{request}:{tokens}" for request, tokens in entries)
@@ -167,7 +211,13 @@ def read_case(path: Path) -> dict:
     for i, row in enumerate(answer["workload"]):
         if row[1] >= limit:
             answer["requests"][str(i)]["finish"] = "rejected"
-    answer["decisions_sha256"] = sha256([step[1] for step in answer["steps"]])
+    lines = [f"{number} {line}" for number, (_, line, *_) in enumerate(answer["steps"])]
+    for count, number, line in reversed(answer.get("copies", ())):
+        lines.insert(count, f"{number}{line}")
+    answer["lines"] = lines
+    answer["decisions_sha256"] = hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+    for key, tokens in answer.get("loaded", {}).items():
+        answer["requests"][key]["loaded"] = tokens
     return answer
 
 
@@ -178,8 +228,13 @@ def main() -> None:
         answer = read_case(path)
         found += 1
         for jump in (True, False):
-            ours = replay(answer, path.parent, jump=jump, checked=not jump)
-            if differ := differences(ours, answer):
+            try:
+                ours = replay(answer, path.parent, jump=jump, checked=not jump)
+            except Exception as error:
+                wrong += 1
+                print(f"{path.name}, jump={jump}: {type(error).__name__}: {error}")
+                continue
+            if differ := differences(ours, answer, stepped=not jump):
                 wrong += 1
                 print(f"{path.name}, jump={jump}: {differ[0]}; {first_difference(ours, answer)}")
     print(f"{found} workloads, {wrong} runs of them differ")

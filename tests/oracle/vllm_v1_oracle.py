@@ -114,8 +114,8 @@ def tokens_of(number: int, row: Row) -> list[int]:
     return [ident * BLOCK + j for ident in ids for j in range(BLOCK)][:length]
 
 
-def make_scheduler(options: Options) -> tuple[Any, Any]:
-    """vLLM's scheduler and the hasher that its requests need."""
+def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
+    """vLLM's scheduler and the hasher that its requests need. `connector` is a `KVTransferConfig`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         model = ModelConfig(
@@ -142,6 +142,7 @@ def make_scheduler(options: Options) -> tuple[Any, Any]:
         scheduler_config=scheduler_config,
         cache_config=cache,
         device_config=DeviceConfig(device="cpu"),
+        kv_transfer_config=connector,
     )
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16)
     group = KVCacheGroupSpec(["layer"], spec)
@@ -155,7 +156,8 @@ def make_scheduler(options: Options) -> tuple[Any, Any]:
         block_size=BLOCK,
         log_stats=True,
     )
-    return scheduler, None if options.no_prefix_caching else get_request_block_hasher(BLOCK, hash_fn)
+    hashes = connector is not None or not options.no_prefix_caching
+    return scheduler, get_request_block_hasher(BLOCK, hash_fn) if hashes else None
 
 
 class Oracle:
@@ -166,7 +168,7 @@ class Oracle:
             raise ValueError("vLLM does not start unless a request of max_model_len tokens fits")
         self.rows, self.options = rows, options
         self.tokens = [tokens_of(*row) for row in enumerate(rows)]
-        self.scheduler, self.hasher = make_scheduler(options)
+        self.scheduler, self.hasher = self._make_scheduler()
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.next = 0
         self.first: list[float | None] = [None] * len(rows)
@@ -177,6 +179,9 @@ class Oracle:
         self.steps: list[tuple[float, str, int, int]] = []
         self._victims: list[int] = []
         self._count()
+
+    def _make_scheduler(self) -> tuple[Any, Any]:
+        return make_scheduler(self.options)
 
     def _count(self) -> None:
         """Note every preemption and every eviction; vLLM's methods do what they did."""
@@ -256,8 +261,11 @@ class Oracle:
             seconds += (0 if chunks else d0) + d1 * len(contexts) + d2 * sum(contexts)
         return seconds
 
-    def _deliver(self, output: Any, sampling: dict[str, int | None], now: float) -> None:
-        """Give each request its next token; `sampling` says which one, None where it samples none."""
+    def _deliver(self, output: Any, sampling: dict[str, int | None], now: float, copies: Any = None) -> list[str]:
+        """Give each request its next token; `sampling` says which one, None where it samples none. Who ended.
+
+        `copies` is what a connector's worker reports.
+        """
         keys = list(output.num_scheduled_tokens)
         tokens = []
         for key in keys:
@@ -266,6 +274,8 @@ class Oracle:
         result = ModelRunnerOutput(
             req_ids=keys, req_id_to_index={key: i for i, key in enumerate(keys)}, sampled_token_ids=tokens
         )
+        result.kv_connector_output = copies
+        ended = []
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 number = int(one.request_id)
@@ -273,6 +283,8 @@ class Oracle:
                     self.first[number] = now
                 if one.finish_reason is not None:
                     self.finish[number] = now
+                    ended.append(one.request_id)
+        return ended
 
     def run(self) -> dict[str, Any]:
         """Serve the whole workload."""

@@ -10,7 +10,7 @@ from small_results import CROWDED, counts, finished, scenario, small_result
 
 from sim.cost.pricing import Lanes
 from sim.errors import UserError
-from sim.results.parts import LanesUse, Machine, ResolvedScenario
+from sim.results.parts import LanesUse, Machine, ResolvedScenario, TierUse
 from sim.results.result import assemble, read_result, write_result
 from sim.scenario import Scenario
 from sim.simulate import Keep
@@ -27,10 +27,15 @@ def test_a_result_comes_back_from_its_file_as_it_was(tmp_path, policy, detailed)
     assert bool(result.counters.policy) is (policy == "layerkv")
 
 
+HOST = TierUse(
+    tier="host", num_blocks=9, hit_tokens=48, num_loads=2, stored_blocks=5, evicted_blocks=0, saved_s=0.5, lost_s=0.0
+)
+
+
 def test_an_infinite_rate_and_what_is_seldom_there_come_back(tmp_path):
     everything = small_result(
         request_rate=inf, scenario=scenario(request_rate=inf), error="bad row", machine=MACHINE, complete=False,
-        counters=counts(parked=3), per_request="elsewhere",
+        counters=counts(parked=3), per_request="elsewhere", tiers=[HOST],
     )  # fmt: skip
     path = write_result(tmp_path, everything)
     data = json.loads(path.read_text())

@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+from sim.engine.decisions import DecisionLog
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk, Tier
 from sim.engine.sequence import Sequence
 from sim.parts.base import Eviction, Part, overrides
@@ -31,7 +32,7 @@ class Batching(Part, ABC):
     frees_in_order: ClassVar[bool] = False
     """Whether those who end in one step give their blocks back in the order in which they ran (`in_order`)."""
 
-    record: Callable[[str], None] | None = None
+    record: DecisionLog | None = None
     """Hears of every step: entries `request:tokens` in the engine's order, then who was preempted."""
     records_decisions: ClassVar[bool] = False
     """Whether it tells `record`."""

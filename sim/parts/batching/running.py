@@ -62,7 +62,7 @@ class Running(Batching):
         """Most tokens of one prompt in this step; 0: the budget alone says."""
         if not self.threshold:
             return 0
-        requests = len(self.running) + len(self.order)
+        requests = len(self.running) + len(self.order) + self.num_paused
         if requests <= 1:
             return 0
         return max(self.threshold, self.budget // requests) if self.adaptive else self.threshold

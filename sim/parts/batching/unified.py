@@ -60,12 +60,17 @@ class Unified(Running):
         return memory.blocks_wanted(seq, most) + keep_free <= memory.gpu.free
 
     def _start(self, plan: IterationPlan, seq: Sequence, cached: int, chunk: int, now_s: float) -> None:
+        decodes = seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens
+        self.paged.place_chunk(seq, cached if decodes else cached + chunk)
+        self._run(plan, seq, chunk, now_s, decodes=decodes)
+
+    def _run(self, plan: IterationPlan, seq: Sequence, chunk: int, now_s: float, *, decodes: bool) -> None:
+        """`seq`, which has the blocks for it, computes its next `chunk` tokens."""
         scheduler, memory, batch = self.scheduler, self.paged, self.batch
         self.running[seq] = None
         seq.output_tokens = min(seq.output_tokens, self.limits.max_model_len - seq.request.prompt_tokens)
-        if seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens:
-            memory.place_chunk(seq, cached)
-            scheduler.start(seq, now_s, placed=True)
+        scheduler.start(seq, now_s, placed=True)
+        if decodes:
             self._join(seq)
             memory.append(seq)
             memory.publish(seq, batch.num_tokens_of(seq))
@@ -73,10 +78,8 @@ class Unified(Running):
             plan.decode_context_tokens += batch.num_tokens_of(seq)
             plan.decodes = batch.members
             return
-        memory.place_chunk(seq, cached + chunk)
-        scheduler.start(seq, now_s, placed=True)
         self._add_chunk(plan, seq, chunk, Origin.ADMITTED)
-        memory.publish(seq, cached + chunk)
+        memory.publish(seq, seq.num_computed + chunk)
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 

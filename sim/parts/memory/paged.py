@@ -49,11 +49,24 @@ class PagedMemory(Memory):
     # -- prompts chunk by chunk --------------------------------------------------------------------------------------
 
     def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        """Take the blocks of the first `num_tokens` tokens of a prompt that waits, what it hits among them."""
+        """Take the blocks of the first `num_tokens` tokens of a prompt that starts, what it hits among them."""
+        self.take(seq, num_tokens)
+
+    def take(self, seq: Sequence, num_tokens: int) -> None:
+        """The same of one that may not start yet: its hits are not counted."""
         seq.num_blocks = -(-num_tokens // self.block_size)
         blocks = self.blocks_wanted(seq, num_tokens)
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+
+    def count_hits(self, seq: Sequence, num_tokens: int) -> None:
+        """`seq` starts, or starts again, with `num_tokens` of its tokens computed."""
+        counters = self.scheduler.counters
+        if seq.first_scheduled_s < 0.0:
+            seq.num_cached_tokens = num_tokens
+            counters.prefix_hit_tokens += num_tokens
+        else:
+            counters.prefix_rehit_tokens += num_tokens
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         """Free blocks that the first `num_tokens` tokens of a prompt that waits take."""

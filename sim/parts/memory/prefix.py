@@ -107,6 +107,10 @@ class PrefixMemory(PagedMemory):
         return blocks - match.num_blocks + match.num_idle
 
     def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        self.take(seq, num_tokens)
+        self.count_hits(seq, seq.num_computed)
+
+    def take(self, seq: Sequence, num_tokens: int) -> None:
         match = self._match(seq)
         blocks = seq.num_blocks = -(-num_tokens // self.block_size)
         if (holding := self._holdings.get(seq)) is not None:
@@ -114,17 +118,8 @@ class PrefixMemory(PagedMemory):
             self.gpu.allocate(match.num_idle)
         self.gpu.allocate(blocks - match.num_blocks)
         seq.num_computed = match.num_blocks * self.block_size
-        self._count_hits(seq, seq.num_computed)
         self._may_grow = False
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
-
-    def _count_hits(self, seq: Sequence, num_tokens: int) -> None:
-        counters = self.scheduler.counters
-        if seq.first_scheduled_s < 0.0:
-            seq.num_cached_tokens = num_tokens
-            counters.prefix_hit_tokens += num_tokens
-        else:
-            counters.prefix_rehit_tokens += num_tokens
 
     def complete(self, plan: IterationPlan) -> None:
         for seq, num_new, num_cached, _ in plan.chunks:

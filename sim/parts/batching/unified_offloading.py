@@ -1,0 +1,196 @@
+"""`UnifiedOffloading`: `Unified` with vLLM's OffloadingConnector.
+
+Who is to load a prefix takes its blocks and waits for the copy beside the queue (vLLM's `kv_holding_waiting`), first in
+line once it has come. Whom the connector puts off is passed by those behind.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from sim.engine.plan import IterationPlan, StepTimes, Tier
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.batching.base import NEVER_FITS
+from sim.parts.batching.unified import Unified
+from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
+from sim.parts.order.priority import urgency
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+
+class UnifiedOffloading(Unified):
+    """vLLM v1's `schedule()` with a connector."""
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if not isinstance(scheduler.memory, OffloadingMemory | OffloadingPaged):
+            raise UserError("--kv-offloading-size: goes with memory=paged")
+        if scheduler.stage.hands_over or scheduler.stage.pulls:
+            raise UserError("--kv-offloading-size: not with engines that hand sequences over; leave it out")
+        self.offloading = scheduler.memory
+        self.connector = scheduler.memory.connector
+        scheduler.counters.tiers["host"] = self.connector.tier
+        self.kv_holding: dict[Sequence, int] = {}
+        """Who loads, or has loaded and waits; how many tokens of each are computed then."""
+        # Whether the next step may decide otherwise about those who wait, though nothing seems to happen.
+        self._unsure = False
+        # Whether some request was refused whom no other may pass.
+        self._stopped = False
+
+    @property
+    def num_paused(self) -> int:
+        return len(self.kv_holding)
+
+    def holders(self) -> Iterable[tuple[Sequence, Tier]]:
+        yield from super().holders()
+        for seq in self.kv_holding:
+            yield seq, Tier.GPU
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        scheduler, connector = self.scheduler, self.connector
+        scheduler.beside += connector.begin()
+        self._unsure = self._stopped = False
+        budget = self._run_running(plan)
+        preempted = self.eviction.settle()
+        if not preempted and budget > 0:
+            self._admit(plan, now_s, budget)
+        if self.record is not None and not preempted:
+            self._note(plan, ())
+        told = connector.build(plan, scheduler.beside, lambda: self._scheduled(plan))
+        if told and self.record is not None:
+            self.record.copies(told, of_last=bool(plan.chunks or plan.num_decodes or preempted))
+        plan.cut_on_arrival = not (self._stopped and self.order.sticky) or self._arrivals_help
+        if not plan.chunks and not plan.num_decodes:
+            # A step without work takes no time: what had ended is seen, and stores begin, at once.
+            if not plan.awaited and not plan.after and (connector.report() or connector.stores):
+                scheduler.changed = True
+        elif not (plan.chunks or self.partials or preempted or plan.after or plan.awaited):
+            scheduler.allow_jump(plan)
+
+    def _scheduled(self, plan: IterationPlan) -> Iterator[tuple[Sequence, int]]:
+        """Who computes in this step, in order, and how many of their tokens are computed then."""
+        after = {chunk.seq: chunk.num_cached + chunk.num_new for chunk in plan.chunks}
+        for seq in plan.decodes:
+            after[seq] = self.batch.num_tokens_of(seq)
+        return ((seq, after[seq]) for seq in self.running if seq in after)
+
+    def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
+        """First those who hold blocks, then those who wait; both until one of them finds no room."""
+        budget = self._admit_loaded(plan, now_s, budget)
+        order, memory, connector = self.order, self.paged, self.connector
+        passed: list[Sequence] = []
+        longest = self._longest_chunk()
+        while not self._stopped and order.waiting:
+            if budget <= 0 or len(self.running) >= self.limits.max_num_seqs:
+                self._stopped = True
+                break
+            seq = order.head()
+            if not memory.ever_fits(seq, 0):
+                self.scheduler.ignore(order.pop(), NEVER_FITS)
+                continue
+            cached = memory.cached_tokens(seq)
+            external = connector.lookup(seq, cached)
+            if external is None:
+                passed.append(order.pop())
+                self._unsure = True
+                continue
+            chunk = seq.num_tokens - cached
+            if 0 < longest < chunk:
+                chunk = longest
+            chunk = min(chunk, budget)
+            tokens = cached + (external or chunk)
+            if not self._has_room_for(plan, seq, tokens, loads=bool(external)):
+                self._stopped = True
+                break
+            order.pop()
+            if external:
+                memory.take(seq, tokens)
+                self.kv_holding[seq] = tokens
+                connector.load(seq, cached, external)
+            else:
+                budget -= chunk
+                self._start(plan, seq, cached, chunk, now_s)
+        if passed:
+            order.put_back(passed[::-1])
+
+    def _admit_loaded(self, plan: IterationPlan, now_s: float, budget: int) -> int:
+        """Those whose loads are seen to have ended; returns what is left of the budget."""
+        memory, loaded = self.offloading, self.connector.loaded
+        longest = self._longest_chunk()
+        for seq in sorted(self.kv_holding, key=urgency) if self.by_priority else list(self.kv_holding):
+            if budget <= 0 or len(self.running) >= self.limits.max_num_seqs:
+                self._stopped = True
+                break
+            if seq in loaded:
+                # From now on others may hit it. The last token must be computed all the same.
+                loaded.remove(seq)
+                memory.publish(seq, self.kv_holding[seq])
+                num_computed = self.kv_holding[seq] = min(self.kv_holding[seq], seq.num_tokens - 1)
+                self.connector.tier.hit_tokens += num_computed - seq.num_computed
+                seq.num_computed = num_computed
+            elif seq.num_computed < self.kv_holding[seq]:
+                continue
+            chunk = seq.num_tokens - seq.num_computed
+            if 0 < longest < chunk:
+                chunk = longest
+            chunk = min(chunk, budget)
+            tokens = seq.num_computed + chunk
+            wanted = memory.blocks_missing(seq, seq.num_tokens if self.reserve_whole_prompt else tokens)
+            if wanted + self._keep_free > memory.gpu.free:
+                self._stopped = True
+                break
+            del self.kv_holding[seq]
+            budget -= chunk
+            memory.resume(seq)
+            memory.count_hits(seq, seq.num_computed)
+            decodes = chunk == 1 and tokens == seq.num_tokens and tokens > seq.request.prompt_tokens
+            if not decodes:
+                memory.take_chunk(seq, tokens)
+            self._run(plan, seq, chunk, now_s, decodes=decodes)
+        return budget
+
+    @property
+    def _keep_free(self) -> int:
+        return self.watermark_blocks if self.running else 0
+
+    def _has_room_for(self, plan: IterationPlan, seq: Sequence, num_tokens: int, *, loads: bool) -> bool:
+        """Whether `seq` may take the blocks of its first `num_tokens` tokens, to compute or to load some of them."""
+        memory, free = self.paged, self.paged.gpu.free - self._keep_free
+        if self.reserve_whole_prompt and memory.blocks_wanted(seq, seq.num_tokens) > free:
+            # Evicting what it would hit changes nothing, but may reveal a chunk that is being stored.
+            self._unsure = self.connector.copies
+            return False
+        if loads:
+            # Loads make no room, and are not preempted: they leave what others need to go on.
+            free -= self._blocks_promised(plan)
+        if memory.blocks_wanted(seq, num_tokens) > free:
+            self._unsure = True
+            return False
+        return True
+
+    def _blocks_promised(self, plan: IterationPlan) -> int:
+        """Blocks that half-done prompts and loads have yet to take."""
+        promised = dict.fromkeys((*self.kv_holding, *self.partials, *(chunk.seq for chunk in plan.chunks)))
+        return sum(max(0, self.paged.blocks_holding(seq.num_tokens) - seq.num_blocks) for seq in promised)
+
+    def _run(self, plan: IterationPlan, seq: Sequence, chunk: int, now_s: float, *, decodes: bool) -> None:
+        super()._run(plan, seq, chunk, now_s, decodes=decodes)
+        self.connector.admitted(seq)
+
+    def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:
+        super()._preempt(victim, plan, scheduled)
+        self.connector.preempted(victim)
+
+    # -- afterwards --------------------------------------------------------------------------------------------------
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        super().committed(plan, times)
+        self.connector.report()
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        if self._unsure:
+            return 1
+        return self.connector.holds(steps, plan.decodes, self.batch.num_tokens_of)

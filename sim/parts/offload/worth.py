@@ -1,0 +1,47 @@
+"""`Worth`: what loading a part of a prompt takes, and what computing it would, by the run's own prices."""
+
+from sim.cost.model import CostModel
+from sim.engine.limits import Limits
+from sim.engine.plan import Direction, IterationPlan, Origin, PrefillChunk
+from sim.engine.sequence import Sequence
+
+
+class Worth:
+    """Prices of one engine.
+
+    Args:
+        cost: of the engine's device.
+        limits: of the engine; its budget cuts prompts into chunks.
+        layers: of the model.
+        load_s_per_block: of a copy to the GPU; None: as `cost` says.
+    """
+
+    def __init__(self, cost: CostModel, limits: Limits, layers: int, load_s_per_block: float | None = None) -> None:
+        self._cost, self._layers, self._load_s_per_block = cost, layers, load_s_per_block
+        self._block_bytes, self._budget = limits.block_bytes, limits.max_num_batched_tokens
+
+    def load_s(self, num_blocks: int) -> float:
+        """A copy of so many blocks to the GPU, alone on its lane, s."""
+        if self._load_s_per_block is not None:
+            return num_blocks * self._load_s_per_block
+        copies = self._cost.num_copies(num_blocks, self._layers)
+        return self._cost.copy_s(num_blocks * self._block_bytes, copies, Direction.H2D)
+
+    def recompute_s(self, seq: Sequence, begin: int, end: int) -> float:
+        """How much sooner `seq`, alone, is computed from its first `end` tokens on than from its first `begin`, s."""
+        return self._compute_s(seq, begin) - self._compute_s(seq, end)
+
+    def _compute_s(self, seq: Sequence, num_computed: int) -> float:
+        seconds = 0.0
+        last = max(seq.num_tokens, num_computed + 1)
+        while num_computed < last:
+            num_new = min(self._budget, last - num_computed)
+            plan = IterationPlan()
+            plan.chunks = (PrefillChunk(seq, num_new, num_computed, Origin.ADMITTED),)
+            plan.prefill_tokens = num_new
+            plan.prefill_pairs = num_new * num_computed + num_new * (num_new + 1) // 2
+            plan.prefill_squares = num_new * num_new
+            num_computed += num_new
+            plan.num_sampled_prefills = int(num_computed == last)
+            seconds += self._cost.iteration_s(plan)
+        return seconds

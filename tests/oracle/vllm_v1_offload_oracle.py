@@ -1,0 +1,176 @@
+"""Ask vLLM 0.33.0's own v1 scheduler what it decides with its OffloadingConnector; as ``vllm_v1_oracle.py``.
+
+The connector's scheduler side is vLLM's; ours is a worker that only pretends, by the rules of vLLM's (``offloading/
+worker.py``, ``cpu/gpu_worker.py``). A step at time t: stores that the step before decided start, and those of its own
+that are to be flushed; the step waits for what is to be flushed; transfers that have ended by then are reported with
+its output; the computation runs; loads start when it ends. Each direction is a lane of its own, first come, first
+served, `load_s_per_block` and `store_s_per_block` a block. A step without tokens takes no time.
+
+vLLM hands those that ended in one step to the connector as a set, whose order depends on the process. Here they come in
+the order in which they ran.
+
+Besides what the other oracle answers: ``copies``, entries of how many ``steps`` were before it (its own counted), the
+step's number, and what vLLM copies: ``load request:tokens``, ``store request:blocks``, ``flush jobs``; and ``loaded``
+tokens by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.outputs import KVConnectorOutput
+from vllm_v1_oracle import ARRIVAL_SLACK, BLOCK, Options, Oracle, Row, make_scheduler
+
+BLOCK_BYTES = 4 * BLOCK
+"""Of the one layer with one head of one element, keys and values of 2 bytes."""
+
+
+@dataclass(frozen=True)
+class OffloadOptions(Options):
+    """With the connector's own, by their names in its configuration."""
+
+    cpu_chunks: int = 100
+    blocks_per_chunk: int = 1
+    load_s_per_block: float = 1e-4
+    store_s_per_block: float = 1e-4
+    eviction_policy: str = "lru"
+    store_threshold: int = 0
+    offload_outputs: bool = False
+
+
+class OffloadOracle(Oracle):
+    """The scheduler with the connector, and a worker."""
+
+    options: OffloadOptions
+
+    def __init__(self, rows: Sequence[Row], options: OffloadOptions) -> None:
+        super().__init__(rows, options)
+        self.copies: list[tuple[int, int, str]] = []
+        self.loaded: dict[int, int] = {}
+        self._loads: list[tuple[int, int]] = []
+        self._unsubmitted: dict[int, Any] = {}
+        self._flying: list[tuple[float, int, str, str]] = []
+        self._free_at = {"load": 0.0, "store": 0.0}
+        connector = self.scheduler.connector
+        after_alloc = connector.update_state_after_alloc
+
+        def counted(request: Any, blocks: Any, tokens: int) -> Any:
+            if tokens:
+                self._loads.append((int(request.request_id), tokens))
+            return after_alloc(request, blocks, tokens)
+
+        connector.update_state_after_alloc = counted
+
+    def _make_scheduler(self) -> tuple[Any, Any]:
+        options, align = self.options, SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
+        chunk_bytes = -(-BLOCK_BYTES * options.blocks_per_chunk // align) * align
+        extra = {
+            "cpu_bytes_to_use": options.cpu_chunks * chunk_bytes,
+            "blocks_per_chunk": options.blocks_per_chunk,
+            "eviction_policy": options.eviction_policy,
+            "store_threshold": options.store_threshold,
+            "offload_prompt_only": not options.offload_outputs,
+        }
+        config = KVTransferConfig(
+            kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        )
+        scheduler, hasher = make_scheduler(options, config)
+        assert scheduler.connector.connector_scheduler.manager._num_chunks == options.cpu_chunks
+        return scheduler, hasher
+
+    def run(self) -> dict[str, Any]:
+        answer = super().run()
+        return answer | {"copies": self.copies, "loaded": self.loaded}
+
+    def run_sync(self) -> float:
+        now = 0.0
+        ended: list[str] = []
+        while True:
+            self._arrive(now)
+            if not self.scheduler.has_requests():
+                if self.next >= len(self.rows):
+                    return now
+                now = max(now, self.rows[self.next].arrival_s)
+                continue
+            self._loads.clear()
+            before = len(self.steps)
+            self.scheduler.finished_req_ids = dict.fromkeys(ended)
+            output, price = self._schedule(now)
+            meta = output.kv_connector_metadata
+            self._tell(before, meta)
+            start = self._begin(meta, now)
+            busy = bool(output.num_scheduled_tokens)
+            if not busy:
+                self._submit_all("load", meta.load_jobs, start)
+            reported = self._poll(start)
+            now = start + price
+            if busy:
+                self._submit_all("load", meta.load_jobs, now)
+            self._unsubmitted.update(meta.store_jobs)
+            sampling = {}
+            for key in output.num_scheduled_tokens:
+                request = self.scheduler.requests[key]
+                sampling[key] = None if request.is_prefill_chunk else request.num_output_tokens
+            ended = self._deliver(output, sampling, now, reported)
+            if not (busy or reported or self._unsubmitted or self._victims or ended):
+                later = [end for end, *_ in self._flying]
+                if self.next < len(self.rows):
+                    later.append(self.rows[self.next].arrival_s)
+                if later:
+                    now = max(now, min(later))
+                elif self.scheduler.has_unfinished_requests():
+                    raise RuntimeError("requests wait for ever")
+
+    def _tell(self, before: int, meta: Any) -> None:
+        text = ""
+        if self._loads:
+            text += " load " + " ".join(f"{number}:{tokens}" for number, tokens in self._loads)
+        if meta.store_jobs:
+            jobs = meta.store_jobs.values()
+            text += " store " + " ".join(f"{int(job.req_id)}:{len(job.src_spec.block_ids)}" for job in jobs)
+        if meta.jobs_to_flush:
+            text += f" flush {len(meta.jobs_to_flush)}"
+        if text:
+            self.copies.append((len(self.steps), before, text))
+        for number, tokens in self._loads:
+            self.loaded[number] = self.loaded.get(number, 0) + tokens
+
+    # -- the worker --------------------------------------------------------------------------------------------------
+
+    def _begin(self, meta: Any, now: float) -> float:
+        """Start what is to start with the step; when its computation may begin."""
+        flushed = meta.jobs_to_flush or ()
+        for number in sorted(flushed):
+            if number in meta.store_jobs:
+                self._unsubmitted[number] = meta.store_jobs.pop(number)
+        self._submit_all("store", self._unsubmitted, now)
+        self._unsubmitted = {}
+        return max([now, *(end for end, number, *_ in self._flying if number in flushed)])
+
+    def _submit_all(self, kind: str, jobs: dict[int, Any], now: float) -> None:
+        seconds = self.options.load_s_per_block if kind == "load" else self.options.store_s_per_block
+        for number, job in jobs.items():
+            spec = job.dst_spec if kind == "load" else job.src_spec
+            end = max(now, self._free_at[kind]) + len(spec.block_ids) * seconds
+            self._free_at[kind] = end
+            self._flying.append((end, number, kind, job.req_id))
+
+    def _poll(self, now: float) -> Any:
+        done = [job for job in self._flying if job[0] <= now + ARRIVAL_SLACK]
+        if not done:
+            return None
+        self._flying = [job for job in self._flying if job[0] > now + ARRIVAL_SLACK]
+        return KVConnectorOutput(
+            finished_recving={request for _, _, kind, request in done if kind == "load"} or None,
+            kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs={job[1]: 1 for job in done}),
+        )
+
+
+def ask(rows: Sequence[Row], options: OffloadOptions) -> dict[str, Any]:
+    """vLLM's answer for a workload, which must be sorted by arrival."""
+    return OffloadOracle(rows, options).run()

@@ -1,0 +1,266 @@
+"""vLLM's OffloadingConnector in small: times worked by hand, who gives way on the host, fences, and prices."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.testing import limits, linear_machine, simulate
+from kvtwin.testing.engines import Outcome
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.offload.block_chain import BlockChain
+from sim.parts.offload.fences import Fence, FencedStack
+from sim.parts.offload.host_cache import HostCache
+from sim.parts.offload.jobs import Job, Offloaded, ranges_of
+from sim.parts.offload.replacement import Access
+from sim.parts.offload.worth import Worth
+from sim.policy_options import parse_policy
+from sim.systems.vllm_v1 import VllmV1
+from traces.request import Request
+
+MACHINE = linear_machine(prefill=(0.0, 1e-3, 0.0), decode=(1e-3, 0.0, 0.0))
+"""A millisecond a prompt token, or a step of decodes."""
+
+
+def named(request_id: int, arrival_s: float, ids: tuple[int, ...], output: int = 1) -> Request:
+    return Request(request_id, arrival_s, 16 * len(ids), output, "", ids, 16)
+
+
+def run(*arrivals: Request, gpu: int = 6, caching: bool = True, jump: bool = True, **options: object) -> Outcome:
+    limit = replace(limits(gpu=gpu, max_model_len=97, tokens=200), enable_prefix_caching=caching)
+    options = {"cpu_chunks": 100, "load_s_per_block": 0.005, "store_s_per_block": 0.01, **options}
+    return simulate(VllmV1(**options), arrivals, limit, machine=MACHINE, jump=jump)
+
+
+def first_tokens(outcome: Outcome) -> list[float]:
+    seqs = outcome.by_id()
+    return [seqs[key].first_token_s for key in sorted(seqs)]
+
+
+# -- times -----------------------------------------------------------------------------------------------------------
+
+A, B, C = named(0, 0.0, (1, 2, 3, 4)), named(1, 1.0, (5, 6, 7, 8, 9, 10)), named(2, 2.0, (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("jump", [True, False])
+def test_what_left_the_gpu_is_loaded_from_the_host(caching, jump):
+    """A takes 64 ms, B takes all six blocks for 96 ms; C finds A's four blocks on the host: 20 ms, and one token."""
+    outcome = run(A, B, C, caching=caching, jump=jump)
+    assert first_tokens(outcome) == pytest.approx([0.064, 1.096, 2.021], abs=1e-12)
+    tier = outcome.scheduler.counters.tiers["host"]
+    assert (tier.hit_tokens, tier.num_loads, tier.stored_blocks, tier.evicted_blocks) == (63, 1, 4 + 6, 0)
+    assert (tier.saved_s, tier.lost_s) == (pytest.approx(0.063 - 0.020), 0.0)
+    assert outcome.by_id()[2].num_cached_tokens == 63
+
+
+def test_vllm_loads_at_any_price_and_the_run_says_what_that_cost():
+    """C waits 200 ms for what would be computed in 63."""
+    outcome = run(A, B, C, load_s_per_block=0.05)
+    assert first_tokens(outcome)[2] == pytest.approx(2.201, abs=1e-12)
+    tier = outcome.scheduler.counters.tiers["host"]
+    assert (tier.saved_s, tier.lost_s) == (0.0, pytest.approx(0.200 - 0.063))
+
+
+def test_who_takes_blocks_whose_store_is_under_way_waits_for_it():
+    """A's store begins at 64 ms and ends at 104; B comes at 70 ms and needs its blocks."""
+    outcome = run(A, B._replace(arrival_s=0.07))
+    assert first_tokens(outcome)[1] == pytest.approx(0.104 + 0.096, abs=1e-12)
+    # Two blocks are enough for it: those that A has not used.
+    outcome = run(A, named(1, 0.07, (5, 6)))
+    assert first_tokens(outcome)[1] == pytest.approx(0.070 + 0.032, abs=1e-12)
+
+
+def test_who_finds_its_prefix_being_stored_waits_for_that():
+    """C comes at 80 ms, when the GPU has lost A's blocks to B but for two, and the host is being given them."""
+    late = C._replace(arrival_s=0.08)
+    outcome = run(A, named(1, 0.07, (5, 6, 7, 8)), late, store_s_per_block=0.1)
+    # B takes A's last two blocks and waits for A's store until 464 ms; C may be looked up when it is seen, at 528.
+    assert first_tokens(outcome)[1] == pytest.approx(0.464 + 0.064, abs=1e-12)
+    assert outcome.by_id()[2].num_cached_tokens == 63
+    assert outcome.scheduler.counters.tiers["host"].num_loads == 1
+
+
+def test_chunks_of_several_blocks_are_stored_when_they_are_full():
+    outcome = run(A, B, C, blocks_per_chunk=3)
+    tier = outcome.scheduler.counters.tiers["host"]
+    assert (tier.stored_blocks, tier.hit_tokens) == (3 + 6, 48)
+    assert first_tokens(outcome)[2] == pytest.approx(2.0 + 0.015 + 0.016, abs=1e-12)
+
+
+def test_outputs_are_stored_where_that_is_asked_for():
+    talk = named(0, 0.0, (1, 2), output=34)._replace(output_hash_ids=(3, 4, 5))
+    later = named(2, 2.0, (1, 2, 3, 4, 5))
+    for asked, tokens in ((False, 32), (True, 64)):
+        # The last token generated is not computed: its block is never full.
+        outcome = run(talk, B, later, offload_outputs=asked)
+        assert outcome.scheduler.counters.tiers["host"].hit_tokens == tokens, asked
+
+
+def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
+    again = [named(i, i / 1.0, (1, 2, 3, 4)) for i in range(3)]
+    outcome = run(*again, gpu=6, caching=False, store_threshold=3)
+    assert outcome.scheduler.counters.tiers["host"].stored_blocks == 4
+    assert run(*again[:2], caching=False, store_threshold=3).scheduler.counters.tiers["host"].stored_blocks == 0
+
+
+# -- who has it ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("vllm-v1:cpu-chunks=5,async-scheduling=true", "--async-scheduling"),
+        ("vllm-v1:cpu-chunks=-5", "cpu-chunks: -5"),
+        ("vllm-v1:blocks-per-chunk=0", "blocks-per-chunk: 0"),
+        ("vllm-v1:kv-offloading-size=1,load-s-per-block=-1", "load-s-per-block: -1"),
+        ("vllm-v1:cpu-chunks=5,batching=sarathi", "batching=unified"),
+    ],
+)
+def test_what_cannot_be_is_refused(text, words):
+    with pytest.raises(UserError, match=words):
+        policy = parse_policy(text, {})[1]
+        simulate(policy, [A], replace(limits(), enable_prefix_caching=True))
+
+
+def test_a_size_in_gib_is_cut_into_chunks_of_whole_pages():
+    """A block of 5,000 bytes takes two pages of 4 KiB, one of three blocks four."""
+    assert VllmV1(kv_offloading_size=1.0).num_chunks(5000.0) == 2**30 // 8192
+    assert VllmV1(kv_offloading_size=1.0, blocks_per_chunk=3).num_chunks(5000.0) == 2**30 // 16384
+    assert VllmV1(cpu_chunks=7).num_chunks(5000.0) == VllmV1(cpu_chunks=7, kv_offloading_size=1.0).num_chunks(1.0) == 7
+
+
+# -- the host's cache ------------------------------------------------------------------------------------------------
+
+
+def stored(cache: HostCache, keys: tuple[int, ...], *, ends: bool = True) -> Access:
+    access = Access(keys)
+    taken = cache.offer(access, range(len(keys)))
+    assert taken is not None
+    cache.written(keys[place] for place in taken)
+    if ends:
+        cache.finish(access)
+    return access
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_tails_give_way_before_heads_and_old_requests_before_new(policy):
+    cache = HostCache(6, policy)
+    stored(cache, (1, 2, 3))
+    stored(cache, (4, 5, 6))
+    for number, gone in enumerate((3, 2, 1, 6)):
+        stored(cache, (100 + number,))
+        assert cache.get(gone) is None
+        assert all(cache.get(100 + i) for i in range(number + 1))
+    assert cache.num_evicted == 4
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_what_is_copied_stays(policy):
+    cache = HostCache(2, policy)
+    reader = stored(cache, (1, 2))
+    cache.read(reader, range(1))
+    assert cache.offer(Access((7, 8)), range(2)) is None
+    assert cache.offer(Access((9,)), range(1)) == [0]
+    assert (cache.get(1) is None, cache.get(2) is None) == (False, True)
+    # Being written, it is not idle either.
+    assert cache.offer(Access((10,)), range(1)) is None
+    cache.done_reading([1])
+    assert cache.offer(Access((10,)), range(1)) == [0]
+
+
+def test_an_offer_does_not_push_its_own_chunks_out():
+    cache = HostCache(2)
+    stored(cache, (1, 2))
+    assert cache.offer(Access((1, 2, 3)), range(3)) is None
+    assert cache.get(1) and cache.get(2)
+
+
+def test_arc_keeps_what_is_used_again_from_one_long_scan():
+    """Keys 1 and 2 are read once more; a scan of ten new chunks takes them from an LRU of four, and not from ARC."""
+    for policy, kept in (("lru", False), ("arc", True)):
+        cache = HostCache(4, policy)
+        stored(cache, (1, 2))
+        again = Access((1, 2))
+        cache.read(again, range(2))
+        cache.done_reading((1, 2))
+        cache.finish(again)
+        for key in range(10, 20):
+            stored(cache, (key,))
+        assert all(cache.get(key) for key in (1, 2)) is kept
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True), max_size=30), st.sampled_from([1, 4])
+)
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_chunks_are_neither_lost_nor_made(policy, offers, num_chunks):
+    cache = HostCache(num_chunks, policy)
+    for keys in offers:
+        access = Access(tuple(keys))
+        if (taken := cache.offer(access, range(len(keys)))) is not None:
+            cache.written(keys[place] for place in taken)
+        cache.finish(access)
+        assert cache.num_free + cache.num_idle == num_chunks
+        assert sum(cache.get(key) is not None for key in range(1, 13)) == cache.num_idle
+
+
+# -- keys and fences -------------------------------------------------------------------------------------------------
+
+
+def test_keys_name_a_block_and_all_before_it():
+    chain = BlockChain(16)
+    keys = [
+        chain.of(Sequence(named(i, 0.0, ids, output=40))) for i, ids in enumerate([(1, 2, 3), (1, 2, 4), (4, 2, 3)])
+    ]
+    assert keys[0][:2] == keys[1][:2]
+    assert len({key for row in keys for key in row}) == sum(map(len, keys)) - 2
+    assert [len(row) for row in keys] == [5, 5, 5]
+
+
+def test_jobs_read_the_blocks_of_their_chunks():
+    assert ranges_of([0, 1, 3, 5, 6], 2) == [range(4), range(6, 8), range(10, 14)]
+    job = Job(Offloaded(Sequence(A), Access(())), [0, 3], ranges_of([0, 3], 2))
+    assert job.num_blocks == 4
+    assert [job.reads(range(i, i + 1)) for i in range(9)] == [True, True, False, False, False, False, True, True, False]
+
+
+def test_a_stack_hands_out_the_last_block_first():
+    heard = []
+    job = Job(Offloaded(Sequence(A), Access(())), [0, 2], [range(1), range(2, 3)])
+    stack = FencedStack("blocks", 10, lambda job, blocks: heard.append(blocks))
+    stack.allocate(5)
+    stack.release_fenced(4, [job])
+    stack.allocate(1)
+    assert heard == []
+    stack.allocate(1)
+    assert heard == [range(2, 3)]
+    stack.allocate(2)
+    assert heard == [range(2, 3), range(1)]
+    assert stack.free == 5
+
+
+def test_a_fence_is_cut_from_its_end():
+    heard = []
+    fence = Fence(Job(Offloaded(Sequence(A), Access(())), [], []), 2, 6, 10)
+    assert fence.cut(7, lambda job, blocks: heard.append(blocks))
+    assert fence.cut(4, lambda job, blocks: heard.append(blocks))
+    assert not fence.cut(1, lambda job, blocks: heard.append(blocks))
+    assert heard == [range(14, 16), range(12, 14)]
+
+
+# -- prices ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_prefix_is_worth_is_what_the_clock_would_have_spent():
+    """100 tokens in chunks of 40: 40, 40 and 20; from 64 on 36. 3 chunks of 10 ms, 1 ms a token, 10 us a square."""
+    machine = linear_machine(prefill=(0.01, 1e-3, 1e-5), swap_s_per_block=3e-4)
+    worth = Worth(machine.cost, limits(tokens=40), machine.model.num_layers)
+    seq = Sequence(Request(0, 0.0, 100, 1))
+    whole_s = 3 * 0.01 + 0.1 + 1e-5 * (40**2 + 40**2 + 20**2)
+    rest_s = 0.01 + 0.036 + 1e-5 * 36**2
+    assert worth.recompute_s(seq, 0, 64) == pytest.approx(whole_s - rest_s)
+    assert worth.load_s(4) == pytest.approx(4 * 3e-4)
