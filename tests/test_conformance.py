@@ -39,6 +39,9 @@ VARIANTS = [
     "vllm-v1:long-prefill-token-threshold=20",
     "vllm-v1:long-prefill-token-threshold=7,long-prefill-token-threshold-adaptive=true,scheduling-policy=priority",
     "vllm-v1:watermark=0.1,scheduler-reserve-full-isl=false",
+    "radix:schedule-policy=dfs-weight",
+    "radix:schedule-policy=fcfs,max-new-tokens=100",
+    "radix:lpm-longest=3",
 ]
 MIXES = [
     "layerkv:order=mlfq",
@@ -59,6 +62,9 @@ MIXES = [
     "fastertransformer:memory=paged",
     "sarathi:batching=unified",
     "vllm-recompute:order=priority",
+    "vllm-recompute:batching=sglang",
+    "sarathi:memory=radix,order=lpm",
+    "vllm-v1:memory=radix",
 ]
 
 

@@ -180,14 +180,14 @@ def test_every_option_has_a_flag_and_a_line_of_help(capsys):
 
 def test_the_flags_of_the_contract_are_there_with_their_defaults():
     scenario = Scenario()
-    assert (scenario.block_size, scenario.gpu_memory_utilization) == (16, 0.9)
+    assert (scenario.block_size, scenario.gpu_memory_utilization) == (None, 0.9)
     assert (scenario.seed, scenario.tp, scenario.rate_scale, scenario.burstiness) == (0, 1, 1.0, 1.0)
     unset = {f.name for f in fields(Scenario) if getattr(scenario, f.name) is None}
     assert unset == {"trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "clip"} | {
         "input_len", "output_len", "profile", "cost_form", "num_gpu_blocks_override", "num_cpu_blocks_override",
         "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "swap_space",
         "enable_prefix_caching", "hash_block_tokens", "zero_tokens", "tokenizer", "default_prompt_tokens",
-        "default_output_tokens",
+        "default_output_tokens", "block_size",
         "max_concurrency", "replicas", "router", "prefill_replicas", "decode_replicas", "link_gbps", "prefill_tp",
         "decode_tp", "prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile",
     }  # fmt: skip
@@ -203,7 +203,13 @@ def other_values(kind):
     return values | {name: value for name, value in OTHER_WORDS.items() if name in values}
 
 
-OTHER_WORDS = {"scheduling_policy": "priority", "decode": "stream", "equations": "paper", "predictor": "bucket"}
+OTHER_WORDS = {
+    "scheduling_policy": "priority",
+    "schedule_policy": "fcfs",
+    "decode": "stream",
+    "equations": "paper",
+    "predictor": "bucket",
+}
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
