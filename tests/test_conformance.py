@@ -65,6 +65,8 @@ MIXES = [
     "vllm-recompute:batching=sglang",
     "sarathi:memory=radix,order=lpm",
     "vllm-v1:memory=radix",
+    "vllm-v1:memory=chunks,async-scheduling=true",
+    "fastserve:eviction=recompute,memory=chunks",
 ]
 
 

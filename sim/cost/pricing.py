@@ -102,6 +102,8 @@ class Pricer:
         if plan.swapped_out_blocks or plan.swapped_in_blocks or plan.mixed_restores:
             start_s = self._before(plan, now_s)
         compute_s = self.cost.iteration_s(plan)
+        if plan.decode_shared_tokens:
+            compute_s -= self.cost.unread_s(plan.decode_shared_tokens)
         seconds = compute_s
         if plan.beside or plan.behind or plan.streamed:
             # Waiting for copies occupies the iteration, not the lane.
@@ -243,6 +245,8 @@ class Pricer:
         Then `more` of them, where the next is scheduled before the last begins.
         """
         first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens, plan.decode_window)
+        if plan.decode_shared_tokens:
+            first_s -= self.cost.unread_s(plan.decode_shared_tokens)
         steps = plan.max_steps
         if plan.streamed:
             lanes = self.lanes

@@ -29,6 +29,8 @@ _PLACES = {
     "distserve": "sim.systems.distserve:DistServe",
     "splitwise": "sim.systems.splitwise:Splitwise",
     "radix": "sim.systems.radix:Radix",
+    "chunkattention": "sim.systems.chunkattention:ChunkAttention",
+    "batchllm": "sim.systems.batchllm:BatchLLM",
 }
 
 

@@ -174,6 +174,30 @@ def _radix(b: Builder) -> "Memory":
     return RadixMemory(b.limits)
 
 
+def _chunks(b: Builder) -> "Memory":
+    if not b.limits.enable_prefix_caching:
+        return _paged(b)
+    from sim.parts.memory.shared_reads import ChunkMemory
+
+    return ChunkMemory(b.limits)
+
+
+def _group_memory(b: Builder) -> "Memory":
+    if not b.limits.enable_prefix_caching:
+        return _paged(b)
+    if b.names["order"] != "prefix-groups":
+        raise UserError("memory=prefix-groups keeps what order=prefix-groups plans: give both, or neither")
+    from sim.parts.memory.shared_reads import GroupMemory
+
+    return GroupMemory(b.limits)
+
+
+def _prefix_groups(b: Builder) -> "Order":
+    from sim.parts.order.prefix_groups import PrefixGroups
+
+    return PrefixGroups()
+
+
 def _paged(b: Builder) -> "Memory":
     if b.limits.enable_prefix_caching:
         from sim.parts.memory.prefix import PrefixMemory
@@ -365,10 +389,13 @@ ORDERS: "dict[str, Known[Order]]" = {
     "mlfq": Known(_mlfq, MlfqOptions),
     "lpm": Known(_lpm, RadixOptions),
     "dfs-weight": Known(_dfs_weight),
+    "prefix-groups": Known(_prefix_groups),
 }
 MEMORIES: dict[str, KnownMemory] = {
     "paged": KnownMemory(_paged, can_cache_prefixes=True),
     "radix": KnownMemory(_radix, can_cache_prefixes=True),
+    "chunks": KnownMemory(_chunks, can_cache_prefixes=True),
+    "prefix-groups": KnownMemory(_group_memory, can_cache_prefixes=True),
     "reserved": KnownMemory(_reserved),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),
 }

@@ -5,6 +5,8 @@ uses a prefix locks all nodes on its way. Unlocked nodes are idle and count as f
 longest ago is evicted first, whole, and its parent may be the next leaf.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from sim.parts.memory.prefix_index import Keys, common
@@ -35,6 +37,8 @@ class RadixTree:
         self.num_idle = 0
         """Blocks of nodes that nobody has locked."""
         self.num_evicted = 0
+        self.num_reread = 0
+        """`num_reread_by` of all who decode."""
         self.clock = 0
         """Grows whenever something is looked at, inserted or evicted: the time of the LRU order."""
         self.version = 0
@@ -138,6 +142,33 @@ class RadixTree:
         node.parent = head
         head.children[node.keys[0]] = node
         return head
+
+    # -- what decodes read ---------------------------------------------------------------------------------------------
+
+    def begin_reading(self, node: Node) -> None:
+        """One more decodes after the prefix that ends with `node`."""
+        while node is not self.root:
+            if node.num_reading:
+                self.num_reread += len(node.keys)
+            node.num_reading += 1
+            node = _parent(node)
+
+    def end_reading(self, node: Node) -> None:
+        """One less."""
+        while node is not self.root:
+            node.num_reading -= 1
+            if node.num_reading:
+                self.num_reread -= len(node.keys)
+            node = _parent(node)
+
+    def num_reread_by(self, nodes: Iterable[Node]) -> int:
+        """Blocks that those who decode after these prefixes share: in all, less each of them once."""
+        readers: Counter[Node] = Counter()
+        for node in nodes:
+            while node is not self.root:
+                readers[node] += 1
+                node = _parent(node)
+        return sum((count - 1) * len(node.keys) for node, count in readers.items())
 
     # -- evicting ------------------------------------------------------------------------------------------------------
 
