@@ -8,7 +8,7 @@ step for all who decode after it. Each iteration takes a token of everybody who 
 the token budget; memory bounds how many run, not a number of seats.
 
 Assumed:
-- The engine is vLLM v1's (`unified`), with as many seats as the budget has tokens. The paper extends an older one.
+- The engine is vLLM v1's (`unified`) with 1,024 seats, seldom all taken. The paper extends an older one.
 - Lengths of answers are known; the paper predicts them.
 - A prefix can be shared in the iteration that computes it.
 - Its attention kernel is priced as ChunkAttention's: shared tokens are read once and computed for each.
@@ -28,7 +28,7 @@ class BatchLLM(Policy):
     name: ClassVar[str] = "batchllm"
     summary: ClassVar[str] = "BatchLLM: offline, groups by global prefixes, long answers first"
     default_prefix_caching: ClassVar[bool] = True
-    default_max_num_seqs: ClassVar[int] = 1 << 30
+    default_max_num_seqs: ClassVar[int] = 1024
     composition: ClassVar[dict[str, str]] = {
         "order": "prefix-groups",
         "batching": "unified",

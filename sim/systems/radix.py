@@ -14,7 +14,7 @@ Assumed:
 - Requests ask for as many tokens as they generate (`max-new-tokens` says otherwise).
 - Who was preempted counts what it has yet to generate; 0.3.0 counts all of it, and such a request can wait for ever.
 - A prompt that can never fit is ignored, with its answer; SGLang shortens either. `fcfs` puts those preempted first.
-- The pool is sized as vLLM's.
+- The pool is sized as vLLM's, with 1,024 seats; the code has 2,048 or more.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Radix(RadixOptions, Policy):
     summary: ClassVar[str] = "SGLang 0.3: RadixAttention, longest cached prefix first"
     default_prefix_caching: ClassVar[bool] = True
     default_block_size: ClassVar[int] = 1
-    default_max_num_seqs: ClassVar[int] = 2048
+    default_max_num_seqs: ClassVar[int] = 1024
     composition: ClassVar[dict[str, str]] = {
         "order": "lpm",
         "batching": "sglang",
