@@ -106,7 +106,7 @@ class Scenario:
 
     num_gpu_blocks_override: int | None = _flag(None, "GPU KV blocks, instead of sizing them from memory", "N")
     num_cpu_blocks_override: int | None = _flag(None, "host KV blocks, instead of sizing them from --swap-space", "N")
-    block_size: int = _flag(16, "tokens per KV block", "N")
+    block_size: int | None = _flag(None, "tokens per KV block (default: the policy's, vLLM's 16)", "N")
     max_num_seqs: int | None = _flag(None, "most sequences in one iteration (default: the policy's, vLLM's 256)", "N")
     max_num_batched_tokens: int | None = _flag(
         None, "most tokens in one iteration (default: the policy's; vLLM's max(max-model-len, 2048), chunked 512)", "N"

@@ -118,13 +118,14 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     if swap_space is None:
         # By default a policy takes at most half of the host's memory.
         swap_space = min(policy.default_swap_space_gib, hardware.host_memory_bytes / GIB / scenario.tp / 2)
-    groups, window = _window(scenario, model, policy)
+    block_size = scenario.block_size or policy.default_block_size
+    groups, window = _window(scenario, model, policy, block_size)
     pool = kv_cache_blocks(
         model,
         hardware,
         tensor_parallel_size=scenario.tp,
         gpu_memory_utilization=scenario.gpu_memory_utilization,
-        block_size=scenario.block_size,
+        block_size=block_size,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
         swap_space_bytes_per_gpu=swap_space * GIB,
@@ -135,7 +136,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     limits = Limits(
         num_gpu_blocks=pool.num_gpu_blocks - policy.num_null_blocks,
         num_cpu_blocks=pool.num_cpu_blocks if host_blocks is None else host_blocks,
-        block_size=scenario.block_size,
+        block_size=block_size,
         block_bytes=pool.block_bytes,
         max_model_len=max_model_len,
         max_num_seqs=engine.max_num_seqs,
@@ -171,7 +172,9 @@ def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> Eng
     return found
 
 
-def _window(scenario: Scenario, model: ModelSpec, policy: Policy) -> tuple[KVGroups | None, WindowLimits | None]:
+def _window(
+    scenario: Scenario, model: ModelSpec, policy: Policy, block_size: int
+) -> tuple[KVGroups | None, WindowLimits | None]:
     """How blocks are cut by layers with and without a window, and what the engine must know of it.
 
     Memory has rings where it is paged and whole sequences are evicted; else it keeps everything for every layer.
@@ -185,7 +188,7 @@ def _window(scenario: Scenario, model: ModelSpec, policy: Policy) -> tuple[KVGro
     if not has_rings:
         return None, WindowLimits(kv.window)
     groups = hybrid_groups(kv)
-    blocks = -(-kv.window // scenario.block_size)
+    blocks = -(-kv.window // block_size)
     return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks)
 
 

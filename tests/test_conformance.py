@@ -42,6 +42,9 @@ VARIANTS = [
     "vllm-v1:cpu-chunks=50",
     "vllm-v1:cpu-chunks=5,blocks-per-chunk=2,offload-outputs=true,store-s-per-block=0.1",
     "vllm-v1:cpu-chunks=20,eviction-policy=arc,store-threshold=2,scheduling-policy=priority",
+    "radix:schedule-policy=dfs-weight",
+    "radix:schedule-policy=fcfs,max-new-tokens=100",
+    "radix:lpm-longest=3",
 ]
 MIXES = [
     "layerkv:order=mlfq",
@@ -62,6 +65,11 @@ MIXES = [
     "fastertransformer:memory=paged",
     "sarathi:batching=unified",
     "vllm-recompute:order=priority",
+    "vllm-recompute:batching=sglang",
+    "sarathi:memory=radix,order=lpm",
+    "vllm-v1:memory=radix",
+    "vllm-v1:memory=chunks,async-scheduling=true",
+    "fastserve:eviction=recompute,memory=chunks",
 ]
 
 

@@ -20,7 +20,8 @@ PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64, 33
 def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions) -> float:
     """Seconds that a short fixed workload takes on this machine over what the scenario's profile says."""
     length = PROMPT_TOKENS + OUTPUT_TOKENS
-    blocks = PROMPTS * -(-length // scenario.block_size) + PROMPTS
+    block_size = scenario.block_size or VllmRecompute.default_block_size
+    blocks = PROMPTS * -(-length // block_size) + PROMPTS
     short = replace(
         scenario,
         trace=None,

@@ -83,6 +83,9 @@ class LinearCost(CostModel):
             growing += self.window_share * (window.num_growing - num_decodes)
         return self.d0 + self.d1 * num_decodes + self.d2 * read, self.d2 * growing
 
+    def unread_s(self, num_tokens: int) -> float:
+        return self.d2 * (1.0 - self.window_share) * num_tokens
+
     def prefill_s(self, prompt_tokens: int) -> float:
         return self.p0 + self.p1 * prompt_tokens + self.p2 * prompt_tokens * prompt_tokens
 
@@ -160,6 +163,10 @@ class RooflineCost(CostModel):
             return ridge(compute_s * layers, seconds, self.exponent) if compute_s and layers else seconds
 
         self.full_s_per_token, self.window_s_per_token = read_s(kv.num_full_readers), read_s(kv.num_window_readers)
+        # What several decodes read together is read once and computed for each. Windows are not shared.
+        full_share = kv.num_full_readers / self.layers
+        computed_s = max(self.attention_s_per_pair * full_share, compute_s * kv.num_full_readers)
+        self.unread_s_per_token = max(0.0, self.full_s_per_token - computed_s)
         # Where nobody says what is in the windows, as if they held everything.
         self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
         self.is_uniform = kv.window is None and not self.last_token_share
@@ -281,6 +288,9 @@ class RooflineCost(CostModel):
             self._note_decodes(num_decodes, context_tokens)
         return first, slope
 
+    def unread_s(self, num_tokens: int) -> float:
+        return self.unread_s_per_token * num_tokens
+
     def prefill_s(self, prompt_tokens: int) -> float:
         seconds = self._prompt_s(prompt_tokens) + self.overhead_s + self.head_s(1)
         seconds += 0.0 if self.host is None else self.host.added_s(1)
@@ -342,6 +352,10 @@ class PaperCost(RooflineCost):
     ) -> tuple[float, float]:
         slope = self.eq3_decode_s_per_context_token
         return self.eq3_decode_s * num_decodes + slope * context_tokens, slope * num_decodes
+
+    def unread_s(self, num_tokens: int) -> float:
+        # The equations know of no memory.
+        return 0.0
 
     def prefill_s(self, prompt_tokens: int) -> float:
         return prompt_tokens * (self.eq3_linear_s + self.eq3_square_printed_s * prompt_tokens)

@@ -121,6 +121,8 @@ class Pricer:
         if plan.awaited:
             start_s = self.started_s = self._await(plan, start_s)
         compute_s = self.cost.iteration_s(plan)
+        if plan.decode_shared_tokens:
+            compute_s -= self.cost.unread_s(plan.decode_shared_tokens)
         seconds = compute_s
         if plan.beside or plan.behind or plan.streamed:
             # Waiting for copies occupies the iteration, not the lane.
@@ -280,6 +282,8 @@ class Pricer:
         Then `more` of them, where the next is scheduled before the last begins.
         """
         first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens, plan.decode_window)
+        if plan.decode_shared_tokens:
+            first_s -= self.cost.unread_s(plan.decode_shared_tokens)
         steps, host = plan.max_steps, self._host
         if host is not None and host.hidden:
             if plan.streamed:

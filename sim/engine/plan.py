@@ -176,6 +176,8 @@ class IterationPlan:
     """Context lengths of `decodes` and single chunks in all, the tokens being fed included."""
     decode_window: WindowTokens | None = None
     """The same in layers with a sliding window; None where the model has none."""
+    decode_shared_tokens = 0
+    """Of `decode_context_tokens`, those read together with another decode's: each sharer's but the first."""
     max_steps = 1
     until_s = inf
     """A jump ends at the first boundary at or after this time: then some part has something to decide."""

@@ -228,6 +228,7 @@ def _scenario(setup: Setup) -> ResolvedScenario:
         "max_num_seqs": limits.max_num_seqs,
         "max_model_len": limits.max_model_len,
         "enable_chunked_prefill": limits.enable_chunked_prefill,
+        "block_size": limits.block_size,
         "enable_prefix_caching": limits.enable_prefix_caching,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
     }

@@ -28,6 +28,9 @@ _PLACES = {
     "fastserve": "sim.systems.fastserve:FastServe",
     "distserve": "sim.systems.distserve:DistServe",
     "splitwise": "sim.systems.splitwise:Splitwise",
+    "radix": "sim.systems.radix:Radix",
+    "chunkattention": "sim.systems.chunkattention:ChunkAttention",
+    "batchllm": "sim.systems.batchllm:BatchLLM",
 }
 
 

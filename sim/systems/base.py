@@ -68,6 +68,7 @@ class Policy(ABC):
     default_swap_space_gib: ClassVar[float] = 4.0
     """Host memory for KV per GPU when the user names none (vLLM 0.5.5's `--swap-space`)."""
     default_max_num_seqs: ClassVar[int] = 256
+    default_block_size: ClassVar[int] = 16
     default_prefix_caching: ClassVar[bool] = False
     num_null_blocks: ClassVar[int] = 0
     """Blocks of the pool that nobody gets."""
@@ -110,7 +111,7 @@ class Policy(ABC):
             names = self.names
             raise UserError(
                 f"--enable-prefix-caching: {self.name} has memory={names['memory']} and eviction={names['eviction']}; "
-                "it takes memory=paged, and an eviction that moves no sequence whole (recompute); leave it out"
+                "it takes memory=paged or radix, and an eviction that moves no sequence whole (recompute); leave it out"
             )
         return asked
 

@@ -17,6 +17,7 @@ from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 from sim.systems.offload_options import OffloadOptions
+from sim.systems.radix_options import RadixOptions
 from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
@@ -158,6 +159,50 @@ def _mlfq(b: Builder) -> "Order":
         starvation_s=options.starvation_s,
         check_every=options.starvation_check,
     )
+
+
+def _lpm(b: Builder) -> "Order":
+    from sim.parts.order.cache_aware import CacheAware
+
+    return CacheAware(longest=b.options(RadixOptions).lpm_longest)
+
+
+def _dfs_weight(b: Builder) -> "Order":
+    from sim.parts.order.cache_aware import CacheAware
+
+    return CacheAware(by_branch=True)
+
+
+def _radix(b: Builder) -> "Memory":
+    if not b.limits.enable_prefix_caching:
+        return _paged(b)
+    from sim.parts.memory.radix import RadixMemory
+
+    return RadixMemory(b.limits)
+
+
+def _chunks(b: Builder) -> "Memory":
+    if not b.limits.enable_prefix_caching:
+        return _paged(b)
+    from sim.parts.memory.shared_reads import ChunkMemory
+
+    return ChunkMemory(b.limits)
+
+
+def _group_memory(b: Builder) -> "Memory":
+    if not b.limits.enable_prefix_caching:
+        return _paged(b)
+    if b.names["order"] != "prefix-groups":
+        raise UserError("memory=prefix-groups keeps what order=prefix-groups plans: give both, or neither")
+    from sim.parts.memory.shared_reads import GroupMemory
+
+    return GroupMemory(b.limits)
+
+
+def _prefix_groups(b: Builder) -> "Order":
+    from sim.parts.order.prefix_groups import PrefixGroups
+
+    return PrefixGroups()
 
 
 def _paged(b: Builder) -> "Memory":
@@ -367,13 +412,26 @@ def _unified(b: Builder) -> "Batching":
     )
 
 
+def _sglang(b: Builder) -> "Batching":
+    from sim.parts.batching.sglang import Sglang
+
+    options = b.options(RadixOptions)
+    return Sglang(conservativeness=options.schedule_conservativeness, max_new_tokens=options.max_new_tokens)
+
+
 ORDERS: "dict[str, Known[Order]]" = {
     "fcfs": Known(_fcfs),
     "priority": Known(_priority),
     "mlfq": Known(_mlfq, MlfqOptions),
+    "lpm": Known(_lpm, RadixOptions),
+    "dfs-weight": Known(_dfs_weight),
+    "prefix-groups": Known(_prefix_groups),
 }
 MEMORIES: dict[str, KnownMemory] = {
     "paged": KnownMemory(_paged, can_cache_prefixes=True),
+    "radix": KnownMemory(_radix, can_cache_prefixes=True),
+    "chunks": KnownMemory(_chunks, can_cache_prefixes=True),
+    "prefix-groups": KnownMemory(_group_memory, can_cache_prefixes=True),
     "reserved": KnownMemory(_reserved),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),
 }
@@ -402,6 +460,7 @@ BATCHINGS: dict[str, KnownBatching] = {
     "fastgen": KnownBatching(_fastgen, splits_prompts=True, tokens=lambda length, chunked: 768),
     "quanta": KnownBatching(_quanta, splits_prompts=False),
     "unified": KnownBatching(_unified, VllmV1Options, splits_prompts=True, tokens=lambda length, chunked: 8192),
+    "sglang": KnownBatching(_sglang, RadixOptions, splits_prompts=True, tokens=lambda length, chunked: 8192),
 }
 CATALOGUE: dict[str, Mapping[str, Known[object]]] = {
     "order": ORDERS,

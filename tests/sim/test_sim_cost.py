@@ -65,7 +65,7 @@ def test_every_policy_runs_from_every_shipped_profile(name: str, policy: str) ->
     gpu = load_profile(name).gpu
     scenario = Scenario(
         workload="fixed", num_prompts=30, request_rate=20.0, input_len=100, output_len=20, gpu=gpu, profile=name,
-        model="qwen3-0.6b", num_gpu_blocks_override=60, max_model_len=512, max_num_seqs=16,
+        model="qwen3-0.6b", num_gpu_blocks_override=60, block_size=16, max_model_len=512, max_num_seqs=16,
     )  # fmt: skip
     if POLICIES[policy].composition["stage"] == HAND_OVER:
         scenario = replace(scenario, prefill_replicas=1, decode_replicas=1, link_gbps=100.0)

@@ -182,7 +182,7 @@ def test_every_option_has_a_flag_and_a_line_of_help(capsys):
 
 def test_the_flags_of_the_contract_are_there_with_their_defaults():
     scenario = Scenario()
-    assert (scenario.block_size, scenario.gpu_memory_utilization) == (16, 0.9)
+    assert (scenario.block_size, scenario.gpu_memory_utilization) == (None, 0.9)
     assert (scenario.seed, scenario.tp, scenario.rate_scale, scenario.burstiness) == (0, 1, 1.0, 1.0)
     unset = {f.name for f in fields(Scenario) if getattr(scenario, f.name) is None}
     assert unset == {"trace", "trace_format", "time_unit", "workload", "num_prompts", "request_rate", "clip"} | {
@@ -190,7 +190,7 @@ def test_the_flags_of_the_contract_are_there_with_their_defaults():
         "num_cpu_blocks_override",
         "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "swap_space",
         "enable_prefix_caching", "hash_block_tokens", "zero_tokens", "tokenizer", "default_prompt_tokens",
-        "default_output_tokens",
+        "default_output_tokens", "block_size",
         "max_concurrency", "replicas", "router", "prefill_replicas", "decode_replicas", "link_gbps", "prefill_tp",
         "decode_tp", "prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile",
     }  # fmt: skip
@@ -206,9 +206,15 @@ def other_values(kind):
     return values | {name: value for name, value in OTHER_WORDS.items() if name in values}
 
 
-OTHER_WORDS = {"scheduling_policy": "priority", "decode": "stream", "equations": "paper", "predictor": "bucket"}
+OTHER_WORDS = {
+    "scheduling_policy": "priority",
+    "schedule_policy": "fcfs",
+    "decode": "stream",
+    "equations": "paper",
+    "predictor": "bucket",
+}
 OTHER_WORDS |= {"kv_offloading_size": "1.5", "cpu_chunks": "30", "eviction_policy": "arc"}
-OTHER_WORDS |= {"load_s_per_block": "0.001", "store_s_per_block": "0.002"}
+OTHER_WORDS |= {"schedule_policy": "fcfs", "load_s_per_block": "0.001", "store_s_per_block": "0.002"}
 ALONE = {"async_scheduling"}
 """Options that go with some others only, and are tested by themselves."""
 

@@ -1,0 +1,28 @@
+"""Options of SGLang's scheduler, by SGLang's own names."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sim.errors import UserError
+from sim.systems.options import option
+
+
+@dataclass(frozen=True)
+class RadixOptions:
+    """The order of the queue, and how cautiously prompts are admitted."""
+
+    schedule_policy: Literal["lpm", "dfs-weight", "fcfs"] = option(
+        "lpm", "who comes first: the longest cached prefix, the heaviest branch of the tree, or who arrived first"
+    )
+    lpm_longest: int = option(128, "lpm leaves a longer queue than this as it is; 0: sorts any")
+    schedule_conservativeness: float = option(1.0, "multiplies the least share of what runs that is kept room for")
+    max_new_tokens: int = option(0, "tokens that requests ask for; 0: what they generate, as where all stop there")
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("lpm-longest", self.lpm_longest),
+            ("schedule-conservativeness", self.schedule_conservativeness),
+            ("max-new-tokens", self.max_new_tokens),
+        ):
+            if not 0 <= value <= 1e12:
+                raise UserError(f"radix {name}: {value} is not between 0 and 1e12")
