@@ -74,8 +74,8 @@ class Scenario:
     gpu: str = _flag("a100-80g", "GPU name", "G")
     tp: int = _flag(1, "GPUs in the tensor-parallel group", "N")
     replicas: int | None = _flag(None, "engines behind --router, each with its own GPUs (default: 1)", "N")
-    router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity"] | None = _flag(
-        None, "who of several engines gets a request (default: round-robin)"
+    router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity", "prefix-affinity"] | None = (
+        _flag(None, "who of several engines gets a request (default: round-robin)")
     )
     prefill_replicas: int | None = _flag(
         None, "engines that only prefill and hand over to --decode-replicas; for policies that can (distserve)", "N"

@@ -70,7 +70,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
                 f"--policy {policy.name}: hands sequences over from engines that prefill to others; give "
                 "--prefill-replicas, --decode-replicas and --link-gbps"
             )
-        return _prepare(scenario, scenario, label, policy, "both")
+        return _routed(_prepare(scenario, scenario, label, policy, "both"))
     if stage != HAND_OVER:
         raise UserError(
             f"--prefill-replicas {scenario.prefill_replicas}: {label} decodes where it prefills (stage={stage}) and "
@@ -79,7 +79,18 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     prefill, decode = (
         _prepare(scenario, scenario.of_pool(role), label, policy, role) for role in ("prefill", "decode")
     )
-    return replace(prefill, decode=decode, warnings=list(dict.fromkeys((*prefill.warnings, *decode.warnings))))
+    warnings = list(dict.fromkeys((*prefill.warnings, *decode.warnings)))
+    return _routed(replace(prefill, decode=decode, warnings=warnings))
+
+
+def _routed(setup: Setup) -> Setup:
+    """Itself; UserError where prompts would be sent after prefixes that no engine keeps."""
+    if setup.scenario.router == "prefix-affinity" and not setup.limits.enable_prefix_caching:
+        raise UserError(
+            f"--router prefix-affinity: engines of {setup.label} keep no prefixes; give --enable-prefix-caching (or a "
+            "policy that does, as vllm-v1), or take another router"
+        )
+    return setup
 
 
 def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:

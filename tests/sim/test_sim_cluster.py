@@ -88,6 +88,14 @@ def test_policies_are_compared_over_replicas(tmp_path):
         (["--router", "least-loaded"], ["--router", "least-loaded", "--replicas"]),
         (["--router", "least-loaded", "--replicas", "1"], ["--router", "--replicas of 2 or more"]),
         (["--replicas", "0"], ["--replicas", "0", "give more"]),
+        (
+            ["--replicas", "2", "--router", "prefix-affinity"],
+            ["--router prefix-affinity", "vllm-recompute keep no prefixes", "--enable-prefix-caching"],
+        ),
+        (
+            ["--replicas", "2", "--router", "prefix-affinity", "--enable-prefix-caching"],
+            ["request 0", "no hash_ids", "--router prefix-affinity"],
+        ),
         (["--replicas", "1.5"], ["--replicas", "'1.5'", "whole number"]),
     ],
 )
