@@ -221,7 +221,7 @@ def record(
         # An earlier run's files must not pass for this one's, should it write fewer of them.
         (folder / name).unlink(missing_ok=True)
     parquet = find_spec("pyarrow") is not None
-    places = 0 if scenario.num_engines == 1 else 1 if scenario.prefill_replicas is None else 2
+    places = 0 if scenario.num_engines * setup.pp == 1 else 1 if scenario.prefill_replicas is None else 2
     columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS[:places])
     table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns)
     if not outputs.quiet and sys.stderr.isatty():

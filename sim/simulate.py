@@ -9,7 +9,6 @@ from types import FrameType
 
 import simpy
 
-from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
@@ -17,7 +16,7 @@ from sim.cost.profile import Profile, load_profile
 from sim.engine.limits import Limits, Role, WindowLimits
 from sim.errors import UserError
 from sim.results.metrics import Goodput, TableSink
-from sim.runs import EngineParts, Keep, Run, build_engine, build_engines
+from sim.runs import Keep, Run, build_engine, build_engines
 from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
@@ -32,7 +31,7 @@ from traces.request import Request
 __all__ = ["Keep", "Run", "Setup", "build_engine", "build_run", "execute", "prepare"]
 
 GIB = 1 << 30
-BYTES_PER_S_IN_GBPS = 1e9 / 8
+PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
@@ -53,6 +52,8 @@ class Setup:
     role: Role = "both"
     decode: "Setup | None" = None
     """Of the engines that decode, where others prefill."""
+    pp: int = 1
+    """Stages of an engine, each of `tp` GPUs; as many virtual engines have these limits each."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -126,6 +127,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     if swap_space is None:
         # By default a policy takes at most half of the host's memory.
         swap_space = min(policy.default_swap_space_gib, hardware.host_memory_bytes / GIB / scenario.tp / 2)
+    pp = _stages(scenario, model, policy, label)
     groups, window = _window(scenario, model, policy)
     pool = kv_cache_blocks(
         model,
@@ -138,11 +140,15 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         swap_space_bytes_per_gpu=swap_space * GIB,
         num_gpu_blocks_override=scenario.num_gpu_blocks_override,
         groups=groups,
+        pipeline_parallel_size=pp,
     )
     host_blocks = scenario.num_cpu_blocks_override
+    if host_blocks is None:
+        host_blocks = pool.num_cpu_blocks
     limits = Limits(
-        num_gpu_blocks=pool.num_gpu_blocks - policy.num_null_blocks,
-        num_cpu_blocks=pool.num_cpu_blocks if host_blocks is None else host_blocks,
+        # vLLM 0.5.5 gives each virtual engine its share.
+        num_gpu_blocks=pool.num_gpu_blocks // pp - policy.num_null_blocks,
+        num_cpu_blocks=host_blocks // pp,
         block_size=scenario.block_size,
         block_bytes=pool.block_bytes,
         max_model_len=max_model_len,
@@ -152,8 +158,26 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         enable_prefix_caching=_prefix_caching(scenario, model, policy, window, warnings),
         window=window,
     )
-    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form)
-    return Setup(asked_for, policy, label, model, hardware, profile, limits, cost, scenario.tp, role, warnings=warnings)
+    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes * pp, scenario.cost_form)
+    return Setup(
+        asked_for, policy, label, model, hardware, profile, limits, cost, scenario.tp, role, pp=pp, warnings=warnings
+    )
+
+
+def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) -> int:
+    """Stages of an engine; UserError where the system or the model cannot be laid out on them."""
+    stages, names = scenario.pipeline_parallel_size or 1, policy.names
+    if stages == 1:
+        return 1
+    where = f"--pipeline-parallel-size: {stages} stages"
+    if names["batching"] not in PIPELINED_BATCHINGS or names["eviction"] not in ("recompute", "swap"):
+        raise UserError(
+            f"{where} and {label}: batches in flight are modelled as virtual engines of vLLM 0.5.5, for policies that "
+            "have batching=vllm, sarathi or fastgen and eviction=recompute or swap; take one, such as vllm-recompute"
+        )
+    if model.num_layers % stages:
+        raise UserError(f"{where} do not divide the {model.num_layers} layers of {model.name}; give a divisor")
+    return stages
 
 
 def _window(scenario: Scenario, model: ModelSpec, policy: Policy) -> tuple[KVGroups | None, WindowLimits | None]:
@@ -210,8 +234,12 @@ def build_run(
     """Put engines and what drives them together; `execute` sets it going."""
     env, scenario = simpy.Environment(), setup.scenario
     arrivals = arrivals_of(scenario, requests)
-    if scenario.num_engines > 1:
-        return _build_cluster(build_engines(setup, table, keep), env, arrivals, jump=jump)
+    if scenario.num_engines > 1 or setup.pp > 1:
+        from sim.clock.assembly import build_cluster  # noqa: PLC0415 - most runs have one engine
+
+        engines = build_engines(setup, table, keep)
+        cluster = build_cluster(engines, env, arrivals, jump=jump)
+        return SimulatedRun(engines=engines, instances=[*cluster.members], env=env, serve=cluster.serve)
     parts = build_engine(setup, table, keep)
     instance = Instance(
         env,
@@ -225,52 +253,6 @@ def build_run(
         observer=parts.observer,
     )
     return SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve)
-
-
-def _build_cluster(
-    engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool
-) -> SimulatedRun:
-    # Most runs have one engine, and need none of these.
-    from sim.clock.cluster import Cluster  # noqa: PLC0415
-    from sim.clock.hand_overs import HandOvers  # noqa: PLC0415
-    from sim.clock.member import Member  # noqa: PLC0415
-    from sim.topology import DEFAULT_ROUTER, ROUTERS  # noqa: PLC0415
-    from sim.topology.routers import FewestWaitingTokens, LeastLoaded  # noqa: PLC0415
-
-    scenario = engines[0].setup.scenario
-    members = [
-        Member(
-            env,
-            parts.engine,
-            parts.setup.cost,
-            parts.lanes,
-            layers=parts.setup.model.num_layers,
-            block_bytes=parts.setup.limits.block_bytes,
-            jump=jump,
-            observer=parts.observer,
-            ended=arrivals.ended if arrivals.hears_ends else None,
-        )
-        for parts in engines
-    ]
-    prefills = scenario.prefill_replicas
-    if prefills is None:
-        router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
-        cluster = Cluster(env, members, arrivals, router)
-    else:
-        router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
-        limits, model = engines[0].setup.limits, engines[0].setup.model
-        hand_overs = HandOvers(
-            members,
-            range(prefills, len(members)),
-            LeastLoaded(),
-            bytes_per_s=(scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
-            block_bytes=limits.block_size * model.kv_bytes_per_token(1),
-            layers=model.num_layers,
-        )
-        for parts in engines:
-            parts.prefilled_by = hand_overs.prefilled_by
-        cluster = Cluster(env, members, arrivals, router, range(prefills), hand_overs)
-    return SimulatedRun(engines=engines, instances=[*members], env=env, serve=cluster.serve)
 
 
 def execute(run: SimulatedRun) -> SimulatedRun:

@@ -15,7 +15,7 @@ import simpy
 from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.clock.driver import Instance, Observer
 from sim.cost.model import CostModel
-from sim.cost.pricing import Lanes, LanesMark
+from sim.cost.pricing import Lanes, LanesMark, Pricer
 from sim.engine.engine import Engine
 from sim.engine.plan import IterationPlan, Move, StepTimes
 from sim.engine.sequence import Sequence
@@ -74,13 +74,17 @@ class Member(Instance):
         jump: bool = True,
         observer: Observer | None = None,
         ended: Callable[[Request, float], object] | None = None,
+        pricer: type[Pricer] = Pricer,
     ) -> None:
         """`ended` hears of every request that ended and when, s."""
         self.inbox = Inbox()
         super().__init__(
-            env, engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, jump=jump, observer=observer
-        )
+            env, engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, jump=jump, observer=observer,
+            pricer=pricer,
+        )  # fmt: skip
         self.end_s = inf
+        self.busy_until_s = 0.0
+        """Until when nothing can be decided here: KV is being pulled that the engine waits for, s."""
         self.num_in_flight = 0
         """Requests sent here that have not ended."""
         self.num_decisions = 0
@@ -125,9 +129,12 @@ class Member(Instance):
     def decide(self) -> None:
         """At the boundary `end_s`, settled: take the facts that are due and begin the next iterations."""
         engine, inbox, facts = self.engine, self.inbox, self._facts
-        self.num_decisions += 1
         self._settled = False
         now_s = self._began_s = self.end_s
+        if now_s < self.busy_until_s - TIE_S:
+            self.end_s = self.busy_until_s
+            return
+        self.num_decisions += 1
         due_s = now_s + TIE_S
         if inbox.next_s <= due_s:
             inbox.deliver(due_s, engine.add_request)
@@ -137,6 +144,10 @@ class Member(Instance):
                 engine.offer(fact)
             else:
                 engine.transfer_done(fact)
+        if engine.scheduler.stage.blocking and (moves := engine.pull(now_s)):
+            ready_s = self.drained_s(now_s)
+            self.busy_until_s = self.end_s = max(self._pull(move, ready_s) for move in moves)
+            return
         plan = self._plan = engine.schedule(now_s)
         if plan is None:
             self.end_s = min(inbox.next_s, facts[0][0]) if facts else inbox.next_s
@@ -151,6 +162,10 @@ class Member(Instance):
             self._times = self.pricer.step(plan, now_s)
             self.end_s = self._times.end_s
 
+    def drained_s(self, now_s: float) -> float:
+        """When all that was launched by `now_s` has been computed, s."""
+        return now_s
+
     def send(self, request: Request) -> bool:
         """`request` goes to this engine; whether its boundary came forward."""
         self.num_in_flight += 1
@@ -163,10 +178,12 @@ class Member(Instance):
         heappush(self._facts, (at_s, self._num_transfers, fact))
         return self._told(at_s)
 
-    def _pull(self, move: Move, now_s: float) -> None:
+    def _pull(self, move: Move, at_s: float) -> float:
         if self.carry is None:
             raise InvariantError(f"{move.seq}: pulled, and there is no link")
-        self._finish_at(self.carry(self, move, now_s), move)
+        end_s = self.carry(self, move, at_s)
+        self._finish_at(end_s, move)
+        return end_s
 
     def _told(self, at_s: float) -> bool:
         """A fact is due at `at_s`: wake up then, or end a jump at the first boundary after it."""

@@ -54,6 +54,8 @@ class LinearCost(CostModel):
         self.projection = projection_flops(model) / model.linear_flops_per_token if model else None
         self.p0, self.p1, self.p2 = prefill
         self.d0, self.d1, self.d2 = decode
+        self.host_base_s = self.host_s_per_token = 0.0
+        """What of these the host takes: for an iteration, and for each token of its prompts and contexts."""
         # Of a context token's seconds, the share of the layers that read a window only.
         self.window_share = model.kv_format().num_window_readers / model.num_layers if model else 0.0
 
@@ -66,6 +68,9 @@ class LinearCost(CostModel):
         if plan.prefill_tokens:
             return self.p0 + self.p1 * plan.prefill_tokens + self.p2 * plan.prefill_squares + decode
         return self.d0 + decode if num_decodes else 0.0
+
+    def host_s(self, plan: IterationPlan) -> float:
+        return self.host_base_s + self.host_s_per_token * (plan.prefill_tokens + plan.decode_context_tokens)
 
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
@@ -119,7 +124,8 @@ class RooflineCost(CostModel):
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
-        self.overhead_s = value("step_overhead_s") + model.num_layers * value("layer_overhead_s")
+        self.step_overhead_s = value("step_overhead_s")
+        self.overhead_s = self.step_overhead_s + model.num_layers * value("layer_overhead_s")
         self._set_copies(hardware, profile)
         self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
         self._set_all_reduce(model, hardware, profile)
@@ -216,6 +222,9 @@ class RooflineCost(CostModel):
         """LM head for `num_sampled` tokens, s."""
         memory = self.head_weights_s + num_sampled * self.logits_s_per_sample
         return ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
+
+    def host_s(self, plan: IterationPlan) -> float:
+        return self.step_overhead_s
 
     def iteration_s(self, plan: IterationPlan) -> float:
         num_decodes = plan.num_decodes + plan.num_single_chunks

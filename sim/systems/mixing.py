@@ -272,7 +272,8 @@ def _hand_over(b: Builder) -> "Stage":
     if role == "decode":
         from sim.parts.stage.pull import Pull
 
-        return Pull(b.options(HandOverOptions).waiting_share)
+        options = b.options(HandOverOptions)
+        return Pull(options.waiting_share, options.blocking_pull)
     # An engine that does both hands over to itself.
     return _direct(b)
 
