@@ -23,7 +23,7 @@ from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
-from sim.systems.mixing import HAND_OVER
+from sim.systems.mixing import HAND_OVER, STORED
 from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
@@ -85,7 +85,9 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
 
 
 def _routed(setup: Setup) -> Setup:
-    """Itself; UserError where prompts would be sent after prefixes that no engine keeps."""
+    """Itself; UserError where prompts would be sent after prefixes that no engine keeps, or two would route them."""
+    if setup.scenario.router is not None and setup.policy.names["memory"] == STORED:
+        raise UserError(f"--router {setup.scenario.router}: {setup.label} has a conductor that routes; leave it out")
     if setup.scenario.router == "prefix-affinity" and not setup.limits.enable_prefix_caching:
         raise UserError(
             f"--router prefix-affinity: engines of {setup.label} keep no prefixes; give --enable-prefix-caching (or a "
@@ -170,10 +172,12 @@ def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) ->
     if stages == 1:
         return 1
     where = f"--pipeline-parallel-size: {stages} stages"
-    if names["batching"] not in PIPELINED_BATCHINGS or names["eviction"] not in ("recompute", "swap"):
+    plain = names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
+    if names["batching"] not in PIPELINED_BATCHINGS or not plain:
         raise UserError(
             f"{where} and {label}: batches in flight are modelled as virtual engines of vLLM 0.5.5, for policies that "
-            "have batching=vllm, sarathi or fastgen and eviction=recompute or swap; take one, such as vllm-recompute"
+            "have batching=vllm, sarathi or fastgen, memory=paged or reserved and eviction=recompute or swap: "
+            "take vllm-recompute"
         )
     if model.num_layers % stages:
         raise UserError(f"{where} do not divide the {model.num_layers} layers of {model.name}; give a divisor")

@@ -9,6 +9,7 @@ from kvtwin.testing.engines import Machine, build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
 from sim.clock.assembly import turns_of
 from sim.clock.cluster import Cluster
+from sim.clock.conducted import Prices, conductor_of
 from sim.clock.hand_overs import HandOvers
 from sim.clock.member import Member
 from sim.clock.pipeline import Pipeline, VirtualEngine
@@ -17,7 +18,9 @@ from sim.engine.itl import GapCollector
 from sim.engine.limits import Limits, Role
 from sim.engine.sequence import Sequence as Seq
 from sim.systems.base import Policy
-from sim.topology.pipelines import ToPipelines
+from sim.systems.mixing import STORED, options_among
+from sim.systems.mooncake_options import ConductorOptions
+from sim.topology.pipelines import to_pipelines
 from sim.topology.routers import FewestWaitingTokens, LeastLoaded, Router
 from traces.request import Request
 
@@ -71,16 +74,40 @@ def simulate_pools(
     hand_overs = HandOvers(
         outcome.members,
         decoders,
-        ToPipelines(LeastLoaded(), stages[1]),
+        to_pipelines(LeastLoaded(), stages[1]),
         bytes_per_s=bytes_per_s,
         block_bytes=limit.block_bytes,
         layers=machine.model.num_layers,
         next_places={place: turns for place in decoders if (turns := turns_of(outcome.members[place]))},
     )
-    to = ToPipelines(router or FewestWaitingTokens(), stages[0])
+    if router is None and policy.names["memory"] == STORED:
+        router = _conductor(policy, outcome.members, prefill, limit, decode_limit or limit, machine, bytes_per_s)
+    to = to_pipelines(router or FewestWaitingTokens(), stages[0])
     cluster = Cluster(env, outcome.members, source, to, front, hand_overs)
     env.run(until=env.process(cluster.serve()))
     return outcome
+
+
+def _conductor(
+    policy: Policy,
+    members: list[Member],
+    prefill: int,
+    limit: Limits,
+    decode_limit: Limits,
+    machine: Machine,
+    bytes_per_s: float,
+) -> Router:
+    prices = Prices(
+        machine.cost,
+        machine.cost,
+        limit,
+        decode_limit.num_gpu_blocks * decode_limit.block_size,
+        layers=machine.model.num_layers,
+        s_per_token=limit.block_bytes / limit.block_size / bytes_per_s,
+        members=members,
+    )
+    options = options_among((policy, *policy.mixed_options), ConductorOptions)
+    return conductor_of(options, prices, members[:prefill], members[prefill:])
 
 
 def simulate_replicas(
@@ -100,7 +127,7 @@ def simulate_replicas(
     env, outcome, gaps = simpy.Environment(), ClusterOutcome([]), GapCollector()
     for policy in policies:
         _add_engine(outcome, env, policy, limit, machine, gaps, source, stages, jump=jump, checked=checked)
-    env.run(until=env.process(Cluster(env, outcome.members, source, ToPipelines(router, stages)).serve()))
+    env.run(until=env.process(Cluster(env, outcome.members, source, to_pipelines(router, stages)).serve()))
     return outcome
 
 

@@ -12,9 +12,11 @@ from sim.clock.member import Member
 from sim.clock.pipeline import Pipeline, VirtualEngine
 from sim.cost.model import ACTIVATION_BYTES
 from sim.runs import EngineParts
+from sim.systems.mixing import STORED, options_among
+from sim.systems.mooncake_options import ConductorOptions
 from sim.topology import DEFAULT_ROUTER, ROUTERS
-from sim.topology.pipelines import ToPipelines
-from sim.topology.routers import FewestWaitingTokens, LeastLoaded
+from sim.topology.pipelines import to_pipelines
+from sim.topology.routers import FewestWaitingTokens, LeastLoaded, Router
 
 if TYPE_CHECKING:
     from sim.simulate import Setup
@@ -29,22 +31,34 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     members = _members(engines, env, arrivals, jump=jump)
     if setup.decode is None:
         router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
-        return Cluster(env, members, arrivals, ToPipelines(router, setup.pp))
-    router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
+        return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
     front = range((scenario.prefill_replicas or 0) * setup.pp)
     decoders = range(len(front), len(members))
+    bytes_per_s = (scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS
+    if setup.policy.names["memory"] == STORED:
+        from sim.clock.conducted import Prices, conductor_of  # noqa: PLC0415 - one system has it
+
+        options = options_among((setup.policy, *setup.policy.mixed_options), ConductorOptions)
+        layers, s_per_token = setup.model.num_layers, setup.model.kv_bytes_per_token(1) / bytes_per_s
+        room = setup.decode.limits.num_gpu_blocks * setup.decode.limits.block_size
+        prices = Prices(
+            setup.cost, setup.decode.cost, setup.limits, room, layers=layers, s_per_token=s_per_token, members=members
+        )
+        router: Router = conductor_of(options, prices, [members[i] for i in front], [members[i] for i in decoders])
+    else:
+        router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
     hand_overs = HandOvers(
         members,
         decoders,
-        ToPipelines(LeastLoaded(), setup.decode.pp),
-        bytes_per_s=(scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
+        to_pipelines(LeastLoaded(), setup.decode.pp),
+        bytes_per_s=bytes_per_s,
         block_bytes=setup.limits.block_size * setup.model.kv_bytes_per_token(1),
         layers=setup.model.num_layers,
         next_places={place: turns for place in decoders if (turns := turns_of(members[place]))},
     )
     for parts in engines:
         parts.prefilled_by = hand_overs.prefilled_by
-    return Cluster(env, members, arrivals, ToPipelines(router, setup.pp), front, hand_overs)
+    return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
 
 
 def turns_of(member: Member) -> Callable[[float], int] | None:

@@ -69,8 +69,8 @@ class HandOvers:
                 chosen = self.next_places[chosen](seq.last_token_s)
             self._left[goes_on] = seq, place, self.members[chosen].num_decisions
             self.prefilled_by[goes_on] = place
-            member.num_in_flight -= 1
-            self.members[chosen].num_in_flight += 1
+            member.let_go(seq.request)
+            self.members[chosen].take(seq.request)
             if self.members[chosen].tell(seq.last_token_s, goes_on):
                 yield chosen
         stage.prefilled.clear()

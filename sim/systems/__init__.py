@@ -28,6 +28,7 @@ _PLACES = {
     "fastserve": "sim.systems.fastserve:FastServe",
     "distserve": "sim.systems.distserve:DistServe",
     "splitwise": "sim.systems.splitwise:Splitwise",
+    "mooncake": "sim.systems.mooncake:Mooncake",
 }
 
 

@@ -15,6 +15,7 @@ from sim.errors import UserError
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
+from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 HAND_OVER = "hand-over"
 """The stage of policies that serve with a pool of engines for prefills and one for decodes."""
+STORED = "stored"
+"""The memory of engines whose prompts a store of the cluster may have."""
 KINDS = ("order", "batching", "admission", "memory", "eviction", "stage")
 MIN_BATCHED_TOKENS = 2048
 CHUNKED_BATCHED_TOKENS = 512
@@ -165,6 +168,16 @@ def _paged(b: Builder) -> "Memory":
 
         return WindowedMemory(b.limits)
     return PagedMemory(b.limits)
+
+
+def _stored(b: Builder) -> "Memory":
+    from sim.parts.memory.stored import StoredMemory
+
+    if b.names["stage"] != HAND_OVER or EVICTIONS[b.names["eviction"]].moves_whole:
+        raise UserError(
+            "memory=stored is for engines that prefill for others: it goes with stage=hand-over and eviction=recompute"
+        )
+    return StoredMemory(b.limits)
 
 
 def _reserved(b: Builder) -> "Memory":
@@ -340,6 +353,7 @@ ORDERS: "dict[str, Known[Order]]" = {
 MEMORIES: dict[str, KnownMemory] = {
     "paged": KnownMemory(_paged, can_cache_prefixes=True),
     "reserved": KnownMemory(_reserved),
+    STORED: KnownMemory(_stored, ConductorOptions),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),
 }
 ADMISSIONS: "dict[str, Known[Admission]]" = {

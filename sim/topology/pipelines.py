@@ -18,9 +18,19 @@ class Together:
         return sum(engine.num_in_flight for engine in self.engines)
 
     @property
+    def tokens_in_flight(self) -> int:
+        """Their prompts' tokens."""
+        return sum(engine.tokens_in_flight for engine in self.engines)
+
+    @property
     def num_waiting(self) -> int:
         """Those of them that wait for their prefill."""
         return sum(engine.num_waiting for engine in self.engines)
+
+    @property
+    def running_until_s(self) -> float:
+        """When the last of the iterations under way ends, s; 0 where there is none."""
+        return max(engine.running_until_s for engine in self.engines)
 
     @property
     def waiting_tokens(self) -> int:
@@ -36,9 +46,12 @@ class ToPipelines(Router):
 
     def route(self, request: Request, engines: Sequence[EngineView]) -> int:
         stages = self.stages
-        if stages == 1:
-            return self.router.route(request, engines)
         found = [Together(engines[first : first + stages]) for first in range(0, len(engines), stages)]
         chosen = self.router.route(request, found)
         loads = [engine.num_in_flight for engine in found[chosen].engines]
         return chosen * stages + loads.index(min(loads))
+
+
+def to_pipelines(router: Router, stages: int) -> Router:
+    """`router` itself where engines have one stage."""
+    return ToPipelines(router, stages) if stages > 1 else router

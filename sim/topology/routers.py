@@ -12,6 +12,9 @@ from zlib import crc32
 from sim.topology.prefix_tree import PrefixTree, hash_ids_of
 from traces.request import Request
 
+REJECT = -1
+"""Instead of a place: the request is turned away."""
+
 
 class EngineView(Protocol):
     """What a router may know of an engine. What engines cache would stand here too."""
@@ -22,8 +25,18 @@ class EngineView(Protocol):
         ...
 
     @property
+    def tokens_in_flight(self) -> int:
+        """Their prompts' tokens."""
+        ...
+
+    @property
     def num_waiting(self) -> int:
         """Those of them that wait for their prefill."""
+        ...
+
+    @property
+    def running_until_s(self) -> float:
+        """When the iteration under way ends, s; 0 where there is none. Of engines that decode not to be relied on."""
         ...
 
     @property
@@ -35,9 +48,14 @@ class EngineView(Protocol):
 class Router(ABC):
     """Chooses an engine for each request, in order of arrival."""
 
+    ready_s = 0.0
+    """When the engine chosen last may see its request, s, if that is later than the arrival."""
+    reason = ""
+    """Why the last request that was turned away was."""
+
     @abstractmethod
     def route(self, request: Request, engines: Sequence[EngineView]) -> int:
-        """The place in `engines` of the one that gets `request`."""
+        """The place in `engines` of the one that gets `request`, or `REJECT`."""
 
 
 class RoundRobin(Router):

@@ -204,7 +204,14 @@ def other_values(kind):
     return values | {name: value for name, value in OTHER_WORDS.items() if name in values}
 
 
-OTHER_WORDS = {"scheduling_policy": "priority", "decode": "stream", "equations": "paper", "predictor": "bucket"}
+OTHER_WORDS = {
+    "balancing_threshold": "2.0",
+    "rejection": "early",
+    "scheduling_policy": "priority",
+    "decode": "stream",
+    "equations": "paper",
+    "predictor": "bucket",
+}
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
