@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
+from sim.cost.forms import LinearCost
 from sim.policy_options import parse_policy
 from sim.scenario import Scenario
 from sim.simulate import Setup, build_run, execute, prepare
@@ -32,16 +33,15 @@ FITS_MS = {
 OVERHEAD_MS = (2.0, 1e-4)
 """What DistServe's simulator adds to every iteration for Ray: so much, and so much for a token of context."""
 KV_BLOCKS = {1: 66_144 // 16, 2: 163_008 // 16}
-"""Blocks of an engine by its GPUs, from DistServe's table of the tokens that fit."""
+"""Blocks of an engine by its GPUs, in one stage or two, from DistServe's table of the tokens that fit."""
 SWAP_S_PER_BLOCK = 16 * 819_200 / 25e9
 """A block of 16 tokens over PCIe at 25 GB/s; nothing swaps below saturation."""
 NVLINK_GBPS = 2400.0
 """A100 SXM: 600 GB/s over all links, half of it in each direction."""
 PLACEMENTS = {"distserve-400-4": 2, "distserve-800-8": 2, "distserve-c21d12": 2}
-"""Decode engines, 1 of all others; the prefill engine has two GPUs, a decode engine one.
+"""Stages of the decode engine, 1 of all others, one GPU each; the prefill engine has two GPUs.
 
-A pipeline of two stages (d12) stands as two engines: each has half of the batch for as long a time, but holds all
-weights. What a run's name does not say (`distserve-300-3`) is inferred: with one request/s a TTFT of 93 ms is that of
+What a run's name does not say (`distserve-300-3`) is inferred: with one request/s a TTFT of 93 ms is that of
 two GPUs (one takes 120 ms for the prompts alone), and all of these runs go with c21d11 at their rate, but for two that
 go with c21d12.
 """
@@ -103,11 +103,12 @@ def scenario(name: str, profiles: dict[str, str]) -> tuple[str, Scenario]:
     )
     if name.startswith("vllm"):
         return "vllm-recompute", replace(base, profile=profiles["vllm-tp1"])
-    decoders = next((found for key, found in PLACEMENTS.items() if name.startswith(key)), 1)
+    stages = next((found for key, found in PLACEMENTS.items() if name.startswith(key)), 1)
     pools = replace(
         base,
         prefill_replicas=1,
-        decode_replicas=decoders,
+        decode_replicas=1,
+        decode_pipeline_parallel_size=stages,
         link_gbps=NVLINK_GBPS,
         prefill_tp=2,
         decode_tp=1,
@@ -137,7 +138,8 @@ def main() -> None:
             ttft_ms, tpot_ms = [s * 1e3 for s in log.ttft_s], [s * 1e3 for s in log.tpot_s]
             print(row(measured, ttft_ms, tpot_ms))
             if fmean(measured.ttft_ms) <= SLO_MS[0] and fmean(measured.tpot_ms) <= SLO_MS[1]:
-                engines = f"{policy}, {deployed.decode_replicas or 0} decode engines"
+                stages = deployed.decode_pipeline_parallel_size
+                engines = f"{policy}, {stages} decode stages" if stages else policy
                 errors[engines].append(
                     (fmean(ttft_ms) / fmean(measured.ttft_ms) - 1, fmean(tpot_ms) / fmean(measured.tpot_ms) - 1)
                 )
@@ -151,9 +153,13 @@ def main() -> None:
 
 
 def with_blocks(setup: Setup) -> Setup:
-    """The engines with the blocks that DistServe's have."""
+    """The engines with the blocks and the host's part of an iteration that DistServe's have."""
     decode = None if setup.decode is None else with_blocks(setup.decode)
-    return replace(setup, limits=replace(setup.limits, num_gpu_blocks=KV_BLOCKS[setup.tp]), decode=decode)
+    blocks = KV_BLOCKS[setup.tp * setup.pp] // setup.pp
+    assert isinstance(setup.cost, LinearCost)
+    if setup.scenario.prefill_replicas:
+        setup.cost.host_base_s, setup.cost.host_s_per_token = (ms / 1e3 for ms in OVERHEAD_MS)
+    return replace(setup, limits=replace(setup.limits, num_gpu_blocks=blocks), decode=decode)
 
 
 def row(measured: Measured, ttft_ms: list[float], tpot_ms: list[float]) -> str:

@@ -197,6 +197,10 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
 
     if scenario.tp != 1:
         raise UserError(f"--tp: {scenario.tp} GPUs; the live runtime serves from one: simulate tensor parallelism")
+    if scenario.pipeline_parallel_size not in (None, 1):
+        raise UserError(
+            f"--pipeline-parallel-size: {scenario.pipeline_parallel_size} stages; the live runtime has one: simulate"
+        )
     if scenario.num_engines != 1:
         raise UserError(
             f"{'--replicas' if scenario.replicas else '--prefill-replicas'}: {scenario.num_engines} engines; the live "

@@ -27,6 +27,7 @@ from sim.scenario import (
 from sim.simulate import Keep, Run, Setup, build_run, execute, prepare
 from sim.systems import DEFAULT_POLICY, POLICIES
 from sim.systems.base import Policy
+from sim.systems.mixing import STORED
 from sim.traffic import note_shared_prefixes, traffic
 from traces.request import Request
 
@@ -229,14 +230,14 @@ def record(
     scenario, label = setup.scenario, setup.label
     if requests is None:
         requests = traffic(scenario, setup.warnings)
-        if not setup.limits.enable_prefix_caching:
+        if not setup.limits.enable_prefix_caching and setup.policy.names["memory"] != STORED:
             requests = note_shared_prefixes(requests, setup.warnings)
     make_folder(folder, "--out")
     for name in (RESULT_FILE, SERIES_FILE, TIMELINE_FILE, *TABLE_FILES):
         # An earlier run's files must not pass for this one's, should it write fewer of them.
         (folder / name).unlink(missing_ok=True)
     parquet = find_spec("pyarrow") is not None
-    places = 0 if scenario.num_engines == 1 else 1 if scenario.prefill_replicas is None else 2
+    places = 0 if scenario.num_engines * setup.pp == 1 else 1 if scenario.prefill_replicas is None else 2
     columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS[:places])
     table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns)
     if not outputs.quiet and sys.stderr.isatty():

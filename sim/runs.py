@@ -105,8 +105,8 @@ def build_engines(setup: "Setup", table: TableSink | None, keep: Keep) -> list[E
     """Put together the engines of a cluster, which share their books."""
     scenario = setup.scenario
     if setup.decode is None:
-        return _engines([setup] * scenario.num_engines, table, keep)
-    prefills, decodes = scenario.prefill_replicas or 0, scenario.decode_replicas or 0
+        return _engines([setup] * (scenario.num_engines * setup.pp), table, keep)
+    prefills, decodes = (scenario.prefill_replicas or 0) * setup.pp, (scenario.decode_replicas or 0) * setup.decode.pp
     return _engines([setup] * prefills + [setup.decode] * decodes, table, keep)
 
 

@@ -78,9 +78,12 @@ class Scenario:
     )
     gpu: str = _flag("a100-80g", "GPU name", "G")
     tp: int = _flag(1, "GPUs in the tensor-parallel group", "N", alias="tensor_parallel_size")
+    pipeline_parallel_size: int | None = _flag(
+        None, "stages that the layers of an engine lie on, each of --tp GPUs, with as many batches in flight", "N"
+    )
     replicas: int | None = _flag(None, "engines behind --router, each with its own GPUs (default: 1)", "N")
-    router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity"] | None = _flag(
-        None, "who of several engines gets a request (default: round-robin)"
+    router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity", "prefix-affinity"] | None = (
+        _flag(None, "who of several engines gets a request (default: round-robin)")
     )
     prefill_replicas: int | None = _flag(
         None, "engines that only prefill and hand over to --decode-replicas; for policies that can (distserve)", "N"
@@ -91,6 +94,10 @@ class Scenario:
     )
     prefill_tp: int | None = _flag(None, "GPUs in the group of an engine that prefills (default: --tp)", "N")
     decode_tp: int | None = _flag(None, "the same of an engine that decodes", "N")
+    prefill_pipeline_parallel_size: int | None = _flag(
+        None, "stages of an engine that prefills (default: --pipeline-parallel-size)", "N"
+    )
+    decode_pipeline_parallel_size: int | None = _flag(None, "the same of an engine that decodes", "N")
     prefill_gpu: str | None = _flag(None, "GPU of the engines that prefill (default: --gpu)", "G")
     decode_gpu: str | None = _flag(None, "GPU of the engines that decode", "G")
     prefill_profile: str | None = _flag(None, "constants of the engines that prefill (default: --profile)", "NAME|FILE")
@@ -135,7 +142,7 @@ class Scenario:
 
     def of_pool(self, role: str) -> "Scenario":
         """As the engines that only prefill, or only decode, have it: `role` is their options' prefix."""
-        own = {name: getattr(self, f"{role}_{name}") for name in ("tp", "gpu", "profile")}
+        own = {name: getattr(self, f"{role}_{name}") for name in ("tp", "pipeline_parallel_size", "gpu", "profile")}
         found = {name: value for name, value in own.items() if value is not None}
         if "gpu" in found and "profile" not in found:
             # The constants of the other pool's GPU would not fit.
@@ -235,7 +242,8 @@ POSITIVE = ("num_prompts", "rate_scale", "burstiness", "clip", "input_len", "out
 POSITIVE += ("num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "request_rate")
 POSITIVE += ("hash_block_tokens", "default_prompt_tokens", "default_output_tokens")
 POSITIVE += ("max_concurrency", "replicas", "prefill_replicas", "decode_replicas", "link_gbps")
-POSITIVE += ("prefill_tp", "decode_tp")
+POSITIVE += ("prefill_tp", "decode_tp", "pipeline_parallel_size")
+POSITIVE += ("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
 NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
 READING = (
     "time_unit",
@@ -249,6 +257,7 @@ READING = (
 GOES_WITH = dict.fromkeys(("trace_format", *READING), "trace") | dict.fromkeys(("input_len", "output_len"), "workload")
 GOES_WITH |= {"prefill_replicas": "decode_replicas"}
 GOES_WITH |= dict.fromkeys(("decode_replicas", "link_gbps", "prefill_tp", "decode_tp"), "prefill_replicas")
+GOES_WITH |= dict.fromkeys(("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size"), "prefill_replicas")
 GOES_WITH |= dict.fromkeys(("prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile"), "prefill_replicas")
 
 

@@ -9,7 +9,6 @@ from types import FrameType
 import msgspec
 import simpy
 
-from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
 from sim.cost.engine_profile import EngineProfile, load_engine_profile
 from sim.cost.forms import build_cost
@@ -18,14 +17,14 @@ from sim.cost.profile import Profile, load_profile
 from sim.engine.limits import Limits, Role, WindowLimits
 from sim.errors import UserError
 from sim.results.metrics import Goodput, TableSink
-from sim.runs import EngineParts, Keep, Run, build_engine, build_engines
+from sim.runs import Keep, Run, build_engine, build_engines
 from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
-from sim.systems.mixing import HAND_OVER
+from sim.systems.mixing import HAND_OVER, STORED
 from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
@@ -33,7 +32,7 @@ from traces.request import Request
 __all__ = ["Keep", "Run", "Setup", "build_engine", "build_run", "execute", "prepare"]
 
 GIB = 1 << 30
-BYTES_PER_S_IN_GBPS = 1e9 / 8
+PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
@@ -55,6 +54,8 @@ class Setup(msgspec.Struct, frozen=True):
     role: Role = "both"
     decode: "Setup | None" = None
     """Of the engines that decode, where others prefill."""
+    pp: int = 1
+    """Stages of an engine, each of `tp` GPUs; as many virtual engines have these limits each."""
     warnings: list[str] = msgspec.field(default_factory=list)
 
 
@@ -69,7 +70,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
                 f"--policy {policy.name}: hands sequences over from engines that prefill to others; give "
                 "--prefill-replicas, --decode-replicas and --link-gbps"
             )
-        return _prepare(scenario, scenario, label, policy, "both")
+        return _routed(_prepare(scenario, scenario, label, policy, "both"))
     if stage != HAND_OVER:
         raise UserError(
             f"--prefill-replicas {scenario.prefill_replicas}: {label} decodes where it prefills (stage={stage}) and "
@@ -78,9 +79,20 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     prefill, decode = (
         _prepare(scenario, scenario.of_pool(role), label, policy, role) for role in ("prefill", "decode")
     )
-    return msgspec.structs.replace(
-        prefill, decode=decode, warnings=list(dict.fromkeys((*prefill.warnings, *decode.warnings)))
-    )
+    warnings = list(dict.fromkeys((*prefill.warnings, *decode.warnings)))
+    return _routed(msgspec.structs.replace(prefill, decode=decode, warnings=warnings))
+
+
+def _routed(setup: Setup) -> Setup:
+    """Itself; UserError where prompts would be sent after prefixes that no engine keeps, or two would route them."""
+    if setup.scenario.router is not None and setup.policy.names["memory"] == STORED:
+        raise UserError(f"--router {setup.scenario.router}: {setup.label} has a conductor that routes; leave it out")
+    if setup.scenario.router == "prefix-affinity" and not setup.limits.enable_prefix_caching:
+        raise UserError(
+            f"--router prefix-affinity: engines of {setup.label} keep no prefixes; give --enable-prefix-caching (or a "
+            "policy that does, as vllm-v1), or take another router"
+        )
+    return setup
 
 
 def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:
@@ -119,6 +131,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         # By default a policy takes at most half of the host's memory.
         swap_space = min(policy.default_swap_space_gib, hardware.host_memory_bytes / GIB / scenario.tp / 2)
     block_size = scenario.block_size or policy.default_block_size
+    pp = _stages(scenario, model, policy, label)
     groups, window = _window(scenario, model, policy, block_size)
     pool = kv_cache_blocks(
         model,
@@ -131,11 +144,15 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         swap_space_bytes_per_gpu=swap_space * GIB,
         num_gpu_blocks_override=scenario.num_gpu_blocks_override,
         groups=groups,
+        pipeline_parallel_size=pp,
     )
     host_blocks = scenario.num_cpu_blocks_override
+    if host_blocks is None:
+        host_blocks = pool.num_cpu_blocks
     limits = Limits(
-        num_gpu_blocks=pool.num_gpu_blocks - policy.num_null_blocks,
-        num_cpu_blocks=pool.num_cpu_blocks if host_blocks is None else host_blocks,
+        # vLLM 0.5.5 gives each virtual engine its share.
+        num_gpu_blocks=pool.num_gpu_blocks // pp - policy.num_null_blocks,
+        num_cpu_blocks=host_blocks // pp,
         block_size=block_size,
         block_bytes=pool.block_bytes,
         max_model_len=max_model_len,
@@ -146,11 +163,34 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         window=window,
     )
     engine_profile = _engine_profile(scenario, profile, policy)
-    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes, scenario.cost_form, engine_profile)
+    if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
+        raise UserError(
+            f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of pipelines "
+            "(--pipeline-parallel-size) is serial; give one whose host is serial (vllm-0.5)"
+        )
+    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes * pp, scenario.cost_form, engine_profile)
     return Setup(
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
-        warnings=warnings,
+        pp=pp, warnings=warnings,
     )  # fmt: skip
+
+
+def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) -> int:
+    """Stages of an engine; UserError where the system or the model cannot be laid out on them."""
+    stages, names = scenario.pipeline_parallel_size or 1, policy.names
+    if stages == 1:
+        return 1
+    where = f"--pipeline-parallel-size: {stages} stages"
+    plain = names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
+    if names["batching"] not in PIPELINED_BATCHINGS or not plain:
+        raise UserError(
+            f"{where} and {label}: batches in flight are modelled as virtual engines of vLLM 0.5.5, for policies that "
+            "have batching=vllm, sarathi or fastgen, memory=paged or reserved and eviction=recompute or swap: "
+            "take vllm-recompute"
+        )
+    if model.num_layers % stages:
+        raise UserError(f"{where} do not divide the {model.num_layers} layers of {model.name}; give a divisor")
+    return stages
 
 
 def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> EngineProfile | None:
@@ -230,8 +270,11 @@ def build_run(
     arrivals = arrivals_of(scenario, requests, front_end_s)
     engines = build_engines(setup, table, keep)
     engines[0].log.front_end_s = front_end_s
-    if scenario.num_engines > 1:
-        return _build_cluster(engines, env, arrivals, jump=jump)
+    if scenario.num_engines > 1 or setup.pp > 1:
+        from sim.clock.assembly import build_cluster  # noqa: PLC0415 - most runs have one engine
+
+        cluster = build_cluster(engines, env, arrivals, jump=jump)
+        return SimulatedRun(engines=engines, instances=[*cluster.members], env=env, serve=cluster.serve)
     parts = engines[0]
     instance = Instance(
         env,
@@ -245,52 +288,6 @@ def build_run(
         observer=parts.observer,
     )
     return SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve)
-
-
-def _build_cluster(
-    engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool
-) -> SimulatedRun:
-    # Most runs have one engine, and need none of these.
-    from sim.clock.cluster import Cluster  # noqa: PLC0415
-    from sim.clock.hand_overs import HandOvers  # noqa: PLC0415
-    from sim.clock.member import Member  # noqa: PLC0415
-    from sim.topology import DEFAULT_ROUTER, ROUTERS  # noqa: PLC0415
-    from sim.topology.routers import FewestWaitingTokens, LeastLoaded  # noqa: PLC0415
-
-    scenario = engines[0].setup.scenario
-    members = [
-        Member(
-            env,
-            parts.engine,
-            parts.setup.cost,
-            parts.lanes,
-            layers=parts.setup.model.num_layers,
-            block_bytes=parts.setup.limits.block_bytes,
-            jump=jump,
-            observer=parts.observer,
-            ended=arrivals.ended if arrivals.hears_ends else None,
-        )
-        for parts in engines
-    ]
-    prefills = scenario.prefill_replicas
-    if prefills is None:
-        router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
-        cluster = Cluster(env, members, arrivals, router)
-    else:
-        router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
-        limits, model = engines[0].setup.limits, engines[0].setup.model
-        hand_overs = HandOvers(
-            members,
-            range(prefills, len(members)),
-            LeastLoaded(),
-            bytes_per_s=(scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
-            block_bytes=limits.block_size * model.kv_bytes_per_token(1),
-            layers=model.num_layers,
-        )
-        for parts in engines:
-            parts.prefilled_by = hand_overs.prefilled_by
-        cluster = Cluster(env, members, arrivals, router, range(prefills), hand_overs)
-    return SimulatedRun(engines=engines, instances=[*members], env=env, serve=cluster.serve)
 
 
 def execute(run: SimulatedRun) -> SimulatedRun:

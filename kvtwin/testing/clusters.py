@@ -7,16 +7,25 @@ import simpy
 
 from kvtwin.testing.engines import Machine, build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
+from sim.clock.assembly import turns_of
 from sim.clock.cluster import Cluster
+from sim.clock.conducted import Prices, conductor_of
 from sim.clock.hand_overs import HandOvers
 from sim.clock.member import Member
+from sim.clock.pipeline import Pipeline, VirtualEngine
 from sim.cost.pricing import Lanes
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Limits, Role
 from sim.engine.sequence import Sequence as Seq
 from sim.systems.base import Policy
+from sim.systems.mixing import STORED, options_among
+from sim.systems.mooncake_options import ConductorOptions
+from sim.topology.pipelines import to_pipelines
 from sim.topology.routers import FewestWaitingTokens, LeastLoaded, Router
 from traces.request import Request
+
+HAND_OVER_S_PER_TOKEN = 1e-4
+"""Between the stages of a pipeline."""
 
 
 @dataclass
@@ -48,28 +57,57 @@ def simulate_pools(
     machine: Machine | None = None,
     jump: bool = True,
     checked: bool = True,
+    stages: tuple[int, int] = (1, 1),
 ) -> ClusterOutcome:
-    """Run `prefill` engines that hand over to `decode` engines, whose limits may differ."""
+    """Run `prefill` engines that hand over to `decode` engines, whose limits and pipelines' stages may differ."""
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     outcome = ClusterOutcome([])
     env, gaps = simpy.Environment(), GapCollector()
-    for place in range(prefill + decode):
-        role: Role = "prefill" if place < prefill else "decode"
+    for number in range(prefill + decode):
+        role: Role = "prefill" if number < prefill else "decode"
         own = limit if role == "prefill" or decode_limit is None else decode_limit
-        _add_member(outcome, env, policy, own, machine, gaps, source, jump=jump, checked=checked, role=role)
-    decoders = range(prefill, prefill + decode)
+        count = stages[role == "decode"]
+        _add_engine(outcome, env, policy, own, machine, gaps, source, count, jump=jump, checked=checked, role=role)
+    front = range(prefill * stages[0])
+    decoders = range(len(front), len(outcome.members))
     hand_overs = HandOvers(
         outcome.members,
         decoders,
-        LeastLoaded(),
+        to_pipelines(LeastLoaded(), stages[1]),
         bytes_per_s=bytes_per_s,
         block_bytes=limit.block_bytes,
         layers=machine.model.num_layers,
+        next_places={place: turns for place in decoders if (turns := turns_of(outcome.members[place]))},
     )
-    cluster = Cluster(env, outcome.members, source, router or FewestWaitingTokens(), range(prefill), hand_overs)
+    if router is None and policy.names["memory"] == STORED:
+        router = _conductor(policy, outcome.members, prefill, limit, decode_limit or limit, machine, bytes_per_s)
+    to = to_pipelines(router or FewestWaitingTokens(), stages[0])
+    cluster = Cluster(env, outcome.members, source, to, front, hand_overs)
     env.run(until=env.process(cluster.serve()))
     return outcome
+
+
+def _conductor(
+    policy: Policy,
+    members: list[Member],
+    prefill: int,
+    limit: Limits,
+    decode_limit: Limits,
+    machine: Machine,
+    bytes_per_s: float,
+) -> Router:
+    prices = Prices(
+        machine.cost,
+        machine.cost,
+        limit,
+        decode_limit.num_gpu_blocks * decode_limit.block_size,
+        layers=machine.model.num_layers,
+        s_per_token=limit.block_bytes / limit.block_size / bytes_per_s,
+        members=members,
+    )
+    options = options_among((policy, *policy.mixed_options), ConductorOptions)
+    return conductor_of(options, prices, members[:prefill], members[prefill:])
 
 
 def simulate_replicas(
@@ -81,15 +119,36 @@ def simulate_replicas(
     machine: Machine | None = None,
     jump: bool = True,
     checked: bool = True,
+    stages: int = 1,
 ) -> ClusterOutcome:
-    """Run one engine for each policy behind a router."""
+    """Run one engine for each policy behind a router; `stages` of a pipeline each."""
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     env, outcome, gaps = simpy.Environment(), ClusterOutcome([]), GapCollector()
     for policy in policies:
-        _add_member(outcome, env, policy, limit, machine, gaps, source, jump=jump, checked=checked)
-    env.run(until=env.process(Cluster(env, outcome.members, source, router).serve()))
+        _add_engine(outcome, env, policy, limit, machine, gaps, source, stages, jump=jump, checked=checked)
+    env.run(until=env.process(Cluster(env, outcome.members, source, to_pipelines(router, stages)).serve()))
     return outcome
+
+
+def _add_engine(
+    outcome: ClusterOutcome,
+    env: simpy.Environment,
+    policy: Policy,
+    limit: Limits,
+    machine: Machine,
+    gaps: GapCollector,
+    source: Arrivals,
+    stages: int,
+    *,
+    jump: bool,
+    checked: bool,
+    role: Role = "both",
+) -> None:
+    """A member, or the virtual engines of a pipeline with `limit` each."""
+    pipeline = Pipeline(machine.cost, stages, HAND_OVER_S_PER_TOKEN) if stages > 1 else None
+    for _ in range(stages):
+        _add_member(outcome, env, policy, limit, machine, gaps, source, pipeline, jump=jump, checked=checked, role=role)
 
 
 def _add_member(
@@ -100,10 +159,11 @@ def _add_member(
     machine: Machine,
     gaps: GapCollector,
     source: Arrivals,
+    pipeline: Pipeline | None,
     *,
     jump: bool,
     checked: bool,
-    role: Role = "both",
+    role: Role,
 ) -> None:
     place = len(outcome.members)
 
@@ -111,14 +171,12 @@ def _add_member(
         outcome.ended.append((seq, place))
 
     engine = build_engine(policy, limit, replace(machine, role=role), end, checked=checked, gaps=gaps)
-    member = Member(
-        env,
-        engine,
-        machine.cost,
-        Lanes(keep_intervals=True),
-        layers=machine.model.num_layers,
-        block_bytes=limit.block_bytes,
-        jump=jump,
-        ended=source.ended if source.hears_ends else None,
-    )
+    args = env, engine, machine.cost, Lanes(keep_intervals=True)
+    layers, ended = machine.model.num_layers, source.ended if source.hears_ends else None
+    if pipeline is None:
+        member = Member(*args, layers=layers, block_bytes=limit.block_bytes, jump=jump, ended=ended)
+    else:
+        member = VirtualEngine(
+            *args, pipeline=pipeline, place=place, layers=layers, block_bytes=limit.block_bytes, ended=ended
+        )
     outcome.members.append(member)

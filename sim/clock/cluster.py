@@ -15,7 +15,7 @@ from sim.clock.arrivals import TIE_S, Arrivals
 from sim.clock.hand_overs import HandOvers
 from sim.clock.member import Member
 from sim.errors import InvariantError
-from sim.topology.routers import Router
+from sim.topology.routers import REJECT, Router
 from traces.request import Request
 
 
@@ -99,8 +99,11 @@ class Cluster:
 
     def _route(self, request: Request) -> None:
         choice = self.router.route(request, self._views)
+        if choice == REJECT:
+            self.members[self._front[0]].turn_away(request, self.router.reason)
+            return
         place = self._front[choice]
-        if self.members[place].send(request):
+        if self.members[place].send(request, self.router.ready_s):
             self._wake(place)
 
     def _wake(self, place: int) -> None:

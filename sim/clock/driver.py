@@ -39,12 +39,13 @@ class Instance:
         jump: bool = True,
         copy_unit_bytes: float = 1 << 20,
         observer: Observer | None = None,
+        pricer: type[Pricer] = Pricer,
     ) -> None:
         self.env, self.engine, self.cost = env, engine, cost
         self.arrivals, self.lanes = arrivals, lanes
         self.jump = jump
         num_groups = engine.scheduler.memory.num_groups
-        self.pricer = Pricer(
+        self.pricer = pricer(
             cost, lanes, self._finish_at, layers=layers, num_groups=num_groups, block_bytes=block_bytes,
             copy_unit_bytes=copy_unit_bytes, ends_at=self._ends_at,
         )  # fmt: skip

@@ -5,7 +5,7 @@ takes bytes / bandwidth of both; until it has ended the blocks are taken on both
 one by one (`Stage.layer_wise`), the copy starts with the first layer's end, if the other engine had room at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sim.clock.member import Member
 from sim.engine.plan import Move, Tier
@@ -27,6 +27,7 @@ class HandOvers:
         bytes_per_s: of every link, in each direction.
         block_bytes: of a whole block, over all GPUs of an engine.
         layers: of the model.
+        next_places: of the virtual engines of pipelines that take turns: who is next after a time, s.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class HandOvers:
         bytes_per_s: float,
         block_bytes: float,
         layers: int,
+        next_places: Mapping[int, Callable[[float], int]] | None = None,
     ) -> None:
-        self.layers = layers
+        self.layers, self.next_places = layers, next_places or {}
         self.members, self.decoders, self.router = members, decoders, router
         self.s_per_block = block_bytes / bytes_per_s
         self.prefilled_by: dict[Seq, int] = {}
@@ -63,10 +65,12 @@ class HandOvers:
         for seq in stage.prefilled:
             goes_on = continued(seq)
             chosen = self.decoders[self.router.route(seq.request, self._views)]
+            if chosen in self.next_places:
+                chosen = self.next_places[chosen](seq.last_token_s)
             self._left[goes_on] = seq, place, self.members[chosen].num_decisions
             self.prefilled_by[goes_on] = place
-            member.num_in_flight -= 1
-            self.members[chosen].num_in_flight += 1
+            member.let_go(seq.request)
+            self.members[chosen].take(seq.request)
             if self.members[chosen].tell(seq.last_token_s, goes_on):
                 yield chosen
         stage.prefilled.clear()

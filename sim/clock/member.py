@@ -15,10 +15,10 @@ import simpy
 from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.clock.driver import Instance, Observer
 from sim.cost.model import CostModel
-from sim.cost.pricing import Lanes, LanesMark
+from sim.cost.pricing import Lanes, LanesMark, Pricer
 from sim.engine.engine import Engine
 from sim.engine.plan import IterationPlan, Move, StepTimes
-from sim.engine.sequence import Sequence
+from sim.engine.sequence import Sequence, Status
 from sim.errors import InvariantError
 from traces.request import Request
 
@@ -53,8 +53,8 @@ class Inbox(Arrivals):
         return sum(request.prompt_tokens for request in self._sent)
 
 
-Fact = Move | Sequence
-"""A copy that ended, or a sequence that another engine has prefilled."""
+Fact = Move | Sequence | Request
+"""A copy that ended, a sequence that another engine has prefilled, or a request whose prefix had to come first."""
 Carry = Callable[["Member", Move, float], float]
 """Starts a copy from another engine at that time, s; returns its end, s."""
 
@@ -74,15 +74,22 @@ class Member(Instance):
         jump: bool = True,
         observer: Observer | None = None,
         ended: Callable[[Request, float], object] | None = None,
+        pricer: type[Pricer] = Pricer,
     ) -> None:
         """`ended` hears of every request that ended and when, s."""
         self.inbox = Inbox()
         super().__init__(
-            env, engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, jump=jump, observer=observer
-        )
+            env, engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, jump=jump, observer=observer,
+            pricer=pricer,
+        )  # fmt: skip
         self.end_s = inf
+        self.busy_until_s = 0.0
+        """Until when nothing can be decided here: KV is being pulled that the engine waits for, s."""
         self.num_in_flight = 0
         """Requests sent here that have not ended."""
+        self.tokens_in_flight = 0
+        """Their prompts' tokens."""
+        self._num_coming = 0
         self.num_decisions = 0
         """How often it decided."""
         self.carry: Carry | None = None
@@ -102,7 +109,12 @@ class Member(Instance):
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their prefill, those not yet seen included."""
-        return self.engine.scheduler.num_waiting + len(self.inbox)
+        return self.engine.scheduler.num_waiting + len(self.inbox) + self._num_coming
+
+    @property
+    def running_until_s(self) -> float:
+        """When the iteration under way ends, s; 0 where there is none."""
+        return 0.0 if self._plan is None else self.end_s
 
     @property
     def waiting_tokens(self) -> int:
@@ -125,9 +137,12 @@ class Member(Instance):
     def decide(self) -> None:
         """At the boundary `end_s`, settled: take the facts that are due and begin the next iterations."""
         engine, inbox, facts = self.engine, self.inbox, self._facts
-        self.num_decisions += 1
         self._settled = False
         now_s = self._began_s = self.end_s
+        if now_s < self.busy_until_s - TIE_S:
+            self.end_s = self.busy_until_s
+            return
+        self.num_decisions += 1
         due_s = now_s + TIE_S
         if inbox.next_s <= due_s:
             inbox.deliver(due_s, engine.add_request)
@@ -135,8 +150,15 @@ class Member(Instance):
             fact = heappop(facts)[2]
             if isinstance(fact, Sequence):
                 engine.offer(fact)
+            elif isinstance(fact, Request):
+                self._num_coming -= 1
+                engine.add_request(fact)
             else:
                 engine.transfer_done(fact)
+        if engine.scheduler.stage.blocking and (moves := engine.pull(now_s)):
+            ready_s = self.drained_s(now_s)
+            self.busy_until_s = self.end_s = max(self._pull(move, ready_s) for move in moves)
+            return
         plan = self._plan = engine.schedule(now_s)
         if plan is None:
             self.end_s = min(inbox.next_s, facts[0][0]) if facts else inbox.next_s
@@ -153,11 +175,38 @@ class Member(Instance):
             if plan.awaited:
                 self._tell_started()
 
-    def send(self, request: Request) -> bool:
-        """`request` goes to this engine; whether its boundary came forward."""
+    def drained_s(self, now_s: float) -> float:
+        """When all that was launched by `now_s` has been computed, s."""
+        return now_s
+
+    def take(self, request: Request) -> None:
+        """`request` is in flight here from now on."""
         self.num_in_flight += 1
+        self.tokens_in_flight += request.prompt_tokens
+
+    def let_go(self, request: Request) -> None:
+        """It no longer is."""
+        self.num_in_flight -= 1
+        self.tokens_in_flight -= request.prompt_tokens
+
+    def send(self, request: Request, ready_s: float = 0.0) -> bool:
+        """`request` goes to this engine, which may see it from `ready_s` on; whether its boundary came forward."""
+        self.take(request)
+        if ready_s > request.arrival_s:
+            self._num_coming += 1
+            return self.tell(ready_s, request)
         self.inbox.put(request)
         return self._told(request.arrival_s)
+
+    def turn_away(self, request: Request, reason: str) -> None:
+        """`request` ends as it arrives."""
+        seq = Sequence(request)
+        seq.status, seq.error = Status.IGNORED, f"ignored: {reason}"
+        ignored = self.engine.scheduler.counters.ignored
+        ignored[reason] = ignored.get(reason, 0) + 1
+        self._log_end(seq)
+        if self._ended is not None:
+            self._ended(request, request.arrival_s)
 
     def tell(self, at_s: float, fact: Fact) -> bool:
         """`fact` is one from `at_s` on; whether the boundary came forward."""
@@ -165,10 +214,12 @@ class Member(Instance):
         heappush(self._facts, (at_s, self._num_transfers, fact))
         return self._told(at_s)
 
-    def _pull(self, move: Move, now_s: float) -> None:
+    def _pull(self, move: Move, at_s: float) -> float:
         if self.carry is None:
             raise InvariantError(f"{move.seq}: pulled, and there is no link")
-        self._finish_at(self.carry(self, move, now_s), move)
+        end_s = self.carry(self, move, at_s)
+        self._finish_at(end_s, move)
+        return end_s
 
     def _told(self, at_s: float) -> bool:
         """A fact is due at `at_s`: wake up then, or end a jump at the first boundary after it."""
@@ -186,6 +237,6 @@ class Member(Instance):
 
     def _end(self, seq: Sequence) -> None:
         self._log_end(seq)
-        self.num_in_flight -= 1
+        self.let_go(seq.request)
         if self._ended is not None:
             self._ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))

@@ -64,6 +64,10 @@ class CostModel(ABC):
     def iteration_s(self, plan: IterationPlan) -> float:
         """Computation of one iteration, copies and the engine's host time left out."""
 
+    def host_s(self, plan: IterationPlan) -> float:
+        """Part of `iteration_s` that the host takes before the GPU begins, which stages of a pipeline do not share."""
+        return 0.0
+
     @abstractmethod
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None

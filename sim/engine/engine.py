@@ -35,6 +35,12 @@ class Engine:
         """Fact: `seq`, new here, has its first token and its KV on another engine, where it may be pulled from."""
         self.scheduler.stage.offer(seq)
 
+    def pull(self, now_s: float) -> list[Move]:
+        """What to copy from other engines before anything else, where the stage is `blocking`."""
+        self.scheduler.stage.prepare(now_s)
+        pulled, self.scheduler.pulled = self.scheduler.pulled, []
+        return pulled
+
     def schedule(self, now_s: float) -> IterationPlan | None:
         """What to do at `now_s`; None if nothing can be done until another fact arrives."""
         plan = self.scheduler.schedule(now_s)

@@ -398,6 +398,8 @@ class Stage(Part, ABC):
     layer_wise = False
     """Whether the KV of a prompt's layers leaves while later ones are computed."""
     prefilled: list[Sequence]
+    blocking = False
+    """Whether nothing is computed while KV is pulled."""
 
     def offer(self, seq: Sequence) -> None:
         """Another engine has prefilled `seq` and holds its KV."""

@@ -202,6 +202,8 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """As it was named."""
     tp: int
     """GPUs in the tensor-parallel group."""
+    pipeline_parallel_size: int | UnsetType = UNSET
+    """Stages of an engine's pipeline; absent where not given."""
     replicas: int | UnsetType = UNSET
     """Engines behind the router; absent where not given."""
     router: str | UnsetType = UNSET
@@ -216,6 +218,10 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """GPUs of an engine that prefills."""
     decode_tp: int | UnsetType = UNSET
     """GPUs of an engine that decodes."""
+    prefill_pipeline_parallel_size: int | UnsetType = UNSET
+    """Stages of an engine that prefills."""
+    decode_pipeline_parallel_size: int | UnsetType = UNSET
+    """Stages of an engine that decodes."""
     prefill_gpu: str | UnsetType = UNSET
     """Their GPU, as it was named."""
     decode_gpu: str | UnsetType = UNSET

@@ -8,7 +8,7 @@ from typing import IO
 import msgspec
 
 from sim.files import write_atomically
-from sim.simulate import EngineParts, Run
+from sim.runs import EngineParts, Run
 
 TIMELINE_FILE = "timeline.json.gz"
 TraceEvent = dict[str, object]

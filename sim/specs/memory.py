@@ -85,8 +85,9 @@ def kv_cache_blocks(
     swap_space_bytes_per_gpu: float,
     num_gpu_blocks_override: int | None = None,
     groups: KVGroups | None = None,
+    pipeline_parallel_size: int = 1,
 ) -> PoolSize:
-    """The KV pool of a group of `tensor_parallel_size` GPUs.
+    """The KV pool of `pipeline_parallel_size` groups of `tensor_parallel_size` GPUs, with equal shares of the layers.
 
     Args:
         model: the model served.
@@ -99,6 +100,7 @@ def kv_cache_blocks(
         swap_space_bytes_per_gpu: host memory for swapped blocks per GPU (vLLM: 4 GiB).
         num_gpu_blocks_override: that many GPU blocks, whatever would fit (vLLM: --num-gpu-blocks-override).
         groups: of layers that a block serves apart; a whole block has one block for each. None: all layers in one.
+        pipeline_parallel_size: groups, the stages of a pipeline (vLLM: --pipeline-parallel-size).
 
     Raises:
         UserError: an argument out of range, or not one block fits beside the weights.
@@ -113,10 +115,12 @@ def kv_cache_blocks(
     if groups is not None:
         layers = groups.num_groups * groups.layers_per_group
         block_bytes = block_size * layers * model.kv_bytes_per_token_layer(tensor_parallel_size)
+    block_bytes /= pipeline_parallel_size
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
     if num_gpu_blocks_override is not None:
         return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes)
     peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs)
+    peak -= model.weight_bytes(tensor_parallel_size) * (1 - 1 / pipeline_parallel_size)
     usable = gpu_memory_utilization * hardware.memory_bytes
     num_gpu_blocks = int((usable - peak) // block_bytes)
     if num_gpu_blocks < 1:

@@ -31,6 +31,7 @@ _PLACES = {
     "radix": "sim.systems.radix:Radix",
     "chunkattention": "sim.systems.chunkattention:ChunkAttention",
     "batchllm": "sim.systems.batchllm:BatchLLM",
+    "mooncake": "sim.systems.mooncake:Mooncake",
 }
 
 

@@ -11,10 +11,11 @@ it and pulls its KV when
 Until the copy has ended the KV stays on the prefill engine, whose memory a slow decode pool thereby fills: prefills
 wait. A copy takes bytes / bandwidth of the two engines' links, each of which carries one copy at a time.
 
+Nothing is computed while KV is pulled, and with stages it is pulled when they are empty (`sim.clock.pipeline`).
+
 Assumed: prefill engines batch as vLLM 0.5.5 does, whole prompts up to the token budget. A decode engine that runs out
-of blocks swaps its last sequences to the host, as DistServe does. Copies neither slow down the computation nor share
-links with all-reduces; in DistServe's code a decode engine does not compute while it pulls. Not modelled: pipeline
-parallelism and the placement search.
+of blocks swaps its last sequences to the host, as DistServe does. Copies do not share links with all-reduces. Not
+modelled: the placement search.
 """
 
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from typing import ClassVar
 
 from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
 from sim.systems.hand_over_options import HandOverOptions
+from sim.systems.options import option
 
 
 @dataclass(frozen=True)
 class DistServe(HandOverOptions, Policy):
     """Prefill and decode on engines of their own."""
+
+    blocking_pull: bool = option(True, "a decode engine computes nothing while it pulls")
 
     name: ClassVar[str] = "distserve"
     summary: ClassVar[str] = "DistServe: prefill and decode pools, KV pulled over a link"

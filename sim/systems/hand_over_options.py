@@ -18,6 +18,8 @@ class HandOverOptions:
         False, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
     )
 
+    blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
+
     def __post_init__(self) -> None:
         if not 0.0 < self.waiting_share <= 1.0:
             raise UserError(f"waiting-share: {self.waiting_share} is not in (0, 1]; DistServe's is 0.05")

@@ -16,6 +16,7 @@ from sim.errors import UserError
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
+from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.offload_options import OffloadOptions
 from sim.systems.radix_options import RadixOptions
 from sim.systems.vllm_v1_options import VllmV1Options
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 HAND_OVER = "hand-over"
 """The stage of policies that serve with a pool of engines for prefills and one for decodes."""
+STORED = "stored"
+"""The memory of engines whose prompts a store of the cluster may have."""
 KINDS = ("order", "batching", "admission", "memory", "eviction", "stage")
 MIN_BATCHED_TOKENS = 2048
 CHUNKED_BATCHED_TOKENS = 512
@@ -246,6 +249,16 @@ def _connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
     )
 
 
+def _stored(b: Builder) -> "Memory":
+    from sim.parts.memory.stored import StoredMemory
+
+    if b.names["stage"] != HAND_OVER or EVICTIONS[b.names["eviction"]].moves_whole:
+        raise UserError(
+            "memory=stored is for engines that prefill for others: it goes with stage=hand-over and eviction=recompute"
+        )
+    return StoredMemory(b.limits)
+
+
 def _reserved(b: Builder) -> "Memory":
     from sim.parts.memory.reserved import ReservedMemory
 
@@ -351,7 +364,8 @@ def _hand_over(b: Builder) -> "Stage":
     if role == "decode":
         from sim.parts.stage.pull import Pull
 
-        return Pull(b.options(HandOverOptions).waiting_share)
+        options = b.options(HandOverOptions)
+        return Pull(options.waiting_share, options.blocking_pull)
     # An engine that does both hands over to itself.
     return _direct(b)
 
@@ -433,6 +447,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "chunks": KnownMemory(_chunks, can_cache_prefixes=True),
     "prefix-groups": KnownMemory(_group_memory, can_cache_prefixes=True),
     "reserved": KnownMemory(_reserved),
+    STORED: KnownMemory(_stored, ConductorOptions),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),
 }
 ADMISSIONS: "dict[str, Known[Admission]]" = {

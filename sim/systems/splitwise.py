@@ -33,6 +33,8 @@ class Splitwise(DistServe):
         True, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
     )
 
+    blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
+
     name: ClassVar[str] = "splitwise"
     summary: ClassVar[str] = "Splitwise: prompt and token pools, KV sent layer by layer"
     composition: ClassVar[dict[str, str]] = {

@@ -1,6 +1,8 @@
 """Replicas behind a router: each is an engine of its own, jumps change nothing, nobody is lost."""
 
+from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import get_args
 
 import pytest
@@ -17,7 +19,16 @@ from sim.policy_options import parse_policy
 from sim.scenario import Scenario
 from sim.systems.vllm055 import VllmRecompute
 from sim.topology import ROUTERS
-from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PowerOfTwo, RoundRobin, SessionAffinity
+from sim.topology.prefix_tree import PrefixTree
+from sim.topology.routers import (
+    FewestWaitingTokens,
+    LeastLoaded,
+    PowerOfTwo,
+    PrefixAffinity,
+    RoundRobin,
+    SessionAffinity,
+)  # fmt: skip
+from traces.errors import TraceError
 from traces.request import Request
 
 FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
@@ -40,8 +51,14 @@ def drawn(rows) -> list[Request]:
     at_s, found = 0.0, []
     for i, (session, gap_s, prompt, output) in enumerate(rows):
         at_s += gap_s
-        found.append(Request(i, at_s, prompt, output, session))
+        found.append(Request(i, at_s, prompt, output, session, prefix_ids(session, i, prompt), 16))
     return found
+
+
+def prefix_ids(session: str, number: int, prompt: int) -> tuple[int, ...]:
+    """Blocks of 16 tokens: four that all prompts of a session begin with, then the prompt's own."""
+    shared, own = 1000 * (ord(session) if session else 0), 1_000_000 + 1000 * number
+    return tuple((shared if session and i < 4 else own) + i for i in range(-(-prompt // 16)))
 
 
 def assert_equal(one: ClusterOutcome, other: ClusterOutcome) -> None:
@@ -126,6 +143,58 @@ def test_routers_choose_from_views_alone():
     assert PowerOfTwo(1).route(request, views[:1]) == 0
 
 
+def test_a_prompt_goes_where_most_of_it_was_sent_unless_that_engine_is_far_more_loaded():
+    router, views = PrefixAffinity(), [Loaded(0), Loaded(0), Loaded(0)]
+
+    def sent(*ids: int, tokens: int | None = None) -> int:
+        return router.route(Request(0, 0.0, tokens or 16 * len(ids), 2, "", ids, 16), views)
+
+    assert sent(1, 2, 3, 4) == 0
+    views[0].num_in_flight = 1
+    assert sent(1, 2, 9, 9) == 0
+    # One block of four is 0.25 of the prompt, not more than 0.3; then two engines have had it, one of them more.
+    assert sent(1, 8, 8, 8) == 1
+    views[1].num_in_flight = 2
+    assert sent(1, 7) == 0
+    assert sent(1, 8, 8, 6) == 1
+    # An id means its prefix: 2 after 5 is another block than 2 after 1.
+    assert sent(5, 2, 3, 4) == 2
+    # 64 more than the least is not too many, 65 is, where it is more than half as many again.
+    views[1].num_in_flight = 64
+    views[2].num_in_flight = 0
+    assert sent(1, 8, 8, 8) == 1
+    views[1].num_in_flight = 65
+    assert sent(1, 8, 8, 8) == 2
+    views[0].num_in_flight, views[1].num_in_flight, views[2].num_in_flight = 300, 365, 301
+    assert sent(1, 8, 8, 5) == 2
+    assert PrefixAffinity(balance_abs=10).route(Request(0, 0.0, 32, 2, "", (1, 8), 16), views) == 0
+
+
+def test_prefix_affinity_without_prefixes_is_an_error():
+    with pytest.raises(TraceError, match=r"request 3: has no hash_ids, which --router prefix-affinity needs"):
+        PrefixAffinity().route(Request(3, 0.0, 10, 2), [Loaded(0), Loaded(0)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tree_finds_the_longest_prefix_that_anybody_has(seed):
+    rng, tree, had = Random(seed), PrefixTree(), [[] for _ in range(3)]
+    for _ in range(60):
+        ids = tuple(rng.choices(range(3), k=rng.randrange(6)))
+        common = [max((shared(ids, other) for other in sent), default=0) for sent in had]
+        length, places = tree.longest(ids)
+        assert length == max(common)
+        assert not length or places == [place for place in range(3) if common[place] == length]
+        place = rng.randrange(3)
+        tree.add(ids, place)
+        had[place].append(ids)
+
+
+def shared(ids: tuple[int, ...], others: tuple[int, ...]) -> int:
+    return next(
+        (i for i, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), min(len(ids), len(others))
+    )
+
+
 def test_the_routers_are_those_that_the_flag_takes():
     hint = {f.name: hint for f, hint in option_fields(Scenario)}["router"]
     assert get_args(base_type(hint)) == tuple(ROUTERS)
@@ -164,6 +233,7 @@ def test_round_robin_over_four_is_four_runs_of_a_quarter(policy):
 @given(rows=ROWS, replicas=st.integers(1, 4), gpu=st.integers(10, 24), most=st.sampled_from([None, 3]))
 def test_jumping_changes_nothing_and_nobody_is_lost(name, policy, rows, replicas, gpu, most):
     kind, arrivals, limit = parse_policy(policy, {})[1], drawn(rows), limits(gpu, 30, max_model_len=256)
+    limit = replace(limit, enable_prefix_caching=name == "prefix-affinity" and kind.can_cache_prefixes)
     one, other = (
         simulate_replicas(
             [kind] * replicas, ROUTERS[name](7), ClosedLoop(arrivals, most) if most else arrivals, limit, jump=jump

@@ -18,8 +18,11 @@ from sim.systems.splitwise import Splitwise
 
 FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
 """Every iteration takes 0.1 s."""
+BESIDE = DistServe(blocking_pull=False)
+"""Decode engines compute while they pull."""
 POLICIES = [
     "distserve",
+    "distserve:blocking-pull=false",
     "distserve:eviction=recompute",
     "vllm-recompute:stage=hand-over",
     "distserve:waiting-share=0.5",
@@ -73,9 +76,7 @@ def test_a_landing_copy_ends_a_jump_of_the_decode_engine():
     # 0 decodes from 0.1 + 0.1 on in steps of 0.1 s; 1's copy lands at 0.4 while 0 is in the middle of 50 tokens.
     rows = requests((0.0, 16, 50), (0.15, 32, 3))
     for jump in (True, False):
-        outcome = simulate_pools(
-            DistServe(), rows, limits(), bytes_per_s=10.0, machine=linear_machine(**FLAT), jump=jump
-        )
+        outcome = simulate_pools(BESIDE, rows, limits(), bytes_per_s=10.0, machine=linear_machine(**FLAT), jump=jump)
         assert outcome.by_id()[0].finish_s == pytest.approx(0.2 + 4.9)
         # Prefilled from 0.15 to 0.25; heard of at 0.3; copied until 0.5; tokens at 0.6 and 0.7.
         assert outcome.by_id()[1].finish_s == pytest.approx(0.7)
@@ -84,7 +85,7 @@ def test_a_landing_copy_ends_a_jump_of_the_decode_engine():
 def test_links_carry_one_copy_at_a_time():
     # Two prefill engines are done at 0.1; the decode engine's link takes 0.1 s a block, one copy after the other.
     rows = requests((0.0, 16, 3), (0.0, 16, 3))
-    outcome = simulate_pools(DistServe(), rows, limits(), prefill=2, bytes_per_s=10.0, machine=linear_machine(**FLAT))
+    outcome = simulate_pools(BESIDE, rows, limits(), prefill=2, bytes_per_s=10.0, machine=linear_machine(**FLAT))
     (interval, other) = outcome.members[2].lanes.links["link in"].intervals or ()
     assert (*interval[:2], *other[:2]) == pytest.approx((0.1, 0.2, 0.2, 0.3))
     assert sorted(seq.finish_s for seq, _ in outcome.ended) == pytest.approx([0.4, 0.5])

@@ -88,6 +88,14 @@ def test_policies_are_compared_over_replicas(tmp_path):
         (["--router", "least-loaded"], ["--router", "least-loaded", "--replicas"]),
         (["--router", "least-loaded", "--replicas", "1"], ["--router", "--replicas of 2 or more"]),
         (["--replicas", "0"], ["--replicas", "0", "give more"]),
+        (
+            ["--replicas", "2", "--router", "prefix-affinity"],
+            ["--router prefix-affinity", "vllm-recompute keep no prefixes", "--enable-prefix-caching"],
+        ),
+        (
+            ["--replicas", "2", "--router", "prefix-affinity", "--enable-prefix-caching"],
+            ["request 0", "no hash_ids", "--router prefix-affinity"],
+        ),
         (["--replicas", "1.5"], ["--replicas", "'1.5'", "whole number"]),
     ],
 )
@@ -156,6 +164,51 @@ def test_pools_stepped_and_jumped_leave_the_same_requests(tmp_path):
 )
 def test_pools_that_cannot_be_are_refused(tmp_path, capsys, policy, words, parts):
     assert run(tmp_path, *words, policy=policy) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert [part for part in parts if part not in error] == [], error
+
+
+PIPELINES = [*POOLS, "--pipeline-parallel-size", "2", "--prefill-pipeline-parallel-size", "1"]
+
+
+def test_a_pipeline_is_as_many_virtual_engines_with_a_share_of_the_blocks_each(tmp_path):
+    found = {}
+    for stages in (1, 2):
+        assert run(tmp_path, "--pipeline-parallel-size", str(stages)) == 0
+        found[stages] = result_module.read_result(tmp_path / "result.json")
+    one, two = found[1], found[2]
+    assert two.scenario.pipeline_parallel_size == 2
+    assert two.engines is not result_module.UNSET
+    assert [(use.tp, use.num_prompts) for use in two.engines] == [(1, 30), (1, 30)]
+    # Half of the weights (of 13.5 GB) and half of every block on each GPU; each batch has half of the blocks.
+    assert two.scenario.block_bytes == one.scenario.block_bytes / 2
+    more = 2 * two.scenario.num_gpu_blocks * two.scenario.block_bytes
+    more -= one.scenario.num_gpu_blocks * one.scenario.block_bytes
+    assert more == pytest.approx(13.5e9 / 2, rel=0.01)
+    assert two.engines[0].lanes.compute.busy_s == pytest.approx(two.engines[1].lanes.compute.busy_s)
+
+
+def test_pipelines_of_two_kinds_leave_whole_tables(tmp_path):
+    assert run(tmp_path, *PIPELINES, policy="distserve") == 0
+    table = rows(tmp_path / "requests.csv")
+    assert len(table) == 60
+    assert {row["engine"] for row in table if int(row["output_tokens"]) > 1} <= {"2", "3"}
+    assert {row["prefill_engine"] for row in table} == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "parts"),
+    [
+        ("vllm-v1", ["2"], ["--pipeline-parallel-size: 2 stages and vllm-v1", "vllm-recompute"]),
+        ("layerkv", ["2"], ["--pipeline-parallel-size: 2 stages and layerkv", "virtual engines"]),
+        ("vllm-recompute", ["3"], ["3 stages do not divide the 32 layers", "give a divisor"]),
+        ("vllm-recompute", ["0"], ["--pipeline-parallel-size", "0", "give more"]),
+        ("vllm-recompute", ["1", "--decode-pipeline-parallel-size", "2"], ["goes with --prefill-replicas"]),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(tmp_path, capsys, policy, words, parts):
+    assert run(tmp_path, "--pipeline-parallel-size", *words, policy=policy) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert [part for part in parts if part not in error] == [], error

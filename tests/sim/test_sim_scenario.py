@@ -192,7 +192,8 @@ def test_the_flags_of_the_contract_are_there_with_their_defaults():
         "enable_prefix_caching", "hash_block_tokens", "zero_tokens", "tokenizer", "default_prompt_tokens",
         "default_output_tokens", "block_size",
         "max_concurrency", "replicas", "router", "prefill_replicas", "decode_replicas", "link_gbps", "prefill_tp",
-        "decode_tp", "prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile",
+        "decode_tp", "prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile", "pipeline_parallel_size",
+        "prefill_pipeline_parallel_size", "decode_pipeline_parallel_size",
     }  # fmt: skip
 
 
@@ -209,6 +210,8 @@ def other_values(kind):
 OTHER_WORDS = {
     "scheduling_policy": "priority",
     "schedule_policy": "fcfs",
+    "balancing_threshold": "2.0",
+    "rejection": "early",
     "decode": "stream",
     "equations": "paper",
     "predictor": "bucket",

@@ -25,12 +25,13 @@ class Pull(Stage):
 
     Args:
         waiting_share: of the GPU's blocks that `coming` and `landed` may hold before nobody else is pulled.
+        blocking: whether the engine waits for what it pulls before it computes.
     """
 
     pulls: ClassVar[bool] = True
 
-    def __init__(self, waiting_share: float) -> None:
-        self.waiting_share = waiting_share
+    def __init__(self, waiting_share: float, blocking: bool = False) -> None:
+        self.waiting_share, self.blocking = waiting_share, blocking
         self.offered: deque[Sequence] = deque()
         self.coming: dict[Sequence, None] = {}
         self.landed: deque[Sequence] = deque()

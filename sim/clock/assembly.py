@@ -1,0 +1,97 @@
+"""`build_cluster`: the engines of a run behind their router, with its pools, links and pipelines."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import simpy
+
+from sim.clock.arrivals import Arrivals
+from sim.clock.cluster import Cluster
+from sim.clock.hand_overs import HandOvers
+from sim.clock.member import Member
+from sim.clock.pipeline import Pipeline, VirtualEngine
+from sim.cost.model import ACTIVATION_BYTES
+from sim.runs import EngineParts
+from sim.systems.mixing import STORED, options_among
+from sim.systems.mooncake_options import ConductorOptions
+from sim.topology import DEFAULT_ROUTER, ROUTERS
+from sim.topology.pipelines import to_pipelines
+from sim.topology.routers import FewestWaitingTokens, LeastLoaded, Router
+
+if TYPE_CHECKING:
+    from sim.simulate import Setup
+
+BYTES_PER_S_IN_GBPS = 1e9 / 8
+
+
+def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool) -> Cluster:
+    """The engines, put together on the virtual clock."""
+    setup = engines[0].setup
+    scenario = setup.scenario
+    members = _members(engines, env, arrivals, jump=jump)
+    if setup.decode is None:
+        router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
+        return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
+    front = range((scenario.prefill_replicas or 0) * setup.pp)
+    decoders = range(len(front), len(members))
+    bytes_per_s = (scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS
+    if setup.policy.names["memory"] == STORED:
+        from sim.clock.conducted import Prices, conductor_of  # noqa: PLC0415 - one system has it
+
+        options = options_among((setup.policy, *setup.policy.mixed_options), ConductorOptions)
+        layers, s_per_token = setup.model.num_layers, setup.model.kv_bytes_per_token(1) / bytes_per_s
+        room = setup.decode.limits.num_gpu_blocks * setup.decode.limits.block_size
+        prices = Prices(
+            setup.cost, setup.decode.cost, setup.limits, room, layers=layers, s_per_token=s_per_token, members=members
+        )
+        router: Router = conductor_of(options, prices, [members[i] for i in front], [members[i] for i in decoders])
+    else:
+        router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
+    hand_overs = HandOvers(
+        members,
+        decoders,
+        to_pipelines(LeastLoaded(), setup.decode.pp),
+        bytes_per_s=bytes_per_s,
+        block_bytes=setup.limits.block_size * setup.model.kv_bytes_per_token(1),
+        layers=setup.model.num_layers,
+        next_places={place: turns for place in decoders if (turns := turns_of(members[place]))},
+    )
+    for parts in engines:
+        parts.prefilled_by = hand_overs.prefilled_by
+    return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
+
+
+def turns_of(member: Member) -> Callable[[float], int] | None:
+    """Who of a pipeline goes on with a sequence, where its loop stands still for what is pulled (DistServe)."""
+    if isinstance(member, VirtualEngine) and member.engine.scheduler.stage.blocking:
+        return member.pipeline.next_place
+    return None
+
+
+def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool) -> list[Member]:
+    """Engines on the clock; of one with stages its virtual engines, which follow one another."""
+    members: list[Member] = []
+    pipeline: Pipeline | None = None
+    ended = arrivals.ended if arrivals.hears_ends else None
+    for place, parts in enumerate(engines):
+        setup, args = parts.setup, (env, parts.engine, parts.setup.cost, parts.lanes)
+        layers, block_bytes = setup.model.num_layers, setup.limits.block_bytes
+        if setup.pp == 1:
+            member = Member(
+                *args, layers=layers, block_bytes=block_bytes, jump=jump, observer=parts.observer, ended=ended
+            )
+        else:
+            if pipeline is None or len(pipeline.engines) == setup.pp:
+                pipeline = Pipeline(setup.cost, setup.pp, _hand_over_s_per_token(setup))
+            member = VirtualEngine(
+                *args, pipeline=pipeline, place=place, layers=layers, block_bytes=block_bytes,
+                observer=parts.observer, ended=ended,
+            )  # fmt: skip
+        members.append(member)
+    return members
+
+
+def _hand_over_s_per_token(setup: "Setup") -> float:
+    """A token's hidden state from a stage to the next: over NVLink, or PCIe where there is none."""
+    bytes_per_s = setup.hardware.nvlink_bytes_per_s or setup.hardware.pcie_bytes_per_s
+    return setup.model.hidden_size * ACTIVATION_BYTES / bytes_per_s
