@@ -1,6 +1,5 @@
 """Pools that this machine's memory holds: defaults are cut to it, what was asked for is refused if it does not fit."""
 
-import sys
 from dataclasses import replace
 
 import psutil
@@ -17,17 +16,11 @@ DEFAULT_SHARE = 4
 def fit_to_machine(scenario: Scenario, policy: Policy, device: str) -> Scenario:
     """The scenario with pools of KV blocks that this machine's host can hold beside everything else.
 
-    Prefix caches are not carried out yet: off where they are a policy's default, refused where they were asked for.
     On a CPU that goes for the pool that stands in for the GPU's as well. Pools of the policies' own defaults are made
     smaller; UserError where those asked for do not fit.
     """
     if policy.schedules_ahead:
         raise UserError("--async-scheduling: runs on a device are not scheduled ahead yet; leave it out")
-    if policy.prefix_caching(scenario.enable_prefix_caching):
-        if scenario.enable_prefix_caching:
-            raise UserError("--enable-prefix-caching: runs on a device share no blocks yet; leave it out")
-        print(f"kvtwin: warning: {policy.name} runs without its prefix cache: not yet on a device", file=sys.stderr)
-        scenario = replace(scenario, enable_prefix_caching=False)
     limits = prepare(scenario, "", policy).limits
     free_bytes = psutil.virtual_memory().available
     held = [("host", "num_cpu_blocks_override", limits.num_cpu_blocks, scenario.swap_space is not None)]

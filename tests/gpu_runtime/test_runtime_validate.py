@@ -19,6 +19,8 @@ from sim.scenario import Scenario  # noqa: E402
 from sim.simulate import GIB, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.systems.mixing import HAND_OVER  # noqa: E402
+from traces.request import Request  # noqa: E402
+from traces.writers import write_trace  # noqa: E402
 
 SCENARIO = Scenario(model="qwen3-0.6b", gpu="cpu", workload="fixed", input_len=9, output_len=9, dtype="float32")
 CONFIG = {
@@ -52,20 +54,12 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
     free_bytes(400 * GIB)
     alone = [policy for policy in POLICIES.values() if policy.composition["stage"] != HAND_OVER]
     for policy in alone:
-        # What a device does not share yet, it does not cache.
-        cached = False if policy.default_prefix_caching else None
-        assert fit_to_machine(SCENARIO, policy(), "cpu") == replace(SCENARIO, enable_prefix_caching=cached)
+        assert fit_to_machine(SCENARIO, policy(), "cpu") == SCENARIO
 
 
-@pytest.mark.parametrize("option", ["enable_prefix_caching", "async_scheduling"])
-def test_what_a_device_cannot_do_yet_is_refused(option):
-    policy, scenario = POLICIES["vllm-v1"](), SCENARIO
-    if option == "async_scheduling":
-        policy = replace(policy, async_scheduling=True)
-    else:
-        scenario = replace(scenario, enable_prefix_caching=True)
-    with pytest.raises(UserError, match=f"--{option.replace('_', '-')}: runs on a device"):
-        fit_to_machine(scenario, policy, "cpu")
+def test_what_a_device_cannot_do_yet_is_refused():
+    with pytest.raises(UserError, match="--async-scheduling: runs on a device"):
+        fit_to_machine(SCENARIO, replace(POLICIES["vllm-v1"](), async_scheduling=True), "cpu")
 
 
 def test_pools_that_were_asked_for_are_refused_where_they_do_not_fit(free_bytes):
@@ -164,6 +158,34 @@ def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):
         assert [r["completed"] for r in results] == [12, 12, 12]
         assert len({(r["scenario"]["num_gpu_blocks"], r["scenario"]["num_cpu_blocks"]) for r in results}) == 1
         assert (out / policy / "twin.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("policy", ["vllm-v1", "vllm-recompute"])
+def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy):
+    """Two conversations; a turn waits for the answer before, and begins with all that was said."""
+    config, trace, ids = tmp_path / "config.json", tmp_path / "turns.csv", iter(range(100, 200))
+    config.write_text(json.dumps(CONFIG | {"max_position_embeddings": 256}))
+    rows, said = [], {"a": [], "b": []}
+    for turn in range(3):
+        for session, known in said.items():
+            known += [next(ids) for _ in range(2)]
+            prompt = len(known)
+            # Blocks of 16 tokens, the last of the prompt half-filled by the answer, which fills one more.
+            known += [next(ids)]
+            row = 0.1 * turn, prompt * 16 - 8, 24, session, tuple(known[:prompt]), 16, tuple(known[prompt:])
+            rows.append(Request(len(rows), *row))
+    write_trace(rows, trace)
+    hits = []
+    for command in (["run"], ["live", "--device", "cpu"]):
+        out = tmp_path / command[0]
+        words = ["--model", str(config), "--gpu", "cpu", "--trace", str(trace), "--closed-sessions", "--policy", policy]
+        words += ["--enable-prefix-caching", "--num-gpu-blocks-override", "64", "--swap-space", "0", "--out", str(out)]
+        assert kvtwin.main([*command, *words]) == 0, capsys.readouterr().err
+        result = json.loads((out / "result.json").read_text())
+        assert result["completed"] == 6
+        hits.append(result["counters"]["prefix_hit_tokens"])
+    # All but the block that the turn before did not fill: 2 and 5 of 3 and 6 blocks, in each conversation.
+    assert hits == [2 * (2 + 5) * 16] * 2
 
 
 @pytest.mark.parametrize("command", ["live", "validate", "serve"])
