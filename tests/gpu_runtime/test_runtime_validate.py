@@ -1,6 +1,10 @@
 """Pools that fit the machine, the twin's verdict, and `kvtwin validate` from end to end."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -201,3 +205,28 @@ def test_an_interrupted_probe_ends_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gpu_runtime.twin.probe.perform", lambda *_: SimpleNamespace(interrupted=True))
     status, _ = validate(tmp_path, "--policy", "layerkv")
     assert status == 130
+
+
+@pytest.mark.parametrize(("command", "place"), [("live", ""), ("validate", "layerkv/live-1")])
+def test_sigterm_leaves_what_is_finished(tmp_path, command, place):
+    config, out = tmp_path / "config.json", tmp_path / "out"
+    config.write_text(json.dumps(CONFIG))
+    words = ["--device", "cpu", "--model", str(config), "--gpu", "cpu", "--workload", "fixed", "--input-len", "12"]
+    words += ["--output-len", "6", "--request-rate", "100", "--num-prompts", "100000", "--swap-space", "0.01"]
+    words += ["--max-model-len", "64", "--num-gpu-blocks-override", "90", "--policy", "layerkv", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvtwin", command, *words, "--out", str(out)], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not list((out / place).glob("requests.*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 143, errors
+    result = json.loads((out / place / "result.json").read_text())
+    assert result["complete"] is False
+    assert 0 < result["completed"] < 100_000
