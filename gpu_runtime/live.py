@@ -13,10 +13,12 @@ from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance, Observer
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
+from gpu_runtime.live_memory import check_weights
 from gpu_runtime.live_timeline import WARNING, Profiler
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import capture_sizes
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.threads import use_fastest_threads
 from gpu_runtime.trace_prompts import TracePrompts
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
@@ -64,12 +66,18 @@ def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
     Args:
         model: built-in name or config.json, used unless `options.weights` names a checkpoint.
         dtype: a key of `DTYPES`.
+
+    Raises:
+        UserError: a model that the runtime does not compute, or whose weights do not fit.
     """
     check_device(options.device)
+    built_in = options.weights is None and model.lower() in built_in_names(BUILT_IN)
+    config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(options.weights or model)
+    check_weights(config, DTYPES[dtype], options.device)
+    if options.device == "cpu":
+        use_fastest_threads(config, DTYPES[dtype])
     if options.weights is not None:
         return Decoder.from_safetensors(options.weights, options.device, DTYPES[dtype])
-    built_in = model.lower() in built_in_names(BUILT_IN)
-    config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(Path(model))
     return Decoder.random(config, device=options.device, dtype=DTYPES[dtype], seed=options.seed)
 
 
