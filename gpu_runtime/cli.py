@@ -14,7 +14,7 @@ from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
-from sim.scenario import Outputs, Scenario
+from sim.scenario import Outputs, Scenario, read_scenario
 from sim.simulate import Keep, Run, Setup, prepare
 from sim.specs.hardware import load_hardware
 from sim.systems.base import Policy
@@ -82,7 +82,7 @@ def run_live(arguments: argparse.Namespace) -> int:
         raise UserError(f"live takes one --policy, {len(policies)} given")
     scenario, decoder = decoder_for(scenario, options)
     label, policy = policies[0]
-    scenario = fit_to_machine(scenario, policy, options.device)
+    scenario = fit_to_machine(scenario, policy, options.device, decoder)
     run, result = execute_live(scenario, label, policy, folder, outputs, decoder, options)
     return print_result(run, result, folder, outputs)
 
@@ -109,7 +109,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     text, parts, agreed = "", [], True
     for label, policy in policies:
         place = folder / folder_name(label)
-        fitting = fit_to_machine(scenario, policy, options.device)
+        fitting = fit_to_machine(scenario, policy, options.device, decoder)
         run, result = simulate(fitting, label, policy, place / "simulated", outputs, series=True)
         simulated, drawn, lived = FigureRun.of(run, result), [], []
         probe.begin()
@@ -187,7 +187,15 @@ def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str,
 
     own = {name: vars(arguments).pop(name, None) for name in OWN}
     check_device(own["device"])
+    name_gpu(arguments, own["device"])
     return LiveOptions(own["device"], own["weights"], arguments.seed or 0), own
+
+
+def name_gpu(arguments: argparse.Namespace, device: str) -> None:
+    """On a CPU the machine is `cpu`, unless flags or the scenario file say otherwise."""
+    if device == "cpu" and arguments.gpu is None:
+        given = read_scenario(arguments.scenario) if arguments.scenario else {}
+        arguments.gpu = None if "gpu" in given else "cpu"
 
 
 def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":

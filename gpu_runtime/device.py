@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from gpu_runtime.block_hashes import BlockHashes
 from gpu_runtime.executed import Executed, Moved
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
@@ -59,7 +60,7 @@ class TorchDevice:
     Args:
         decoder: the model.
         scheduler: of the engine this device serves, whose parts say how large the pools are and how many layers a block
-            holds; read, never changed.
+            holds; read, and asked to tell of cached blocks, else never changed.
         prompt_of: token ids of a request's prompt.
         on_token: hears of every token.
         stays_awake: wait for a known time without sleeping. An idle core loses its caches to others and its clock to
@@ -112,6 +113,9 @@ class TorchDevice:
         self._moves = KVCopies(self.copies, self.gpu, self.host, self._fail)
         self._tables = BlockTables(self.placement)
         self.tokens: dict[Sequence, list[int]] = {}
+        self._prompts: dict[int, list[int]] = {}
+        self._hashes = BlockHashes(limits.block_size) if memory.caches_prefixes else None
+        memory.tell_blocks()
         self.executed = Executed()
         """What the last iteration copied."""
         self._under_way: list[tuple[Transfer, list[CopyHandle]]] = []
@@ -228,7 +232,8 @@ class TorchDevice:
         """A sequence that could not be computed: it fails, and the token that the engine counts is a filler."""
         sampled = [seq for seq, new, cached, _ in chunks if cached + new == seq.num_tokens]
         for seq in [*sampled, *(seq for seq, _ in decodes)]:
-            self._tokens_of(seq).append(0)
+            self._tokens_of(seq)
+            self._append(seq, 0)
         self.executed.num_decodes += len(decodes)
         for seq in [*(chunk.seq for chunk in chunks), *(seq for seq, _ in decodes)]:
             self._fail(seq, reason)
@@ -240,15 +245,21 @@ class TorchDevice:
 
     def _compute(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]]) -> None:
         work = LayerPass(self.placement, self.scratch, self._moves)
-        for seq, num_new, cached, _ in chunks:
-            work.add_chunk(seq, num_new, cached, self._tokens_of(seq))
-        for seq, num_tokens in decodes:
-            work.add_decode(seq, num_tokens, self._tokens_of(seq))
+        spans = [(seq, cached, cached + num_new) for seq, num_new, cached, _ in chunks]
+        spans += [(seq, num_tokens - 1, num_tokens) for seq, num_tokens in decodes]
+        if self._hashes is not None:
+            spans = self.placement.to_compute(spans)
+        for seq, first, end in spans[: len(chunks)]:
+            work.add_chunk(seq, end - first, first, self._tokens_of(seq))
+        for seq, first, end in spans[len(chunks) :]:
+            work.add_decode(seq, end, self._tokens_of(seq), end - first)
         try:
             chosen = work.run(self.decoder, self.gpu, self._tables, self._graph)
         except torch.OutOfMemoryError:
             work.abandon()
             raise
+        if self._hashes is not None:
+            self.placement.computed(spans)
         self._finish_copies(plan, work)
         self.executed.num_decodes += len(decodes)
         self._emit(work.sampled, chosen)
@@ -257,7 +268,7 @@ class TorchDevice:
     def _tokens_of(self, seq: Sequence) -> list[int]:
         tokens = self.tokens.get(seq)
         if tokens is None:
-            tokens = self.tokens[seq] = list(self.prompt_of(seq.request))
+            tokens = self.tokens[seq] = self._prompts.pop(seq.request.request_id)
         return tokens
 
     def _finish_copies(self, plan: IterationPlan, work: LayerPass) -> None:
@@ -278,16 +289,30 @@ class TorchDevice:
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
+    def named(self, request: Request) -> Request:
+        prompt = self._prompts[request.request_id] = list(self.prompt_of(request))
+        return request if self._hashes is None else self._hashes.named(request, prompt)
+
+    def named_blocks(self) -> list[tuple[Sequence, tuple[int, ...]]]:
+        return [] if self._hashes is None else self._hashes.take()
+
+    def _append(self, seq: Sequence, token: int) -> None:
+        tokens = self.tokens[seq]
+        tokens.append(token)
+        if self._hashes is not None:
+            self._hashes.grown(seq, tokens)
+
     def _emit(self, seqs: Seq[Sequence], chosen: Tensor) -> None:
-        if not seqs:
-            return
-        for seq, token in zip(seqs, chosen.tolist(), strict=True):
-            self.tokens[seq].append(token)
+        for seq, token in zip(seqs, chosen.tolist() if seqs else (), strict=True):
+            self._append(seq, token)
             if self.on_token is not None:
                 self.on_token(seq, token, self.now_s())
 
     def forget(self, seq: Sequence) -> None:
         self.tokens.pop(seq, None)
+        self._prompts.pop(seq.request.request_id, None)
+        if self._hashes is not None:
+            self._hashes.forget(seq)
 
     def warm_up(self) -> None:
         """Run a prompt and a decode on blocks nobody holds, and capture graphs: no request shall pay for set-up."""
@@ -334,7 +359,8 @@ class TorchDevice:
             # Set aside for the coming step, and nobody's.
             (memory.host, self.host, memory.host_reserved),
         ):
-            used, counted = ids.num_blocks - ids.num_free, pool.num_blocks - pool.free - reserved
+            idle = self.placement.cached.num_blocks if ids is self.counted else 0
+            used, counted = ids.num_blocks - ids.num_free - idle, pool.num_blocks - pool.free - reserved
             if used != counted:
                 raise InvariantError(f"{pool.name}: {used} ids are in use, {counted} blocks are counted")
 

@@ -23,6 +23,14 @@ class Device(Protocol):
         """The time."""
         ...
 
+    def named(self, request: Request) -> Request:
+        """A request that has arrived; where prefixes are cached, with `hash_ids` of what its prompt really holds."""
+        ...
+
+    def named_blocks(self) -> list[tuple[Sequence, tuple[int, ...]]]:
+        """Who has filled blocks with what it generated since this was last asked, and the keys of their content."""
+        ...
+
     def execute(self, plan: IterationPlan) -> StepTimes:
         """Carry out one iteration of a plan, starting its copies; returns when its tokens are there."""
         ...
@@ -96,12 +104,15 @@ class LiveInstance:
         if self._ended is not None:
             self._ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))
 
+    def _add(self, request: Request) -> Sequence:
+        return self.engine.add_request(self.device.named(request))
+
     def serve(self) -> None:
         """Serve until every request has ended and no more can come."""
         engine, device, inbox = self.engine, self.device, self.inbox
         while True:
             now_s = device.now_s()
-            inbox.deliver(now_s + TIE_S, engine.add_request)
+            inbox.deliver(now_s + TIE_S, self._add)
             for move in device.ended_transfers():
                 engine.transfer_done(move)
             self._report_failures()
@@ -114,6 +125,8 @@ class LiveInstance:
                 continue
             times = device.execute(plan)
             self._report_failures()
+            for seq, keys in device.named_blocks():
+                engine.name_blocks(seq, keys)
             self.iterations += times.iterations
             if self.observer is not None:
                 self.observer(plan, now_s, times)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpu_runtime.kv.placement import BlockCopy
-from sim.engine.plan import Direction, IterationPlan, Move, Place, Release, Restore
+from sim.engine.plan import Direction, IterationPlan, Move, Restore
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
@@ -60,7 +60,7 @@ def moves_of(plan: IterationPlan) -> list[Moved]:
                 found.append(_moved(change))
             case Restore():
                 found.append(Moved(change.seq, change.kv_groups, Direction.H2D, change.num_blocks))
-            case Place() | Release():
+            case _:
                 pass
     return found + [_moved(move) for move in plan.beside]
 

@@ -92,8 +92,10 @@ class LayerPass:
         self._token_ids += tokens[cached : cached + num_new]
         self._add(seq, num_new, cached, self._placement.held[seq].slots)
 
-    def add_decode(self, seq: Sequence, num_tokens: int, tokens: Seq[int]) -> None:
-        """A member that computes the last of its context's `num_tokens` tokens."""
+    def add_decode(self, seq: Sequence, num_tokens: int, tokens: Seq[int], num_new: int = 1) -> None:
+        """A member that computes the last of its context's `num_tokens` tokens, `num_new` where others lack KV."""
+        self._only_decodes = self._only_decodes and num_new == 1
+        cached = num_tokens - num_new
         blocks = self._placement.blocks_for(num_tokens)
         num_slots = min(SEND_BUFFER_LAYERS, len(self._placement.held[seq].host))
         if num_slots * blocks > self._scratch.num_free:
@@ -104,8 +106,8 @@ class LayerPass:
         slots = [self._scratch.allocate(blocks) for _ in range(num_slots)]
         self._borrowed += slots
         self._sampled.append(len(self.members))
-        self._token_ids.append(tokens[num_tokens - 1])
-        self._add(seq, 1, num_tokens - 1, slots)
+        self._token_ids += tokens[cached:num_tokens]
+        self._add(seq, num_new, cached, slots)
 
     def _add(self, seq: Sequence, num_new: int, cached: int, slots: list[list[int]]) -> None:
         held = self._placement.held[seq]

@@ -1,7 +1,7 @@
 """A scenario on the real clock: the same set-up, engine and result as a simulated one, executed by torch."""
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +13,13 @@ from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance, Observer
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
+from gpu_runtime.live_memory import check_weights
 from gpu_runtime.live_timeline import WARNING, Profiler
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import capture_sizes
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.threads import use_fastest_threads
+from gpu_runtime.trace_prompts import TracePrompts
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
@@ -63,33 +66,31 @@ def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
     Args:
         model: built-in name or config.json, used unless `options.weights` names a checkpoint.
         dtype: a key of `DTYPES`.
+
+    Raises:
+        UserError: a model that the runtime does not compute, or whose weights do not fit.
     """
     check_device(options.device)
+    built_in = options.weights is None and model.lower() in built_in_names(BUILT_IN)
+    config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(options.weights or model)
+    check_weights(config, DTYPES[dtype], options.device)
+    if options.device == "cpu":
+        use_fastest_threads(config, DTYPES[dtype])
     if options.weights is not None:
         return Decoder.from_safetensors(options.weights, options.device, DTYPES[dtype])
-    built_in = model.lower() in built_in_names(BUILT_IN)
-    config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(Path(model))
     return Decoder.random(config, device=options.device, dtype=DTYPES[dtype], seed=options.seed)
-
-
-def random_prompts(vocab_size: int, seed: int) -> Callable[[Request], list[int]]:
-    """Token ids for requests that come with lengths alone: random, the same for the same request and seed."""
-
-    def prompt_of(request: Request) -> list[int]:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + request.request_id)
-        return torch.randint(0, vocab_size, (request.prompt_tokens,), generator=generator).tolist()
-
-    return prompt_of
 
 
 def build_device(
     scheduler: Scheduler, decoder: Decoder, options: LiveOptions, kv_cache_dtype: str = "auto"
 ) -> TorchDevice:
     """The device that executes a scheduler's plans, with KV of the type that `--kv-cache-dtype` names."""
+    prompts = TracePrompts(decoder.config.vocab_size, options.seed)
     return TorchDevice(
         decoder,
         scheduler,
-        prompt_of=random_prompts(decoder.config.vocab_size, options.seed),
+        prompt_of=prompts,
+        on_token=prompts.hear,
         device=options.device,
         dtype=stored_dtype(kv_cache_dtype, decoder.dtype, options.device),
         stays_awake=True,

@@ -1,54 +1,133 @@
-"""Pools that this machine's memory holds: defaults are cut to it, what was asked for is refused if it does not fit."""
+"""What fits into this machine's memory: weights first, then pools beside what computing takes.
+
+Pools of a policy's own default size are cut to what is free, those that were asked for are refused if they do not fit.
+"""
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
+import torch
 
+from gpu_runtime.device import scratch_blocks
+from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.decode_graph import LARGEST_CAPTURE
+from gpu_runtime.model.decoder import Decoder
+from sim.engine.limits import Limits
 from sim.errors import UserError
 from sim.scenario import Scenario
-from sim.simulate import GIB, prepare
+from sim.simulate import GIB, Keep, build_engine, prepare
 from sim.systems.base import Policy
 from sim.systems.mixing import options_among
 from sim.systems.offload_options import OffloadOptions
 
 DEFAULT_SHARE = 4
 """Unless told otherwise a pool takes at most one part in so many of the memory that is free."""
+CGROUP = Path("/sys/fs/cgroup")
 
 
-def fit_to_machine(scenario: Scenario, policy: Policy, device: str) -> Scenario:
-    """The scenario with pools of KV blocks that this machine's host can hold beside everything else.
+def free_bytes(device: str) -> int:
+    """Bytes that can be taken on a CUDA device, as it says itself, or of the host, as its containers' limits say."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    free = psutil.virtual_memory().available
+    # "max" where there is no limit, and no file where there are no control groups of version 2.
+    with suppress(OSError, ValueError):
+        free = min(free, int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text()))
+    return free
 
-    Prefix caches are not carried out yet: off where they are a policy's default, refused where they were asked for.
-    On a CPU that goes for the pool that stands in for the GPU's as well. Pools of the policies' own defaults are made
-    smaller; UserError where those asked for do not fit.
+
+def check_weights(config: DecoderConfig, dtype: torch.dtype, device: str) -> None:
+    """UserError unless the weights fit, before anything of them is there."""
+    needed, free = config.num_weights * dtype.itemsize, free_bytes(device)
+    if needed > free:
+        name = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"--model {config.name}: its weights take {needed} bytes ({needed / GIB:.1f} GiB) as {name}, {free} bytes "
+            f"({free / GIB:.1f} GiB) are free on {device}: give a smaller --model, a shorter --dtype, or free memory"
+        )
+
+
+def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, graphs: bool) -> int:
+    """Bytes that one iteration computes with beside weights and pools, at most; `graphs` keep as much for decodes.
+
+    A token has its residual, a layer's input and output, and the MLP's gate, up and product or the queries, keys,
+    values and what attention gives, whichever is more; a sequence has logits; and one sequence's keys and values of a
+    layer are gathered (`torch_attention`).
+    """
+    token = 3 * config.hidden_size + max(3 * config.intermediate_size, 2 * config.q_size + 2 * config.kv_size)
+    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    elements = limits.max_num_batched_tokens * token + rows * config.vocab_size
+    elements += 2 * limits.max_model_len * config.kv_size
+    if graphs:
+        elements += min(limits.max_num_seqs, LARGEST_CAPTURE) * (token + config.vocab_size)
+    return elements * dtype.itemsize
+
+
+def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Decoder | None = None) -> Scenario:
+    """The scenario with pools of KV blocks that this machine can hold beside what computing takes.
+
+    The weights are there already. Pools of the policies' own defaults are made smaller; UserError where those asked for
+    do not fit.
+
+    Args:
+        decoder: what computes; None: nothing does.
     """
     if policy.schedules_ahead:
         raise UserError("--async-scheduling: runs on a device are not scheduled ahead yet; leave it out")
     if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
-    if policy.prefix_caching(scenario.enable_prefix_caching):
+    if policy.prefix_caching(scenario.enable_prefix_caching) and (memory := policy.names["memory"]) != "paged":
         if scenario.enable_prefix_caching:
-            raise UserError("--enable-prefix-caching: runs on a device share no blocks yet; leave it out")
+            raise UserError(
+                f"--enable-prefix-caching: runs on a device share blocks with memory=paged, not with memory={memory} "
+                "yet; leave it out"
+            )
         print(f"kvtwin: warning: {policy.name} runs without its prefix cache: not yet on a device", file=sys.stderr)
         scenario = replace(scenario, enable_prefix_caching=False)
-    limits = prepare(scenario, "", policy).limits
-    free_bytes = psutil.virtual_memory().available
+    setup = prepare(scenario, "", policy)
+    limits, cuda = setup.limits, device == "cuda"
+    working = 0 if decoder is None else working_bytes(decoder.config, decoder.dtype, limits, graphs=cuda)
+    if cuda and decoder is not None:
+        scheduler = build_engine(setup, None, Keep()).scheduler
+        scratch = scratch_blocks(scheduler) * limits.block_bytes / scheduler.memory.num_groups
+        scenario = _fit_gpu(scenario, limits, free_bytes(device), working + scratch)
+    host_bytes = free_bytes("cpu") - (0 if cuda else working)
     held = [("host", "num_cpu_blocks_override", limits.num_cpu_blocks, scenario.swap_space is not None)]
-    if device == "cpu":
+    if not cuda:
         held.append(("GPU's stand-in", "num_gpu_blocks_override", limits.num_gpu_blocks, False))
     asked = 0
     for name, field, blocks, given in held:
-        most = int(free_bytes / DEFAULT_SHARE / limits.block_bytes)
+        most = int(host_bytes / DEFAULT_SHARE / limits.block_bytes)
         if not given and getattr(scenario, field) is None and blocks > most:
             if most < 1:
-                raise UserError(f"{name} pool: no block of {limits.block_bytes:.0f} bytes fits: free some memory")
+                raise UserError(
+                    f"{name} pool: no block of {limits.block_bytes:.0f} bytes fits into a {DEFAULT_SHARE}th of the "
+                    f"{host_bytes} bytes that are free beside the {working} to compute with: free some memory, or "
+                    "lower --max-num-batched-tokens"
+                )
             scenario, blocks = replace(scenario, **{field: most}), most
         asked += blocks
-    if asked * limits.block_bytes > free_bytes:
+    if asked * limits.block_bytes > host_bytes:
         raise UserError(
             f"KV pools in host memory: {asked * limits.block_bytes / GIB:.1f} GiB asked for, "
-            f"{free_bytes / GIB:.1f} GiB are free: lower --swap-space (or --num-cpu-blocks-override)"
-            + (" or --num-gpu-blocks-override" if device == "cpu" else "")
+            f"{host_bytes / GIB:.1f} GiB are free: lower --swap-space (or --num-cpu-blocks-override)"
+            + ("" if cuda else " or --num-gpu-blocks-override")
         )
     return scenario
+
+
+def _fit_gpu(scenario: Scenario, limits: Limits, free: int, working: float) -> Scenario:
+    """The GPU's pool in what a CUDA device has left, which may be less than its kind has."""
+    most = int((free - working) / limits.block_bytes)
+    if limits.num_gpu_blocks <= most:
+        return scenario
+    if scenario.num_gpu_blocks_override is not None or most < 1:
+        needed = max(limits.num_gpu_blocks if most >= 1 else 1, 1) * limits.block_bytes
+        raise UserError(
+            f"GPU memory: KV blocks of {needed:.0f} bytes and {working:.0f} bytes to compute with, {free} bytes "
+            f"({free / GIB:.1f} GiB) are free: lower --num-gpu-blocks-override or --max-num-batched-tokens"
+        )
+    return replace(scenario, num_gpu_blocks_override=most)

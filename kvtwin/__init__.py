@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from sim.errors import UserError
+from sim.interrupts import INTERRUPTED, exit_status, sigterm_interrupts
 from traces.errors import TraceError
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 GC_THRESHOLD = 100_000
 """A simulation makes many objects and few cycles: looking for garbage after every 700 of them is waste."""
@@ -75,7 +75,7 @@ def _one_line(message: object) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 for bad input, 130 when interrupted."""
+    """Run one command; returns the exit status: 0, 2 for bad input, 130 or 143 when interrupted."""
     gc.set_threshold(GC_THRESHOLD, 50, 50)
     # A process that ends gives its memory back at once: cycles need not be looked for.
     atexit.register(gc.freeze)
@@ -95,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve_cli.add_commands(commands)
     calib_cli.add_commands(commands)
     arguments = parser.parse_args(argv)
+    with sigterm_interrupts():
+        return exit_status(_run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         return arguments.run(arguments)
     except (UserError, TraceError) as error:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
 from sim.files import CsvTable, ParquetTable, make_folder
+from sim.interrupts import INTERRUPTED
 from sim.option_values import base_type, flag, option_fields
 from sim.policy_options import PREEMPTION_MODES, options_of, owned_option, parse_policy, with_preemption_mode
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
@@ -31,7 +32,6 @@ from sim.systems.mixing import STORED
 from sim.traffic import note_shared_prefixes, traffic
 from traces.request import Request
 
-INTERRUPTED = 130
 TABLE_FILES = ("requests.csv", "requests.parquet")
 
 
@@ -175,7 +175,14 @@ def compare_command(arguments: argparse.Namespace) -> int:
     figures: list[FigureRun] = []
     status = 0
     for label, policy in policies:
-        run, result = simulate(scenario, label, policy, folder / folder_name(label), outputs, series=True)
+        try:
+            run, result = simulate(scenario, label, policy, folder / folder_name(label), outputs, series=True)
+        except KeyboardInterrupt:
+            # Before a run or behind it: what is there is compared.
+            if not results:
+                raise
+            status = INTERRUPTED
+            break
         results.append(result)
         figures.append(FigureRun.of(run, result))
         status = _status(run)

@@ -1,10 +1,6 @@
 """From a scenario to a finished run: traffic, limits, engine, clock, results. What `kvtwin run` calls."""
 
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Generator, Iterable
 
 import msgspec
 import simpy
@@ -16,6 +12,7 @@ from sim.cost.model import CostModel
 from sim.cost.profile import Profile, load_profile
 from sim.engine.limits import Limits, Role, WindowLimits
 from sim.errors import UserError
+from sim.interrupts import interrupts_call
 from sim.results.metrics import Goodput, TableSink
 from sim.runs import Keep, Run, build_engine, build_engines
 from sim.scenario import Scenario
@@ -165,8 +162,8 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     engine_profile = _engine_profile(scenario, profile, policy)
     if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
         raise UserError(
-            f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of pipelines "
-            "(--pipeline-parallel-size) is serial; give one whose host is serial (vllm-0.5)"
+            f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
+            "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-0.5)"
         )
     cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes * pp, scenario.cost_form, engine_profile)
     return Setup(
@@ -293,12 +290,13 @@ def build_run(
 def execute(run: SimulatedRun) -> SimulatedRun:
     """Run to the end.
 
-    An interrupt (Ctrl-C) or a trace that turns out bad half-way ends the run early; what is finished stays valid, and
-    `interrupted` or `error` says so.
+    An interrupt (Ctrl-C, SIGTERM) or a trace that turns out bad half-way ends the run early; what is finished stays
+    valid, and `interrupted` or `error` says so. The first interrupt waits for the end of an event, so that no request
+    is counted by half.
     """
     serving, stop = run.env.process(run.serve()), run.env.event()
     try:
-        with _interrupt_as(stop):
+        with interrupts_call(stop.succeed):
             run.env.run(until=serving | stop)
         run.interrupted = not serving.triggered
     except KeyboardInterrupt:
@@ -306,22 +304,3 @@ def execute(run: SimulatedRun) -> SimulatedRun:
     except TraceError as error:
         run.error = str(error)
     return run
-
-
-@contextmanager
-def _interrupt_as(stop: simpy.Event) -> Iterator[None]:
-    """Ctrl-C ends the run between two events, so that no request is counted by half; a second one ends it at once."""
-    usual = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
-        yield
-        return
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, usual)
-        stop.succeed()
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)

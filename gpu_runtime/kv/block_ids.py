@@ -1,4 +1,4 @@
-"""`BlockIds`: which blocks of a pool are free, by number."""
+"""`BlockIds`: which blocks of a pool are free, by number, and how many use each of the others."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ class BlockIds:
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._is_free = bytearray(b"\1") * num_blocks
+        self._users = [0] * num_blocks
         self.num_blocks = num_blocks
 
     @property
@@ -25,25 +25,40 @@ class BlockIds:
     def allocate(self, n: int) -> list[int]:
         """Take `n` blocks; raises `OutOfBlocks` and takes none if fewer are free."""
         if n < 0 or n > len(self._free):
-            raise OutOfBlocks(f"{n} blocks asked for, {len(self._free)} of {len(self._is_free)} free")
+            raise OutOfBlocks(f"{n} blocks asked for, {len(self._free)} of {self.num_blocks} free")
         cut = len(self._free) - n
         ids = self._free[cut:]
         ids.reverse()
         del self._free[cut:]
         for block in ids:
-            self._is_free[block] = 0
+            self._users[block] = 1
         return ids
 
+    def share(self, ids: Iterable[int]) -> None:
+        """One more uses each of these blocks, and is to give it back; InvariantError if one is free or none of ours."""
+        for block in ids:
+            if not self.num_users(block):
+                raise InvariantError(f"block {block} shared, but it is not allocated")
+            self._users[block] += 1
+
     def free(self, ids: Iterable[int]) -> None:
-        """Give blocks back, the first of them to be allocated first; InvariantError if one is free or none of ours."""
+        """Give blocks back, the first of them to be allocated first; InvariantError if one is free or none of ours.
+
+        A block that others use stays theirs.
+        """
         for block in reversed(list(ids)):
-            if not 0 <= block < len(self._is_free) or self._is_free[block]:
+            if not self.num_users(block):
                 raise InvariantError(f"block {block} given back, but it is not allocated")
-            self._is_free[block] = 1
-            self._free.append(block)
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free.append(block)
+
+    def num_users(self, block: int) -> int:
+        """How often a block was taken and not given back; 0 for none of ours."""
+        return self._users[block] if 0 <= block < self.num_blocks else 0
 
     def check(self) -> None:
         """InvariantError unless every free block is listed exactly once."""
         listed = set(self._free)
-        if len(listed) != len(self._free) or listed != {i for i, free in enumerate(self._is_free) if free}:
-            raise InvariantError(f"{len(self._free)} blocks listed free, {sum(self._is_free)} marked free")
+        if len(listed) != len(self._free) or listed != {i for i, users in enumerate(self._users) if not users}:
+            raise InvariantError(f"{len(self._free)} blocks listed free, {self._users.count(0)} marked free")

@@ -5,18 +5,21 @@ becomes block ids and copies. A *group* is what a block holds of the layers: all
 Nothing is inferred: what a plan does not say does not happen, but for the blocks that computed tokens need.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sim.engine.plan import Direction, IterationPlan, Move, Place, Release, Restore, Tier
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.cached_blocks import CachedBlocks
+from sim.engine.plan import Direction, Evict, IterationPlan, Keep, Move, Place, Release, Restore, Share, Split, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
 
 class Blocks(Protocol):
-    """A pool of block ids (`gpu_runtime.kv.block_ids.BlockIds`, `gpu_runtime.kv.pool.KVPool`)."""
+    """A pool of block ids that nobody shares (`gpu_runtime.kv.pool.KVPool`)."""
 
     def allocate(self, n: int) -> list[int]:
         """Take `n` ids."""
@@ -47,6 +50,8 @@ class Held:
     slots: list[list[int]] = field(default_factory=list)
     version: int = 0
     """Goes up whenever `gpu` changes."""
+    num_written: int = 0
+    """Tokens whose KV is there, from the first on; kept where prefixes are cached."""
 
 
 @dataclass(eq=False)
@@ -63,6 +68,10 @@ class Transfer:
     arriving: dict[int, list[int]] = field(default_factory=dict)
 
 
+Span = tuple[Sequence, int, int]
+"""Tokens [first, end) of a sequence."""
+
+
 class Placement:
     """Block ids of all sequences of one instance.
 
@@ -72,10 +81,13 @@ class Placement:
         block_tokens: tokens a block holds.
     """
 
-    def __init__(self, gpu: Blocks, host: Blocks, *, num_groups: int, block_tokens: int) -> None:
+    def __init__(self, gpu: BlockIds, host: Blocks, *, num_groups: int, block_tokens: int) -> None:
         self.gpu, self.host = gpu, host
         self.num_groups, self.block_tokens = num_groups, block_tokens
         self.held: dict[Sequence, Held] = {}
+        self.cached = CachedBlocks(gpu)
+        self._shared: dict[Sequence, list[int]] = {}
+        # Cached blocks of those about to be placed.
         self.under_way: dict[Transfer, None] = {}
         """Copies that have begun and not been ended, in order."""
 
@@ -102,6 +114,14 @@ class Placement:
                     copies.append(self._move_at_once(change))
                 case Restore():
                     copies.append(self._restore(change))
+                case Share():
+                    self._share(change)
+                case Keep():
+                    self._keep(change)
+                case Split(run, first, num_blocks):
+                    self.cached.split(run, first, num_blocks)
+                case Evict(run, num_left):
+                    self.cached.evict(run, num_left)
         return copies
 
     def grow(self, computed: Iterable[tuple[Sequence, int]]) -> None:
@@ -125,9 +145,11 @@ class Placement:
         if seq in self.held:
             raise InvariantError(f"{seq} is given blocks and holds some already")
         held = self.held[seq] = Held()
+        shared = self._shared.pop(seq, [])
+        held.num_written = len(shared) * self.block_tokens
         for group in range(self.num_groups):
             if group in gpu_groups:
-                held.gpu[group] = self.gpu.allocate(blocks)
+                held.gpu[group] = shared + self.gpu.allocate(blocks - len(shared))
             else:
                 held.host[group] = self.host.allocate(blocks)
         held.slots = [self.gpu.allocate(blocks) for _ in range(num_buffers)]
@@ -179,6 +201,63 @@ class Placement:
         held.version += 1
         return BlockCopy(seq, groups, direction, tuple(source), tuple(target))
 
+    # -- cached blocks, each of all layers -----------------------------------------------------------------------------
+
+    def _share(self, share: Share) -> None:
+        seq, num_blocks, source = share
+        shared = self._shared.setdefault(seq, [])
+        if isinstance(source, Sequence):
+            ids = self._blocks_of(source, len(shared), num_blocks)
+            self.gpu.share(ids)
+        else:
+            ids = self.cached.take(source, num_blocks)
+        shared += ids
+
+    def _keep(self, keep: Keep) -> None:
+        ids = self._blocks_of(keep.seq, keep.first_block, keep.num_blocks)
+        self.gpu.share(ids)
+        self.cached.keep(keep.run, ids)
+
+    def _blocks_of(self, seq: Sequence, first: int, count: int) -> list[int]:
+        """Some blocks of a sequence, which are or will be cached; those that it is yet to grow by among them."""
+        held = self._held_by(seq)
+        ids, end = held.gpu[0], first + count
+        if len(ids) < end:
+            ids += self.gpu.allocate(end - len(ids))
+            held.version += 1
+        # A prompt's blocks can be hit before they are computed, in the same iteration.
+        self.cached.unwritten.update(ids[max(first, held.num_written // self.block_tokens) : end])
+        return ids[first:end]
+
+    def to_compute(self, spans: list[Span]) -> list[Span]:
+        """The spans that sequences are to compute, each begun early enough that all it reads is there.
+
+        What a plan leaves out as cached may never have been computed: whoever was to do so was preempted in the same
+        step, or failed.
+        """
+        unwritten = self.cached.unwritten
+        if not unwritten:
+            return spans
+        now = {block for seq, first, end in spans for block in self._written_by(seq, first, end)}
+        missing = unwritten - now
+        found: list[Span] = []
+        for seq, first, end in spans:
+            before = self.held[seq].gpu[0][: first // self.block_tokens]
+            early = next((i * self.block_tokens for i, block in enumerate(before) if block in missing), first)
+            found.append((seq, early, end))
+        return found
+
+    def computed(self, spans: list[Span]) -> None:
+        """These spans have been computed: their KV is there."""
+        for seq, first, end in spans:
+            held = self.held[seq]
+            if held.num_written >= first:
+                held.num_written = max(end, held.num_written)
+                self.cached.unwritten.difference_update(self._written_by(seq, first, end))
+
+    def _written_by(self, seq: Sequence, first: int, end: int) -> list[int]:
+        return self.held[seq].gpu[0][first // self.block_tokens : self.blocks_for(end)]
+
     # -- copies beside and behind the computation ------------------------------------------------------------------
 
     def begin(self, move: Move) -> tuple[Transfer, BlockCopy]:
@@ -224,13 +303,13 @@ class Placement:
     # -- checks --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """InvariantError if two sequences or copies hold the same block."""
-        for tier, lists in (("gpu", self._gpu_lists()), ("host", self._host_lists())):
-            seen: set[int] = set()
-            for ids in lists:
-                if seen.intersection(ids) or len(set(ids)) != len(ids):
-                    raise InvariantError(f"{tier} blocks {sorted(seen.intersection(ids)) or ids} are held twice")
-                seen.update(ids)
+        """InvariantError if two sequences or copies hold the same block, unless it is shared."""
+        host = Counter(block for ids in self._host_lists() for block in ids)
+        twice = [block for block, count in host.items() if count > 1]
+        gpu = Counter(block for ids in (*self._gpu_lists(), *self.cached.lists()) for block in ids)
+        for tier, ids in (("host", twice), ("gpu", [i for i, count in gpu.items() if count != self.gpu.num_users(i)])):
+            if ids:
+                raise InvariantError(f"{tier} blocks {sorted(ids)} are held by more or fewer than took them")
 
     def _gpu_lists(self) -> Iterator[Seq[int]]:
         for held in self.held.values():

@@ -55,6 +55,14 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Elements of one token's keys in one layer (its values are as many)."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def num_weights(self) -> int:
+        """Elements of all weights: of each layer (`weights.LayerWeights`), the final norm, embedding and head."""
+        h, q, kv = self.hidden_size, self.q_size, self.kv_size
+        layer = h * (q + 2 * kv) + h * q + 3 * h * self.intermediate_size + 2 * h
+        layer += self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
+        return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
+
     @classmethod
     def from_hf(cls, config: Path | str | dict[str, Any]) -> "DecoderConfig":
         """The model that a Hugging Face config describes.

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.cli import add_device_flags, check_installed, decoder_for
+from gpu_runtime.cli import add_device_flags, check_installed, decoder_for, name_gpu
 from sim.cli import add_flags, print_result, read_options, record
 from sim.errors import UserError
 from sim.option_values import flag
@@ -78,6 +78,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise UserError(f"--max-queue: {arguments.max_queue} is less than 1: give how many requests may wait")
     _refuse_traffic(arguments.scenario)
     arguments.workload = HTTP
+    name_gpu(arguments, arguments.device)
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
         raise UserError(f"serve takes one --policy, {len(policies)} given")
@@ -92,7 +93,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     scenario, decoder = decoder_for(scenario, live)
     codec = load_codec(arguments.tokenizer_folder, decoder.config.vocab_size)
     label, policy = policies[0]
-    setup = prepare(fit_to_machine(scenario, policy, arguments.device), label, policy)
+    setup = prepare(fit_to_machine(scenario, policy, arguments.device, decoder), label, policy)
     options = ServerOptions(
         model=arguments.served_model_name or setup.model.name,
         root=scenario.model,

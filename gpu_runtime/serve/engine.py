@@ -158,7 +158,9 @@ class EngineThread:
         scheduler = self.scheduler
         pools = scheduler.gpu.free, scheduler.host.free
         queues = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
-        self.state = EngineState(*queues, *pools, scheduler.counters.preemptions)
+        counters = scheduler.counters
+        prefixes = counters.prefix_query_tokens, counters.prefix_hit_tokens
+        self.state = EngineState(*queues, *pools, counters.preemptions, *prefixes)
 
     def _may_get_more(self) -> bool:
         # In this order: after closing nothing is added, so a queue seen empty then stays empty.

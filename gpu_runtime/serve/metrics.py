@@ -18,6 +18,8 @@ class EngineState(NamedTuple):
     gpu_blocks_free: int = 0
     host_blocks_free: int = 0
     preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 HELP = {
@@ -28,6 +30,11 @@ HELP = {
     "host_blocks_free": "Free host KV blocks, in the policy's pool units.",
     "preemptions": "Preemptions by swap or recomputation.",
 }
+PREFIX_HELP = {
+    "prefix_queries": "Prefix cache queries, in terms of number of queried tokens.",
+    "prefix_hits": "Prefix cache hits, in terms of number of cached tokens.",
+}
+"""vLLM's own metrics, under its names."""
 
 
 class Histogram:
@@ -74,8 +81,11 @@ class Metrics:
         def single(name: str, kind: str, text: str, value: float) -> None:
             family(name, kind, text, f"kvtwin_{name} {value}")
 
-        for field, value in state._asdict().items():
-            counter = field == "preemptions"
+        for field, text in PREFIX_HELP.items():
+            name, value = f"vllm:prefix_cache_{field.removeprefix('prefix_')}_total", getattr(state, field)
+            lines.extend((f"# HELP {name} {text}", f"# TYPE {name} counter", f"{name} {value}"))
+        for field in HELP:
+            value, counter = getattr(state, field), field == "preemptions"
             name = field if "blocks" in field else f"requests_{field}"
             single(f"{field}_total" if counter else name, "counter" if counter else "gauge", HELP[field], value)
         single("requests_queued", "gauge", "Accepted requests without a first token (bounded by --max-queue).", queued)

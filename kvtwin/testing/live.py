@@ -6,7 +6,7 @@ evicted, offloaded, streamed or computed again, every token is the one that its 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.live import random_prompts
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.trace_prompts import TracePrompts
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import build_engine, limits, linear_machine, requests
 from sim.clock.arrivals import Arrivals
@@ -47,11 +47,13 @@ ROWS = tuple((0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14))
 """Arrival, prompt and output of requests that contend for the pools of `tight_limits`."""
 GROWING = tuple((0.0, 14 + 7 * i % 13, 20 + 5 * i % 19) for i in range(10))
 """The same for requests whose outputs are long: what is admitted outgrows the pools."""
+ALIKE = tuple((0.0, 14 + 7 * i % 13, 6 + 5 * i % 19) for i in range(14))
+"""The same for requests whose prompts begin alike (`alike`)."""
 CHUNK = 16
 """Token budget where prompts are computed in chunks."""
 
-prompt_of = random_prompts(SMALL.vocab_size, 0)
-"""Token ids that depend on nothing but the request's number."""
+prompt_of = TracePrompts(SMALL.vocab_size, 0)
+"""Token ids that depend on nothing but the request's number and hash ids, as long as it hears of no answers."""
 
 
 @lru_cache
@@ -137,10 +139,12 @@ def check_nothing_held(device: TorchDevice) -> None:
 
 def check_tokens(served: Served, arrivals: Iterable[Request]) -> list[Sequence]:
     """Every request ended once; those completed have their own tokens. Returns these."""
-    assert sorted(seq.request.request_id for seq in served.ended) == sorted(r.request_id for r in arrivals)
+    by_id = {request.request_id: request for request in arrivals}
+    assert sorted(seq.request.request_id for seq in served.ended) == sorted(by_id)
     completed = [seq for seq in served.ended if seq.status is Status.FINISHED and not seq.error]
     for seq in completed:
-        assert served.tokens[seq.request.request_id] == tokens_alone(seq.request), seq
+        number = seq.request.request_id
+        assert served.tokens[number] == tokens_alone(by_id[number]), seq
     return completed
 
 
@@ -152,9 +156,26 @@ def tight_limits(
     return limits_of(policy, limit, seqs, CHUNK if chunked else None)
 
 
+def alike(arrivals: Iterable[Request], kinds: int = 3, common: int = 3) -> list[Request]:
+    """The requests, named: prompts of one of some kinds begin with the same blocks, `common` of them at most."""
+    found: list[Request] = []
+    for request in arrivals:
+        number, blocks = request.request_id, -(-request.prompt_tokens // BLOCK_SIZE)
+        ids = tuple(number % kinds * 100 + i if i < common else (number + 1) * 1000 + i for i in range(blocks))
+        found.append(request._replace(hash_ids=ids, hash_block_tokens=BLOCK_SIZE))
+    return found
+
+
 def check(policy: Policy) -> None:
     """Serve workloads that contend for memory and for seats, prompts in chunks and whole, with copies beside the
-    computation and in its thread."""
+    computation and in its thread; where prefixes can be cached, with such that begin alike."""
+    if policy.can_cache_prefixes:
+        for chunked in (False, True):
+            arrivals = alike(requests(*ALIKE))
+            limit = replace(tight_limits(policy, chunked=chunked), enable_prefix_caching=True)
+            served = serve(policy, arrivals, limit)
+            assert len(check_tokens(served, arrivals)) == len(ALIKE)
+            assert served.counters.prefix_hit_tokens > 0
     for rows, chunked, seqs, inline in (
         (ROWS, False, 6, False),
         (ROWS, True, 2, False),
@@ -172,14 +193,14 @@ def check(policy: Policy) -> None:
 
 def tokens_alone(request: Request) -> list[int]:
     """The greedy continuation of a request's prompt by the small decoder, computed with nobody else there."""
-    return list(_tokens_alone(request.request_id, request.prompt_tokens, request.output_tokens))
+    return list(continuation(tuple(prompt_of(request)), request.output_tokens))
 
 
 @lru_cache(maxsize=10_000)
-def _tokens_alone(request_id: int, prompt_tokens: int, output_tokens: int) -> tuple[int, ...]:
-    prompt = prompt_of(Request(request_id, 0.0, prompt_tokens, output_tokens))
+def continuation(prompt: tuple[int, ...], output_tokens: int) -> tuple[int, ...]:
+    """The greedy continuation of a prompt by the small decoder, computed with nobody else there."""
     with torch.inference_mode():
-        return tuple(_continue(small_decoder(), prompt, output_tokens))
+        return tuple(_continue(small_decoder(), list(prompt), output_tokens))
 
 
 def _continue(decoder: Decoder, prompt: list[int], output_tokens: int) -> list[int]:

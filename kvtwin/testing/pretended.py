@@ -41,6 +41,14 @@ class PretendedDevice:
         """The time."""
         return self.clock_s
 
+    def named(self, request: Request) -> Request:
+        """As the trace names it."""
+        return request
+
+    def named_blocks(self) -> list[tuple[Sequence, tuple[int, ...]]]:
+        """What is generated has the trace's names, too."""
+        return []
+
     def execute(self, plan: IterationPlan) -> StepTimes:
         """Let as much time pass as the plan is priced."""
         times = self._pricer.step(plan, self.clock_s)

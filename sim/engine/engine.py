@@ -97,6 +97,10 @@ class Engine:
         """Fact: a background copy of an earlier plan, or one that another engine pulled, ended."""
         self.scheduler.transfer_done(move)
 
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        """Fact: what `seq`, which runs, has generated fills more of its blocks; the `keys` of their content."""
+        self.scheduler.memory.name_blocks(seq, keys)
+
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is still to end."""

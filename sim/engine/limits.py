@@ -91,6 +91,8 @@ class Counters(msgspec.Struct):
     swap_in_blocks: int = 0
     swap_space_exhausted: int = 0
     """Swaps that became recomputations for lack of host blocks; vLLM 0.5.5 aborts there."""
+    prefix_query_tokens: int = 0
+    """Prompt tokens of requests that were admitted where prefixes are cached."""
     prefix_hit_tokens: int = 0
     """Prompt tokens that were cached when their requests were first admitted."""
     prefix_rehit_tokens: int = 0

@@ -92,6 +92,42 @@ class Release(NamedTuple):
     seq: Sequence
 
 
+class Share(NamedTuple):
+    """The next `num_blocks` blocks of `seq`, which is about to be placed, are cached already.
+
+    `source` says where: a sequence that holds them at the same places, or a cached run (`Keep`) that nobody holds, and
+    `seq` takes it. Memory says so, and what follows, once it is asked to (`Memory.tell_blocks`).
+    """
+
+    seq: Sequence
+    num_blocks: int
+    source: object
+
+
+class Keep(NamedTuple):
+    """`num_blocks` blocks of `seq` from `first_block` on stay cached as `run` when it gives up its blocks."""
+
+    seq: Sequence
+    first_block: int
+    num_blocks: int
+    run: object
+
+
+class Split(NamedTuple):
+    """The first `num_blocks` blocks of a cached `run` that nobody holds are a run of their own, `first`."""
+
+    run: object
+    first: object
+    num_blocks: int
+
+
+class Evict(NamedTuple):
+    """Of a cached `run` that nobody holds the first `num_left` blocks are left; the others are free."""
+
+    run: object
+    num_left: int
+
+
 class Move(NamedTuple):
     """A copy of the KV of tokens [`first_token`, `end_token`) of `seq` in some layer groups, from tier to tier.
 
@@ -145,7 +181,7 @@ class Streamed(NamedTuple):
     num_written: int
 
 
-Change = Place | Release | Move | Restore
+Change = Place | Release | Move | Restore | Share | Keep | Split | Evict
 
 # Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
 _chunk = cast(Callable[[tuple[Sequence, int, int, Origin]], PrefillChunk], partial(tuple.__new__, PrefillChunk))

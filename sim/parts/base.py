@@ -253,6 +253,12 @@ class Memory(Part, ABC):
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are computed, or are about to be: what they fill can be hit."""
 
+    def tell_blocks(self) -> None:
+        """From now on, before anything runs, plans say which blocks are shared and cached (`plan.Share`)."""
+
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        """The next blocks of `seq` are full, and these keys say with what: equal keys, equal content."""
+
     splits_layers: ClassVar[bool] = False
     """Whether a prompt may start with some of its layers on the host."""
     can_swap: ClassVar[bool] = False

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 from runtime_variants import policy_of
@@ -45,7 +46,9 @@ class Service:
 
     def __init__(self, variant, sizes, options):
         policy = policy_of(variant)
-        limit = tight_limits(policy, **(SIZES | sizes))
+        sizes = SIZES | sizes
+        caches = sizes.pop("caches", False)
+        limit = replace(tight_limits(policy, **sizes), enable_prefix_caching=caches)
         self.ended = []
         machine = linear_machine(limit.block_bytes, layers=SMALL.num_layers)
         engine = build_engine(policy, limit, machine, self.ended.append)

@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp")
 from runtime_server import serving, token_ids
 from runtime_variants import VARIANTS
 
-from kvtwin.testing.live import prompt_of, tokens_alone
+from kvtwin.testing.live import continuation, prompt_of, tokens_alone
 from sim.engine.sequence import Status
 from traces.request import Request
 
@@ -44,6 +44,36 @@ def test_no_policy_changes_a_token_over_http(variant, chunked):
         assert all(seq.status is Status.FINISHED and not seq.error for seq in service.ended)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute"])
+def test_real_prompts_share_what_they_begin_with(variant):
+    """The second request is the first, the third goes on from its answer, the fourth differs in its first token."""
+    prompt, counts = [(5 * i) % 101 for i in range(18)], []
+
+    async def run():
+        async with serving(variant, sizes={"caches": True}) as service:
+
+            async def ask(prompt, output_tokens):
+                body = {"prompt": prompt, "max_tokens": output_tokens, "return_token_ids": True}
+                _, answer, _ = await service.post(body)
+                counts.append(service.ended[-1].num_cached_tokens)
+                tokens = answer["choices"][0]["token_ids"]
+                assert tokens == list(continuation(tuple(prompt), output_tokens))
+                return tokens
+
+            said = await ask(prompt, 9)
+            assert await ask(prompt, 9) == said
+            await ask([*prompt, *said, 7], 5)
+            await ask([6, *prompt[1:]], 5)
+            await service.until(lambda: service.thread.state.prefix_queries == 2 * 18 + 28 + 18)
+            _, page = await service.get("/metrics")
+            assert "vllm:prefix_cache_queries_total 82\n" in page
+            assert "vllm:prefix_cache_hits_total 40\n" in page
+
+    asyncio.run(run())
+    # Blocks of four tokens; the last token of an answer has no KV.
+    assert counts == [0, 16, 24, 0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,5 +1,7 @@
 """Two clocks, one decision: the engine on SimPy and on the real clock's driver with a device that only pretends."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +56,27 @@ WORKLOADS = st.lists(
 ).map(lambda rows: sorted(rows, key=lambda row: row[0]))
 
 
+def named_alike(rows):
+    """Requests of which a third each begin alike, with names for their answers, too."""
+    found = []
+    for request in requests(*rows):
+        number, tokens = request.request_id, request.prompt_tokens + request.output_tokens
+        ids = tuple(number % 3 * 100 + i if i < 5 else (number + 1) * 1000 + i for i in range(-(-tokens // 16)))
+        first = -(-request.prompt_tokens // 16)
+        found.append(request._replace(hash_ids=ids[:first], hash_block_tokens=16, output_hash_ids=ids[first:]))
+    return found
+
+
+@pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute", "sarathi"])
+@settings(max_examples=25, deadline=None)
+@given(rows=WORKLOADS, gpu=st.integers(20, 60), chunked=st.booleans())
+def test_so_they_do_where_prefixes_are_cached(variant, rows, gpu, chunked):
+    policy = policy_of(variant)
+    limit = limits_of(policy, limits(gpu, 0, max_model_len=512), 8, 64 if chunked else None)
+    limit = replace(limit, enable_prefix_caching=True)
+    check(policy, named_alike(rows), limit, linear_machine(limit.block_bytes))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(max_examples=25, deadline=None)
 @given(rows=WORKLOADS, gpu=st.integers(20, 60), host=st.integers(0, 200), chunked=st.booleans(), priced=st.booleans())
@@ -61,11 +84,13 @@ def test_both_clocks_take_the_same_decisions_at_the_same_times(variant, rows, gp
     policy = policy_of(variant)
     limit = limits_of(policy, limits(gpu, host, max_model_len=512), 8, 64 if chunked else None)
     machine = roofline_machine("a100-80g", limit.block_bytes) if priced else linear_machine(limit.block_bytes)
+    check(policy, requests(*rows), limit, machine)
+
+
+def check(policy, arrivals, limit, machine):
     there = Shown()
-    simulated = simulate(
-        policy, requests(*rows), limit, machine=machine, jump=False, observe=lambda scheduler: there.observe
-    )
-    plans, ended = live(policy, requests(*rows), limit, machine)
+    simulated = simulate(policy, arrivals, limit, machine=machine, jump=False, observe=lambda scheduler: there.observe)
+    plans, ended = live(policy, arrivals, limit, machine)
     assert [decision for decision, _ in plans] == [decision for decision, _ in there]
     for (_, here_s), (_, there_s) in zip(plans, there, strict=True):
         assert here_s == pytest.approx(there_s, abs=1e-7)

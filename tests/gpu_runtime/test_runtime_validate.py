@@ -1,6 +1,10 @@
 """Pools that fit the machine, the twin's verdict, and `kvtwin validate` from end to end."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,6 +23,8 @@ from sim.scenario import Scenario  # noqa: E402
 from sim.simulate import GIB, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.systems.mixing import HAND_OVER  # noqa: E402
+from traces.request import Request  # noqa: E402
+from traces.writers import write_trace  # noqa: E402
 
 SCENARIO = Scenario(model="qwen3-0.6b", gpu="cpu", workload="fixed", input_len=9, output_len=9, dtype="float32")
 CONFIG = {
@@ -52,21 +58,27 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
     free_bytes(400 * GIB)
     alone = [policy for policy in POLICIES.values() if policy.composition["stage"] != HAND_OVER]
     for policy in alone:
-        # What a device does not share yet, it does not cache.
-        cached = False if policy.default_prefix_caching else None
-        assert fit_to_machine(SCENARIO, policy(), "cpu") == replace(SCENARIO, enable_prefix_caching=cached)
+        # Memories whose plans do not say which blocks are shared run without a cache.
+        shares = policy.composition["memory"] == "paged" or not policy.default_prefix_caching
+        expected = SCENARIO if shares else replace(SCENARIO, enable_prefix_caching=False)
+        assert fit_to_machine(SCENARIO, policy(), "cpu") == expected
 
 
-@pytest.mark.parametrize("option", ["enable_prefix_caching", "async_scheduling", "kv_offloading_size"])
-def test_what_a_device_cannot_do_yet_is_refused(option):
-    policy, scenario = POLICIES["vllm-v1"](), SCENARIO
-    if option == "async_scheduling":
-        policy = replace(policy, async_scheduling=True)
-    elif option == "kv_offloading_size":
-        policy = replace(policy, kv_offloading_size=1.0)
-    else:
+@pytest.mark.parametrize(
+    ("name", "option", "refusal"),
+    [
+        ("vllm-v1", "async_scheduling", "--async-scheduling: runs on a device"),
+        ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
+        ("radix", "enable_prefix_caching", "--enable-prefix-caching: runs on a device"),
+    ],
+)
+def test_what_a_device_cannot_do_yet_is_refused(name, option, refusal):
+    policy, scenario = POLICIES[name](), SCENARIO
+    if option == "enable_prefix_caching":
         scenario = replace(scenario, enable_prefix_caching=True)
-    with pytest.raises(UserError, match=f"--{option.replace('_', '-')}: runs on a device"):
+    else:
+        policy = replace(policy, **{option: 1.0 if option == "kv_offloading_size" else True})
+    with pytest.raises(UserError, match=refusal):
         fit_to_machine(scenario, policy, "cpu")
 
 
@@ -168,6 +180,34 @@ def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):
         assert (out / policy / "twin.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("policy", ["vllm-v1", "vllm-recompute"])
+def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy):
+    """Two conversations; a turn waits for the answer before, and begins with all that was said."""
+    config, trace, ids = tmp_path / "config.json", tmp_path / "turns.csv", iter(range(100, 200))
+    config.write_text(json.dumps(CONFIG | {"max_position_embeddings": 256}))
+    rows, said = [], {"a": [], "b": []}
+    for turn in range(3):
+        for session, known in said.items():
+            known += [next(ids) for _ in range(2)]
+            prompt = len(known)
+            # Blocks of 16 tokens, the last of the prompt half-filled by the answer, which fills one more.
+            known += [next(ids)]
+            row = 0.1 * turn, prompt * 16 - 8, 24, session, tuple(known[:prompt]), 16, tuple(known[prompt:])
+            rows.append(Request(len(rows), *row))
+    write_trace(rows, trace)
+    hits = []
+    for command in (["run"], ["live", "--device", "cpu"]):
+        out = tmp_path / command[0]
+        words = ["--model", str(config), "--gpu", "cpu", "--trace", str(trace), "--closed-sessions", "--policy", policy]
+        words += ["--enable-prefix-caching", "--num-gpu-blocks-override", "64", "--swap-space", "0", "--out", str(out)]
+        assert kvtwin.main([*command, *words]) == 0, capsys.readouterr().err
+        result = json.loads((out / "result.json").read_text())
+        assert result["completed"] == 6
+        hits.append(result["counters"]["prefix_hit_tokens"])
+    # All but the block that the turn before did not fill: 2 and 5 of 3 and 6 blocks, in each conversation.
+    assert hits == [2 * (2 + 5) * 16] * 2
+
+
 @pytest.mark.parametrize("command", ["live", "validate", "serve"])
 @pytest.mark.parametrize("package", ["torch", "psutil"])
 def test_a_package_that_is_missing_is_named_with_its_extra(command, package, tmp_path, capsys, monkeypatch):
@@ -181,3 +221,28 @@ def test_an_interrupted_probe_ends_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gpu_runtime.twin.probe.perform", lambda *_: SimpleNamespace(interrupted=True))
     status, _ = validate(tmp_path, "--policy", "layerkv")
     assert status == 130
+
+
+@pytest.mark.parametrize(("command", "place"), [("live", ""), ("validate", "layerkv/live-1")])
+def test_sigterm_leaves_what_is_finished(tmp_path, command, place):
+    config, out = tmp_path / "config.json", tmp_path / "out"
+    config.write_text(json.dumps(CONFIG))
+    words = ["--device", "cpu", "--model", str(config), "--gpu", "cpu", "--workload", "fixed", "--input-len", "12"]
+    words += ["--output-len", "6", "--request-rate", "100", "--num-prompts", "100000", "--swap-space", "0.01"]
+    words += ["--max-model-len", "64", "--num-gpu-blocks-override", "90", "--policy", "layerkv", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvtwin", command, *words, "--out", str(out)], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not list((out / place).glob("requests.*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 143, errors
+    result = json.loads((out / place / "result.json").read_text())
+    assert result["complete"] is False
+    assert 0 < result["completed"] < 100_000

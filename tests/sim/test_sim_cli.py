@@ -126,31 +126,53 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path):
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_process_exits_130_and_leaves_what_is_finished(tmp_path):
-    words = ["--workload", "fixed", "--num-prompts", "5000000", "--input-len", "20", "--output-len", "3"]
-    words += ["--request-rate", "50", "--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet"]
-    command = [sys.executable, "-m", "kvtwin", "run", *words]
-    # A shell in the background hands an ignored SIGINT down; the process must have the usual one.
+def interrupted_process(command, number, begun, *, usual=True, folder):
+    """Send a signal to `kvtwin` some time after it began to write `begun`; its status and errors."""
+    # A shell in the background hands an ignored SIGINT down; else the process must have the usual one.
+    handler = signal.SIG_DFL if usual else signal.SIG_IGN
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    )
+        [sys.executable, "-m", "kvtwin", *command, "--out", str(folder), "--quiet"],
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
+    )  # fmt: skip
     try:
-        deadline = time.monotonic() + 30
-        while not list(tmp_path.glob("requests.*")) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while not list(folder.glob(begun)) and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.8)
         assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         sent = time.monotonic()
         _, errors = process.communicate(timeout=20)
-        assert time.monotonic() - sent < 5
+        assert time.monotonic() - sent < 10
     finally:
         process.kill()
-    assert process.returncode == 130
+    return process.returncode, errors
+
+
+LONG = ["--workload", "fixed", "--num-prompts", "5000000", "--input-len", "20", "--output-len", "3"]
+LONG += ["--request-rate", "50"]
+
+
+@pytest.mark.parametrize("usual", [True, False])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_process_leaves_what_is_finished(tmp_path, number, status, usual):
+    if number == signal.SIGINT and not usual:
+        pytest.skip("an ignored SIGINT stays ignored")
+    command = ["run", *LONG, "--policy", "vllm-recompute"]
+    found, errors = interrupted_process(command, number, "requests.*", usual=usual, folder=tmp_path)
     assert errors == f"kvtwin: interrupted; what finished is in {tmp_path}\n"
+    assert found == status
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["complete"] is False
     assert result["completed"] == len(table_rows(tmp_path)) > 0
+
+
+def test_a_comparison_that_is_ended_compares_what_it_has(tmp_path):
+    command = ["compare", *LONG, "--policy", "vllm-recompute", "--policy", "vllm-swap"]
+    status, _ = interrupted_process(command, signal.SIGTERM, "vllm-recompute/requests.*", folder=tmp_path)
+    assert status == 143
+    assert "vllm-recompute" in (tmp_path / "comparison.md").read_text()
+    assert json.loads((tmp_path / "vllm-recompute" / "result.json").read_text())["completed"] > 0
 
 
 @pytest.fixture

@@ -64,6 +64,7 @@ class PagedMemory(Memory):
         counters = self.scheduler.counters
         if seq.first_scheduled_s < 0.0:
             seq.num_cached_tokens = num_tokens
+            counters.prefix_query_tokens += seq.num_tokens
             counters.prefix_hit_tokens += num_tokens
         else:
             counters.prefix_rehit_tokens += num_tokens

@@ -44,7 +44,7 @@ class PrefixMemory(PagedMemory):
         super().__init__(limits)
         self.in_flight_hits = in_flight_hits
         self.index = PrefixIndex(self.published)
-        self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
+        self.gpu = self.pool = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
         self.keys = BlockKeys(limits.block_size)
         # Of sequences whose blocks have keys, from their first look-up or preemption on.
         self._holdings: dict[Sequence, Holding] = {}
@@ -54,6 +54,15 @@ class PrefixMemory(PagedMemory):
         self._may_grow = False
         # Tokens of each decode that are not computed yet, or, from when this step's are taken, not about to be.
         self._num_pending = 1
+
+    def tell_blocks(self) -> None:
+        # Runs that nobody executes have no ids to keep.
+        from sim.parts.memory.telling_index import TellingIndex  # noqa: PLC0415
+
+        self.index = self.pool.index = TellingIndex(self.published, self.scheduler)
+
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        self.index.extend(self._holdings[seq], keys)
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
@@ -69,7 +78,7 @@ class PrefixMemory(PagedMemory):
             return match
         holding = self._holdings.get(seq)
         if holding is None:
-            if not seq.request.hash_ids:
+            if not seq.request.hash_block_tokens:
                 return NOTHING
             holding = self._holdings[seq] = Holding(seq, self.keys.of(seq.request))
         limit = min((seq.num_tokens - 1) // self.block_size, len(holding.keys))

@@ -162,6 +162,12 @@ class PrefixIndex:
         holding.runs.append(run)
         holding.num_blocks += run.num_blocks
 
+    def extend(self, holding: Holding, keys: Keys) -> None:
+        """The content of more blocks of a sequence that holds some is known."""
+        holding.keys += keys
+        self.version += 1
+        self._list_growing(holding)
+
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def publish(self, holding: Holding, num_blocks: int, before: tuple[int, int] | None = None) -> None:

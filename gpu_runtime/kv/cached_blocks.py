@@ -1,0 +1,61 @@
+"""`CachedBlocks`: the block ids of cached runs that nobody holds (`plan.Keep`), which the scheduler counts as free."""
+
+from collections.abc import Iterable
+
+from gpu_runtime.kv.block_ids import BlockIds
+from sim.errors import InvariantError
+
+
+class CachedBlocks:
+    """Ids by run. The cache is one more user of each of them.
+
+    `unwritten` are blocks, held or not, that can be hit and whose KV is yet to be computed.
+    """
+
+    def __init__(self, pool: BlockIds) -> None:
+        self._pool = pool
+        self._ids: dict[object, list[int]] = {}
+        self.unwritten: set[int] = set()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are cached and that nobody holds."""
+        return sum(map(len, self._ids.values()))
+
+    def lists(self) -> Iterable[list[int]]:
+        """The ids of each run."""
+        return self._ids.values()
+
+    def keep(self, run: object, ids: list[int]) -> None:
+        """A run that nobody holds any more; its blocks count one more user already."""
+        if run in self._ids:
+            raise InvariantError(f"cached run of blocks {self._ids[run]} is kept twice")
+        self._ids[run] = ids
+
+    def take(self, run: object, num_blocks: int) -> list[int]:
+        """Somebody holds a run again: its ids, and the use of them."""
+        ids = self._of(run)
+        if len(ids) != num_blocks:
+            raise InvariantError(f"cached run of blocks {ids}: {num_blocks} are to be taken")
+        del self._ids[run]
+        return ids
+
+    def split(self, run: object, first: object, num_blocks: int) -> None:
+        """The first blocks of a run become one of their own."""
+        ids = self._of(run)
+        self._ids[first], self._ids[run] = ids[:num_blocks], ids[num_blocks:]
+
+    def evict(self, run: object, num_left: int) -> None:
+        """The last blocks of a run are free."""
+        ids = self._of(run)
+        gone = ids[num_left:]
+        del ids[num_left:]
+        if not ids:
+            del self._ids[run]
+        self._pool.free(gone)
+        self.unwritten.difference_update(gone)
+
+    def _of(self, run: object) -> list[int]:
+        if run not in self._ids:
+            raise InvariantError("a cached run of blocks is asked for that is not there")
+        return self._ids[run]

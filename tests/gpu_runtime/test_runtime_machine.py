@@ -1,0 +1,166 @@
+"""What a machine holds and how it computes: weights and pools that fit, its name, its threads."""
+# ruff: noqa: E402 (torch may be absent)
+
+from argparse import Namespace
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+import kvtwin
+from gpu_runtime import live_memory, threads
+from gpu_runtime.cli import name_gpu
+from gpu_runtime.live import LiveOptions, load_decoder
+from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, working_bytes
+from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.weights import RandomWeights
+from kvtwin.testing.live import SMALL, small_decoder
+from sim.errors import UserError
+from sim.scenario import Scenario
+from sim.simulate import GIB, prepare
+from sim.specs.models import load_model
+from sim.systems import POLICIES
+
+SHAPES = [
+    SMALL,
+    msgspec.structs.replace(SMALL, qkv_bias=True, num_layers=1),
+    msgspec.structs.replace(SMALL, qk_norm=True, tie_word_embeddings=True),
+]
+
+
+@pytest.mark.parametrize("config", SHAPES)
+def test_weights_are_counted_one_by_one(config):
+    weights = RandomWeights(config, "cpu", torch.float32, 0)
+    parts = [weights.layer(i) for i in range(config.num_layers)] + [weights.ends()]
+    tensors = {id(part): part for held in parts for part in vars(held).values() if part is not None}
+    assert config.num_weights == sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("model", ["llama-2-7b", "qwen3-0.6b"])
+def test_they_are_those_that_the_simulator_counts(model):
+    spec = load_model(model)
+    assert DecoderConfig.from_spec(spec).num_weights * 2 == spec.weight_bytes()
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_there(monkeypatch):
+    config = DecoderConfig.from_spec(load_model("llama-2-7b"))
+    needed = 6_738_415_616 * 4
+    monkeypatch.setattr(live_memory, "free_bytes", lambda device: needed)
+    check_weights(config, torch.float32, "cpu")
+    monkeypatch.setattr(live_memory, "free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(RandomWeights, "layer", lambda *_: pytest.fail("weights were made"))
+    why = (
+        rf"--model llama-2-7b: its weights take {needed} bytes \(25.1 GiB\) as float32, {needed - 1} bytes .* are free"
+    )
+    with pytest.raises(UserError, match=why):
+        load_decoder("llama-2-7b", "float32", LiveOptions("cpu"))
+    check_weights(config, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("command", ["live", "validate", "serve"])
+def test_every_command_refuses_it(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(live_memory, "free_bytes", lambda device: GIB)
+    words = ["--device", "cpu", "--policy", "vllm-v1", "--out", str(tmp_path)]
+    words += ["--port", "0"] if command == "serve" else ["--workload", "fixed", "--input-len", "9", "--output-len", "9"]
+    assert kvtwin.main([command, *words]) == 2
+    assert "--model llama-2-7b: its weights take" in capsys.readouterr().err
+
+
+def test_a_container_s_limit_counts(tmp_path, monkeypatch):
+    whole = free_bytes("cpu")
+    monkeypatch.setattr(live_memory, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert free_bytes("cpu") == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes("cpu") > 3000
+    assert CGROUP.is_absolute() and whole > 0
+
+
+SCENARIO = Scenario(model="qwen3-0.6b", gpu="l20", workload="fixed", input_len=9, output_len=9, swap_space=0.0)
+
+
+def on_cuda(monkeypatch, free, scenario=SCENARIO, policy="vllm-v1"):
+    """Fit to a device that has so many bytes free."""
+    monkeypatch.setattr(live_memory, "free_bytes", lambda device: free if device == "cuda" else 64 * GIB)
+    return fit_to_machine(scenario, POLICIES[policy](), "cuda", small_decoder())
+
+
+def test_a_gpu_that_has_less_free_gets_a_smaller_pool(monkeypatch):
+    limits = prepare(SCENARIO, "", POLICIES["vllm-v1"]()).limits
+    working = working_bytes(SMALL, torch.float32, limits, graphs=True)
+    whole = limits.num_gpu_blocks * limits.block_bytes + working
+    # As many as the simulator counts, beside what the pool keeps for itself.
+    assert on_cuda(monkeypatch, whole) == SCENARIO
+    assert on_cuda(monkeypatch, working + 100.5 * limits.block_bytes).num_gpu_blocks_override == 100
+    asked = replace(SCENARIO, num_gpu_blocks_override=200)
+    with pytest.raises(UserError, match=r"KV blocks of \d+ bytes and \d+ bytes to compute with, \d+ bytes"):
+        on_cuda(monkeypatch, int(working + 100.5 * limits.block_bytes), asked)
+    with pytest.raises(UserError, match="are free: lower"):
+        on_cuda(monkeypatch, working)
+
+
+def test_layers_that_pass_through_take_room_as_well(monkeypatch):
+    few = replace(SCENARIO, num_cpu_blocks_override=50)
+    limits = prepare(few, "", POLICIES["layerkv"]()).limits
+    free = working_bytes(SMALL, torch.float32, limits, graphs=True) + 100.5 * limits.block_bytes
+    assert on_cuda(monkeypatch, free, few, "layerkv").num_gpu_blocks_override == 100
+    streams = fit_to_machine(few, POLICIES["layerkv"](decode="stream"), "cuda", small_decoder())
+    assert streams.num_gpu_blocks_override == 50
+
+
+def test_computing_takes_what_its_largest_pass_does():
+    """Four tokens a pass and two sequences, by hand: 3 h + 2 (q + kv) a token, V a sequence, K and V of one context."""
+    limits = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=8)
+    elements = 4 * (3 * 48 + 2 * 128) + 2 * 101 + 2 * 8 * 32
+    assert working_bytes(SMALL, torch.float32, limits, graphs=False) == 4 * elements
+    assert working_bytes(SMALL, torch.float16, limits, graphs=True) == 2 * (elements + 2 * (3 * 48 + 2 * 128 + 101))
+
+
+@pytest.mark.parametrize(
+    ("device", "flag", "file", "named"),
+    [
+        ("cpu", None, None, "cpu"),
+        ("cpu", "l20", None, "l20"),
+        ("cpu", None, 'gpu = "l20"', None),
+        ("cpu", None, "seed = 1", "cpu"),
+        ("cuda", None, None, None),
+    ],
+)
+def test_a_cpu_is_called_so(tmp_path, device, flag, file, named):
+    path = tmp_path / "scenario.toml"
+    path.write_text(file or "")
+    arguments = Namespace(gpu=flag, scenario=path if file else None)
+    name_gpu(arguments, device)
+    assert arguments.gpu == named
+
+
+@pytest.fixture
+def threads_kept(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.delenv(threads.SETTING, raising=False)
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(6), raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [({1: 1.0, 2: 0.6, 4: 0.4, 6: 0.39}, 4), ({1: 1.0, 2: 0.95, 4: 5.0, 6: 40.0}, 1), ({1: 8.0, 2: 4, 4: 2, 6: 1}, 6)],
+)
+def test_the_fastest_number_of_threads_is_used_and_named(threads_kept, monkeypatch, capsys, seconds, chosen):
+    monkeypatch.setattr(threads, "_median_s", lambda *_: seconds[torch.get_num_threads()])
+    threads.use_fastest_threads(SMALL, torch.float32)
+    assert torch.get_num_threads() == chosen
+    assert f"computing with {chosen} thread{'s' * (chosen > 1)} of 6 cores" in capsys.readouterr().err
+
+
+def test_who_sets_threads_has_chosen(threads_kept, monkeypatch, capsys):
+    monkeypatch.setenv(threads.SETTING, "1")
+    monkeypatch.setattr(threads, "_median_s", lambda *_: pytest.fail("measured"))
+    threads.use_fastest_threads(SMALL, torch.float32)
+    assert not capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""Shared blocks by id: plans alone must say which ids hold what, whatever is shared, evicted and preempted."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_variants import policy_of
+
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.placement import Placement
+from kvtwin.testing.conformance import limits_of
+from kvtwin.testing.engines import limits, simulate
+from sim.engine.plan import Evict, IterationPlan, Keep, Place, Release, Share, Split
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+from sim.parts.memory.block_keys import BlockKeys
+from traces.request import Request
+
+PRIORITY = "vllm-v1:scheduling-policy=priority"
+CACHING = ["vllm-v1", PRIORITY, "vllm-recompute", "sarathi", "fastgen"]
+
+
+class Followed:
+    """Carries plans out on ids, and writes down what each block holds.
+
+    The content of a block is the keys from the prompt's beginning to it, or its sequence and place where it has none.
+    """
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        limits, memory = scheduler.limits, scheduler.memory
+        self.gpu = BlockIds(memory.gpu.num_blocks)
+        self.placement = Placement(self.gpu, BlockIds(1), num_groups=1, block_tokens=limits.block_size)
+        self.keys = BlockKeys(limits.block_size)
+        self.holds = {}
+        self.num_shared = self.num_in_flight = self.num_early = 0
+        memory.tell_blocks()
+
+    def content(self, seq, place):
+        keys = self.keys.of(seq.request) if seq.request.hash_ids else ()
+        return keys[: place + 1] if place < len(keys) else (seq.request.request_id, place)
+
+    def observe(self, plan, start_s, times):
+        placement, size = self.placement, self.placement.block_tokens
+        self.num_shared += sum(change.num_blocks for change in plan.changes if isinstance(change, Share))
+        placement.replay(plan, lambda seq: None)
+        spans = [(seq, cached, cached + new) for seq, new, cached, _ in plan.chunks]
+        lengths = [self.scheduler.batch.num_tokens_of(seq) for seq in plan.decodes]
+        spans += [(seq, tokens - 1, tokens) for seq, tokens in zip(plan.decodes, lengths, strict=True)]
+        placement.grow((seq, end) for seq, _, end in spans)
+        self.num_in_flight += len(placement.cached.unwritten)
+        planned, spans = spans, placement.to_compute(spans)
+        self.num_early += spans != planned
+        # All of a layer's KV is written before its attention reads any.
+        for seq, first, end in spans:
+            for place in range(first // size, placement.blocks_for(end)):
+                self.holds[placement.held[seq].gpu[0][place]] = self.content(seq, place)
+        placement.computed(spans)
+        for seq, _, end in spans:
+            ids = placement.held[seq].gpu[0][: placement.blocks_for(end)]
+            assert [self.holds[i] for i in ids] == [self.content(seq, place) for place in range(len(ids))], seq
+        self.check()
+
+    def check(self):
+        """Users counted list by list; what is held is what the scheduler counts."""
+        placement = self.placement
+        users = Counter(i for held in placement.held.values() for i in held.gpu[0])
+        idle = Counter(i for ids in placement.cached.lists() for i in ids)
+        assert not users.keys() & idle.keys()
+        assert max(idle.values(), default=1) == 1
+        assert all(self.gpu.num_users(i) == (users + idle)[i] for i in range(self.gpu.num_blocks))
+        pool = self.scheduler.gpu
+        assert len(users) == pool.num_blocks - pool.free
+        placement.check()
+        self.gpu.check()
+
+
+def alike(number, arrival_s, output, kind, common, own, answer_named):
+    """A request whose prompt begins with `common` blocks of its kind; its answer has names as well, or has none."""
+    prompt = 4 * common + own
+    last = prompt + output if answer_named else prompt
+    ids = tuple(kind * 100 + i if i < common else (number + 1) * 1000 + i for i in range(-(-last // 4)))
+    first = -(-prompt // 4)
+    return Request(number, arrival_s, prompt, output, "", ids[:first], 4, ids[first:], number * 7 % 3)
+
+
+ALIKE = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3]), st.integers(1, 30), st.integers(1, 2), st.integers(0, 9),
+        st.integers(1, 12), st.booleans(),
+    ),
+    min_size=4, max_size=20,
+)  # fmt: skip
+
+
+def arrivals_of(rows):
+    """Requests that come after the gaps of the rows."""
+    now_s, found = 0.0, []
+    for number, (gap_s, *row) in enumerate(rows):
+        now_s += gap_s
+        found.append(alike(number, now_s, *row))
+    return found
+
+
+@pytest.mark.parametrize("variant", CACHING)
+def test_every_block_holds_what_its_sequences_hit_there(variant):
+    policy, followed = policy_of(variant), []
+
+    def observe(scheduler):
+        followed.append(Followed(scheduler))
+        return followed[-1].observe
+
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @given(rows=ALIKE, gpu=st.integers(18, 60), seqs=st.sampled_from([2, 4, 8]), chunked=st.booleans())
+    def follow(rows, gpu, seqs, chunked):
+        limit = limits_of(policy, limits(gpu, 0, block_size=4, max_model_len=72), seqs, 16 if chunked else None)
+        limit = replace(limit, enable_prefix_caching=True)
+        simulate(policy, arrivals_of(rows), limit, jump=False, observe=observe)
+
+    follow()
+    assert sum(one.num_shared for one in followed) > 300
+    assert (sum(one.num_in_flight for one in followed) > 30) == variant.startswith("vllm-v1")
+    assert sum(one.scheduler.memory.num_evicted for one in followed) > 300
+    assert sum(one.scheduler.counters.prefix_rehit_tokens for one in followed) > 300
+    # Only a victim of urgency may have been scheduled in the same step: its blocks are cached, and were never computed.
+    assert variant == PRIORITY or not any(one.num_early for one in followed)
+
+
+# -- facts one by one ------------------------------------------------------------------------------------------------
+
+
+class Facts:
+    """A placement whose sequences and runs go by names."""
+
+    def __init__(self, blocks=8):
+        self.gpu = BlockIds(blocks)
+        self.placement = Placement(self.gpu, BlockIds(1), num_groups=1, block_tokens=4)
+        self.seqs = {}
+
+    def seq(self, name):
+        return self.seqs.setdefault(name, Sequence(Request(len(self.seqs), 0.0, 10, 5)))
+
+    def replay(self, *changes):
+        plan = IterationPlan()
+        plan.changes = changes
+        self.placement.replay(plan, lambda seq: None)
+        self.placement.check()
+
+    def ids(self, name):
+        return self.placement.held[self.seq(name)].gpu[0]
+
+
+@pytest.fixture
+def facts():
+    found = Facts()
+    a = found.seq("a")
+    found.replay(Place(a, (0,), 3, 0))
+    found.placement.computed([(a, 0, 12)])
+    return found
+
+
+def test_who_shares_holds_the_same_blocks(facts):
+    a, b = facts.seq("a"), facts.seq("b")
+    facts.replay(Share(b, 2, a), Place(b, (0,), 3, 0))
+    assert facts.ids("b")[:2] == facts.ids("a")[:2]
+    assert facts.gpu.num_free == 4
+    facts.replay(Release(a))
+    assert facts.gpu.num_free == 5
+    assert not facts.placement.cached.unwritten
+
+
+def test_a_cached_run_goes_from_hand_to_hand_and_in_parts(facts):
+    a, b = facts.seq("a"), facts.seq("b")
+    first, second, third = facts.ids("a")
+    facts.replay(Keep(a, 0, 3, "run"), Release(a))
+    assert (facts.gpu.num_free, facts.placement.cached.num_blocks) == (5, 3)
+    facts.replay(Split("run", "head", 1), Share(b, 1, "head"), Place(b, (0,), 2, 0), Evict("run", 1))
+    assert facts.ids("b")[0] == first
+    assert facts.placement.cached.num_blocks == 1
+    facts.replay(Evict("run", 0))
+    assert facts.placement.cached.num_blocks == 0
+    assert {second, third} - set(facts.ids("b"))
+    assert facts.gpu.num_free == 6
+
+
+def test_what_is_hit_before_it_is_computed_is_computed_by_who_needs_it(facts):
+    """`a` grows by two blocks in the same plan in which `b` hits them."""
+    a, b = facts.seq("a"), facts.seq("b")
+    facts.replay(Share(b, 5, a), Place(b, (0,), 6, 0))
+    placement, both = facts.placement, [(a, 12, 20), (b, 20, 24)]
+    placement.grow((seq, end) for seq, _, end in both)
+    assert facts.ids("a") == facts.ids("b")[:5]
+    # Together `a` writes them; alone `b` has to.
+    assert placement.to_compute(both) == both
+    assert placement.to_compute([(b, 20, 24)]) == [(b, 12, 24)]
+    # One who failed has written nothing that it goes on from.
+    placement.computed([(a, 20, 21)])
+    assert placement.to_compute([(b, 20, 24)]) == [(b, 12, 24)]
+    placement.computed([(b, 12, 24)])
+    assert placement.to_compute([(b, 24, 25)]) == [(b, 24, 25)]
+    assert not placement.cached.unwritten
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda a, b: [Share(b, 1, "run")], "is not there"),
+        (lambda a, b: [Keep(a, 0, 1, "run"), Keep(a, 1, 1, "run")], "is kept twice"),
+        (lambda a, b: [Keep(a, 0, 2, "run"), Share(b, 1, "run")], "1 are to be taken"),
+        (lambda a, b: [Evict("run", 0)], "is not there"),
+        (lambda a, b: [Keep(a, 0, 2, "run"), Keep(a, 1, 2, "other"), Share(b, 1, a)], "more or fewer than took them"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(facts, changes, message):
+    with pytest.raises(InvariantError, match=message):
+        facts.replay(*changes(facts.seq("a"), facts.seq("b")))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.randoms(use_true_random=False)), max_size=40))
+def test_shared_blocks_come_free_with_their_last_user(steps):
+    ids, users = BlockIds(9), Counter()
+    for kind, dice in steps:
+        held = sorted(+users)
+        some = dice.sample(held, min(2, len(held)))
+        if kind == 0 and ids.num_free:
+            users.update(ids.allocate(1))
+        elif kind == 1:
+            ids.share(some)
+            users.update(some)
+        elif kind == 2:
+            ids.free(some)
+            users.subtract(some)
+        ids.check()
+        assert ids.num_free == 9 - len(+users)
+        assert all(ids.num_users(i) == users[i] for i in range(9))
+    with pytest.raises(InvariantError, match="not allocated"):
+        ids.share([9])
