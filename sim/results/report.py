@@ -105,7 +105,7 @@ def constants(result: Result) -> str:
 
 def origin(profile: UsedProfile) -> str:
     """A profile's status, and whether that is less than measured."""
-    return profile.status if profile.status == "measured" else f"{profile.status}, not measured"
+    return profile.status if profile.status.startswith("measured") else f"{profile.status}, not measured"
 
 
 def deployment(result: Result) -> str:
