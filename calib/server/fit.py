@@ -78,7 +78,7 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
     kept = [constant for constant in names if constant not in untold]
     held_out = _held_out(setup, served, kept, fit_with)
     profile = _profile(setup, served, fit, name, method, held_out)
-    whole = mean_errors(simulated_times(with_constants(setup, fit.values), served), measured_times(served))
+    whole = _whole(setup, served, fit)
     notes += [
         f"{constant} stands at {estimate.value:.4g}, the most that the GPU's specification allows: it makes up for "
         "what the profile's form does not say"
@@ -131,22 +131,37 @@ def _fit_steps(setup: Setup, served: ServedRun, known: int, parameters: Mapping[
 def _fit_told(
     setup: Setup, served: ServedRun, names: Sequence[str], fit_with: FitWith, *, is_asked: bool
 ) -> tuple[Fit, list[str]]:
-    """The fit of those constants that the run tells, and the names of the others."""
+    """The fit of those constants that the run tells, and the names of the others.
+
+    Of several that it does not tell apart one is carried over, that whose value from the base profile does least harm.
+    """
     left, untold = list(names), []
-    while True:
-        parameters = parameters_of(setup, left)
-        fit = fit_with(setup, served, len(served.requests), parameters)
-        open_ended = [n for n in left if n not in fit.estimates or not is_told(fit.estimates[n], parameters[n])]
-        if not open_ended:
-            return fit, untold
+    fit, open_ended = _fit_open(setup, served, left, fit_with)
+    while open_ended:
         if is_asked or len(left) == 1:
             raise UserError(
                 f"{served.path}: does not tell {', '.join(open_ended if is_asked else names)} ({_load(served)}): "
                 f"{REMEDY}, or name others with --constants"
             )
-        # What a run tells least is last in the list.
-        left.remove(open_ended[-1])
-        untold.append(open_ended[-1])
+        tried = {name: _fit_open(setup, served, [n for n in left if n != name], fit_with) for name in open_ended}
+        errors = {name: _whole(setup, served, fit) for name, (fit, _) in tried.items()} if len(tried) > 1 else {}
+        name = min(tried, key=lambda n: max(map(abs, errors[n].values())) if errors else 0.0)
+        fit, open_ended = tried[name]
+        left.remove(name)
+        untold.append(name)
+    return fit, untold
+
+
+def _fit_open(setup: Setup, served: ServedRun, names: Sequence[str], fit_with: FitWith) -> tuple[Fit, list[str]]:
+    """The fit to all requests, and the names of those constants that it leaves open."""
+    parameters = parameters_of(setup, names)
+    fit = fit_with(setup, served, len(served.requests), parameters)
+    return fit, [n for n in names if n not in fit.estimates or not is_told(fit.estimates[n], parameters[n])]
+
+
+def _whole(setup: Setup, served: ServedRun, fit: Fit) -> dict[str, float]:
+    """Errors of the means of all requests."""
+    return mean_errors(simulated_times(with_constants(setup, fit.values), served), measured_times(served))
 
 
 def _load(served: ServedRun) -> str:

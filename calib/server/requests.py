@@ -19,10 +19,12 @@ LOSS_SCALE = 2.0
 """Standard deviations beyond which a request counts less: one decision taken otherwise moves single requests far."""
 LEAST_SCATTER = 0.005
 """Relative scatter below which TTFT or TPOT is not believed to be known."""
-BOXES = (0.3, 0.2, 0.15)
+BOXES = (0.3, 0.15)
 """Half the width of the box about the constants in which points are drawn, relative, round by round."""
-LAST_BOX, LAST_ROUNDS = 0.1, 4
-"""The last rounds are averaged; how far they differ is part of the interval."""
+LAST_BOX, LAST_ROUNDS = 0.1, 5
+"""Of the last rounds the median is taken; how far they differ is part of the interval."""
+MEDIAN_VARIANCE = 1.57
+"""Variance of a median over that of the mean, of normal values."""
 MOST_REPEATS = 6
 """Rounds more in a box at whose edge the minimum lies."""
 POINTS_A_CONSTANT = 10
@@ -73,11 +75,11 @@ def fit_requests(setup: Setup, served: ServedRun, known: int, parameters: Mappin
         while repeats and np.abs(x - before).max() > EDGE * box:
             x, before, repeats = look(box)[1], x, repeats - 1
     last = [look(LAST_BOX) for _ in range(LAST_ROUNDS)]
-    x = np.mean([best for _, best in last], axis=0)
+    x = np.median([best for _, best in last], axis=0)
     free = (x - low > AT_LIMIT) & (high - x > AT_LIMIT)
     blocks = ids * BLOCKS // known
     variances = [surface.deviations(blocks, free) ** 2 for surface, _ in last]
-    rounds = np.var([best for _, best in last], axis=0, ddof=1) / LAST_ROUNDS
+    rounds = MEDIAN_VARIANCE * np.var([best for _, best in last], axis=0, ddof=1) / LAST_ROUNDS
     deviations = np.sqrt(np.median(variances, axis=0) + rounds)
     errors = residuals(x)
     scatter = float(MADS * np.median(np.abs(errors - np.median(errors))))
