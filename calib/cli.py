@@ -3,13 +3,17 @@
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from sim.cli import add_flags
 from sim.cost.profile import UNITS, Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
+from sim.scenario import SHAPING, Outputs
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ DEVICES = {
 """Parts of names that CUDA gives devices, and our specs of them; the first that fits."""
 Status = Literal["measured", "imported"]
 FORMS = ("roofline", "linear")
+NOT_OF_A_SERVER = ("out", "gpu", "profile", *(f.name for f in fields(Outputs)), *SHAPING)
+"""Flags of `run` that fitting to a server's run has under another name, or has no use for."""
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
@@ -79,11 +85,29 @@ def _add_calibrate(subparsers: Any) -> None:  # noqa: ANN401
 
 
 def _add_fit(commands: Any) -> None:  # noqa: ANN401
-    parser = commands.add_parser("fit", help="fit a profile to a CSV of samples", description=_samples_help())
-    parser.add_argument("samples", type=Path, metavar="SAMPLES.csv")
+    parser = commands.add_parser("fit", help="fit a profile to samples, or to a server's run", description=_FIT_HELP)
+    parser.add_argument("samples", type=Path, nargs="?", metavar="SAMPLES.csv")
+    parser.add_argument(
+        "--bench",
+        type=Path,
+        metavar="RESULT",
+        help="a server's run: JSON of `vllm bench serve`, or a table of requests",
+    )
+    parser.add_argument(
+        "--constants", nargs="+", metavar="NAME", help="what to fit to --bench, at most 4 (default: what it tells)"
+    )
     _add_target(parser)
-    parser.add_argument("--form", choices=FORMS, default="roofline", help="what to fit (%(default)s)")
+    parser.add_argument("--form", choices=FORMS, default="roofline", help="what to fit to samples (%(default)s)")
+    # The engine's, as `run` has them; the base profile is where the fit starts.
+    parser.later(partial(add_flags, without=NOT_OF_A_SERVER), ("--bench",))
     parser.set_defaults(run=run_fit, status="measured")
+
+
+_FIT_HELP = (
+    "Fit to measured operating points: CSV with the columns op, latency_s, model, batch_size, new_tokens, "
+    "context_tokens, num_bytes ... (docs/calibration.md). Or, with --bench, to what a server did: say the model, the "
+    "GPU and the engine as `kvtwin run` takes them. Writes the profile and a report."
+)
 
 
 def _samples_help() -> str:
@@ -228,7 +252,18 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 
 def run_fit(arguments: argparse.Namespace) -> int:
-    """Fit a file of samples."""
+    """Fit a file of samples, or a server's run."""
+    bench = getattr(arguments, "bench", None)
+    if (bench is None) == (arguments.samples is None):
+        raise UserError(
+            f"SAMPLES.csv and --bench RESULT: {'neither is' if bench is None else 'both are'} given; give one"
+        )
+    if bench is not None:
+        from calib.server.cli import fit_bench  # noqa: PLC0415
+
+        return fit_bench(arguments)
+    if getattr(arguments, "constants", None) is not None:
+        raise UserError("--constants: goes with --bench; samples tell all constants that they can")
     hardware = load_hardware(arguments.gpu)
     name = _name(arguments, hardware, arguments.status)
     report = _fit(arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form)

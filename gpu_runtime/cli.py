@@ -40,9 +40,10 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     )
     validate = subparsers.add_parser(
         "validate",
-        help="run the same traffic simulated and live, and compare",
+        help="run the same traffic simulated and live, or beside a server's run, and compare",
         description="Simulate a scenario, execute it on this machine several times, and report the error of every "
-        "metric against the live runs' own spread.",
+        "metric against the live runs' own spread. With --against: simulate what a server was sent, and report every "
+        "metric and the worst requests beside what its client measured.",
     )
     for parser, command in ((live, run_live), (validate, run_validate)):
         parser.later(_add_live_flags if parser is live else _add_validate_flags)
@@ -54,14 +55,21 @@ def _add_live_flags(parser: argparse.ArgumentParser) -> None:
     add_device_flags(parser)
 
 
-def add_device_flags(parser: argparse.ArgumentParser) -> None:
+def add_device_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """The flags of every command that executes plans."""
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True, help="what executes the plans")
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=required, help="what executes the plans")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="checkpoint folder (default: random weights)")
 
 
 def _add_validate_flags(parser: argparse.ArgumentParser) -> None:
-    _add_live_flags(parser)
+    add_flags(parser)
+    add_device_flags(parser, required=False)
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="RESULT",
+        help="a server's run to compare with instead of --device: JSON of `vllm bench serve`, or a table of requests",
+    )
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="live runs of each policy (%(default)s)")
     parser.add_argument(
         "--max-drift",
@@ -89,6 +97,17 @@ def run_live(arguments: argparse.Namespace) -> int:
 
 def run_validate(arguments: argparse.Namespace) -> int:
     """`kvtwin validate`."""
+    against = vars(arguments).pop("against")
+    if (against is None) == (arguments.device is None):
+        raise UserError(
+            f"--device and --against RESULT: {'neither is' if against is None else 'both are'} given; give one"
+        )
+    if against is not None:
+        from gpu_runtime.twin.against import validate_against  # noqa: PLC0415
+
+        for name in OWN:
+            vars(arguments).pop(name, None)
+        return validate_against(arguments, against)
     options, own = _own_options(arguments)
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415 - needs the extra `gpu`
     from gpu_runtime.twin.figure import draw_twin  # noqa: PLC0415

@@ -52,7 +52,7 @@ COMPARE_HELP = (
 
 
 def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN401 - the command line's own parser
-    """Add a flag for every field of a scenario but those `without`, and every option of the policies."""
+    """Add a flag for every field of a scenario, and `--out`, but those `without`, and every option of the policies."""
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="TOML file with these options; flags override it")
     parser.add_argument(
         "--policy",
@@ -61,7 +61,8 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
         help=f"one of {', '.join(POLICIES)} (run: default {DEFAULT_POLICY}); options and parts as "
         "NAME:option=value,... or options by their flags",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
+    if "out" not in without:
+        parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
     for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
         if f.name not in without:
             _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"], f.metadata["alias"])

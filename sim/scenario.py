@@ -254,6 +254,9 @@ READING = (
     "default_output_tokens",
 )
 """Options of a trace's reader, named as `traces.readers.open_trace` names them."""
+SHAPING = ("workload", "num_prompts", "request_rate", "burstiness", "rate_scale", "clip", "input_len", "output_len")
+SHAPING += ("max_concurrency", "closed_sessions")
+"""Options that make other traffic than what a trace holds."""
 GOES_WITH = dict.fromkeys(("trace_format", *READING), "trace") | dict.fromkeys(("input_len", "output_len"), "workload")
 GOES_WITH |= {"prefill_replicas": "decode_replicas"}
 GOES_WITH |= dict.fromkeys(("decode_replicas", "link_gbps", "prefill_tp", "decode_tp"), "prefill_replicas")

@@ -9,6 +9,8 @@ from traces import readers, transforms
 from traces.request import Request
 
 DEFAULT_WORKLOAD_PROMPTS = 1000
+SKIPPED = {"sharegpt": "vLLM's rule for ShareGPT", "vllm-bench": "they failed"}
+"""Why the readers of these formats leave rows out."""
 
 
 def traffic(scenario: Scenario, warnings: list[str] | None = None) -> Iterable[Request]:
@@ -58,7 +60,7 @@ def note_shared_prefixes(requests: Iterable[Request], warnings: list[str]) -> It
 def _left_out(trace: readers.Trace, warnings: list[str]) -> Iterator[Request]:
     """No request: at the end of a trace this says how many rows its reader skipped."""
     if trace.skipped:
-        reason = "vLLM's rule for ShareGPT" if trace.format == "sharegpt" else "--zero-tokens drop"
+        reason = SKIPPED.get(trace.format, "--zero-tokens drop")
         warnings.append(f"{trace.skipped:,} rows of {trace.path} left out ({reason})")
     yield from ()
 

@@ -13,6 +13,7 @@ Formats and how they are told apart (by the header's columns or the first object
     bailian        the same with "chat_id" and "parent_chat_id" a line                                (s)
     vllm-custom    {"prompt", "output_tokens"} a line                                                 (no times)
     sharegpt       [{"conversations": [{"value"}, {"value"}]}]                                        (no times)
+    vllm-bench     {"input_lens", "output_lens", "start_times", "ttfts"}: what `vllm bench serve` and we save       (s)
 
 Any of them may be gzipped, begin with a byte-order mark, end its lines with CRLF and lack the last newline.
 """
@@ -34,7 +35,7 @@ from traces.request import Request
 from traces.rows import Columns, Reader, ReadOptions, ZeroTokens
 from traces.text_reader import ShareGptReader, VllmCustomReader, load_tokenizer
 
-FORMATS = (*CSV_FORMATS, *JSONL_FORMATS, "vllm-custom", "sharegpt")
+FORMATS = (*CSV_FORMATS, *JSONL_FORMATS, "vllm-custom", "sharegpt", "vllm-bench")
 
 # `Request(*row)` with a third of its cost: a named tuple's own constructor is a Python function, the tuple's is not.
 _request = cast(Callable[[tuple[object, ...]], Request], partial(tuple.__new__, Request))
@@ -56,7 +57,7 @@ class Trace:
         self.path = path
         self.format = name
         self.options = options
-        self.skipped = 0  # rows left out by the latest iteration so far, on request or by ShareGPT's rule
+        self.skipped = 0  # rows left out by the latest iteration so far, on request or by the format's rule
 
     def __repr__(self) -> str:
         return f"Trace({str(self.path)!r}, format={self.format!r})"
@@ -71,6 +72,10 @@ class Trace:
             return CsvReader(self.path, self.options, CSV_FORMATS[self.format])
         if self.format in JSONL_FORMATS:
             return JsonlReader(self.path, self.options, JSONL_FORMATS[self.format])
+        if self.format == "vllm-bench":
+            from traces.bench import BenchReader  # noqa: PLC0415 - msgspec is slow to import, and few traces need it
+
+            return BenchReader(self.path, self.options)
         return (VllmCustomReader if self.format == "vllm-custom" else ShareGptReader)(self.path, self.options)
 
     def _blocks(self) -> Iterator[Iterator[Request]]:
@@ -93,6 +98,9 @@ class Trace:
 
 
 def _detect_jsonl(where: Where, line: str) -> str:
+    if line == "{":
+        # Printed over many lines: one object, not one a line.
+        return "vllm-bench"
     keys = parse_object(where, line).keys()
     for name, form in JSONL_FORMATS.items():
         if keys >= set(form.required):
@@ -101,6 +109,8 @@ def _detect_jsonl(where: Where, line: str) -> str:
         return "sharegpt"
     if "prompt" in keys:
         return "vllm-custom"
+    if keys >= {"completed", "request_throughput"}:
+        return "vllm-bench"
     known = "; ".join(f"{name}: {','.join(form.required)}" for name, form in JSONL_FORMATS.items())
     raise where.error("keys", ",".join(keys), "belong to no known format", f"they need to hold one of {known}")
 

@@ -100,14 +100,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     Attributes:
         gpu: name of the hardware spec; "any" for a user's own linear coefficients.
-        status: measured on that GPU by this project, imported from public tables, or derived from a specification.
+        status: measured on that GPU by this project, imported from public tables, derived from a specification, or
+            fitted to the requests of a server (measured-from-server).
         constants: exactly those of `UNITS[form]`.
         residuals: errors of the fit, such as {"prefill_mape": 0.059}.
     """
 
     name: str
     gpu: str
-    status: Literal["measured", "imported", "derived"]
+    status: Literal["measured", "imported", "derived", "measured-from-server"]
     form: Literal["roofline", "linear", "paper"]
     constants: dict[str, Constant]
     provenance: dict[str, str]

@@ -109,8 +109,8 @@ class UsedProfile(Struct, kw_only=True, frozen=True):
 
     name: str
     """Of the profile."""
-    status: Literal["measured", "imported", "derived"]
-    """Where its constants come from: that GPU, public tables, or specifications."""
+    status: Literal["measured", "imported", "derived", "measured-from-server"]
+    """Where its constants come from: that GPU, public tables, specifications, or requests of a server."""
     sha256: str
     """Of the constants' content, hexadecimal."""
     beyond_range: dict[str, float] | UnsetType = UNSET

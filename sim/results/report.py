@@ -110,7 +110,7 @@ def engine_overhead(used: UsedEngineProfile) -> str:
 
 def origin(profile: UsedProfile) -> str:
     """A profile's status, and whether that is less than measured."""
-    return profile.status if profile.status == "measured" else f"{profile.status}, not measured"
+    return profile.status if profile.status.startswith("measured") else f"{profile.status}, not measured"
 
 
 def deployment(result: Result) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from small_results import CROWDED, finished
 
+from gpu_runtime.twin.against import Against, Compared, WorstRequest
 from sim.cli import TABLE_FILES
 from sim.results.figures import FIGURES
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
@@ -33,7 +34,7 @@ from sim.simulate import Keep
 
 ROOT = Path(__file__).parents[2]
 FILES = [RESULT_FILE, *TABLE_FILES, SERIES_FILE, TIMELINE_FILE, "figures/", "comparison.json", "comparison.md"]
-FILES += ["validation.md", "twin.png", "crash.txt"]
+FILES += ["validation.md", "twin.png", "against.json", "against.png", "crash.txt"]
 NAMES = {
     "Files": FILES,
     "result.json": Result.__struct_encode_fields__,
@@ -53,6 +54,9 @@ NAMES = {
     "figures/": FIGURES,
     "comparison.json": Comparison.__struct_encode_fields__,
     "metrics": [metric.key for metric in METRICS],
+    "against.json": Against.__struct_encode_fields__,
+    "each metric": Compared.__struct_encode_fields__,
+    "each request": WorstRequest.__struct_encode_fields__,
 }
 """Sections of the page with a table, and the names that its first column must hold, in order."""
 SEEN = {"counters of layerkv", "counters of fastserve", "counters of pools", "timeline.json.gz", "events"}

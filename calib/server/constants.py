@@ -1,0 +1,75 @@
+"""Which constants a server's run is fitted with, within which limits, and a set-up with other values of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from calib.robust import Estimate, Parameter
+from sim.cost.forms import build_cost
+from sim.cost.profile import MAY_BE_ZERO, UNITS
+from sim.errors import UserError
+from sim.simulate import Setup
+
+FITTED = {
+    "roofline": ("step_overhead_s", "hbm_bytes_per_s", "flops_per_s", "attention_flops_per_s"),
+    "linear": ("decode_base_s", "decode_s_per_context_token", "prefill_s_per_token", "decode_s_per_sequence"),
+}
+"""By form: what is fitted unless told otherwise; what a run tells least comes last."""
+MOST_CONSTANTS = 4
+SPAN = 30.0
+"""A constant is looked for within this factor of where it starts."""
+LEAST_OVERHEAD_S = 1e-3
+"""Scale on which a constant that starts at zero is looked for."""
+MOST_RELATIVE_ERROR = 0.5
+"""Standard error of a rate, as a share of it, beyond which a run does not tell it."""
+
+
+def chosen_constants(setup: Setup, names: Sequence[str] | None) -> list[str]:
+    """The constants to fit: those named, else those of the profile's form. UserError for what the form has not."""
+    form = setup.profile.form
+    if names is None:
+        if form not in FITTED:
+            raise UserError(f"--base: {setup.profile.name} is of form {form}: give one of {' or '.join(FITTED)}")
+        return list(FITTED[form])
+    for name in names:
+        if name not in setup.profile.constants:
+            raise UserError(f"--constants: {name!r} is none of form {form}: known are {', '.join(UNITS[form])}")
+    if not 1 <= len(set(names)) <= MOST_CONSTANTS:
+        raise UserError(f"--constants: {len(set(names))} named: a run tells few apart, name 1 to {MOST_CONSTANTS}")
+    return list(dict.fromkeys(names))
+
+
+def parameters_of(setup: Setup, names: Sequence[str]) -> dict[str, Parameter]:
+    """Start and limits of each constant: that of the profile, and no rate beyond what the GPU's specification says."""
+    hardware = setup.hardware
+    peaks = {"FLOP/s": hardware.fp16_flops_per_s, "B/s": hardware.hbm_bytes_per_s}
+    found = {}
+    for name in names:
+        constant = setup.profile.constants[name]
+        if name in MAY_BE_ZERO:
+            scale = max(constant.value, LEAST_OVERHEAD_S if constant.unit == "s" else constant.value or 1e-9)
+            found[name] = Parameter(scale, 0.0, SPAN * scale, log=False)
+            continue
+        most = min(SPAN * constant.value, peaks.get(constant.unit, float("inf")))
+        found[name] = Parameter(min(constant.value, 0.99 * most), constant.value / SPAN, most)
+    return found
+
+
+def is_told(estimate: Estimate, parameter: Parameter) -> bool:
+    """Whether a run tells a constant: within its own half, or of an overhead within what it started at."""
+    if estimate.stderr is None:
+        return True
+    return estimate.stderr <= (MOST_RELATIVE_ERROR * estimate.value if parameter.log else parameter.start)
+
+
+def with_constants(setup: Setup, values: Mapping[str, float]) -> Setup:
+    """The set-up with these constants instead of its profile's."""
+    constants = dict(setup.profile.constants)
+    for name, value in values.items():
+        constants[name] = msgspec.structs.replace(constants[name], value=value)
+    profile = msgspec.structs.replace(setup.profile, constants=constants)
+    cost = build_cost(
+        setup.model, setup.hardware, profile, setup.tp, setup.limits.block_bytes, setup.scenario.cost_form
+    )
+    return replace(setup, profile=profile, cost=cost)

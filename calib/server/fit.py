@@ -1,0 +1,244 @@
+"""From a server's run to a `Profile`: what the run tells is fitted, the rest carried over from the base profile."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
+from calib.server.constants import chosen_constants, is_told, parameters_of, with_constants
+from calib.server.iterations import predict_steps_s, replay
+from calib.server.requests import fit_requests
+from sim.cost.profile import Constant, Profile
+from sim.errors import UserError
+from sim.served import mean_errors, measured_times, simulated_times
+from sim.simulate import Setup
+from traces.served import ServedRun
+
+FitWith = Callable[[Setup, ServedRun, int, Mapping[str, Parameter]], Fit]
+"""Fits constants to the measured times of the first so many requests of a run."""
+
+LEAST_REQUESTS = 20
+MOST_STEPS = 4000
+"""Steps that a fit looks at, taken evenly from all."""
+LEAST_MATCHED = 0.5
+"""Share of steps whose tokens must agree about their end, if steps are to be fitted."""
+LEAST_WEIGHT = 0.02
+"""Relative change of iterations (root mean square) that a constant of twice the size must make to be fitted."""
+REMEDY = "run `vllm bench serve` at a --request-rate between idle and saturated, with prompts of many lengths"
+
+
+@dataclass(frozen=True)
+class ServerFit:
+    """A profile fitted to a run, and how well it does.
+
+    Attributes:
+        method: what it was fitted to, in words.
+        estimates: of the constants fitted.
+        untold: constants that were to be fitted and that the run does not tell.
+        held_out: errors of the means of the second half of the requests, from the first half's constants.
+        whole: errors of the means of all requests, from the profile's constants.
+        notes: what the user should know.
+    """
+
+    profile: Profile
+    method: str
+    estimates: dict[str, Estimate]
+    untold: list[str]
+    held_out: dict[str, float]
+    whole: dict[str, float]
+    notes: list[str]
+
+
+def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequence[str] | None = None) -> ServerFit:
+    """Fit constants of the set-up's profile to a run.
+
+    To its iterations where the client saw every token, else to the TTFT and TPOT of its requests.
+
+    Args:
+        setup: the engine as the server had it, on the profile to start from.
+        name: of the new profile.
+        constants: which to fit; by default those of `FITTED`, less what the run does not tell.
+
+    Raises:
+        UserError: a run too short, or one that does not tell the constants named, or none at all.
+    """
+    count = len(served.requests)
+    if count < LEAST_REQUESTS:
+        raise UserError(f"{served.path}: {count} requests are too few to fit: run `vllm bench serve` with more prompts")
+    names = chosen_constants(setup, constants)
+    fit_with, method, notes = _way(setup, served)
+    if constants is None and fit_with is fit_requests:
+        # Attention over prompts hides in TTFT behind everything else: it takes iterations to see it.
+        names = names[:3]
+    fit, untold = _fit_told(setup, served, names, fit_with, is_asked=constants is not None)
+    kept = [constant for constant in names if constant not in untold]
+    held_out = _held_out(setup, served, kept, fit_with)
+    profile = _profile(setup, served, fit, name, method, held_out)
+    whole = _whole(setup, served, fit)
+    notes += [
+        f"{constant} stands at {estimate.value:.4g}, the most that the GPU's specification allows: it makes up for "
+        "what the profile's form does not say"
+        for constant, estimate in fit.estimates.items()
+        if estimate.at_limit and estimate.value > 0.0
+    ]
+    return ServerFit(profile, method, fit.estimates, untold, held_out, whole, notes)
+
+
+def _way(setup: Setup, served: ServedRun) -> tuple[FitWith, str, list[str]]:
+    """How to fit the run, that in words, and why not better."""
+    requests = f"TTFT and TPOT of {len(served.requests)} requests"
+    if not served.has_token_times:
+        return (
+            fit_requests,
+            requests,
+            ["the file does not say when each token came: fitted to requests, not iterations"],
+        )
+    found = replay(setup, served, len(served.requests))
+    if found.matched < LEAST_MATCHED:
+        note = (
+            f"tokens agree about the end of {found.matched:.0%} of the iterations only: the server schedules otherwise "
+            f"than {setup.label} with these limits, or streams in bursts; fitted to requests, not iterations"
+        )
+        return fit_requests, requests, [note]
+    return _fit_steps, f"{len(found.steps)} iterations, {found.matched:.0%} of those seen", []
+
+
+def _fit_steps(setup: Setup, served: ServedRun, known: int, parameters: Mapping[str, Parameter]) -> Fit:
+    """Constants that hardly show in any iteration are left out of the estimates."""
+    steps = replay(setup, served, known).steps
+    steps = steps[:: -(-len(steps) // MOST_STEPS)]
+    if not steps:
+        raise UserError(f"{served.path}: no iteration whose tokens agree about its end; {REMEDY}")
+
+    def predicted(values: Mapping[str, float]) -> Array:
+        return predict_steps_s(with_constants(setup, values).cost, steps)
+
+    start = predicted({})
+
+    def weight(name: str) -> float:
+        doubled = predicted({name: 2 * (setup.profile.value(name) or parameters[name].start)})
+        return float(np.sqrt(np.mean(np.log(doubled / start) ** 2)))
+
+    shown = {name: parameter for name, parameter in parameters.items() if weight(name) >= LEAST_WEIGHT}
+    seconds = np.array([step.seconds for step in steps])
+    return fit_relative(predicted, seconds, shown or dict(parameters))
+
+
+def _fit_told(
+    setup: Setup, served: ServedRun, names: Sequence[str], fit_with: FitWith, *, is_asked: bool
+) -> tuple[Fit, list[str]]:
+    """The fit of those constants that the run tells, and the names of the others.
+
+    Of several that it does not tell apart one is carried over, that whose value from the base profile does least harm.
+    """
+    left, untold = list(names), []
+    fit, open_ended = _fit_open(setup, served, left, fit_with)
+    while open_ended:
+        if is_asked or len(left) == 1:
+            raise UserError(
+                f"{served.path}: does not tell {', '.join(open_ended if is_asked else names)} ({_load(served)}): "
+                f"{REMEDY}, or name others with --constants"
+            )
+        tried = {name: _fit_open(setup, served, [n for n in left if n != name], fit_with) for name in open_ended}
+        errors = {name: _whole(setup, served, fit) for name, (fit, _) in tried.items()} if len(tried) > 1 else {}
+        name = min(tried, key=lambda n: max(map(abs, errors[n].values())) if errors else 0.0)
+        fit, open_ended = tried[name]
+        left.remove(name)
+        untold.append(name)
+    return fit, untold
+
+
+def _fit_open(setup: Setup, served: ServedRun, names: Sequence[str], fit_with: FitWith) -> tuple[Fit, list[str]]:
+    """The fit to all requests, and the names of those constants that it leaves open."""
+    parameters = parameters_of(setup, names)
+    fit = fit_with(setup, served, len(served.requests), parameters)
+    return fit, [n for n in names if n not in fit.estimates or not is_told(fit.estimates[n], parameters[n])]
+
+
+def _whole(setup: Setup, served: ServedRun, fit: Fit) -> dict[str, float]:
+    """Errors of the means of all requests."""
+    return mean_errors(simulated_times(with_constants(setup, fit.values), served), measured_times(served))
+
+
+def _load(served: ServedRun) -> str:
+    """How busy the server was, in words."""
+    spans = [(r.arrival_s, r.arrival_s + e2el) for r, e2el in zip(served.requests, served.e2el_s, strict=True)]
+    in_flight = [sum(start <= at < end for start, end in spans) for at, _ in spans]
+    return f"{min(in_flight)} to {max(in_flight)} requests in flight"
+
+
+def _held_out(setup: Setup, served: ServedRun, names: Sequence[str], fit_with: FitWith) -> dict[str, float]:
+    """Errors on the second half of the requests, from constants fitted to the first half's times alone."""
+    half = len(served.requests) // 2
+    fit = fit_with(setup, served, half, parameters_of(setup, names))
+    rest = slice(half, None)
+    return mean_errors(simulated_times(with_constants(setup, fit.values), served)[rest], measured_times(served)[rest])
+
+
+def _profile(
+    setup: Setup, served: ServedRun, fit: Fit, name: str, method: str, held_out: Mapping[str, float]
+) -> Profile:
+    base = setup.profile
+    constants = {}
+    for key, old in base.constants.items():
+        estimate = fit.estimates.get(key)
+        if estimate is None:
+            carried = (
+                old.source if old.source.startswith("carried over") else f"carried over from {base.name}: {old.source}"
+            )
+            constants[key] = msgspec.structs.replace(old, source=carried)
+        elif estimate.at_limit:
+            constants[key] = Constant(
+                estimate.value, None, old.unit, "fitted to a server: at the limit of what it may be"
+            )
+        else:
+            interval = f"95 % interval {estimate.low:.6g} to {estimate.high:.6g}"
+            constants[key] = Constant(estimate.value, estimate.stderr, old.unit, f"fitted to a server: {interval}")
+    provenance = {
+        "run": served.path.name,
+        "run_sha256": sha256_of(served.path),
+        "model": f"{setup.model.name}, {setup.tp} GPU{'s' * (setup.tp > 1)}",
+        "engine": f"{setup.label}, {engine_text(setup)}",
+        "fitted": f"{', '.join(fit.estimates)} to {method}; points scatter by {100 * fit.scatter:.1f} %",
+        "held_out": "second half of the requests from the first half's constants: " + errors_text(held_out),
+        "base": f"{base.name}, for what the run does not tell",
+        "caution": "of this server and model: the constants hold what the form does not say of them",
+    }
+    trace = setup.scenario.trace
+    if trace is not None and Path(trace) != served.path:
+        provenance |= {"trace": Path(trace).name, "trace_sha256": sha256_of(Path(trace))}
+    residuals = {f"unseen_requests_{key}": round(abs(error), 5) for key, error in held_out.items()}
+    return Profile(
+        name=name,
+        gpu=setup.hardware.name,
+        status="measured-from-server",
+        form=base.form,
+        constants=constants,
+        provenance=provenance,
+        residuals=residuals,
+    )
+
+
+def engine_text(setup: Setup) -> str:
+    """The limits of the engine in words."""
+    limits = setup.limits
+    cached = ", prefixes cached" if limits.enable_prefix_caching else ""
+    return (
+        f"{limits.num_gpu_blocks} blocks of {limits.block_size}, max_num_seqs {limits.max_num_seqs}, "
+        f"max_num_batched_tokens {limits.max_num_batched_tokens}{cached}"
+    )
+
+
+def errors_text(errors: Mapping[str, float]) -> str:
+    """Errors of means in words."""
+    return ", ".join(f"mean {name.upper()} {100 * error:+.1f} %" for name, error in errors.items())
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

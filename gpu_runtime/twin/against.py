@@ -1,0 +1,185 @@
+"""`kvtwin validate --against`: a simulation beside what a server's client measured of the same requests."""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sim.cli import folder_name, print_result, read_options, record
+from sim.files import make_folder, write_atomically
+from sim.results.metrics import TableSink, summary
+from sim.results.report import METRICS
+from sim.results.schema import Result
+from sim.served import Times, measured_times, read_run, times_in
+from sim.simulate import Keep, Run, Setup, build_run, execute, prepare
+from sim.systems import DEFAULT_POLICY
+from traces.request import Request
+from traces.served import ServedRun
+
+WORST = 10
+"""Requests that are listed."""
+ROWS = {metric.key: metric for metric in METRICS}
+STATISTICS = ("mean", "median", "p99")
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One metric; the ratio is simulated over measured, None where that is no number."""
+
+    metric: str
+    simulated: float | None
+    measured: float
+    ratio: float | None
+
+
+class WorstRequest(msgspec.Struct, frozen=True):
+    """A request whose times are far apart: its place in order of arrival, what it is, and both runs' times, s."""
+
+    request_id: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    metric: str
+    simulated_s: float
+    measured_s: float
+    ratio: float
+
+
+class Against(msgspec.Struct, frozen=True):
+    """What `against.json` holds of one policy: the metrics, and the requests that are furthest apart."""
+
+    policy: str
+    profile: str
+    measured: str
+    num_prompts: int
+    failed_requests: int
+    metrics: list[Compared]
+    worst: list[WorstRequest]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One policy's simulation and the measurement."""
+
+    label: str
+    served: ServedRun
+    simulated: Times
+    measured: Times
+
+
+def validate_against(arguments: argparse.Namespace, path: Path) -> int:
+    """Simulate each policy, print and write the comparison; the exit status is 0 whatever it says."""
+    from gpu_runtime.twin.against_figure import draw_against  # noqa: PLC0415 - matplotlib is slow to import
+    from sim.results.figures.style import save_figure  # noqa: PLC0415
+
+    if arguments.trace is None:
+        arguments.trace = str(path)
+    scenario, policies, folder, outputs = read_options(arguments, DEFAULT_POLICY)
+    served = read_run(path, scenario)
+    setups = [prepare(scenario, label, policy) for label, policy in policies]
+    make_folder(folder, "--out")
+    parts = []
+    for setup in setups:
+
+        def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
+            return execute(build_run(setup, requests, table=table, keep=keep, jump=not outputs.step))
+
+        place = folder / folder_name(setup.label)
+        run, result = record(setup, place, outputs, perform, requests=served.requests)
+        if run.interrupted or run.error:
+            return print_result(run, result, place, outputs)
+        beside = Beside(setup.label, served, times_in(run.log, served), measured_times(served))
+        found = compare(result, beside)
+        data = msgspec.json.format(msgspec.json.encode(found), indent=2)
+        write_atomically(place / "against.json", lambda file, data=data: file.write(data + b"\n"))
+        save_figure(place / "against.png", draw_against(setup.label, served, beside.simulated, beside.measured))
+        parts.append(markdown(found))
+        text = "# Simulated and measured\n\n" + "\n".join(parts)
+        write_atomically(folder / "validation.md", lambda file, text=text: file.write(text.encode()))
+    if not outputs.quiet:
+        print("\n".join(parts))
+        print(f"wrote {folder / 'validation.md'}, and against.json and against.png for each policy")
+    return 0
+
+
+def compare(result: Result, beside: Beside) -> Against:
+    """Every metric that the client measured, simulated beside it, and the requests that are furthest apart."""
+    served = beside.served
+    rows = []
+    for metric, measured in measured_metrics(served, beside.measured).items():
+        simulated: float | None = getattr(result, metric)
+        ratio = simulated / measured if simulated is not None and measured else None
+        rows.append(Compared(metric, simulated, measured, ratio))
+    return Against(
+        beside.label, result.profile.name, served.path.name, len(served.requests), served.left_out, rows, worst(beside)
+    )
+
+
+def measured_metrics(served: ServedRun, measured: Times) -> dict[str, float]:
+    """The metrics of a run by the names of `vllm bench serve`: ms, and rates from first arrival to last token."""
+    found: dict[str, float] = {}
+    latencies = dict(measured.by_name())
+    gaps = [gap for own in served.gaps_s for gap in own]
+    if gaps and served.has_token_times:
+        latencies["itl"] = np.array(gaps)
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        values = latencies.get(name)
+        if values is not None and values.size:
+            known = summary(values.copy(), name)
+            found |= {key: value for s in STATISTICS if (value := known[key := f"{s}_{name}_ms"]) is not None}
+    arrivals_s = np.array([request.arrival_s for request in served.requests])
+    duration_s = float(np.max(arrivals_s + measured.e2el_s))
+    tokens = sum(request.output_tokens for request in served.requests)
+    rates = {
+        "request_throughput": len(served.requests) / duration_s,
+        "output_throughput": tokens / duration_s,
+        "duration": duration_s,
+    }
+    return found | rates
+
+
+def worst(beside: Beside) -> list[WorstRequest]:
+    """The requests whose TTFT, TPOT or latency is off by the largest factor, worst first."""
+    found = []
+    names = ("ttft", "tpot", "e2el")
+    pairs = [(getattr(beside.simulated, f"{n}_s"), getattr(beside.measured, f"{n}_s")) for n in names]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.nan_to_num(np.array([np.abs(np.log(ours / theirs)) for ours, theirs in pairs]), nan=0.0)
+    for i in np.argsort(-factors.max(axis=0), kind="stable")[:WORST]:
+        k = int(factors[:, i].argmax())
+        ours, theirs = float(pairs[k][0][i]), float(pairs[k][1][i])
+        request = beside.served.requests[i]
+        what = request.request_id, request.arrival_s, request.prompt_tokens, request.output_tokens
+        found.append(WorstRequest(*what, names[k], ours, theirs, ours / theirs if theirs else float("inf")))
+    return found
+
+
+def markdown(found: Against) -> str:
+    """One policy's comparison as tables."""
+    failed = f"; {found.failed_requests} that failed are left out" if found.failed_requests else ""
+    lines = [
+        f"## {found.policy}",
+        "",
+        f"{found.num_prompts} requests of {found.measured}{failed}. Constants: {found.profile}.",
+        "",
+        "| metric | simulated | measured | simulated / measured |",
+        "|---|--:|--:|--:|",
+        *(
+            f"| {(named := ROWS[row.metric]).name} | {named.text(row.simulated)} | {named.text(row.measured)} | "
+            f"{'-' if row.ratio is None else f'{row.ratio:.3f}'} |"
+            for row in found.metrics
+        ),
+        "",
+        "Requests furthest apart:",
+        "",
+        "| request | arrival, s | prompt | output | metric | simulated, s | measured, s | ratio |",
+        "|--:|--:|--:|--:|---|--:|--:|--:|",
+        *(
+            f"| {w.request_id} | {w.arrival_s:.3f} | {w.prompt_tokens} | {w.output_tokens} | {w.metric.upper()} | "
+            f"{w.simulated_s:.4g} | {w.measured_s:.4g} | {w.ratio:.3f} |"
+            for w in found.worst
+        ),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,61 @@
+"""The simulation beside the measurement: TTFT and TPOT as distributions, over arrivals, and request against request."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sim.results.figures.style import COLOURS, FAINT, LOG_RANGE, dress, new_figure, plain_text, set_title
+from sim.served import Array, Times
+from traces.served import ServedRun
+
+SIMULATED, MEASURED = COLOURS[0], COLOURS[1]
+WIDTH = 60
+
+
+def draw_against(label: str, served: ServedRun, ours: Times, theirs: Times) -> Figure:
+    """Four panels for one policy: its times, and those measured."""
+    figure = new_figure(12.0, 8.6)
+    axes = figure.subplots(2, 2)
+    _distribution(axes[0][0], ours.ttft_s, theirs.ttft_s, "TTFT, s", "Time to first token")
+    _distribution(axes[0][1], ours.tpot_s, theirs.tpot_s, "TPOT, s", "Time per output token")
+    _over_arrivals(axes[1][0], [request.arrival_s for request in served.requests], ours, theirs)
+    _against(axes[1][1], ours.e2el_s, theirs.e2el_s)
+    text = f"{label}  |  {served.path.name}, {len(served.requests)} requests"
+    figure.suptitle(plain_text(text), fontsize=8.5, color=FAINT, x=0.01, ha="left")
+    return figure
+
+
+def _distribution(ax: Axes, simulated_s: Array, measured_s: Array, x: str, title: str) -> None:
+    spans = [1.0]
+    for values_s, label, colour in ((simulated_s, "simulated", SIMULATED), (measured_s, "measured", MEASURED)):
+        ordered = np.sort(values_s[np.isfinite(values_s)])
+        if len(ordered):
+            share = 100 * (np.arange(len(ordered)) + 1) / len(ordered)
+            ax.step(ordered, share, where="post", color=colour, lw=1.4, label=label)
+            spans.append(float(ordered[-1]) / max(float(ordered[0]), 1e-9))
+    if max(spans) > LOG_RANGE:
+        ax.set_xscale("log")
+    if len(spans) > 1:
+        ax.legend(fontsize=8.5, frameon=False)
+    dress(ax, x, "% of requests")
+    set_title(ax, title, WIDTH)
+
+
+def _over_arrivals(ax: Axes, arrivals_s: list[float], ours: Times, theirs: Times) -> None:
+    for times, label, colour in ((theirs, "measured", MEASURED), (ours, "simulated", SIMULATED)):
+        ax.plot(arrivals_s, times.ttft_s, ".", color=colour, ms=4, alpha=0.7, label=label)
+    ax.legend(fontsize=8.5, frameon=False)
+    dress(ax, "arrival, s", "TTFT, s")
+    set_title(ax, "TTFT over the run", WIDTH)
+
+
+def _against(ax: Axes, simulated_s: Array, measured_s: Array) -> None:
+    both = np.concatenate([simulated_s, measured_s])
+    ends = [float(both[both > 0].min()), float(both.max())] if (both > 0).any() else [1.0, 1.0]
+    ax.plot(ends, ends, color=FAINT, lw=0.8)
+    ax.plot(measured_s, simulated_s, ".", color=SIMULATED, ms=4, alpha=0.7)
+    if ends[1] / ends[0] > LOG_RANGE:
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+    dress(ax, "measured end to end, s", "simulated end to end, s")
+    set_title(ax, "Request against request", WIDTH)

@@ -1,0 +1,182 @@
+"""Constants fitted to a server's run: planted ones are found again, and runs that do not tell them are refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from server_small import HIDDEN, LOADS, serve, setup
+from test_calib_cli import attempt, refused
+
+from calib.server.constants import is_told, parameters_of, with_constants
+from calib.server.fit import fit_server
+from calib.server.iterations import predict_steps_s, replay
+from calib.server.requests import fit_requests
+from sim.cost.profile import read_profile
+from sim.errors import UserError
+from sim.policy_options import parse_policy
+from sim.scenario import Scenario
+from sim.served import mean_errors, measured_times, simulated_times
+from sim.simulate import prepare
+from traces.readers import open_trace
+from traces.served import read_served
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "measured" / "vllm019-rtx4090"
+needs_measured = pytest.mark.skipif(not SHARED.exists(), reason="needs a measured run in ../shared (not shipped)")
+POLICIES = ("vllm-recompute", "vllm-v1")
+CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 256}
+
+
+def found_again(estimates, hidden):
+    """Those that miss their hidden value, and by how much."""
+    return {name: (estimates[name], value) for name, value in hidden.items()
+            if not estimates[name].low <= value <= estimates[name].high}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, CHUNKED, {"num_gpu_blocks_override": 400}])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_iterations_are_recovered_from_the_times_of_tokens(tmp_path, policy, changes):
+    # Whatever the server's speed: the scheduler is replayed on its clock, with prices that are wrong by far.
+    described = setup(policy, **changes)
+    serve(described, tmp_path / "run.json", unsteady=0.0, late_s=0.0)
+    served = read_served(tmp_path / "run.json")
+    found = replay(described, served, len(served.requests))
+    seconds = np.array([step.seconds for step in found.steps])
+    assert found.matched > 0.99
+    assert predict_steps_s(with_constants(described, HIDDEN).cost, found.steps) == pytest.approx(seconds, rel=1e-6)
+    assert abs(predict_steps_s(described.cost, found.steps) / seconds - 1).max() > 0.05
+
+
+def test_iterations_of_prompts_only_are_waited_for(tmp_path):
+    # A prompt of many chunks alone: nobody hears of the iterations before its first token.
+    described = setup("vllm-v1", workload="fixed", request_rate=0.5, input_len=3000, output_len=3, num_prompts=30)
+    described = replace(described, limits=replace(described.limits, max_num_batched_tokens=512))
+    serve(described, tmp_path / "run.json", unsteady=0.0, late_s=0.0)
+    served = read_served(tmp_path / "run.json")
+    steps = replay(described, served, len(served.requests)).steps
+    assert max(len(step.plans) for step in steps) == 6
+    predicted = predict_steps_s(with_constants(described, HIDDEN).cost, steps)
+    assert predicted == pytest.approx([step.seconds for step in steps], rel=1e-6)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hidden_constants_are_found_from_tokens(tmp_path, policy, load):
+    described = setup(policy, LOADS[load])
+    serve(described, tmp_path / "run.json")
+    found = fit_server(described, read_served(tmp_path / "run.json"), name="found")
+    assert found.method.endswith("of those seen") and "iterations" in found.method
+    # ShareGPT's prompts are too short to tell attention.
+    assert found.untold == ["attention_flops_per_s"]
+    assert found_again(found.estimates, HIDDEN) == {}
+    assert max(abs(estimate.value / HIDDEN[name] - 1) for name, estimate in found.estimates.items()) < 0.08
+    assert abs(found.held_out["tpot"]) < 0.01 and abs(found.held_out["ttft"]) < 0.08
+    assert found.profile.status == "measured-from-server"
+
+
+def test_attention_is_found_where_prompts_are_long(tmp_path):
+    hidden = HIDDEN | {"attention_flops_per_s": 1.2e14}
+    described = setup(
+        "vllm-v1", workload="uniform", input_len=8000, output_len=60, request_rate=0.8, max_model_len=16384
+    )
+    serve(described, tmp_path / "run.json", hidden)
+    found = fit_server(described, read_served(tmp_path / "run.json"), name="found")
+    assert (found.untold, found_again(found.estimates, hidden)) == ([], {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hidden_constants_are_found_from_first_and_last_tokens(tmp_path, policy, load):
+    described = setup(policy, LOADS[load])
+    serve(described, tmp_path / "run.json")
+    served = read_served(tmp_path / "run.json")
+    parameters = parameters_of(described, list(HIDDEN))
+    found = fit_requests(
+        described, replace(served, gaps_s=[()] * len(served.requests)), len(served.requests), parameters
+    )
+    assert all(is_told(found.estimates[name], parameters[name]) for name in HIDDEN)
+    assert found_again(found.estimates, HIDDEN) == {}
+    assert abs(found.estimates["hbm_bytes_per_s"].value / HIDDEN["hbm_bytes_per_s"] - 1) < 0.05
+
+
+@pytest.mark.slow
+@needs_measured
+def test_a_measured_server_is_predicted_from_its_first_half():
+    served = read_served(SHARED / "measured.csv", list(open_trace(SHARED / "trace.csv")))
+    scenario = Scenario(
+        trace=str(SHARED / "trace.csv"), model="llama-3.1-8b", gpu="rtx-4090", max_num_seqs=256, max_model_len=32768,
+        max_num_batched_tokens=2048, num_gpu_blocks_override=2588,
+    )  # fmt: skip
+    described = prepare(scenario, *parse_policy("vllm-v1", {}))
+    names = ["step_overhead_s", "hbm_bytes_per_s", "flops_per_s"]
+    found = fit_requests(described, served, 150, parameters_of(described, names))
+    simulated = simulated_times(with_constants(described, found.values), served)[150:]
+    errors = mean_errors(simulated, measured_times(served)[150:])
+    assert max(map(abs, errors.values())) < 0.05, errors
+
+
+def test_a_run_that_tells_nothing_is_refused(tmp_path):
+    described = setup("vllm-v1", workload="fixed", input_len=100, output_len=40, request_rate=0.1, num_prompts=40)
+    serve(described, tmp_path / "run.json")
+    served = read_served(tmp_path / "run.json")
+    with pytest.raises(UserError, match=r"does not tell attention_flops_per_s \(1 to 2 requests in flight\)"):
+        fit_server(described, served, name="found", constants=["step_overhead_s", "attention_flops_per_s"])
+
+
+def test_a_server_with_other_rules_is_fitted_by_its_requests_and_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("calib.server.fit.fit_requests", lambda *_: (_ for _ in ()).throw(UserError("by requests")))
+    serve(setup("vllm-recompute", 8.0), tmp_path / "run.json", late_s=0.2)
+    with pytest.raises(UserError, match="by requests"):
+        fit_server(setup("vllm-recompute", 8.0), read_served(tmp_path / "run.json"), name="found")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "run.json"
+    serve(setup("vllm-v1"), path)
+    return path
+
+
+ENGINE = ("--gpu", "a100-80g", "--model", "llama-2-7b", "--max-model-len", "4096")
+
+
+def test_fit_writes_a_profile_that_run_takes(tmp_path, capsys, run):
+    status, out, error = attempt(
+        capsys, "profile", "fit", "--bench", run, *ENGINE, "--policy", "vllm-v1", "--out", tmp_path
+    )
+    assert (status, "attention_flops_per_s: carried over" in error) == (0, True)
+    assert "step_overhead_s" in out
+    path = tmp_path / "a100-80g-measured-from-server.json"
+    profile = read_profile(path)
+    assert profile.provenance["run"] == "run.json" and len(profile.provenance["run_sha256"]) == 64
+    assert "95 % interval" in profile.constants["flops_per_s"].source
+    assert profile.constants["roofline_exponent"].source.startswith("carried over")
+    assert set(profile.residuals) == {f"unseen_requests_{name}" for name in ("ttft", "tpot", "e2el")}
+    words = ["run", "--trace", run, *ENGINE, "--profile", path, "--out", tmp_path / "out", "--quiet"]
+    assert attempt(capsys, *words)[0] == 0
+    used = json.loads((tmp_path / "out" / "result.json").read_text())["profile"]
+    assert (used["name"], used["status"]) == ("a100-80g-measured-from-server", "measured-from-server")
+
+
+def test_what_cannot_be_fitted_is_refused_by_name(tmp_path, capsys, run):
+    data = json.loads(run.read_text())
+    short = {k: v[:10] if isinstance(v, list) else v for k, v in data.items()}
+    (tmp_path / "short.json").write_text(json.dumps(short))
+    (tmp_path / "bare.json").write_text(json.dumps({"completed": 3, "request_throughput": 1.0}))
+    fit = ("profile", "fit", *ENGINE, "--out", tmp_path / "out", "--bench")
+    refused(capsys, *fit, tmp_path / "short.json", parts=["short.json", "10 requests", "more prompts"])
+    refused(capsys, *fit, tmp_path / "bare.json", parts=["bare.json", "input_lens", "--save-detailed"])
+    refused(capsys, *fit, run, "--constants", "speed", parts=["--constants", "'speed'", "flops_per_s"])
+    refused(capsys, *fit, run, "--constants", *parameters(), parts=["--constants", "5 named", "1 to 4"])
+    refused(capsys, *fit, run, "--replicas", "2", parts=["--replicas", "2 engines"])
+    refused(capsys, *fit, run, "--request-rate", "2", parts=["--request-rate"])
+    refused(capsys, *fit, run, "--max-model-len", "100", parts=["run.json", "gives up", "--max-model-len"])
+    refused(capsys, *fit, run, "samples.csv", parts=["SAMPLES.csv and --bench", "both"])
+    refused(capsys, "profile", "fit", "--gpu", "l20", parts=["SAMPLES.csv and --bench", "neither"])
+    assert not (tmp_path / "out").exists()
+
+
+def parameters():
+    return ["flops_per_s", "hbm_bytes_per_s", "step_overhead_s", "layer_overhead_s", "roofline_exponent"]

@@ -1,0 +1,171 @@
+"""`ServedRun`: requests that a real server was sent, and when each had its first and its last token.
+
+Read from a result of `vllm bench serve` (`traces.bench`) or from a table (CSV) with a row a request, whose columns are
+
+    arrival_s or issue_s; prompt_tokens or prompt_len; output_tokens or output_len     (or a trace beside it)
+    first_token_s, s of the same clock; or ttft_s, ttft_ms after arrival
+    last_token_s; or e2el_s, latency_s, e2el_ms, latency_ms after arrival
+"""
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from traces.bench import NO_TIMES, BenchRow, check_row, read_bench
+from traces.errors import TraceError
+from traces.fields import Where
+from traces.files import reading
+from traces.request import Request
+
+ARRIVAL = ("arrival_s", "issue_s")
+PROMPT, OUTPUT = ("prompt_tokens", "prompt_len"), ("output_tokens", "output_len")
+FIRST, LAST = ("first_token_s", "ttft_s", "ttft_ms"), ("last_token_s", "e2el_s", "latency_s", "e2el_ms", "latency_ms")
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """A run of a server; sequences have an element a request, in order of arrival.
+
+    Attributes:
+        requests: `request_id` is the place in that order, arrivals count from the first.
+        ttft_s, e2el_s: first and last token minus arrival, s.
+        gaps_s: gaps between the tokens, s; empty of a request whose tokens were not seen one by one.
+        left_out: requests that failed.
+    """
+
+    path: Path
+    requests: list[Request]
+    ttft_s: list[float]
+    e2el_s: list[float]
+    gaps_s: list[tuple[float, ...]]
+    left_out: int
+
+    @property
+    def tpot_s(self) -> list[float | None]:
+        """Seconds a token after the first; None of a request of one token."""
+        return [
+            (last - first) / (request.output_tokens - 1) if request.output_tokens > 1 else None
+            for request, first, last in zip(self.requests, self.ttft_s, self.e2el_s, strict=True)
+        ]
+
+    @property
+    def has_token_times(self) -> bool:
+        """Whether most answers were seen token by token."""
+        seen = sum(len(gaps) == r.output_tokens - 1 for r, gaps in zip(self.requests, self.gaps_s, strict=True))
+        return 2 * seen > len(self.requests) and any(self.gaps_s)
+
+    def token_times_s(self, i: int) -> list[float]:
+        """When the tokens of request `i` came, s after the first arrival; only the first where no more is known."""
+        at_s = self.requests[i].arrival_s + self.ttft_s[i]
+        times_s = [at_s]
+        for gap_s in self.gaps_s[i]:
+            at_s += gap_s
+            times_s.append(at_s)
+        return times_s
+
+
+def read_served(path: Path, trace: Sequence[Request] | None = None) -> ServedRun:
+    """The run in a file.
+
+    Args:
+        path: a result or a table, told by its first character.
+        trace: what was sent, in the order of the file: prefixes, and whatever lengths and arrivals the file lacks.
+
+    Raises:
+        TraceError: a file that cannot be read, lacks the details or does not go with the trace.
+    """
+    with reading(path), path.open("rb") as file:
+        is_result = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"\x1f")
+    rows = read_bench(path) if is_result else list(_table(path))
+    if trace is not None:
+        rows = list(_beside(path, rows, trace))
+    kept = []
+    for i, row in enumerate(rows):
+        if row.failed:
+            continue
+        if row.arrival_s is None:
+            lacks = (
+                f"field start_times is missing; {NO_TIMES}" if is_result else f"no column {' or '.join(ARRIVAL)}; add"
+            )
+            raise TraceError(f"{path}: {lacks}, or give a trace with the arrivals")
+        if row.prompt_tokens is None or row.output_tokens is None:
+            raise TraceError(f"{path}: no columns {PROMPT[0]},{OUTPUT[0]}; add them, or give the trace that was sent")
+        more = trace[i] if trace is not None else None
+        kept.append((row.arrival_s, row.prompt_tokens, row.output_tokens, row, more))
+    if not kept:
+        raise TraceError(f"{path}: holds no request that did not fail; see its errors")
+    kept.sort(key=lambda found: found[0])
+    origin_s = kept[0][0]
+    requests = []
+    for i, (arrival_s, prompt, output, _, more) in enumerate(kept):
+        request = more or Request(i, 0.0, prompt, output)
+        requests.append(request._replace(request_id=i, arrival_s=arrival_s - origin_s, output_tokens=output))
+    ordered = [row for *_, row, _ in kept]
+    return ServedRun(
+        path,
+        requests,
+        [row.ttft_s for row in ordered],
+        [row.e2el_s for row in ordered],
+        [row.gaps_s for row in ordered],
+        len(rows) - len(kept),
+    )
+
+
+def _beside(path: Path, rows: list[BenchRow], trace: Sequence[Request]) -> Iterable[BenchRow]:
+    """The rows, with what the trace knows and they do not."""
+    if len(trace) != len(rows):
+        raise TraceError(
+            f"{path}: holds {len(rows)} requests, the trace {len(trace)}; give the requests that were sent, in order"
+        )
+    for i, (row, request) in enumerate(zip(rows, trace, strict=True)):
+        if not row.failed and row.prompt_tokens not in (None, request.prompt_tokens):
+            raise TraceError(
+                f"{path}: request {i} has {row.prompt_tokens} prompt tokens, {request.prompt_tokens} in the trace; "
+                "give the requests that were sent, in order"
+            )
+        yield BenchRow(
+            request.arrival_s if row.arrival_s is None else row.arrival_s,
+            request.prompt_tokens,
+            request.output_tokens if row.output_tokens is None else row.output_tokens,
+            *row[3:],
+        )
+
+
+def _table(path: Path) -> Iterable[BenchRow]:
+    with reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.DictReader(file)
+        header = lines.fieldnames or ()
+        arrival, prompt, output = (_column(header, names) for names in (ARRIVAL, PROMPT, OUTPUT))
+        first, last = _column(header, FIRST), _column(header, LAST)
+        if first is None or last is None:
+            wanted = ",".join((FIRST if first is None else LAST)[:2])
+            raise TraceError(f"{path}: is neither a benchmark's result nor a table with {wanted}; see its header")
+        if "run" in header:
+            raise TraceError(f"{path}: column run tells several runs apart; keep the rows of one, without it")
+        for line in lines:
+            where = Where(path, lines.line_num)
+            prompts = None if prompt is None else where.tokens(prompt, line[prompt], True)
+            outputs = None if output is None else where.tokens(output, line[output], True)
+            arrival_s = None if arrival is None else where.number(arrival, line[arrival])
+            ttft_s, e2el_s = (_after(where, line, name, arrival_s) for name in (first, last))
+            failed = outputs == 0 or ttft_s == e2el_s == 0.0
+            row = BenchRow(arrival_s, prompts, outputs, ttft_s, e2el_s, failed=failed)
+            check_row(f"{path}, line {where.line}", row)
+            yield row
+
+
+def _column(header: Sequence[str], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in header), None)
+
+
+def _after(where: Where, line: dict[str, str], name: str, arrival_s: float | None) -> float:
+    """Seconds after arrival."""
+    value = where.number(name, line[name])
+    if name.endswith("_ms"):
+        return value / 1e3
+    if name in (FIRST[0], LAST[0]):
+        if arrival_s is None:
+            raise where.error(name, line[name], "is a time of a clock", f"add the column {ARRIVAL[0]} of that clock")
+        return value - arrival_s
+    return value
