@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -62,17 +63,17 @@ def simulated_times(setup: Setup, served: ServedRun) -> Times:
 
 def times_in(log: RequestLog, served: ServedRun) -> Times:
     """The times in a simulated run's log, as `simulated_times`."""
-    kept = log.per_request
-    if kept is None:
+    if log.requests is None:
         raise UserError(f"{served.path}: {len(served.requests):,} requests are too many to compare one by one")
-    if kept.errors:
-        request_id, why = min(kept.errors.items())
+    rows = sorted(log.requests, key=itemgetter(0))
+    lost = [row for row in rows if row.error]
+    if lost:
         raise UserError(
-            f"{served.path}: the engine described gives up {len(kept.errors)} requests that the server answered, the "
-            f"first is {request_id} ({why}): check --max-model-len, --num-gpu-blocks-override and the other limits"
+            f"{served.path}: the engine described gives up {len(lost)} requests that the server answered, the first is "
+            f"{lost[0].request_id} ({lost[0].error}): check --max-model-len, --num-gpu-blocks-override and the other "
+            "limits"
         )
-    order = np.argsort(np.array(kept.request_ids))
-    return _times(np.array(kept.ttft_s)[order], np.array(kept.e2el_s)[order], served)
+    return _times(np.array([row.ttft_s for row in rows]), np.array([row.e2el_s for row in rows]), served)
 
 
 def _times(ttft_s: Array, e2el_s: Array, served: ServedRun) -> Times:
