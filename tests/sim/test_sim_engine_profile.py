@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_results import CROWDED, finished
 
+import kvtwin
 from kvtwin import main
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from sim.cost.engine_profile import SHIPPED, UNITS, load_engine_profile, shipped_engines
@@ -276,3 +278,21 @@ def test_our_own_engine_takes_the_host_time_that_its_calibration_found():
     # Another engine's host time is not ours.
     other = load_engine_profile("vllm-v1")
     assert other.measured_by(measured) is other
+
+
+def test_the_page_has_the_constants_of_every_shipped_engine():
+    page = (Path(kvtwin.__file__).parents[1] / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    for name in shipped_engines():
+        profile = load_engine_profile(name)
+        cells = (
+            next(line for line in page.splitlines() if line.startswith(f"| `{name}` |")).strip("| ").split(" | ")[2:]
+        )
+        shown = [profile.host]
+        for constant, scale, unit in (
+            ("host_base_s", 1e3, "ms"),
+            ("host_s_per_sequence", 1e6, "us"),
+            ("front_end_s", 1e3, "ms"),
+        ):
+            marked = " (assumed)" if constant in profile.assumed else ""
+            shown.append(f"{profile.value(constant) * scale:g} {unit}{marked}")
+        assert cells == shown
