@@ -277,15 +277,20 @@ def _stream(b: Builder) -> "Stage":
 
 
 def _hand_over(b: Builder) -> "Stage":
-    role = b.deployment.role
+    role, options = b.deployment.role, b.options(HandOverOptions)
+    if role != "both" and options.mixed_pool:
+        from sim.parts.stage.mixed import Mixed
+
+        if b.names["memory"] != "paged" or EVICTIONS[b.names["eviction"]].moves_whole:
+            raise UserError("mixed-pool: goes with memory=paged and eviction=recompute")
+        return Mixed(options.waiting_share, options.layer_wise)
     if role == "prefill":
         from sim.parts.stage.hand_over import HandOver
 
-        return HandOver(b.options(HandOverOptions).layer_wise)
+        return HandOver(options.layer_wise)
     if role == "decode":
         from sim.parts.stage.pull import Pull
 
-        options = b.options(HandOverOptions)
         return Pull(options.waiting_share, options.blocking_pull)
     # An engine that does both hands over to itself.
     return _direct(b)

@@ -18,6 +18,7 @@ arrival (it is the least loaded when the prefill ends).
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.errors import UserError
 from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.splitwise import Splitwise
 
@@ -34,3 +35,5 @@ class Mooncake(ConductorOptions, Splitwise):
     def __post_init__(self) -> None:
         ConductorOptions.__post_init__(self)
         Splitwise.__post_init__(self)
+        if self.mixed_pool:
+            raise UserError("mixed-pool: mooncake's conductor has prompts computed in one pool only; leave it out")
