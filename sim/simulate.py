@@ -23,7 +23,7 @@ from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
-from sim.systems.hand_over_options import HandOverOptions
+from sim.systems.hand_over_options import MixedPoolOptions
 from sim.systems.mixing import HAND_OVER, STORED, options_among
 from sim.traffic import arrivals_of
 from traces.errors import TraceError
@@ -170,7 +170,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
 
 
 def _mixes(policy: Policy) -> bool:
-    return options_among((policy, *policy.mixed_options), HandOverOptions).mixed_pool
+    return options_among((policy,), MixedPoolOptions).mixed_pool
 
 
 def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) -> int:

@@ -18,7 +18,7 @@ from sim.engine.itl import GapCollector
 from sim.engine.limits import Limits, Role
 from sim.engine.sequence import Sequence as Seq
 from sim.systems.base import Policy
-from sim.systems.hand_over_options import HandOverOptions
+from sim.systems.hand_over_options import MixedPoolOptions
 from sim.systems.mixing import STORED, options_among
 from sim.systems.mooncake_options import ConductorOptions
 from sim.topology.pipelines import to_pipelines
@@ -72,7 +72,7 @@ def simulate_pools(
         _add_engine(outcome, env, policy, own, machine, gaps, source, count, jump=jump, checked=checked, role=role)
     front = range(prefill * stages[0])
     decoders = range(len(front), len(outcome.members))
-    options, pools = options_among((policy, *policy.mixed_options), HandOverOptions), None
+    options, pools = options_among((policy,), MixedPoolOptions), None
     if options.mixed_pool:
         router = pools = mixed_pools(outcome.members, prefill, options.max_pending_tokens)
         front = decoders = range(len(outcome.members))

@@ -15,7 +15,7 @@ from sim.cost.model import ACTIVATION_BYTES
 from sim.engine.sequence import Sequence
 from sim.parts.stage.mixed import Mixed
 from sim.runs import EngineParts
-from sim.systems.hand_over_options import HandOverOptions
+from sim.systems.hand_over_options import MixedPoolOptions
 from sim.systems.mixing import STORED, options_among
 from sim.systems.mooncake_options import ConductorOptions
 from sim.topology import DEFAULT_ROUTER, ROUTERS
@@ -37,7 +37,7 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     if setup.decode is None:
         router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
         return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
-    options = options_among((setup.policy, *setup.policy.mixed_options), HandOverOptions)
+    options = options_among((setup.policy,), MixedPoolOptions)
     if options.mixed_pool:
         return _mixed(engines, members, env, arrivals, options)
     front = range((scenario.prefill_replicas or 0) * setup.pp)
@@ -74,7 +74,7 @@ def _mixed(
     members: list[Member],
     env: simpy.Environment,
     arrivals: Arrivals,
-    options: HandOverOptions,
+    options: MixedPoolOptions,
 ) -> Cluster:
     """Pools whose machines may do each other's work (Splitwise)."""
     setup = engines[0].setup

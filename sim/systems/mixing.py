@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
 from sim.systems.fastserve_options import MlfqOptions
-from sim.systems.hand_over_options import HandOverOptions
+from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.vllm_v1_options import VllmV1Options
@@ -278,12 +278,12 @@ def _stream(b: Builder) -> "Stage":
 
 def _hand_over(b: Builder) -> "Stage":
     role, options = b.deployment.role, b.options(HandOverOptions)
-    if role != "both" and options.mixed_pool:
+    if role != "both" and b.options(MixedPoolOptions).mixed_pool:
         from sim.parts.stage.mixed import Mixed
 
         if b.names["memory"] != "paged" or EVICTIONS[b.names["eviction"]].moves_whole:
             raise UserError("mixed-pool: goes with memory=paged and eviction=recompute")
-        return Mixed(options.waiting_share, options.layer_wise)
+        return Mixed(options.waiting_share, options.layer_wise, options.blocking_pull)
     if role == "prefill":
         from sim.parts.stage.hand_over import HandOver
 

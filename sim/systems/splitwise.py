@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.systems.distserve import DistServe
+from sim.systems.hand_over_options import MixedPoolOptions
 from sim.systems.options import option
 
 
 @dataclass(frozen=True)
-class Splitwise(DistServe):
+class Splitwise(MixedPoolOptions, DistServe):
     """Prompts and tokens on machines of their own, KV sent layer by layer."""
 
     waiting_share: float = option(
@@ -45,3 +46,7 @@ class Splitwise(DistServe):
         "admission": "watermark",
         "eviction": "recompute",
     }
+
+    def __post_init__(self) -> None:
+        MixedPoolOptions.__post_init__(self)
+        DistServe.__post_init__(self)

@@ -117,15 +117,18 @@ ROWS = st.lists(
     seats=st.sampled_from([1, 3, 256]),
     speed=st.sampled_from([10.0, 300.0, 1e9]),
     layer_wise=st.booleans(),
+    blocking=st.booleans(),
     most=st.sampled_from([None, 3]),
 )
-def test_jumping_changes_nothing_and_nobody_is_lost(pending, rows, pools, blocks, seats, speed, layer_wise, most):
+def test_jumping_changes_nothing_and_nobody_is_lost(
+    pending, rows, pools, blocks, seats, speed, layer_wise, blocking, most
+):
     at_s, found = 0.0, []
     for gap_s, prompt, output in rows:
         at_s += gap_s
         found.append((at_s, prompt, output))
     arrivals = requests(*found)
-    policy = Splitwise(mixed_pool=True, max_pending_tokens=pending, layer_wise=layer_wise)
+    policy = Splitwise(mixed_pool=True, max_pending_tokens=pending, layer_wise=layer_wise, blocking_pull=blocking)
     limit, decode_limit = (limits(count, 0, max_model_len=256, seqs=seats, tokens=512) for count in blocks)
     one, other = (
         simulate_pools(
@@ -147,8 +150,6 @@ def test_jumping_changes_nothing_and_nobody_is_lost(pending, rows, pools, blocks
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("distserve:mixed-pool=true", "blocking-pull"),
-        ("mooncake:mixed-pool=true", "conductor"),
         ("splitwise:max-pending-tokens=0", "max-pending-tokens"),
         ("splitwise:mixed-pool=true,eviction=swap", "eviction=recompute"),
     ],

@@ -14,15 +14,15 @@ class Mixed(Pull, HandOver):
     """Both at once: `keeps` says of a sequence that has its first token whether it decodes here.
 
     Args:
-        waiting_share: as `Pull` has it.
+        waiting_share, blocking: as `Pull` has them.
         layer_wise: as `HandOver` has it.
     """
 
     hands_over: ClassVar[bool] = True
 
-    def __init__(self, waiting_share: float, layer_wise: bool) -> None:
+    def __init__(self, waiting_share: float, layer_wise: bool, blocking: bool = False) -> None:
         HandOver.__init__(self, layer_wise)
-        Pull.__init__(self, waiting_share)
+        Pull.__init__(self, waiting_share, blocking)
         self.keeps: Callable[[Sequence], bool] = lambda seq: True
 
     @property
