@@ -21,7 +21,8 @@ from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
-from sim.systems.mixing import HAND_OVER, STORED
+from sim.systems.hand_over_options import MixedPoolOptions
+from sim.systems.mixing import HAND_OVER, STORED, options_among
 from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
@@ -84,6 +85,8 @@ def _routed(setup: Setup) -> Setup:
     """Itself; UserError where prompts would be sent after prefixes that no engine keeps, or two would route them."""
     if setup.scenario.router is not None and setup.policy.names["memory"] == STORED:
         raise UserError(f"--router {setup.scenario.router}: {setup.label} has a conductor that routes; leave it out")
+    if setup.scenario.router is not None and setup.decode is not None and _mixes(setup.policy):
+        raise UserError(f"--router {setup.scenario.router}: mixed pools have a scheduler that routes; leave it out")
     if setup.scenario.router == "prefix-affinity" and not setup.limits.enable_prefix_caching:
         raise UserError(
             f"--router prefix-affinity: engines of {setup.label} keep no prefixes; give --enable-prefix-caching (or a "
@@ -172,13 +175,19 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     )  # fmt: skip
 
 
+def _mixes(policy: Policy) -> bool:
+    return options_among((policy,), MixedPoolOptions).mixed_pool
+
+
 def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) -> int:
     """Stages of an engine; UserError where the system or the model cannot be laid out on them."""
     stages, names = scenario.pipeline_parallel_size or 1, policy.names
     if stages == 1:
         return 1
     where = f"--pipeline-parallel-size: {stages} stages"
-    plain = names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
+    plain = (
+        not _mixes(policy) and names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
+    )
     if names["batching"] not in PIPELINED_BATCHINGS or not plain:
         raise UserError(
             f"{where} and {label}: batches in flight are modelled as virtual engines of vLLM 0.5.5, for policies that "

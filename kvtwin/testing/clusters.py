@@ -7,7 +7,7 @@ import simpy
 
 from kvtwin.testing.engines import Machine, build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
-from sim.clock.assembly import turns_of
+from sim.clock.assembly import mixed_pools, turns_of
 from sim.clock.cluster import Cluster
 from sim.clock.conducted import Prices, conductor_of
 from sim.clock.hand_overs import HandOvers
@@ -18,6 +18,7 @@ from sim.engine.itl import GapCollector
 from sim.engine.limits import Limits, Role
 from sim.engine.sequence import Sequence as Seq
 from sim.systems.base import Policy
+from sim.systems.hand_over_options import MixedPoolOptions
 from sim.systems.mixing import STORED, options_among
 from sim.systems.mooncake_options import ConductorOptions
 from sim.topology.pipelines import to_pipelines
@@ -71,10 +72,15 @@ def simulate_pools(
         _add_engine(outcome, env, policy, own, machine, gaps, source, count, jump=jump, checked=checked, role=role)
     front = range(prefill * stages[0])
     decoders = range(len(front), len(outcome.members))
+    options, pools = options_among((policy,), MixedPoolOptions), None
+    if options.mixed_pool:
+        router = pools = mixed_pools(outcome.members, prefill, options.max_pending_tokens)
+        front = decoders = range(len(outcome.members))
     hand_overs = HandOvers(
         outcome.members,
         decoders,
         to_pipelines(LeastLoaded(), stages[1]),
+        pools=pools,
         bytes_per_s=bytes_per_s,
         block_bytes=limit.block_bytes,
         layers=machine.model.num_layers,

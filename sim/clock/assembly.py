@@ -1,6 +1,7 @@
 """`build_cluster`: the engines of a run behind their router, with its pools, links and pipelines."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import simpy
@@ -11,10 +12,14 @@ from sim.clock.hand_overs import HandOvers
 from sim.clock.member import Member
 from sim.clock.pipeline import Pipeline, VirtualEngine
 from sim.cost.model import ACTIVATION_BYTES
+from sim.engine.sequence import Sequence
+from sim.parts.stage.mixed import Mixed
 from sim.runs import EngineParts
+from sim.systems.hand_over_options import MixedPoolOptions
 from sim.systems.mixing import STORED, options_among
 from sim.systems.mooncake_options import ConductorOptions
 from sim.topology import DEFAULT_ROUTER, ROUTERS
+from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines
 from sim.topology.routers import FewestWaitingTokens, LeastLoaded, Router
 
@@ -32,19 +37,22 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     if setup.decode is None:
         router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
         return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
+    options = options_among((setup.policy,), MixedPoolOptions)
+    if options.mixed_pool:
+        return _mixed(engines, members, env, arrivals, options)
     front = range((scenario.prefill_replicas or 0) * setup.pp)
     decoders = range(len(front), len(members))
     bytes_per_s = (scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS
     if setup.policy.names["memory"] == STORED:
         from sim.clock.conducted import Prices, conductor_of  # noqa: PLC0415 - one system has it
 
-        options = options_among((setup.policy, *setup.policy.mixed_options), ConductorOptions)
+        rules = options_among((setup.policy, *setup.policy.mixed_options), ConductorOptions)
         layers, s_per_token = setup.model.num_layers, setup.model.kv_bytes_per_token(1) / bytes_per_s
         room = setup.decode.limits.num_gpu_blocks * setup.decode.limits.block_size
         prices = Prices(
             setup.cost, setup.decode.cost, setup.limits, room, layers=layers, s_per_token=s_per_token, members=members
         )
-        router: Router = conductor_of(options, prices, [members[i] for i in front], [members[i] for i in decoders])
+        router: Router = conductor_of(rules, prices, [members[i] for i in front], [members[i] for i in decoders])
     else:
         router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
     hand_overs = HandOvers(
@@ -59,6 +67,50 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     for parts in engines:
         parts.prefilled_by = hand_overs.prefilled_by
     return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
+
+
+def _mixed(
+    engines: list[EngineParts],
+    members: list[Member],
+    env: simpy.Environment,
+    arrivals: Arrivals,
+    options: MixedPoolOptions,
+) -> Cluster:
+    """Pools whose machines may do each other's work (Splitwise)."""
+    setup = engines[0].setup
+    pools = mixed_pools(members, setup.scenario.prefill_replicas or 0, options.max_pending_tokens)
+    hand_overs = HandOvers(
+        members,
+        range(len(members)),
+        pools,
+        bytes_per_s=(setup.scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
+        block_bytes=setup.limits.block_size * setup.model.kv_bytes_per_token(1),
+        layers=setup.model.num_layers,
+        pools=pools,
+    )
+    for parts in engines:
+        parts.prefilled_by = hand_overs.prefilled_by
+    return Cluster(env, members, arrivals, pools, None, hand_overs)
+
+
+def mixed_pools(members: list[Member], num_prompt: int, max_pending_tokens: int) -> MixedPools:
+    """Splitwise's scheduler over engines, the first `num_prompt` of which are the prompt pool's."""
+    schedulers = [member.engine.scheduler for member in members]
+
+    def count(place: int) -> None:
+        schedulers[place].counters.policy["turned_mixed"] += 1
+
+    room = [scheduler.limits.num_gpu_blocks * scheduler.limits.block_size for scheduler in schedulers]
+    pools = MixedPools(num_prompt, room, max_pending_tokens, count)
+    for place, (member, scheduler) in enumerate(zip(members, schedulers, strict=True)):
+        assert isinstance(scheduler.stage, Mixed)
+        scheduler.stage.keeps = partial(_decodes_at, pools, place)
+        member.hears_ends(pools.ended)
+    return pools
+
+
+def _decodes_at(pools: MixedPools, place: int, seq: Sequence) -> bool:
+    return pools.targets[seq.request.request_id] == place
 
 
 def turns_of(member: Member) -> Callable[[float], int] | None:

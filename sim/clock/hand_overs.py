@@ -6,11 +6,15 @@ one by one (`Stage.layer_wise`), the copy starts with the first layer's end, if 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from sim.clock.member import Member
 from sim.engine.plan import Move, Tier
 from sim.engine.sequence import Sequence as Seq
+from sim.engine.sequence import Status
 from sim.parts.stage.hand_over import continued
+from sim.parts.stage.mixed import Mixed
+from sim.topology.mixed_pool import MixedPools
 from sim.topology.routers import Router
 
 OUT, IN = "link out", "link in"
@@ -27,6 +31,7 @@ class HandOvers:
         bytes_per_s: of every link, in each direction.
         block_bytes: of a whole block, over all GPUs of an engine.
         layers: of the model.
+        pools: say who decodes what, where engines of both pools may.
         next_places: of the virtual engines of pipelines that take turns: who is next after a time, s.
     """
 
@@ -40,6 +45,7 @@ class HandOvers:
         block_bytes: float,
         layers: int,
         next_places: Mapping[int, Callable[[float], int]] | None = None,
+        pools: MixedPools | None = None,
     ) -> None:
         self.layers, self.next_places = layers, next_places or {}
         self.members, self.decoders, self.router = members, decoders, router
@@ -52,8 +58,11 @@ class HandOvers:
         # Each sequence that is offered: what it is to the engine that prefilled it, that engine's place, and how often
         # the engine that is to pull it had decided by then.
         self._left: dict[Seq, tuple[Seq, int, int]] = {}
+        self.pools = pools
         for place in decoders:
             members[place].carry = self.carry
+            if pools is not None:
+                members[place].take_back = partial(self.take_back, place)
 
     def offer_from(self, place: int) -> Iterator[int]:
         """Tell decode engines of what the engine at `place` has prefilled; places of those whose boundary came
@@ -64,9 +73,7 @@ class HandOvers:
             return
         for seq in stage.prefilled:
             goes_on = continued(seq)
-            chosen = self.decoders[self.router.route(seq.request, self._views)]
-            if chosen in self.next_places:
-                chosen = self.next_places[chosen](seq.last_token_s)
+            chosen = self._chosen(seq)
             self._left[goes_on] = seq, place, self.members[chosen].num_decisions
             self.prefilled_by[goes_on] = place
             member.let_go(seq.request)
@@ -74,6 +81,43 @@ class HandOvers:
             if self.members[chosen].tell(seq.last_token_s, goes_on):
                 yield chosen
         stage.prefilled.clear()
+
+    def _chosen(self, seq: Seq) -> int:
+        if self.pools is not None:
+            self.pools.arrived(seq.request)
+            return self.pools.targets[seq.request.request_id]
+        chosen = self.decoders[self.router.route(seq.request, self._views)]
+        return self.next_places[chosen](seq.last_token_s) if chosen in self.next_places else chosen
+
+    def take_back(self, place: int, member: Member, now_s: float) -> bool:
+        """Let `member`, at `place`, decode itself the oldest sequence that it prefilled for others and nobody pulled.
+
+        Only if it can do nothing else, and prompts or KV have no room there: two engines may be full of what each is to
+        have of the other.
+        """
+        scheduler = member.engine.scheduler
+        stage = scheduler.stage
+        if self.pools is None or not isinstance(stage, Mixed) or not (scheduler.order.waiting or stage.offered):
+            return False
+        goes_on = next((seq for seq, (_, source, _) in self._left.items() if source == place), None)
+        if goes_on is None:
+            return False
+        seq = self._left.pop(goes_on)[0]
+        target = self.pools.targets[seq.request.request_id]
+        other = self.members[target].engine.scheduler.stage
+        assert isinstance(other, Mixed)
+        if goes_on in other.offered:
+            other.offered.remove(goes_on)
+        # It may be on its way to being offered, and whoever was behind it may have room.
+        goes_on.status = Status.HANDED_OVER
+        del self.prefilled_by[goes_on]
+        self.pools.targets[seq.request.request_id] = place
+        self.members[target].let_go(seq.request)
+        member.take(seq.request)
+        stage.take_back(seq)
+        if self.members[target].tell(now_s, goes_on):
+            self.on_wake(target)
+        return True
 
     def carry(self, member: Member, move: Move, at_s: float) -> float:
         """Start a copy that `member` pulls; returns its end, s, of which the other engine is told."""

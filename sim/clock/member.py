@@ -94,10 +94,13 @@ class Member(Instance):
         """How often it decided."""
         self.carry: Carry | None = None
         """For an engine that pulls."""
+        self.take_back: Callable[[Member, float], bool] | None = None
+        """For one that may decode what it prefilled for others: whether there was any."""
         self._facts: list[tuple[float, int, Fact]] = cast(list[tuple[float, int, Fact]], self._transfers)
         self._ended = ended
         self._log_end = engine.on_end
         engine.on_end = self._end
+        self._hears_end: Callable[[Request], None] | None = None
         self._settled = False
         self._began_s = 0.0
         self._plan: IterationPlan | None = None
@@ -149,7 +152,9 @@ class Member(Instance):
         while facts and facts[0][0] <= due_s:
             fact = heappop(facts)[2]
             if isinstance(fact, Sequence):
-                engine.offer(fact)
+                # Else it was taken back.
+                if fact.status is Status.PARKED:
+                    engine.offer(fact)
             elif isinstance(fact, Request):
                 self._num_coming -= 1
                 engine.add_request(fact)
@@ -159,7 +164,10 @@ class Member(Instance):
             ready_s = self.drained_s(now_s)
             self.busy_until_s = self.end_s = max(self._pull(move, ready_s) for move in moves)
             return
-        plan = self._plan = engine.schedule(now_s)
+        plan = engine.schedule(now_s)
+        while plan is None and self.take_back is not None and self.take_back(self, now_s):
+            plan = engine.schedule(now_s)
+        self._plan = plan
         if plan is None:
             self.end_s = min(inbox.next_s, facts[0][0]) if facts else inbox.next_s
             return
@@ -214,6 +222,10 @@ class Member(Instance):
         heappush(self._facts, (at_s, self._num_transfers, fact))
         return self._told(at_s)
 
+    def hears_ends(self, ended: Callable[[Request], None]) -> None:
+        """`ended` is to hear of all requests that end here."""
+        self._hears_end = ended
+
     def _pull(self, move: Move, at_s: float) -> float:
         if self.carry is None:
             raise InvariantError(f"{move.seq}: pulled, and there is no link")
@@ -238,5 +250,7 @@ class Member(Instance):
     def _end(self, seq: Sequence) -> None:
         self._log_end(seq)
         self.let_go(seq.request)
+        if self._hears_end is not None:
+            self._hears_end(seq.request)
         if self._ended is not None:
             self._ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))

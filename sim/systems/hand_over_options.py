@@ -23,3 +23,20 @@ class HandOverOptions:
     def __post_init__(self) -> None:
         if not 0.0 < self.waiting_share <= 1.0:
             raise UserError(f"waiting-share: {self.waiting_share} is not in (0, 1]; DistServe's is 0.05")
+
+
+@dataclass(frozen=True)
+class MixedPoolOptions:
+    """Whether engines of either pool take on the other's work (Splitwise)."""
+
+    mixed_pool: bool = option(
+        False, "engines of either pool also do the other's work under pressure, until they are idle"
+    )
+
+    max_pending_tokens: int = option(
+        8192, "prompt tokens that may wait at an engine before another pool is asked (mixed-pool)"
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_pending_tokens < 1:
+            raise UserError(f"max-pending-tokens: {self.max_pending_tokens} must be 1 or more; splitwise-sim's is 8192")

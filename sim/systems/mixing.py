@@ -14,7 +14,7 @@ import msgspec
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
 from sim.systems.fastserve_options import MlfqOptions
-from sim.systems.hand_over_options import HandOverOptions
+from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.offload_options import OffloadOptions
@@ -356,15 +356,20 @@ def _stream(b: Builder) -> "Stage":
 
 
 def _hand_over(b: Builder) -> "Stage":
-    role = b.deployment.role
+    role, options = b.deployment.role, b.options(HandOverOptions)
+    if role != "both" and b.options(MixedPoolOptions).mixed_pool:
+        from sim.parts.stage.mixed import Mixed
+
+        if b.names["memory"] != "paged" or EVICTIONS[b.names["eviction"]].moves_whole:
+            raise UserError("mixed-pool: goes with memory=paged and eviction=recompute")
+        return Mixed(options.waiting_share, options.layer_wise, options.blocking_pull)
     if role == "prefill":
         from sim.parts.stage.hand_over import HandOver
 
-        return HandOver(b.options(HandOverOptions).layer_wise)
+        return HandOver(options.layer_wise)
     if role == "decode":
         from sim.parts.stage.pull import Pull
 
-        options = b.options(HandOverOptions)
         return Pull(options.waiting_share, options.blocking_pull)
     # An engine that does both hands over to itself.
     return _direct(b)

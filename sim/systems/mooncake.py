@@ -18,19 +18,33 @@ arrival (it is the least loaded when the prefill ends).
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.systems.distserve import DistServe
 from sim.systems.mooncake_options import ConductorOptions
-from sim.systems.splitwise import Splitwise
+from sim.systems.options import option
 
 
 @dataclass(frozen=True)
-class Mooncake(ConductorOptions, Splitwise):
+class Mooncake(ConductorOptions, DistServe):
     """Disaggregated pools around a global store of KV."""
+
+    waiting_share: float = option(
+        1.0, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
+    )
+    layer_wise: bool = option(
+        True, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
+    )
+    blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
 
     name: ClassVar[str] = "mooncake"
     summary: ClassVar[str] = "Mooncake: prefill and decode pools around a global KV store, early rejection"
-    composition: ClassVar[dict[str, str]] = {**Splitwise.composition, "memory": "stored"}
+    composition: ClassVar[dict[str, str]] = {
+        **DistServe.composition,
+        "admission": "watermark",
+        "memory": "stored",
+        "eviction": "recompute",
+    }
     default_swap_space_gib: ClassVar[float] = 1 << 20
 
     def __post_init__(self) -> None:
         ConductorOptions.__post_init__(self)
-        Splitwise.__post_init__(self)
+        DistServe.__post_init__(self)

@@ -1,5 +1,5 @@
 """Splitwise (Patel et al., "Splitwise: Efficient Generative LLM Inference Using Phase Splitting", ISCA 2024; arXiv
-2311.18677), without its mixed pool.
+2311.18677).
 
 One pool of machines computes prompts, another the tokens after the first. A prompt goes to the machine with the fewest
 prompt tokens pending (join the shortest queue), its tokens to the one with the fewest requests. The KV of each layer is
@@ -7,23 +7,27 @@ sent while later layers are computed, so that only the last layer's copy, or wha
 
     end = max(start of the copy + bytes / bandwidth,  end of the prompt + bytes / layers / bandwidth).
 
+With `mixed-pool` machines of either pool do the other's work under pressure (`sim.topology.mixed_pool`). A machine that
+can do nothing else decodes what it prefilled itself, so that two cannot wait for each other's memory.
+
 A token machine without room at its first look gets all of it once there is, and until then the prompt machine keeps it.
 
 Assumed: prompt machines batch as vLLM 0.5.5 does, whole prompts up to the token budget; a token machine that runs out
 of blocks computes its last sequences again, as the vLLM that Splitwise extends does. Copies do not slow the computation
-down. Not modelled: the mixed pool, to which machines of either kind go under pressure, and whole transfers of short
-prompts.
+down, and a mixed machine computes prompts before it decodes. Memory taken counts prompts, not the tokens to come, which
+splitwise-sim knows. Not modelled: whole transfers of short prompts.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.systems.distserve import DistServe
+from sim.systems.hand_over_options import MixedPoolOptions
 from sim.systems.options import option
 
 
 @dataclass(frozen=True)
-class Splitwise(DistServe):
+class Splitwise(MixedPoolOptions, DistServe):
     """Prompts and tokens on machines of their own, KV sent layer by layer."""
 
     waiting_share: float = option(
@@ -42,3 +46,7 @@ class Splitwise(DistServe):
         "admission": "watermark",
         "eviction": "recompute",
     }
+
+    def __post_init__(self) -> None:
+        MixedPoolOptions.__post_init__(self)
+        DistServe.__post_init__(self)

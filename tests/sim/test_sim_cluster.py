@@ -158,6 +158,10 @@ def test_pools_stepped_and_jumped_leave_the_same_requests(tmp_path):
         ("distserve:memory=reserved", POOLS, ["stage=hand-over", "memory=paged"]),
         ("layerkv", POOLS, ["--prefill-replicas 2", "layerkv", "stage=promote", "distserve"]),
         ("layerkv:stage=hand-over", POOLS, ["memory=layers", "stage=promote"]),
+        ("splitwise:mixed-pool=true", [*POOLS, "--router", "round-robin"], ["--router round-robin", "mixed pools"]),
+        ("splitwise:mixed-pool=true", [*POOLS, "--pipeline-parallel-size", "2"], ["--pipeline-parallel-size", "2"]),
+        ("mooncake", [*POOLS, "--router", "least-loaded"], ["--router least-loaded", "conductor"]),
+        ("mooncake:balancing-threshold=0.5", POOLS, ["balancing-threshold", "0.5", "1 or more"]),
         ("vllm-recompute", ["--link-gbps", "100"], ["--link-gbps", "100", "--prefill-replicas"]),
         ("vllm-recompute", ["--prefill-tp", "2"], ["--prefill-tp", "2", "--prefill-replicas"]),
     ],
@@ -167,6 +171,38 @@ def test_pools_that_cannot_be_are_refused(tmp_path, capsys, policy, words, parts
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert [part for part in parts if part not in error] == [], error
+
+
+def test_requests_that_are_turned_away_count_as_ignored_and_against_attainment(tmp_path):
+    words = [
+        *POOLS,
+        "--goodput",
+        "ttft:30",
+        "tpot:200",
+        "--mooncake-rejection",
+        "early",
+        "--mooncake-ttft-slo-ms",
+        "30",
+    ]
+    assert run(tmp_path, *words, policy="mooncake") == 0
+    found = result_module.read_result(tmp_path / "result.json")
+    reason = "rejected: its first token would come too late"
+    assert 0 < found.ignored < 60
+    assert found.completed + found.ignored == 60
+    assert any(reason in warning for warning in found.warnings)
+    assert found.goodput_attainment is not result_module.UNSET
+    assert found.goodput_attainment <= found.completed / 60
+
+
+def test_machines_of_mixed_pools_leave_whole_tables(tmp_path):
+    words = [*POOLS, "--splitwise-mixed-pool", "--splitwise-max-pending-tokens", "100", "--request-rate", "inf"]
+    assert run(tmp_path, *words, policy="splitwise") == 0
+    found = result_module.read_result(tmp_path / "result.json")
+    assert found.completed == 60
+    assert found.counters.policy["turned_mixed"] > 0
+    table = rows(tmp_path / "requests.csv")
+    assert {row["engine"] for row in table} > {"2"}
+    assert "2" in {row["prefill_engine"] for row in table}
 
 
 PIPELINES = [*POOLS, "--pipeline-parallel-size", "2", "--prefill-pipeline-parallel-size", "1"]

@@ -68,13 +68,17 @@ class Pull(Stage):
 
     def _may_pull(self) -> bool:
         scheduler, memory, seq = self.scheduler, self.memory, self.offered[0]
-        if scheduler.order.waiting or scheduler.eviction.num_out:
+        if self._waits_for():
             return False
         keep_free = scheduler.admission.keep_free
         if not memory.ever_fits(seq, keep_free):
             return True
         waiting = sum(other.num_blocks for other in chain(self.coming, self.landed))
         return waiting * memory.unit < self.waiting_share * memory.gpu.num_blocks and memory.fits(seq, keep_free)
+
+    def _waits_for(self) -> bool:
+        """Whether somebody is to come back before anybody else is pulled."""
+        return bool(self.scheduler.order.waiting) or self.scheduler.eviction.num_out > 0
 
     def _pull(self, seq: Sequence) -> None:
         scheduler, memory = self.scheduler, self.memory
