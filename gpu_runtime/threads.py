@@ -5,7 +5,6 @@ iterations take many times as long.
 """
 
 import os
-import sys
 from time import perf_counter
 
 import torch
@@ -21,9 +20,9 @@ WORTH = 0.9
 
 
 def use_fastest_threads(config: DecoderConfig, dtype: torch.dtype) -> None:
-    """Compute with the number of threads that a product of the model's MLP is fastest with, and say how many they are.
+    """Compute with the number of threads that a product of the model's MLP is fastest with.
 
-    Whoever sets `OMP_NUM_THREADS` has chosen already.
+    Whoever sets `OMP_NUM_THREADS` has chosen already. Results and reports name the number.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if SETTING in os.environ or cores == 1:
@@ -37,8 +36,6 @@ def use_fastest_threads(config: DecoderConfig, dtype: torch.dtype) -> None:
         if not best_s or taken_s < WORTH * best_s:
             best, best_s = count, taken_s
     torch.set_num_threads(best)
-    what = f"{best} thread{'s' * (best > 1)} of {cores} cores"
-    print(f"kvtwin: computing with {what}, the fastest here now ({SETTING} sets it)", file=sys.stderr)
 
 
 def _median_s(weight: torch.Tensor, rows: list[torch.Tensor]) -> float:

@@ -4,30 +4,32 @@ The headers of a stream wait for its first token, so that a failure before it st
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
 from gpu_runtime.serve.reply import DONE, Reply, encode, error_object, event
 from gpu_runtime.serve.request import Refused
-from gpu_runtime.serve.text import TextOf
-from gpu_runtime.serve.ticket import End, Ticket
+from gpu_runtime.serve.ticket import End, Events, Ticket, Token
 
 STALLED_S = 30.0
 """A client that sends or takes nothing for so long is given up, s."""
 FLUSH_POLL_S = 0.005
+Stop = Callable[[Ticket], object]
 SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 GREEDY = {"X-Kvtwin-Notice": "decoding is greedy: temperature has no effect"}
 
 
-async def send_whole(http: web.Request, ticket: Ticket, reply: Reply, text_of: TextOf) -> web.StreamResponse:
-    """Answer with one JSON object when the request has ended."""
-    while not isinstance(found := await ticket.events.get(), End):
-        reply.add("" if found.is_stop else text_of(found.token), found.token)
-    if found.error:
-        raise Refused(found.status, found.error)
-    body, notice = encode(reply.whole(found.reason)), GREEDY if reply.ask.greedy_notice else None
+async def send_whole(http: web.Request, events: Events, reply: Reply, stop: Stop) -> web.StreamResponse:
+    """Answer with one JSON object when all choices have ended. `stop` ends those that have met a stop string."""
+    texts = [""] * len(reply.choices)
+    async for index, found in _until_ended(events, reply, stop):
+        choice = reply.choices[index]
+        if isinstance(found, End) and found.error:
+            raise Refused(found.status, found.error)
+        texts[index] += choice.end(found.reason) if isinstance(found, End) else choice.add(found)
+    body, notice = encode(reply.whole(texts)), GREEDY if reply.ask.greedy_notice else None
     response = web.json_response(body=body, headers=notice)
     async with _limited(http) as limit:
         limit.reschedule(_later())
@@ -37,27 +39,51 @@ async def send_whole(http: web.Request, ticket: Ticket, reply: Reply, text_of: T
     return response
 
 
-async def send_stream(http: web.Request, ticket: Ticket, reply: Reply, text_of: TextOf) -> web.StreamResponse:
-    """Answer with server-sent events, one a token."""
-    found = await ticket.events.get()
-    if isinstance(found, End) and found.error:
-        raise Refused(found.status, found.error)
+async def send_stream(http: web.Request, events: Events, reply: Reply, stop: Stop) -> web.StreamResponse:
+    """Answer with server-sent events, one a token; `stop` as for `send_whole`."""
     response = web.StreamResponse(headers=SSE_HEADERS | (GREEDY if reply.ask.greedy_notice else {}))
     async with _limited(http) as limit:
-        await response.prepare(http)
-        while not isinstance(found, End):
+        async for index, found in _until_ended(events, reply, stop):
+            if not response.prepared:
+                if isinstance(found, End) and found.error:
+                    raise Refused(found.status, found.error)
+                await response.prepare(http)
             limit.reschedule(_later())
-            await response.write(reply.chunk("" if found.is_stop else text_of(found.token), found.token))
+            if isinstance(found, End) and found.error:
+                await response.write(event(error_object(Refused(found.status, found.error))) + DONE)
+                break
+            choice = reply.choices[index]
+            if isinstance(found, End):
+                data = reply.end(index, choice.end(found.reason))
+            else:
+                data = reply.chunk(index, choice.add(found), found.token)
+                if choice.reason is not None:
+                    data += reply.end(index, "")
+            await response.write(data)
             limit.reschedule(None)
-            found = await ticket.events.get()
-        limit.reschedule(_later())
-        if found.error:
-            await response.write(event(error_object(Refused(found.status, found.error))) + DONE)
         else:
-            await response.write(reply.end(found.reason))
+            limit.reschedule(_later())
+            await response.write(reply.end_all())
+        limit.reschedule(_later())
         await response.write_eof()
         await _sent(http)
     return response
+
+
+async def _until_ended(events: Events, reply: Reply, stop: Stop) -> AsyncIterator[tuple[int, Token | End]]:
+    """What comes until every choice has a reason to have ended, which the caller gives it."""
+    left = len(reply.choices)
+    while left:
+        index, found = await events.get()
+        choice = reply.choices[index]
+        if choice.reason is not None:
+            # Behind a stop string: what the engine computed until it heard of it.
+            continue
+        yield index, found
+        if choice.reason is not None:
+            left -= 1
+            if not isinstance(found, End):
+                stop(choice.ticket)
 
 
 @asynccontextmanager

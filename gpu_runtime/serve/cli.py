@@ -21,10 +21,10 @@ TRAFFIC += ("clip", "input_len", "output_len", "max_concurrency", "closed_sessio
 """Options that say which requests come, and when: here that is the clients' business."""
 FAILED = 1
 HELP = (
-    "Serve a model over HTTP as OpenAI's API does (/v1/completions, /v1/chat/completions, /v1/models, /health, "
-    "/metrics) under one of the policies. Decoding is greedy, whatever temperature is asked for. A chat is its "
-    "messages, role: content a line, without the model's own template. Without --tokenizer a text is its UTF-8 bytes "
-    "and each token of an answer one printable character. SIGTERM or SIGINT refuses new requests, finishes those "
+    "Serve a model over HTTP as OpenAI's API does (/v1/completions, /v1/chat/completions, /v1/models, /v1/models/ID, "
+    "/health, /metrics) under one of the policies. Decoding is greedy, whatever temperature is asked for. A chat is "
+    "its messages, role: content a line, without the model's own template. Without --tokenizer a text is its UTF-8 "
+    "bytes and each token of an answer one printable character. SIGTERM or SIGINT refuses new requests, finishes those "
     "accepted and writes the files of `kvtwin live`; a second signal ends at once. /health and /metrics ask no key. "
     "Needs the extras `gpu` (torch) and `serve` (aiohttp)."
 )

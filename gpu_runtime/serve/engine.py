@@ -18,7 +18,7 @@ from gpu_runtime.device import TorchDevice
 from gpu_runtime.driver import LiveInstance
 from gpu_runtime.live import recorder
 from gpu_runtime.serve.metrics import EngineState, Metrics
-from gpu_runtime.serve.ticket import End, Ticket, Token
+from gpu_runtime.serve.ticket import End, Events, Ticket, Token
 from sim.cost.pricing import Lanes
 from sim.engine.engine import Engine
 from sim.engine.plan import IterationPlan, StepTimes
@@ -75,11 +75,19 @@ class EngineThread:
         self._thread.start()
         await self.ready.wait()
 
-    def submit(self, prompt: list[int], max_tokens: int, stop: frozenset[int], min_tokens: int) -> Ticket:
-        """Accept a request; it arrives now."""
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        stop: frozenset[int],
+        min_tokens: int,
+        events: Events | None = None,
+        index: int = 0,
+    ) -> Ticket:
+        """Accept a request; it arrives now. Its tokens go to `events`, or to a queue of its own, with the `index`."""
         now_s = self.device.now_s()
         request = Request(self._accepted, now_s, len(prompt), max_tokens)
-        ticket = Ticket(request, prompt, stop, min_tokens, last_s=now_s)
+        ticket = Ticket(request, prompt, stop, min_tokens, events or Events(), index, last_s=now_s)
         self._accepted += 1
         self.queued.add(ticket)
         self.unfinished.add(ticket)
@@ -94,6 +102,11 @@ class EngineThread:
         if not ticket.ended:
             self._left.append(ticket)
             self.device.wake()
+
+    def stop(self, ticket: Ticket) -> None:
+        """The text of a request is complete: it ends with its next token at the latest, and not as cancelled."""
+        ticket.has_text = True
+        self.cancel(ticket)
 
     def close(self) -> None:
         """Take no more requests; `finished` is set when those accepted have ended."""
@@ -117,14 +130,14 @@ class EngineThread:
             if not ticket.answered:
                 ticket.answered = True
                 self.queued.discard(ticket)
-            ticket.events.put_nowait(token)
+            ticket.events.put_nowait((ticket.index, token))
 
     def _conclude(self, ticket: Ticket, end: End, outcome: str) -> None:
         ticket.ended = True
         self.queued.discard(ticket)
         self.unfinished.discard(ticket)
         self.metrics.ended[outcome] += 1
-        ticket.events.put_nowait(end)
+        ticket.events.put_nowait((ticket.index, end))
 
     def _stop(self) -> None:
         """The thread has ended; whoever still waits for an answer gets an error."""
@@ -154,7 +167,7 @@ class EngineThread:
             if ticket.seq is None:
                 self._left.append(ticket)
             elif ticket.request.request_id in self._open:
-                self._take_back(ticket.seq)
+                self._take_back(ticket, ticket.seq)
         scheduler = self.scheduler
         pools = scheduler.gpu.free, scheduler.host.free
         queues = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
@@ -166,9 +179,11 @@ class EngineThread:
         # In this order: after closing nothing is added, so a queue seen empty then stays empty.
         return not self._closed or bool(self._arrived)
 
-    def _take_back(self, seq: Sequence) -> None:
+    def _take_back(self, ticket: Ticket, seq: Sequence) -> None:
         """Cancel; what has a token still to compute ends in error as well, with what it got thrown away."""
         self.engine.cancel(seq)
+        if ticket.has_text:
+            return
         if seq.request.request_id in self._open and not seq.error:
             seq.error = f"ignored: {CANCELLED}"
             ignored = self.scheduler.counters.ignored
@@ -201,8 +216,8 @@ class EngineThread:
         self._log_end(seq)
         self._send()
         ticket = self._open.pop(seq.request.request_id)
-        if not seq.error:
-            reason = "stop" if ticket.stopped else "length"
+        if not seq.error or ticket.has_text:
+            reason = "stop" if ticket.stopped or ticket.has_text else "length"
             self._on_loop(self._conclude, ticket, End(reason), reason)
             return
         cause, _, reason = seq.error.partition(": ")

@@ -1,10 +1,12 @@
 """What a client gets: OpenAI's objects for completions and chats, whole or as server-sent events."""
 
+from collections.abc import Sequence
 from time import time
 from typing import Any
 
 import msgspec
 
+from gpu_runtime.serve.choice import Choice
 from gpu_runtime.serve.request import Ask, Refused
 
 DONE = b"data: [DONE]\n\n"
@@ -31,60 +33,58 @@ class Reply:
     Args:
         ask: what the client wants.
         model: the name it knows the model by.
-        number: of the request; the `request_id` of the run's result.
-        prompt: token ids.
+        choices: `ask.n` for each prompt, one prompt after the other.
     """
 
-    def __init__(self, ask: Ask, model: str, number: int, prompt: list[int]) -> None:
-        self.ask, self._prompt = ask, prompt
-        self._tokens: list[int] = []
-        self._texts: list[str] = []
+    def __init__(self, ask: Ask, model: str, choices: Sequence[Choice]) -> None:
+        self.ask, self.choices = ask, choices
         kind = ("chat.completion", "text_completion")[not ask.chat]
         self._head: dict[str, Any] = {
-            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{number}",
+            # The `request_id` of the first of them in the run's result.
+            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{choices[0].ticket.request.request_id}",
             "object": kind + ".chunk" if ask.chat and ask.stream else kind,
             "created": int(time()),
             "model": model,
         }
         # Chunks differ in their text alone: what stands before and after it is encoded once.
-        self._before = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":0,'
+        before = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":%d,'
+        self._before = [before % index for index in range(len(choices))]
         self._after = b',"logprobs":null,"finish_reason":null'
 
-    def chunk(self, text: str, token: int) -> bytes:
-        """One token."""
-        first = not self._tokens
-        self._tokens.append(token)
-        after = self._after
+    def chunk(self, index: int, text: str, token: int) -> bytes:
+        """One token more of a choice."""
+        first = len(self.choices[index].tokens) == 1
+        before, after = self._before[index], self._after
         if self.ask.return_token_ids:
             after += b',"token_ids":[%d]' % token
         if self.ask.chat:
             role = b'"role":"assistant",' if first else b""
-            return self._before + b'"delta":{' + role + b'"content":' + encode(text) + b"}" + after + b"}]}\n\n"
-        return self._before + b'"text":' + encode(text) + after + b"}]}\n\n"
+            return before + b'"delta":{' + role + b'"content":' + encode(text) + b"}" + after + b"}]}\n\n"
+        return before + b'"text":' + encode(text) + after + b"}]}\n\n"
 
-    def end(self, reason: str) -> bytes:
-        """What follows the last token."""
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason}
-        choice |= {"delta": {}} if self.ask.chat else {"text": ""}
-        last = event({**self._head, "choices": [choice]})
-        if self.ask.include_usage:
-            last += event({**self._head, "choices": [], "usage": self._usage()})
-        return last + DONE
+    def end(self, index: int, text: str) -> bytes:
+        """What follows the last token of a choice, with text that was held back."""
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": self.choices[index].reason}
+        choice |= {"delta": {"content": text} if text else {}} if self.ask.chat else {"text": text}
+        return event({**self._head, "choices": [choice]})
 
-    def add(self, text: str, token: int) -> None:
-        """Keep one token for `whole`."""
-        self._tokens.append(token)
-        self._texts.append(text)
+    def end_all(self) -> bytes:
+        """What follows the last choice."""
+        usage = event({**self._head, "choices": [], "usage": self._usage()}) if self.ask.include_usage else b""
+        return usage + DONE
 
-    def whole(self, reason: str) -> dict[str, Any]:
-        """Everything at once."""
-        text = "".join(self._texts)
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason}
-        choice |= {"message": {"role": "assistant", "content": text}} if self.ask.chat else {"text": text}
-        if self.ask.return_token_ids:
-            choice |= {"token_ids": self._tokens, "prompt_token_ids": self._prompt}
-        return {**self._head, "choices": [choice], "usage": self._usage()}
+    def whole(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Everything at once, given each choice's text."""
+        choices: list[dict[str, Any]] = []
+        for index, (found, text) in enumerate(zip(self.choices, texts, strict=True)):
+            choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": found.reason}
+            choice |= {"message": {"role": "assistant", "content": text}} if self.ask.chat else {"text": text}
+            if self.ask.return_token_ids:
+                choice |= {"token_ids": found.tokens, "prompt_token_ids": found.ticket.prompt}
+            choices.append(choice)
+        return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        prompt, output = len(self._prompt), len(self._tokens)
+        prompt = sum(len(choice.ticket.prompt) for choice in self.choices[:: self.ask.n])
+        output = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

@@ -7,16 +7,15 @@ import msgspec
 
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that names no `max_tokens` (OpenAI's default); a chat takes what the context leaves."""
+MOST_STOPS = 16
 SHOWN = 60
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "stop": ("", []),
     "logit_bias": ({},),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -44,16 +43,17 @@ class Ask:
     """One request as its client states it.
 
     Attributes:
-        prompt: text, or token ids.
+        prompts: each a text, or token ids; a chat has one. n: answers to each.
         max_tokens: output tokens; None: the default.
-        stop: token ids that end the answer, beside the model's own.
+        stop: token ids that end the answer, beside the model's own. stop_texts: strings that do.
         min_tokens: output tokens before which no stop token counts.
         greedy_notice: whether the client asked for sampling, which it does not get.
     """
 
     chat: bool
     model: str | None
-    prompt: str | list[int]
+    prompts: list[str | list[int]]
+    n: int
     max_tokens: int | None
     stream: bool
     include_usage: bool
@@ -62,6 +62,7 @@ class Ask:
     return_token_ids: bool
     greedy_notice: bool
     stop: frozenset[int] = field(default_factory=frozenset)
+    stop_texts: tuple[str, ...] = ()
 
 
 def read_ask(body: bytes, *, chat: bool) -> Ask:
@@ -86,7 +87,8 @@ def read_ask(body: bytes, *, chat: bool) -> Ask:
     return Ask(
         chat=chat,
         model=fields.text("model"),
-        prompt=_messages(fields.get("messages")) if chat else _prompt(fields.get("prompt")),
+        prompts=[_messages(fields.get("messages"))] if chat else _prompts(fields.get("prompt")),
+        n=fields.integer("n", least=1) or 1,
         max_tokens=max_tokens,
         stream=stream,
         include_usage=bool(usage),
@@ -95,6 +97,7 @@ def read_ask(body: bytes, *, chat: bool) -> Ask:
         return_token_ids=fields.boolean("return_token_ids"),
         greedy_notice=fields.number("temperature") != 0,
         stop=frozenset(_ids("stop_token_ids", fields.get("stop_token_ids") or [])),
+        stop_texts=_stop_texts(fields.get("stop")),
     )
 
 
@@ -161,19 +164,31 @@ class _Fields:
             raise _refused(name, value, "is not supported; leave it out")
 
 
-def _prompt(value: Any) -> str | list[int]:  # noqa: ANN401
+def _prompts(value: Any) -> list[str | list[int]]:  # noqa: ANN401
+    """One prompt, or a list of them."""
     if value is None:
         raise Refused(400, "prompt is missing; send text or a list of token ids", param="prompt")
     if isinstance(value, list) and value and isinstance(value[0], str | list):
-        # A batch of prompts, in OpenAI's API.
-        if len(value) > 1:
-            raise _refused("prompt", value, f"holds {len(value)} prompts; send one a request")
-        value = value[0]
+        return [_prompt(f"prompt[{i}]", prompt) for i, prompt in enumerate(value)]
+    return [_prompt("prompt", value)]
+
+
+def _prompt(name: str, value: Any) -> str | list[int]:  # noqa: ANN401
     if not isinstance(value, str):
-        value = _ids("prompt", value)
+        value = _ids(name, value)
     if not value:
-        raise _refused("prompt", value, "is empty; send at least one token")
+        raise _refused(name, value, "is empty; send at least one token")
     return value
+
+
+def _stop_texts(value: Any) -> tuple[str, ...]:  # noqa: ANN401
+    """Strings at which an answer ends; an empty one ends nothing."""
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise _refused("stop", value, "is neither text nor a list of texts")
+    if len(texts) > MOST_STOPS:
+        raise _refused("stop", value, f"holds {len(texts)} texts; send at most {MOST_STOPS}")
+    return tuple(text for text in texts if text)
 
 
 def _ids(name: str, value: Any) -> list[int]:  # noqa: ANN401
@@ -195,7 +210,10 @@ def _messages(value: Any) -> str:  # noqa: ANN401
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _refused(f"messages[{i}]", message, 'is no message; send {"role": "user", "content": "..."}')
-        lines.append(f"{message['role']}: {_content(message.get('content'), f'messages[{i}].content')}\n")
+        role, content = message["role"], message.get("content")
+        # An assistant that only called tools said nothing.
+        said = "" if content is None and role == "assistant" else _content(content, f"messages[{i}].content")
+        lines.append(f"{role}: {said}\n")
     return "".join(lines) + "assistant:"
 
 

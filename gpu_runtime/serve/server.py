@@ -11,21 +11,26 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from socket import socket
+from time import time
+from typing import cast
 
 from aiohttp import web
 
 from gpu_runtime.serve import answer as serve_answer
+from gpu_runtime.serve.choice import Choice
+from gpu_runtime.serve.connections import Connections
 from gpu_runtime.serve.engine import EngineThread
 from gpu_runtime.serve.reply import Reply, encode, error_object
 from gpu_runtime.serve.request import COMPLETION_TOKENS, Ask, Refused, read_ask
 from gpu_runtime.serve.text import Codec
+from gpu_runtime.serve.ticket import Events
 
 MIN_BODY_LIMIT = 1 << 20
 BODY_BYTES_PER_TOKEN = 64
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised beside the event loop."""
 STATUS_HELP = {
-    404: "no such path: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics exist",
+    404: "no such path: /v1/completions, /v1/chat/completions, /v1/models, /v1/models/ID, /health and /metrics exist",
     405: "this path does not take that method",
 }
 
@@ -59,14 +64,20 @@ class Server:
     def __init__(self, thread: EngineThread, codec: Codec, options: ServerOptions) -> None:
         self._thread, self._codec, self._options = thread, codec, options
         self._metrics = thread.metrics
+        model = {"id": options.model, "object": "model", "created": int(time()), "owned_by": "kvtwin"}
+        self._card = model | {"root": options.root, "max_model_len": options.max_model_len}
+        self._connections: Connections | None = None
+        self._site: asyncio.Server | None = None
         self._answering = 0
         self._quiet = asyncio.Event()
         self.draining = False
         limit = options.max_body or max(MIN_BODY_LIMIT, BODY_BYTES_PER_TOKEN * options.max_model_len)
-        app = web.Application(middlewares=[self._guard], client_max_size=limit)
+        app = web.Application(middlewares=[self._watch, self._guard], client_max_size=limit)
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
+        # Names may hold slashes.
+        app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics_page)
         self._limit = limit
@@ -78,7 +89,8 @@ class Server:
     async def start(self, bound: socket) -> None:
         """Listen on a socket that is bound."""
         await self._runner.setup()
-        await web.SockSite(self._runner, bound).start()
+        self._connections = Connections(cast(web.Server, self._runner.server))
+        self._site = await asyncio.get_running_loop().create_server(self._connections.protocol, sock=bound)
 
     def drain(self) -> None:
         """Refuse new requests; those accepted go on."""
@@ -91,9 +103,20 @@ class Server:
         while self._answering:
             await self._quiet.wait()
             self._quiet.clear()
+        if self._site is not None:
+            self._site.close()
         await self._runner.cleanup()
 
     # -- around every request ------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        connections, transport = cast(Connections, self._connections), request.transport
+        connections.begun(transport)
+        try:
+            return await handler(request)
+        finally:
+            connections.ended(transport)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -131,10 +154,13 @@ class Server:
     # -- pages ---------------------------------------------------------------------------------------------------
 
     async def _models(self, http: web.Request) -> web.Response:
-        options = self._options
-        model = {"id": options.model, "object": "model", "owned_by": "kvtwin", "root": options.root}
-        listing = {"object": "list", "data": [{**model, "max_model_len": options.max_model_len}]}
-        return web.json_response(body=encode(listing))
+        return web.json_response(body=encode({"object": "list", "data": [self._card]}))
+
+    async def _model(self, http: web.Request) -> web.Response:
+        name, served = http.match_info["name"], self._options.model
+        if name != served:
+            raise Refused(404, f"model: {name[:60]!r} is not served; use {served!r}", param="model")
+        return web.json_response(body=encode(self._card))
 
     async def _health(self, http: web.Request) -> web.Response:
         ready = not self.draining and not self._thread.finished.is_set()
@@ -163,23 +189,31 @@ class Server:
             reason = str(error).splitlines()[-1].strip()
             raise Refused(400, f"the body cannot be read ({reason}); send it whole, as its headers say") from None
         ask = read_ask(body, chat=chat)
-        prompt, max_tokens = await self._sized(ask)
+        sized = await self._sized(ask)
         # Nothing is awaited from these checks to the acceptance: they hold when it happens.
         self._refuse_if_draining()
-        if len(self._thread.queued) >= self._options.max_queue:
+        if len(self._thread.queued) + len(sized) * ask.n > self._options.max_queue:
             message = f"{self._options.max_queue} requests wait for their first token (--max-queue); try again later"
             raise Refused(429, message, headers={"Retry-After": "1"})
         stop = ask.stop if ask.ignore_eos else ask.stop | self._options.stop
-        ticket = self._thread.submit(prompt, max_tokens, stop, ask.min_tokens)
-        reply = Reply(ask, self._options.model, ticket.request.request_id, prompt)
+        events = Events()
+        choices = [
+            Choice(
+                self._thread.submit(prompt, max_tokens, stop, ask.min_tokens, events, index),
+                self._codec.answer(),
+                ask.stop_texts,
+            )
+            for index, (prompt, max_tokens) in enumerate(pair for pair in sized for _ in range(ask.n))
+        ]
         self._answering += 1
         try:
             send = serve_answer.send_stream if ask.stream else serve_answer.send_whole
-            return await send(http, ticket, reply, self._codec.answer())
+            return await send(http, events, Reply(ask, self._options.model, choices), self._thread.stop)
         finally:
             self._answering -= 1
             self._quiet.set()
-            self._thread.cancel(ticket)
+            for choice in choices:
+                self._thread.cancel(choice.ticket)
 
     def _refuse_if_draining(self) -> None:
         if self.draining or self._thread.finished.is_set():
@@ -187,16 +221,25 @@ class Server:
                 503, "the server is shutting down; send the request elsewhere", headers={"Connection": "close"}
             )
 
-    async def _sized(self, ask: Ask) -> tuple[list[int], int]:
-        """Token ids of the prompt, and output tokens: `Refused` unless the context holds both."""
+    async def _sized(self, ask: Ask) -> list[tuple[list[int], int]]:
+        """Token ids of each prompt, and output tokens: `Refused` unless the context holds both."""
         options = self._options
         if ask.model is not None and ask.model != options.model:
             raise Refused(404, f"model: {ask.model[:60]!r} is not served; use {options.model!r}", param="model")
-        prompt = ask.prompt
-        if isinstance(prompt, str):
-            encode_text = self._codec.encode
-            prompt = await asyncio.to_thread(encode_text, prompt) if len(prompt) > LONG_TEXT else encode_text(prompt)
-        name, length = "messages" if ask.chat else "prompt", len(prompt)
+        if len(ask.prompts) * ask.n > options.max_queue:
+            why = f"answers are more than the {options.max_queue} that may wait (--max-queue); ask for fewer"
+            raise Refused(400, f"n: {len(ask.prompts)} prompts times n {str(ask.n)[:20]} {why}", param="n")
+        found: list[tuple[list[int], int]] = []
+        for i, prompt in enumerate(ask.prompts):
+            name = "messages" if ask.chat else "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
+            if isinstance(prompt, str):
+                encode_text, is_long = self._codec.encode, len(prompt) > LONG_TEXT
+                prompt = await asyncio.to_thread(encode_text, prompt) if is_long else encode_text(prompt)
+            found.append((prompt, self._output_tokens(ask, name, prompt)))
+        return found
+
+    def _output_tokens(self, ask: Ask, name: str, prompt: list[int]) -> int:
+        options, length = self._options, len(prompt)
         if not length:
             raise Refused(400, f"{name}: has no tokens; send some text", param=name)
         if (largest := max(prompt)) >= options.vocab_size:
@@ -212,4 +255,4 @@ class Server:
         if max_tokens > left:
             why = f"after {length} prompt tokens is beyond the context of {options.max_model_len}; send at most {left}"
             raise Refused(400, f"max_tokens: {max_tokens} {why}", param="max_tokens")
-        return prompt, max_tokens
+        return max_tokens

@@ -23,13 +23,17 @@ class End(NamedTuple):
     status: int = 200
 
 
+Events = asyncio.Queue[tuple[int, Token | End]]
+"""Tokens and ends of the choices of one HTTP request, each with the choice's index."""
+
+
 @dataclass(eq=False)
 class Ticket:
     """One accepted request.
 
     Attributes:
         stop: token ids that end it once it has `min_tokens` tokens.
-        events: its tokens and its end, for whoever answers the client.
+        events: where its tokens and its end go, for whoever answers the client; `index` says whose they are.
         last_s: when its last token came, or it was accepted; device clock.
     """
 
@@ -37,9 +41,12 @@ class Ticket:
     prompt: list[int]
     stop: frozenset[int]
     min_tokens: int
-    events: "asyncio.Queue[Token | End]" = field(default_factory=asyncio.Queue)
+    events: Events = field(default_factory=asyncio.Queue)
+    index: int = 0
     last_s: float = 0.0
     answered: bool = False
     ended: bool = False
     seq: Sequence | None = None
     stopped: bool = False
+    has_text: bool = False
+    """Its text is complete: a stop string has come."""

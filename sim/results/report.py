@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import UNSET
+
 from sim.results.parts import ResolvedScenario, UsedEngineProfile, UsedProfile
 from sim.results.result import RESULT_FILE, SERIES_FILE
 from sim.results.schema import Result
@@ -164,6 +166,9 @@ def run_lines(result: Result, folder: Path) -> list[str]:
     lines += [_row("Serving", deployment(result)), _row("Constants", constants(result))]
     if result.engine_profile:
         lines.append(_row("Engine overhead", engine_overhead(result.engine_profile)))
+    if result.machine is not UNSET:
+        machine = result.machine
+        lines.append(_row("Executed by", f"{machine.device}, {machine.dtype}, threads: {machine.threads}"))
     if not result.complete:
         lines.append(_row("Ended early", result.error or "interrupted"))
     for metric in METRICS[:6]:
