@@ -59,6 +59,8 @@ def report(found: ServerFit) -> str:
         interval = f"{readable(estimate.low, unit)} to {readable(estimate.high, unit)}"
         if estimate.stderr is None:
             interval = "at the limit of what it may be"
+        elif profile.constants[name].stderr is None:
+            interval = "not told alone"
         rows.append((f"`{name}`", readable(estimate.value, unit), interval))
     errors = [
         (f"mean {name.upper()}", _signed(found.held_out.get(name)), _signed(error))

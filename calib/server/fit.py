@@ -74,10 +74,10 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
     if constants is None and fit_with is fit_requests:
         # Attention over prompts hides in TTFT behind everything else: it takes iterations to see it.
         names = names[:3]
-    fit, untold = _fit_told(setup, served, names, fit_with, is_asked=constants is not None)
+    fit, untold, together = _fit_told(setup, served, names, fit_with, is_asked=constants is not None)
     kept = [constant for constant in names if constant not in untold]
     held_out = _held_out(setup, served, kept, fit_with)
-    profile = _profile(setup, served, fit, name, method, held_out)
+    profile = _profile(setup, served, fit, name, method, held_out, together)
     whole = _whole(setup, served, fit)
     notes += [
         f"{constant} stands at {estimate.value:.4g}, the most that the GPU's specification allows: it makes up for "
@@ -85,6 +85,8 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
         for constant, estimate in fit.estimates.items()
         if estimate.at_limit and estimate.value > 0.0
     ]
+    if together:
+        notes.append(f"the run tells {' and '.join(together)} together only: with them trust loads like this one")
     return ServerFit(profile, method, fit.estimates, untold, held_out, whole, notes)
 
 
@@ -130,33 +132,33 @@ def _fit_steps(setup: Setup, served: ServedRun, known: int, parameters: Mapping[
 
 def _fit_told(
     setup: Setup, served: ServedRun, names: Sequence[str], fit_with: FitWith, *, is_asked: bool
-) -> tuple[Fit, list[str]]:
-    """The fit of those constants that the run tells, and the names of the others.
+) -> tuple[Fit, list[str], list[str]]:
+    """The fit of those constants that the run tells, the names of those it does not, and of those it tells together.
 
-    Of several that it does not tell apart one is carried over, that whose value from the base profile does least harm.
+    One that is open is carried over. Several are open where one makes up for the other: together they predict what
+    the run had, and one from elsewhere beside the other fitted would not.
     """
     left, untold = list(names), []
-    fit, open_ended = _fit_open(setup, served, left, fit_with)
-    while open_ended:
-        if is_asked or len(left) == 1:
+    while True:
+        parameters = parameters_of(setup, left)
+        fit = fit_with(setup, served, len(served.requests), parameters)
+        hidden = [name for name in left if name not in fit.estimates]
+        open_ended = [
+            name for name in left if name not in hidden and not is_told(fit.estimates[name], parameters[name])
+        ]
+        lacking = hidden + open_ended
+        if lacking and (is_asked or len(left) == 1):
             raise UserError(
-                f"{served.path}: does not tell {', '.join(open_ended if is_asked else names)} ({_load(served)}): "
-                f"{REMEDY}, or name others with --constants"
+                f"{served.path}: does not tell {', '.join(lacking)} ({_load(served)}): {REMEDY}, or name others with "
+                "--constants"
             )
-        tried = {name: _fit_open(setup, served, [n for n in left if n != name], fit_with) for name in open_ended}
-        errors = {name: _whole(setup, served, fit) for name, (fit, _) in tried.items()} if len(tried) > 1 else {}
-        name = min(tried, key=lambda n: max(map(abs, errors[n].values())) if errors else 0.0)
-        fit, open_ended = tried[name]
-        left.remove(name)
-        untold.append(name)
-    return fit, untold
-
-
-def _fit_open(setup: Setup, served: ServedRun, names: Sequence[str], fit_with: FitWith) -> tuple[Fit, list[str]]:
-    """The fit to all requests, and the names of those constants that it leaves open."""
-    parameters = parameters_of(setup, names)
-    fit = fit_with(setup, served, len(served.requests), parameters)
-    return fit, [n for n in names if n not in fit.estimates or not is_told(fit.estimates[n], parameters[n])]
+        if 1 < len(open_ended) == len(left):
+            # Nothing is told: one has to be taken on trust, and the overhead is listed first.
+            lacking = open_ended[:1]
+        elif len(open_ended) != 1:
+            return fit, untold + hidden, open_ended
+        left = [name for name in left if name not in lacking]
+        untold += lacking
 
 
 def _whole(setup: Setup, served: ServedRun, fit: Fit) -> dict[str, float]:
@@ -180,7 +182,13 @@ def _held_out(setup: Setup, served: ServedRun, names: Sequence[str], fit_with: F
 
 
 def _profile(
-    setup: Setup, served: ServedRun, fit: Fit, name: str, method: str, held_out: Mapping[str, float]
+    setup: Setup,
+    served: ServedRun,
+    fit: Fit,
+    name: str,
+    method: str,
+    held_out: Mapping[str, float],
+    together: Sequence[str],
 ) -> Profile:
     base = setup.profile
     constants = {}
@@ -191,6 +199,9 @@ def _profile(
                 old.source if old.source.startswith("carried over") else f"carried over from {base.name}: {old.source}"
             )
             constants[key] = msgspec.structs.replace(old, source=carried)
+        elif key in together:
+            others = " and ".join(other for other in together if other != key)
+            constants[key] = Constant(estimate.value, None, old.unit, f"fitted to a server: told with {others} only")
         elif estimate.at_limit:
             constants[key] = Constant(
                 estimate.value, None, old.unit, "fitted to a server: at the limit of what it may be"
