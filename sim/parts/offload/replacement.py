@@ -77,8 +77,8 @@ class Lru(Replacement):
         self._chunks: dict[int, Chunk] = {}
         self._ranks: dict[int, tuple[int, int]] = {}
         self._idle: set[int] = set()
-        # Of idle chunks, stale entries among them.
-        self._heap: list[tuple[tuple[int, int], int]] = []
+        # Of idle chunks, stale entries among them; None: to be made when somebody must give way.
+        self._heap: list[tuple[tuple[int, int], int]] | None = None
         self._last_rank = 0
 
     def get(self, key: int) -> Chunk | None:
@@ -112,10 +112,10 @@ class Lru(Replacement):
 
     def _push(self, key: int) -> None:
         heap = self._heap
-        heappush(heap, (self._ranks[key], key))
-        if len(heap) > LEAST_STALE + 2 * len(self._idle):
-            heap[:] = [(self._ranks[key], key) for key in self._idle]
-            heapify(heap)
+        if heap is not None:
+            heappush(heap, (self._ranks[key], key))
+            if len(heap) > LEAST_STALE + 2 * len(self._idle):
+                self._heap = None
 
     def idle(self, key: int) -> None:
         self._idle.add(key)
@@ -131,6 +131,9 @@ class Lru(Replacement):
                 self._rank(key, (self._next_rank(), 0))
 
     def evict(self, count: int, protected: Iterable[int]) -> bool:
+        if self._heap is None:
+            self._heap = [(self._ranks[key], key) for key in self._idle]
+            heapify(self._heap)
         heap, kept = self._heap, set(protected)
         chosen: dict[int, tuple[int, int]] = {}
         passed = []
