@@ -2,15 +2,20 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
+from sim.cost.kernels import KernelTables
 from sim.cost.profile import Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
+from sim.specs.models import load_model
 
 if TYPE_CHECKING:
     from calib.fit import FitReport
@@ -80,7 +85,7 @@ def _add_calibrate(subparsers: Any) -> None:  # noqa: ANN401
 
 def _add_fit(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser("fit", help="fit a profile to a CSV of samples", description=_samples_help())
-    parser.add_argument("samples", type=Path, metavar="SAMPLES.csv")
+    parser.add_argument("samples", type=Path, nargs="+", metavar="SAMPLES.csv", help="several are fitted together")
     _add_target(parser)
     parser.add_argument("--form", choices=FORMS, default="roofline", help="what to fit (%(default)s)")
     parser.set_defaults(run=run_fit, status="measured")
@@ -113,10 +118,22 @@ def _add_imports(commands: Any) -> None:  # noqa: ANN401
     vidur = kinds.add_parser("vidur", help="Vidur's mlp, attention and all_reduce CSVs")
     vidur.add_argument("--model", required=True, help="whose tables these are")
     vidur.add_argument("--mlp", type=Path, required=True, metavar="CSV")
-    vidur.add_argument("--attention", type=Path, required=True, metavar="CSV")
+    vidur.add_argument("--attention", type=Path, metavar="CSV", help="without it, samples of the operators alone")
     vidur.add_argument("--all-reduce", type=Path, metavar="CSV")
     _add_target(vidur)
     vidur.set_defaults(run=run_import_vidur)
+    serving = kinds.add_parser("llmservingsim", help="a tpN folder of LLMServingSim's profiler")
+    serving.add_argument("tables", type=Path, metavar="DIR", help="dense.csv, attention.csv and per_sequence.csv")
+    serving.add_argument("--model", required=True, help="whose kernels these are")
+    serving.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="GPUs that the model was split over (%(default)s)"
+    )
+    serving.add_argument(
+        "--form", choices=("roofline", "table"), default="roofline",
+        help="fit a roofline, or take the kernels' times as they are, with the roofline beyond them (%(default)s)",
+    )  # fmt: skip
+    _add_target(serving)
+    serving.set_defaults(run=run_import_llmservingsim)
     steps = kinds.add_parser("steps", help="whole steps: prompt_time and token_time in ms (Splitwise's perf_model.csv)")
     steps.add_argument("table", type=Path, metavar="CSV")
     steps.add_argument("--hardware", default="", help="value of the column `hardware` to take")
@@ -126,7 +143,7 @@ def _add_imports(commands: Any) -> None:  # noqa: ANN401
     _add_target(steps)
     steps.set_defaults(run=run_import_steps)
     samples = kinds.add_parser("samples", help="a samples CSV measured by others", description=_samples_help())
-    samples.add_argument("samples", type=Path, metavar="SAMPLES.csv")
+    samples.add_argument("samples", type=Path, nargs="+", metavar="SAMPLES.csv", help="several are fitted together")
     _add_target(samples)
     samples.set_defaults(run=run_fit, status="imported", form="roofline")
 
@@ -135,6 +152,9 @@ def _add_derive(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser("derive", help="assume a profile for a GPU from a sibling's")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="spec of the GPU, by name or file")
     parser.add_argument("--sibling", required=True, metavar="PROFILE", help="profile whose shares are taken over")
+    parser.add_argument(
+        "--memory-sibling", metavar="PROFILE", help="profile whose shares of the bandwidth are taken over"
+    )
     parser.add_argument("--base", metavar="PROFILE", help="profile with the GPU's own PCIe and all-reduce constants")
     parser.add_argument("--compute-share", type=float, help="share of the peak FLOP/s, if not the sibling's")
     parser.add_argument("--reason", default="", help="why that share")
@@ -198,7 +218,7 @@ def _draw_profile(profile: Profile, samples: Path | None, path: Path) -> None:
     if samples is None and not source.exists():
         raise UserError(f"--figure: the samples of {profile.name} are not shipped: name them with --samples FILE")
     status: Status = "measured" if profile.status == "measured" else "imported"
-    report = _fit(source, load_hardware(profile.gpu), None, profile.name, status, profile.form)
+    report = _fit([source], load_hardware(profile.gpu), None, profile.name, status, profile.form)
     print(f"\nwrote {save_figure(path, draw_fit(report))}")
 
 
@@ -213,7 +233,10 @@ def run_diff(arguments: argparse.Namespace) -> int:
         )
     rows = []
     for name, constant in first.constants.items():
-        other = second.constants[name]
+        other = second.constants.get(name)
+        if other is None:
+            rows.append((name, readable(constant.value, constant.unit), "-", "-"))
+            continue
         ratio = f"{other.value / constant.value:.3f}" if constant.value else "-"
         rows.append((name, readable(constant.value, constant.unit), readable(other.value, other.unit), ratio))
     print(table(("constant", first.name, second.name, "second / first"), rows))
@@ -252,6 +275,18 @@ def run_import_vidur(arguments: argparse.Namespace) -> int:
     return _import(arguments, found)
 
 
+def run_import_llmservingsim(arguments: argparse.Namespace) -> int:
+    """Compose samples from kernel times and fit them, or take the kernel times themselves."""
+    from calib.importers import llmservingsim  # noqa: PLC0415
+
+    load_model(arguments.model).check_tp(arguments.tp)
+    found = llmservingsim.import_samples(arguments.tables, arguments.model, arguments.tp)
+    kernels = None
+    if arguments.form == "table":
+        kernels = llmservingsim.import_tables(arguments.tables, arguments.model, arguments.tp)
+    return _import(arguments, found, kernels)
+
+
 def run_import_steps(arguments: argparse.Namespace) -> int:
     """Take whole steps from a table and fit them."""
     from calib.importers import steps  # noqa: PLC0415
@@ -270,6 +305,7 @@ def run_derive(arguments: argparse.Namespace) -> int:
     from calib.derive import derive_profile  # noqa: PLC0415
 
     hardware, sibling = load_hardware(arguments.gpu), load_profile(arguments.sibling)
+    memory = load_profile(arguments.memory_sibling) if arguments.memory_sibling else None
     profile = derive_profile(
         hardware,
         sibling,
@@ -277,6 +313,7 @@ def run_derive(arguments: argparse.Namespace) -> int:
         _base(arguments.base, hardware),
         compute_share=arguments.compute_share,
         reason=arguments.reason,
+        memory=(memory, load_hardware(memory.gpu)) if memory else None,
     )
     path = make_folder(arguments.out, "--out") / f"{profile.name}.json"
     write_atomically(path, lambda file: file.write(profile.to_json()))
@@ -293,7 +330,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     calibrate(arguments.device, arguments.model, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
     name = _name(arguments, hardware, "measured")
     form = arguments.form or ("linear" if arguments.device == "cpu" and len(arguments.model) == 1 else "roofline")
-    return _write(_fit(out / SAMPLES_FILE, hardware, arguments.base, name, "measured", form), out)
+    return _write(_fit([out / SAMPLES_FILE], hardware, arguments.base, name, "measured", form), out)
 
 
 def _hardware_of(device: str) -> HardwareSpec:
@@ -309,7 +346,9 @@ def _hardware_of(device: str) -> HardwareSpec:
     raise UserError(f"--gpu: no spec for {name!r}: name one of {', '.join(built_in_hardware())}, or give a file")
 
 
-def _import(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]") -> int:
+def _import(
+    arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]", kernels: KernelTables | None = None
+) -> int:
     from calib.samples import write_samples  # noqa: PLC0415
 
     samples, provenance = found
@@ -319,7 +358,11 @@ def _import(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str,
     path = out / f"{name}.csv.gz"
     write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
     print(f"wrote {path} ({len(samples)} samples)")
-    return _write(_fit(path, hardware, arguments.base, name, "imported"), out)
+    report = _fit([path], hardware, arguments.base, name, "imported")
+    if kernels is not None:
+        profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)
+        report = replace(report, profile=profile)
+    return _write(report, out)
 
 
 def _name(arguments: argparse.Namespace, hardware: HardwareSpec, status: Status) -> str:
@@ -342,20 +385,23 @@ def _base(name: str | None, hardware: HardwareSpec) -> Profile:
 
 
 def _fit(
-    samples: Path, hardware: HardwareSpec, base: str | None, name: str, status: Status, form: str = "roofline"
+    paths: Sequence[Path], hardware: HardwareSpec, base: str | None, name: str, status: Status, form: str = "roofline"
 ) -> "FitReport":
     from calib.fit import fit_profile  # noqa: PLC0415
     from calib.linear import fit_linear_profile  # noqa: PLC0415
     from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
 
-    found = read_samples(samples)
-    provenance = read_comments(samples) | {"samples": samples.name, "samples_sha256": samples_sha256(samples)}
+    found = [sample for path in paths for sample in read_samples(path)]
+    provenance: dict[str, str] = {}
+    for path in paths:
+        provenance |= read_comments(path)
+    provenance["samples"] = ", ".join(path.name for path in paths)
+    provenance["samples_sha256"] = ", ".join(samples_sha256(path) for path in paths)
     provenance.setdefault("date", datetime.now(UTC).date().isoformat())
+    folder = paths[0].parent
     if form == "linear":
-        return fit_linear_profile(found, samples.parent, hardware, name=name, status=status, provenance=provenance)
-    return fit_profile(
-        found, samples.parent, hardware, _base(base, hardware), name=name, status=status, provenance=provenance
-    )
+        return fit_linear_profile(found, folder, hardware, name=name, status=status, provenance=provenance)
+    return fit_profile(found, folder, hardware, _base(base, hardware), name=name, status=status, provenance=provenance)
 
 
 def _write(report: "FitReport", out: Path) -> int:

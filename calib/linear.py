@@ -59,7 +59,7 @@ def fit_linear_profile(
     kind = steps[0].dtype_bytes or model.dtype_bytes
     block_bytes = BLOCK_TOKENS * model.with_dtype(kind).kv_bytes_per_token()
     rate = min(copies.values[n] for n in ("h2d_bytes_per_s", "d2h_bytes_per_s") if n in copies.values)
-    swap_s = copies.values["copy_launch_s"] + block_bytes / rate
+    swap_s = max(copies.values["copy_launch_s"], block_bytes / rate)
     predicted = predict_s(fit.values, steps)
     errors = predicted / measured - 1
     constants = {

@@ -244,6 +244,8 @@ class Pricer:
         """
         first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens, plan.decode_window)
         steps = plan.max_steps
+        if self.cost.has_kinks and steps > 1:
+            steps = int(min(steps, self.cost.straight_steps(plan.num_decodes, plan.decode_context_tokens)))
         if plan.streamed:
             lanes = self.lanes
             if (
@@ -253,7 +255,7 @@ class Pricer:
                 or lanes.d2h.free_s > now_s
             ):
                 return self.step(plan, now_s)
-            return self._run_streamed(plan, now_s, until_s, first_s, slope_s)
+            return self._run_streamed(plan, steps, now_s, until_s, first_s, slope_s)
         if steps > 1 and until_s < inf:
             steps = min(steps, steps_until(until_s - now_s, first_s, slope_s, steps) + more)
         end_s = now_s + (run_s(first_s, slope_s, steps) if steps > 1 else first_s)
@@ -261,12 +263,12 @@ class Pricer:
         return make_times((steps, now_s + first_s, first_s + slope_s, slope_s, end_s, steps))
 
     def _run_streamed(
-        self, plan: IterationPlan, now_s: float, until_s: float, compute_s: float, slope_s: float
+        self, plan: IterationPlan, steps: int, now_s: float, until_s: float, compute_s: float, slope_s: float
     ) -> StepTimes:
         """Iterations that bring in as much KV each: copying or computing is longer, up to where that changes."""
         lanes, layers = self.lanes, self.layers
         read_s, written_s = self._streams(plan)
-        steps, growth_s = plan.max_steps, slope_s
+        growth_s = slope_s
         copying_s = max(read_s, written_s)
         if compute_s < copying_s:
             growth_s = slope_s / layers

@@ -9,9 +9,10 @@ from msgspec import UNSET, structs
 from kvtwin.testing import build_engine, limits, requests, roofline_machine, simulate
 from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
-from sim.cost.forms import LinearCost, PaperCost, RooflineCost, build_cost
+from sim.cost.forms import LinearCost, PaperCost, build_cost
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import FittedRange, load_profile, shipped_profiles
+from sim.cost.roofline import RooflineCost
 from sim.engine.plan import Direction, IterationPlan, Move, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
