@@ -51,7 +51,7 @@ def fit_linear_profile(
         built = steps[0].num_layers
         raise UserError(f"samples: steps of {built} of {model.num_layers} layers: form linear needs whole iterations")
     check_enough(steps)
-    copies = fit_copies(samples)
+    copies = fit_copies(samples, overlap=False)
     if copies is None:
         raise UserError("samples: form linear needs copies (h2d or d2h) for swap_s_per_block: measure some")
     measured = np.array([s.latency_s for s in steps])
@@ -59,7 +59,7 @@ def fit_linear_profile(
     kind = steps[0].dtype_bytes or model.dtype_bytes
     block_bytes = BLOCK_TOKENS * model.with_dtype(kind).kv_bytes_per_token()
     rate = min(copies.values[n] for n in ("h2d_bytes_per_s", "d2h_bytes_per_s") if n in copies.values)
-    swap_s = max(copies.values["copy_launch_s"], block_bytes / rate)
+    swap_s = copies.values["copy_launch_s"] + block_bytes / rate
     predicted = predict_s(fit.values, steps)
     errors = predicted / measured - 1
     constants = {

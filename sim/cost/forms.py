@@ -35,12 +35,12 @@ class LinearCost(CostModel):
     ) -> None:
         """`block_bytes` of a whole block, per GPU.
 
-        `copy_launch_s` is the least that a piece takes, however few its bytes. `model` is needed to price single
-        layers.
+        `copy_launch_s` is the part of `swap_s_per_block` that does not depend on the block's bytes. `model` is needed
+        to price single layers.
         """
         super().__init__()
         self.copy_launch_s = copy_launch_s
-        self.copy_s_per_byte = swap_s_per_block / block_bytes
+        self.copy_s_per_byte = max(0.0, swap_s_per_block - copy_launch_s) / block_bytes
         self.num_layers = model.num_layers if model else 0
         # Of a prompt token's linear work in all layers, the keys and values of one.
         self.projection = projection_flops(model) / model.linear_flops_per_token if model else None
@@ -77,7 +77,7 @@ class LinearCost(CostModel):
         return num_blocks
 
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
-        return max(self.copy_launch_s * num_copies, num_bytes * self.copy_s_per_byte)
+        return self.copy_launch_s * num_copies + num_bytes * self.copy_s_per_byte
 
     def project_s(self, num_tokens: int) -> float:
         if self.projection is None:

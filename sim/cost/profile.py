@@ -70,8 +70,8 @@ LINEAR_UNITS = {
     "swap_s_per_block": "s/block",
     "copy_launch_s": "s",
 }
-"""Constants of the form `linear`: p0, p1, p2, d0, d1, d2, seconds per swapped block, and the least that a piece takes
-whatever its size, such as one layer of a block."""
+"""Constants of the form `linear`: p0, p1, p2, d0, d1, d2, seconds per swapped block, and what of those each piece costs
+whatever its size: a copy of one layer of a block costs it as well."""
 UNITS = {"roofline": ROOFLINE_UNITS, "table": ROOFLINE_UNITS, "paper": ROOFLINE_UNITS, "linear": LINEAR_UNITS}
 MAY_BE_ZERO = frozenset(
     {"layer_overhead_s", "step_overhead_s", "copy_launch_s", "allreduce_latency_s", *LINEAR_UNITS}
