@@ -272,6 +272,10 @@ def run_import_vidur(arguments: argparse.Namespace) -> int:
     from calib.importers import vidur  # noqa: PLC0415
 
     found = vidur.import_samples(arguments.model, arguments.mlp, arguments.attention, arguments.all_reduce)
+    if arguments.attention is None:
+        # Operators alone tell no profile: they are fitted together with other samples.
+        _write_samples(arguments, found)
+        return 0
     return _import(arguments, found)
 
 
@@ -349,20 +353,27 @@ def _hardware_of(device: str) -> HardwareSpec:
 def _import(
     arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]", kernels: KernelTables | None = None
 ) -> int:
-    from calib.samples import write_samples  # noqa: PLC0415
+    from calib.fit import check_plausible  # noqa: PLC0415
 
-    samples, provenance = found
     hardware = load_hardware(arguments.gpu)
-    name = _name(arguments, hardware, "imported")
-    out = make_folder(arguments.out, "--out")
-    path = out / f"{name}.csv.gz"
-    write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
-    print(f"wrote {path} ({len(samples)} samples)")
-    report = _fit([path], hardware, arguments.base, name, "imported")
+    path = _write_samples(arguments, found)
+    report = _fit([path], hardware, arguments.base, _name(arguments, hardware, "imported"), "imported")
+    check_plausible(report, hardware)
     if kernels is not None:
         profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)
         report = replace(report, profile=profile)
-    return _write(report, out)
+    return _write(report, path.parent)
+
+
+def _write_samples(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]") -> Path:
+    from calib.samples import write_samples  # noqa: PLC0415
+
+    samples, provenance = found
+    name = _name(arguments, load_hardware(arguments.gpu), "imported")
+    path = make_folder(arguments.out, "--out") / f"{name}.csv.gz"
+    write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
+    print(f"wrote {path} ({len(samples)} samples)")
+    return path
 
 
 def _name(arguments: argparse.Namespace, hardware: HardwareSpec, status: Status) -> str:

@@ -37,6 +37,8 @@ FIXED = (
     "attention_slots", "elementwise_bytes_per_s", "elementwise_launch_s",
 )  # fmt: skip
 """Constants that count as the base has them where the samples do not tell them."""
+MOST_ERROR = 0.25
+"""Mean error of a phase beyond which tables of others are refused."""
 LEAST_SIZES = 3
 LEAST_TOKENS_SPAN = 4.0
 LEAST_BATCH_SPAN = 4.0
@@ -176,6 +178,29 @@ def check_told(estimates: Mapping[str, Estimate]) -> None:
             raise UserError(
                 f"samples: they do not tell {name}: {estimate.value:.3g}, 95 % interval {estimate.low:.3g} to "
                 f"{estimate.high:.3g}: measure longer prompts, larger batches or larger copies"
+            )
+
+
+def check_plausible(report: FitReport, hardware: HardwareSpec) -> None:
+    """UserError where a fit cannot be this GPU's, or explains its samples too badly to price anything with."""
+    peaks = {
+        "flops_per_s": hardware.fp16_flops_per_s,
+        "attention_flops_per_s": hardware.fp16_flops_per_s,
+        "hbm_bytes_per_s": hardware.hbm_bytes_per_s,
+    }
+    for name, peak in peaks.items():
+        value = report.profile.value(name)
+        if value > peak:
+            raise UserError(
+                f"samples: {name} = {value:.3g} is above the peak of {hardware.name}, {peak:.3g}: they are of another "
+                "GPU, model, number of GPUs or type of weights than said"
+            )
+    for phase in ("prefill", "decode", "mixed"):
+        error = (report.profile.residuals or {}).get(f"{phase}_mape", 0.0)
+        if error > MOST_ERROR:
+            raise UserError(
+                f"samples: the fit misses them by {100 * error:.0f} % ({phase}), more than {100 * MOST_ERROR:.0f} %: "
+                "they are no iterations of one GPU and engine; look for mixed machines, waiting or other units"
             )
 
 

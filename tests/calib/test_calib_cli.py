@@ -297,13 +297,31 @@ def test_import_steps_writes_samples_beside_the_profile(capsys, tmp_path, undraw
     assert "step_overhead_s" not in error
 
 
+def test_steps_faster_than_the_gpu_and_steps_without_any_order_are_refused(capsys, tmp_path, undrawn):
+    """A table of another GPU's steps, or of whatever else, makes no profile."""
+    words = ["profile", "import", "steps", "--model", "llama2=llama-2-7b", "--hardware", "a100"]
+    plain = steps_table(tmp_path).read_text()
+    header, *rows = plain.splitlines()
+    fast = [",".join([*row.split(",")[:-2], *(str(float(ms) / 10) for ms in row.split(",")[-2:])]) for row in rows]
+    odd = [
+        ",".join([*row.split(",")[:-2], *(str(float(ms) * (9 if i % 2 else 1)) for ms in row.split(",")[-2:])])
+        for i, row in enumerate(rows)
+    ]
+    for name, body, part in (("fast", fast, "is above the peak of"), ("odd", odd, "samples: ")):
+        path = tmp_path / f"{name}.csv"
+        path.write_text("\n".join([header, *body]))
+        status, _, error = attempt(capsys, *words, path, "--gpu", "a100-80g", "--out", tmp_path / name)
+        assert status == 2 and part in error
+        assert not (tmp_path / name / "a100-80g-imported.json").exists()
+
+
 def vidur_tables(folder):
     from calib.importers.vidur import OPERATORS  # noqa: PLC0415
 
     columns = [f"time_stats.{name}.median" for name in OPERATORS]
     mlp, attention = folder / "mlp.csv", folder / "attention.csv"
     shape = "1,32,32,4096,11008"
-    rows = [",".join([*[str((1 + n / 400) * 0.03)] * len(OPERATORS), str(n), shape]) for n in (1, 16, 128, 1024)]
+    rows = [",".join([*[str((1 + n / 100) * 0.03)] * len(OPERATORS), str(n), shape]) for n in (1, 16, 128, 1024)]
     mlp.write_text(
         ",".join([*columns, "num_tokens,num_tensor_parallel_workers,n_head,n_kv_head,n_embd,n_expanded_embd"])
         + "\n"
