@@ -2,19 +2,23 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from sim.cli import add_flags
+from sim.cost.kernels import KernelTables
 from sim.cost.profile import UNITS, Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.scenario import SHAPING, Outputs
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
+from sim.specs.models import load_model
 
 if TYPE_CHECKING:
     from calib.fit import FitReport
@@ -86,7 +90,7 @@ def _add_calibrate(subparsers: Any) -> None:  # noqa: ANN401
 
 def _add_fit(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser("fit", help="fit a profile to samples, or to a server's run", description=_FIT_HELP)
-    parser.add_argument("samples", type=Path, nargs="?", metavar="SAMPLES.csv")
+    parser.add_argument("samples", type=Path, nargs="*", metavar="SAMPLES.csv", help="several are fitted together")
     parser.add_argument(
         "--bench",
         type=Path,
@@ -137,10 +141,22 @@ def _add_imports(commands: Any) -> None:  # noqa: ANN401
     vidur = kinds.add_parser("vidur", help="Vidur's mlp, attention and all_reduce CSVs")
     vidur.add_argument("--model", required=True, help="whose tables these are")
     vidur.add_argument("--mlp", type=Path, required=True, metavar="CSV")
-    vidur.add_argument("--attention", type=Path, required=True, metavar="CSV")
+    vidur.add_argument("--attention", type=Path, metavar="CSV", help="without it, samples of the operators alone")
     vidur.add_argument("--all-reduce", type=Path, metavar="CSV")
     _add_target(vidur)
     vidur.set_defaults(run=run_import_vidur)
+    serving = kinds.add_parser("llmservingsim", help="a tpN folder of LLMServingSim's profiler")
+    serving.add_argument("tables", type=Path, metavar="DIR", help="dense.csv, attention.csv and per_sequence.csv")
+    serving.add_argument("--model", required=True, help="whose kernels these are")
+    serving.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="GPUs that the model was split over (%(default)s)"
+    )
+    serving.add_argument(
+        "--form", choices=("roofline", "table"), default="roofline",
+        help="fit a roofline, or take the kernels' times as they are, with the roofline beyond them (%(default)s)",
+    )  # fmt: skip
+    _add_target(serving)
+    serving.set_defaults(run=run_import_llmservingsim)
     steps = kinds.add_parser("steps", help="whole steps: prompt_time and token_time in ms (Splitwise's perf_model.csv)")
     steps.add_argument("table", type=Path, metavar="CSV")
     steps.add_argument("--hardware", default="", help="value of the column `hardware` to take")
@@ -150,7 +166,7 @@ def _add_imports(commands: Any) -> None:  # noqa: ANN401
     _add_target(steps)
     steps.set_defaults(run=run_import_steps)
     samples = kinds.add_parser("samples", help="a samples CSV measured by others", description=_samples_help())
-    samples.add_argument("samples", type=Path, metavar="SAMPLES.csv")
+    samples.add_argument("samples", type=Path, nargs="+", metavar="SAMPLES.csv", help="several are fitted together")
     _add_target(samples)
     samples.set_defaults(run=run_fit, status="imported", form="roofline")
 
@@ -159,6 +175,9 @@ def _add_derive(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser("derive", help="assume a profile for a GPU from a sibling's")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="spec of the GPU, by name or file")
     parser.add_argument("--sibling", required=True, metavar="PROFILE", help="profile whose shares are taken over")
+    parser.add_argument(
+        "--memory-sibling", metavar="PROFILE", help="profile whose shares of the bandwidth are taken over"
+    )
     parser.add_argument("--base", metavar="PROFILE", help="profile with the GPU's own PCIe and all-reduce constants")
     parser.add_argument("--compute-share", type=float, help="share of the peak FLOP/s, if not the sibling's")
     parser.add_argument("--reason", default="", help="why that share")
@@ -222,7 +241,7 @@ def _draw_profile(profile: Profile, samples: Path | None, path: Path) -> None:
     if samples is None and not source.exists():
         raise UserError(f"--figure: the samples of {profile.name} are not shipped: name them with --samples FILE")
     status: Status = "measured" if profile.status == "measured" else "imported"
-    report = _fit(source, load_hardware(profile.gpu), None, profile.name, status, profile.form)
+    report = _fit([source], load_hardware(profile.gpu), None, profile.name, status, profile.form)
     print(f"\nwrote {save_figure(path, draw_fit(report))}")
 
 
@@ -254,7 +273,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
 def run_fit(arguments: argparse.Namespace) -> int:
     """Fit a file of samples, or a server's run."""
     bench = getattr(arguments, "bench", None)
-    if (bench is None) == (arguments.samples is None):
+    if (bench is None) != bool(arguments.samples):
         raise UserError(
             f"SAMPLES.csv and --bench RESULT: {'neither is' if bench is None else 'both are'} given; give one"
         )
@@ -286,7 +305,23 @@ def run_import_vidur(arguments: argparse.Namespace) -> int:
     from calib.importers import vidur  # noqa: PLC0415
 
     found = vidur.import_samples(arguments.model, arguments.mlp, arguments.attention, arguments.all_reduce)
+    if arguments.attention is None:
+        # Operators alone tell no profile: they are fitted together with other samples.
+        _write_samples(arguments, found)
+        return 0
     return _import(arguments, found)
+
+
+def run_import_llmservingsim(arguments: argparse.Namespace) -> int:
+    """Compose samples from kernel times and fit them, or take the kernel times themselves."""
+    from calib.importers import llmservingsim  # noqa: PLC0415
+
+    load_model(arguments.model).check_tp(arguments.tp)
+    found = llmservingsim.import_samples(arguments.tables, arguments.model, arguments.tp)
+    kernels = None
+    if arguments.form == "table":
+        kernels = llmservingsim.import_tables(arguments.tables, arguments.model, arguments.tp)
+    return _import(arguments, found, kernels)
 
 
 def run_import_steps(arguments: argparse.Namespace) -> int:
@@ -307,6 +342,7 @@ def run_derive(arguments: argparse.Namespace) -> int:
     from calib.derive import derive_profile  # noqa: PLC0415
 
     hardware, sibling = load_hardware(arguments.gpu), load_profile(arguments.sibling)
+    memory = load_profile(arguments.memory_sibling) if arguments.memory_sibling else None
     profile = derive_profile(
         hardware,
         sibling,
@@ -314,6 +350,7 @@ def run_derive(arguments: argparse.Namespace) -> int:
         _base(arguments.base, hardware),
         compute_share=arguments.compute_share,
         reason=arguments.reason,
+        memory=(memory, load_hardware(memory.gpu)) if memory else None,
     )
     path = make_folder(arguments.out, "--out") / f"{profile.name}.json"
     write_atomically(path, lambda file: file.write(profile.to_json()))
@@ -330,7 +367,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     calibrate(arguments.device, arguments.model, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
     name = _name(arguments, hardware, "measured")
     form = arguments.form or ("linear" if arguments.device == "cpu" and len(arguments.model) == 1 else "roofline")
-    return _write(_fit(out / SAMPLES_FILE, hardware, arguments.base, name, "measured", form), out)
+    return _write(_fit([out / SAMPLES_FILE], hardware, arguments.base, name, "measured", form), out)
 
 
 def _hardware_of(device: str) -> HardwareSpec:
@@ -346,17 +383,30 @@ def _hardware_of(device: str) -> HardwareSpec:
     raise UserError(f"--gpu: no spec for {name!r}: name one of {', '.join(built_in_hardware())}, or give a file")
 
 
-def _import(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]") -> int:
+def _import(
+    arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]", kernels: KernelTables | None = None
+) -> int:
+    from calib.fit import check_plausible  # noqa: PLC0415
+
+    hardware = load_hardware(arguments.gpu)
+    path = _write_samples(arguments, found)
+    report = _fit([path], hardware, arguments.base, _name(arguments, hardware, "imported"), "imported")
+    check_plausible(report, hardware)
+    if kernels is not None:
+        profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)
+        report = replace(report, profile=profile)
+    return _write(report, path.parent)
+
+
+def _write_samples(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]") -> Path:
     from calib.samples import write_samples  # noqa: PLC0415
 
     samples, provenance = found
-    hardware = load_hardware(arguments.gpu)
-    name = _name(arguments, hardware, "imported")
-    out = make_folder(arguments.out, "--out")
-    path = out / f"{name}.csv.gz"
+    name = _name(arguments, load_hardware(arguments.gpu), "imported")
+    path = make_folder(arguments.out, "--out") / f"{name}.csv.gz"
     write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
     print(f"wrote {path} ({len(samples)} samples)")
-    return _write(_fit(path, hardware, arguments.base, name, "imported"), out)
+    return path
 
 
 def _name(arguments: argparse.Namespace, hardware: HardwareSpec, status: Status) -> str:
@@ -379,20 +429,23 @@ def _base(name: str | None, hardware: HardwareSpec) -> Profile:
 
 
 def _fit(
-    samples: Path, hardware: HardwareSpec, base: str | None, name: str, status: Status, form: str = "roofline"
+    paths: Sequence[Path], hardware: HardwareSpec, base: str | None, name: str, status: Status, form: str = "roofline"
 ) -> "FitReport":
     from calib.fit import fit_profile  # noqa: PLC0415
     from calib.linear import fit_linear_profile  # noqa: PLC0415
     from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
 
-    found = read_samples(samples)
-    provenance = read_comments(samples) | {"samples": samples.name, "samples_sha256": samples_sha256(samples)}
+    found = [sample for path in paths for sample in read_samples(path)]
+    provenance: dict[str, str] = {}
+    for path in paths:
+        provenance |= read_comments(path)
+    provenance["samples"] = ", ".join(path.name for path in paths)
+    provenance["samples_sha256"] = ", ".join(samples_sha256(path) for path in paths)
     provenance.setdefault("date", datetime.now(UTC).date().isoformat())
+    folder = paths[0].parent
     if form == "linear":
-        return fit_linear_profile(found, samples.parent, hardware, name=name, status=status, provenance=provenance)
-    return fit_profile(
-        found, samples.parent, hardware, _base(base, hardware), name=name, status=status, provenance=provenance
-    )
+        return fit_linear_profile(found, folder, hardware, name=name, status=status, provenance=provenance)
+    return fit_profile(found, folder, hardware, _base(base, hardware), name=name, status=status, provenance=provenance)
 
 
 def _write(report: "FitReport", out: Path) -> int:

@@ -1,18 +1,21 @@
-"""Fits of copies and of all-reduces: a cost of asking plus bytes over a rate.
+"""Fits of copies and of all-reduces.
 
-T_copy = launch * pieces + bytes / X          (per direction; LayerKV's beta is not one constant for small copies)
-T_all-reduce = 2 (G - 1) latency + 2 (G - 1) / G * bytes / X_ar          (a ring of G GPUs)
+T_copy = max(launch * pieces, bytes / X): pieces are asked for while others are on their way (per direction; LayerKV's
+    beta is not one constant for small copies).
+T_all-reduce = launch + 2 (G - 1) latency + r / X + 2 sqrt(chunk r / X), r = 2 (G - 1) / G * bytes: a ring of G GPUs, as
+    a pipeline of chunks. k chunks cost k chunk + (r / X) / k beside, least at k = sqrt((r / X) / chunk).
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from calib.robust import Array, Fit, Parameter, fit_relative
+from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.samples import Sample
 from sim.errors import UserError
 
 LEAST_SIZES = 3
+OFF = 0.8
 LEAST_SPAN = 16.0
 """Copies of fewer sizes, or of sizes closer together, cannot tell the cost of asking from the rate."""
 
@@ -32,13 +35,14 @@ def check_sizes(samples: Sequence[Sample], op: str) -> None:
         )
 
 
-def copy_s(constants: Mapping[str, float], samples: Sequence[Sample]) -> Array:
-    """Seconds of each copy, shape (samples,)."""
+def copy_s(constants: Mapping[str, float], samples: Sequence[Sample], *, overlap: bool = True) -> Array:
+    """Seconds of each copy, shape (samples,); without `overlap` asking and moving take turns, as the papers have it."""
     rates = np.array([constants[f"{s.op}_bytes_per_s"] for s in samples])
-    return constants["copy_launch_s"] * _pieces(samples) + _bytes(samples) / rates
+    asked_s, moved_s = constants["copy_launch_s"] * _pieces(samples), _bytes(samples) / rates
+    return np.maximum(asked_s, moved_s) if overlap else asked_s + moved_s
 
 
-def fit_copies(samples: Sequence[Sample]) -> Fit | None:
+def fit_copies(samples: Sequence[Sample], *, overlap: bool = True) -> Fit | None:
     """copy_launch_s (one for both directions) and {h2d,d2h}_bytes_per_s; None where no copy was measured."""
     chosen = [s for op in ("h2d", "d2h") for s in plain_copies(samples, op)]
     if not chosen:
@@ -47,11 +51,17 @@ def fit_copies(samples: Sequence[Sample]) -> Fit | None:
     for op in ops:
         check_sizes([s for s in chosen if s.op == op], op)
     measured = _measured(chosen)
-    parameters = {"copy_launch_s": Parameter(max(float(np.min(measured / _pieces(chosen))), 1e-9), log=False)}
+    # Starts lie off what the samples say, where a maximum has no slope.
+    least_s = OFF * max(float(np.min(measured / _pieces(chosen))), 1e-9)
+    parameters = {"copy_launch_s": Parameter(least_s, log=False)}
     for op in ops:
         best = max(s.num_bytes / s.latency_s for s in chosen if s.op == op)
-        parameters[f"{op}_bytes_per_s"] = Parameter(best)
-    return fit_relative(lambda values: copy_s(values, chosen), measured, parameters)
+        parameters[f"{op}_bytes_per_s"] = Parameter(best / OFF)
+    found = fit_relative(lambda values: copy_s(values, chosen, overlap=overlap), measured, parameters)
+    if not found.estimates["copy_launch_s"].told:
+        # Every piece was on its way for longer than the next took to be asked for.
+        found.estimates["copy_launch_s"] = Estimate(0.0, None, 0.0, 0.0)
+    return found
 
 
 def fit_host_memcpy(samples: Sequence[Sample]) -> Fit | None:
@@ -73,12 +83,18 @@ def fit_host_memcpy(samples: Sequence[Sample]) -> Fit | None:
 def all_reduce_s(constants: Mapping[str, float], num_bytes: Array, gpus: Array) -> Array:
     """Seconds of all-reduces of `num_bytes` over `gpus` GPUs, shapes (n,); zero on one GPU."""
     steps = 2 * (gpus - 1)
-    ring = steps / np.maximum(gpus, 1) * num_bytes / constants["allreduce_bytes_per_s"]
-    return steps * constants["allreduce_latency_s"] + ring
+    moved_s = steps / np.maximum(gpus, 1) * num_bytes / constants["allreduce_bytes_per_s"]
+    pipelined_s = moved_s + 2 * np.sqrt(constants.get("allreduce_chunk_s", 0.0) * moved_s)
+    return (
+        (gpus > 1) * constants.get("allreduce_launch_s", 0.0) + steps * constants["allreduce_latency_s"] + pipelined_s
+    )
 
 
 def fit_all_reduce(samples: Sequence[Sample]) -> Fit | None:
-    """allreduce_bytes_per_s and allreduce_latency_s; None where no all-reduce was measured."""
+    """The four allreduce constants; None where no all-reduce was measured.
+
+    A launch is told from the ring's latency only where groups of several sizes were measured; else it is left out.
+    """
     chosen = [s for s in samples if s.op == "all_reduce" and not s.beside]
     if not chosen:
         return None
@@ -88,7 +104,10 @@ def fit_all_reduce(samples: Sequence[Sample]) -> Fit | None:
     parameters = {
         "allreduce_bytes_per_s": Parameter(float(np.max(2 * (gpus - 1) / gpus * moved / measured))),
         "allreduce_latency_s": Parameter(max(float(np.min(measured / (2 * (gpus - 1)))), 1e-9), log=False),
+        "allreduce_chunk_s": Parameter(1e-6, 0.0, log=False),
     }
+    if len(set(gpus)) > 1:
+        parameters["allreduce_launch_s"] = Parameter(max(float(np.min(measured)), 1e-9), log=False)
     return fit_relative(lambda values: all_reduce_s(values, moved, gpus), measured, parameters)
 
 

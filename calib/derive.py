@@ -12,6 +12,8 @@ OWN = (
     "host_memcpy_bytes_per_s",
     "allreduce_bytes_per_s",
     "allreduce_latency_s",
+    "allreduce_chunk_s",
+    "allreduce_launch_s",
     "beta",
 )
 """Constants that a sibling says nothing about: launches, link and host."""
@@ -25,6 +27,7 @@ def derive_profile(
     *,
     compute_share: float | None = None,
     reason: str = "",
+    memory: tuple[Profile, HardwareSpec] | None = None,
 ) -> Profile:
     """Constants of `hardware` from the shares of the specification that a measured sibling reaches.
 
@@ -33,6 +36,7 @@ def derive_profile(
         base: profile of `hardware` itself, for `OWN`.
         compute_share: share of the peak FLOP/s that matrix products are assumed to reach; the sibling's if None.
         reason: why `compute_share` is what it is; needed with it.
+        memory: another GPU whose shares of the memory bandwidth are taken over, where its memory is more alike.
 
     Raises:
         UserError: `compute_share` outside (0, 1], or without a reason.
@@ -43,6 +47,7 @@ def derive_profile(
         raise UserError("--compute-share: say in --reason why, for the profile to carry")
     share = sibling.value("flops_per_s") / sibling_hardware.fp16_flops_per_s if compute_share is None else compute_share
     assumed = _assumed(hardware, sibling, sibling_hardware, share, reason or f"the share {sibling.name} reaches")
+    assumed |= _bandwidths(hardware, *(memory or (sibling, sibling_hardware)), sibling, sibling_hardware)
     found: dict[str, Constant] = {}
     for name, unit in ROOFLINE_UNITS.items():
         if name in assumed:
@@ -51,8 +56,9 @@ def derive_profile(
         elif name in OPTIONAL:
             continue
         elif name in OWN:
-            found[name] = base.constants[name]
-        else:
+            if name in base.constants:
+                found[name] = base.constants[name]
+        elif name in sibling.constants:
             found[name] = Constant(sibling.value(name), None, unit, f"assumed as in {sibling.name}")
     return Profile(
         name=f"{hardware.name}-derived",
@@ -73,17 +79,30 @@ def _assumed(
     """Values scaled from the specification, with the words that say how."""
     flops = share * hardware.fp16_flops_per_s
     attention = sibling.value("attention_flops_per_s") / sibling.value("flops_per_s")
-    memory_share = sibling.value("hbm_bytes_per_s") / sibling_hardware.hbm_bytes_per_s
-    peak, memory = hardware.fp16_flops_per_s, hardware.hbm_bytes_per_s
+    peak = hardware.fp16_flops_per_s
     return {
         "flops_per_s": (flops, f"assumed: {share:.3g} of the peak, {peak:.4g} FLOP/s: {why}"),
         "attention_flops_per_s": (
             attention * flops,
             f"assumed: {attention:.3g} of flops_per_s, as {sibling.name} reaches",
         ),
-        "hbm_bytes_per_s": (
-            memory_share * memory,
-            f"assumed: {memory_share:.3g} of {memory:.4g} B/s, the share {sibling.name} reaches",
-        ),
         "alpha": (1 / share, "derived: specified peak over flops_per_s (LayerKV Eq. 3 divides by the peak)"),
     }
+
+
+def _bandwidths(
+    hardware: HardwareSpec, memory: Profile, memory_hardware: HardwareSpec, sibling: Profile, like: HardwareSpec
+) -> dict[str, tuple[float, str]]:
+    """Rates of reading, and tiles of attention that run at once: in proportion to the peak, as multiprocessors are."""
+    found: dict[str, tuple[float, str]] = {}
+    rates = {"hbm_bytes_per_s": (memory, memory_hardware), "kv_bytes_per_s": (memory, memory_hardware)}
+    for name, (profile, its) in (rates | {"elementwise_bytes_per_s": (sibling, like)}).items():
+        if name in profile.constants:
+            share = profile.value(name) / its.hbm_bytes_per_s
+            text = f"assumed: {share:.3g} of {hardware.hbm_bytes_per_s:.4g} B/s, the share {profile.name} reaches"
+            found[name] = (share * hardware.hbm_bytes_per_s, text)
+    if sibling.value("attention_slots"):
+        scale = hardware.fp16_flops_per_s / like.fp16_flops_per_s
+        text = f"assumed: {scale:.3g} of those of {sibling.name}, as of the peak FLOP/s"
+        found["attention_slots"] = (scale * sibling.value("attention_slots"), text)
+    return found

@@ -13,8 +13,10 @@ from calib.holdout import (
     Region,
     errors_of,
     is_decode,
+    is_mixed,
     is_scored_prefill,
     leave_one_model_out,
+    mean,
     mean_holdout,
     regions,
     small_predicts_large,
@@ -28,8 +30,15 @@ from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
-FITTED_OPS = ("layers", "step", "lm_head", "recompute")
+FITTED_OPS = ("layers", "products", "linear", "elementwise", "step", "lm_head", "recompute")
 """Operations that the roofline explains."""
+FIXED = (
+    "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s", "attention_tile_tokens",
+    "attention_slots", "elementwise_bytes_per_s", "elementwise_launch_s",
+)  # fmt: skip
+"""Constants that count as the base has them where the samples do not tell them."""
+MOST_ERROR = 0.25
+"""Mean error of a phase beyond which tables of others are refused."""
 LEAST_SIZES = 3
 LEAST_TOKENS_SPAN = 4.0
 LEAST_BATCH_SPAN = 4.0
@@ -98,7 +107,7 @@ def fit_profile(
         if fit is not None:
             estimates |= fit.estimates
             scatter |= dict.fromkeys(fit.estimates, fit.scatter)
-    fixed = {n: _value(n, estimates, base) for n in ("allreduce_bytes_per_s", "allreduce_latency_s")}
+    fixed = {name: _value(name, estimates, base) for name in FIXED}
     fit = fit_roofline(terms, measured, fixed=fixed)
     estimates |= fit.estimates
     scatter |= dict.fromkeys(fit.estimates, fit.scatter)
@@ -135,14 +144,15 @@ def with_graphs(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _shape(s: Sample) -> tuple[object, ...]:
-    return s.op, s.model, s.tp, s.num_layers, s.batch_size, s.new_tokens, s.context_tokens
+    shape = s.op, s.model, s.tp, s.num_layers, s.batch_size, s.new_tokens, s.context_tokens
+    return *shape, s.decodes, s.decode_context_tokens
 
 
 def check_enough(samples: Sequence[Sample]) -> None:
     """UserError that names everything missing, unless the samples can tell the roofline's constants apart."""
     if not samples:
         raise UserError(f"samples: none of {', '.join(FITTED_OPS)} that ran alone: measure prompts and decodes")
-    prompts = [s.tokens for s in samples if not s.is_decode and s.op != "lm_head"]
+    prompts = [s.tokens for s in samples if s.is_prompt]
     decodes = [s for s in samples if s.is_decode]
     missing = [
         *_missing("prompts", "tokens", prompts, LEAST_TOKENS_SPAN),
@@ -171,9 +181,32 @@ def check_told(estimates: Mapping[str, Estimate]) -> None:
             )
 
 
+def check_plausible(report: FitReport, hardware: HardwareSpec) -> None:
+    """UserError where a fit cannot be this GPU's, or explains its samples too badly to price anything with."""
+    peaks = {
+        "flops_per_s": hardware.fp16_flops_per_s,
+        "attention_flops_per_s": hardware.fp16_flops_per_s,
+        "hbm_bytes_per_s": hardware.hbm_bytes_per_s,
+    }
+    for name, peak in peaks.items():
+        value = report.profile.value(name)
+        if value > peak:
+            raise UserError(
+                f"samples: {name} = {value:.3g} is above the peak of {hardware.name}, {peak:.3g}: they are of another "
+                "GPU, model, number of GPUs or type of weights than said"
+            )
+    for phase in ("prefill", "decode", "mixed"):
+        error = (report.profile.residuals or {}).get(f"{phase}_mape", 0.0)
+        if error > MOST_ERROR:
+            raise UserError(
+                f"samples: the fit misses them by {100 * error:.0f} % ({phase}), more than {100 * MOST_ERROR:.0f} %: "
+                "they are no iterations of one GPU and engine; look for mixed machines, waiting or other units"
+            )
+
+
 def range_of(samples: Sequence[Sample]) -> FittedRange:
     """What the samples covered: tokens of a prompt iteration; sequences and context tokens of a decode iteration."""
-    prompts = [s.tokens for s in samples if not s.is_decode and s.op != "lm_head"]
+    prompts = [s.tokens for s in samples if s.is_prompt]
     decodes = [s for s in samples if s.is_decode]
     batches = [s.batch_size for s in decodes]
     contexts = [s.batch_size * (s.context_tokens + 1) for s in decodes]
@@ -208,7 +241,7 @@ def _constants(
                 0.0, None, unit, "part of layer_overhead_s: all steps had as many layers, which tells no step apart"
             )
         elif estimate is None and name not in base.constants:
-            # The host time of an engine that nobody timed: its engine profile has it.
+            # Told neither by the samples nor by the base: absent, which `OPTIONAL` gives a meaning.
             continue
         elif estimate is None:
             carried.append(name)
@@ -239,13 +272,17 @@ def _residuals(
     held_out = mean_holdout(by_model)
     absolute = np.abs(errors)
     prompts, decodes = is_scored_prefill(samples), is_decode(samples)
+    mixed = is_mixed(samples)
     values = {
-        "prefill_mape": float(np.mean(absolute[prompts])) if prompts.any() else float("nan"),
-        "decode_mape": float(np.mean(absolute[decodes])) if decodes.any() else float("nan"),
+        "prefill_mape": mean(absolute[prompts]),
+        "decode_mape": mean(absolute[decodes]),
+        "mixed_mape": mean(absolute[mixed]),
         "unseen_model_prefill_mape": held_out.prefill,
         "unseen_model_decode_mape": held_out.decode,
+        "unseen_model_mixed_mape": held_out.mixed,
         "unseen_size_prefill_mape": large.prefill,
         "unseen_size_decode_mape": large.decode,
+        "unseen_size_mixed_mape": large.mixed,
         "largest_region_bias": max((abs(region.bias) for region in found), default=float("nan")),
     }
     return {name: round(value, 5) for name, value in values.items() if np.isfinite(value)}

@@ -36,11 +36,12 @@ class Region:
 
 @dataclass(frozen=True)
 class Holdout:
-    """Mean absolute relative errors of prompts and of decodes; NaN where there was nothing to score."""
+    """Mean absolute relative errors of prompts, decodes and both together; NaN where there was nothing to score."""
 
     prefill: float
     decode: float
     count: int
+    mixed: float = float("nan")
 
 
 def is_decode(samples: Sequence[Sample]) -> Mask:
@@ -50,7 +51,12 @@ def is_decode(samples: Sequence[Sample]) -> Mask:
 
 def is_scored_prefill(samples: Sequence[Sample]) -> Mask:
     """Which samples are prompts long enough to score."""
-    return np.array([not s.is_decode and s.tokens >= PROMPT_TOKENS and s.op != "lm_head" for s in samples])
+    return np.array([s.is_prompt and s.tokens >= PROMPT_TOKENS for s in samples], dtype=bool)
+
+
+def is_mixed(samples: Sequence[Sample]) -> Mask:
+    """Which samples are prompts or chunks with decodes beside them."""
+    return np.array([s.is_mixed for s in samples], dtype=bool)
 
 
 def errors_of(constants: Mapping[str, float], terms: Terms, measured_s: Array) -> Array:
@@ -96,8 +102,9 @@ def mean_holdout(parts: Mapping[str, Holdout]) -> Holdout:
     """The average over held-out models, each counting the same."""
     prefill = [part.prefill for part in parts.values() if not np.isnan(part.prefill)]
     decode = [part.decode for part in parts.values() if not np.isnan(part.decode)]
+    mixed = [part.mixed for part in parts.values() if not np.isnan(part.mixed)]
     count = sum(part.count for part in parts.values())
-    return Holdout(_mean(prefill), _mean(decode), count)
+    return Holdout(mean(prefill), mean(decode), count, mean(mixed))
 
 
 def _held_out(
@@ -108,13 +115,15 @@ def _held_out(
         terms = without_activations(terms)
     errors = np.abs(errors_of(constants, terms, measured_s))
     return Holdout(
-        _mean(errors[left_out & is_scored_prefill(samples)]),
-        _mean(errors[left_out & is_decode(samples)]),
+        mean(errors[left_out & is_scored_prefill(samples)]),
+        mean(errors[left_out & is_decode(samples)]),
         int(left_out.sum()),
+        mean(errors[left_out & is_mixed(samples)]),
     )
 
 
-def _mean(values: Sequence[float] | Array) -> float:
+def mean(values: Sequence[float] | Array) -> float:
+    """The mean; NaN of nothing."""
     return float(np.mean(values)) if len(values) else float("nan")
 
 
@@ -137,6 +146,11 @@ def _regions_of(sample: Sample) -> list[str]:
     if sample.is_decode:
         context = sample.batch_size * (sample.context_tokens + 1)
         return [f"decode, batch {_span(sample.batch_size)}", f"decode, context tokens {_span(context)}"]
+    if sample.op in ("elementwise", "linear"):
+        return [f"{sample.op}, tokens {_span(sample.tokens)}"]
+    if sample.is_mixed:
+        context = sample.decodes * (sample.decode_context_tokens + 1)
+        return [f"mixed, tokens {_span(sample.tokens)}", f"mixed, decodes' context tokens {_span(context)}"]
     cached = ", after a context" if sample.context_tokens else ""
     return [f"{'recompute' if sample.op == 'recompute' else 'prefill'}, tokens {_span(sample.tokens)}{cached}"]
 

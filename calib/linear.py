@@ -51,7 +51,7 @@ def fit_linear_profile(
         built = steps[0].num_layers
         raise UserError(f"samples: steps of {built} of {model.num_layers} layers: form linear needs whole iterations")
     check_enough(steps)
-    copies = fit_copies(samples)
+    copies = fit_copies(samples, overlap=False)
     if copies is None:
         raise UserError("samples: form linear needs copies (h2d or d2h) for swap_s_per_block: measure some")
     measured = np.array([s.latency_s for s in steps])

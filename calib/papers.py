@@ -29,6 +29,8 @@ from sim.specs.models import ModelSpec
 Models = Mapping[str, ModelSpec]
 
 LEAST_SAMPLES = 3
+TIMED = ("layers", "products", "step")
+"""Operations that say what a whole prompt or decode takes."""
 """Fewer cannot tell a constant from chance."""
 
 
@@ -66,7 +68,7 @@ def paper_constants(
         *_layerkv_eq3(_prompts(alone), models, hardware, constants),
         *_layerkv_eq4(plain_copies(alone, "d2h"), hardware),
         *_ellm_prompts(_prompts(alone), models, constants),
-        *_ellm_decodes([s for s in alone if s.is_decode and s.op in ("layers", "step")], models, constants),
+        *_ellm_decodes([s for s in alone if s.is_decode and s.op in TIMED], models, constants),
         *_ellm_eq6(plain_copies(alone, "h2d")),
         *_ellm_eq7([s for s in alone if s.op == "recompute"] or _prompts(alone), models),
     ]
@@ -85,11 +87,7 @@ def _prompts(samples: Sequence[Sample]) -> list[Sample]:
     return [
         s
         for s in samples
-        if s.op in ("layers", "step")
-        and not s.is_decode
-        and s.batch_size == 1
-        and s.context_tokens == 0
-        and s.tokens >= PROMPT_TOKENS
+        if s.op in TIMED and s.is_prompt and s.batch_size == 1 and s.context_tokens == 0 and s.tokens >= PROMPT_TOKENS
     ]
 
 
@@ -99,7 +97,7 @@ def _whole_s(samples: Sequence[Sample], models: Models, constants: Mapping[str, 
     for s in samples:
         model = models[s.model]
         head_s = 0.0
-        if s.op == "layers":
+        if s.op != "step":
             compute_s = np.array([s.batch_size * model.head_flops_per_token / (s.tp * constants["flops_per_s"])])
             memory_s = np.array([model.head_weight_bytes / (s.tp * constants["hbm_bytes_per_s"])])
             head_s = float(ridge_s(compute_s, memory_s, constants["roofline_exponent"])[0])
@@ -156,12 +154,12 @@ def _layerkv_eq4(copies: Sequence[Sample], hardware: HardwareSpec) -> list[Paper
     measured = np.array([s.latency_s for s in copies])
     ideal = np.array([s.num_bytes / hardware.pcie_bytes_per_s for s in copies])
     printed = _scaled("LayerKV Eq. 4", "beta", "1", {"printed": ideal}, measured, divides=False)
-    fit = fit_copies(copies)
+    fit = fit_copies(copies, overlap=False)
     assert fit is not None
     rate = fit.estimates["d2h_bytes_per_s"]
     x = hardware.pcie_bytes_per_s
     beta = Estimate(x / rate.value, None, x / rate.high, x / rate.low)
-    mape = float(np.mean(np.abs(copy_s(fit.values, copies) / measured - 1)))
+    mape = float(np.mean(np.abs(copy_s(fit.values, copies, overlap=False) / measured - 1)))
     return [*printed, PaperConstant("LayerKV Eq. 4", "corrected", "beta", "1", beta, mape, len(copies))]
 
 
@@ -208,9 +206,9 @@ def _ellm_eq6(copies: Sequence[Sample]) -> list[PaperConstant]:
     found = []
     for form in ("printed", "corrected"):
         asked = copies if form == "corrected" else [_one_piece(s) for s in copies]
-        fit = fit_copies(asked)
+        fit = fit_copies(asked, overlap=False)
         assert fit is not None
-        mape = float(np.mean(np.abs(copy_s(fit.values, asked) / measured - 1)))
+        mape = float(np.mean(np.abs(copy_s(fit.values, asked, overlap=False) / measured - 1)))
         rate, beta = fit.estimates["h2d_bytes_per_s"], fit.estimates["copy_launch_s"]
         alpha = Estimate(1 / rate.value, None, 1 / rate.high, 1 / rate.low)
         found.append(PaperConstant("eLLM Eq. 6", form, "alpha", "s/B", alpha, mape, len(copies)))

@@ -10,8 +10,10 @@ from calib.holdout import (
     PROMPT_TOKENS,
     Holdout,
     is_decode,
+    is_mixed,
     is_scored_prefill,
     leave_one_model_out,
+    mean,
     mean_holdout,
     small_predicts_large,
 )
@@ -80,22 +82,19 @@ def errors_table(report: FitReport) -> str:
     """Errors on the samples themselves and on what the fit did not see."""
     absolute = np.abs(report.errors)
     prompts, decodes = is_scored_prefill(report.samples), is_decode(report.samples)
-    own = Holdout(_mean(absolute[prompts]), _mean(absolute[decodes]), len(report.samples))
+    mixed = mean(absolute[is_mixed(report.samples)])
+    own = Holdout(mean(absolute[prompts]), mean(absolute[decodes]), len(report.samples), mixed)
     rows = [_error_row("the samples fitted", own)]
     if len(report.by_model) > 1:
         rows.append(_error_row("a model left out (mean)", mean_holdout(report.by_model)))
     rows += [_error_row(f"{name} left out", part) for name, part in report.by_model.items()]
     if report.small_to_large.count:
         rows.append(_error_row("the longer half from the shorter", report.small_to_large))
-    return table(("predicting", "prefill", "decode", "samples"), rows)
+    return table(("predicting", "prefill", "decode", "mixed", "samples"), rows)
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(np.mean(values)) if len(values) else float("nan")
-
-
-def _error_row(name: str, found: Holdout) -> tuple[str, str, str, str]:
-    return name, percent(found.prefill), percent(found.decode), str(found.count)
+def _error_row(name: str, found: Holdout) -> tuple[str, ...]:
+    return name, percent(found.prefill), percent(found.decode), percent(found.mixed), str(found.count)
 
 
 def regions_table(report: FitReport) -> str:

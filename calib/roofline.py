@@ -1,13 +1,14 @@
 """The roofline fitted jointly over operations, models and sizes.
 
-    T = ridge(linear FLOPs / F, linear bytes / H) + attention FLOPs / F_attn + KV bytes / H
+    T = ridge(linear FLOPs / F, linear bytes / H) + max(launch, elementwise bytes / E) + attention
         + ridge(head FLOPs / F, head bytes / H) + all-reduces + layers c + steps c_step
 
-with ridge(a, b) = (a^p + b^p)^(1/p), as `sim.cost.forms.RooflineCost` prices an iteration.
+with ridge(a, b) = (a^p + b^p)^(1/p) and attention as `sim.cost.roofline.RooflineCost` prices an iteration.
 
-Every constant has one physical meaning: F and F_attn the FLOP/s that matrix products and attention reach, H the bytes/s
-that memory delivers, c what a layer costs beside (launches, norms, gaps), c_step what a step costs beside, p how far
-computing and reading overlap within a kernel. `docs/calibration.md` shows what each is worth in held-out error.
+Every constant has one physical meaning: F and F_attn the FLOP/s that matrix products and attention reach, H and E the
+bytes/s that memory delivers to matrix products and to what lies between them, c what a layer costs beside (launches,
+gaps), c_step what a step costs beside, p how far computing and reading overlap within a kernel. `docs/calibration.md`
+shows what each is worth in held-out error.
 """
 
 from collections.abc import Mapping
@@ -18,16 +19,24 @@ import numpy as np
 from calib.copies import all_reduce_s
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.terms import Terms
+from sim.cost.profile import OPTIONAL
 
 MOST_EXPONENT = 50.0
 """Beyond this the ridge is a corner: max(compute, memory)."""
+RATES = ("flops_per_s", "hbm_bytes_per_s")
 LONG_ATTENTION = 0.1
 """Share of a prompt's FLOPs that attention must reach somewhere for its rate to be told from that of the rest."""
-NO_ALL_REDUCE = {"allreduce_bytes_per_s": 1e30, "allreduce_latency_s": 0.0}
+NO_ALL_REDUCE = {
+    "allreduce_bytes_per_s": 1e30,
+    "allreduce_latency_s": 0.0,
+    "allreduce_chunk_s": 0.0,
+    "allreduce_launch_s": 0.0,
+}
 """Constants of all-reduces that cost nothing, for samples without any."""
 FORMS = {
     "full": "all terms",
     "one rate": "F_attn = F",
+    "KV at the weights' rate": "decodes read KV at H, and no padding",
     "hard ridge": "p fixed at infinity: max(compute, memory)",
     "no activations": "linear bytes are the weights alone",
     "no overhead": "c = 0",
@@ -41,8 +50,11 @@ def predict_s(constants: Mapping[str, float], terms: Terms) -> Array:
     exponent = constants["roofline_exponent"]
     return (
         ridge_s(terms.linear_flops / flops, (terms.weight_bytes + terms.activation_bytes) / memory, exponent)
-        + terms.attention_flops / constants["attention_flops_per_s"]
-        + terms.kv_bytes / memory
+        + np.maximum(
+            terms.elementwise_layers * constants["elementwise_launch_s"],
+            terms.elementwise_bytes / constants["elementwise_bytes_per_s"],
+        )
+        + attention_s(constants, terms)
         + ridge_s(terms.head_flops / flops, terms.head_bytes / memory, exponent)
         + 2 * terms.layers * all_reduce_s(constants, terms.reduced_bytes, terms.gpus)
         + terms.layers * constants["layer_overhead_s"]
@@ -50,8 +62,22 @@ def predict_s(constants: Mapping[str, float], terms: Terms) -> Array:
     )
 
 
+def attention_s(constants: Mapping[str, float], terms: Terms) -> Array:
+    """Seconds of attention, shape (samples,): prompts' kernel and decodes', or one for both where tiles are known."""
+    flops, tile = constants["attention_flops_per_s"], constants["attention_tile_tokens"]
+    read_s = (terms.kv_bytes + constants["kv_padding_tokens"] * terms.padding_bytes) / constants["kv_bytes_per_s"]
+    apart_s = terms.attention_flops / flops + read_s
+    if not tile:
+        return apart_s
+    slots = constants["attention_slots"]
+    rows = np.maximum(terms.new_tokens, tile) * terms.row_flops + tile * terms.decode_row_flops
+    compute_s = np.maximum(rows, tile * slots * terms.walk_flops) / flops
+    reads = np.clip(terms.decodes * terms.heads_per_kv / slots, 1.0, terms.heads_per_kv) if slots else 1.0
+    return np.where((terms.row_flops > 0) & (terms.heads_per_kv > 0), compute_s + reads * read_s, apart_s)
+
+
 def ridge_s(compute_s: Array, memory_s: Array, exponent: float) -> Array:
-    """`sim.cost.forms.ridge` over arrays; zero where both parts are."""
+    """`sim.cost.model.ridge` over arrays; zero where both parts are."""
     most = np.maximum(compute_s, memory_s)
     ratio = np.divide(np.minimum(compute_s, memory_s), most, out=np.zeros_like(most), where=most > 0)
     return most * (1.0 + ratio**exponent) ** (1.0 / exponent)
@@ -66,36 +92,32 @@ def fit_roofline(
         terms: of the samples, each timed alone.
         measured_s: medians, shape (samples,).
         form: a key of `FORMS`.
-        fixed: constants of all-reduces, fitted apart; they matter only where whole steps of several GPUs were timed.
+        fixed: constants that others tell: of all-reduces, which matter only where whole steps of several GPUs were
+            timed, and those of `OPTIONAL` that these samples say nothing about.
 
     Returns:
-        Estimates of flops_per_s, attention_flops_per_s, hbm_bytes_per_s, roofline_exponent, layer_overhead_s and
-        step_overhead_s; those the samples say nothing about are left out (attention, where prompts are short; the
-        step, where no whole step was timed, or where all had as many layers: then the layers' overhead holds both).
+        Estimates of flops_per_s, attention_flops_per_s, hbm_bytes_per_s, kv_bytes_per_s, kv_padding_tokens,
+        roofline_exponent, layer_overhead_s, step_overhead_s, attention_tile_tokens, attention_slots,
+        elementwise_bytes_per_s and elementwise_launch_s; those the samples say nothing about are left out (attention,
+        where prompts are short; the step, where no whole step was timed, or where all had as many layers: then the
+        layers' overhead holds both; tiles, where no decodes ran beside prompts; what lies between products, where it
+        was not timed apart).
     """
     if form == "no activations":
         terms = without_activations(terms)
-    parameters = {
-        "flops_per_s": Parameter(_fastest(terms.linear_flops + terms.head_flops, measured_s)),
-        "hbm_bytes_per_s": Parameter(_fastest(terms.weight_bytes + terms.kv_bytes + terms.head_bytes, measured_s)),
-        "overlap": Parameter(0.4, 1 / MOST_EXPONENT, 1.0, log=False),
-        "layer_overhead_s": Parameter(1e-5, 0.0, log=False),
-    }
-    if form != "one rate" and _has_long_prompts(terms):
-        parameters["attention_flops_per_s"] = Parameter(parameters["flops_per_s"].start)
-    if _tells_steps_apart(terms):
-        parameters["step_overhead_s"] = Parameter(1e-4, 0.0, log=False)
-    if form == "hard ridge":
-        del parameters["overlap"]
-    if form == "no overhead":
-        del parameters["layer_overhead_s"]
+    parameters = _parameters(terms, measured_s, form)
 
     def predicted(values: Mapping[str, float]) -> Array:
         return predict_s(complete({**fixed, **values}), terms)
 
     found = fit_relative(predicted, measured_s, parameters)
-    if "attention_flops_per_s" in parameters and not found.estimates["attention_flops_per_s"].told:
-        del parameters["attention_flops_per_s"]
+    for name in ("attention_flops_per_s", "kv_bytes_per_s", "elementwise_bytes_per_s"):
+        if name in parameters and not found.estimates[name].told:
+            del parameters[name]
+            found = fit_relative(predicted, measured_s, parameters)
+    if "kv_bytes_per_s" in parameters and not all(found.estimates[name].told for name in RATES):
+        # Few samples tell one rate of memory only.
+        del parameters["kv_bytes_per_s"], parameters["kv_padding_tokens"]
         found = fit_relative(predicted, measured_s, parameters)
     estimates = dict(found.estimates)
     if "overlap" in estimates:
@@ -107,13 +129,44 @@ def fit_roofline(
     return Fit(estimates, found.scatter)
 
 
+def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Parameter]:
+    """What the samples can tell, each with a start."""
+    parameters = {
+        "flops_per_s": Parameter(_fastest(terms.linear_flops + terms.head_flops, measured_s)),
+        "hbm_bytes_per_s": Parameter(_fastest(terms.weight_bytes + terms.kv_bytes + terms.head_bytes, measured_s)),
+        "overlap": Parameter(0.4, 1 / MOST_EXPONENT, 1.0, log=False),
+        "layer_overhead_s": Parameter(1e-5, 0.0, log=False),
+    }
+    if form != "one rate" and _has_long_prompts(terms):
+        parameters["attention_flops_per_s"] = Parameter(parameters["flops_per_s"].start)
+    if form != "KV at the weights' rate" and terms.kv_bytes.any():
+        parameters["kv_bytes_per_s"] = Parameter(parameters["hbm_bytes_per_s"].start)
+        parameters["kv_padding_tokens"] = Parameter(32.0, 0.0, log=False)
+    if np.any((terms.row_flops > 0) & (terms.decodes > 0)):
+        parameters["attention_tile_tokens"] = Parameter(64.0, 1.0, 1024.0)
+        parameters["attention_slots"] = Parameter(128.0, 1.0)
+    apart = (terms.elementwise_layers > 0) & (terms.layers == 0)
+    if apart.any():
+        parameters["elementwise_bytes_per_s"] = Parameter(_fastest(terms.elementwise_bytes[apart], measured_s[apart]))
+        parameters["elementwise_launch_s"] = Parameter(1e-5, 0.0, log=False)
+    if _tells_steps_apart(terms):
+        parameters["step_overhead_s"] = Parameter(1e-4, 0.0, log=False)
+    if form == "hard ridge":
+        del parameters["overlap"]
+    if form == "no overhead":
+        del parameters["layer_overhead_s"]
+    return parameters
+
+
 def complete(values: Mapping[str, float]) -> dict[str, float]:
     """All constants that `predict_s` needs: fitted ones, and what their absence means for the rest."""
     exponent = values.get("roofline_exponent") or 1.0 / values.get("overlap", 1.0 / MOST_EXPONENT)
+    optional = {name: values[absent] if isinstance(absent, str) else absent for name, absent in OPTIONAL.items()}
     return {
         "attention_flops_per_s": values["flops_per_s"],
         "layer_overhead_s": 0.0,
         "step_overhead_s": 0.0,
+        **optional,
         **NO_ALL_REDUCE,
         **values,
         "roofline_exponent": exponent,

@@ -15,6 +15,8 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 | `batch_size` | sequences | 1 |
 | `new_tokens` | tokens computed, per sequence | 0 |
 | `context_tokens` | tokens cached before, per sequence | 0 |
+| `decodes` | sequences that decode beside, in the same iteration: one token each | 0 |
+| `decode_context_tokens` | tokens cached before, for each of them | 0 |
 | `num_bytes` | bytes moved, all pieces together | 0 |
 | `num_copies` | pieces they were moved in | 1 |
 | `memory` | host memory: `pinned` or `pageable` | pinned |
@@ -40,6 +42,9 @@ from sim.files import write_atomically
 
 OPS = {
     "layers": "decoder layers: attention with its KV write, MLP, norms; no LM head, no sampling",
+    "products": "matrix products and attention of decoder layers, with nothing of what lies between them",
+    "linear": "matrix products of decoder layers, without attention",
+    "elementwise": "what lies between them: norms, residual, rotary embedding, activation function",
     "step": "a whole iteration as an engine runs it: all layers, LM head for one token a sequence, its overhead",
     "lm_head": "final projection of batch_size rows onto the vocabulary",
     "recompute": "layers over a prefix whose KV is dropped after use (eLLM's K1)",
@@ -51,7 +56,9 @@ OPS = {
     "launch": "an empty kernel or operator call: the cost of asking",
 }
 """Operations by name, and what each times."""
-TOKEN_OPS = frozenset({"layers", "step", "lm_head", "recompute", "restore"})
+TOKEN_OPS = frozenset({"layers", "products", "linear", "elementwise", "step", "lm_head", "recompute", "restore"})
+PASSES = frozenset({"layers", "products", "step", "recompute"})
+"""Operations that take tokens through whole layers."""
 COPY_OPS = frozenset({"h2d", "d2h", "host_memcpy", "all_reduce"})
 MEMORIES = ("pinned", "pageable")
 MADS = 1.4826
@@ -78,6 +85,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     batch_size: int = 1
     new_tokens: int = 0
     context_tokens: int = 0
+    decodes: int = 0
+    decode_context_tokens: int = 0
     num_bytes: float = 0.0
     num_copies: int = 1
     memory: str = "pinned"
@@ -87,13 +96,23 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def tokens(self) -> int:
-        """Tokens computed, all sequences together."""
+        """Tokens computed, all sequences together but those that decode beside."""
         return self.batch_size * self.new_tokens
 
     @property
     def is_decode(self) -> bool:
         """One new token a sequence, after a context."""
         return self.new_tokens == 1 and self.context_tokens > 0
+
+    @property
+    def is_prompt(self) -> bool:
+        """A pass over prompts or chunks alone."""
+        return self.op in PASSES and not self.is_decode and not self.decodes
+
+    @property
+    def is_mixed(self) -> bool:
+        """A pass over prompts or chunks with decodes beside."""
+        return self.op in PASSES and self.decodes > 0
 
 
 COLUMNS = Sample.__struct_fields__
@@ -257,6 +276,12 @@ def _shape_fault(sample: Sample) -> str:
     if sample.op in TOKEN_OPS:
         if not sample.model:
             return f"model is empty, but op {sample.op!r} needs one: a built-in name or the path of a config.json"
+        if sample.decodes and (sample.op not in PASSES or sample.is_decode):
+            return (
+                f"decodes = {sample.decodes} beside op {sample.op!r}: only prompts and chunks have decodes beside them"
+            )
+        if sample.decode_context_tokens and not sample.decodes:
+            return f"decode_context_tokens = {sample.decode_context_tokens}, but decodes = 0: say how many decode"
         if sample.new_tokens < 1:
             return f"new_tokens = {sample.new_tokens}, but op {sample.op!r} computes tokens: give 1 or more"
     if sample.op in COPY_OPS and sample.num_bytes <= 0:

@@ -1,6 +1,6 @@
 """`Terms`: what a sample computes and moves, as the roofline counts it. Samples in, arrays of FLOPs and bytes out.
 
-The counts are `ModelSpec`'s; `sim.cost.forms.RooflineCost` prices the same ones, and a test holds the two together.
+The counts are `ModelSpec`'s; `sim.cost.roofline.RooflineCost` prices the same ones, and a test holds the two together.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calib.samples import Sample
-from sim.cost.forms import ACTIVATION_BYTES
+from sim.cost.model import ACTIVATION_BYTES
 from sim.errors import UserError
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, ModelSpec, load_model
 
 Array = NDArray[np.float64]
+
+
+NO_ATTENTION = (0.0,) * 7 + (1.0,)
+"""`Terms.row_flops` to `Terms.heads_per_kv` of what attends to nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +30,41 @@ class Terms:
     Attributes:
         linear_flops: projections and MLP of the timed layers.
         weight_bytes, activation_bytes: what those read of weights, and read and write of activations.
-        attention_flops: of prompts and chunks, over query-context pairs.
-        kv_bytes: KV cache read by decodes.
+        elementwise_bytes: what lies between them reads and writes, where it was timed.
+        row_flops, new_tokens: attention of prompts and chunks for each row of queries, and rows of each sequence.
+        decode_row_flops, decodes: the same of those that decode beside them, a row each, and how many there are.
+        walk_flops: one row of one head over the longest context of such a sample.
+        kv_bytes, padding_bytes: KV cache read by decodes, and one token of each of them.
+        heads_per_kv: query heads that share keys and values; 0 for latents, whose kernels have other tiles.
         head_flops, head_bytes: LM head, where it was timed.
         reduced_bytes, gpus: per all-reduce of a whole step, two a layer; none where a single GPU's layers were timed.
-        layers, steps: how often the overhead per layer and per step was paid.
+        layers, elementwise_layers, steps: how often the overhead per layer and per step was paid.
     """
 
     linear_flops: Array
     weight_bytes: Array
     activation_bytes: Array
-    attention_flops: Array
+    elementwise_bytes: Array
+    row_flops: Array
+    new_tokens: Array
+    decode_row_flops: Array
+    decodes: Array
+    walk_flops: Array
     kv_bytes: Array
+    padding_bytes: Array
+    heads_per_kv: Array
     head_flops: Array
     head_bytes: Array
     reduced_bytes: Array
     gpus: Array
     layers: Array
+    elementwise_layers: Array
     steps: Array
+
+    @property
+    def attention_flops(self) -> Array:
+        """Attention of prompts and chunks over query-context pairs."""
+        return self.row_flops * self.new_tokens
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -77,34 +98,57 @@ def _as_timed(model: ModelSpec, sample: Sample) -> ModelSpec:
 
 
 def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
-    tp, tokens, layers = sample.tp, sample.tokens, sample.num_layers
+    tp, layers = sample.tp, sample.num_layers
+    tokens = sample.tokens + sample.decodes
     if model.moe and layers != model.num_layers:
         raise UserError(f"model {model.name}: samples of {layers} layers cannot be priced: its layers differ; time all")
     share = layers / model.num_layers
-    head_rows = sample.batch_size if sample.op in ("step", "lm_head") else 0
+    elementwise = share * tokens * model.elementwise_bytes_per_token(tp)
+    head_rows = sample.batch_size + sample.decodes if sample.op in ("step", "lm_head") else 0
     head = (
         head_rows * model.head_flops_per_token / tp,
         (model.head_weight_bytes + head_rows * model.head_activation_bytes_per_token) / tp if head_rows else 0.0,
     )
     if sample.op == "lm_head":
-        return (0.0, 0.0, 0.0, 0.0, 0.0, *head, 0.0, 1.0, 0.0, 0.0)
-    if model.kv_layers:
+        return (*[0.0] * 4, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0)
+    if sample.op == "elementwise":
+        return (*[0.0] * 3, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0)
+    if model.kv_layers and sample.op != "linear":
         raise UserError(f"model {model.name}: samples cannot be priced: layers differ in their KV; time another model")
-    if model.mla and sample.is_decode:
+    if model.mla and (sample.is_decode or sample.decodes):
         raise UserError(f"model {model.name}: decodes over latents cannot be priced: they compute as well as read")
-    pairs = sample.batch_size * (
-        sample.new_tokens * sample.context_tokens + sample.new_tokens * (sample.new_tokens + 1) / 2
-    )
-    decode_context = sample.batch_size * (sample.context_tokens + 1) if sample.is_decode else 0
+    is_whole = sample.op not in ("products", "linear")
     return (
         share * tokens * model.linear_flops_per_token / tp,
         share * model.linear_weight_bytes_read(tokens) / tp,
         share * tokens * model.linear_activation_bytes_per_token(tp),
-        0.0 if sample.is_decode else share * pairs * model.attention_flops_per_token_pair / tp,
-        decode_context * layers * model.kv_bytes_per_token_layer(tp),
+        elementwise if is_whole else 0.0,
+        *(_attention(sample, model, share) if sample.op != "linear" else NO_ATTENTION),
         *head,
         tokens * model.hidden_size * ACTIVATION_BYTES if sample.op == "step" else 0.0,
         float(tp) if sample.op == "step" else 1.0,
         float(layers),
+        float(layers) if is_whole else 0.0,
         1.0 if sample.op == "step" else 0.0,
+    )
+
+
+def _attention(sample: Sample, model: ModelSpec, share: float) -> tuple[float, ...]:
+    """`row_flops` to `heads_per_kv` of a sample."""
+    tp, heads = sample.tp, model.num_heads / sample.tp
+    pair_flops = share * model.attention_flops_per_token_pair / tp
+    decodes = sample.batch_size if sample.is_decode else sample.decodes
+    context = (sample.context_tokens if sample.is_decode else sample.decode_context_tokens) + 1
+    token_bytes = sample.num_layers * model.kv_bytes_per_token_layer(tp)
+    chunks = 0 if sample.is_decode else sample.batch_size
+    longest = max((sample.context_tokens + sample.new_tokens) if chunks else 0, context if decodes else 0)
+    return (
+        chunks * (sample.context_tokens + (sample.new_tokens + 1) / 2) * pair_flops,
+        float(sample.new_tokens),
+        decodes * context * pair_flops if chunks else 0.0,
+        float(decodes),
+        longest * pair_flops / heads if chunks else 0.0,
+        decodes * context * token_bytes,
+        decodes * token_bytes,
+        0.0 if model.mla else heads / max(1, model.num_kv_heads // tp),
     )

@@ -202,7 +202,7 @@ def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) ->
 def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> EngineProfile | None:
     """The engine's own costs, by name or the policy's; none in forms whose prices are all there is."""
     form = scenario.cost_form or profile.form
-    if form != "roofline":
+    if form not in ("roofline", "table"):
         if scenario.engine_profile is not None:
             raise UserError(
                 f"--engine-profile {scenario.engine_profile}: prices of form {form} are all there is, nothing is added "

@@ -2,7 +2,7 @@
 
 The tables hold latencies in ms of GEMMs (m, n, k), of attention over prompts and of attention over a KV cache, measured
 by several engines' collectors. A decoder layer is the sum of its four GEMMs (QKV, output, gate and up, down) and its
-attention; norms, rotary embedding and activation are not in the tables, so a layer of them is missing a few per cent.
+attention (`products`): norms, rotary embedding and activation are not in the tables.
 
 - A GEMM that several collectors timed counts with the median of them: they call the same library, and the median of
   three machines is steadier than any.
@@ -191,7 +191,7 @@ def _layers(
                 continue
             timing = linear[tokens]
             yield Sample(
-                op="layers",
+                op="products",
                 latency_s=timing.latency_s + median(times),
                 spread_s=timing.spread_s,
                 repeats=timing.repeats,

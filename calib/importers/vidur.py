@@ -3,12 +3,13 @@
 Medians in ms, resolved to a microsecond, per layer and GPU: `mlp.csv` by number of tokens (projections, MLP, norms,
 rotary embedding, activation, residual), `attention.csv` by chunk, batch and KV cache, `all_reduce.csv` by bytes. A
 layer is an attention row plus the operators at its number of tokens, interpolated linearly between neighbours of the
-dense grid.
+dense grid. Without the attention table (in Vidur's repository they are large files that not every copy holds) there are
+no layers: then the matrix products and what lies between them become samples by themselves.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -30,25 +31,33 @@ OPERATORS = (
     "add",
 )
 """Operators of a layer; models with parallel attention and MLP lack the second norm."""
+PRODUCTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+BETWEEN = tuple(name for name in OPERATORS if name not in PRODUCTS)
 MAY_LACK = ("post_attention_layernorm",)
+SAMPLED_TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+LEAST_BETWEEN_TOKENS = 64
+"""Points of the operators' grid that become samples by themselves; below, the timer's microseconds are too coarse for
+what lies between products."""
 ATTENTION = ("attn_input_reshape", "attn_output_reshape", "attn_kv_cache_save")
 
 
 def import_samples(
-    model_name: str, mlp: Path, attention: Path, all_reduce: Path | None = None
+    model_name: str, mlp: Path, attention: Path | None = None, all_reduce: Path | None = None
 ) -> tuple[list[Sample], dict[str, str]]:
     """Samples of one layer of a model on one GPU of every tensor-parallel size in the tables; with where from."""
     model = load_model(model_name)
-    linear = _operators(mlp, model)
-    samples = list(_layers(attention, model_name, model, linear))
-    if not samples:
+    if attention is None:
+        samples = _parts(mlp, model_name, model)
+    else:
+        samples = _layers(attention, model_name, model, _operators(mlp, model))
+    if not samples and attention is not None:
         raise UserError(f"{attention}: has no attention of {model_name}'s shape: give the model's own table")
     if all_reduce is not None:
         samples += _all_reduces(all_reduce)
     return samples, {
         "tables": "Vidur's data/profiling, Microsoft, MIT licence",
         "files": ", ".join(path.name for path in (mlp, attention, all_reduce) if path is not None),
-        "missing": "LM head, PCIe copies, engine overhead: not in the tables",
+        "missing": f"{'attention, ' if attention is None else ''}LM head, PCIe copies, engine overhead",
     }
 
 
@@ -57,8 +66,19 @@ def _check_model(table: Table, row: int, model: ModelSpec, shape: Mapping[str, i
     return all(table.integer(row, column) == value for column, value in shape.items())
 
 
-def _operators(path: Path, model: ModelSpec) -> dict[int, dict[int, float]]:
-    """Seconds of a layer without attention, by tensor-parallel size and tokens."""
+def _parts(path: Path, model_name: str, model: ModelSpec) -> list[Sample]:
+    """Matrix products, and what lies between them, each alone."""
+    return [
+        Sample(op=op, latency_s=seconds, model=model_name, tp=tp, new_tokens=tokens)
+        for op, names in (("linear", PRODUCTS), ("elementwise", BETWEEN))
+        for tp, by_tokens in sorted(_operators(path, model, names).items())
+        for tokens, seconds in sorted(by_tokens.items())
+        if tokens in SAMPLED_TOKENS and (op == "linear" or tokens >= LEAST_BETWEEN_TOKENS)
+    ]
+
+
+def _operators(path: Path, model: ModelSpec, names: Sequence[str] = OPERATORS) -> dict[int, dict[int, float]]:
+    """Seconds of some of a layer's operators together, by tensor-parallel size and tokens."""
     needed = [f"time_stats.{name}.median" for name in OPERATORS if name not in MAY_LACK]
     shape = {"n_head": model.num_heads, "n_kv_head": model.num_kv_heads, "n_embd": model.hidden_size}
     shape["n_expanded_embd"] = model.intermediate_size
@@ -67,7 +87,7 @@ def _operators(path: Path, model: ModelSpec) -> dict[int, dict[int, float]]:
     for row in range(len(table)):
         if not _check_model(table, row, model, shape):
             continue
-        total = sum(table.number(row, f"time_stats.{name}.median", 0.0) for name in OPERATORS)
+        total = sum(table.number(row, f"time_stats.{name}.median", 0.0) for name in names)
         tp, tokens = table.integer(row, "num_tensor_parallel_workers"), table.integer(row, "num_tokens")
         times[tp][tokens].append(total * MS)
     if not times:

@@ -5,7 +5,7 @@ lane, whatever the form. `sim.cost.forms` has the forms.
 """
 
 from abc import ABC, abstractmethod
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 from sim.engine.plan import Direction, IterationPlan, WindowTokens
@@ -52,6 +52,8 @@ class CostModel(ABC):
     """Whether all-reduces travel over the same lane as KV copies."""
     num_all_reduces: int = 0
     """All-reduces in one iteration."""
+    has_kinks: bool = False
+    """Whether decodes' durations bend with their context: then `straight_steps` says where."""
     copies_beside_compute: bool = True
     """Whether copies run while the device computes; else it makes them itself, one after the other."""
     host: "Host | None" = None
@@ -83,6 +85,10 @@ class CostModel(ABC):
         """`decode_run` with host time that is not hidden: how long the iterations last, where nothing else moves."""
         first_s, slope_s = self.decode_run(num_decodes, context_tokens, window)
         return (first_s, slope_s) if self.host is None else (first_s + self.host.added_s(num_decodes), slope_s)
+
+    def straight_steps(self, num_decodes: int, context_tokens: int) -> float:
+        """Iterations, at least 1, over which `decode_run` holds; asked where `has_kinks`."""
+        return inf
 
     @abstractmethod
     def prefill_s(self, prompt_tokens: int) -> float:

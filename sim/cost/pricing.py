@@ -285,6 +285,8 @@ class Pricer:
         if plan.decode_shared_tokens:
             first_s -= self.cost.unread_s(plan.decode_shared_tokens)
         steps, host = plan.max_steps, self._host
+        if self.cost.has_kinks and steps > 1:
+            steps = int(min(steps, self.cost.straight_steps(plan.num_decodes, plan.decode_context_tokens)))
         if host is not None and host.hidden:
             if plan.streamed:
                 return self.step(plan, now_s)
@@ -300,7 +302,7 @@ class Pricer:
                 or lanes.d2h.free_s > now_s
             ):
                 return self.step(plan, now_s)
-            return self._run_streamed(plan, now_s, until_s, first_s, slope_s, host_s)
+            return self._run_streamed(plan, steps, now_s, until_s, first_s, slope_s, host_s)
         first_s += host_s
         if steps > 1 and until_s < inf:
             steps = min(steps, steps_until(until_s - now_s, first_s, slope_s, steps) + more)
@@ -311,12 +313,19 @@ class Pricer:
         return make_times((steps, now_s + first_s, first_s + slope_s, slope_s, end_s, steps))
 
     def _run_streamed(
-        self, plan: IterationPlan, now_s: float, until_s: float, compute_s: float, slope_s: float, host_s: float
+        self,
+        plan: IterationPlan,
+        steps: int,
+        now_s: float,
+        until_s: float,
+        compute_s: float,
+        slope_s: float,
+        host_s: float,
     ) -> StepTimes:
         """Iterations that bring in as much KV each: copying or computing is longer, up to where that changes."""
         lanes, layers = self.lanes, self.layers
         read_s, written_s = self._streams(plan)
-        steps, growth_s = plan.max_steps, slope_s
+        growth_s = slope_s
         copying_s = max(read_s, written_s)
         if compute_s < copying_s:
             growth_s = slope_s / layers

@@ -5,12 +5,13 @@ The shipped ones lie in `calib/profiles/`. A data edge, not an import: this modu
 
 import hashlib
 from collections.abc import Sequence
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from sim.cost.kernels import KernelTables
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
@@ -20,7 +21,13 @@ SHIPPED = Path(__file__).parents[2] / "calib" / "profiles"
 ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
     "attention_flops_per_s": "FLOP/s",
+    "attention_tile_tokens": "token",
+    "attention_slots": "1",
     "hbm_bytes_per_s": "B/s",
+    "kv_bytes_per_s": "B/s",
+    "kv_padding_tokens": "token",
+    "elementwise_bytes_per_s": "B/s",
+    "elementwise_launch_s": "s",
     "roofline_exponent": "1",
     "layer_overhead_s": "s",
     "step_overhead_s": "s",
@@ -30,18 +37,32 @@ ROOFLINE_UNITS = {
     "host_memcpy_bytes_per_s": "B/s",
     "allreduce_bytes_per_s": "B/s",
     "allreduce_latency_s": "s",
+    "allreduce_chunk_s": "s",
+    "allreduce_launch_s": "s",
     "alpha": "1",
     "beta": "1",
 }
 """Constants of the forms `roofline` and `paper` and their units; rates are those achieved, per GPU.
 
 `alpha` and `beta` are LayerKV's corrections of Eq. 3 (prefill over peak FLOP/s) and Eq. 4 (copy over the PCIe rate);
-`roofline_exponent` is the sharpness p of the ridge between compute and memory (`sim.cost.forms.ridge`);
-`allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them.
+`roofline_exponent` is the sharpness p of the ridge between compute and memory (`sim.cost.model.ridge`);
+`allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them,
+`allreduce_chunk_s` per chunk of the pipeline, `allreduce_launch_s` per all-reduce.
 `step_overhead_s` is the host time of the live runtime's own engine, where its whole iterations were timed: absent
-otherwise, and of no other engine (`sim.cost.engine_profile`).
+otherwise, and of no other engine (`sim.cost.engine_profile`). `docs/calibration.md` has them all.
 """
-OPTIONAL = frozenset({"step_overhead_s"})
+OPTIONAL: dict[str, str | float] = {
+    "attention_tile_tokens": 0.0,
+    "attention_slots": 0.0,
+    "kv_bytes_per_s": "hbm_bytes_per_s",
+    "kv_padding_tokens": 0.0,
+    "elementwise_bytes_per_s": inf,
+    "elementwise_launch_s": 0.0,
+    "allreduce_chunk_s": 0.0,
+    "allreduce_launch_s": 0.0,
+    "step_overhead_s": 0.0,
+}
+"""Constants that a profile may lack, and what then counts: another constant, or a value at which their term is free."""
 LINEAR_UNITS = {
     "prefill_base_s": "s",
     "prefill_s_per_token": "s/token",
@@ -54,8 +75,11 @@ LINEAR_UNITS = {
 }
 """Constants of the form `linear`: p0, p1, p2, d0, d1, d2, seconds per swapped block, and what of those each piece costs
 whatever its size: a copy of one layer of a block costs it as well."""
-UNITS = {"roofline": ROOFLINE_UNITS, "paper": ROOFLINE_UNITS, "linear": LINEAR_UNITS}
-MAY_BE_ZERO = frozenset({"layer_overhead_s", "step_overhead_s", "copy_launch_s", "allreduce_latency_s", *LINEAR_UNITS})
+UNITS = {"roofline": ROOFLINE_UNITS, "table": ROOFLINE_UNITS, "paper": ROOFLINE_UNITS, "linear": LINEAR_UNITS}
+MAY_BE_ZERO = frozenset(
+    {"layer_overhead_s", "step_overhead_s", "copy_launch_s", "allreduce_latency_s", *LINEAR_UNITS}
+    | {name for name, absent in OPTIONAL.items() if absent == 0.0}
+)
 """Constants that cost nothing at zero; the others divide or scale, and must be positive."""
 
 
@@ -102,22 +126,27 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         gpu: name of the hardware spec; "any" for a user's own linear coefficients.
         status: measured on that GPU by this project, imported from public tables, derived from a specification, or
             fitted to the requests of a server (measured-from-server).
-        constants: exactly those of `UNITS[form]`.
-        residuals: errors of the fit, such as {"prefill_mape": 0.059}.
+        constants: those of `UNITS[form]`; those of `OPTIONAL` may be missing.
+        residuals: errors of the fit, such as {"prefill_mape": 0.059}; in form `table` of its roofline.
+        kernels: what the form `table` interpolates.
     """
 
     name: str
     gpu: str
     status: Literal["measured", "imported", "derived", "measured-from-server"]
-    form: Literal["roofline", "linear", "paper"]
+    form: Literal["roofline", "table", "linear", "paper"]
     constants: dict[str, Constant]
     provenance: dict[str, str]
     range: FittedRange | None = None
     residuals: dict[str, float] | None = None
+    kernels: KernelTables | None = None
 
     def value(self, name: str) -> float:
         """One constant, in the unit of its name. UserError where the profile's form has none of that name."""
         constant = self.constants.get(name)
+        if constant is None and self.form != "linear" and name in OPTIONAL:
+            absent = OPTIONAL[name]
+            return self.value(absent) if isinstance(absent, str) else absent
         if constant is None:
             raise UserError(
                 f"profile {self.name}: field constants.{name} is missing in form {self.form!r}: "
@@ -194,6 +223,13 @@ def read_profile(path: Path | str) -> Profile:
     profile = convert(data, Profile, path)
     _check_constants(profile, path)
     _check_numbers(profile, path)
+    if (profile.form == "table") != (profile.kernels is not None):
+        raise UserError(
+            f"{path}: field kernels belongs to form table, and form table needs it: this is {profile.form!r}"
+        )
+    fault = profile.kernels.fault() if profile.kernels else ""
+    if fault:
+        raise UserError(f"{path}: field kernels.{fault}")
     return profile
 
 

@@ -353,6 +353,28 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             elements += self.moe.num_moe_layers * ((2 * experts - 1) * h + (gates + 1) * width / tp)
         return elements * self.dtype_bytes
 
+    def elementwise_bytes_per_token(self, tp: int = 1) -> float:
+        """Bytes per GPU that the kernels between the matrix products of all layers read and write for one token.
+
+        Each layer: two norms that add the residual (4 h each), rotary embedding of queries and keys in place, the
+        activation function of the MLP, the KV cache's write. Norms on queries and keys are not counted.
+        """
+        self.check_tp(tp)
+        heads = self.num_heads / tp
+        if self.mla:
+            kv = rotated = self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+            rotated += heads * self.mla.qk_rope_head_dim
+        else:
+            kv = self.kv_elements_per_token_layer(tp)
+            rotated = heads * self.head_dim + kv / 2
+        elements = self.num_layers * (8 * self.hidden_size + 2 * rotated) + self.num_stored_layers * 2 * kv
+        operands = 3 if self.gated_mlp else 2
+        width = self._num_dense_layers * self.intermediate_size
+        if self.moe:
+            active = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
+            width += self.moe.num_moe_layers * active
+        return (elements + operands * width / tp) * self.dtype_bytes
+
     def _attention_inner_width(self, tp: int) -> float:
         """Elements of one token between the projections of attention: queries, keys, values, and attention's output."""
         n = self.num_heads / tp

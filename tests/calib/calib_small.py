@@ -9,7 +9,7 @@ import numpy as np
 from calib.roofline import complete, predict_s
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
-from sim.cost.profile import load_profile
+from sim.cost.profile import OPTIONAL, load_profile
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 
@@ -17,6 +17,8 @@ A100 = {
     "flops_per_s": 2.5e14,
     "attention_flops_per_s": 1.75e14,
     "hbm_bytes_per_s": 1.6e12,
+    "kv_bytes_per_s": 1.5e12,
+    "kv_padding_tokens": 20.0,
     "roofline_exponent": 2.8,
     "layer_overhead_s": 4e-5,
 }
@@ -24,6 +26,8 @@ H100 = {
     "flops_per_s": 7e14,
     "attention_flops_per_s": 5.5e14,
     "hbm_bytes_per_s": 2.8e12,
+    "kv_bytes_per_s": 3e12,
+    "kv_padding_tokens": 60.0,
     "roofline_exponent": 4.3,
     "layer_overhead_s": 2.8e-5,
 }
@@ -31,12 +35,18 @@ L20 = {
     "flops_per_s": 8.4e13,
     "attention_flops_per_s": 6.2e13,
     "hbm_bytes_per_s": 6.8e11,
+    "kv_bytes_per_s": 6.4e11,
+    "kv_padding_tokens": 30.0,
     "roofline_exponent": 3.0,
     "layer_overhead_s": 3e-5,
 }
 """Constants of the size that such GPUs have."""
 HARDWARE = load_hardware("a100-80g")
 BASE = load_profile("a100-80g-derived")
+BASE = msgspec.structs.replace(
+    BASE, constants={name: constant for name, constant in BASE.constants.items() if name not in OPTIONAL}
+)
+"""Without assumptions about what the samples leave out, so that planted constants are all there is."""
 THREE = ("llama-2-7b", "llama-2-70b", "llama-3.1-8b")
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (1, 4, 16, 64, 256)
@@ -91,11 +101,14 @@ def noisy(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
     return timed(samples, [s.latency_s * f for s, f in zip(samples, factors, strict=True)])
 
 
-def copies(op: str, *, launch_s: float, bytes_per_s: float, sizes: Sequence[float] | None = None) -> list[Sample]:
+def copies(
+    op: str, *, launch_s: float, bytes_per_s: float, sizes: Sequence[float] | None = None, overlap: bool = True
+) -> list[Sample]:
     """Copies of 4 KiB to 256 MiB in 1 to 64 pieces, timed by a cost of asking and a rate."""
     found = []
     for size in sizes or [4096.0 * 4**i for i in range(9)]:
         for pieces in (1, 8, 64):
-            seconds = launch_s * pieces + size * pieces / bytes_per_s
+            asked_s, moved_s = launch_s * pieces, size * pieces / bytes_per_s
+            seconds = max(asked_s, moved_s) if overlap else asked_s + moved_s
             found.append(Sample(op=op, latency_s=seconds, num_bytes=size * pieces, num_copies=pieces))
     return found

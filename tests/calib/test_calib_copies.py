@@ -11,7 +11,12 @@ from calib.samples import Sample
 from sim.errors import UserError
 
 LINK = {"copy_launch_s": 2.5e-6, "h2d_bytes_per_s": 2.5e10, "d2h_bytes_per_s": 2.2e10}
-RING = {"allreduce_bytes_per_s": 9e10, "allreduce_latency_s": 4e-6}
+RING = {
+    "allreduce_bytes_per_s": 9e10,
+    "allreduce_latency_s": 4e-6,
+    "allreduce_chunk_s": 3e-6,
+    "allreduce_launch_s": 6e-6,
+}
 
 
 def both_ways():
@@ -31,13 +36,14 @@ def reductions(gpus=(2, 4, 8), sizes=tuple(8192.0 * 4**i for i in range(8))):
     ]
 
 
-def test_a_copy_is_pieces_times_asking_and_bytes_over_the_rate():
+def test_a_copy_is_pieces_times_asking_or_bytes_over_the_rate():
     samples = [
         Sample(op="h2d", latency_s=1.0, num_bytes=1e9, num_copies=4),
         Sample(op="d2h", latency_s=1.0, num_bytes=3e6),
+        Sample(op="d2h", latency_s=1.0, num_bytes=3e6, num_copies=100),
     ]
     constants = {"copy_launch_s": 1e-5, "h2d_bytes_per_s": 2e10, "d2h_bytes_per_s": 1e10}
-    assert copy_s(constants, samples).tolist() == pytest.approx([0.05004, 0.00031])
+    assert copy_s(constants, samples).tolist() == pytest.approx([0.05, 0.0003, 0.001])
 
 
 def test_an_all_reduce_is_a_ring():
@@ -45,6 +51,13 @@ def test_an_all_reduce_is_a_ring():
     constants = {"allreduce_latency_s": 5e-6, "allreduce_bytes_per_s": 1e10}
     found = all_reduce_s(constants, np.full(3, 8e6), np.array([1.0, 2.0, 4.0]))
     assert found.tolist() == pytest.approx([0.0, 10e-6 + 800e-6, 30e-6 + 1200e-6])
+
+
+def test_an_all_reduce_is_a_pipeline_of_chunks_of_the_best_size():
+    """400 us of moving in chunks that cost 1 us: 20 of them, which cost 20 us and as much for filling the pipeline."""
+    constants = {"allreduce_latency_s": 0.0, "allreduce_bytes_per_s": 1e10, "allreduce_chunk_s": 1e-6}
+    launched = all_reduce_s({**constants, "allreduce_launch_s": 7e-6}, np.full(2, 4e6), np.array([1.0, 2.0]))
+    assert launched.tolist() == pytest.approx([0.0, 447e-6])
 
 
 def test_exact_copies_give_their_constants_back():

@@ -63,8 +63,11 @@ def test_models_left_out_are_predicted_within_5_and_4_percent(refit):
 
 
 def test_no_region_leans_by_more_than_10_percent(refit):
-    assert len(refit.report.regions) == 17
-    assert max(abs(region.bias) for region in refit.report.regions) <= 0.10
+    whole = [region for region in refit.report.regions if not region.name.startswith("elementwise")]
+    assert len(whole) == 17
+    assert max(abs(region.bias) for region in whole) <= 0.10
+    # A tenth of a layer, timed to a microsecond.
+    assert max((abs(region.bias) for region in refit.report.regions if region not in whole), default=0.0) <= 0.15
 
 
 def test_the_refit_is_the_shipped_profile(refit):
@@ -125,7 +128,7 @@ def test_a_model_that_follows_other_constants_is_known_by_its_held_out_error():
     """Two models on one GPU, the third on one half as fast: left out, it is predicted twice too fast."""
     usual, odd_one = ("llama-2-7b", "llama-3.1-8b"), "llama-2-70b"
     slower = {**A100, "flops_per_s": 1.25e14, "attention_flops_per_s": 0.875e14, "hbm_bytes_per_s": 0.8e12}
-    slower["layer_overhead_s"] = 8e-5
+    slower |= {"layer_overhead_s": 8e-5, "kv_bytes_per_s": A100["kv_bytes_per_s"] / 2}
     alike = planted(shapes(usual))
     found = leave_one_model_out(*parts_of([*alike, *planted(shapes((odd_one,)), slower)]))
     assert sorted(found) == sorted(THREE)
@@ -229,7 +232,7 @@ def test_the_report_says_what_was_found_in_every_part(report):
         carried = name in report.carried
         assert ("carried over" in line) == carried
         assert (" | - | " in line) == carried
-        assert constant.unit in ("1", "s") or any(unit in line for unit in ("TFLOP/s", "GB/s"))
+        assert constant.unit in ("1", "s", "token") or any(unit in line for unit in ("TFLOP/s", "GB/s"))
     rate = report.estimates["flops_per_s"]
     value, low, high = (f"{v / 1e12:.4g} TFLOP/s" for v in (rate.value, rate.low, rate.high))
     assert f"| `flops_per_s` | {value} | {low} to {high} | fitted |" in text

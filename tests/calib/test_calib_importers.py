@@ -367,7 +367,7 @@ def test_a_layer_is_four_gemms_and_attention_with_medians_over_collectors(tables
     0.05 and 0.15 ms count with 0.1.
     """
     samples, provenance = composed(tables)
-    layers = {(s.batch_size, s.new_tokens, s.context_tokens): s for s in samples if s.op == "layers"}
+    layers = {(s.batch_size, s.new_tokens, s.context_tokens): s for s in samples if s.op == "products"}
     assert sorted(layers) == [(1, 128, 0), (2, 64, 1000), (128, 1, 127), (128, 1, 1000)]
     attention_ms = {(1, 128, 0): 0.1, (2, 64, 1000): 0.2, (128, 1, 127): 0.1, (128, 1, 1000): 0.35}
     for key, sample in layers.items():
@@ -443,7 +443,7 @@ def test_a_model_without_a_gate_has_one_matrix_into_its_mlp(tables, tmp_path):
     put(root, "attention/vllm/1.2.0/generation_attention_perf.parquet", [attention_row(8, 1, 500, 0.05, **heads)])
     samples, _ = composed(tables, models=[str(config)])
     # QKV of 12288 columns 0.4, output 0.06, into the MLP 0.4, out of it 0.2 and attention 0.05.
-    assert [s.latency_s for s in samples if s.op == "layers"] == [pytest.approx(1.11e-3)]
+    assert [s.latency_s for s in samples if s.op == "products"] == [pytest.approx(1.11e-3)]
 
 
 def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, capsys):
@@ -466,12 +466,14 @@ def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, cap
     put(root, "attention/vllm/1.2.0/context_attention_perf.parquet", prompts)
     put(root, "attention/vllm/1.2.0/generation_attention_perf.parquet", decodes)
     reduces = [
-        nccl_row(g, n, 1e3 * 2 * (g - 1) * (5e-6 + n / g / 1e11)) for g in (2, 4) for n in (8192, 1 << 20, 1 << 26)
+        nccl_row(g, n, 1e3 * 2 * (g - 1) * (5e-6 + n / g / 1e11))
+        for g in (2, 4, 8)
+        for n in (8192, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
     ]
     put(root, "comm/nccl/2.20.5/nccl_perf.parquet", reduces)
     words = ["--system", "a100_sxm", "--model", "llama-3.1-8b", "--tables", str(tables), "--out", str(tmp_path / "out")]
     assert kvtwin.main(["profile", "import", "aiconfigurator", *words]) == 0
-    assert "(30 samples)" in capsys.readouterr().out
+    assert "(39 samples)" in capsys.readouterr().out
     assert drawn == ["a100-80g-imported.png"]
     profile = read_profile(tmp_path / "out" / "a100-80g-imported.json")
     expected = {
@@ -482,9 +484,9 @@ def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, cap
         "allreduce_bytes_per_s": 1e11,
         "allreduce_latency_s": 5e-6,
     }
-    assert {n: profile.value(n) for n in expected} == pytest.approx(expected, rel=0.02)
+    assert {n: profile.value(n) for n in expected} == pytest.approx(expected, rel=0.05)
     assert profile.provenance["device"] == "A CARD"
-    assert len(read_samples(tmp_path / "out" / "a100-80g-imported.csv.gz")) == 30
+    assert len(read_samples(tmp_path / "out" / "a100-80g-imported.csv.gz")) == 39
 
 
 @pytest.mark.parametrize(

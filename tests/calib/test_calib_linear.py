@@ -23,7 +23,10 @@ TRUE = {
     "decode_s_per_sequence": 1e-3,
     "decode_s_per_context_token": 1e-6,
 }
-LINK = copies("h2d", launch_s=2e-6, bytes_per_s=2.5e10) + copies("d2h", launch_s=2e-6, bytes_per_s=2e10)
+LINK = [
+    *copies("h2d", launch_s=2e-6, bytes_per_s=2.5e10, overlap=False),
+    *copies("d2h", launch_s=2e-6, bytes_per_s=2e10, overlap=False),
+]
 
 
 def steps(**options):

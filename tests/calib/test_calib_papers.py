@@ -7,7 +7,7 @@ from calib_small import HARDWARE
 from calib.papers import eq3_alpha, paper_constants
 from calib.report import papers_table
 from calib.samples import Sample
-from sim.cost.forms import ridge
+from sim.cost.model import ridge
 from sim.errors import UserError
 from sim.specs.models import ModelSpec
 

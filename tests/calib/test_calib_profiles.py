@@ -37,12 +37,12 @@ def test_a_shipped_profile_keeps_the_schema(name):
     assert data["status"] in ("measured", "imported", "derived")
     assert data["gpu"] in built_in_hardware()
     assert data["form"] == "roofline" or data["status"] == "measured"
-    units = {name: unit for name, unit in UNITS[data["form"]].items() if name not in OPTIONAL}
-    assert list(data["constants"]) == list(units)
-    for constant, unit in units.items():
-        fields = data["constants"][constant]
+    units = UNITS[data["form"]]
+    assert list(data["constants"]) == [name for name in units if name in data["constants"]]
+    assert set(units) - set(data["constants"]) <= set(OPTIONAL)
+    for constant, fields in data["constants"].items():
         assert list(fields) == ["value", "stderr", "unit", "source"]
-        assert fields["unit"] == unit
+        assert fields["unit"] == units[constant]
         assert fields["value"] >= 0 if constant in MAY_BE_ZERO else fields["value"] > 0
         assert len(fields["source"]) > 20
     assert all(data["provenance"].values())
@@ -71,8 +71,8 @@ def test_a_fitted_profile_has_samples_range_and_residuals(name):
     assert path.name == f"{name}.csv.gz"
     assert profile.provenance["samples_sha256"] == samples_sha256(path)
     assert profile.range is not None
-    priced = [s for s in samples if s.op in ("layers", "step", "recompute") and not s.beside]
-    prompts, decodes = ([s for s in priced if s.is_decode == phase] for phase in (False, True))
+    prompts = [s for s in samples if s.is_prompt and not s.beside]
+    decodes = [s for s in samples if s.is_decode and s.op == "products" and not s.beside]
     assert profile.range.tokens == (min(s.tokens for s in prompts), max(s.tokens for s in prompts))
     assert profile.range.batch == (min(s.batch_size for s in decodes), max(s.batch_size for s in decodes))
     assert profile.residuals is not None
@@ -91,18 +91,18 @@ def test_every_constant_of_an_imported_profile_is_fitted_or_says_what_it_was_car
             if found.stderr is not None:
                 low, high = map(float, found.source.split("interval ")[1].partition(";")[0].split(" to "))
                 assert low < found.value < high
-                assert 2 * found.stderr == pytest.approx((high - low) / 2, rel=0.1)
+                assert 1.9 * found.stderr <= (high - low) / 2 <= 3.5 * found.stderr
         else:
             old = base.constants[constant]
             assert (found.value, found.stderr) == (old.value, old.stderr)
             assert found.source == f"carried over from {base.name}: {old.source}"
-    sources = [found.source for found in profile.constants.values()]
-    assert sum(source.startswith("fitted") for source in sources) == 8
+    fitted = {name for name, found in profile.constants.items() if found.source.startswith("fitted")}
+    assert fitted >= {"flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "kv_bytes_per_s", "alpha"}
 
 
 def test_every_samples_file_that_ships_belongs_to_a_profile():
     assert sorted(path.name for path in DATA.iterdir()) == [f"{name}.csv.gz" for name in FITTED]
-    assert [name.rpartition("-")[0] for name in IMPORTED] == ["a100-80g", "h100", "h200", "l40s"]
+    assert [name.rpartition("-")[0] for name in IMPORTED] == ["a100-80g", "h100", "h200", "l40s", "rtx-4090"]
 
 
 # -- deriving --------------------------------------------------------------------------------------------------------
@@ -127,10 +127,12 @@ def test_a_derived_profile_takes_the_siblings_shares_of_the_specification():
     assert profile.value("alpha") * profile.value("flops_per_s") == pytest.approx(ours.fp16_flops_per_s)
     base = load_profile("l20-derived")
     for name in OWN:
-        assert profile.constants[name] == base.constants[name]
+        assert profile.constants.get(name) == base.constants.get(name)
     assert (profile.name, profile.gpu, profile.status, profile.form) == ("l20-derived", "l20", "derived", "roofline")
-    assert list(profile.constants) == [name for name in ROOFLINE_UNITS if name not in OPTIONAL]
+    known = {*base.constants, *sibling.constants}
+    assert set(ROOFLINE_UNITS) - set(profile.constants) <= set(OPTIONAL)
     for name, constant in profile.constants.items():
+        assert name in known
         assert constant.stderr is None
         if name not in OWN:
             assert constant.source.startswith(("assumed", "derived"))
@@ -159,10 +161,12 @@ def test_an_assumed_share_needs_a_reason():
         derived(compute_share=0.7)
 
 
-@pytest.mark.parametrize("gpu", ["l20", "rtx-4090"])
-def test_what_ships_as_derived_from_the_l40s_is_derived_from_it(gpu):
+@pytest.mark.parametrize(("gpu", "memory"), [("l20", "l40s"), ("rtx-4090", None)])
+def test_what_ships_as_derived_from_the_rtx_4090_is_derived_from_it(gpu, memory):
+    """The L20 reads memory of the L40S's kind, and computes with as many watts a FLOP/s as the RTX 4090."""
     shipped = load_profile(f"{gpu}-derived")
-    again = derived(gpu, compute_share=0.70, reason="x")
+    like = (load_profile(f"{memory}-imported"), load_hardware(memory)) if memory else None
+    again = derived(gpu, "rtx-4090-imported", memory=like)
     assert {n: c.value for n, c in again.constants.items()} == pytest.approx(
         {n: c.value for n, c in shipped.constants.items()}
     )

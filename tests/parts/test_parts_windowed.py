@@ -152,7 +152,7 @@ def test_half_of_yoco_computes_for_the_last_token_only() -> None:
     assert cost.prefill_s(4000) == pytest.approx(expected + cost.overhead_s + cost.head_s(1))
     # One token is no prompt: halves add up to the whole.
     read_s = cost.full_s_per_token + cost.window_s_per_token
-    expected = cost.linear_s(1) + cost.head_s(1) + cost.overhead_s + read_s
+    expected = cost.linear_s(1) + cost.head_s(1) + cost.overhead_s + read_s + cost.kv_padding_s
     assert cost.decode_run(1, 1, WindowTokens(1, 1))[0] == pytest.approx(expected)
 
 
@@ -293,7 +293,7 @@ def test_dequantisation_by_hand() -> None:
     """Two vector operations for each of 262,144 elements, at a sixteenth of the tensor cores' rate."""
     found = setup(model="llama-2-7b", gpu="l20", max_model_len=4096, kv_cache_dtype="fp8")
     value = found.profile.value
-    read_s = 262_144 / value("hbm_bytes_per_s")
+    read_s = 262_144 / value("kv_bytes_per_s")
     compute_s = 2 * 262_144 / (value("flops_per_s") / 16)
     p = value("roofline_exponent")
     assert found.cost.decode_run(1, 1)[1] == pytest.approx((read_s**p + compute_s**p) ** (1 / p))
@@ -303,7 +303,7 @@ def test_latent_decodes_by_hand() -> None:
     """DeepSeek-V2-Lite on an H100: 1,152 bytes and 16 x 2,176 FLOPs for each token and layer, 27 layers."""
     found = setup(model="deepseek-v2-lite", gpu="h100", max_model_len=4096)
     value, p = found.profile.value, found.profile.value("roofline_exponent")
-    read_s, compute_s = 27 * 1152 / value("hbm_bytes_per_s"), 27 * 16 * 2176 / value("attention_flops_per_s")
+    read_s, compute_s = 27 * 1152 / value("kv_bytes_per_s"), 27 * 16 * 2176 / value("attention_flops_per_s")
     assert found.cost.decode_run(1, 1)[1] == pytest.approx((read_s**p + compute_s**p) ** (1 / p))
     # A latent is one piece of a layer, not keys and values.
     assert found.cost.num_copies(3, 27) == 3 * 27

@@ -67,9 +67,11 @@ def test_a_saturated_gpu_gives_the_rooflines_throughput() -> None:
     activations = 32 * (3 * 4096 + 4 * 4096 + 4096 + 3 * 11008) * 2
     memory = (model.linear_weight_bytes + batch * activations) / bandwidth
     linear = ((batch * model.linear_flops_per_token / flops) ** p + memory**p) ** (1 / p)
-    decodes = sum(
-        linear + head + fixed + 524288 * batch * (prompt + k) / bandwidth for k in range(1, output)
-    )  # fmt: skip
+    # Two norms with their residual, rotary embedding, KV cache and activation: 8 h + 2 x 2 h + 4 h + 3 f elements.
+    between = batch * 32 * (16 * 4096 + 3 * 11008) * 2 / value("elementwise_bytes_per_s")
+    linear += max(between, 32 * value("elementwise_launch_s"))
+    read_s, padding = 524288 * batch / value("kv_bytes_per_s"), value("kv_padding_tokens")
+    decodes = sum(linear + head + fixed + read_s * (prompt + k + padding) for k in range(1, output))
     span = outcome.ended[0].finish_s - outcome.ended[0].first_token_s
     assert span == pytest.approx(decodes, rel=1e-9)
     assert outcome.instance.iterations == output
@@ -86,6 +88,8 @@ def test_prefill_cost_is_the_rooflines() -> None:
         2048 * 12.952e9 / value("flops_per_s")
         + 4 * 32 * 4096 * 2048 * 2049 / 2 / value("attention_flops_per_s")
         + 4096 * 32000 * 2 / value("hbm_bytes_per_s")
+        + 2048 * 32 * (16 * 4096 + 3 * 11008) * 2 / value("elementwise_bytes_per_s")
+        + value("step_overhead_s")
         + 32 * value("layer_overhead_s")
     )
     assert outcome.ended[0].first_token_s == pytest.approx(expected, rel=2e-3)

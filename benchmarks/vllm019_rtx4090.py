@@ -1,0 +1,127 @@
+"""vLLM 0.19 serving Llama-3.1-8B on one RTX 4090, as measured and as simulated from its kernels' times.
+
+    python benchmarks/vllm019_rtx4090.py FOLDER    # says so and ends where FOLDER is not there
+
+FOLDER holds what LLMServingSim (CASYS Lab, KAIST, MIT licence) published: `measured.csv` and `trace.csv`, 300 requests
+of a real server, row by row; `dense.csv`, `attention.csv` and `per_sequence.csv`, times of vLLM's kernels on the same
+card. The trace is replayed with vLLM v1's rules, its prefix cache and the server's limits; prices come from the kernel
+tables, as they are (form `table`) and through a roofline fitted to all of their rows. Nothing is fitted to the run. The
+engine costs nothing beside its kernels: vLLM 0.19 schedules while the GPU computes.
+"""
+
+import argparse
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from calib.fit import fit_profile
+from calib.importers.llmservingsim import import_samples, import_tables, is_whole
+from sim.cost.profile import Profile, load_profile
+from sim.policy_options import parse_policy
+from sim.scenario import Scenario
+from sim.simulate import build_run, execute, prepare
+from sim.specs.hardware import load_hardware
+from sim.traffic import traffic
+
+GPU, MODEL = "rtx-4090", "llama-3.1-8b"
+ENGINE_OVERHEAD_S = 0.0
+
+
+def profiles(folder: Path) -> list[Profile]:
+    """A roofline fitted to the tables, and the tables themselves."""
+    samples, provenance = import_samples(folder, MODEL, chosen=is_whole)
+    base = load_profile(f"{GPU}-derived")
+    report = fit_profile(
+        samples, folder, load_hardware(GPU), base, name="roofline", status="imported", provenance=provenance
+    )
+    overhead = msgspec.structs.replace(
+        base.constants["step_overhead_s"], value=ENGINE_OVERHEAD_S, source="assumed: hidden behind the GPU's work"
+    )
+    constants = {**report.profile.constants, "step_overhead_s": overhead}
+    roofline = msgspec.structs.replace(report.profile, constants=constants)
+    table = msgspec.structs.replace(roofline, name="table", form="table", kernels=import_tables(folder, MODEL))
+    return [roofline, table]
+
+
+def scenario(folder: Path, meta: dict[str, Any], profile: Path) -> Scenario:
+    """The server and its traffic."""
+    arguments, cache = meta["engine_kwargs"], meta["kv_cache"]
+    return Scenario(
+        trace=str(folder / "trace.csv"),
+        model=MODEL,
+        gpu=GPU,
+        profile=str(profile),
+        num_gpu_blocks_override=cache["num_gpu_blocks"],
+        block_size=cache["block_size"],
+        enable_prefix_caching=cache["enable_prefix_caching"],
+        max_num_batched_tokens=arguments["max_num_batched_tokens"],
+        max_num_seqs=arguments["max_num_seqs"],
+        max_model_len=arguments["max_model_len"],
+    )
+
+
+def read_measured(folder: Path) -> dict[str, list[float]]:
+    """TTFT, TPOT and latency of each request, s, and the time of the last token."""
+    with (folder / "measured.csv").open(encoding="utf-8") as file:
+        rows = [{name: float(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+    with (folder / "trace.csv").open(encoding="utf-8") as file:
+        outputs = [int(row["output_tokens"]) for row in csv.DictReader(file)]
+    return {
+        "TTFT": [row["first_token_s"] - row["arrival_s"] for row in rows],
+        "TPOT": [
+            (row["last_token_s"] - row["first_token_s"]) / (tokens - 1)
+            for row, tokens in zip(rows, outputs, strict=True)
+            if tokens > 1
+        ],
+        "latency": [row["last_token_s"] - row["arrival_s"] for row in rows],
+        "makespan": [max(row["last_token_s"] for row in rows)],
+    }
+
+
+def simulate(setup: Scenario, policy: str = "vllm-v1") -> dict[str, list[float]]:
+    """The same of a simulation."""
+    run = execute(build_run(prepare(setup, policy, parse_policy(policy, {})[1]), traffic(setup)))
+    log = run.log
+    return {
+        "TTFT": list(log.ttft_s),
+        "TPOT": list(log.tpot_s),
+        "latency": list(log.e2el_s),
+        "makespan": [log.last_finish_s],
+    }
+
+
+def summary(found: dict[str, Sequence[float]]) -> dict[str, float]:
+    """Means, and the 99th percentile of TPOT; s. Throughput goes with the inverse of the makespan."""
+    means = {f"mean {name}": fmean(values) for name, values in found.items() if name != "makespan"}
+    return {**means, "P99 TPOT": quantiles(found["TPOT"], n=100)[98], "makespan": found["makespan"][0]}
+
+
+def main() -> None:
+    """Print measured and simulated figures side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    if not (folder / "measured.csv").exists():
+        print(f"{folder} is not there: nothing to compare with")
+        return
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    there = summary(read_measured(folder))
+    print(f"{'':<10}" + "".join(f"{name:>22}" for name in there))
+    print(f"{'measured':<10}" + "".join(f"{seconds:>13.4g} s       " for seconds in there.values()))
+    with TemporaryDirectory() as scratch:
+        for profile in profiles(folder):
+            path = Path(scratch) / f"{profile.name}.json"
+            path.write_bytes(profile.to_json())
+            here = summary(simulate(scenario(folder, meta, path)))
+            cells = (f"{here[name]:>13.4g} s {100 * (here[name] / there[name] - 1):>+5.1f}%" for name in there)
+            print(f"{profile.name:<10}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

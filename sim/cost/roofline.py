@@ -1,0 +1,297 @@
+"""Form `roofline`: fitted constants on the model's own FLOPs and bytes, per GPU of a tensor-parallel group of G.
+
+T = ridge(N c_lin / (G F), (W + N a) / (G H)) + max(launch, N e / E) + attention + LM head for sampled tokens
+    + all-reduces + overhead of each layer, where ridge(c, m) = (c^p + m^p)^(1/p).
+
+- Linear layers: a are the activations that they read and write for a token. Of a mixture of experts, W holds those that
+  N tokens meet. e are the bytes of what lies between them (norms, rotary embedding, activation function, residual).
+- Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
+  needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
+  (F / 16), bytes / H_kv) for each token read.
+- Prompts: query-context pairs / (G F_attn). Where `attention_tile_tokens` is given, one kernel does prompts and decodes
+  (FlashAttention-2's for lengths that vary): a tile of so many rows costs the same however few of them are used, a
+  decode's row as well; one head of one tile walks its whole context on one of `attention_slots`; and decodes' query
+  heads read their shared KV anew, where more of them run than slots. Its computing and reading do not overlap. Else
+  prompts' and decodes' kernels run in turn, as they do where layers differ in their KV.
+- All-reduces, two a layer: launch + 2 (G-1) latency + r / X + 2 sqrt(chunk r / X), r = 2 (G-1)/G bytes: a pipeline
+  whose chunks have the best size.
+"""
+
+from collections.abc import Callable
+from math import ceil, inf, sqrt
+
+from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
+from sim.cost.profile import FittedRange, Profile
+from sim.engine.plan import Direction, IterationPlan, WindowTokens
+from sim.specs.hardware import HardwareSpec
+from sim.specs.kv_format import KVFormat, window_pairs
+from sim.specs.models import ModelSpec
+
+VECTOR_SHARE = 1 / 16
+"""Vector operations a second, of the tensor cores' FLOP/s (an assumption: A100 19.5 of 312 TFLOPS, H100 67 of 989).
+They dequantise KV; the fits know of no quantised KV."""
+
+
+class RooflineCost(CostModel):
+    """Form `roofline`: fitted constants on the model's own FLOPs and bytes."""
+
+    padded: Callable[[int], int] | None = None
+    """Tokens that the linear layers compute for a decode batch of so many, where the engine's CUDA graphs pad it."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
+        super().__init__()
+        value = profile.value
+        flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
+        self._set_range(profile.range or FittedRange())
+        self._batch_s: dict[int, float] = {}
+        self.exponent = value("roofline_exponent")
+        self.tp = tp
+        self.layers = model.num_layers
+        self.linear_s_per_token = model.linear_flops_per_token / (tp * flops)
+        self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
+        self._set_experts(model, tp * bandwidth)
+        self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
+        self.elementwise_s_per_token = model.elementwise_bytes_per_token(tp) / value("elementwise_bytes_per_s")
+        self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))
+        self._set_kv(model, model.kv_format(tp), value("kv_bytes_per_s"), flops, value("attention_flops_per_s"))
+        self._set_tiles(model, profile, tp)
+        self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
+        self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
+        self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
+        self.overhead_s = model.num_layers * value("layer_overhead_s")
+        self.elementwise_least_s = model.num_layers * value("elementwise_launch_s")
+        self.kv_padding_s = value("kv_padding_tokens") * self.decode_s_per_context_token
+        self._set_copies(hardware, profile)
+        self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
+        self._set_all_reduce(model, hardware, profile)
+        self.projection_s_per_token = projection_flops(model) / (tp * flops)
+
+    def _set_range(self, seen: FittedRange) -> None:
+        # Below the least seen, prompts cost what decodes of as many tokens do, and those begin at one.
+        self.most_tokens = seen.tokens[1] if seen.tokens else inf
+        self.most_batch = seen.batch[1] if seen.batch else inf
+        self.most_context_tokens = seen.context_tokens[1] if seen.context_tokens else inf
+
+    def _set_experts(self, model: ModelSpec, bandwidth: float) -> None:
+        """Seconds that reading all routed experts takes, and the share of them that one token leaves alone."""
+        moe = model.moe
+        self.routed_weights_s = self.idle_share = 0.0
+        if moe:
+            self.routed_weights_s = (model.linear_weight_bytes - model.linear_weight_bytes_read(0)) / bandwidth
+            self.idle_share = 1 - moe.experts_per_token / moe.num_experts
+
+    def _set_kv(self, model: ModelSpec, kv: KVFormat, bandwidth: float, flops: float, attention_flops: float) -> None:
+        """Seconds of a decode per token that the layers with and without a window read."""
+        self.kv = kv
+        self.last_token_share = model.last_token_share
+        compute_s = kv.flops_per_token_read / attention_flops
+        compute_s += kv.dequantize_ops_per_token_read / (VECTOR_SHARE * flops)
+
+        def read_s(layers: int) -> float:
+            seconds = kv.token_layer_bytes * layers / bandwidth
+            return ridge(compute_s * layers, seconds, self.exponent) if compute_s and layers else seconds
+
+        self.full_s_per_token, self.window_s_per_token = read_s(kv.num_full_readers), read_s(kv.num_window_readers)
+        # What several decodes read together is read once and computed for each. Windows are not shared.
+        full_share = kv.num_full_readers / self.layers
+        computed_s = max(self.attention_s_per_pair * full_share, compute_s * kv.num_full_readers)
+        self.unread_s_per_token = max(0.0, self.full_s_per_token - computed_s)
+        # Where nobody says what is in the windows, as if they held everything.
+        self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
+        self.is_uniform = kv.window is None and not self.last_token_share
+
+    def _set_tiles(self, model: ModelSpec, profile: Profile, tp: int) -> None:
+        """What the kernel that does prompts and decodes together rounds up; no tile where layers differ in their KV."""
+        self.tile_tokens = profile.value("attention_tile_tokens") if self.is_uniform and not model.mla else 0.0
+        self.slots = profile.value("attention_slots")
+        heads = model.num_heads / tp
+        # Pairs of a GPU's whole time that one tile of one head takes of it for each token of its context.
+        self.walk_pairs_per_token = self.tile_tokens * self.slots / heads
+        self.heads_per_kv = heads / max(1, model.num_kv_heads // tp)
+
+    def _note_beyond(self, name: str, value: float) -> None:
+        if value > self.beyond.get(name, 0.0):
+            self.beyond[name] = value
+
+    def _set_copies(self, hardware: HardwareSpec, profile: Profile) -> None:
+        value = profile.value
+        self.links = -(-self.tp // hardware.gpus_per_pcie_link)
+        # GPUs of the group that share a link share its bandwidth.
+        share = self.tp / self.links
+        self.d2h_s_per_byte = share / value("d2h_bytes_per_s")
+        self.h2d_s_per_byte = share / value("h2d_bytes_per_s")
+        self.copy_launch_s = value("copy_launch_s")
+
+    def _set_all_reduce(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile) -> None:
+        tp, value = self.tp, profile.value
+        self.all_reduce_on_pcie = tp > 1 and hardware.nvlink_bytes_per_s is None
+        self.num_all_reduces = 2 * model.num_layers if tp > 1 else 0
+        ring = 2 * (tp - 1) / tp * model.hidden_size * ACTIVATION_BYTES
+        self.all_reduced_s_per_token = ring / value("allreduce_bytes_per_s")
+        self.all_reduce_chunk_s = value("allreduce_chunk_s")
+        self.all_reduce_fixed_s = value("allreduce_launch_s") + 2 * (tp - 1) * value("allreduce_latency_s")
+
+    def linear_s(self, tokens: int) -> float:
+        """Linear layers of all layers, and what lies between them, over `tokens` tokens, s."""
+        memory = self.linear_weights_s + tokens * self.activations_s_per_token
+        if self.routed_weights_s:
+            memory -= self.routed_weights_s * self.idle_share**tokens
+        seconds = ridge(tokens * self.linear_s_per_token, memory, self.exponent)
+        return seconds + max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
+
+    def _linear_parts_s(self, tokens: int, last_tokens: int) -> float:
+        """The same where some of the layers see a prompt's last token only."""
+        share = self.last_token_share
+        seconds = (1 - share) * self.linear_s(tokens)
+        return seconds + share * self.linear_s(last_tokens) if last_tokens else seconds
+
+    def _attention_s(self, cached: int, num_new: int, is_sampled: bool) -> float:
+        """Attention of all layers over `num_new` prompt tokens after `cached` ones, s."""
+        pairs = 0
+        for layers in self.kv.layers:
+            if layers.last_token_only:
+                pairs += layers.num_layers * (cached + num_new) * is_sampled
+            elif layers.window is not None:
+                pairs += layers.num_layers * window_pairs(cached, num_new, layers.window)
+            else:
+                pairs += layers.num_layers * (num_new * cached + num_new * (num_new + 1) // 2)
+        return self.attention_s_per_pair / self.layers * pairs
+
+    def _tiled_s(self, plan: IterationPlan, num_decodes: int, read_s: float) -> float:
+        """Attention of prompts and of decodes that would read for `read_s` by themselves, in one kernel, s."""
+        pairs: float = plan.prefill_pairs
+        longest = 0.0
+        for _, num_new, cached, _ in plan.chunks:
+            if num_new > 1 or not plan.num_single_chunks:
+                longest = max(longest, cached + num_new)
+                pairs += max(0.0, self.tile_tokens - num_new) * (cached + (num_new + 1) / 2)
+        return self._together_s(pairs, longest, num_decodes, plan.decode_context_tokens, read_s)
+
+    def _together_s(
+        self, pairs: float, longest: float, num_decodes: int, context_tokens: float, read_s: float
+    ) -> float:
+        """The same, of prompts' pairs and longest context, tiles included, and of decodes over `context_tokens`."""
+        if not num_decodes:
+            return self.attention_s_per_pair * max(pairs, self.walk_pairs_per_token * longest)
+        pairs += self.tile_tokens * context_tokens
+        longest = max(longest, context_tokens / num_decodes)
+        reads = 1.0
+        if self.slots:
+            reads = min(max(1.0, num_decodes * self.heads_per_kv / self.slots), self.heads_per_kv)
+        compute_s = self.attention_s_per_pair * max(pairs, self.walk_pairs_per_token * longest)
+        return compute_s + reads * read_s
+
+    def _uneven_s(self, plan: IterationPlan) -> float:
+        """Linear layers and prompts' attention of an iteration where layers differ."""
+        sampled = plan.num_sampled_prefills + plan.num_decodes
+        seconds = self._linear_parts_s(plan.prefill_tokens + plan.num_decodes, sampled)
+        for seq, num_new, cached, _ in plan.chunks:
+            seconds += self._attention_s(cached, num_new, cached + num_new == seq.num_tokens)
+        return seconds
+
+    def head_s(self, num_sampled: int) -> float:
+        """LM head for `num_sampled` tokens, s."""
+        memory = self.head_weights_s + num_sampled * self.logits_s_per_sample
+        return ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
+
+    def iteration_s(self, plan: IterationPlan) -> float:
+        num_decodes = plan.num_decodes + plan.num_single_chunks
+        if not plan.prefill_tokens:
+            # A decode iteration that copies ride along with.
+            decodes = num_decodes, plan.decode_context_tokens, plan.decode_window
+            return self.decode_run(*decodes)[0] if num_decodes else 0.0
+        tokens = plan.prefill_tokens + num_decodes
+        sampled = plan.num_sampled_prefills + plan.num_decodes
+        if plan.decode_window is None:
+            read_s = self.decode_s_per_context_token * plan.decode_context_tokens
+        else:
+            read_s = self.full_s_per_token * plan.decode_context_tokens
+            read_s += self.window_s_per_token * plan.decode_window.tokens
+        read_s += self.kv_padding_s * num_decodes
+        if self.tile_tokens:
+            work_s = self.linear_s(tokens) + self._tiled_s(plan, num_decodes, read_s)
+        elif self.is_uniform:
+            work_s = self.linear_s(tokens) + self.attention_s_per_pair * plan.prefill_pairs + read_s
+        else:
+            work_s = self._uneven_s(plan) + read_s
+        seconds = work_s + self.overhead_s
+        if sampled:
+            seconds += self.head_s(sampled)
+        if self.tp > 1:
+            seconds += self.all_reduce_s(tokens)
+        if plan.prefill_tokens > self.most_tokens:
+            self._note_beyond("tokens", plan.prefill_tokens)
+        if plan.decode_context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
+            self._note_decodes(num_decodes, plan.decode_context_tokens)
+        return seconds
+
+    def _note_decodes(self, num_decodes: int, context_tokens: int) -> None:
+        if num_decodes > self.most_batch:
+            self._note_beyond("batch", num_decodes)
+        if context_tokens > self.most_context_tokens:
+            self._note_beyond("context_tokens", context_tokens)
+
+    def decode_run(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+    ) -> tuple[float, float]:
+        # Batches are of few sizes and come again and again: what depends on the size alone is kept.
+        batch_s = self._batch_s.get(num_decodes)
+        if batch_s is None:
+            tokens = num_decodes if self.padded is None else self.padded(num_decodes)
+            batch_s = self.linear_s(tokens) + self.head_s(num_decodes) + self.overhead_s
+            batch_s += self.kv_padding_s * num_decodes + self.all_reduce_s(tokens)
+            self._batch_s[num_decodes] = batch_s
+        if window is None:
+            slope = self.decode_s_per_context_token * num_decodes
+            first = batch_s + self.decode_s_per_context_token * context_tokens
+        else:
+            slope = self.full_s_per_token * num_decodes + self.window_s_per_token * window.num_growing
+            first = batch_s + self.full_s_per_token * context_tokens + self.window_s_per_token * window.tokens
+        if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
+            self._note_decodes(num_decodes, context_tokens)
+        return first, slope
+
+    def unread_s(self, num_tokens: int) -> float:
+        return self.unread_s_per_token * num_tokens
+
+    def prefill_s(self, prompt_tokens: int) -> float:
+        seconds = self._prompt_s(prompt_tokens) + self.overhead_s + self.head_s(1)
+        seconds += 0.0 if self.host is None else self.host.added_s(1)
+        return seconds + self.all_reduce_s(prompt_tokens)
+
+    def _prompt_s(self, num_tokens: int) -> float:
+        """Linear layers and attention of a prompt alone."""
+        if self.is_uniform:
+            pairs: float = num_tokens * (num_tokens + 1) // 2
+            if self.tile_tokens:
+                pairs += max(0.0, self.tile_tokens - num_tokens) * (num_tokens + 1) / 2
+                pairs = max(pairs, self.walk_pairs_per_token * num_tokens)
+            return self.linear_s(num_tokens) + self.attention_s_per_pair * pairs
+        return self._linear_parts_s(num_tokens, 1) + self._attention_s(0, num_tokens, is_sampled=True)
+
+    def project_s(self, num_tokens: int) -> float:
+        return self.projection_s_per_token * num_tokens
+
+    def recompute_s(self, num_tokens: int) -> float:
+        return self._prompt_s(num_tokens) / self.layers
+
+    def num_copies(self, num_blocks: int, layers: int) -> int:
+        # vLLM 0.5.5 copies each layer's keys and values apart; a latent is one piece.
+        return ceil(self.pieces_per_layer * num_blocks * layers)
+
+    def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
+        per_byte = self.d2h_s_per_byte if direction is Direction.D2H else self.h2d_s_per_byte
+        # The next piece is asked for while the last is on its way.
+        return max(self.copy_launch_s * num_copies, num_bytes * per_byte)
+
+    def all_reduce_s(self, num_tokens: int) -> float:
+        if self.tp == 1:
+            return 0.0
+        moved_s = self.all_reduced_s_per_token * num_tokens
+        pipelined_s = moved_s + 2 * sqrt(self.all_reduce_chunk_s * moved_s)
+        return self.num_all_reduces * (self.all_reduce_fixed_s + pipelined_s)
+
+
+def projection_flops(model: ModelSpec) -> float:
+    """Multiplications and additions that make one token's keys and values of one layer from its input."""
+    return model.kv_projection_flops_per_token_layer

@@ -1,0 +1,151 @@
+"""Form `table`: points by hand, straight lines between them, the roofline beyond, and exact jumps."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.testing import Machine, limits, requests, simulate
+from sim.cost.forms import build_cost
+from sim.cost.kernels import KernelTables, edge, grid_of, value_at
+from sim.cost.profile import load_profile, read_profile
+from sim.cost.table import TableCost
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.specs.hardware import load_hardware
+from sim.specs.models import load_model
+from sim.systems.vllm055 import VllmRecompute
+from traces.request import Request
+
+MODEL = load_model("llama-3.1-8b")
+HARDWARE = load_hardware("rtx-4090")
+LAYERS = 32
+US = 1e-6
+
+
+def attention_us(chunk: int, cached: int, decodes: int, context: int) -> float:
+    """Bends at every context of the grid, and costs half as much again beside a chunk."""
+    return 10.0 + chunk * (cached + chunk) / 1000 + decodes * context**0.8 / 30 * (1.5 if chunk else 1.0)
+
+
+def tables() -> KernelTables:
+    shapes = [(0, 0, n, c) for n in (1, 4, 16) for c in (16, 64, 256, 1024)]
+    shapes += [(chunk, cached, 0, 0) for chunk in (16, 128, 512) for cached in (0, 512)]
+    shapes += [
+        (chunk, cached, n, c)
+        for chunk in (16, 128, 512) for cached in (0, 512) for n in (1, 4, 16) for c in (16, 256, 1024)
+    ]  # fmt: skip
+    return KernelTables(
+        model=MODEL.name,
+        tp=1,
+        weight_bytes=MODEL.linear_weight_bytes / LAYERS,
+        kv_bytes=MODEL.kv_bytes_per_token_layer(),
+        layer=[(n, (500 + n) * US) for n in (1, 64, 512, 1024)],
+        iteration=[(1, 4 * US), (1024, 40 * US)],
+        head=[(1, 1000 * US), (16, 1100 * US)],
+        attention=[(*shape, attention_us(*shape) * US) for shape in shapes],
+    )
+
+
+def profile():
+    base = load_profile("rtx-4090-imported")
+    overhead = msgspec.structs.replace(base.constants["step_overhead_s"], value=0.001)
+    constants = {**base.constants, "step_overhead_s": overhead}
+    return msgspec.structs.replace(base, form="table", constants=constants, kernels=tables())
+
+
+def machine() -> Machine:
+    found = profile()
+    return Machine(MODEL, build_cost(MODEL, HARDWARE, found, 1, 16 * 131072.0), found, HARDWARE, 1)
+
+
+def plan_of(chunks: list[tuple[int, int]], decodes: int = 0, context_tokens: int = 0) -> IterationPlan:
+    plan = IterationPlan()
+    for new, cached in chunks:
+        seq = Sequence(Request(0, 0.0, 10_000, 5))
+        seq.num_computed = cached
+        plan.add_chunk(seq, new, None)  # type: ignore[arg-type]
+    plan.num_decodes, plan.decode_context_tokens = decodes, context_tokens
+    return plan
+
+
+def test_a_grid_is_linear_between_points_and_flat_beyond() -> None:
+    grid = grid_of([(1, 10, 1.0), (1, 20, 3.0), (4, 10, 4.0), (4, 40, 10.0)])
+    assert value_at(grid, (1, 15)) == 2.0
+    assert value_at(grid, (2, 10)) == pytest.approx(2.0)
+    # Half-way between 3 (beyond the first row's last point) and 7.
+    assert value_at(grid, (2.5, 25)) == pytest.approx((3.0 + 7.0) / 2)
+    assert value_at(grid, (9, 99)) == 10.0 and edge(grid, (9, 99)) == (4, 40)
+
+
+def test_iterations_by_hand() -> None:
+    """A decode batch of 4 over 256 tokens each, and a chunk of 128 after 512 beside it."""
+    cost = machine().cost
+    base = 32 * 504 + (4 + 36 * 3 / 1023) + (1000 + 100 * 3 / 15) + 1000
+    alone = base + 32 * attention_us(0, 0, 4, 256)
+    assert cost.decode_run(4, 4 * 257)[0] == pytest.approx(alone * US)
+    slope = 32 * (attention_us(0, 0, 4, 1024) - attention_us(0, 0, 4, 256)) / (1024 - 256)
+    assert cost.decode_run(4, 4 * 257)[1] == pytest.approx(slope * US)
+    mixed = 32 * (500 + 132) + 32 * attention_us(128, 512, 4, 256) + 4 + 36 * 131 / 1023 + 1020 + 1000
+    assert cost.iteration_s(plan_of([(128, 512)], 4, 4 * 257)) == pytest.approx(mixed * US)
+    # Two prompts do not attend to each other: what each adds to the least that a launch takes.
+    launch = min(us for *_, us in ((*row[:4], row[4] / US) for row in tables().attention))
+    pair = 32 * (500 + 256) + 32 * (2 * attention_us(128, 0, 0, 0) - launch) + 4 + 36 * 255 / 1023 + 1000
+    assert cost.iteration_s(plan_of([(128, 0), (128, 0)])) == pytest.approx(pair * US)
+
+
+@settings(max_examples=60, deadline=None)
+@given(decodes=st.integers(1, 40), context=st.integers(1, 3000))
+def test_durations_are_straight_for_as_many_iterations_as_it_says(decodes: int, context: int) -> None:
+    cost = COST
+    first_s, slope_s = cost.decode_run(decodes, decodes * context)
+    steps = min(cost.straight_steps(decodes, decodes * context), 500)
+    assert steps >= 1
+    for i in range(int(steps)):
+        assert cost.decode_run(decodes, decodes * (context + i))[0] == pytest.approx(first_s + i * slope_s, rel=1e-9)
+
+
+COST = machine().cost
+
+
+def test_beyond_the_tables_times_grow_as_the_rooflines_do() -> None:
+    cost = COST
+    assert isinstance(cost, TableCost)
+    roofline = build_cost(MODEL, HARDWARE, profile(), 1, 1.0, "roofline")
+    ratio = roofline.linear_s(4096) / roofline.linear_s(1024)  # type: ignore[attr-defined]
+    assert cost.linear_s(4096) == pytest.approx(ratio * cost.linear_s(1024))
+    attention = [cost.decode_run(16, 16 * c)[0] for c in (1025, 2049, 3073)]
+    assert attention[2] - attention[1] == pytest.approx(attention[1] - attention[0])
+    assert cost.decode_run(64, 64 * 257)[0] > cost.decode_run(16, 16 * 257)[0]
+
+
+def test_jumps_are_exact_across_the_bends() -> None:
+    rows = [(0.01 * i, 20 + 37 * i % 300, 30 + 61 * i % 400) for i in range(24)]
+    limit = limits(gpu=600, seqs=16, block_bytes=16 * 131072.0)
+    stepped, jumped = (
+        simulate(VllmRecompute(), requests(*rows), limit, machine=machine(), jump=jump) for jump in (False, True)
+    )
+    one, other = stepped.by_id(), jumped.by_id()
+    for number, seq in one.items():
+        assert other[number].finish_s == pytest.approx(seq.finish_s, rel=1e-9)
+        assert other[number].first_token_s == pytest.approx(seq.first_token_s, rel=1e-9)
+
+
+def test_the_tables_are_of_one_model_and_group(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"its kernels are those of llama-3.1-8b on 1 GPUs .* use a roofline"):
+        build_cost(load_model("qwen3-8b"), HARDWARE, profile(), 1, 1.0)
+    path = tmp_path / "t.json"
+    path.write_bytes(profile().to_json())
+    assert read_profile(path) == profile()
+    for broken, match in (
+        (msgspec.structs.replace(profile(), kernels=None), "field kernels belongs to form table"),
+        (msgspec.structs.replace(profile(), form="roofline"), "field kernels belongs to form table"),
+        (
+            msgspec.structs.replace(profile(), kernels=msgspec.structs.replace(tables(), attention=[])),
+            "attention: needs rows of decodes alone",
+        ),
+    ):
+        path.write_bytes(broken.to_json())
+        with pytest.raises(UserError, match=match):
+            read_profile(path)
