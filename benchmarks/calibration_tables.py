@@ -34,7 +34,11 @@ from sim.specs.hardware import load_hardware  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "calibration.md"
 FIGURES = ROOT / "docs" / "figures"
-CONSTANTS = ("flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "roofline_exponent", "layer_overhead_s")
+CONSTANTS = (
+    "flops_per_s", "attention_flops_per_s", "attention_tile_tokens", "attention_slots", "hbm_bytes_per_s",
+    "kv_bytes_per_s", "kv_padding_tokens", "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",
+    "layer_overhead_s", "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s",
+)  # fmt: skip
 
 
 def fits() -> list[FitReport]:
@@ -59,19 +63,23 @@ def fits() -> list[FitReport]:
 
 
 def errors(reports: Sequence[FitReport]) -> str:
-    """Held-out errors of each profile, prefill / decode."""
+    """Held-out errors of each profile, prefill / decode, and mixed where there is any."""
     rows = []
     for report in reports:
         own, unseen = report.profile.residuals or {}, mean_holdout(report.by_model)
-        worst_prefill = max((part.prefill, name) for name, part in report.by_model.items() if part.prefill > 0)
-        worst_decode = max((part.decode, name) for name, part in report.by_model.items() if part.decode > 0)
+        worst = [
+            max(((getattr(part, phase), name) for name, part in report.by_model.items() if getattr(part, phase) > 0),
+                default=(float("nan"), "one model"))
+            for phase in ("prefill", "decode")
+        ]  # fmt: skip
+        mixed = f" / {percent(own['mixed_mape'])}" if "mixed_mape" in own else ""
         rows.append(
             (
                 f"`{report.profile.name}`",
                 str(len(report.samples)),
-                f"{percent(own['prefill_mape'])} / {percent(own['decode_mape'])}",
+                f"{percent(own['prefill_mape'])} / {percent(own['decode_mape'])}{mixed}",
                 f"**{percent(unseen.prefill)} / {percent(unseen.decode)}**",
-                f"{percent(worst_prefill[0])} ({worst_prefill[1]}) / {percent(worst_decode[0])} ({worst_decode[1]})",
+                " / ".join(f"{percent(error)} ({name})" for error, name in worst),
                 worst_region(report),
             )
         )
@@ -85,6 +93,9 @@ def constants(reports: Sequence[FitReport]) -> str:
     for name in CONSTANTS:
         cells = [f"`{name}`"]
         for report in reports:
+            if name not in report.estimates:
+                cells.append("-")
+                continue
             estimate, unit = report.estimates[name], report.profile.constants[name].unit
             half = (estimate.high - estimate.low) / 2
             shown = readable(estimate.value, unit)

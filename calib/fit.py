@@ -283,6 +283,6 @@ def _residuals(
         "unseen_size_prefill_mape": large.prefill,
         "unseen_size_decode_mape": large.decode,
         "unseen_size_mixed_mape": large.mixed,
-        "largest_region_bias": max((abs(region.bias) for region in found), default=float("nan")),
+        "largest_region_bias": max((abs(region.bias) for region in found if region.is_pass), default=float("nan")),
     }
     return {name: round(value, 5) for name, value in values.items() if np.isfinite(value)}

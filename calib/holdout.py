@@ -33,6 +33,11 @@ class Region:
     """Mean of predicted / measured - 1."""
     mape: float
 
+    @property
+    def is_pass(self) -> bool:
+        """Whether it is of tokens through whole layers, not of a part of them."""
+        return not self.name.startswith(("linear", "elementwise"))
+
 
 @dataclass(frozen=True)
 class Holdout:

@@ -119,6 +119,7 @@ def papers_table(report: FitReport) -> str:
 
 def forms_table(reports: Sequence[FitReport]) -> str:
     """What each term of the form is worth: held-out errors (prefill / decode) with it left out."""
+    reports = [report for report in reports if report.by_model]
     rows = []
     for form, about in FORMS.items():
         cells = [f"{form}: {about}"]
@@ -142,6 +143,6 @@ def size_table(reports: Sequence[FitReport], shares: Sequence[float] = (0.5, 0.7
 
 
 def worst_region(report: FitReport) -> str:
-    """The region that the fit leans in most."""
-    worst = max(report.regions, key=lambda region: abs(region.bias))
+    """The region of whole passes that the fit leans in most."""
+    worst = max((region for region in report.regions if region.is_pass), key=lambda region: abs(region.bias))
     return f"{100 * worst.bias:+.1f} % ({worst.name})"

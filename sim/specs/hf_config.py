@@ -36,6 +36,8 @@ def read_hf_config(path: Path | str, name: str | None = None) -> ModelSpec:
     if path.is_dir():
         path = path / "config.json"
     outer = read_json_object(path)
+    if outer.get("model_type") == "bloom":
+        outer = _bloom(outer)
     fields, family = _language_model(outer, path)
     fields.refuse_unknown()
     return _spec(fields, family, Quantization(_quantization(outer, fields, path), path), name or _name(path))
@@ -66,6 +68,19 @@ def _language_model(outer: dict[str, Any], path: Path) -> tuple[Fields, Family]:
     return Fields(merged, path), _family(types[1], path)
 
 
+BLOOM_NAMES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"}
+
+
+def _bloom(config: dict[str, Any]) -> dict[str, Any]:
+    """BLOOM's config by the usual names: an MLP of 4 h, no limit to positions (ALiBi) but the length trained on."""
+    found = {BLOOM_NAMES.get(field, field): value for field, value in config.items() if value is not None}
+    hidden = found.get("hidden_size")
+    if isinstance(hidden, int):
+        found.setdefault("intermediate_size", 4 * hidden)
+    found.setdefault("max_position_embeddings", found.get("seq_length", 2048))
+    return found
+
+
 def _family(model_type: object, path: Path) -> Family:
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -93,7 +108,7 @@ def _name(path: Path) -> str:
 
 
 def _spec(fields: Fields, family: Family, quantization: Quantization, name: str) -> ModelSpec:
-    layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
+    kind, layers, hidden = fields.get("model_type"), fields.count("num_hidden_layers"), fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
     mla = read_mla(fields) if family.mla else None
     kv_heads = heads if mla else fields.count("num_key_value_heads", default=heads)
@@ -127,15 +142,16 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         output_bias=_bias(fields, family.output_bias),
         mlp_bias=fields.flag("mlp_bias", default=family.layer_norm and fields.flag("enable_bias", default=True)),
         norm_params_per_layer=_norms(family, hidden, heads, kv_heads, head_dim, mla),
-        final_norm_params=hidden * (2 if family.layer_norm else 1),
+        # BLOOM has another norm after its embeddings.
+        final_norm_params=hidden * (2 if family.layer_norm else 1) * (2 if kind == "bloom" else 1),
         # OPT's table has two rows more than positions (the padding offset).
-        position_rows=fields.count("max_position_embeddings") + 2 if family.layer_norm else 0,
+        position_rows=fields.count("max_position_embeddings") + 2 if kind == "opt" else 0,
         mla=mla,
         moe=moe,
         kv_layers=kv_layers,
         kv_dequantize_ops=DEQUANTIZE_OPS if kv_bytes < plain else 0.0,
     )
-    if family.layer_norm:
+    if kind == "opt":
         _check_opt(fields, hidden)
     return spec
 
@@ -159,13 +175,15 @@ def _dtype_bytes(fields: Fields) -> float:
 
 def _tied(fields: Fields) -> bool:
     # Architectures whose configs leave the field out where it holds its default.
-    default = fields.get("model_type") in ("opt", "gemma", "gemma2", "gemma3_text")
+    default = fields.get("model_type") in ("opt", "bloom", "gemma", "gemma2", "gemma3_text")
     return fields.flag("tie_word_embeddings", default=default)
 
 
 def _bias(fields: Fields, rule: object) -> bool:
     if fields.get("model_type") == "opt":
         return fields.flag("enable_bias", default=True)
+    if fields.get("model_type") in ("internlm", "internlm2"):
+        return fields.flag("bias", default=fields.get("model_type") == "internlm")
     return fields.flag("attention_bias", default=False) if rule == "config" else bool(rule)
 
 

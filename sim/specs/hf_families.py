@@ -9,7 +9,7 @@ class Family(msgspec.Struct, frozen=True):
     """What a `model_type` leaves unsaid in its config.
 
     Attributes:
-        qkv_bias: biases on Q, K, V: yes, no, or as `attention_bias` says.
+        qkv_bias: biases on Q, K, V: yes, no, or as `attention_bias` (InternLM: `bias`) says.
         output_bias: bias on the output projection, likewise.
         qk_norm: norms of queries and keys: per head (d elements each) or over all heads (n d elements each).
         layer_norm: LayerNorm with bias (2 h elements) in place of RMSNorm (h elements).
@@ -45,6 +45,9 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(window_pattern=2, norms=4),
     "gemma3_text": Family(window_pattern=6, norms=4, qk_norm="head"),
     "opt": Family(qkv_bias=True, output_bias=True, layer_norm=True, gated_mlp=False),
+    "internlm": Family(),
+    "internlm2": Family(),
+    "bloom": Family(qkv_bias=True, output_bias=True, layer_norm=True, gated_mlp=False),
     "qwen2": Family(qkv_bias=True, output_bias=False, sliding_by_default=False),
     "qwen2_moe": Family(qkv_bias=True, output_bias=False, moe="fine", shared_gate=True, sliding_by_default=False),
     "qwen3": QWEN3,

@@ -26,6 +26,7 @@ KNOWN_SHAPES = frozenset(_KNOWN_SHAPES.split())
 """Fields that the reader takes into account."""
 
 _HARMLESS = (
+    "apply_residual_connection_post_layernorm attention_softmax_in_fp32 skip_bias_add_qkv "
     "_attn_implementation _remove_final_layer_norm activation_dropout add_cross_attention attention_dropout "
     "attention_probs_dropout_prob attn_implementation cache_implementation chunk_size_feed_forward "
     "cross_attention_hidden_size hidden_act hidden_activation hidden_dropout hidden_dropout_prob "

@@ -30,7 +30,7 @@ from calib.copies import all_reduce_s
 from calib.fit import fit_profile, with_graphs
 from calib.report import fit_markdown
 from calib.robust import Parameter, fit_relative
-from calib.roofline import MOST_EXPONENT, complete, fit_roofline, predict_s, ridge_s
+from calib.roofline import MOST_EXPONENT, attention_s, complete, fit_roofline, predict_s, ridge_s
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
 from sim.cost.model import ridge
@@ -114,6 +114,55 @@ def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_toke
     if sample.is_decode:
         first_s, _ = cost.decode_run(batch_size, batch_size * (context_tokens + 1))
         assert predict_s(constants, terms([sample]))[0] == pytest.approx(first_s, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    model=st.sampled_from(["llama-2-7b", "llama-3.1-8b", "qwen3-32b"]),
+    tp=st.sampled_from([1, 2, 4]),
+    chunk=st.integers(2, 4096),
+    cached=st.integers(0, 20_000),
+    decodes=st.integers(1, 256),
+    context=st.integers(0, 20_000),
+    profile=st.sampled_from(["rtx-4090-imported", "l20-derived", "h100-imported"]),
+)
+def test_a_mixed_step_costs_what_the_simulator_charges(model, tp, chunk, cached, decodes, context, profile):
+    sample = Sample(
+        op="step", latency_s=1.0, model=model, tp=tp, num_layers=spec(model).num_layers, new_tokens=chunk,
+        context_tokens=cached, decodes=decodes, decode_context_tokens=context,
+    )  # fmt: skip
+    cost, constants = cost_and_constants(model, profile, tp)
+    plan = plan_of(sample)
+    plan.num_decodes, plan.decode_context_tokens = decodes, decodes * (context + 1)
+    assert predict_s(constants, terms([sample]))[0] == pytest.approx(cost.iteration_s(plan), rel=1e-9)
+
+
+def test_a_mixed_kernel_by_hand():
+    """Llama-3.1 8B: a chunk of 10 after 990 counts as 40 rows, as do 64 decodes after 999; KV is read twice."""
+    constants = complete({**A100, "attention_tile_tokens": 40.0, "attention_slots": 128.0})
+    sample = Sample(
+        op="products", latency_s=1.0, model="llama-3.1-8b", new_tokens=10, context_tokens=990, decodes=64,
+        decode_context_tokens=999,
+    )  # fmt: skip
+    pair, kv = 4 * 32 * 128, 2 * 8 * 128 * 2
+    compute_s = (40 * 995.5 + 40 * 64 * 1000) * pair / 1.75e14
+    assert compute_s > 40 * 1000 * 128 / 32 * pair / 1.75e14
+    read_s = 64 * (1000 + 20) * kv / 1.5e12
+    assert attention_s(constants, terms([sample]))[0] == pytest.approx(compute_s + 2 * read_s)
+    # Alone, the chunk waits for one head's tile to walk its context: 128 slots, 32 heads.
+    alone = msgspec.structs.replace(sample, decodes=0, decode_context_tokens=0)
+    assert attention_s(constants, terms([alone]))[0] == pytest.approx(40 * 1000 * 128 / 32 * pair / 1.75e14)
+
+
+def test_exact_mixed_samples_give_tiles_and_slots_back():
+    constants = {**A100, "attention_tile_tokens": 48.0, "attention_slots": 150.0}
+    mixed = [
+        Sample(op="layers", latency_s=1.0, model=model, new_tokens=n, context_tokens=c, decodes=d,
+               decode_context_tokens=k)
+        for model in THREE for n in (16, 256, 2048) for c in (0, 4096) for d in (1, 16, 128) for k in (128, 2048)
+    ]  # fmt: skip
+    fit = fit_of(planted([*shapes(), *mixed], constants))
+    assert fit.values == pytest.approx(constants, rel=1e-3)
 
 
 @settings(max_examples=100, deadline=None)

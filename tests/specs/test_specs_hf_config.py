@@ -276,3 +276,55 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(UserError, match="not UTF-8"):
         read_hf_config(tmp_path)
+
+
+BLOOM_560M = {
+    "model_type": "bloom",
+    "n_layer": 24,
+    "n_head": 16,
+    "hidden_size": 1024,
+    "vocab_size": 250880,
+    "seq_length": 2048,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "hidden_dropout": 0.0,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "pretraining_tp": 1,
+    "slow_but_exact": False,
+    "use_cache": True,
+}
+INTERNLM_7B = {
+    "model_type": "internlm",
+    "bias": True,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 103168,
+}
+
+
+def test_bloom_has_an_mlp_of_four_widths_and_no_table_of_positions(tmp_path):
+    """bigscience/bloom-560m has 559,214,592 parameters."""
+    model = read(tmp_path, BLOOM_560M)
+    assert model.num_params == 559_214_592
+    assert (model.num_kv_heads, model.head_dim, model.intermediate_size) == (16, 64, 4096)
+    assert (model.position_rows, model.max_position_embeddings, model.tie_word_embeddings) == (0, 2048, True)
+
+
+def test_internlm_is_a_llama_with_biases_where_it_says_so(tmp_path):
+    """Biases on Q, K, V and the output: internlm-7b has them, internlm-20b says `bias: false`."""
+    model = read(tmp_path, INTERNLM_7B)
+    layer = 4 * 4096 * 4096 + 4 * 4096 + 3 * 4096 * 11008 + 2 * 4096
+    assert model.num_params == 32 * layer + 2 * 103168 * 4096 + 4096
+    assert not read(tmp_path, INTERNLM_7B | {"bias": False}).qkv_bias
+    grouped = read(tmp_path, INTERNLM_7B | {"model_type": "internlm2", "bias": False, "num_key_value_heads": 8})
+    assert (grouped.num_kv_heads, grouped.qkv_bias, grouped.output_bias) == (8, False, False)
