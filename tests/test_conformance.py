@@ -62,6 +62,8 @@ MIXES = [
     "fastertransformer:memory=paged",
     "sarathi:batching=unified",
     "vllm-recompute:order=priority",
+    "sarathi:memory=tiered",
+    "vllm-v1:memory=tiered",
 ]
 
 

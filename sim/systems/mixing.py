@@ -116,6 +116,7 @@ class KnownMemory(Known["Memory"]):
     """A memory, and whether it can keep what others may hit."""
 
     can_cache_prefixes: bool = False
+    always_caches: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,18 @@ def _paged(b: Builder) -> "Memory":
 
         return WindowedMemory(b.limits)
     return PagedMemory(b.limits)
+
+
+def _tiered(b: Builder) -> "Memory":
+    from sim.parts.memory.tiered import TieredMemory
+    from sim.parts.offload.worth import Worth
+
+    if b.offloading.offloads:
+        raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        raise UserError(f"memory=tiered: {b.deployment.model.name} has layers that keep a window only")
+    worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
+    return TieredMemory(b.limits, worth, in_flight_hits=b.names["batching"] == "unified")
 
 
 def _connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
@@ -377,6 +390,7 @@ ORDERS: "dict[str, Known[Order]]" = {
 }
 MEMORIES: dict[str, KnownMemory] = {
     "paged": KnownMemory(_paged, can_cache_prefixes=True),
+    "tiered": KnownMemory(_tiered, can_cache_prefixes=True, always_caches=True),
     "reserved": KnownMemory(_reserved),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),
 }

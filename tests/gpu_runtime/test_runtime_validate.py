@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
+from runtime_variants import LIVE  # noqa: E402
 from small_results import small_result  # noqa: E402
 
 import kvtwin  # noqa: E402
@@ -50,16 +51,20 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
 
 def test_pools_that_fit_stay_as_they_are(free_bytes):
     free_bytes(400 * GIB)
-    alone = [policy for policy in POLICIES.values() if policy.composition["stage"] != HAND_OVER]
+    alone = [POLICIES[name] for name in LIVE if POLICIES[name].composition["stage"] != HAND_OVER]
     for policy in alone:
         # What a device does not share yet, it does not cache.
         cached = False if policy.default_prefix_caching else None
         assert fit_to_machine(SCENARIO, policy(), "cpu") == replace(SCENARIO, enable_prefix_caching=cached)
 
 
-@pytest.mark.parametrize("option", ["enable_prefix_caching", "async_scheduling", "kv_offloading_size"])
+@pytest.mark.parametrize("option", ["enable_prefix_caching", "async_scheduling", "kv_offloading_size", "memory"])
 def test_what_a_device_cannot_do_yet_is_refused(option):
     policy, scenario = POLICIES["vllm-v1"](), SCENARIO
+    if option == "memory":
+        with pytest.raises(UserError, match="memory=tiered"):
+            fit_to_machine(SCENARIO, POLICIES["cachedattention"](), "cpu")
+        return
     if option == "async_scheduling":
         policy = replace(policy, async_scheduling=True)
     elif option == "kv_offloading_size":
