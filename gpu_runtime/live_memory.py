@@ -20,7 +20,7 @@ from sim.errors import UserError
 from sim.scenario import Scenario
 from sim.simulate import GIB, Keep, build_engine, prepare
 from sim.systems.base import Policy
-from sim.systems.mixing import options_among
+from sim.systems.mixing import MEMORIES, options_among
 from sim.systems.offload_options import OffloadOptions
 
 DEFAULT_SHARE = 4
@@ -79,6 +79,8 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
         raise UserError("--async-scheduling: runs on a device are not scheduled ahead yet; leave it out")
     if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
+    if MEMORIES[policy.names["memory"]].always_caches:
+        raise UserError(f"--policy {policy.name}: runs on a device keep no prefixes on the host yet (memory=tiered)")
     if policy.prefix_caching(scenario.enable_prefix_caching) and (memory := policy.names["memory"]) != "paged":
         if scenario.enable_prefix_caching:
             raise UserError(

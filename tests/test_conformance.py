@@ -70,6 +70,8 @@ MIXES = [
     "vllm-v1:memory=radix",
     "vllm-v1:memory=chunks,async-scheduling=true",
     "fastserve:eviction=recompute,memory=chunks",
+    "sarathi:memory=tiered",
+    "vllm-v1:memory=tiered",
 ]
 
 

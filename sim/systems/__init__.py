@@ -27,6 +27,7 @@ _PLACES = {
     "fastgen": "sim.systems.fastgen:FastGen",
     "fastserve": "sim.systems.fastserve:FastServe",
     "distserve": "sim.systems.distserve:DistServe",
+    "cachedattention": "sim.systems.cachedattention:CachedAttention",
     "splitwise": "sim.systems.splitwise:Splitwise",
     "radix": "sim.systems.radix:Radix",
     "chunkattention": "sim.systems.chunkattention:ChunkAttention",

@@ -105,13 +105,17 @@ class Policy(ABC):
 
     def prefix_caching(self, asked: bool | None) -> bool:
         """Whether prefixes are cached, as asked or by default; UserError where that cannot be."""
+        if MEMORIES[self.names["memory"]].always_caches:
+            if asked is False:
+                raise UserError("--no-enable-prefix-caching: memory=tiered is there to cache prefixes; leave it out")
+            asked = True
         if asked is None:
             return self.default_prefix_caching and self.can_cache_prefixes
         if asked and not self.can_cache_prefixes:
             names = self.names
             raise UserError(
                 f"--enable-prefix-caching: {self.name} has memory={names['memory']} and eviction={names['eviction']}; "
-                "it takes memory=paged or radix, and an eviction that moves no sequence whole (recompute); leave it out"
+                "it takes memory=paged, radix or tiered, and an eviction that moves nobody whole (recompute); leave it out"
             )
         return asked
 

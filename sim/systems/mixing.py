@@ -119,6 +119,7 @@ class KnownMemory(Known["Memory"], frozen=True):
     """A memory, and whether it can keep what others may hit."""
 
     can_cache_prefixes: bool = False
+    always_caches: bool = False
 
 
 class KnownEviction(Known["Eviction"], frozen=True):
@@ -225,6 +226,18 @@ def _paged(b: Builder) -> "Memory":
 
         return WindowedMemory(b.limits)
     return PagedMemory(b.limits)
+
+
+def _tiered(b: Builder) -> "Memory":
+    from sim.parts.memory.tiered import TieredMemory
+    from sim.parts.offload.worth import Worth
+
+    if b.offloading.offloads:
+        raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        raise UserError(f"memory=tiered: {b.deployment.model.name} has layers that keep a window only")
+    worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
+    return TieredMemory(b.limits, worth, in_flight_hits=b.names["batching"] == "unified")
 
 
 def _connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
@@ -451,6 +464,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "radix": KnownMemory(_radix, can_cache_prefixes=True),
     "chunks": KnownMemory(_chunks, can_cache_prefixes=True),
     "prefix-groups": KnownMemory(_group_memory, can_cache_prefixes=True),
+    "tiered": KnownMemory(_tiered, can_cache_prefixes=True, always_caches=True),
     "reserved": KnownMemory(_reserved),
     STORED: KnownMemory(_stored, ConductorOptions),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),

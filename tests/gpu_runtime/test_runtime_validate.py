@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
+from runtime_variants import LIVE  # noqa: E402
 from small_results import small_result  # noqa: E402
 
 import kvtwin  # noqa: E402
@@ -56,7 +57,7 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
 
 def test_pools_that_fit_stay_as_they_are(free_bytes):
     free_bytes(400 * GIB)
-    alone = [policy for policy in POLICIES.values() if policy.composition["stage"] != HAND_OVER]
+    alone = [POLICIES[name] for name in LIVE if POLICIES[name].composition["stage"] != HAND_OVER]
     for policy in alone:
         # Memories whose plans do not say which blocks are shared run without a cache.
         shares = policy.composition["memory"] == "paged" or not policy.default_prefix_caching
@@ -69,6 +70,7 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
     [
         ("vllm-v1", "async_scheduling", "--async-scheduling: runs on a device"),
         ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
+        ("cachedattention", "memory", "memory=tiered"),
         ("radix", "enable_prefix_caching", "--enable-prefix-caching: runs on a device"),
     ],
 )
@@ -76,7 +78,7 @@ def test_what_a_device_cannot_do_yet_is_refused(name, option, refusal):
     policy, scenario = POLICIES[name](), SCENARIO
     if option == "enable_prefix_caching":
         scenario = replace(scenario, enable_prefix_caching=True)
-    else:
+    elif option != "memory":
         policy = replace(policy, **{option: 1.0 if option == "kv_offloading_size" else True})
     with pytest.raises(UserError, match=refusal):
         fit_to_machine(scenario, policy, "cpu")

@@ -26,6 +26,8 @@ class HostCache:
         self.num_idle = 0
         """Chunks that no copy reads or writes."""
         self.num_evicted = 0
+        self.version = 0
+        """Grows with every change to what can be read."""
         self._chunks = REPLACEMENTS[eviction_policy](num_chunks)
         self._threshold = store_threshold
         # How often each was offered, the last one last.
@@ -81,6 +83,7 @@ class HostCache:
             self.num_idle -= lacking
             self.num_free += lacking
             self.num_evicted += lacking
+            self.version += 1
         self.num_free -= len(wanted)
         for place in wanted:
             self._chunks.insert(access, place)
@@ -89,6 +92,7 @@ class HostCache:
 
     def written(self, keys: Iterable[int]) -> None:
         """The copy of chunks that were taken has ended: they can be read."""
+        self.version += 1
         for key in keys:
             self._of(key).num_copies = 0
             self._idle(key)

@@ -1,5 +1,8 @@
 """`Worth`: what loading a part of a prompt takes, and what computing it would, by the run's own prices."""
 
+from collections.abc import Iterator
+
+from sim.cost.lanes import streamed_s
 from sim.cost.model import CostModel
 from sim.engine.limits import Limits
 from sim.engine.plan import Direction, IterationPlan, Origin, PrefillChunk
@@ -29,10 +32,18 @@ class Worth:
 
     def recompute_s(self, seq: Sequence, begin: int, end: int) -> float:
         """How much sooner `seq`, alone, is computed from its first `end` tokens on than from its first `begin`, s."""
-        return self._compute_s(seq, begin) - self._compute_s(seq, end)
+        return self.computed_s(seq, begin) - self.computed_s(seq, end)
 
-    def _compute_s(self, seq: Sequence, num_computed: int) -> float:
-        seconds = 0.0
+    def computed_s(self, seq: Sequence, num_computed: int) -> float:
+        """`seq` computed from there on, alone, s."""
+        return sum(self._chunks_s(seq, num_computed))
+
+    def streamed_s(self, seq: Sequence, num_computed: int, num_blocks: int) -> float:
+        """The same where so many blocks are loaded for it, layer by layer, beside the first chunk."""
+        chunks = self._chunks_s(seq, num_computed)
+        return streamed_s(next(chunks), self._layers, self.load_s(num_blocks), 0.0, 0.0) + sum(chunks)
+
+    def _chunks_s(self, seq: Sequence, num_computed: int) -> Iterator[float]:
         last = max(seq.num_tokens, num_computed + 1)
         while num_computed < last:
             num_new = min(self._budget, last - num_computed)
@@ -43,5 +54,4 @@ class Worth:
             plan.prefill_squares = num_new * num_new
             num_computed += num_new
             plan.num_sampled_prefills = int(num_computed == last)
-            seconds += self._cost.iteration_s(plan)
-        return seconds
+            yield self._cost.iteration_s(plan)

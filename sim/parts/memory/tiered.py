@@ -1,0 +1,146 @@
+"""`TieredMemory`: cached prefixes that outlive their GPU blocks on the host (`limits.num_cpu_blocks` of them).
+
+When a turn ends, what it filled is saved beside later computation; its blocks are free when that has ended. A prompt
+whose prefix goes on there is loaded layer by layer while its rest is computed, in one iteration, where that is not
+slower than computing it all, by price. Only blocks that the trace names are saved: nobody else could hit them.
+"""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from sim.engine.limits import Limits, TierCounters
+from sim.engine.plan import IterationPlan, Move, StepTimes, Streamed, Tier
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.memory.paged import ALL_LAYERS
+from sim.parts.memory.prefix import PrefixMemory
+from sim.parts.offload.block_chain import NamedChain
+from sim.parts.offload.host_cache import HostCache
+from sim.parts.offload.replacement import Access
+from sim.parts.offload.worth import Worth
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sim.engine.scheduler import Scheduler
+
+NOWHERE = range(0)
+
+
+class TieredMemory(PrefixMemory):
+    """The GPU's prefix cache, and the host's behind it."""
+
+    keeps_on_host: ClassVar[bool] = True
+
+    def __init__(self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False) -> None:
+        """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`."""
+        super().__init__(limits, in_flight_hits=in_flight_hits)
+        self.keys = NamedChain(limits.block_size)
+        self.worth = worth
+        self.cache = HostCache(limits.num_cpu_blocks)
+        self.tier = TierCounters(num_blocks=limits.num_cpu_blocks)
+        # Of sequences with named blocks: what they did to the host's cache.
+        self._accesses: dict[Sequence, Access] = {}
+        # The last prompt that was looked up, what both caches were then, and which blocks it would load.
+        self._looked_on_host: tuple[Sequence | None, tuple[int, int], range] = (None, (-1, -1), NOWHERE)
+        self._loading: list[tuple[Access, range]] = []
+        self._saving: dict[Sequence, list[int]] = {}
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if scheduler.batching.schedules_ahead or scheduler.stage.hands_over or scheduler.stage.pulls:
+            raise UserError("memory=tiered: not with --async-scheduling or engines that hand sequences over yet")
+        scheduler.counters.tiers["host"] = self.tier
+
+    def holders(self) -> "Iterable[tuple[Sequence, Tier]]":
+        return ((seq, Tier.GPU) for seq in self._saving)
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        return super().cached_tokens(seq) + len(self._hosted(seq)) * self.block_size
+
+    def _hosted(self, seq: Sequence) -> range:
+        """Blocks that `seq` would load after those that it hits on the GPU."""
+        first = self._match(seq).num_blocks
+        known, versions, places = self._looked_on_host
+        now = self.index.version, self.cache.version
+        if known is seq and versions == now:
+            return places
+        places = self._worth_loading(seq, first)
+        self._looked_on_host = (seq, now, places)
+        return places
+
+    def _worth_loading(self, seq: Sequence, first: int) -> range:
+        if not seq.request.hash_ids:
+            return NOWHERE
+        keys, place = self._access(seq).keys, first
+        end = min((seq.num_tokens - 1) // self.block_size, len(keys))
+        while place < end and (chunk := self.cache.get(keys[place])) is not None and chunk.num_copies >= 0:
+            place += 1
+        return range(first, place) if place > first and self._saved_s(seq, range(first, place)) >= 0.0 else NOWHERE
+
+    def _saved_s(self, seq: Sequence, places: range) -> float:
+        begin, end = places.start * self.block_size, places.stop * self.block_size
+        return self.worth.computed_s(seq, begin) - self.worth.streamed_s(seq, end, len(places))
+
+    def _access(self, seq: Sequence) -> Access:
+        access = self._accesses.get(seq)
+        if access is None:
+            access = self._accesses[seq] = Access(self.keys.of(seq.request))
+        return access
+
+    def take(self, seq: Sequence, num_tokens: int) -> None:
+        places = self._hosted(seq)
+        super().take(seq, num_tokens)
+        if places:
+            access = self._access(seq)
+            self.cache.read(access, places)
+            self._loading.append((access, places))
+            seq.num_computed = places.stop * self.block_size
+            self.tier.num_loads += 1
+            self.tier.hit_tokens += len(places) * self.block_size
+            self.tier.saved_s += self._saved_s(seq, places)
+
+    def complete(self, plan: IterationPlan) -> None:
+        super().complete(plan)
+        if self._loading:
+            plan.streamed += (Streamed(1, sum(len(places) for _, places in self._loading), 0),)
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        return 1 if self._loading else super().holds(plan, steps)
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        for access, places in self._loading:
+            self.cache.done_reading(access.keys[place] for place in places)
+        self._loading.clear()
+
+    # -- saves -------------------------------------------------------------------------------------------------------
+
+    def release(self, seq: Sequence) -> None:
+        ended = seq.num_generated >= seq.output_tokens
+        if not ended or not seq.request.hash_ids:
+            super().release(seq)
+            return
+        access = self._access(seq)
+        del self._accesses[seq]
+        full = self.full_blocks(seq)
+        taken = self.cache.offer(access, range(min(full, len(access.keys)))) or []
+        self.cache.finish(access)
+        self.tier.evicted_blocks = self.cache.num_evicted
+        if not taken:
+            super().release(seq)
+            return
+        self.publish(seq, full * self.block_size)
+        self._saving[seq] = [access.keys[place] for place in taken]
+        self.tier.stored_blocks += len(taken)
+        first, end = taken[0] * self.block_size, (taken[-1] + 1) * self.block_size
+        move = Move(seq, ALL_LAYERS, first, end, Tier.GPU, Tier.HOST, len(taken), seq.num_blocks, True)
+        self.scheduler.beside.append(move)
+
+    def transfer_done(self, move: Move) -> None:
+        self.cache.written(self._saving.pop(move.seq))
+        super().release(move.seq)
+
+    def forget(self, seq: Sequence) -> None:
+        super().forget(seq)
+        self._accesses.pop(seq, None)
