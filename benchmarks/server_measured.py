@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
-from calib.server.constants import with_constants
+from calib.server.constants import constants_of, with_constants
 from calib.server.fit import ServerFit, errors_text, fit_server
 from sim.policy_options import parse_policy
 from sim.scenario import Scenario
@@ -75,7 +75,7 @@ def fitted(setup: Setup, served: ServedRun) -> ServerFit:
         interval = f"{estimate.low:.4g} to {estimate.high:.4g}"
         if found.profile.constants[name].stderr is None:
             interval = "at a limit" if estimate.at_limit else "not told alone"
-        print(f"  {name:<28}{estimate.value:>12.4g}   {interval}   was {setup.profile.value(name):.4g}")
+        print(f"  {name:<28}{estimate.value:>12.4g}   {interval}   was {constants_of(setup)[name].value:.4g}")
     for note in found.notes:
         print(f"  {note}")
     if found.untold:

@@ -1,8 +1,8 @@
 """From a scenario to a finished run: traffic, limits, engine, clock, results. What `kvtwin run` calls."""
 
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
 
-import msgspec
 import simpy
 
 from sim.clock.driver import Instance
@@ -34,7 +34,8 @@ PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
-class Setup(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Setup:
     """What a scenario resolves to for one policy."""
 
     scenario: Scenario
@@ -54,7 +55,7 @@ class Setup(msgspec.Struct, frozen=True):
     """Of the engines that decode, where others prefill."""
     pp: int = 1
     """Stages of an engine, each of `tp` GPUs; as many virtual engines have these limits each."""
-    warnings: list[str] = msgspec.field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
@@ -78,7 +79,7 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
         _prepare(scenario, scenario.of_pool(role), label, policy, role) for role in ("prefill", "decode")
     )
     warnings = list(dict.fromkeys((*prefill.warnings, *decode.warnings)))
-    return _routed(msgspec.structs.replace(prefill, decode=decode, warnings=warnings))
+    return _routed(replace(prefill, decode=decode, warnings=warnings))
 
 
 def _routed(setup: Setup) -> Setup:

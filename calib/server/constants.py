@@ -7,7 +7,7 @@ import msgspec
 
 from calib.robust import Estimate, Parameter
 from sim.cost.forms import build_cost
-from sim.cost.profile import MAY_BE_ZERO, UNITS
+from sim.cost.profile import MAY_BE_ZERO, UNITS, Constant
 from sim.errors import UserError
 from sim.simulate import Setup
 
@@ -25,6 +25,22 @@ MOST_RELATIVE_ERROR = 0.5
 """Standard error of a rate, as a share of it, beyond which a run does not tell it."""
 
 
+HOST = "step_overhead_s"
+"""The engine's host time of an iteration: of its engine profile, and of a profile fitted to a server that ran it."""
+
+WEIGHTS_RATE, KV_RATE = "hbm_bytes_per_s", "kv_bytes_per_s"
+"""A run hardly tells the two apart, so that one follows the other; by itself, the first is one with the host time."""
+
+
+def constants_of(setup: Setup) -> dict[str, Constant]:
+    """The profile's constants, and the host time of the engine that prices are for."""
+    constants = dict(setup.profile.constants)
+    if setup.engine_profile is not None:
+        host = setup.engine_profile.constants["host_base_s"]
+        constants[HOST] = Constant(host.value, None, host.unit, f"of engine profile {setup.engine_profile.name}")
+    return constants
+
+
 def chosen_constants(setup: Setup, names: Sequence[str] | None) -> list[str]:
     """The constants to fit: those named, else those of the profile's form. UserError for what the form has not."""
     form = setup.profile.form
@@ -33,7 +49,7 @@ def chosen_constants(setup: Setup, names: Sequence[str] | None) -> list[str]:
             raise UserError(f"--base: {setup.profile.name} is of form {form}: give one of {' or '.join(FITTED)}")
         return list(FITTED[form])
     for name in names:
-        if name not in setup.profile.constants:
+        if name not in constants_of(setup):
             raise UserError(f"--constants: {name!r} is none of form {form}: known are {', '.join(UNITS[form])}")
     if not 1 <= len(set(names)) <= MOST_CONSTANTS:
         raise UserError(f"--constants: {len(set(names))} named: a run tells few apart, name 1 to {MOST_CONSTANTS}")
@@ -46,7 +62,7 @@ def parameters_of(setup: Setup, names: Sequence[str]) -> dict[str, Parameter]:
     peaks = {"FLOP/s": hardware.fp16_flops_per_s, "B/s": hardware.hbm_bytes_per_s}
     found = {}
     for name in names:
-        constant = setup.profile.constants[name]
+        constant = constants_of(setup)[name]
         if name in MAY_BE_ZERO:
             scale = max(constant.value, LEAST_OVERHEAD_S if constant.unit == "s" else constant.value or 1e-9)
             found[name] = Parameter(scale, 0.0, SPAN * scale, log=False)
@@ -65,11 +81,16 @@ def is_told(estimate: Estimate, parameter: Parameter) -> bool:
 
 def with_constants(setup: Setup, values: Mapping[str, float]) -> Setup:
     """The set-up with these constants instead of its profile's."""
-    constants = dict(setup.profile.constants)
+    constants = constants_of(setup)
     for name, value in values.items():
+        if name == WEIGHTS_RATE and KV_RATE in constants and KV_RATE not in values:
+            kv = constants[KV_RATE]
+            source = f"in proportion to {WEIGHTS_RATE}; before: {kv.source}"
+            rate = kv.value * value / constants[name].value
+            constants[KV_RATE] = msgspec.structs.replace(kv, value=rate, source=source)
         constants[name] = msgspec.structs.replace(constants[name], value=value)
-    profile = msgspec.structs.replace(setup.profile, constants=constants)
-    cost = build_cost(
-        setup.model, setup.hardware, profile, setup.tp, setup.limits.block_bytes, setup.scenario.cost_form
-    )
-    return replace(setup, profile=profile, cost=cost)
+    profile = msgspec.structs.replace(setup.profile, constants=constants, status="measured-from-server")
+    engine = setup.engine_profile and setup.engine_profile.measured_by(profile)
+    form, block_bytes = setup.scenario.cost_form, setup.limits.block_bytes
+    cost = build_cost(setup.model, setup.hardware, profile, setup.tp, block_bytes, form, engine)
+    return replace(setup, profile=profile, cost=cost, engine_profile=engine)

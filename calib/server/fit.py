@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
-from calib.server.constants import chosen_constants, is_told, parameters_of, with_constants
+from calib.server.constants import chosen_constants, constants_of, is_told, parameters_of, with_constants
 from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
 from sim.cost.profile import Constant, Profile
@@ -122,7 +122,7 @@ def _fit_steps(setup: Setup, served: ServedRun, known: int, parameters: Mapping[
     start = predicted({})
 
     def weight(name: str) -> float:
-        doubled = predicted({name: 2 * (setup.profile.value(name) or parameters[name].start)})
+        doubled = predicted({name: 2 * (constants_of(setup)[name].value or parameters[name].start)})
         return float(np.sqrt(np.mean(np.log(doubled / start) ** 2)))
 
     shown = {name: parameter for name, parameter in parameters.items() if weight(name) >= LEAST_WEIGHT}
@@ -192,7 +192,7 @@ def _profile(
 ) -> Profile:
     base = setup.profile
     constants = {}
-    for key, old in base.constants.items():
+    for key, old in with_constants(setup, fit.values).profile.constants.items():
         estimate = fit.estimates.get(key)
         if estimate is None:
             carried = (

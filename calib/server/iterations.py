@@ -69,7 +69,8 @@ def replay(setup: Setup, served: ServedRun, known: int) -> Replay:
     engine, arrivals = parts.engine, Arrivals(served.requests)
     if engine.schedules_ahead:
         raise UserError("--async-scheduling: iterations overlap, their tokens do not say when each began; leave it out")
-    times_s = [served.token_times_s(i) for i in range(known)]
+    front_end_s = setup.engine_profile.value("front_end_s") if setup.engine_profile else 0.0
+    times_s = [[at_s - front_end_s for at_s in served.token_times_s(i)] for i in range(known)]
     left = sum(map(len, times_s))
     now_s = start_s = 0.0
     plans: list[IterationPlan] = []
@@ -89,7 +90,7 @@ def replay(setup: Setup, served: ServedRun, known: int) -> Replay:
         plans.append(_frozen(plan))
         # Copies beside the computation are not in its price.
         is_clean = is_clean and not (plan.has_swaps or plan.beside or plan.behind or plan.streamed)
-        end_s = median(seen_s) if seen_s else now_s + setup.cost.iteration_s(plan)
+        end_s = median(seen_s) if seen_s else now_s + _plan_s(setup.cost, plan)
         if seen_s:
             num_seen += 1
             seconds = end_s - start_s
@@ -123,6 +124,12 @@ def _middle(seconds: list[float]) -> list[float]:
     return seconds[cut : len(seconds) - cut]
 
 
+def _plan_s(cost: CostModel, plan: IterationPlan) -> float:
+    """An iteration with the host's part of it, s."""
+    host_s = 0.0 if cost.host is None else cost.host.added_s(plan.num_decodes + len(plan.chunks))
+    return cost.iteration_s(plan) + host_s
+
+
 def _frozen(plan: IterationPlan) -> IterationPlan:
     """The plan as a price needs it, whatever becomes of its sequences."""
     kept = copy(plan)
@@ -133,4 +140,4 @@ def _frozen(plan: IterationPlan) -> IterationPlan:
 
 def predict_steps_s(cost: CostModel, steps: Seq[Step]) -> Array:
     """Seconds of each step, shape (steps,)."""
-    return np.array([sum(cost.iteration_s(plan) for plan in step.plans) for step in steps])
+    return np.array([sum(_plan_s(cost, plan) for plan in step.plans) for step in steps])

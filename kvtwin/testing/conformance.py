@@ -6,10 +6,9 @@ changes nothing, and gap statistics equal those of single tokens. `kvtwin.testin
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -80,7 +79,7 @@ def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
     )
     arrivals = requests(*found)
     if policy.can_cache_prefixes and draw(st.booleans()):
-        limit = msgspec.structs.replace(limit, enable_prefix_caching=True)
+        limit = replace(limit, enable_prefix_caching=True)
         named = draw(st.sampled_from([block_size, 16, 8]))
         arrivals = [_with_prefix(request, named, draw) for request in arrivals]
     return Workload(arrivals, limit, machine)
@@ -110,7 +109,7 @@ def limits_of(policy: Policy, limit: Limits, seqs: int, chunk: int | None) -> Li
             engine = policy.engine_limits(asked)
         except UserError:
             continue
-        return msgspec.structs.replace(
+        return replace(
             limit,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,

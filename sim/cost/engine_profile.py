@@ -84,9 +84,10 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return lambda batch: padded[batch] if batch <= most else batch
 
     def measured_by(self, profile: Profile) -> "EngineProfile":
-        """Of our own engine on a machine whose calibration timed whole iterations: with the host time found there."""
+        """With the host time that was found: our own engine's by a calibration, that of whatever a fitted server ran."""
         found = profile.constants.get("step_overhead_s")
-        if self.name != OURS or found is None or profile.status != "measured":
+        of_ours = self.name == OURS and profile.status == "measured"
+        if found is None or not (of_ours or profile.status == "measured-from-server"):
             return self
         carried = found.source.startswith("carried over")
         status = "assumed" if carried else "measured"

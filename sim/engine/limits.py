@@ -1,6 +1,7 @@
 """What an engine is given before it starts: its limits, and the machine it may predict with (`Deployment`)."""
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -28,7 +29,8 @@ class WindowLimits(msgspec.Struct, frozen=True):
     blocks: int | None = None
 
 
-class Limits(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Limits:
     """The engine's limits, by vLLM's names. Blocks are whole (`block_size` tokens, all layers), per GPU."""
 
     num_gpu_blocks: int

@@ -115,7 +115,7 @@ class Policy(ABC):
             names = self.names
             raise UserError(
                 f"--enable-prefix-caching: {self.name} has memory={names['memory']} and eviction={names['eviction']}; "
-                "it takes memory=paged, radix or tiered, and an eviction that moves nobody whole (recompute); leave it out"
+                "it takes memory=paged, radix or tiered, and an eviction that moves nobody whole; leave it out"
             )
         return asked
 

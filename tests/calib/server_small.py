@@ -31,11 +31,12 @@ def serve(described, path, hidden=HIDDEN, *, unsteady=UNSTEADY, late_s=LATE_S, s
     price = real.cost.iteration_s
     real.cost.iteration_s = lambda plan: price(plan) * exp(unsteady * random.gauss(0, 1))
     requests = list(traffic(described.scenario))
+    front_end_s = real.engine_profile.value("front_end_s")
     run = execute(build_run(real, requests, keep=Keep(detailed=True), jump=False))
     result = {"completed": len(requests), "failed": 0, "request_throughput": run.log.rate(len(requests)), "itls": []}
     result |= {"input_lens": [], "output_lens": [], "start_times": [], "ttfts": [], "errors": [""] * len(requests)}
     for request in requests:
-        heard_s = sorted(at_s + random.uniform(0, late_s) for at_s in run.detailed[request.request_id])
+        heard_s = sorted(at_s + front_end_s + random.uniform(0, late_s) for at_s in run.detailed[request.request_id])
         result["input_lens"].append(request.prompt_tokens)
         result["output_lens"].append(request.output_tokens)
         result["start_times"].append(1000.0 + request.arrival_s)

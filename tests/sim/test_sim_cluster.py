@@ -3,8 +3,8 @@
 import csv
 import gzip
 import json
+from dataclasses import replace
 
-import msgspec
 import pytest
 
 import kvtwin
@@ -268,8 +268,8 @@ def test_prompts_that_decode_engines_can_never_hold_are_ignored_and_nothing_is_k
     )  # fmt: skip
     setup = prepare(scenario, "distserve", DistServe())
     assert setup.decode is not None
-    few = msgspec.structs.replace(setup.decode, limits=msgspec.structs.replace(setup.decode.limits, num_gpu_blocks=14))
-    finished = execute(build_run(msgspec.structs.replace(setup, decode=few), traffic(scenario)))
+    few = replace(setup.decode, limits=replace(setup.decode.limits, num_gpu_blocks=14))
+    finished = execute(build_run(replace(setup, decode=few), traffic(scenario)))
     assert finished.log.ended == 40
     assert finished.log.ignored > 0 < finished.log.completed
     assert all(not parts.prefilled_by for parts in finished.engines)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 import simpy
 from msgspec import UNSET, structs
@@ -152,7 +151,7 @@ def test_a_prediction_beyond_the_fitted_range_is_marked_once() -> None:
     )  # fmt: skip
     setup = prepare(scenario, "vllm", POLICIES["vllm-recompute"]())
     cost = build_cost(setup.model, setup.hardware, profile, 1, setup.limits.block_bytes)
-    result = assemble(execute(build_run(msgspec.structs.replace(setup, profile=profile, cost=cost), traffic(scenario))))
+    result = assemble(execute(build_run(replace(setup, profile=profile, cost=cost), traffic(scenario))))
     beyond = result.profile.beyond_range
     assert sorted(beyond) == ["batch", "context_tokens", "tokens"]
     assert beyond["batch"] == 8

@@ -5,7 +5,6 @@ Every iteration takes 20 ms and 1 ms a computed token.
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,9 +24,7 @@ some = settings(max_examples=40, deadline=None, suppress_health_check=(HealthChe
 
 def with_room(workload: Workload) -> Workload:
     """The same requests and budget where memory refuses nobody, and every prompt is computed whole."""
-    return replace(
-        workload, limits=msgspec.structs.replace(workload.limits, num_gpu_blocks=10_000, enable_prefix_caching=False)
-    )
+    return replace(workload, limits=replace(workload.limits, num_gpu_blocks=10_000, enable_prefix_caching=False))
 
 
 def test_sarathi_by_hand() -> None:
