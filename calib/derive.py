@@ -1,6 +1,6 @@
 """A profile for a GPU that nobody measured: a sibling's shares of the specification, every assumption spelled out."""
 
-from sim.cost.profile import OPTIONAL, ROOFLINE_UNITS, Constant, Profile
+from sim.cost.profile import ROOFLINE_UNITS, Constant, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
@@ -53,7 +53,8 @@ def derive_profile(
         if name in assumed:
             value, text = assumed[name]
             found[name] = Constant(value, None, unit, text)
-        elif name in OPTIONAL:
+        elif name == "step_overhead_s":
+            # Of the engine that was timed there.
             continue
         elif name in OWN:
             if name in base.constants:

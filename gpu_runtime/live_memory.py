@@ -81,7 +81,8 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
     if MEMORIES[policy.names["memory"]].always_caches:
         raise UserError(f"--policy {policy.name}: runs on a device keep no prefixes on the host yet (memory=tiered)")
-    if policy.prefix_caching(scenario.enable_prefix_caching) and (memory := policy.names["memory"]) != "paged":
+    memory = policy.names["memory"]
+    if policy.prefix_caching(scenario.enable_prefix_caching) and not MEMORIES[memory].tells_blocks:
         if scenario.enable_prefix_caching:
             raise UserError(
                 f"--enable-prefix-caching: runs on a device share blocks with memory=paged, not with memory={memory} "

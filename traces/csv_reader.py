@@ -2,10 +2,9 @@
 
 import csv
 from collections.abc import Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-
-import msgspec
 
 from traces.errors import TraceError
 from traces.fields import Where
@@ -15,7 +14,8 @@ from traces.rows import Columns, LineReader, ReadOptions, Row
 from traces.stamps import TICKS_PER_S, StampClock
 
 
-class CsvFormat(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class CsvFormat:
     """Which columns hold what. `time` None: the file has lengths only, and every request arrives at 0."""
 
     time: str | None

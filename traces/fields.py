@@ -2,9 +2,8 @@
 
 import math
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from traces.errors import TraceError
 
@@ -19,7 +18,8 @@ def shown(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 4] + "..." + text[-1]
 
 
-class Where(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Where:
     """A line of a file: the place that the messages of its fields name."""
 
     path: Path

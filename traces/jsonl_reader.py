@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-
-import msgspec
 
 from traces.fields import Where
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
@@ -14,7 +13,8 @@ from traces.rows import Columns, LineReader, ReadOptions, Row
 JsonObject = Mapping[str, object]
 
 
-class JsonlFormat(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class JsonlFormat:
     """Which keys hold what, the unit of the times, and the tokens of a hash block."""
 
     time: str

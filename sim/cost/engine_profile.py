@@ -84,7 +84,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return lambda batch: padded[batch] if batch <= most else batch
 
     def measured_by(self, profile: Profile) -> "EngineProfile":
-        """With the host time that was found: our own engine's by a calibration, that of whatever a fitted server ran."""
+        """With the host time found: our own engine's by a calibration, that of whatever a fitted server ran."""
         found = profile.constants.get("step_overhead_s")
         of_ours = self.name == OURS and profile.status == "measured"
         if found is None or not (of_ours or profile.status == "measured-from-server"):

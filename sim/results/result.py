@@ -81,7 +81,7 @@ def assemble(run: Run) -> Result:
             policy=dict(sorted(counters.policy.items())),
         ),
         lanes=_lanes_use([parts.lanes for parts in run.engines]),
-        tiers=[TierUse(tier=name, **vars(tier)) for name, tier in counters.tiers.items()] or UNSET,
+        tiers=[TierUse(tier=name, **structs.asdict(tier)) for name, tier in counters.tiers.items()] or UNSET,
         engines=_engines(run) if len(run.engines) > 1 else UNSET,
         warnings=[*setup.warnings, *_warnings(setup, counters)],
         scenario=_scenario(setup),

@@ -120,6 +120,8 @@ class KnownMemory(Known["Memory"], frozen=True):
 
     can_cache_prefixes: bool = False
     always_caches: bool = False
+    tells_blocks: bool = False
+    """Whether plans can say which blocks are shared, as a device needs to know."""
 
 
 class KnownEviction(Known["Eviction"], frozen=True):
@@ -460,7 +462,7 @@ ORDERS: "dict[str, Known[Order]]" = {
     "prefix-groups": Known(_prefix_groups),
 }
 MEMORIES: dict[str, KnownMemory] = {
-    "paged": KnownMemory(_paged, can_cache_prefixes=True),
+    "paged": KnownMemory(_paged, can_cache_prefixes=True, tells_blocks=True),
     "radix": KnownMemory(_radix, can_cache_prefixes=True),
     "chunks": KnownMemory(_chunks, can_cache_prefixes=True),
     "prefix-groups": KnownMemory(_group_memory, can_cache_prefixes=True),

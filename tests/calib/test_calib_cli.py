@@ -17,7 +17,7 @@ import calib.cli
 import kvtwin
 from calib.fit import fit_profile
 from calib.samples import read_samples, samples_sha256, write_samples
-from sim.cost.profile import LINEAR_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
+from sim.cost.profile import LINEAR_UNITS, ROOFLINE_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
 from sim.specs.hardware import load_hardware
 
 ROOT = Path(kvtwin.__file__).parents[1]
@@ -132,9 +132,10 @@ def test_diff_prints_the_ratio_of_every_constant_and_draws_it(capsys, tmp_path):
     first, second = load_profile("l20-derived"), load_profile("l40s-imported")
     lines = out.splitlines()
     assert lines[0] == "| constant | l20-derived | l40s-imported | second / first |"
-    for name, line in zip(first.constants, lines[2:], strict=False):
-        if name not in second.constants:
-            assert line.startswith(f"| {name} | ") and line.endswith(" | - | - |")
+    names = [name for name in ROOFLINE_UNITS if name in first.constants or name in second.constants]
+    for name, line in zip(names, lines[2:], strict=False):
+        if name not in first.constants or name not in second.constants:
+            assert line.startswith(f"| {name} | ") and line.endswith(" | - |")
             continue
         ratio = f"{second.value(name) / first.value(name):.3f}" if first.value(name) else "-"
         assert line.startswith(f"| {name} | ") and line.endswith(f" | {ratio} |")
