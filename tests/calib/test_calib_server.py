@@ -88,7 +88,7 @@ def test_attention_is_found_where_prompts_are_long(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_hidden_constants_are_found_from_first_and_last_tokens(tmp_path, policy, load):
+def test_what_iterations_take_is_found_from_first_and_last_tokens(tmp_path, policy, load):
     described = setup(policy, LOADS[load])
     serve(described, tmp_path / "run.json")
     served = read_served(tmp_path / "run.json")
@@ -97,8 +97,13 @@ def test_hidden_constants_are_found_from_first_and_last_tokens(tmp_path, policy,
         described, replace(served, gaps_s=[()] * len(served.requests)), len(served.requests), parameters
     )
     assert all(is_told(found.estimates[name], parameters[name]) for name in HIDDEN)
-    assert found_again(found.estimates, HIDDEN) == {}
-    assert abs(found.estimates["hbm_bytes_per_s"].value / HIDDEN["hbm_bytes_per_s"] - 1) < 0.05
+    # Host time and weights' rate make up for each other: what they cost together is found, each by itself is not.
+    ours, real = with_constants(described, found.values).cost, with_constants(described, HIDDEN).cost
+    for batch in (1, 4, 16):
+        assert ours.decode_steps(batch, batch * 500)[0] == pytest.approx(
+            real.decode_steps(batch, batch * 500)[0], rel=0.02
+        )
+    assert ours.prefill_s(300) == pytest.approx(real.prefill_s(300), rel=0.07)
 
 
 @pytest.mark.slow
