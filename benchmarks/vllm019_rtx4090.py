@@ -6,7 +6,7 @@ FOLDER holds what LLMServingSim (CASYS Lab, KAIST, MIT licence) published: `meas
 of a real server, row by row; `dense.csv`, `attention.csv` and `per_sequence.csv`, times of vLLM's kernels on the same
 card. The trace is replayed with vLLM v1's rules, its prefix cache and the server's limits; prices come from the kernel
 tables, as they are (form `table`) and through a roofline fitted to all of their rows. Nothing is fitted to the run. The
-engine costs nothing beside its kernels: vLLM 0.19 schedules while the GPU computes.
+engine's host is hidden behind the GPU: vLLM 0.19 schedules while it computes.
 """
 
 import argparse
@@ -30,7 +30,8 @@ from sim.specs.hardware import load_hardware
 from sim.traffic import traffic
 
 GPU, MODEL = "rtx-4090", "llama-3.1-8b"
-ENGINE_OVERHEAD_S = 0.0
+POLICY = "vllm-v1:async-scheduling=true"
+"""As vLLM 0.19 comes: the host schedules while the GPU computes (engine profile `vllm-v1-async`)."""
 
 
 def profiles(folder: Path) -> list[Profile]:
@@ -40,13 +41,8 @@ def profiles(folder: Path) -> list[Profile]:
     report = fit_profile(
         samples, folder, load_hardware(GPU), base, name="roofline", status="imported", provenance=provenance
     )
-    overhead = msgspec.structs.replace(
-        base.constants["step_overhead_s"], value=ENGINE_OVERHEAD_S, source="assumed: hidden behind the GPU's work"
-    )
-    constants = {**report.profile.constants, "step_overhead_s": overhead}
-    roofline = msgspec.structs.replace(report.profile, constants=constants)
-    table = msgspec.structs.replace(roofline, name="table", form="table", kernels=import_tables(folder, MODEL))
-    return [roofline, table]
+    tables = import_tables(folder, MODEL)
+    return [report.profile, msgspec.structs.replace(report.profile, name="table", form="table", kernels=tables)]
 
 
 def scenario(folder: Path, meta: dict[str, Any], profile: Path) -> Scenario:
@@ -84,7 +80,7 @@ def read_measured(folder: Path) -> dict[str, list[float]]:
     }
 
 
-def simulate(setup: Scenario, policy: str = "vllm-v1") -> dict[str, list[float]]:
+def simulate(setup: Scenario, policy: str = POLICY) -> dict[str, list[float]]:
     """The same of a simulation."""
     run = execute(build_run(prepare(setup, policy, parse_policy(policy, {})[1]), traffic(setup)))
     log = run.log
