@@ -21,7 +21,7 @@ demo: $(BIN)/kvtwin
 	@echo "Look at $(DEMO)/*/comparison.md and the figures beside them."
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .
