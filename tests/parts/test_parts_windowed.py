@@ -237,13 +237,7 @@ def test_rings_keep_to_the_conformance_suite(name: str) -> None:
     hold(name, 60)
 
 
-UNEQUAL = pytest.mark.xfail(
-    reason="jumped and stepped runs differ on rare workloads (--hypothesis-seed=19)", strict=False
-)
-STREAM = pytest.param("layerkv:decode=stream", marks=UNEQUAL)
-
-
-@pytest.mark.parametrize("name", ["layerkv", STREAM, "fastserve", "orca", "fastertransformer"])
+@pytest.mark.parametrize("name", ["layerkv", "layerkv:decode=stream", "fastserve", "orca", "fastertransformer"])
 def test_other_memories_keep_everything_and_read_windows(name: str) -> None:
     hold(name, 30, rings=False)
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtwin.testing import build_engine, limits, linear_machine, requests, roofline_machine, simulate
+from kvtwin.testing.conformance import Workload, check_jumps, run
 from sim.cost.profile import load_profile
 from sim.engine.predictor import BucketPredictor
 from sim.engine.scheduler import Scheduler
@@ -214,6 +215,19 @@ def test_streaming_pays_the_link_every_step() -> None:
     assert streamed.scheduler.counters.policy["streamed_sequences"] >= 1
     assert streamed.by_id()[1].finish_s < promoted.by_id()[1].finish_s
     assert streamed.lanes.h2d.busy_s > promoted.lanes.h2d.busy_s
+
+
+def test_nobody_forecasts_with_one_who_was_dropped_since() -> None:
+    """Two stream, the forecast is short; then the host has no block for either, and one of them is dropped.
+
+    What is left suffices: the two iterations to come are not short, be they one event or two.
+    """
+    limit = limits(gpu=12, host=3, tokens=16, seqs=3, max_model_len=64, chunked=True)
+    workload = Workload(requests((0.0, 135, 27), (0.0, 27, 26)), limit, linear_machine(layers=3))
+    policy = LayerKV(decode="stream")
+    found = run(policy, workload).scheduler.counters
+    assert (found.swap_space_exhausted, found.policy["forecast_shortages"]) == (1, 9)
+    check_jumps(policy, workload)
 
 
 def test_bucket_predictor_is_right_as_often_as_it_says() -> None:

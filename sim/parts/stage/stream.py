@@ -85,6 +85,9 @@ class Stream(Promote):
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """Until one of those who stream begins a block."""
+        if self.scheduler.changed:
+            # What was prepared did not see whom `reserve` has dropped since.
+            return 1
         step = self.batch.step
         for cohort in self.batch.cohorts.values():
             steps = min(steps, cohort.steps_until_growth(step))
