@@ -1,4 +1,4 @@
-"""`kvtwin`: the command line. Mounts each package's commands; nothing heavy is imported before it is needed."""
+"""`kvtwin`: the command line, and what `kvtwin.api` offers in Python; nothing heavy is imported before it is needed."""
 
 import argparse
 import atexit
@@ -7,15 +7,54 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sim.errors import UserError
 from sim.interrupts import INTERRUPTED, exit_status, sigterm_interrupts
+from sim.version import VERSION as __version__
 from traces.errors import TraceError
+
+if TYPE_CHECKING:
+    from kvtwin.api import (
+        ComparisonResult,
+        Policy,
+        Result,
+        RunResult,
+        Scenario,
+        compare,
+        load_result,
+        simulate,
+    )
+
+__all__ = [
+    "ComparisonResult",
+    "Policy",
+    "Result",
+    "RunResult",
+    "Scenario",
+    "UserError",
+    "__version__",
+    "compare",
+    "load_result",
+    "main",
+    "simulate",
+]
 
 BROKEN_PIPE = 141
 GC_THRESHOLD = 100_000
 """A simulation makes many objects and few cycles: looking for garbage after every 700 of them is waste."""
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """The names of `kvtwin.api`: importing it takes as long as pandas and matplotlib do, and commands need neither."""
+    if name in __all__:
+        return getattr(import_module("kvtwin.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 class Parser(argparse.ArgumentParser):

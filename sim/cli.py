@@ -28,8 +28,7 @@ from sim.scenario import (
 from sim.simulate import Keep, Run, Setup, build_run, execute, prepare
 from sim.systems import DEFAULT_POLICY, POLICIES
 from sim.systems.base import Policy
-from sim.systems.mixing import STORED
-from sim.traffic import note_shared_prefixes, traffic
+from sim.traffic import requests_of
 from traces.request import Request
 
 TABLE_FILES = ("requests.csv", "requests.parquet")
@@ -237,9 +236,7 @@ def record(
     """
     scenario, label = setup.scenario, setup.label
     if requests is None:
-        requests = traffic(scenario, setup.warnings)
-        if not setup.limits.enable_prefix_caching and setup.policy.names["memory"] != STORED:
-            requests = note_shared_prefixes(requests, setup.warnings)
+        requests = requests_of(setup)
     make_folder(folder, "--out")
     for name in (RESULT_FILE, SERIES_FILE, TIMELINE_FILE, *TABLE_FILES):
         # An earlier run's files must not pass for this one's, should it write fewer of them.

@@ -2,23 +2,54 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from sim.clock.arrivals import Arrivals
 from sim.scenario import READING, Scenario
+from sim.systems.mixing import STORED
 from traces import readers, transforms
 from traces.request import Request
+
+if TYPE_CHECKING:
+    from sim.simulate import Setup
 
 DEFAULT_WORKLOAD_PROMPTS = 1000
 SKIPPED = {"sharegpt": "vLLM's rule for ShareGPT", "vllm-bench": "they failed"}
 """Why the readers of these formats leave rows out."""
 
 
-def traffic(scenario: Scenario, warnings: list[str] | None = None) -> Iterable[Request]:
+class ReadTrace(Protocol):
+    """A trace's requests in order of arrival, and where they are from: `traces.readers.Trace`, or a copy in memory."""
+
+    path: Path
+    format: str
+    skipped: int
+
+    def __iter__(self) -> Iterator[Request]:
+        """The requests from the first."""
+        ...
+
+
+def open_trace(scenario: Scenario) -> readers.Trace:
+    """The scenario's trace, to be read with its options."""
+    reading = {name: value for name in READING if (value := getattr(scenario, name)) is not None}
+    return readers.open_trace(scenario.trace or "", format=scenario.trace_format, **reading)
+
+
+def requests_of(setup: "Setup", trace: ReadTrace | None = None) -> Iterable[Request]:
+    """The requests of a run, whose warnings get what should be known of them. `trace`: the scenario's, read already."""
+    requests = traffic(setup.scenario, setup.warnings, trace)
+    if not setup.limits.enable_prefix_caching and setup.policy.names["memory"] != STORED:
+        requests = note_shared_prefixes(requests, setup.warnings)
+    return requests
+
+
+def traffic(scenario: Scenario, warnings: list[str] | None = None, trace: ReadTrace | None = None) -> Iterable[Request]:
     """The scenario's requests, read or generated as they are needed; `warnings` get what a trace's reader left out."""
     requests: Iterable[Request]
     if scenario.trace is not None:
-        reading = {name: value for name in READING if (value := getattr(scenario, name)) is not None}
-        requests = trace = readers.open_trace(scenario.trace, format=scenario.trace_format, **reading)
+        requests = trace = trace or open_trace(scenario)
         if warnings is not None:
             requests = chain(trace, _left_out(trace, warnings))
         if scenario.num_prompts is not None:
@@ -57,7 +88,7 @@ def note_shared_prefixes(requests: Iterable[Request], warnings: list[str]) -> It
         )
 
 
-def _left_out(trace: readers.Trace, warnings: list[str]) -> Iterator[Request]:
+def _left_out(trace: ReadTrace, warnings: list[str]) -> Iterator[Request]:
     """No request: at the end of a trace this says how many rows its reader skipped."""
     if trace.skipped:
         reason = SKIPPED.get(trace.format, "--zero-tokens drop")

@@ -250,6 +250,13 @@ def _scenario(setup: Setup) -> ResolvedScenario:
 def write_result(folder: Path, result: Result) -> Path:
     """Write `result.json`, in a fixed order; numbers that do not exist are null."""
     path = folder / RESULT_FILE
+    encoded = msgspec.json.encode(result_data(result))
+    write_atomically(path, lambda file: file.write(encoded + b"\n"))
+    return path
+
+
+def result_data(result: Result) -> dict[str, Any]:
+    """What `result.json` holds, ready to be encoded."""
     data = _given(result)
     counts = structs.asdict(result.counters)
     policy = counts.pop("policy")
@@ -257,9 +264,7 @@ def write_result(folder: Path, result: Result) -> Path:
     if result.request_rate == float("inf"):
         data["request_rate"] = INFINITE
         data["scenario"] = _given(result.scenario) | {"request_rate": INFINITE}
-    encoded = msgspec.json.encode(data)
-    write_atomically(path, lambda file: file.write(encoded + b"\n"))
-    return path
+    return data
 
 
 def _given(struct: Struct) -> dict[str, Any]:
@@ -268,7 +273,11 @@ def _given(struct: Struct) -> dict[str, Any]:
 
 def read_result(path: Path) -> Result:
     """A `result.json`, as `assemble` made it; UserError naming file and field where it is none."""
-    data = read_json_object(path)
+    return result_from(read_json_object(path), path)
+
+
+def result_from(data: dict[str, Any], path: Path) -> Result:
+    """The result that `result_data` gave; `path`, where it stands, is for the message."""
     for holder in (data, data.get("scenario")):
         if isinstance(holder, dict) and holder.get("request_rate") == INFINITE:
             holder["request_rate"] = float("inf")

@@ -1,0 +1,232 @@
+"""kvtwin in Python: what `import kvtwin` offers. Results are typed structs; tables are pandas data frames.
+
+    >>> import kvtwin
+    >>> scenario = kvtwin.Scenario(workload="sharegpt", num_prompts=50, request_rate=4.0, gpu="l20")
+    >>> run = kvtwin.simulate(scenario, "layerkv")
+    >>> run.result.completed, len(run.requests)
+    (50, 50)
+
+Scenarios have the fields of the command line's flags, policies the texts of `--policy`. Bad input raises `UserError`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from sim.errors import UserError
+from sim.option_values import option_fields
+from sim.policy_options import options_of, parse_policy
+from sim.results.comparison_sentences import sentences
+from sim.results.figures import FIGURES, FigureRun
+from sim.results.figures.data import together
+from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
+from sim.results.report import METRICS, metric_values
+from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
+from sim.results.schema import Result
+from sim.scenario import Scenario, build_scenario
+from sim.simulate import Keep, build_run, execute, prepare
+from sim.systems import DEFAULT_POLICY
+from sim.systems.base import Policy
+from sim.traffic import requests_of
+from traces.errors import TraceError
+
+if TYPE_CHECKING:
+    from sim.runs import EngineParts
+
+__all__ = [
+    "ComparisonResult",
+    "Policy",
+    "Result",
+    "RunResult",
+    "Scenario",
+    "UserError",
+    "compare",
+    "load_result",
+    "simulate",
+]
+
+ENGINE = "engine"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run.
+
+    Attributes:
+        result: everything that result.json holds (`docs/results.md`); times are in ms or, where the name says so, s.
+        requests: a row for each request in order of its end, with the columns of the per-request table; times in s.
+        series: queues, pools and lanes over time (`time_s`), of several engines with a column `engine`; empty where
+            the run kept none.
+    """
+
+    result: Result
+    requests: pd.DataFrame
+    series: pd.DataFrame
+
+    @property
+    def label(self) -> str:
+        """The policy as it was named."""
+        return self.result.policy
+
+    @property
+    def metrics(self) -> pd.Series:
+        """The metrics of `kvtwin compare` by key; NaN where the run has none."""
+        return pd.Series(metric_values(self.result), name=self.label, dtype=float)
+
+    def figure(self, name: str) -> Figure:
+        """One figure of this run: `ttft_tpot`, `queueing`, `memory`, `lanes` or, of several engines, `engines`."""
+        return _drawn(name, [self])
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """Several policies on the same traffic, in order; the first is what the others are compared with."""
+
+    runs: tuple[RunResult, ...]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each metric of `kvtwin compare`, a column for each policy; NaN where a run has no value."""
+        found = pd.DataFrame({run.label: run.metrics for run in self.runs})
+        return found.rename({metric.key: metric.name for metric in METRICS}).dropna(how="all")
+
+    @property
+    def sentences(self) -> list[str]:
+        """What differs from the first policy, a paragraph for each further one."""
+        return sentences([run.result for run in self.runs])
+
+    def figure(self, name: str) -> Figure:
+        """One figure of all runs, as `RunResult.figure` has it."""
+        return _drawn(name, self.runs)
+
+    def __getitem__(self, label: str) -> RunResult:
+        """The run of a policy, by its label."""
+        found = next((run for run in self.runs if run.label == label), None)
+        if found is None:
+            raise UserError(f"{label!r} was not run; there are: {', '.join(run.label for run in self.runs)}")
+        return found
+
+
+def simulate(scenario: Scenario, policy: str | Policy = DEFAULT_POLICY) -> RunResult:
+    """Simulate one policy on a scenario; the same scenario and policy give the same result.
+
+    Args:
+        scenario: traffic, model, GPU and limits.
+        policy: as `--policy` takes it ("layerkv:slo-aware=false"), or a preset with its options.
+
+    Raises:
+        UserError: a value, a file or a trace is not what it should be, in one line that says what to do.
+
+    >>> fixed = Scenario(workload="fixed", num_prompts=10, request_rate=1.0, input_len=100, output_len=5)
+    >>> simulate(fixed, "vllm-recompute").requests["output_tokens"].sum()
+    np.int64(50)
+    """
+    label, preset = _named(policy)
+    setup = prepare(_checked(scenario), label, preset)
+    rows = _Rows()
+    try:
+        run = execute(build_run(setup, requests_of(setup), table=rows, keep=Keep(series=True)))
+    except TraceError as error:
+        raise UserError(str(error)) from error
+    if run.interrupted:
+        raise KeyboardInterrupt
+    if run.error:
+        raise UserError(run.error)
+    return RunResult(assemble(run), _requests(rows), _series(run.engines))
+
+
+def compare(scenario: Scenario, policies: Sequence[str | Policy]) -> ComparisonResult:
+    """Simulate several policies on the same traffic.
+
+    >>> crowd = Scenario(workload="sharegpt", num_prompts=60, request_rate=8.0, gpu="l20", goodput=("ttft:3000",))
+    >>> both = compare(crowd, ["vllm-recompute", "layerkv"])
+    >>> list(both.table.columns)
+    ['vllm-recompute', 'layerkv']
+    """
+    labels = [_named(policy)[0] for policy in policies]
+    if not labels or len(set(labels)) != len(labels):
+        raise UserError(f"policies: {', '.join(labels) or 'none'}; name one or more, each once")
+    return ComparisonResult(tuple(simulate(scenario, policy) for policy in policies))
+
+
+def load_result(folder: str | Path) -> RunResult:
+    """A run that the command line left in a folder (`kvtwin run --out DIR`, or a policy's folder of `compare`).
+
+    Raises:
+        UserError: the folder holds no result, or files that are none.
+    """
+    folder = Path(folder)
+    path = folder if folder.name == RESULT_FILE else folder / RESULT_FILE
+    result, folder = read_result(path), path.parent
+    table = next((file for file in (folder / "requests.parquet", folder / "requests.csv") if file.exists()), None)
+    if table is None:
+        raise UserError(f"{folder}: neither requests.parquet nor requests.csv is there; run the scenario again")
+    series = folder / SERIES_FILE
+    try:
+        requests = pd.read_parquet(table) if table.suffix == ".parquet" else pd.read_csv(table)
+        return RunResult(result, requests, pd.read_csv(series) if series.exists() else pd.DataFrame())
+    except (ValueError, OSError, ImportError) as error:
+        raise UserError(f"{folder}: {str(error).splitlines()[0]}; run the scenario again") from error
+
+
+class _Rows(list[tuple[object, ...]]):
+    """The per-request table in memory."""
+
+    def write(self, row: tuple[object, ...]) -> None:
+        self.append(row)
+
+
+def _named(policy: str | Policy) -> tuple[str, Policy]:
+    """A policy and its label: the text itself, or the name and the options that are not the defaults."""
+    if isinstance(policy, str):
+        return parse_policy(policy, {})
+    usual = type(policy)()
+    own = {option.name: getattr(policy, option.name) for option in options_of(type(policy))}
+    words = [f"{name.replace('_', '-')}={own[name]}" for name in own if own[name] != getattr(usual, name)]
+    words += [f"{kind}={name}" for kind, name in policy.mixed]
+    return ":".join(filter(None, (policy.name, ",".join(words)))), policy
+
+
+def _checked(scenario: Scenario) -> Scenario:
+    return build_scenario({field.name: getattr(scenario, field.name) for field, _ in option_fields(Scenario)})
+
+
+def _requests(rows: _Rows) -> pd.DataFrame:
+    columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS)
+    return pd.DataFrame(rows, columns=pd.Index(columns[: len(rows[0]) if rows else len(TABLE_COLUMNS)]))
+
+
+def _series(engines: "list[EngineParts]") -> pd.DataFrame:
+    found = [pd.DataFrame(parts.series.columns) for parts in engines if parts.series is not None]
+    if len(found) < 2:
+        return found[0] if found else pd.DataFrame()
+    placed = [frame.assign(**{ENGINE: place}) for place, frame in enumerate(found)]
+    return pd.concat(placed).sort_values("time_s", kind="stable", ignore_index=True)
+
+
+def _drawn(name: str, runs: Sequence[RunResult]) -> Figure:
+    draw = FIGURES.get(f"{name}.png")
+    if draw is None:
+        raise UserError(f"figure {name!r} is not one of {', '.join(file.removesuffix('.png') for file in FIGURES)}")
+    return draw([_figure_run(run) for run in runs])
+
+
+def _figure_run(run: RunResult) -> FigureRun:
+    done = run.requests.loc[run.requests["status"] == "completed"]
+    ttft_s, queue_s, arrival_s = (np.asarray(done[name], dtype=float) for name in ("ttft_s", "queue_s", "arrival_s"))
+    tpot_s = np.asarray(done["tpot_s"], dtype=float)[np.asarray(done["output_tokens"]) > 1]
+    engines: list[dict[str, np.ndarray]] = []
+    if not run.series.empty:
+        parts = [part for _, part in run.series.groupby(ENGINE)] if ENGINE in run.series else [run.series]
+        engines = [
+            {name: np.asarray(part[name], dtype=float) for name in part.columns if name != ENGINE} for part in parts
+        ]
+    return FigureRun(
+        run.label, run.result, together(engines) if engines else None, ttft_s, tpot_s, queue_s, ttft_s - queue_s,
+        arrival_s, tuple(engines) if len(engines) > 1 else (),
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""`import kvtwin`: the same runs as the command line's, as tables; its examples run; importing it stays cheap."""
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+import kvtwin
+import kvtwin.api
+from sim.policy_options import parse_policy
+from sim.systems.layerkv import LayerKV
+
+ROOT = Path(kvtwin.__file__).parents[1]
+FLAGS = [
+    "--workload",
+    "sharegpt",
+    "--num-prompts",
+    "60",
+    "--request-rate",
+    "8",
+    "--gpu",
+    "l20",
+    "--goodput",
+    "ttft:300",
+]
+CROWD = kvtwin.Scenario(workload="sharegpt", num_prompts=60, request_rate=8.0, gpu="l20", goodput=("ttft:300",))
+
+
+def test_a_run_in_python_is_the_command_lines(tmp_path):
+    status = kvtwin.main(["run", *FLAGS, "--policy", "layerkv", "--out", str(tmp_path), "--quiet", "--timeline"])
+    saved, run = kvtwin.load_result(tmp_path), kvtwin.simulate(CROWD, "layerkv")
+    assert status == 0
+    assert run.result == saved.result
+    pd.testing.assert_frame_equal(run.requests, saved.requests)
+    pd.testing.assert_frame_equal(run.series, saved.series, rtol=1e-8, check_dtype=False)
+
+
+def test_the_tables_agree_with_the_result():
+    run = kvtwin.simulate(CROWD, "vllm-recompute")
+    assert len(run.requests) == run.result.num_prompts == 60
+    assert run.requests["ttft_s"].mean() * 1e3 == pytest.approx(run.result.mean_ttft_ms)
+    assert run.metrics["p99_tpot_ms"] == run.result.p99_tpot_ms
+    assert run.series["time_s"].is_monotonic_increasing
+
+
+def test_an_ignored_request_is_in_the_table_and_not_in_the_figures():
+    long = kvtwin.Scenario(workload="fixed", num_prompts=3, input_len=4000, output_len=90, num_gpu_blocks_override=64)
+    run = kvtwin.simulate(long, "vllm-recompute")
+    assert list(run.requests["status"]) == ["ignored"] * 3
+    assert isinstance(run.figure("queueing"), Figure)
+
+
+def test_several_engines_have_a_column_and_a_figure():
+    two = kvtwin.simulate(kvtwin.Scenario(workload="sharegpt", num_prompts=40, request_rate=8.0, gpu="l20", replicas=2))
+    assert set(two.requests["engine"]) == set(two.series["engine"]) == {0, 1}
+    assert isinstance(two.figure("engines"), Figure)
+
+
+def test_a_comparison_has_metrics_by_policy_sentences_and_figures():
+    both = kvtwin.compare(CROWD, ["vllm-recompute", "layerkv:slo-aware=false"])
+    assert list(both.table.columns) == ["vllm-recompute", "layerkv:slo-aware=false"]
+    ttft = both["layerkv:slo-aware=false"].result.mean_ttft_ms
+    assert both.table.loc["Mean TTFT (ms)", "layerkv:slo-aware=false"] == ttft
+    assert len(both.sentences) == 1
+    assert all(isinstance(both.figure(name), Figure) for name in ("ttft_tpot", "queueing", "memory", "lanes"))
+
+
+def test_a_preset_is_labelled_as_its_text_would_be():
+    policy = LayerKV(slo_aware=False)
+    run = kvtwin.simulate(CROWD, policy)
+    assert run.label == "layerkv:slo-aware=False"
+    assert parse_policy(run.label, {})[1] == policy
+    assert run.result.mean_ttft_ms == kvtwin.simulate(CROWD, "layerkv:slo-aware=false").result.mean_ttft_ms
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: kvtwin.simulate(kvtwin.Scenario()), "--trace FILE and --workload NAME"),
+        (lambda: kvtwin.simulate(kvtwin.Scenario(workload="fixed", num_prompts=0)), "--num-prompts: 0"),
+        (lambda: kvtwin.simulate(kvtwin.Scenario(workload="fixed", seed="x")), "'x' is not a whole number"),
+        (lambda: kvtwin.simulate(CROWD, "layerkw"), "did you mean 'layerkv'"),
+        (lambda: kvtwin.compare(CROWD, []), "name one or more"),
+        (lambda: kvtwin.compare(CROWD, ["layerkv", "layerkv"]), "each once"),
+        (lambda: kvtwin.load_result("nowhere"), "nowhere/result.json: cannot be read"),
+        (lambda: kvtwin.simulate(CROWD).figure("tftt"), "'tftt' is not one of ttft_tpot"),
+        (lambda: kvtwin.compare(CROWD, ["vllm-v1"])["layerkv"], "there are: vllm-v1"),
+    ],
+)
+def test_bad_input_is_one_line(act, words):
+    with pytest.raises(kvtwin.UserError, match=None) as caught:
+        act()
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_bad_trace_is_one_line(tmp_path):
+    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,10,5\n1,x,5\n")
+    with pytest.raises(kvtwin.UserError, match="line 3"):
+        kvtwin.simulate(kvtwin.Scenario(trace=str(tmp_path / "t.csv")))
+
+
+def test_a_folder_without_its_table_is_told(tmp_path):
+    kvtwin.main(["run", *FLAGS, "--out", str(tmp_path), "--quiet"])
+    table = next(tmp_path.glob("requests.*"))
+    table.write_bytes(b"\x00\x01")
+    with pytest.raises(kvtwin.UserError, match="run the scenario again"):
+        kvtwin.load_result(tmp_path)
+    table.unlink()
+    with pytest.raises(kvtwin.UserError, match="run the scenario again"):
+        kvtwin.load_result(tmp_path)
+
+
+def test_the_examples_in_docstrings_run():
+    found = doctest.testmod(kvtwin.api)
+    assert found.attempted > 5 and not found.failed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_the_example_programs_run(path, tmp_path):
+    done = subprocess.run(
+        [sys.executable, path], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert len(done.stdout.splitlines()) > 3
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import kvtwin, sys; print([m for m in ('pandas', 'matplotlib', 'numpy', 'joblib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert set(kvtwin.__all__) <= set(dir(kvtwin))
+    assert np.all([hasattr(kvtwin, name) for name in kvtwin.__all__])
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        _ = kvtwin.simulat
