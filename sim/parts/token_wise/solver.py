@@ -1,0 +1,140 @@
+"""The best batch size b and uncached ratio r of a step (eLLM Eq. 1 and 5), exactly.
+
+Sequences are served in order, so that a batch of b is the first b of them. What is kept on the GPU,
+
+    sum of s (1 - r) + m r W <= M        (tokens; m: the scratch of an uncached token, of which there are r W)
+
+is linear in r, and T(b, r) rises with r: for each b the least r that memory allows is best, a closed form. The best of
+all b is then a minimum over a vector.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, Floats, StepTimes
+
+
+class Memory(NamedTuple):
+    """Room for KV, in tokens of all layers. The defaults are the paper's: no host bound, nothing lost in blocks.
+
+    `scratch` is M_o by configuration, tokens' worth for each uncached one; `block_tokens` of a sequence's last block
+    and of the block at which its uncached tokens end are lost.
+    """
+
+    gpu_tokens: float
+    scratch: tuple[float, ...]
+    host_tokens: float = np.inf
+    block_tokens: int = 1
+    by_longest: bool = False
+    """Whether M_o takes all sequences to be as long as the longest, as printed; else by their own lengths."""
+
+
+class Batch:
+    """Sequences in the order in which they are served, as sums over the first b of them.
+
+    Args:
+        lengths: tokens of each, the one being fed included.
+        block_tokens: of a block; where it is 1 nothing is lost.
+    """
+
+    def __init__(self, lengths: Seq[int] | Floats, block_tokens: int = 1) -> None:
+        values = np.asarray(lengths, dtype=np.float64)
+        self.seqs = np.arange(1.0, len(values) + 1.0)
+        self.tokens = np.cumsum(values)
+        self.squares = np.cumsum(values * values)
+        self.lengths = values
+        self.stored = self.tokens
+        if block_tokens > 1:
+            self.stored = np.cumsum(np.ceil(values / block_tokens)) * block_tokens
+
+    @property
+    def longest(self) -> Floats:
+        """Most tokens of the first b."""
+        return np.maximum.accumulate(self.lengths)
+
+
+class Choice(NamedTuple):
+    """What a step is to do."""
+
+    batch_size: int
+    ratio: float
+    configuration: Configuration
+    step_s: float
+    """T(b, r)."""
+
+    @property
+    def s_per_token(self) -> float:
+        """T / b, what Eq. 5 minimises."""
+        return self.step_s / self.batch_size
+
+
+def least_ratios(batch: Batch, memory: Memory) -> Floats:
+    """The least feasible r for each configuration (rows) and batch size; above 1 or infinite where there is none."""
+    scratch = np.array(memory.scratch)[:, None]
+    lost = memory.block_tokens * batch.seqs * (1.0 + scratch) if memory.block_tokens > 1 else 0.0
+    excess = batch.stored + lost - memory.gpu_tokens
+    freed = batch.tokens - scratch * (batch.seqs * batch.longest if memory.by_longest else batch.tokens)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(freed > 0.0, excess / freed, np.inf)
+    return np.where(batch.stored <= memory.gpu_tokens, 0.0, np.maximum(ratios, 0.0))
+
+
+def best(
+    times: StepTimes,
+    batch: Batch,
+    memory: Memory,
+    budget_s: float,
+    *,
+    least: int = 1,
+    configurations: tuple[Configuration, ...] = CONFIGURATIONS,
+    all_recomputed: bool = False,
+    largest: bool = False,
+    fused: bool = True,
+    overlapped: bool = True,
+) -> Choice | None:
+    """The b >= `least`, r and configuration with the least T/b, or (`largest`) with the largest b, and its least T.
+
+    Args:
+        times, batch, memory: what T is made of, the sequences, and the room.
+        budget_s: that T may take, SLO - WT_max (Eq. 1).
+        configurations: to choose from, as many as `memory.scratch` has.
+        all_recomputed: whether T takes all layers to be computed again, as Eq. 4 does.
+        fused, overlapped: as for `StepTimes.step_s`.
+
+    Returns:
+        None where no b >= `least` is feasible. Of equal ones the smallest b.
+    """
+    ratios = least_ratios(batch, memory)
+    again = np.array([[c.recomputed_share] for c in configurations])
+    swapped = 1.0 - again
+    feasible = (ratios <= 1.0) & (swapped * ratios * batch.tokens <= memory.host_tokens)
+    ratios = np.where(feasible, ratios, 0.0)
+    shares = (0.0, 1.0) if all_recomputed else (swapped, again)
+    sums = batch.seqs, batch.tokens, batch.squares
+    step_s = times.step_s(*sums, ratios, shares, fused=fused, overlapped=overlapped)
+    feasible &= step_s <= budget_s
+    feasible[:, : least - 1] = False
+    if largest:
+        places = np.flatnonzero(feasible.any(axis=0))
+        if not len(places):
+            return None
+        place = int(places[-1])
+        row = int(np.argmin(np.where(feasible[:, place], step_s[:, place], np.inf)))
+    else:
+        value = np.where(feasible, step_s / batch.seqs, np.inf)
+        row, place = divmod(int(np.argmin(value)), value.shape[1])
+        if not feasible[row, place]:
+            return None
+    return Choice(place + 1, float(ratios[row, place]), configurations[row], float(step_s[row, place]))
+
+
+def least_bubble(
+    times: StepTimes, tokens: float, squares: float, ratio: float, configurations: tuple[Configuration, ...]
+) -> int:
+    """Place of the configuration with the least difference of swapping and recomputing time (section 4.3.1)."""
+    shares = np.array([c.recomputed_share for c in configurations])
+    sums, r = np.array(tokens), np.array(ratio)
+    recomputing_s = times.recomputing_s(sums, np.array(squares), r, shares)
+    return int(np.argmin(np.abs(times.swapping_s(sums, r, 1.0 - shares) - recomputing_s)))
