@@ -235,13 +235,13 @@ def test_an_ignored_interrupt_stays_ignored(usual_interrupt):
 
 
 def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_interrupt, capsys):
-    def interrupting(scenario, warnings):
+    def interrupting(setup):
         for i in range(20):
             if i == 12:
                 signal.raise_signal(signal.SIGINT)
             yield Request(i, i * 10.0, 20, 3)
 
-    monkeypatch.setattr(cli, "traffic", interrupting)
+    monkeypatch.setattr(cli, "requests_of", interrupting)
     words = ["--policy", "vllm-recompute", "--policy", "vllm-swap", "--out", str(tmp_path), "--quiet"]
     assert kvtwin.main(["compare", *SMALL, *words]) == 130
     assert (tmp_path / "vllm-recompute" / "result.json").exists()
