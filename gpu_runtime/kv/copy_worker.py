@@ -115,10 +115,12 @@ class CopyWorker:
                 self.stream.synchronize()
 
     def _run(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            self._carry_out(*entry)
-            # Tensors of a finished copy shall not live until the next one comes.
-            del entry
+        # Inference mode belongs to a thread, and tensors that were made in it are written to in it alone.
+        with torch.inference_mode():
+            while (entry := self._jobs.get()) is not None:
+                self._carry_out(*entry)
+                # Tensors of a finished copy shall not live until the next one comes.
+                del entry
 
     def _carry_out(self, job: Callable[[], None], handle: CopyHandle) -> None:
         try:

@@ -256,3 +256,15 @@ def test_kv_is_restored_from_hidden_states_kept_on_the_host(engine):
         store.allocate(9)
     with pytest.raises(ValueError, match="1 blocks of 8 tokens for 9 tokens"):
         store.save(0, torch.zeros(2, 48), [0], first=7)
+
+
+def test_states_that_were_made_in_inference_mode_are_kept():
+    """Inference mode belongs to a thread, and the copying one has its own."""
+    with torch.inference_mode(), CopyEngine("cpu") as engine:
+        store = HiddenStateStore(engine, SMALL, num_blocks=4, block_tokens=8, dtype=torch.float32)
+        hidden = torch.randn(11, SMALL.hidden_size)
+        ids = store.allocate(2)
+        store.save(2, hidden, ids).wait()
+        loaded, handle = store.load(2, ids, 0, 11)
+        handle.wait()
+        assert torch.equal(loaded, hidden)

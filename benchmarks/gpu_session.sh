@@ -1,0 +1,148 @@
+#!/usr/bin/env bash
+# What a lent GPU can tell in ten minutes, in the order of worth. docs/runtime.md says how to read it.
+#
+#   benchmarks/gpu_session.sh OUT                       # an H200, A100 or L20 with an idle host
+#   benchmarks/gpu_session.sh OUT --device cpu          # rehearsal: a small model, minutes
+#   [--model NAME] [--minutes 9.5] [--only "copies decode"]
+#
+# OUT/summary.md gets a line when a part ends; its output is in OUT/session.log, its figures in files of its own. A part
+# that fails or takes too long takes no other down. Runs with `python3`, or what PYTHON names.
+set -uo pipefail
+
+usage() { sed -n '2,9p' "$0" | cut -c3- >&2; exit 2; }
+[[ $# -ge 1 && $1 != -* ]] || usage
+out=$1; shift
+device=cuda model=llama-2-7b minutes=9.5 only=""
+while (($#)); do
+    [[ $# -ge 2 ]] || usage
+    case $1 in
+        --device) device=$2 ;;
+        --model) model=$2 ;;
+        --minutes) minutes=$2 ;;
+        --only) only=" $2 " ;;
+        *) usage ;;
+    esac
+    shift 2
+done
+
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 1
+cd "$(dirname "$0")/.." || exit 1
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+log=$out/session.log summary=$out/summary.md
+deadline=$(awk -v now="$(date +%s)" -v minutes="$minutes" 'BEGIN { printf "%d", now + 60 * minutes }')
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+small=$work/small/config.json
+mkdir -p "$work/small"
+cat >"$small" <<'JSON'
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 688,
+ "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 2048,
+ "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "float32"}
+JSON
+quick=() workload=(--input-len 512 --output-len 64 --request-rate 8 --num-prompts 40) processes=(-n 6)
+if [[ $device == cpu ]]; then
+    model=$small quick=(--quick) processes=()
+    workload=(--input-len 60 --output-len 20 --request-rate 8 --num-prompts 15)
+fi
+
+# part NAME SECONDS COMMAND...: run it, no longer than it and the session may take, and say how it ended.
+part() {
+    local name=$1 limit=$2 begun=$SECONDS left status word
+    shift 2
+    [[ -z $only || $only == *" $name "* ]] || return 0
+    left=$((deadline - $(date +%s)))
+    if ((left < 5)); then
+        echo "| $name | not run: no time is left | 0 |" >>"$summary"
+        return 0
+    fi
+    ((limit > left)) && limit=$left
+    printf '\n==== %s (at most %s s)\n' "$name" "$limit" >>"$log"
+    timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1
+    status=$?
+    case $status in
+        0) word=done ;;
+        124 | 137) word="ended after $limit s" ;;
+        *) word="**failed** (status $status)" ;;
+    esac
+    echo "| $name | $word | $((SECONDS - begun)) |" >>"$summary"
+}
+
+machine() {
+    "$python" - "$device" <<'PY'
+import importlib.metadata, importlib.util, sys
+needed = {"msgspec", "simpy", "numpy", "scipy", "rich", "matplotlib", "torch", "psutil", "safetensors", "pytest", "hypothesis"}
+for name in sorted(needed | {"triton", "transformers", "flashinfer-python", "cuda-bindings", "nvidia-ml-py"}):
+    try:
+        print(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        print(name, "MISSING" if name in needed else "absent")
+import torch
+if sys.argv[1] == "cuda":
+    print(torch.version.cuda, torch.cuda.get_device_properties(0), torch.cuda.mem_get_info())
+sys.exit(any(importlib.util.find_spec(name) is None for name in needed))
+PY
+    local status=$?
+    [[ $device == cpu ]] || nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE
+    free -g; nproc; uptime
+    return $status
+}
+
+smoke() {
+    local policy status=0
+    for policy in vllm-recompute vllm-swap layerkv; do
+        "$python" -m kvtwin live --device "$device" --model "$small" --policy "$policy" --workload fixed --input-len 60 \
+            --output-len 20 --num-prompts 12 --num-gpu-blocks-override 24 --num-cpu-blocks-override 60 \
+            --request-rate 50 --out "$work/smoke-$policy" || status=1
+    done
+    return $status
+}
+
+cuda_tests() {
+    # Kernels are compiled: several processes share that.
+    "$python" -c 'import xdist' 2>/dev/null || processes=()
+    "$python" -m pytest -q -m gpu "${processes[@]}" -rfE tests/gpu_runtime
+}
+
+figures() {
+    "$python" benchmarks/runtime_cuda.py --device "$device" --model "$model" "${quick[@]}" --only "$1" --out "$out/$1"
+}
+
+calibrate() {
+    local status
+    "$python" -m kvtwin calibrate --device "$device" --model "$model" --quick --name session --out "$work/calibration"
+    status=$?
+    tar -C "$work" -czf "$out/calibration.tar.gz" calibration
+    return $status
+}
+
+validate() {
+    local status profile=$work/calibration/session.json gpu
+    gpu=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["gpu"])' "$profile") || return 1
+    "$python" -m kvtwin validate --device "$device" --model "$model" --gpu "$gpu" --profile "$profile" --runs 1 \
+        --policy vllm-recompute --policy layerkv --workload fixed "${workload[@]}" --swap-space 4 --out "$work/validate"
+    status=$?
+    tar -C "$work" -czf "$out/validate.tar.gz" validate
+    return $status
+}
+
+export -f machine smoke cuda_tests figures calibrate validate
+export out work device model python small
+# Arrays are not exported: each part that uses them is told them anew.
+in_bash() { declare -p quick workload processes; echo "$@"; }
+
+printf '# A session on %s, %s\n\n| part | how it ended | s |\n|---|---|--:|\n' "$device" "$(date -u +%FT%TZ)" >"$summary"
+: >"$log"
+part machine 30 bash -c "$(in_bash machine)"
+part smoke 90 bash -c "$(in_bash smoke)"
+part tests 150 bash -c "$(in_bash cuda_tests)"
+part copies 60 bash -c "$(in_bash figures copies)"
+part decode 60 bash -c "$(in_bash figures decode)"
+part prefill 60 bash -c "$(in_bash figures prefill)"
+part calibrate 120 bash -c "$(in_bash calibrate)"
+part validate 150 bash -c "$(in_bash validate)"
+part overlap 30 bash -c "$(in_bash figures overlap)"
+printf '\n```\n%s\n```\n' "$(grep '^|' "$log")" >>"$summary"
+cat "$summary"
+! grep -q '\*\*failed' "$summary"
