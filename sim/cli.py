@@ -41,6 +41,7 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     for parser, command in ((run, run_command), (compare, compare_command)):
         parser.later(add_flags)
         parser.set_defaults(run=command)
+    compare.later(add_bound_flags)
 
 
 RUN_HELP = "Simulate one policy on a trace or a generated workload and write the results to a folder."
@@ -75,6 +76,15 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
         if name == DEFAULT_POLICY:
             continue
         parser.later(partial(_add_policy_flags, name=name), (f"--{name}-", f"--no-{name}-"))
+
+
+def add_bound_flags(parser: Any) -> None:  # noqa: ANN401 - the command line's own parser
+    """Flags of `compare` alone: what stands beside the policies."""
+    yes_or_no = argparse.BooleanOptionalAction
+    text = "the most goodput that any scheduler could reach (default: where there is one, below 20,000 requests)"
+    parser.add_argument("--bound", action=yes_or_no, default=None, help=text)
+    text = "run each policy with infinite PCIe, infinite memory and known lengths, too"
+    parser.add_argument("--bounds", action="store_true", default=None, help=text)
 
 
 def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
@@ -173,6 +183,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
         raise UserError(f"--policy: {', '.join(labels)} names one twice")
     results: list[Result] = []
     figures: list[FigureRun] = []
+    setups: list[Setup] = []
     status = 0
     for label, policy in policies:
         try:
@@ -185,13 +196,19 @@ def compare_command(arguments: argparse.Namespace) -> int:
             break
         results.append(result)
         figures.append(FigureRun.of(run, result))
+        setups.append(run.setup)
         status = _status(run)
         if status:
             break
-    write_comparison(folder, results)
+    bounds = None
+    if not status and (scenario.goodput or arguments.bound or arguments.bounds):
+        from sim.bounds.compared import bounds_of  # noqa: PLC0415 - scipy is slow to import
+
+        bounds = bounds_of(setups, results, bound=arguments.bound, lifted=bool(arguments.bounds))
+    write_comparison(folder, results, bounds)
     write_figures(folder / "figures", figures)
     if not outputs.quiet:
-        print_comparison(results, folder)
+        print_comparison(results, folder, bounds)
     return status
 
 

@@ -9,9 +9,9 @@ from textwrap import wrap
 import msgspec
 
 from sim.files import make_folder, write_atomically
-from sim.results.comparison_sentences import factor_text, sentences
+from sim.results.comparison_sentences import bound_sentences, factor_text, sentences
 from sim.results.report import METRICS, Metric, constants, deployment, engine_overhead, labels, metric_values, ratio
-from sim.results.schema import Comparison, Result
+from sim.results.schema import Bounds, Comparison, Result
 
 WIDTH = 80
 """Columns of the printed reports: a terminal's least."""
@@ -23,12 +23,12 @@ FIGURES = {
 }
 
 
-def print_comparison(results: list[Result], folder: Path) -> None:
+def print_comparison(results: list[Result], folder: Path, bounds: Bounds | None = None) -> None:
     """Print metrics side by side with ratios to the first policy, then what differs in words; at most 80 columns."""
-    print("\n".join(comparison_lines(results, folder)))
+    print("\n".join(comparison_lines(results, folder, bounds)))
 
 
-def comparison_lines(results: list[Result], folder: Path) -> list[str]:
+def comparison_lines(results: list[Result], folder: Path, bounds: Bounds | None = None) -> list[str]:
     """The lines of `print_comparison`."""
     if not results:
         return ["no policy was run"]
@@ -46,7 +46,7 @@ def comparison_lines(results: list[Result], folder: Path) -> list[str]:
         lines.append("")
     if len(results) > 1:
         lines += ["(x) ratio to the first policy; * best where they differ", ""]
-    for sentence in sentences(results):
+    for sentence in (*sentences(results), *bound_sentences(bounds)):
         # wrap() breaks at spaces but not at no-break spaces: a number keeps its unit.
         bound = re.sub(r"(?<=\d) (?=(%|ms|s)(\W|$))", "\xa0", sentence)
         broken = wrap(bound, WIDTH, break_on_hyphens=False, break_long_words=False)
@@ -128,7 +128,7 @@ def _best(metric: Metric, numbers: Sequence[float | None], texts: Sequence[str])
     return {(min if metric.less_is_better else max)(known)[1]}
 
 
-def write_comparison(folder: Path, results: list[Result]) -> Path:
+def write_comparison(folder: Path, results: list[Result], bounds: Bounds | None = None) -> Path:
     """Write `comparison.json` and `comparison.md` into `folder`; returns the latter's path."""
     make_folder(folder, "--out")
     names = labels(results)
@@ -143,22 +143,23 @@ def write_comparison(folder: Path, results: list[Result]) -> Path:
         },
         sentences=sentences(results),
         profiles={name: result.profile for name, result in zip(names, results, strict=True)},
+        **msgspec.structs.asdict(bounds or Bounds()),
     )
     encoded = msgspec.json.format(msgspec.json.encode(comparison), indent=2)
     write_atomically(folder / "comparison.json", lambda file: file.write(encoded + b"\n"))
     path = folder / "comparison.md"
-    page = "\n".join(markdown_lines(results)) + "\n"
+    page = "\n".join(markdown_lines(results, bounds)) + "\n"
     write_atomically(path, lambda file: file.write(page.encode()))
     return path
 
 
-def markdown_lines(results: list[Result]) -> list[str]:
+def markdown_lines(results: list[Result], bounds: Bounds | None = None) -> list[str]:
     """The page `comparison.md`: sentences, table, figures, and where the times come from."""
     if not results:
         return ["# Comparison", "", "No policy was run."]
     names = [f"`{_cell(name)}`" for name in labels(results)]
     lines = [f"# {' against '.join(names) if len(names) < 3 else f'{len(names)} policies'}", "", deployment(results[0])]
-    lines += ["", *(line for sentence in sentences(results) for line in (sentence, ""))]
+    lines += ["", *(line for text in (*sentences(results), *bound_sentences(bounds)) for line in (text, ""))]
     lines += [f"| | {' | '.join(names)} |", "|:--|" + "--:|" * len(results)]
     lines += [f"| {row.name} | {' | '.join(_markdown(cell) for cell in row.cells)} |" for row in table(results)]
     lines += ["", "In parentheses: ratio to the first policy. Bold: the best, where they differ.", ""]

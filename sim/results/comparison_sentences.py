@@ -6,7 +6,7 @@ TTFT is queueing plus prefill by definition, so its causes can be named; what on
 from collections.abc import Iterator, Sequence
 
 from sim.results.report import METRICS, NONE, labels, mean_decoding, number, queue_share, ratio
-from sim.results.schema import Result
+from sim.results.schema import Bounds, Result
 
 SAME = 0.01
 """Relative differences up to this are called the same in sentences."""
@@ -21,6 +21,26 @@ def sentences(results: Sequence[Result]) -> list[str]:
         found = list(_differences(results[0], other, labels(results)[0], name))
         paragraphs.append(" ".join(found))
     return paragraphs
+
+
+def bound_sentences(bounds: Bounds | None) -> list[str]:
+    """How much of the reachable goodput each policy reaches, and what it would reach with a limit lifted."""
+    if bounds is None:
+        return []
+    found = []
+    if bounds.goodput_bound is not None:
+        shares = [f"{label} reaches {_percent(share)}" for label, share in bounds.bound_shares.items()]
+        bound = f"No scheduler could exceed a goodput of {bounds.goodput_bound:.3g} requests/s here"
+        found.append(f"{bound}: {', '.join(shares)} of what any could reach." if shares else f"{bound}.")
+    for label, lifted in bounds.lifted.items():
+        found += [f"{label} with {name} instead: {_lifted(metrics)}." for name, metrics in lifted.items()]
+    return found
+
+
+def _lifted(metrics: dict[str, float | None]) -> str:
+    text = f"mean TTFT {_time(metrics['mean_ttft_ms'])}, mean TPOT {_time(metrics['mean_tpot_ms'])}"
+    goodput = metrics["request_goodput"]
+    return text if goodput is None else f"{text}, goodput {goodput:.3g} requests/s"
 
 
 def _differences(base: Result, other: Result, a: str, b: str) -> Iterator[str]:

@@ -160,7 +160,19 @@ class Result(Struct, kw_only=True, frozen=True):
     """Gaps between tokens, s; only where every token's time was kept."""
 
 
-class Comparison(Struct, kw_only=True, frozen=True):
+class Bounds(Struct, kw_only=True, frozen=True):
+    """What no scheduler exceeds, and runs with one limit of the machine lifted."""
+
+    goodput_bound: float | None = None
+    """Requests a second that meet their SLOs under any scheduler, at most; None where it was not asked for, or there
+    is none."""
+    bound_shares: dict[str, float] = {}
+    """Goodput over the bound, by label."""
+    lifted: dict[str, dict[str, dict[str, float | None]]] = {}
+    """Metrics by label, then by the limit lifted (infinite PCIe, infinite memory, known lengths)."""
+
+
+class Comparison(Bounds, kw_only=True, frozen=True):
     """What comparison.json holds of several results; metrics are those of `sim.results.report.METRICS`."""
 
     baseline: str | None

@@ -1,0 +1,67 @@
+"""What `kvtwin compare` says beside its policies: how much of the reachable they reach, and what binds them."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from sim.bounds.goodput import GoodputBound, goodput_bound
+from sim.bounds.lifted import LIFTED
+from sim.errors import UserError
+from sim.results.metrics import Goodput
+from sim.results.report import metric_values
+from sim.results.result import assemble
+from sim.results.schema import Bounds, Result
+from sim.scenario import Scenario
+from sim.simulate import Setup, build_run, execute
+from sim.traffic import traffic
+
+BY_DEFAULT = 20_000
+"""Requests below which the bound is found without being asked for."""
+
+
+def bounds_of(setups: Sequence[Setup], results: Sequence[Result], *, bound: bool | None, lifted: bool) -> Bounds | None:
+    """What was asked for; `bound` None: below `BY_DEFAULT` requests, where there is one."""
+    found = None if bound is False or not setups else best_bound(setups, asked=bool(bound))
+    goodput = None if found is None else found.goodput
+    if goodput is None and not lifted:
+        return None
+    return Bounds(
+        goodput_bound=goodput,
+        bound_shares={r.policy: (r.request_goodput or 0.0) / goodput for r in results if r.complete} if goodput else {},
+        lifted={setup.label: dict(_lifted(setup)) for setup in setups} if lifted else {},
+    )
+
+
+def best_bound(setups: Sequence[Setup], *, asked: bool = True) -> GoodputBound | None:
+    """The greatest bound of engines that differ in limits and host time; UserError if `asked` for and there is none."""
+    scenario = setups[0].scenario
+    reason = _why_none(scenario)
+    if reason is None:
+        requests = list(islice(traffic(scenario), None if asked else BY_DEFAULT))
+        if not asked and len(requests) == BY_DEFAULT:
+            return None
+        slo, engines = Goodput.parse(list(scenario.goodput)), scenario.num_engines
+        bounds = [goodput_bound(requests, setup.limits, setup.cost, slo, engines) for setup in setups]
+        known = [bound for bound in bounds if bound is not None]
+        if known and len(known) == len(bounds):
+            return max(known, key=lambda bound: bound.goodput)
+        reason = "prices of these forms have no linear ones below them"
+    if asked:
+        raise UserError(f"--bound: {reason}; leave it out")
+    return None
+
+
+def _why_none(scenario: Scenario) -> str | None:
+    if not scenario.goodput:
+        return "goes with --goodput, which is not given"
+    if scenario.max_concurrency is not None or scenario.closed_sessions:
+        return "in a closed loop arrivals depend on the policy"
+    if scenario.prefill_replicas is not None or scenario.pipeline_parallel_size not in (None, 1):
+        return "is for engines that do all the work of a request"
+    return None
+
+
+def _lifted(setup: Setup) -> Iterator[tuple[str, dict[str, float | None]]]:
+    for name, lift in LIFTED.items():
+        other = lift(setup)
+        if other is not None:
+            yield name, metric_values(assemble(execute(build_run(other, traffic(other.scenario)))))

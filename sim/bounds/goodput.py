@@ -1,0 +1,323 @@
+"""The most goodput that any scheduler could reach on a trace, clairvoyant ones included, with a certificate.
+
+Every iteration takes at least what a `LinearPrice` says, so that each request has a least work. A request that meets
+its SLOs has its prompt computed within [a, a + TTFT] and its last token by a + TTFT + TPOT (o - 1). With the time cut
+into bins, a price y >= 0 for a second of each bin bounds how many can:
+
+    sum of y_t length_t + sum over requests of max(0, 1 - prefill_i min y - decode_i min y)
+
+with the least y of the bins where its prefill, and where its decode may be. This holds for any y (weak duality), so
+the solver that finds good ones (HiGHS) need not be trusted. The run lasts until the last has arrived and had its own
+iterations, and until the work of all is done: goodput is at most that count over the longer of the two.
+
+Who decodes holds blocks or streams them from the host, and a seat. Not covered: restoring from hidden states, and
+decoding several tokens at a time.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix, csr_matrix
+
+from sim.bounds.step_price import LinearPrice, step_prices
+from sim.cost.model import CostModel
+from sim.cost.roofline import RooflineCost
+from sim.engine.limits import Limits
+from sim.engine.plan import Direction
+from sim.results.metrics import Goodput
+from traces.request import Request
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+BINS = 80
+LEAST_BIN_S = 0.5
+SAMPLE = 400
+"""Requests, evenly spaced, that the mix of prices is chosen by; the bound is over all."""
+TIE_S = 1e-6
+"""Times of a run that differ by less count as equal."""
+
+
+class GoodputBound(NamedTuple):
+    """What no scheduler exceeds."""
+
+    good_requests: float
+    """Requests that meet their SLOs."""
+    least_duration_s: float
+    """From the first arrival to the last token."""
+
+    @property
+    def goodput(self) -> float:
+        """Good requests a second."""
+        return self.good_requests / self.least_duration_s if self.least_duration_s > 0.0 else float("inf")
+
+
+class Work(NamedTuple):
+    """What requests need at least, an element each: seconds by themselves, and what shares `LinearPrice.fixed_s`."""
+
+    prompt_tokens: Floats
+    attention_s: Floats
+    decodes: Floats
+    context_tokens: Floats
+    shared_tokens: Floats
+    window_tokens: Floats
+    blocks: Floats
+    """Summed over the decodes, those alone that no other request may share."""
+
+    def prefill_s(self, price: LinearPrice) -> Floats:
+        """Least work of the prompts, s."""
+        return price.prompt_token_s * self.prompt_tokens + self.attention_s + price.chunk_s
+
+    def decode_s(self, price: LinearPrice, block_share: float, seat_share: float) -> Floats:
+        """Least work of the decodes, s: a block held costs `block_share` of the fixed time, a seat `seat_share`."""
+        return (
+            (price.decode_s + seat_share * price.fixed_s) * self.decodes
+            + price.context_s * (self.context_tokens - self.shared_tokens)
+            + price.shared_s * self.shared_tokens
+            + price.window_s * self.window_tokens
+            + block_share * price.fixed_s * self.blocks
+        )
+
+
+def goodput_bound(
+    requests: Sequence[Request], limits: Limits, cost: CostModel, slo: Goodput, num_engines: int = 1
+) -> GoodputBound | None:
+    """The bound for engines of these limits and prices; None where prices have no linear ones, or no SLO is given."""
+    prices = step_prices(cost)
+    if not prices or not requests or slo == Goodput():
+        return None
+    work, may_fail = least_work(requests, limits, cost)
+    prefills, decodes = priced(work, prices, limits, cost)
+    arrivals = np.array([request.arrival_s for request in requests])
+    outputs = np.array([request.output_tokens for request in requests])
+    first, last = deadlines(arrivals, outputs, slo)
+    span_s = 0.0
+    if not may_fail.all():
+        # Its tokens come one after another, each in an iteration of its own.
+        alone_s = np.max([work.prefill_s(p) + work.decode_s(p, 0.0, 1.0) for p in prices], axis=0)
+        span_s = float((arrivals + alone_s)[~may_fail].max() - arrivals.min())
+    mix = _best_mix(prefills, decodes, num_engines * max(span_s, float(np.median(last - arrivals))))
+    prefill_s, decode_s = prefills @ mix, decodes @ mix
+    least_s = max(span_s, float((prefills + decodes)[~may_fail].sum(axis=0).max()) / num_engines)
+    good = _most_good(arrivals, first, last, prefill_s, decode_s, num_engines)
+    return GoodputBound(good, least_s)
+
+
+def deadlines(arrivals: Floats, outputs: Ints, slo: Goodput) -> tuple[Floats, Floats]:
+    """When the first and the last token must have come, s."""
+    first = arrivals + (np.inf if slo.ttft_s is None else slo.ttft_s)
+    last: Floats = np.where(outputs > 1, np.inf, first) if slo.tpot_s is None else first + slo.tpot_s * (outputs - 1.0)
+    if slo.e2el_s is not None:
+        last = np.minimum(last, arrivals + slo.e2el_s)
+    return np.minimum(first, last) + TIE_S, last + TIE_S
+
+
+# -- work ----------------------------------------------------------------------------------------------------------
+
+
+def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> tuple[Work, NDArray[np.bool_]]:
+    """What each request needs at least, and who might be refused, so that nobody need wait for it.
+
+    Blocks that stand in several requests may be computed by another, and read together.
+    """
+    size = limits.block_size
+    prompts = np.array([request.prompt_tokens for request in requests])
+    outputs = np.array([request.output_tokens for request in requests])
+    shared = _shared_tokens(requests)
+    # Some engines end a sequence at the longest context.
+    decodes = np.maximum(1, np.minimum(outputs, limits.max_model_len - prompts)) - 1
+    whole = prompts + outputs
+    may_fail = (whole > limits.max_model_len) | (-(-whole // size) + 1 >= limits.num_gpu_blocks)
+    cached = np.minimum(shared, prompts - 1)
+    contexts = _sum_to(prompts + decodes) - _sum_to(prompts)
+    blocks = _blocks_to(prompts + decodes, size) - _blocks_to(prompts, size) - decodes * (shared // size)
+    window = contexts
+    if limits.window is not None:
+        tokens = limits.window.tokens
+        window = _window_to(prompts + decodes, tokens) - _window_to(prompts, tokens)
+        blocks = np.zeros_like(blocks)
+    work = Work(
+        *(
+            column.astype(float)
+            for column in (
+                prompts - cached,
+                _attention_s(cached, prompts - cached, cost),
+                decodes,
+                contexts,
+                decodes * shared,
+                window,
+                np.maximum(0, blocks),
+            )
+        )
+    )
+    return work, may_fail
+
+
+def _shared_tokens(requests: Sequence[Request]) -> Ints:
+    """Leading prompt tokens of each whose blocks stand in other requests, too."""
+    seen = Counter(ident for request in requests for ident in {*request.hash_ids, *request.output_hash_ids})
+    found = np.zeros(len(requests), dtype=np.int64)
+    for i, request in enumerate(requests):
+        if request.hash_ids:
+            alone = (n for n, ident in enumerate(request.hash_ids) if seen[ident] == 1)
+            blocks = next(alone, len(request.hash_ids))
+            found[i] = min(blocks * request.hash_block_tokens, request.prompt_tokens)
+    return found
+
+
+def _sum_to(n: Ints) -> Ints:
+    return n * (n + 1) // 2
+
+
+def _blocks_to(n: Ints, size: int) -> Ints:
+    """Blocks of contexts of 1 to n tokens, in all."""
+    whole, rest = np.divmod(n, size)
+    return size * _sum_to(whole) + rest * (whole + 1)
+
+
+def _window_to(n: Ints, window: int) -> Ints:
+    short = np.minimum(n, window)
+    return _sum_to(short) + (n - short) * window
+
+
+def _attention_s(cached: Ints, new: Ints, cost: CostModel) -> Floats:
+    """Prompts' attention by itself, s; forms that have none price none."""
+    if not isinstance(cost, RooflineCost):
+        return np.zeros(len(new))
+    pairs = np.zeros(len(new))
+    for layers in cost.kv.layers:
+        if layers.last_token_only:
+            pairs += layers.num_layers * (cached + new)
+        elif layers.window is not None:
+            pairs += layers.num_layers * (_window_to(cached + new, layers.window) - _window_to(cached, layers.window))
+        else:
+            pairs += layers.num_layers * (_sum_to(cached + new) - _sum_to(cached))
+    return cost.attention_s_per_pair / cost.layers * pairs
+
+
+def priced(work: Work, prices: list[LinearPrice], limits: Limits, cost: CostModel) -> tuple[Floats, Floats]:
+    """Least prefill and decode seconds, a row a request, a column a price and a way to share its fixed time.
+
+    In an iteration the blocks held are at most those of the pool, and those that it streams from the host, which takes
+    as long as the link says. With T >= X + F and T >= h (s - B), s blocks, h seconds a block:
+    T >= u X + (1 - u) h s for u = h B / (F + h B).
+    """
+    prefills, decodes = [], []
+    per_block_s = cost.copy_s(limits.block_bytes * 2.0**20, 0, Direction.H2D) / 2.0**20
+    for price in prices:
+        prefills.append(work.prefill_s(price))
+        decodes.append(work.decode_s(price, 0.0, 1.0 / limits.max_num_seqs))
+        pool_s = per_block_s * limits.num_gpu_blocks
+        if work.blocks.any() and pool_s > 0.0:
+            weight = pool_s / (price.fixed_s + pool_s)
+            prefills.append(weight * work.prefill_s(price))
+            decodes.append(weight * work.decode_s(price, 1.0 / limits.num_gpu_blocks, 0.0))
+    return np.array(prefills).T, np.array(decodes).T
+
+
+# -- prices of time --------------------------------------------------------------------------------------------------
+
+
+def _best_mix(prefills: Floats, decodes: Floats, span_s: float) -> Floats:
+    """The mix of prices that allows the least, were all time one bin: min span Y + sum of max(0, 1 - Y mix work)."""
+    chosen = np.unique(np.linspace(0, len(prefills) - 1, min(SAMPLE, len(prefills))).astype(int))
+    work = (prefills + decodes)[chosen]
+    num_requests, num_prices = work.shape
+    span_s *= num_requests / len(prefills)
+    found = linprog(
+        np.concatenate([np.full(num_prices, span_s), np.ones(num_requests)]),
+        A_ub=csr_matrix(np.hstack([-work, -np.eye(num_requests)])),
+        b_ub=-np.ones(num_requests),
+        method="highs",
+    )
+    mix = np.zeros(num_prices) if found.x is None else np.maximum(0.0, found.x[:num_prices])
+    if mix.sum() <= 0.0:
+        # Time is no limit: by the price that sees the most work.
+        mix[work.sum(axis=0).argmax()] = 1.0
+    return mix / mix.sum()
+
+
+def _most_good(
+    arrivals: Floats, first: Floats, last: Floats, prefill_s: Floats, decode_s: Floats, num_engines: int
+) -> float:
+    """How many can meet their deadlines, at most."""
+    begin_s = float(arrivals.min())
+    # Work behind the last deadline counts for nobody; without deadlines any time will do.
+    end_s = min(float(last.max()), begin_s + float(np.ptp(arrivals)) + float((prefill_s + decode_s).sum()) + 1.0)
+    num_bins = max(1, min(BINS, int((end_s - begin_s) / LEAST_BIN_S)))
+    edges = np.linspace(begin_s, end_s, num_bins + 1)
+    lengths = num_engines * np.diff(edges)
+
+    def bin_of(times: Floats) -> Ints:
+        return np.clip(np.searchsorted(edges, times, side="right") - 1, 0, num_bins - 1)
+
+    windows = bin_of(arrivals), bin_of(first), bin_of(last)
+    return certified(_solved(*windows, prefill_s, decode_s, lengths), *windows, prefill_s, decode_s, lengths)
+
+
+def certified(
+    prices: Floats, begin: Ints, first: Ints, last: Ints, prefill_s: Floats, decode_s: Floats, lengths: Floats
+) -> float:
+    """The bound that prices of a second of each bin prove, whatever they are as long as none is negative.
+
+    `begin`, `first`, `last`: bins of arrival, of the first token's deadline and the last token's.
+    """
+    prices = np.maximum(0.0, prices)
+    paid = prefill_s * least_within(prices, begin, first) + decode_s * least_within(prices, begin, last)
+    return float(prices @ lengths + np.maximum(0.0, 1.0 - paid).sum())
+
+
+def least_within(values: Floats, begin: Ints, end: Ints) -> Floats:
+    """The least of `values[begin]` to `values[end]`, for each pair: of two spans of 2^k that cover it."""
+    tables = [values]
+    while 2 ** len(tables) <= len(values):
+        step = 2 ** (len(tables) - 1)
+        tables.append(np.minimum(tables[-1][:-step], tables[-1][step:]))
+    level = np.log2(end - begin + 1).astype(int)
+    found = np.empty(len(begin))
+    for k, table in enumerate(tables):
+        here = level == k
+        found[here] = np.minimum(table[begin[here]], table[end[here] - 2**k + 1])
+    return found
+
+
+def _solved(begin: Ints, first: Ints, last: Ints, prefill_s: Floats, decode_s: Floats, lengths: Floats) -> Floats:
+    """Prices of bins, by the LP whose dual they are: how much of each request is done where.
+
+    Requests alike in their bins are one. Columns are shares of a request: good, prefilled in a bin, decoded in a bin.
+    """
+    keys, group = np.unique(np.stack([begin, first, last]), axis=1, return_inverse=True)
+    group = group.ravel()
+    num, num_bins, num_groups = len(group), len(lengths), keys.shape[1]
+    rows, columns, values = [], [], []
+    next_column = num
+    for place, (low, high) in enumerate(((keys[0], keys[1]), (keys[0], keys[2]))):
+        counts = high - low + 1
+        owner = np.repeat(np.arange(num_groups), counts)
+        bins = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+        column = next_column + np.arange(len(owner))
+        next_column += len(owner)
+        # Seconds of a group in a bin fill the bin, and make up what the group's good requests need.
+        rows += [bins, num_bins + place * num_groups + owner]
+        columns += [column, column]
+        values += [np.ones(len(owner)), -np.ones(len(owner))]
+    for place, seconds in enumerate((prefill_s, decode_s)):
+        rows.append(num_bins + place * num_groups + group)
+        columns.append(np.arange(num))
+        values.append(seconds)
+    num_rows = num_bins + 2 * num_groups
+    matrix = coo_matrix((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))))
+    matrix.resize(num_rows, next_column)
+    upper = np.concatenate([np.ones(num), np.full(next_column - num, np.inf)])
+    found = linprog(
+        np.concatenate([-np.ones(num), np.zeros(next_column - num)]),
+        A_ub=matrix.tocsr(),
+        b_ub=np.concatenate([lengths, np.zeros(2 * num_groups)]),
+        bounds=np.stack([np.zeros(next_column), upper], axis=1),
+        method="highs",
+    )
+    return np.zeros(num_bins) if found.x is None else -found.ineqlin.marginals[:num_bins]

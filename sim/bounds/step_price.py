@@ -1,0 +1,118 @@
+"""`LinearPrice`: what an iteration takes at least, as a linear function of what is in it. `step_prices` has several.
+
+The roofline is convex in what it counts, so each of its tangents lies below it: with (c^p + m^p)^(1/p) >= a c + b m
+wherever a^q + b^q <= 1, 1/p + 1/q = 1. Many tangents together come as near as one likes; any mix of them is valid, too.
+What a decode iteration costs however small it is (weights, launches, host) is `fixed_s`; who shares it is for the
+reader to say.
+"""
+
+from itertools import product
+from math import cos, inf, pi, sin
+from typing import NamedTuple
+
+from sim.cost.forms import LinearCost, PaperCost
+from sim.cost.model import CostModel
+from sim.cost.roofline import RooflineCost
+from sim.cost.table import TableCost
+from sim.engine.plan import IterationPlan
+
+LINEAR_TANGENTS = 13
+HEAD_TANGENTS = 4
+
+
+class LinearPrice(NamedTuple):
+    """Seconds that an iteration takes at least; `fixed_s` where anybody decodes in it.
+
+    Contexts count the token being fed. `context_s` is a token that only its own sequence reads, `shared_s` one that
+    others in the iteration may read with it, `window_s` one within a sliding window.
+    """
+
+    prompt_token_s: float
+    """Attention left out, which is a prompt's own whatever is beside it."""
+    chunk_s: float
+    decode_s: float
+    context_s: float
+    shared_s: float
+    window_s: float
+    fixed_s: float
+
+    def least_s(self, plan: IterationPlan, attention_s: float) -> float:
+        """Of a plan whose prompts attend for `attention_s`: never more than it is priced."""
+        window = plan.decode_window.tokens if plan.decode_window is not None else plan.decode_context_tokens
+        shared = plan.decode_shared_tokens
+        return (
+            self.prompt_token_s * plan.prefill_tokens
+            + attention_s
+            + self.chunk_s * len(plan.chunks)
+            + self.decode_s * plan.num_decodes
+            + self.context_s * (plan.decode_context_tokens - shared)
+            + self.shared_s * shared
+            + self.window_s * window
+            + (self.fixed_s if plan.num_decodes else 0.0)
+        )
+
+
+def step_prices(cost: CostModel) -> list[LinearPrice]:
+    """Linear prices that no iteration of this cost model goes below; none where its form is not known to have any."""
+    if isinstance(cost, (TableCost, PaperCost)):
+        return []
+    if isinstance(cost, LinearCost):
+        return [_linear(cost)]
+    return _tangents(cost) if isinstance(cost, RooflineCost) else []
+
+
+def _host(cost: CostModel) -> tuple[float, float]:
+    """Host time that adds to every iteration: its base, and for each sequence."""
+    return (0.0, 0.0) if cost.host is None or cost.host.hidden else (cost.host.base_s, cost.host.s_per_sequence)
+
+
+def _linear(cost: LinearCost) -> LinearPrice:
+    base_s, sequence_s = _host(cost)
+    window = cost.window_share
+    # Chunks of one token have the least squares. With a prompt beside them decodes pay p0 + p1, not d0.
+    token_s = cost.p1 + cost.p2
+    context_s = cost.d2 * (1.0 - window)
+    fixed_s = base_s + min(cost.d0, cost.p0)
+    return LinearPrice(token_s, sequence_s, cost.d1 + sequence_s, context_s, 0.0, cost.d2 * window, fixed_s)
+
+
+def _tangents(cost: RooflineCost) -> list[LinearPrice]:
+    base_s, sequence_s = _host(cost)
+    found = []
+    for (linear_c, linear_m), (head_c, head_m), growing in product(
+        tangents(cost.exponent, LINEAR_TANGENTS), tangents(cost.exponent, HEAD_TANGENTS), (0.0, 1.0)
+    ):
+        elementwise_s = growing * cost.elementwise_s_per_token
+        token_s = linear_c * cost.linear_s_per_token + linear_m * cost.activations_s_per_token + elementwise_s
+        weights_s = cost.linear_weights_s - cost.routed_weights_s * cost.idle_share
+        reduced_s = cost.num_all_reduces * cost.all_reduced_s_per_token
+        fixed_s = linear_m * weights_s + (1.0 - growing) * cost.elementwise_least_s + cost.overhead_s + base_s
+        fixed_s += head_m * cost.head_weights_s + cost.num_all_reduces * cost.all_reduce_fixed_s
+        head_s = head_c * cost.head_s_per_sample + head_m * cost.logits_s_per_sample
+        found.append(
+            LinearPrice(
+                # Layers that see a prompt's last token only may see none of these.
+                token_s * (1.0 - cost.last_token_share) + reduced_s,
+                sequence_s,
+                token_s + reduced_s + head_s + cost.kv_padding_s + sequence_s,
+                cost.full_s_per_token,
+                max(0.0, cost.full_s_per_token - cost.unread_s_per_token),
+                cost.window_s_per_token,
+                fixed_s,
+            )
+        )
+    return found
+
+
+def tangents(exponent: float, count: int) -> list[tuple[float, float]]:
+    """(a, b) with ridge(c, m) >= a c + b m for all c, m >= 0: `count` slopes from memory alone to computing alone."""
+    if exponent == inf:
+        return [(i / (count - 1), 1 - i / (count - 1)) for i in range(count)]
+    found = []
+    for i in range(count):
+        angle = pi / 2 * i / (count - 1)
+        x, y = max(0.0, sin(angle)), max(0.0, cos(angle))
+        # The gradient of the ridge along the ray c : m = x : y.
+        length = (x**exponent + y**exponent) ** (1.0 / exponent)
+        found.append(((x / length) ** (exponent - 1.0), (y / length) ** (exponent - 1.0)))
+    return found

@@ -1,0 +1,88 @@
+"""`compare --bound --bounds`: what stands beside the policies."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from kvtwin import main
+from sim.bounds.compared import best_bound
+from sim.bounds.lifted import LIFTED, with_infinite_memory
+from sim.errors import UserError
+from sim.policy_options import parse_policy
+from sim.results.schema import Comparison
+from sim.scenario import Scenario
+from sim.simulate import Setup, prepare
+
+CROWDED = Scenario(
+    workload="sharegpt", num_prompts=60, request_rate=20.0, num_gpu_blocks_override=200, max_model_len=1024,
+    goodput=("ttft:3000", "tpot:100"), seed=1,
+)  # fmt: skip
+FLAGS = [
+    "--workload",
+    "sharegpt",
+    "--num-prompts",
+    "60",
+    "--request-rate",
+    "20",
+    "--num-gpu-blocks-override",
+    "200",
+    "--max-model-len",
+    "1024",
+    "--seed",
+    "1",
+    "--quiet",
+]
+
+
+def setup_of(name: str, scenario: Scenario = CROWDED) -> Setup:
+    return prepare(scenario, *parse_policy(name, {}))
+
+
+def test_compare_says_how_much_of_the_reachable_is_reached(tmp_path):
+    policies = ["--policy", "vllm-recompute", "--policy", "layerkv:predictor=bucket"]
+    slo = ["--goodput", "ttft:3000", "tpot:100"]
+    assert main(["compare", *policies, *FLAGS, *slo, "--bounds", "--out", str(tmp_path)]) == 0
+    found = msgspec.json.decode((tmp_path / "comparison.json").read_bytes(), type=Comparison)
+    bound = best_bound([setup_of("vllm-recompute"), setup_of("layerkv")])
+    assert bound is not None
+    assert found.goodput_bound == pytest.approx(bound.goodput)
+    for label in found.policies:
+        goodput = found.metrics[label]["request_goodput"]
+        assert goodput is not None
+        assert found.bound_shares[label] == pytest.approx(goodput / bound.goodput)
+        assert found.bound_shares[label] <= 1.0
+    # vLLM predicts no lengths.
+    assert [*found.lifted["vllm-recompute"]] == ["infinite PCIe", "infinite memory"]
+    assert [*found.lifted["layerkv:predictor=bucket"]] == [*LIFTED]
+    told = found.lifted["vllm-recompute"]["infinite memory"]
+    assert told["num_preemptions"] == 0 < (found.metrics["vllm-recompute"]["num_preemptions"] or 0)
+    page = (tmp_path / "comparison.md").read_text()
+    assert "of what any could reach." in page and "layerkv:predictor=bucket with infinite PCIe instead:" in page
+
+
+def test_without_slos_there_is_no_bound(tmp_path, capsys):
+    assert main(["compare", "--policy", "orca", *FLAGS, "--out", str(tmp_path)]) == 0
+    found = msgspec.json.decode((tmp_path / "comparison.json").read_bytes(), type=Comparison)
+    assert found.goodput_bound is None and not found.bound_shares and not found.lifted
+    assert main(["compare", "--policy", "orca", *FLAGS, "--bound", "--out", str(tmp_path)]) == 2
+    assert "--bound: goes with --goodput" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_concurrency": 4}, {"cost_form": "paper"}, {"pipeline_parallel_size": 2}], ids=str
+)
+def test_where_there_is_none_it_is_refused(changes):
+    setup = setup_of("vllm-recompute", replace(CROWDED, **changes))
+    with pytest.raises(UserError, match="--bound: "):
+        best_bound([setup])
+    assert best_bound([setup], asked=False) is None
+
+
+def test_lifting_leaves_the_setup_as_it_was():
+    setup = setup_of("layerkv")
+    before = setup.limits, setup.profile, setup.policy
+    for lift in LIFTED.values():
+        lift(setup)
+    assert (setup.limits, setup.profile, setup.policy) == before
+    assert with_infinite_memory(setup).limits.num_gpu_blocks > 1 << 30

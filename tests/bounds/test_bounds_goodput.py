@@ -1,0 +1,235 @@
+"""The certified bound: by hand, against exhaustive search, and never exceeded by any preset."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.testing import conformance, limits, linear_machine, requests, simulate
+from kvtwin.testing.engines import roofline_machine
+from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within, least_work
+from sim.bounds.step_price import step_prices, tangents
+from sim.cost.forms import LinearCost
+from sim.cost.host import Host
+from sim.cost.model import ridge
+from sim.engine.plan import IterationPlan, Origin
+from sim.engine.sequence import Sequence
+from sim.results.metrics import Goodput
+from sim.systems import POLICIES
+from sim.systems.mixing import HAND_OVER
+from traces.request import Request
+
+SLO = Goodput(ttft_s=1.0, tpot_s=0.1)
+
+
+def bound_of(arrivals, limit, machine=None, slo=SLO) -> GoodputBound:
+    found = goodput_bound(arrivals, limit, (machine or linear_machine()).cost, slo)
+    assert found is not None
+    return found
+
+
+def test_by_hand():
+    """Prompts of 10 tokens at 0.1 s each, one second for the first token: ten at once can have one, two cannot wait."""
+    machine = linear_machine(prefill=(0.0, 0.1, 0.0), decode=(0.0, 0.0, 0.0))
+    bound = bound_of(requests(*[(0.0, 10, 1)] * 4), limits(), machine)
+    # The second that all have is one prompt's: 1 s of work. The slack for ties is a microsecond.
+    assert bound.good_requests == pytest.approx(1.0, abs=1e-5)
+    assert bound.least_duration_s == pytest.approx(4.0)
+    assert bound.goodput == pytest.approx(0.25, abs=1e-5)
+
+
+def test_seats_and_blocks_share_what_an_iteration_costs_however_small():
+    """Ten decodes each; an iteration lasts 0.1 s. With 2 seats a decode costs 0.05 s, with 8 of 40 blocks 0.02 s."""
+    machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)
+    arrivals = requests(*[(0.0, 16 * 7 + 1, 11)] * 10)
+    seats = bound_of(arrivals, limits(gpu=1000, seqs=2), machine)
+    assert seats.least_duration_s == pytest.approx(10 * 10 * 0.05)
+    blocks = bound_of(arrivals, limits(gpu=40, seqs=256), machine)
+    assert blocks.least_duration_s == pytest.approx(10 * 10 * 0.1 * 8 / 40)
+
+
+def test_what_others_may_have_computed_is_no_work():
+    ids = requests((0.0, 32, 2), (0.0, 32, 2), (0.0, 32, 2))
+    shared = [r._replace(hash_ids=(1, 2 + r.request_id), hash_block_tokens=16) for r in ids[:2]] + ids[2:]
+    work, _ = least_work(shared, limits(), linear_machine().cost)
+    assert work.prompt_tokens.tolist() == [16, 16, 32]
+    assert work.shared_tokens.tolist() == [16, 16, 0]
+    assert work.blocks.tolist() == [2, 2, 3]
+
+
+@given(st.integers(0, 1000), st.integers(1, 60))
+def test_least_within_is_the_minimum(seed, size):
+    rng = np.random.default_rng(seed)
+    values = rng.random(size)
+    pairs = np.sort(rng.integers(0, size, (20, 2)), axis=1)
+    expected = [values[a : b + 1].min() for a, b in pairs]
+    assert least_within(values, pairs[:, 0], pairs[:, 1]).tolist() == expected
+
+
+# -- prices ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(1.0, 20.0), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
+def test_tangents_lie_below_the_ridge(exponent, compute_s, memory_s):
+    if not compute_s and not memory_s:
+        return
+    for a, b in tangents(exponent, 9):
+        assert a * compute_s + b * memory_s <= ridge(compute_s, memory_s, exponent) * (1 + 1e-9)
+
+
+MACHINES = {
+    "linear": lambda: linear_machine(),
+    "linear, host": lambda: linear_machine(host=Host(0.004, 1e-4, False)),
+    "l20": lambda: roofline_machine("l20", 1.0),
+    "h100, imported": lambda: roofline_machine("h100", 1.0, tp=2),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000)), max_size=3),
+    contexts=st.lists(st.integers(1, 5000), max_size=40),
+)
+def test_no_iteration_is_cheaper_than_its_linear_prices(name, prompts, contexts):
+    cost, plan = MACHINES[name]().cost, IterationPlan()
+    attention_s = 0.0
+    for new, cached in prompts:
+        seq = Sequence(Request(0, 0.0, new + cached, 2))
+        seq.num_computed = cached
+        plan.add_chunk(seq, new, Origin.ADMITTED)
+    if not isinstance(cost, LinearCost):
+        attention_s = cost.attention_s_per_pair * plan.prefill_pairs  # type: ignore[attr-defined]
+    plan.num_decodes, plan.decode_context_tokens = len(contexts), sum(contexts)
+    if not prompts and not contexts:
+        return
+    host_s = cost.host.added_s(len(prompts) + len(contexts)) if cost.host else 0.0
+    for price in step_prices(cost):
+        assert price.least_s(plan, attention_s) <= (cost.iteration_s(plan) + host_s) * (1 + 1e-9)
+
+
+# -- against exhaustive search ---------------------------------------------------------------------------------------
+
+
+def best_by_search(arrivals, limit, slo) -> tuple[int, float]:
+    """Most good requests, and most goodput, of all schedules of tiny requests; parking is free.
+
+    Iterations of one token or whole prompts in any mix, as seats and blocks allow; idle until the next arrival.
+    """
+    cost = linear_machine().cost
+    size, count = limit.block_size, len(arrivals)
+    best = [0, 0.0]
+
+    @cache
+    def ends(now_s: float, done: tuple[int, ...], firsts: tuple[float, ...], lasts: tuple[float, ...]) -> None:
+        if all(done[i] == arrivals[i].output_tokens for i in range(count)):
+            good = sum(
+                slo.met(
+                    firsts[i] - arrivals[i].arrival_s,
+                    (lasts[i] - firsts[i]) / max(1, arrivals[i].output_tokens - 1),
+                    lasts[i] - arrivals[i].arrival_s,
+                )
+                for i in range(count)
+            )
+            best[0] = max(best[0], good)
+            best[1] = max(best[1], good / (max(lasts) - arrivals[0].arrival_s))
+            return
+        here = [i for i in range(count) if arrivals[i].arrival_s <= now_s and done[i] < arrivals[i].output_tokens]
+        later = [r.arrival_s for r in arrivals if r.arrival_s > now_s]
+        if later:
+            ends(min(later), done, firsts, lasts)
+        for chosen in range(1, 1 << len(here)):
+            who = [i for n, i in enumerate(here) if chosen >> n & 1]
+            blocks = sum(-(-(arrivals[i].prompt_tokens + done[i]) // size) for i in who)
+            if len(who) > limit.max_num_seqs or blocks > limit.num_gpu_blocks:
+                continue
+            plan = IterationPlan()
+            for i in who:
+                if done[i]:
+                    plan.num_decodes += 1
+                    plan.decode_context_tokens += arrivals[i].prompt_tokens + done[i]
+                else:
+                    plan.add_chunk(Sequence(arrivals[i]), arrivals[i].prompt_tokens, Origin.ADMITTED)
+            end_s = now_s + cost.iteration_s(plan)
+            ends(
+                end_s,
+                tuple(n + (i in who) for i, n in enumerate(done)),
+                tuple(end_s if i in who and not done[i] else at for i, at in enumerate(firsts)),
+                tuple(end_s if i in who else at for i, at in enumerate(lasts)),
+            )
+
+    ends(arrivals[0].arrival_s, (0,) * count, (0.0,) * count, (0.0,) * count)
+    return best[0], best[1]
+
+
+tiny = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.01, 0.03]), st.integers(1, 40), st.integers(1, 3)), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tiny, st.integers(4, 7), st.integers(1, 3), st.floats(0.01, 0.12), st.floats(0.01, 0.05))
+def test_no_schedule_of_tiny_requests_is_better(rows, blocks, seats, ttft_s, tpot_s):
+    now_s, found = 0.0, []
+    for gap_s, prompt, output in rows:
+        now_s += gap_s
+        found.append((now_s, prompt, output))
+    arrivals, limit, slo = requests(*found), limits(gpu=blocks, seqs=seats), Goodput(ttft_s=ttft_s, tpot_s=tpot_s)
+    good, goodput = best_by_search(arrivals, limit, slo)
+    bound = bound_of(arrivals, limit, slo=slo)
+    assert good <= bound.good_requests + 1e-6
+    assert goodput <= bound.goodput * (1 + 1e-6)
+
+
+# -- against every preset --------------------------------------------------------------------------------------------
+
+ALONE = [name for name, kind in POLICIES.items() if HAND_OVER not in kind.composition.values()]
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("slo", [Goodput(ttft_s=0.3, tpot_s=0.03), Goodput(e2el_s=1.0)], ids=["ttft and tpot", "e2el"])
+def test_no_run_exceeds_it(name, slo):
+    policy = POLICIES[name]()
+
+    def one(workload: conformance.Workload) -> None:
+        outcome = simulate(policy, workload.arrivals, workload.limits, machine=workload.machine, goodput=slo)
+        bound = bound_of(workload.arrivals, workload.limits, workload.machine, slo)
+        good = outcome.log.good
+        assert good <= bound.good_requests + 1e-6
+        if good:
+            assert good / outcome.log.duration_s <= bound.goodput * (1 + 1e-6)
+
+    conformance.over_workloads(policy, one, examples=12, shrink=False)
+
+
+def test_any_prices_certify():
+    """Weak duality: the certificate needs no solver."""
+    rng = np.random.default_rng(0)
+    arrivals = requests(*((i * 0.1, int(rng.integers(1, 300)), int(rng.integers(1, 40))) for i in range(60)))
+    slo = Goodput(ttft_s=0.3, tpot_s=0.03)
+    run = simulate(POLICIES["vllm-v1"](), arrivals, limits(gpu=60), goodput=slo)
+    edges = np.linspace(0.0, 12.0, 25)
+    work, _ = least_work(arrivals, limits(gpu=60), linear_machine().cost)
+    (price,) = step_prices(linear_machine().cost)
+    a = np.array([r.arrival_s for r in arrivals])
+    first = a + 0.3
+    last = first + 0.03 * (np.array([r.output_tokens for r in arrivals]) - 1)
+    bins = [np.clip(np.searchsorted(edges, t + 1e-6, side="right") - 1, 0, 23) for t in (a, first, last)]
+    seconds = work.prefill_s(price), work.decode_s(price, 0.0, 1 / 256)
+    for _ in range(50):
+        prices = rng.exponential(2.0, 24)
+        assert certified(prices, bins[0], bins[1], bins[2], *seconds, np.diff(edges)) >= run.log.good
+
+
+def test_prices_of_no_known_form_have_no_bound():
+    machine = linear_machine()
+    assert goodput_bound(requests((0.0, 1, 1)), limits(), machine.cost, Goodput()) is None
+
+
+def test_engines_share_the_work():
+    arrivals = requests(*[(0.0, 100, 20)] * 30)
+    one, two = (goodput_bound(arrivals, limits(), linear_machine().cost, SLO, n) for n in (1, 2))
+    assert one is not None and two is not None
+    assert two.least_duration_s == pytest.approx(one.least_duration_s / 2)
