@@ -138,12 +138,7 @@ class RadixMemory(PagedMemory):
         self.pool.take_idle(self.tree.lock(prefix.node))
         self.pool.allocate(blocks - prefix.num_blocks)
         seq.num_computed = prefix.num_blocks * self.block_size
-        counters = self.scheduler.counters
-        if seq.first_scheduled_s < 0.0:
-            seq.num_cached_tokens = seq.num_computed
-            counters.prefix_hit_tokens += seq.num_computed
-        else:
-            counters.prefix_rehit_tokens += seq.num_computed
+        self.count_hits(seq, seq.num_computed)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
     def complete(self, plan: IterationPlan) -> None:

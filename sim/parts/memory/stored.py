@@ -44,9 +44,9 @@ class StoredMemory(PagedMemory):
 
     def _load(self, seq: Sequence) -> None:
         tokens = self.granted.pop(seq.request.request_id, 0)
+        self.count_hits(seq, tokens)
         if tokens:
-            seq.num_computed = seq.num_cached_tokens = tokens
-            self.scheduler.counters.prefix_hit_tokens += tokens
+            seq.num_computed = tokens
             self._loading += tokens // self.block_size
 
     def complete(self, plan: IterationPlan) -> None:
