@@ -10,7 +10,7 @@ from sim.cost.host import after_host_s, run_beside_host
 from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
 from sim.cost.model import CostModel, LayerWork, run_s, steps_until
 from sim.engine.layers import SEND_BUFFER_LAYERS
-from sim.engine.plan import Direction, IterationPlan, Move, Restore, StepTimes, make_times
+from sim.engine.plan import Direction, IterationPlan, Move, Restore, StepTimes, Tier, make_times
 
 EndsAt = Callable[[Collection[Move]], float]
 FinishAt = Callable[[float, Move], None]
@@ -24,10 +24,11 @@ LanesMark = tuple[tuple[float, float, int], ...]
 class Lanes:
     """The lanes of one instance: computation, PCIe in each direction over the links of its GPUs, the engine's host.
 
-    `links` are its lanes to other instances, in the order in which they were asked for.
+    `links` are its lanes to other instances, in the order in which they were asked for; `disk_read` and `disk_write`
+    those between its host and its disk.
     """
 
-    __slots__ = ("_all", "compute", "d2h", "h2d", "host", "links")
+    __slots__ = ("_all", "compute", "d2h", "disk_read", "disk_write", "h2d", "host", "links")
 
     def __init__(self, *, keep_intervals: bool = False) -> None:
         self.compute = Lane("GPU compute", keep_intervals=keep_intervals)
@@ -35,6 +36,9 @@ class Lanes:
         self.d2h = Lane("PCIe device to host", keep_intervals=keep_intervals)
         self.host = Lane("Engine host", keep_intervals=keep_intervals)
         self._all = self.compute, self.h2d, self.d2h, self.host
+        # No jump uses them.
+        self.disk_read = Lane("Disk read", keep_intervals=keep_intervals)
+        self.disk_write = Lane("Disk write", keep_intervals=keep_intervals)
         self.links: dict[str, Lane] = {}
 
     def link(self, name: str) -> Lane:
@@ -47,6 +51,12 @@ class Lanes:
     def of(self, direction: Direction) -> Lane:
         """The PCIe lane of a direction."""
         return self.d2h if direction is Direction.D2H else self.h2d
+
+    def of_move(self, move: Move) -> Lane:
+        """The lane that a copy of this engine takes."""
+        if move.uses_disk:
+            return self.disk_read if move.source is Tier.DISK else self.disk_write
+        return self.of(move.direction)
 
     def mark(self) -> LanesMark:
         """Where the lanes stand, for `restore`."""
@@ -150,8 +160,17 @@ class Pricer:
     def _await(self, plan: IterationPlan, now_s: float) -> float:
         """Begin the copies beside the computation, and wait for those under way that are awaited; their end, s."""
         for move in plan.beside:
-            self._finish_at(self.lanes.of(move.direction).reserve(now_s, self.move_s(move), "KV layers"), move)
+            self._start(move, now_s)
         return max(now_s, self._ends_at(plan.awaited))
+
+    def _start(self, move: Move, now_s: float, stretch: float = 1.0) -> float:
+        """Begin a copy beside the computation; returns its end, s. What is on the disk's lanes nothing stretches."""
+        seconds = self.move_s(move)
+        if not move.uses_disk:
+            seconds *= stretch
+        end_s = self.lanes.of_move(move).reserve(now_s, seconds, "KV layers")
+        self._finish_at(end_s, move)
+        return end_s
 
     def _follow(self, plan: IterationPlan, end_s: float) -> float:
         """Copies that begin when the computation has ended; when the next may begin, s."""
@@ -183,14 +202,14 @@ class Pricer:
 
     def _overlap(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:
         """Put the plan's copies on their lanes; returns the computation's duration, waiting for copies included."""
-        cost, lanes = self.cost, self.lanes
+        cost = self.cost
         if not cost.copies_beside_compute:
             return self._in_turn(plan, start_s, compute_s)
         stretch = 1.0
         if cost.all_reduce_on_pcie and compute_s > 0.0:
             compute_s, stretch = self._share_with_all_reduce(plan, compute_s)
         for move in () if plan.awaited else plan.beside:
-            self._finish_at(lanes.of(move.direction).reserve(start_s, self.move_s(move) * stretch, "KV layers"), move)
+            self._start(move, start_s, stretch)
         if plan.streamed:
             compute_s = self._stream(plan, start_s, compute_s, stretch)
         if plan.behind:
@@ -241,8 +260,9 @@ class Pricer:
         """Copies by the processor that computes (a CPU): one after the other, and nothing else meanwhile."""
         lanes, at_s = self.lanes, start_s
         for move in () if plan.awaited else plan.beside:
-            at_s = lanes.of(move.direction).reserve(at_s, self.move_s(move), "KV layers")
-            self._finish_at(at_s, move)
+            end_s = self._start(move, at_s)
+            # A disk needs no processor.
+            at_s = at_s if move.uses_disk else end_s
         if plan.streamed:
             read_s, written_s = self._streams(plan)
             at_s = lanes.h2d.reserve(at_s, read_s, "stream KV")
@@ -266,7 +286,7 @@ class Pricer:
         cost = self.cost
         busy_s = cost.all_reduce_s(plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks)
         stretch = compute_s / (compute_s - busy_s)
-        blocks = plan.behind_blocks + sum(move.num_blocks for move in plan.beside)
+        blocks = plan.behind_blocks + sum(move.num_blocks for move in plan.beside if not move.uses_disk)
         blocks += sum(streamed.num_read + streamed.num_written for streamed in plan.streamed)
         moved = blocks * self.unit_bytes
         unit_s = cost.copy_s(min(self.copy_unit_bytes, moved), 1, Direction.D2H)

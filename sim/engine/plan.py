@@ -18,6 +18,7 @@ class Tier(Enum):
 
     GPU = "gpu"
     HOST = "host"
+    DISK = "disk"
     PEER = "peer"
     """On another engine, over a link between the two."""
 
@@ -150,8 +151,13 @@ class Move(NamedTuple):
 
     @property
     def direction(self) -> Direction:
-        """Which way the copy goes."""
+        """Which way the copy goes, if over PCIe."""
         return Direction.D2H if self.target is Tier.HOST else Direction.H2D
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether it goes between host and disk."""
+        return self.source is Tier.DISK or self.target is Tier.DISK
 
 
 class Restore(NamedTuple):

@@ -72,6 +72,10 @@ class LanesUse(Struct, kw_only=True, frozen=True):
     """Copies to the host."""
     host: LaneUse | UnsetType = field(name="Engine host", default=UNSET)
     """The engine's own processes; absent where prices are all there is."""
+    disk_read: LaneUse | UnsetType = field(name="Disk read", default=UNSET)
+    """Copies from disk to host; absent where there were none."""
+    disk_write: LaneUse | UnsetType = field(name="Disk write", default=UNSET)
+    """Copies from host to disk; absent where there were none."""
 
     def by_name(self) -> dict[str, LaneUse]:
         """The lanes under the names that people read."""

@@ -135,12 +135,10 @@ def _together(counters: list[Counters]) -> Counters:
 
 def _lanes_use(lanes: list[Lanes]) -> LanesUse:
     """Means over the engines."""
-    compute, h2d, d2h = (
-        LaneUse(busy_s=sum(lane.busy_s for lane in alike) / len(lanes))
-        for alike in zip(*((one.compute, one.h2d, one.d2h) for one in lanes), strict=True)
-    )
-    host_s = sum(one.host.busy_s for one in lanes) / len(lanes)
-    return LanesUse(compute=compute, h2d=h2d, d2h=d2h, host=LaneUse(busy_s=host_s) if host_s else UNSET)
+    every = ((one.compute, one.h2d, one.d2h, one.host, one.disk_read, one.disk_write) for one in lanes)
+    uses = [LaneUse(busy_s=sum(lane.busy_s for lane in alike) / len(lanes)) for alike in zip(*every, strict=True)]
+    host, read, write = (use if use.busy_s else UNSET for use in uses[3:])
+    return LanesUse(compute=uses[0], h2d=uses[1], d2h=uses[2], host=host, disk_read=read, disk_write=write)
 
 
 def _engines(run: Run) -> list[EngineUse]:

@@ -40,8 +40,8 @@ def timeline_events(run: Run) -> list[TraceEvent]:
 def _lane_events(parts: EngineParts, pid: int, which: str) -> Iterator[TraceEvent]:
     yield _named(pid, 0, "process_name", f"kvtwin {parts.setup.label}{which}")
     lanes = parts.lanes
-    host = (lanes.host,) if lanes.host.intervals else ()
-    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values(), *host), start=1):
+    others = (lane for lane in (lanes.host, lanes.disk_read, lanes.disk_write) if lane.intervals)
+    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values(), *others), start=1):
         yield _named(pid, thread, "thread_name", lane.name)
         for start_s, end_s, label in lane.intervals or ():
             event: TraceEvent = {"ph": "X", "pid": pid, "tid": thread, "name": label, "ts": start_s * 1e6}

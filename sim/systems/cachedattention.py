@@ -1,28 +1,43 @@
 """CachedAttention (Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with
 CachedAttention", USENIX ATC 2024).
 
-A conversation's KV outlives its turns on the host (`--swap-space`). Of its next turn only the new tokens are prefilled,
-while the KV of those before is loaded: layer l starts at max(layer l-1 done, its KV here), section 3.2.1. Turns are
-saved as they end, beside later computation (3.2.2).
+A conversation's KV outlives its turns on the host (`--swap-space`) and below that on a disk. Of its next turn only the
+new tokens are prefilled, while the KV of those before is loaded: layer l starts at max(layer l-1 done, its KV here),
+section 3.2.1. Turns are saved as they end, beside later computation (3.2.2). Of the queue's first
 
-Assumed: vLLM 0.5.5's batches and blocks, the GPU's blocks a cache as well, the longest unused given up on either tier.
-No disk below the host yet, and so none of the queue's look-ahead windows; no read buffer (a layer's copies begin with
-the iteration); no truncated contexts. Loads that would be slower than computing again are not made, by price.
+    L_prefetch = C_host / S    and    L_evict = (C_host + C_disk) / S
+
+requests, S the mean KV of a turn, the former have their KV fetched from the disk before their turn (3.3.1), and what
+the latter will load gives way last on either tier, that of the last in the queue first (3.3.2).
+
+Assumed: vLLM 0.5.5's batches and blocks, the GPU's blocks a cache as well; block by block, the longest unused given up
+first of what nobody waits for. What is saved goes to the disk at once, not when it leaves the host: the host can then
+give way at any time, and beside a larger disk it holds nothing that the disk lacks. A prompt that is admitted before
+its KV is on the host waits for the disk, and the iteration with it. No read buffer (a layer's copies begin with the
+iteration). Contexts are not truncated: prompts that are too long are ignored, as in vLLM. Loads that would be slower
+than computing again are not made, by price. The drive is the paper's 10 TB; its bandwidths, which differ from drive to
+drive, are options.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.options import option
+from sim.systems.tiered_options import TieredOptions
 from sim.systems.vllm055 import vllm055_limits
 
 
 @dataclass(frozen=True)
-class CachedAttention(Policy):
-    """Sessions whose KV waits on the host for the next turn."""
+class CachedAttention(TieredOptions, Policy):
+    """Sessions whose KV waits on the host or a disk for the next turn."""
+
+    disk_space: float = option(
+        9313.0, "GiB of disk for KV of ended turns, of all GPUs of the engine together (the paper's 10 TB); 0: none"
+    )
 
     name: ClassVar[str] = "cachedattention"
-    summary: ClassVar[str] = "CachedAttention: KV of ended turns on the host, loaded layer by layer by the next"
+    summary: ClassVar[str] = "CachedAttention: KV of ended turns on host and disk, loaded layer by layer by the next"
     default_swap_space_gib: ClassVar[float] = 128.0
     default_prefix_caching: ClassVar[bool] = True
     composition: ClassVar[dict[str, str]] = {

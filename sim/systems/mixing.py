@@ -19,6 +19,7 @@ from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.offload_options import OffloadOptions
 from sim.systems.radix_options import RadixOptions
+from sim.systems.tiered_options import TieredOptions
 from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
@@ -239,7 +240,23 @@ def _tiered(b: Builder) -> "Memory":
     if b.limits.window is not None and b.limits.window.blocks is not None:
         raise UserError(f"memory=tiered: {b.deployment.model.name} has layers that keep a window only")
     worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
-    return TieredMemory(b.limits, worth, in_flight_hits=b.names["batching"] == "unified")
+    options, in_flight_hits = b.options(TieredOptions), b.names["batching"] == "unified"
+    block_bytes = b.limits.block_bytes * b.deployment.tensor_parallel_size
+    num_blocks = options.num_disk_blocks(block_bytes)
+    if not num_blocks:
+        return TieredMemory(b.limits, worth, in_flight_hits=in_flight_hits)
+    from sim.parts.memory.on_disk import DiskTieredMemory
+    from sim.parts.offload.disk import Disk
+
+    disk = Disk(
+        num_blocks,
+        block_bytes,
+        read_bytes_per_s=options.disk_read_gb_per_s * 1e9,
+        write_bytes_per_s=options.disk_write_gb_per_s * 1e9,
+        latency_s=options.disk_latency_us / 1e6,
+        s_per_block=options.disk_block_us / 1e6,
+    )
+    return DiskTieredMemory(b.limits, worth, disk, look_ahead=options.look_ahead, in_flight_hits=in_flight_hits)
 
 
 def _connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
@@ -466,7 +483,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "radix": KnownMemory(_radix, can_cache_prefixes=True),
     "chunks": KnownMemory(_chunks, can_cache_prefixes=True),
     "prefix-groups": KnownMemory(_group_memory, can_cache_prefixes=True),
-    "tiered": KnownMemory(_tiered, can_cache_prefixes=True, always_caches=True),
+    "tiered": KnownMemory(_tiered, TieredOptions, can_cache_prefixes=True, always_caches=True),
     "reserved": KnownMemory(_reserved),
     STORED: KnownMemory(_stored, ConductorOptions),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),

@@ -92,4 +92,6 @@ def test_lanes_are_named_as_the_clock_names_them():
         "h2d": lanes.h2d.name,
         "d2h": lanes.d2h.name,
         "host": lanes.host.name,
+        "disk_read": lanes.disk_read.name,
+        "disk_write": lanes.disk_write.name,
     }

@@ -65,7 +65,7 @@ def test_who_comes_back_while_its_turn_is_saved_hits_it_on_the_gpu():
 
 def test_the_longest_unused_gives_way_on_the_host_tails_first():
     """B's six blocks push three of A's four out of a host of seven: C hits what is left, the head."""
-    outcome = run(A, B, C, host=7)
+    outcome = run(A, B, C, host=7, policy=CachedAttention(disk_space=0.0))
     tier = outcome.scheduler.counters.tiers["host"]
     assert (tier.num_loads, tier.hit_tokens) == (1, 16)
     # C saves the five blocks that it has and the host lacks: four, for which B's tail goes.

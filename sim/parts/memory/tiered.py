@@ -41,7 +41,7 @@ class TieredMemory(PrefixMemory):
         # Of sequences with named blocks: what they did to the host's cache.
         self._accesses: dict[Sequence, Access] = {}
         # The last prompt that was looked up, what both caches were then, and which blocks it would load.
-        self._looked_on_host: tuple[Sequence | None, tuple[int, int], range] = (None, (-1, -1), NOWHERE)
+        self._looked_on_host: tuple[Sequence | None, tuple[int, ...], range] = (None, (), NOWHERE)
         self._loading: list[tuple[Access, range]] = []
         self._saving: dict[Sequence, list[int]] = {}
 
@@ -54,6 +54,11 @@ class TieredMemory(PrefixMemory):
     def holders(self) -> "Iterable[tuple[Sequence, Tier]]":
         return ((seq, Tier.GPU) for seq in self._saving)
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of all that can be loaded: equal if nothing has changed."""
+        return self.index.version, self.cache.version
+
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def cached_tokens(self, seq: Sequence) -> int:
@@ -63,7 +68,7 @@ class TieredMemory(PrefixMemory):
         """Blocks that `seq` would load after those that it hits on the GPU."""
         first = self._match(seq).num_blocks
         known, versions, places = self._looked_on_host
-        now = self.index.version, self.cache.version
+        now = self.versions
         if known is seq and versions == now:
             return places
         places = self._worth_loading(seq, first)
@@ -73,11 +78,17 @@ class TieredMemory(PrefixMemory):
     def _worth_loading(self, seq: Sequence, first: int) -> range:
         if not seq.request.hash_ids:
             return NOWHERE
-        keys, place = self._access(seq).keys, first
-        end = min((seq.num_tokens - 1) // self.block_size, len(keys))
-        while place < end and (chunk := self.cache.get(keys[place])) is not None and chunk.num_copies >= 0:
-            place += 1
-        return range(first, place) if place > first and self._saved_s(seq, range(first, place)) >= 0.0 else NOWHERE
+        keys, end = self._access(seq).keys, first
+        for place in self._nameable(seq, first):
+            chunk = self.cache.get(keys[place])
+            if chunk is None or chunk.num_copies < 0:
+                break
+            end = place + 1
+        return range(first, end) if end > first and self._saved_s(seq, range(first, end)) >= 0.0 else NOWHERE
+
+    def _nameable(self, seq: Sequence, first: int) -> range:
+        """Blocks from `first` on that have names; the last token has to be computed."""
+        return range(first, min((seq.num_tokens - 1) // self.block_size, len(self._access(seq).keys)))
 
     def _saved_s(self, seq: Sequence, places: range) -> float:
         begin, end = places.start * self.block_size, places.stop * self.block_size
@@ -94,12 +105,15 @@ class TieredMemory(PrefixMemory):
         super().take(seq, num_tokens)
         if places:
             access = self._access(seq)
-            self.cache.read(access, places)
+            self._begin_load(seq, access, places)
             self._loading.append((access, places))
             seq.num_computed = places.stop * self.block_size
-            self.tier.num_loads += 1
-            self.tier.hit_tokens += len(places) * self.block_size
-            self.tier.saved_s += self._saved_s(seq, places)
+
+    def _begin_load(self, seq: Sequence, access: Access, places: range) -> None:
+        self.cache.read(access, places)
+        self.tier.num_loads += 1
+        self.tier.hit_tokens += len(places) * self.block_size
+        self.tier.saved_s += self._saved_s(seq, places)
 
     def complete(self, plan: IterationPlan) -> None:
         super().complete(plan)
@@ -124,7 +138,7 @@ class TieredMemory(PrefixMemory):
         access = self._access(seq)
         del self._accesses[seq]
         full = self.full_blocks(seq)
-        taken = self.cache.offer(access, range(min(full, len(access.keys)))) or []
+        taken = self._offer(seq, access, min(full, len(access.keys)))
         self.cache.finish(access)
         self.tier.evicted_blocks = self.cache.num_evicted
         if not taken:
@@ -136,6 +150,10 @@ class TieredMemory(PrefixMemory):
         first, end = taken[0] * self.block_size, (taken[-1] + 1) * self.block_size
         move = Move(seq, ALL_LAYERS, first, end, Tier.GPU, Tier.HOST, len(taken), seq.num_blocks, True)
         self.scheduler.beside.append(move)
+
+    def _offer(self, seq: Sequence, access: Access, num_blocks: int) -> list[int]:
+        """Which of the first blocks are to be saved."""
+        return self.cache.offer(access, range(num_blocks)) or []
 
     def transfer_done(self, move: Move) -> None:
         self.cache.written(self._saving.pop(move.seq))

@@ -4,9 +4,9 @@ A chunk is some consecutive blocks of a sequence. Its key names its content and 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from sim.parts.offload.replacement import REPLACEMENTS, Access, Chunk, Named
+from sim.parts.offload.replacement import REPLACEMENTS, Access, Chunk, Lru, Named
 
 MOST_OFFERED = 64_000
 """Keys whose offers are counted; the longest not offered is forgotten first (vLLM's `max_tracker_size`)."""
@@ -39,16 +39,19 @@ class HostCache:
 
     # -- to the GPU --------------------------------------------------------------------------------------------------
 
-    def read(self, access: Access, places: range) -> None:
-        """A copy of chunks that are there, and written, begins."""
-        for place in places:
-            key = access.keys[place]
+    def read(self, access: Access, places: Sequence[int]) -> None:
+        """A copy of chunks that are there, and written, begins for a request."""
+        self.hold(access.keys[place] for place in places)
+        self._saw(access, places, places)
+
+    def hold(self, keys: Iterable[int]) -> None:
+        """A copy of them begins, which is no use of them."""
+        for key in keys:
             chunk = self._of(key)
             if not chunk.num_copies:
                 self._chunks.busy(key)
                 self.num_idle -= 1
             chunk.num_copies += 1
-        self._saw(access, places, places)
 
     def done_reading(self, keys: Iterable[int]) -> None:
         """It has ended."""
@@ -60,35 +63,54 @@ class HostCache:
 
     # -- from the GPU ------------------------------------------------------------------------------------------------
 
-    def offer(self, access: Access, places: range) -> list[int] | None:
-        """Take chunks that are not there yet; which, to be written now. None: there is no room, nothing is taken."""
+    def offer(
+        self,
+        access: Access,
+        places: Sequence[int],
+        wanted: Mapping[int, int] | None = None,
+        before: int = -1,
+    ) -> list[int] | None:
+        """Take chunks that are not there yet; which, to be written now. None: there is no room, nothing is taken.
+
+        `wanted` says of keys how far from the head of a queue the first stands who wants them: they give way after all
+        others, the farthest first, and not at all up to the place `before`.
+        """
         if self._threshold > 1:
             self._count(access, places)
-        wanted, ready = [], []
+        taken, ready = [], []
         for place in places:
             chunk = self._chunks.get(access.keys[place])
             if chunk is None:
                 if self._threshold < 2 or self._offers.get(access.keys[place], 0) >= self._threshold:
-                    wanted.append(place)
+                    taken.append(place)
             elif chunk.num_copies >= 0:
                 ready.append(place)
-        if new := [place for place in wanted if place not in access.missed]:
+        if new := [place for place in taken if place not in access.missed]:
             self._chunks.missed(access, new)
             access.missed.update(new)
-        self._saw(access, sorted((*wanted, *ready)), ready)
-        lacking = len(wanted) - self.num_free
+        self._saw(access, sorted((*taken, *ready)), ready)
+        lacking = len(taken) - self.num_free
         if lacking > 0:
-            if lacking > self.num_idle or not self._chunks.evict(lacking, (access.keys[place] for place in places)):
+            if lacking > self.num_idle or not self._evict(lacking, access, places, wanted, before):
                 return None
             self.num_idle -= lacking
             self.num_free += lacking
             self.num_evicted += lacking
             self.version += 1
-        self.num_free -= len(wanted)
-        for place in wanted:
+        self.num_free -= len(taken)
+        for place in taken:
             self._chunks.insert(access, place)
-        access.inserted.update(wanted)
-        return wanted
+        access.inserted.update(taken)
+        return taken
+
+    def _evict(
+        self, count: int, access: Access, places: Sequence[int], wanted: Mapping[int, int] | None, before: int
+    ) -> bool:
+        protected = (access.keys[place] for place in places)
+        if not wanted:
+            return self._chunks.evict(count, protected)
+        assert isinstance(self._chunks, Lru), "only LRU looks ahead"
+        return self._chunks.evict_unwanted(count, protected, wanted, before)
 
     def written(self, keys: Iterable[int]) -> None:
         """The copy of chunks that were taken has ended: they can be read."""
@@ -119,7 +141,7 @@ class HostCache:
             self._chunks.saw(access, new)
         access.reused.update(place for place in reused if place not in access.inserted)
 
-    def _count(self, access: Access, places: range) -> None:
+    def _count(self, access: Access, places: Sequence[int]) -> None:
         """Count an offer, which pushes none of its own keys out."""
         offers = self._offers
         keys = [access.keys[place] for place in places]

@@ -5,8 +5,9 @@ rank. Within a request tails go before heads. Chunks that are being copied stay.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush, nsmallest
+from math import inf
 from typing import Literal
 
 Keys = tuple[int, ...]
@@ -151,10 +152,26 @@ class Lru(Replacement):
         for entry in passed:
             heappush(heap, entry)
         if enough:
-            for key in chosen:
-                self._idle.remove(key)
-                del self._chunks[key], self._ranks[key]
+            self._drop(chosen)
         return enough
+
+    def evict_unwanted(self, count: int, protected: Iterable[int], wanted: Mapping[int, int], before: int) -> bool:
+        """As `evict`, those that somebody in a queue wants after all others, the farthest from its head first.
+
+        Who stands at most `before` places from the head keeps them.
+        """
+        kept = set(protected)
+        candidates = (key for key in self._idle if key not in kept and wanted.get(key, inf) > before)
+        chosen = nsmallest(count, candidates, key=lambda key: (-wanted.get(key, inf), self._ranks[key]))
+        if len(chosen) < count:
+            return False
+        self._drop(chosen)
+        return True
+
+    def _drop(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._idle.remove(key)
+            del self._chunks[key], self._ranks[key]
 
 
 class Arc(Replacement):

@@ -1,0 +1,34 @@
+"""Options of `memory=tiered`: CachedAttention's, and of any mix with it."""
+
+from dataclasses import dataclass
+
+from sim.errors import UserError
+from sim.systems.options import option
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class TieredOptions:
+    """The disk below the host, and what looks ahead in the queue."""
+
+    disk_space: float = option(0.0, "GiB of disk for KV of ended turns, of all GPUs of the engine together; 0: none")
+    disk_read_gb_per_s: float = option(5.0, "bandwidth from the disk, GB/s")
+    disk_write_gb_per_s: float = option(3.0, "bandwidth to the disk, GB/s")
+    disk_latency_us: float = option(100.0, "time before each copy from or to the disk begins, us")
+    disk_block_us: float = option(10.0, "time of each block of such a copy beside its bytes, us")
+    look_ahead: bool = option(
+        True, "fetch from the disk what those who wait will load, and keep it longer than what nobody waits for"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("disk_space", "disk_latency_us", "disk_block_us"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"{name.replace('_', '-')}: {getattr(self, name)} is not a number of 0 or more")
+        for name in ("disk_read_gb_per_s", "disk_write_gb_per_s"):
+            if not getattr(self, name) > 0.0:
+                raise UserError(f"{name.replace('_', '-')}: {getattr(self, name)} must be more than 0")
+
+    def num_disk_blocks(self, block_bytes: float) -> int:
+        """Blocks that the disk holds, which take `block_bytes` on all GPUs together."""
+        return int(self.disk_space * GIB / block_bytes)

@@ -1,0 +1,58 @@
+"""Random conversations in pools that cannot hold them: what tiers below the GPU are for."""
+
+from hypothesis import strategies as st
+
+from kvtwin.testing import limits, linear_machine
+from kvtwin.testing.conformance import DECODES, Workload, check_ends, check_gaps, check_jumps, limits_of, run
+from sim.systems.base import Policy
+from traces.request import Request
+
+BLOCK = 16
+
+
+@st.composite
+def conversations(draw: st.DrawFn, policy: Policy) -> Workload:
+    """Turns of a few conversations, each beginning with all that was said before, in blocks that the trace names."""
+    turns = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 4), st.sampled_from([0.0, 0.001, 0.05, 0.3, 1.0]), st.integers(1, 60), st.integers(1, 50)
+            ),
+            min_size=6,
+            max_size=40,
+        )
+    )
+    length, now_s = 512, 0.0
+    said, found = [0] * 5, []
+    for who, gap_s, asked, answered in turns:
+        now_s += gap_s
+        prompt = said[who] + asked
+        if prompt + answered > length:
+            prompt = asked
+        said[who] = prompt + answered
+        # All begin with the same block.
+        ids = tuple((who + 1) * 1000 + place if place else 7 for place in range(-(-said[who] // BLOCK)))
+        named = -(-prompt // BLOCK)
+        found.append(Request(len(found), now_s, prompt, answered, f"talk {who}", ids[:named], BLOCK, ids[named:]))
+    limit = limits(
+        gpu=draw(st.integers(34, 60)),
+        host=draw(st.sampled_from([0, 8, 25, 60, 1000])),
+        block_size=BLOCK,
+        max_model_len=length,
+    )
+    limit = limits_of(policy, limit, draw(st.sampled_from([1, 3, 256])), draw(st.sampled_from([None, 64, 256])))
+    machine = linear_machine(
+        limit.block_bytes,
+        prefill=(0.001, draw(st.sampled_from([1e-3, 2e-4])), 0.0),
+        decode=draw(st.sampled_from(DECODES)),
+        swap_s_per_block=draw(st.sampled_from([1e-4, 3e-3, 0.05])),
+    )
+    return Workload(found, limit, machine)
+
+
+def check(policy: Policy, workload: Workload) -> None:
+    """All that `conformance.check` holds a system to, on one workload."""
+    outcome = run(policy, workload, record=True)
+    check_ends(outcome, workload)
+    check_gaps(outcome)
+    check_jumps(policy, workload)
