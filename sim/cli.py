@@ -25,7 +25,7 @@ from sim.scenario import (
     build_scenario,
     read_scenario,
 )
-from sim.simulate import Keep, Run, Setup, build_run, execute, prepare
+from sim.simulate import Keep, Run, Setup, build_run, execute, prepare, with_one_swap_space
 from sim.systems import DEFAULT_POLICY, POLICIES
 from sim.systems.base import Policy
 from sim.traffic import requests_of
@@ -181,6 +181,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     labels = [label for label, _ in policies]
     if len(set(labels)) != len(labels):
         raise UserError(f"--policy: {', '.join(labels)} names one twice")
+    scenario = with_one_swap_space(scenario, (policy for _, policy in policies))
     results: list[Result] = []
     figures: list[FigureRun] = []
     setups: list[Setup] = []

@@ -129,7 +129,9 @@ class Scenario:
     disable_hybrid_kv_cache_manager: bool = _flag(
         False, "keep the whole context for layers with a sliding window too, where other layers have none"
     )
-    swap_space: float | None = _flag(None, "host memory for KV per GPU, GiB (default: the policy's)", "GIB")
+    swap_space: float | None = _flag(
+        None, "host memory for KV per GPU, GiB (default: the policy's; compare: the largest of them, for all)", "GIB"
+    )
 
     goodput: tuple[str, ...] = _flag((), "SLOs a request must meet, ms: ttft:3000 tpot:200 e2el:60000")
 

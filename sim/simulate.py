@@ -129,8 +129,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     Goodput.parse(list(scenario.goodput))
     swap_space = scenario.swap_space
     if swap_space is None:
-        # By default a policy takes at most half of the host's memory.
-        swap_space = min(policy.default_swap_space_gib, hardware.host_memory_bytes / GIB / scenario.tp / 2)
+        swap_space = default_swap_space_gib(scenario, policy, hardware)
     block_size = scenario.block_size or policy.default_block_size
     pp = _stages(scenario, model, policy, label)
     groups, window = _window(scenario, model, policy, block_size)
@@ -174,6 +173,25 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
         pp=pp, warnings=warnings,
     )  # fmt: skip
+
+
+def default_swap_space_gib(scenario: Scenario, policy: Policy, hardware: HardwareSpec) -> float:
+    """Host memory per GPU that a policy takes where none is asked for: at most half of the host's."""
+    return min(policy.default_swap_space_gib, hardware.host_memory_bytes / GIB / scenario.tp / 2)
+
+
+def with_one_swap_space(scenario: Scenario, policies: Iterable[Policy]) -> Scenario:
+    """A scenario that gives all policies the same host memory: the largest of their defaults, unless one is asked for.
+
+    Of pools the one that can have less decides.
+    """
+    if scenario.swap_space is not None or scenario.num_cpu_blocks_override is not None:
+        return scenario
+    pools = [scenario] if scenario.prefill_replicas is None else [scenario.of_pool(r) for r in ("prefill", "decode")]
+    most_gib = (
+        min(default_swap_space_gib(pool, policy, load_hardware(pool.gpu)) for pool in pools) for policy in policies
+    )
+    return replace(scenario, swap_space=max(most_gib))
 
 
 def _mixes(policy: Policy) -> bool:

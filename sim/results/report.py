@@ -9,6 +9,7 @@ from pathlib import Path
 
 from msgspec import UNSET
 
+from sim.results.load import offered, overload
 from sim.results.parts import ResolvedScenario, UsedEngineProfile, UsedProfile
 from sim.results.result import RESULT_FILE, SERIES_FILE
 from sim.results.schema import Result
@@ -47,7 +48,8 @@ METRICS = (
     Metric("completed", "Requests completed", False, ",.0f"),
     Metric("ignored", "Requests ignored", True, ",.0f"),
     Metric("duration", "Duration (s)", True, ",.2f"),
-    Metric("request_throughput", "Requests (1/s)", False, ",.3f"),
+    Metric("request_offered", "Requests offered (1/s)", None, ",.3f"),
+    Metric("request_throughput", "Requests served (1/s)", False, ",.3f"),
     Metric("output_throughput", "Output tokens (1/s)", False),
     Metric("total_token_throughput", "Total tokens (1/s)", False),
     Metric("request_goodput", "Goodput (requests/s)", False, ",.3f"),
@@ -57,8 +59,10 @@ METRICS = (
     Metric("queue_share_percent", "Queueing / TTFT (%)", None),
     Metric("num_preemptions", "Preemptions", True, ",.0f"),
     Metric("mean_decoding", "Mean requests past TTFT", None),
+    Metric("host_memory_gib", "Host KV memory (GiB/GPU)", None),
 )
-"""Rows of a comparison, in order. `mean_decoding` counts requests between their first and last token (Little's law)."""
+"""Rows of a comparison, in order. `mean_decoding` counts requests between their first and last token (Little's law);
+`host_memory_gib` is what the policy was given."""
 
 
 def metric_values(result: Result) -> dict[str, float | None]:
@@ -68,6 +72,8 @@ def metric_values(result: Result) -> dict[str, float | None]:
         "goodput_attainment_percent": None if attained is None else attained * 100.0,
         "queue_share_percent": None if share is None else share * 100.0,
         "mean_decoding": mean_decoding(result),
+        "request_offered": offered(result),
+        "host_memory_gib": result.scenario.num_cpu_blocks * result.scenario.block_bytes / 2**30,
     }
     return {m.key: derived[m.key] if m.key in derived else number(result, m.key) for m in METRICS}
 
@@ -76,6 +82,15 @@ def number(result: Result, field: str) -> float | None:
     """The number in a field that is named by its text, as metrics are."""
     value: float | None = getattr(result, field)
     return value
+
+
+OVERLOADED = "in the second half of the arrivals"
+
+
+def overload_sentences(results: Sequence[Result]) -> list[str]:
+    """Which policies did not keep up with what was offered, a sentence each."""
+    found = [(result.policy, overload(result)) for result in results]
+    return [f"{name} is overloaded, its queue grew to the end: {OVERLOADED} {load}." for name, load in found if load]
 
 
 def queue_share(result: Result) -> float | None:
@@ -171,8 +186,10 @@ def run_lines(result: Result, folder: Path) -> list[str]:
         lines.append(_row("Executed by", f"{machine.device}, {machine.dtype}, threads: {machine.threads}"))
     if not result.complete:
         lines.append(_row("Ended early", result.error or "interrupted"))
-    for metric in METRICS[:6]:
-        lines.append(_row(metric.name, metric.text(number(result, metric.key))))
+    values = metric_values(result)
+    lines += [_row(metric.name, metric.text(values[metric.key])) for metric in METRICS[:7]]
+    if (found := overload(result)) is not None:
+        lines += [_row("Overloaded", "the queue grew to the end:"), f"  {OVERLOADED}, {found}"]
     if result.request_goodput is not None:
         share = result.goodput_attainment
         met = "" if share is None else f" ({share * 100:.1f} % of requests meet their SLOs)"
@@ -190,7 +207,7 @@ def run_lines(result: Result, folder: Path) -> list[str]:
 
 def _latency_lines(result: Result) -> list[str]:
     statistics = ("mean", "median", "p99")
-    lines = [" " * 26 + "".join(f"{name:>13}" for name in ("mean", "median", "P99"))]
+    rows: list[tuple[str, list[str]]] = [("", ["mean", "median", "P99"])]
     for key, name in (
         ("ttft", "Time to first token"),
         ("queue", "  of it queueing"),
@@ -199,8 +216,10 @@ def _latency_lines(result: Result) -> list[str]:
         ("e2el", "End to end"),
     ):
         values = [number(result, f"{statistic}_{key}_ms") for statistic in statistics]
-        lines.append(f"{name:<26}" + "".join(f"{NONE if v is None else format(v, ',.2f'):>13}" for v in values))
+        rows.append((name, [NONE if v is None else format(v, ",.2f") for v in values]))
     share = queue_share(result)
+    width = max(13, *(len(cell) + 1 for _, cells in rows for cell in cells))
+    lines = [f"{name:<26}" + "".join(f"{cell:>{width}}" for cell in cells) for name, cells in rows]
     return [*lines, _row("Queueing's share of mean TTFT", NONE if share is None else f"{share * 100:.1f} %")]
 
 
@@ -214,7 +233,8 @@ def _engine_lines(result: Result) -> list[str]:
         share = ratio(use.lanes.compute.busy_s, result.makespan_s)
         busy = NONE if share is None else f"{min(1.0, share) * 100:.1f} %"
         name = f"{use.engine}" + ("" if use.role == "both" else f" {use.role}")
-        lines.append(f"{name:<12}{use.num_prompts:>12,}{use.num_iterations:>14,}{use.num_preemptions:>14,}{busy:>14}")
+        counts = f"{use.num_prompts:>11,} {use.num_iterations:>13,} {use.num_preemptions:>13,}"
+        lines.append(f"{name:<12} {counts}{busy:>14}")
     left = len(result.engines or []) - MOST_ENGINES
     return [*lines, f"and {left} more in result.json"] if left > 0 else lines
 

@@ -183,6 +183,8 @@ class Comparison(Bounds, kw_only=True, frozen=True):
     """By label, then by key; None where the run has no such value."""
     ratios_to_baseline: dict[str, dict[str, float | None]]
     """Value over the first policy's, by label, then by key; None where either is missing or the first is 0."""
+    overloaded: list[str]
+    """Labels of the policies whose queue grew to the end."""
     sentences: list[str]
     """What differs from the first policy, a paragraph each further policy."""
     profiles: dict[str, UsedProfile]

@@ -81,7 +81,8 @@ def test_compare_runs_every_policy_on_the_same_traffic_and_draws_them(tmp_path, 
 
 
 def test_compare_gives_the_numbers_of_single_runs(tmp_path):
-    words = [*SMALL, "--quiet", "--policy", "vllm-swap"]
+    # One host memory for all, told: by default compare gives all what the greediest takes.
+    words = [*SMALL, "--quiet", "--swap-space", "4", "--policy", "vllm-swap"]
     assert kvtwin.main(["compare", *words, "--policy", "layerkv", "--out", str(tmp_path / "both")]) == 0
     assert kvtwin.main(["run", *words, "--out", str(tmp_path / "one")]) == 0
     single = (tmp_path / "one" / "result.json").read_bytes()
@@ -247,3 +248,15 @@ def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_inte
     assert (tmp_path / "vllm-recompute" / "result.json").exists()
     assert not (tmp_path / "vllm-swap").exists()
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_compare_gives_every_policy_the_same_host_memory_unless_told(tmp_path):
+    def given(*words):
+        both = ("--policy", "vllm-swap", "--policy", "layerkv")
+        assert kvtwin.main(["compare", *SMALL, "--quiet", *both, "--out", str(tmp_path), *words]) == 0
+        metrics = json.loads((tmp_path / "comparison.json").read_text())["metrics"]
+        return [round(found["host_memory_gib"]) for found in metrics.values()]
+
+    assert given() == [256, 256]
+    assert given("--swap-space", "4") == [4, 4]
+    assert given("--gpu", "t4", "--model", "qwen3-0.6b") == [89, 89]  # half of that host

@@ -183,3 +183,12 @@ def test_comparison_files_hold_metrics_ratios_and_links(tmp_path):
 def test_comparison_of_nothing_is_still_a_page(tmp_path):
     assert "No policy was run." in write_comparison(tmp_path, []).read_text()
     print_comparison([], tmp_path)
+
+
+def test_columns_of_large_numbers_do_not_merge(tmp_path):
+    huge = {f"{s}_{name}_ms": 12_345_678.9 for s in ("mean", "median", "p99") for name in ("ttft", "e2el")}
+    lines = run_lines(result_of(**huge), tmp_path)
+    assert next(line for line in lines if line.startswith("End to end")).split()[3:] == ["12,345,678.90"] * 3
+    assert max(len(line) for line in lines if not line.startswith("Results")) <= 80
+    rows = [line.split() for line in comparison_lines([result_of(**huge), layerkv(**huge)], tmp_path)]
+    assert ["Mean", "E2EL", "(ms)", "12,345,678.9", "12,345,678.9", "(1.00x)"] in rows

@@ -1,0 +1,80 @@
+"""Offered against served, and which engines are overloaded: figures by hand, and runs below and above capacity."""
+
+import numpy as np
+import pytest
+from small_results import finished, scenario, small_result
+
+from sim.results.comparison import comparison_lines
+from sim.results.load import offered, overload
+from sim.results.report import metric_values, run_lines
+from sim.results.result import assemble
+from sim.scenario import Scenario
+
+
+def result_of(arrival_s, queue_s, e2el_s, **changes):
+    arrays = {"start_times": arrival_s, "queue_times": queue_s, "latencies": e2el_s}
+    found = {name: np.broadcast_to(np.asarray(v, float), len(arrival_s)).tolist() for name, v in arrays.items()}
+    return small_result(**({"errors": [""] * len(arrival_s)} | found | changes))
+
+
+EVENLY_S = np.arange(1001) / 10.0
+"""Ten a second for 100 s."""
+
+
+def test_rate_offered_is_between_the_first_and_the_last():
+    assert offered(result_of(EVENLY_S + 5.0, 0, 1)) == pytest.approx(10.0)
+    assert offered(result_of([0.0], 0, 1)) is offered(result_of([1.0, 1.0], 0, 1)) is offered(small_result()) is None
+
+
+def test_an_engine_that_ends_eight_while_ten_come_is_overloaded():
+    # Who comes at t ends at 1.25 t + 1 s: from 50 to 100 s those who came between 39.2 and 79.2 s.
+    late = result_of(EVENLY_S, 0, EVENLY_S / 4.0 + 1.0)
+    found = overload(late)
+    assert found.arrived_per_s == 10.0
+    assert found.ended_per_s == 8.0
+    assert str(found) == "10 requests/s came and 8 ended"
+
+
+def test_constant_latency_is_no_overload_however_long():
+    for e2el_s in (0.5, 24.0, 60.0, 1000.0):
+        assert overload(result_of(EVENLY_S, 0, e2el_s)) is None
+
+
+def test_a_growing_queue_is_one_even_where_nobody_has_ended():
+    assert overload(result_of(EVENLY_S, EVENLY_S, EVENLY_S + 1000.0)).ended_per_s == 0.0
+
+
+def test_chance_is_not_called_overload():
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        arrival_s = np.cumsum(draw.exponential(0.1, 1000))
+        assert overload(result_of(arrival_s, draw.exponential(0.2, 1000), draw.exponential(3.0, 1000))) is None
+
+
+def test_what_was_not_kept_or_ignored_tells_nothing():
+    assert overload(small_result()) is None
+    assert overload(result_of(EVENLY_S, EVENLY_S, EVENLY_S, errors=["ignored: x"] * 1001)) is None
+    assert overload(result_of([3.0, 3.0], 1, 1)) is None
+
+
+@pytest.mark.parametrize(("rate", "overloaded"), [(2.0, False), (20.0, True)])
+def test_runs_below_and_above_what_their_memory_holds(rate, overloaded):
+    options = Scenario(
+        workload="fixed", input_len=256, output_len=64, num_prompts=300, request_rate=rate, num_gpu_blocks_override=120,
+        num_cpu_blocks_override=60, max_model_len=1024,
+    )  # fmt: skip
+    for policy in ("vllm-recompute", "vllm-v1"):
+        assert (overload(assemble(finished(policy, options=options))) is not None) == overloaded
+
+
+def test_reports_say_who_is_overloaded_and_what_memory_each_was_given(tmp_path):
+    steady = result_of(EVENLY_S, 0, 1.0, policy="a", scenario=scenario(num_cpu_blocks=1024))
+    late = result_of(EVENLY_S, 0, EVENLY_S / 4.0 + 1.0, policy="b", scenario=scenario(num_cpu_blocks=512))
+    lines = comparison_lines([steady, late], tmp_path)
+    assert next(line.split() for line in lines if line.startswith("Host KV memory"))[4:] == ["8.0", "4.0", "(0.50x)"]
+    assert [line for line in lines if "overloaded" in line] == [
+        "b is overloaded, its queue grew to the end: in the second half of the arrivals"
+    ]
+    assert any("Overloaded" in line for line in run_lines(late, tmp_path))
+    assert not any("Overloaded" in line for line in run_lines(steady, tmp_path))
+    assert metric_values(late)["request_offered"] == pytest.approx(10.0)
