@@ -4,7 +4,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sim.results.figures.style import COLOURS, FAINT, LOG_RANGE, dress, new_figure, plain_text, set_title
+from sim.results.figures.style import (
+    COLOURS,
+    FAINT,
+    LOG_RANGE,
+    dress,
+    log_ticks,
+    new_figure,
+    plain_text,
+    set_title,
+    wants_log,
+)
 from sim.served import Array, Times
 from traces.served import ServedRun
 
@@ -26,16 +36,17 @@ def draw_against(label: str, served: ServedRun, ours: Times, theirs: Times) -> F
 
 
 def _distribution(ax: Axes, simulated_s: Array, measured_s: Array, x: str, title: str) -> None:
-    spans = [1.0]
+    found: list[Array] = []
     for values_s, label, colour in ((simulated_s, "simulated", SIMULATED), (measured_s, "measured", MEASURED)):
         ordered = np.sort(values_s[np.isfinite(values_s)])
         if len(ordered):
             share = 100 * (np.arange(len(ordered)) + 1) / len(ordered)
             ax.step(ordered, share, where="post", color=colour, lw=1.4, label=label)
-            spans.append(float(ordered[-1]) / max(float(ordered[0]), 1e-9))
-    if max(spans) > LOG_RANGE:
+            found.append(ordered)
+    if found and wants_log(found):
         ax.set_xscale("log")
-    if len(spans) > 1:
+        log_ticks(ax.xaxis, found)
+    if found:
         ax.legend(fontsize=8.5, frameon=False)
     dress(ax, x, "% of requests")
     set_title(ax, title, WIDTH)
@@ -57,5 +68,7 @@ def _against(ax: Axes, simulated_s: Array, measured_s: Array) -> None:
     if ends[1] / ends[0] > LOG_RANGE:
         ax.set_xscale("log")
         ax.set_yscale("log")
+        for axis in (ax.xaxis, ax.yaxis):
+            log_ticks(axis, [np.array(ends)])
     dress(ax, "measured end to end, s", "simulated end to end, s")
     set_title(ax, "Request against request", WIDTH)

@@ -3,7 +3,7 @@
 from array import array
 
 from sim.cost.pricing import Lanes
-from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.scheduler import Scheduler
 
 COLUMNS = (
@@ -45,7 +45,7 @@ class Series:
         scheduler, lanes = self._scheduler, self._lanes
         row = (
             now_s,
-            scheduler.num_waiting,
+            scheduler.num_waiting + sum(chunk.origin is Origin.ADMITTED for chunk in plan.chunks),
             len(scheduler.batch),
             scheduler.num_swapped,
             scheduler.gpu.free,

@@ -11,6 +11,7 @@ from small_results import lanes, scenario, small_result
 
 import sim.results.figures.style
 from sim.results.figures import FIGURES, FigureRun, write_figures
+from sim.results.figures.data import waiting
 from sim.results.figures.lanes import busy_shares
 from sim.results.figures.memory import host_in_use_gib
 from sim.results.metrics import EndedRequest
@@ -187,3 +188,40 @@ def test_long_runs_keep_distributions_only():
     assert run.queue_s.tolist() == [0.5, 0.75]
     assert run.prefill_s.size == 0
     assert run.arrival_s is None
+
+
+def test_requests_wait_from_arrival_to_first_scheduled_whatever_the_samples_say():
+    # Two wait from 1 s, one of them until 2 s and one until 4 s, when a third comes that is scheduled at once.
+    run = figure_run(ttft_s=[2, 4, 1], queue_s=[1, 3, 0], arrival_s=[1, 1, 4], series=series_of(5))
+    times_s, number = waiting(run)
+    assert (times_s.tolist(), number.tolist()) == ([1, 2, 4], [2, 1, 0])
+    titles = [ax.get_title(loc="left") for ax in FIGURES["memory.png"]([run]).axes]
+    assert "Requests waiting for their prefill: peak 2" in titles
+    long = figure_run(series=series_of(2, num_waiting=[0, 7]))
+    assert waiting(long)[1].tolist() == [0, 7]
+    assert waiting(figure_run()) is None
+
+
+def test_every_lane_is_said_to_be_used_or_not_by_the_policy_that_uses_it():
+    used = figure_run("b", series=series_of(3, d2h_busy_s=[0, 1, 2]), lanes=lanes(d2h=2.0))
+    axes = FIGURES["lanes.png"]([figure_run("a", series=series_of(3)), used]).axes
+    assert [ax.get_title(loc="left") for ax in axes[:3]] == [
+        "GPU compute",
+        "PCIe host to device",
+        "PCIe device to host",
+    ]
+    assert [ax.get_title(loc="right").replace("\xa0", " ") for ax in axes] == [
+        "never used", "never used", "never used", "never used", "never used", "busy 5 % of the time",
+    ]  # fmt: skip
+
+
+def test_ticks_of_logarithmic_axes_are_plain_numbers():
+    run = figure_run(ttft_s=[0.04, 0.5, 3.0], queue_s=[0, 0, 0], arrival_s=[0, 1, 2])
+    for name in ("queueing.png", "ttft_tpot.png"):
+        figure = FIGURES[name]([run])
+        figure.draw_without_rendering()
+        ax = next(ax for ax in figure.axes if "log" in (ax.get_yscale(), ax.get_xscale()))
+        axis = ax.yaxis if ax.get_yscale() == "log" else ax.xaxis
+        texts = [tick.get_text() for tick in (*axis.get_ticklabels(), *axis.get_ticklabels(minor=True))]
+        assert {"0.1", "0.2", "0.5", "1"} <= set(texts)
+        assert not any("$" in text for text in texts)

@@ -89,6 +89,21 @@ def held(engine: dict[str, Floats], name: str, time_s: Floats) -> Floats:
     return np.r_[before, values][np.searchsorted(engine["time_s"], time_s, side="right")]
 
 
+def waiting(run: FigureRun) -> tuple[Floats, Floats] | None:
+    """How many requests wait to be first scheduled: times (s) and the number from then on.
+
+    Of the requests' own times where they were kept, else the samples of the time series.
+    """
+    if run.arrival_s is not None and run.arrival_s.size:
+        times_s = np.concatenate((run.arrival_s, run.arrival_s + run.queue_s))
+        changes = np.repeat((1.0, -1.0), run.arrival_s.size)
+        at_s, which = np.unique(times_s, return_inverse=True)
+        return at_s, np.cumsum(np.bincount(which, weights=changes), dtype=np.float64)
+    if run.series is None or not has_series(run):
+        return None
+    return run.series["time_s"], run.series["num_waiting"]
+
+
 def has_series(run: FigureRun) -> bool:
     """Whether the run kept a time series with samples in it."""
     return run.series is not None and run.series["time_s"].size > 0

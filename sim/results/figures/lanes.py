@@ -38,6 +38,8 @@ def draw_lanes(runs: Sequence[FigureRun]) -> Figure:
         for i, run in enumerate(runs):
             ax = axes[i, column]
             dress(ax, f"time, {unit}" if i == len(runs) - 1 else "", "busy, % of the time" if not column else "")
+            if not i:
+                set_title(ax, title, 44)
             if run.series is None or not has_series(run):
                 show_nothing(ax, "no time series was kept")
                 continue
@@ -45,9 +47,8 @@ def draw_lanes(runs: Sequence[FigureRun]) -> Figure:
             ax.stairs(busy * 100.0, edges / unit_s, fill=True, color=pale(policy_colour(i)))
             ax.stairs(busy * 100.0, edges / unit_s, color=policy_colour(i), lw=1.4)
             top = max(top, float(busy.max()) * 100.0)
-            total_s = _lane_total(run, name, title)
-            makespan_s = run.result.makespan_s
-            set_title(ax, f"{title}: {_use(total_s, makespan_s)}" if not i else _use(total_s, makespan_s), 44)
+            use = _use(_lane_total(run, name, title), run.result.makespan_s)
+            ax.set_title(use, fontsize=9, color=policy_colour(i), loc="right")
         # 0 to 100 % would hide a lane that is hardly used; the scale is shared by the policies, so they compare.
         percent_axis(axes[0, column], next(scale for scale in (4.0, 10.0, 20.0, 40.0, 100.0) if top <= scale + 1e-6))
         axes[0, column].set_xlim(0.0, end)

@@ -7,13 +7,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sim.results.figures.data import FigureRun, Floats
 from sim.results.figures.style import (
     FAINT,
     INK,
     dress,
+    log_ticks,
     new_figure,
     policy_colour,
     policy_width,
@@ -68,7 +68,8 @@ def _cdfs(
     else:
         shown = [*found, np.array([slo_s])] if slo_s is not None else found
         if wants_log(shown):
-            _log_axis(ax, shown, unit_s)
+            ax.set_xscale("log")
+            log_ticks(ax.xaxis, shown)
     if slo_s is not None:
         ax.axvline(slo_s / unit_s, color=INK, ls="--", lw=1.1)
         handles.append(Line2D([], [], color=INK, ls="--", lw=1.1, label=f"SLO {seconds_text(slo_s)}"))
@@ -79,11 +80,3 @@ def _cdfs(
     ax.legend([*handles, marks_key], [*texts, "median, P99"], handler_map={tuple: HandlerTuple(None)}, **place)
     medians = [(r.label, float(np.median(v))) for r, v in zip(runs, values_s, strict=True) if v.size]
     set_title(ax, ranking(f"{name}: median", medians, seconds_text) if medians else name, 62)
-
-
-def _log_axis(ax: Axes, found: list[Floats], unit_s: float) -> None:
-    ax.set_xscale("log")
-    decades = np.log10(max(v[-1] for v in found) / min(v[0] for v in found))
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3.3 else (1,), numticks=20))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_formatter(NullFormatter())

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sim.results.figures.data import FigureRun, Floats, clock, has_series
+from sim.results.figures.data import FigureRun, Floats, clock, has_series, waiting
 from sim.results.figures.style import (
     INK,
     dress,
@@ -32,30 +32,31 @@ class _Panel:
     title: str
     axis: str
     text: Callable[[float], str]
-    values: list[Floats | None]
+    steps: list[tuple[Floats, Floats] | None]
+    """Of each policy times (s) and the values from then on; None where it has none."""
     always: bool = True
 
 
 def draw_memory(runs: Sequence[FigureRun]) -> Figure:
     """KV memory in use and how many sequences decode, wait and are swapped out, over time."""
     panels = [
-        _Panel("GPU KV blocks in use: mean", "% of the pool", lambda v: f"{v:.0f}\xa0%", [_gpu_share(r) for r in runs]),
+        _Panel("GPU KV blocks in use: mean", "% of the pool", lambda v: f"{v:.0f}\xa0%", _timed(runs, _gpu_share)),
         _Panel(
             "KV kept in host memory: peak",
             "GiB",
             lambda v: f"{v:.3g}\xa0GiB",
-            [host_in_use_gib(run) for run in runs],
+            _timed(runs, host_in_use_gib),
             always=False,
         ),
     ]
-    for column, title, always in (
-        ("num_decoding", "Requests decoding: mean", True),
-        ("num_waiting", "Requests waiting for their prefill: peak", True),
-        ("num_swapped", "Requests swapped out or parked: peak", False),
+    decoding, swapped = (_timed(runs, _column(name)) for name in ("num_decoding", "num_swapped"))
+    for title, steps, always in (
+        ("Requests decoding: mean", decoding, True),
+        ("Requests waiting for their prefill: peak", [waiting(run) for run in runs], True),
+        ("Requests swapped out or parked: peak", swapped, False),
     ):
-        values = [run.series[column] if run.series is not None and has_series(run) else None for run in runs]
-        panels.append(_Panel(title, "requests", lambda v: f"{v:.0f}", values, always=always))
-    shown = [panel for panel in panels if panel.always or any(v is not None and v.any() for v in panel.values)]
+        panels.append(_Panel(title, "requests", lambda v: f"{v:.0f}", steps, always=always))
+    shown = [panel for panel in panels if panel.always or any(step and step[1].any() for step in panel.steps)]
     figure = new_figure(12, 0.9 + 2.05 * len(shown))
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     unit_s, unit, end = clock(runs)
@@ -65,6 +66,16 @@ def draw_memory(runs: Sequence[FigureRun]) -> Figure:
     axes[-1].set_xlabel(f"time, {unit}", fontsize=9, color=INK)
     policy_legend(figure, runs)
     return figure
+
+
+def _timed(runs: Sequence[FigureRun], of: Callable[[FigureRun], Floats | None]) -> list[tuple[Floats, Floats] | None]:
+    """What each run's time series says, with its times."""
+    found = ((run.series, of(run)) for run in runs)
+    return [None if series is None or values is None else (series["time_s"], values) for series, values in found]
+
+
+def _column(name: str) -> Callable[[FigureRun], Floats | None]:
+    return lambda run: run.series[name] if run.series is not None and has_series(run) else None
 
 
 def _gpu_share(run: FigureRun) -> Floats | None:
@@ -95,10 +106,10 @@ def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: _Panel, unit_s: float
     dress(ax, "", panel.axis)
     edges = np.linspace(0.0, end, SERIES_BINS + 1)
     told = []
-    for i, (run, values) in enumerate(zip(runs, panel.values, strict=True)):
-        if values is None or run.series is None:
+    for i, (run, steps) in enumerate(zip(runs, panel.steps, strict=True)):
+        if steps is None:
             continue
-        time = run.series["time_s"] / unit_s
+        time, values = steps[0] / unit_s, steps[1]
         last = max(run.result.makespan_s / unit_s, float(time[-1]))
         x, mean, low, high = _stretches(time, values, last, edges)
         ax.fill_between(x, low, high, color=policy_colour(i), alpha=0.18, lw=0, step="mid")
@@ -116,7 +127,7 @@ def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: _Panel, unit_s: float
     if not told:
         show_nothing(ax, "no time series was kept")
     ax.set_xlim(0.0, end)
-    nothing = not any(values is not None and values.any() for values in panel.values)
+    nothing = not any(steps and steps[1].any() for steps in panel.steps)
     ax.set_ylim(0.0, 1.0 if nothing else None)
     ax.yaxis.set_major_locator(MaxNLocator(4))
     set_title(ax, ranking(panel.title, told, panel.text) if told else panel.title.partition(":")[0], 120)

@@ -6,7 +6,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 
 from sim.results.figures.data import FigureRun, Floats, time_unit
 from sim.results.figures.style import (
@@ -14,6 +13,7 @@ from sim.results.figures.style import (
     INK,
     dress,
     folded_label,
+    log_ticks,
     new_figure,
     pale,
     percent_text,
@@ -93,9 +93,10 @@ def _arrivals(top: Axes, bottom: Axes, runs: Sequence[FigureRun]) -> None:
         share = np.divide(queue, ttft, out=np.full_like(ttft, np.nan), where=ttft > 0.0) * 100.0
         bottom.plot(middle, share, color=policy_colour(i), lw=policy_width(i), marker=marker)
     if paired:
-        if wants_log([np.sort(run.ttft_s) for _, run, _ in paired]):
+        found = [np.sort(run.ttft_s) for _, run, _ in paired]
+        if wants_log(found):
             top.set_yscale("log")
-            top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            log_ticks(top.yaxis, found)
     else:
         for ax in (top, bottom):
             show_nothing(ax, "no request to show")

@@ -6,10 +6,12 @@ from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sim.files import write_atomically
 from sim.results.figures.data import FigureRun, Floats
@@ -105,6 +107,14 @@ def wants_log(found: list[Floats]) -> bool:
     """Whether sorted values, all above 0, span more than `LOG_RANGE`."""
     low_s, high_s = min(v[0] for v in found), max(v[-1] for v in found)
     return bool(low_s > 0.0 and high_s / low_s > LOG_RANGE)
+
+
+def log_ticks(axis: Axis, found: list[Floats]) -> None:
+    """Label a logarithmic axis of sorted values with plain numbers: 0.5, 1, 2, or powers of ten where it is long."""
+    decades = np.log10(max(v[-1] for v in found) / min(v[0] for v in found))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3.3 else (1,), numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def seconds_text(value_s: float) -> str:
