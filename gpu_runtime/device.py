@@ -331,8 +331,13 @@ class TorchDevice:
             )
 
     def close(self) -> None:
-        """End the copy threads."""
+        """End the copy threads and give memory back: what is left of a run, this device with it, outlives the run."""
         self.copies.close()
+        self._graph = None
+        self.gpu.release()
+        self.host.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # -- checks --------------------------------------------------------------------------------------------------
 

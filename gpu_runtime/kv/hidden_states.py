@@ -8,6 +8,7 @@ from torch import Tensor
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.copy_worker import CopyHandle
+from gpu_runtime.kv.page_locked import page_locked
 from gpu_runtime.model.config import DecoderConfig
 from sim.engine.plan import Direction
 
@@ -26,7 +27,8 @@ class HiddenStateStore:
         self._ids = BlockIds(num_blocks)
         self.block_tokens = block_tokens
         shape = (num_blocks, config.num_layers, block_tokens, config.hidden_size)
-        self.data = torch.zeros(shape, dtype=dtype, pin_memory=engine.device.type == "cuda")
+        on_cuda = engine.device.type == "cuda"
+        self.data = page_locked(shape, dtype, self)[0] if on_cuda else torch.zeros(shape, dtype=dtype)
 
     @property
     def num_free(self) -> int:

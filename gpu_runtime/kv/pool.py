@@ -1,11 +1,12 @@
 """`KVPool`: the keys and values of one tier in one tensor of blocks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.kv.page_locked import page_locked
 from gpu_runtime.kv.stored import raw
 from gpu_runtime.model.config import DecoderConfig
 
@@ -52,9 +53,13 @@ class KVPool:
         self.layer_group = layer_group
         self.num_groups = -(-config.num_layers // layer_group)
         shape = (num_blocks, layer_group, 2, config.num_kv_heads, block_tokens, config.head_dim)
-        # Written, not only promised: else the first copy to each page would pay for the page.
-        self.data = torch.empty(shape, device=device, dtype=dtype, pin_memory=pin)
-        self.raw.zero_()
+        self._unlock: Callable[[], object] | None = None
+        if pin:
+            self.data, self._unlock = page_locked(shape, dtype, self)
+        else:
+            # Written, not only promised: else the first copy to each page would pay for the page.
+            self.data = torch.empty(shape, device=device, dtype=dtype)
+            self.raw.zero_()
         self._ids = BlockIds(num_blocks)
 
     @property
@@ -92,6 +97,12 @@ class KVPool:
         if not 0 <= group < self.num_groups:
             raise IndexError(f"layer {layer} of a pool of {self.num_groups} groups of {self.layer_group} layers")
         return group, self.key_value(layer_in_group)
+
+    def release(self) -> None:
+        """Give the memory back; ids can still be counted, but nothing reads, writes or copies blocks any more."""
+        if self._unlock is not None:
+            self._unlock()
+        self.data = self.data.new_empty(0)
 
     def allocate(self, n: int) -> list[int]:
         """Ids of `n` blocks, now allocated; raises `OutOfBlocks` and takes none if fewer are free."""

@@ -1,6 +1,8 @@
 """Blocks are given out once, come back once, and lie in one piece of memory each."""
 # ruff: noqa: E402 (torch may be absent)
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_small import SMALL
 
+from gpu_runtime.kv import page_locked
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.pool import KVPool, OutOfBlocks
 from sim.errors import InvariantError
@@ -81,3 +84,46 @@ def test_a_block_is_one_piece_of_memory(layer_group, groups):
 def test_a_pool_without_sense_is_refused(sizes):
     with pytest.raises(ValueError, match="must be positive"):
         KVPool(SMALL, *sizes, "cpu", torch.float32)
+
+
+@pytest.fixture
+def locks(monkeypatch):
+    """Bytes that a pretended driver has locked, by address; it refuses more than a million."""
+    locked = {}
+
+    def register(pointer, num_bytes, flags):
+        if num_bytes > 1_000_000:
+            return 2
+        locked[pointer] = num_bytes
+        return 0
+
+    def unregister(pointer):
+        del locked[pointer]
+        return 0
+
+    driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(page_locked, "_runtime", lambda: driver)
+    return locked
+
+
+def test_a_pinned_pool_locks_its_own_bytes_and_no_more(locks):
+    pool = KVPool(SMALL, 9, 4, 2, "cpu", torch.float16, pin=True)
+    # 17 GiB of blocks shall not take 32: no power of two.
+    assert locks == {pool.data.data_ptr(): 9 * 4 * 2 * 2 * 2 * 16 * 2}
+    assert not pool.data.any()
+    pool.release()
+    assert not locks and not pool.data.numel()
+    pool.release()
+
+
+def test_a_pinned_pool_that_nobody_holds_is_unlocked(locks):
+    pool = KVPool(SMALL, 3, 4, 2, "cpu", torch.float8_e5m2, pin=True)
+    assert list(locks.values()) == [pool.data.numel()]
+    del pool
+    assert not locks
+
+
+def test_memory_that_the_driver_does_not_lock_is_an_error(locks):
+    with pytest.raises(RuntimeError, match="cudaHostRegister of 2457600 bytes failed: CUDA error 2"):
+        KVPool(SMALL, 1200, 4, 4, "cpu", torch.float16, pin=True)
+    assert not locks

@@ -1,0 +1,82 @@
+"""A run that is over has given its memory back, although its engine, instance and device are still known."""
+
+import gc
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+from gpu_runtime import device as device_module  # noqa: E402
+from gpu_runtime.kv.pool import KVPool  # noqa: E402
+from gpu_runtime.live import LiveOptions, perform  # noqa: E402
+from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
+from kvtwin.testing.live import small_decoder  # noqa: E402
+from sim.scenario import Scenario  # noqa: E402
+from sim.simulate import Keep, prepare  # noqa: E402
+from sim.systems import POLICIES  # noqa: E402
+from sim.traffic import traffic  # noqa: E402
+from traces.errors import TraceError  # noqa: E402
+
+SCENARIO = Scenario(
+    model="qwen3-0.6b", gpu="cpu", dtype="float32", workload="fixed", input_len=9, output_len=5, num_prompts=3,
+    num_gpu_blocks_override=40, num_cpu_blocks_override=40, max_model_len=64,
+)  # fmt: skip
+
+
+@pytest.fixture
+def tensors(monkeypatch):
+    """Whatever pools and graphs a run makes, weakly."""
+    made = []
+
+    def watched(kind, name):
+        init = kind.__init__
+
+        def noted(self, *rest, **named):
+            init(self, *rest, **named)
+            made.append(weakref.ref(getattr(self, name)))
+
+        monkeypatch.setattr(kind, "__init__", noted)
+
+    watched(KVPool, "data")
+    watched(DecodeGraph, "_logits")
+    return made
+
+
+def capture(compute):
+    """A graph that knows addresses alone, as CUDA's does, and computes nothing."""
+    compute()
+    return lambda: None
+
+
+def run(requests, monkeypatch):
+    policy = POLICIES["vllm-swap"]()
+    setup = prepare(SCENARIO, "", policy)
+    build = device_module.TorchDevice.__init__
+
+    def graphed(self, *rest, **named):
+        named |= {"graph_batch_sizes": (1, 2), "capture": capture, "spare_blocks": 1}
+        build(self, *rest, **named)
+
+    monkeypatch.setattr(device_module.TorchDevice, "__init__", graphed)
+    return perform(setup, requests, None, Keep(), small_decoder(), LiveOptions("cpu"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_pools_and_graphs_are_gone_when_a_run_is_over(tensors, fails, monkeypatch):
+    def arriving():
+        yield from traffic(SCENARIO)
+        if fails:
+            raise TraceError("no more of it")
+
+    gc.disable()
+    try:
+        finished = run(arriving(), monkeypatch)
+        assert len(tensors) == 3
+        # Not by the collector of cycles, which comes when it likes.
+        assert [made() for made in tensors] == [None] * 3
+    finally:
+        gc.enable()
+    assert finished.error == ("no more of it" if fails else None)
+    assert finished.instances[0].device.gpu.num_blocks == 41
