@@ -59,7 +59,14 @@ NAMES = {
     "each request": WorstRequest.__struct_encode_fields__,
 }
 """Sections of the page with a table, and the names that its first column must hold, in order."""
-SEEN = {"counters of layerkv", "counters of fastserve", "counters of pools", "timeline.json.gz", "events"}
+SEEN = {
+    "counters of layerkv",
+    "counters of fastserve",
+    "counters of pools",
+    "counters of tiers",
+    "timeline.json.gz",
+    "events",
+}
 """Sections whose names are found in runs."""
 
 
@@ -100,7 +107,9 @@ def test_the_page_names_the_counters_of_fastserve():
     assert set(assemble(finished("fastserve")).counters.policy) <= set(names)
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").rglob("*.py"))
     written = set(re.findall(r'counters\.policy\["(\w+)"\]', sources))
-    assert set(names) <= written <= {*names, *documented()["counters of layerkv"], *documented()["counters of pools"]}
+    others = {name for kind in ("layerkv", "pools", "tiers") for name in documented()[f"counters of {kind}"]}
+    assert set(names) <= written <= {*names, *others}
+    assert set(documented()["counters of tiers"]) <= written
 
 
 def test_the_page_names_the_counters_of_pools():

@@ -90,7 +90,7 @@ def test_single_turns_gain_nothing():
     limit = replace(limits(gpu=60, max_model_len=512), enable_prefix_caching=True)
     one, other = (simulate(policy, rows, limit) for policy in (VllmRecompute(), CachedAttention()))
     ends = [{seq.request.request_id: seq.finish_s for seq in outcome.ended} for outcome in (one, other)]
-    assert ends[0] == ends[1]
+    assert ends[0] == pytest.approx(ends[1])
     assert other.scheduler.counters.tiers["host"].stored_blocks == 0
 
 
