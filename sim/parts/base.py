@@ -325,6 +325,11 @@ class Admission(Part, ABC):
     def admits(self, seq: Sequence) -> bool:
         """Whether `seq` may start now. Where it refuses for longer than `holds` says, only memory may change that."""
 
+    @property
+    def refused_for_slo(self) -> bool:
+        """Whether a prompt was refused in this step for the sake of others' SLOs. For reports."""
+        return False
+
     def delays(self, seq: Sequence) -> bool:
         """Whether `admits` refuses `seq` now whatever blocks there are."""
         return False

@@ -54,7 +54,8 @@ def _differences(base: Result, other: Result, a: str, b: str) -> Iterator[str]:
         if counts[0] == counts[1]:
             yield f"Neither {a} nor {b} completes a request."
         return
-    keys = [metric.key for metric in METRICS if metric.key.endswith("_ms")] + ["output_throughput", "request_goodput"]
+    keys = [metric.key for metric in METRICS if metric.key.endswith("_ms") and hasattr(base, metric.key)]
+    keys += ["output_throughput", "request_goodput"]
     if all(_same(number(base, key), number(other, key)) for key in keys):
         yield f"{b} and {a} do not differ: every latency, queueing and throughput is the same within {SAME * 100:g} %."
         return

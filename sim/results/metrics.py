@@ -119,6 +119,8 @@ class RequestLog:
         self.front_end_s = front_end_s
         self.completed = 0
         self.ignored = 0
+        self.num_broken_off = 0
+        """Of those ignored, who had been scheduled before."""
         self.good = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
@@ -178,6 +180,7 @@ class RequestLog:
     def _ignore(self, seq: Sequence, where: tuple[int, ...]) -> None:
         request = seq.request
         self.ignored += 1
+        self.num_broken_off += seq.first_scheduled_s >= 0.0
         self._keep((request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, seq.error))
         if self.table is not None:
             row = (request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, 0.0)

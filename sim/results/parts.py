@@ -33,6 +33,30 @@ class Counts(Struct, kw_only=True, frozen=True):
     """The policy's own counters, by name; which there are is the policy's business."""
 
 
+class LatencyParts(Struct, kw_only=True, frozen=True):
+    """Where the mean end-to-end latency of completed requests went, s; the parts add up to it.
+
+    Seconds of an iteration are seconds of each request in it, whatever it does for them.
+    """
+
+    queue_s: float
+    """From arrival to first scheduled."""
+    prefill_s: float
+    """In iterations that computed its prompt."""
+    decode_s: float
+    """In iterations that gave it a token."""
+    recompute_s: float
+    """In iterations that computed again what a preemption had thrown away."""
+    copies_s: float | None
+    """In its iterations, while they waited for copies over PCIe; None where that cannot be told from computing."""
+    engine_s: float | None
+    """In its iterations, while the GPU waited for the engine's own processes; None likewise."""
+    passed_s: float
+    """In the batch, or half prefilled, while an iteration computed others."""
+    preempted_s: float
+    """In no batch since it was first scheduled: preempted, paused, swapped out, parked, or between two engines."""
+
+
 class TierUse(Struct, kw_only=True, frozen=True):
     """A tier below the GPU that keeps prefixes. Seconds are by price, each copy and computation as if alone."""
 

@@ -44,6 +44,16 @@ def _latencies() -> Iterator[Metric]:
             yield Metric(f"{statistic}_{name}_ms", title, True)
 
 
+LATENCY_PARTS = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "recompute": "recompute",
+    "copies": "waiting for PCIe",
+    "engine": "engine's own time",
+    "passed": "others computed",
+    "preempted": "preempted, parked",
+}
+"""Names of the parts of the mean latency that are not queueing (`LatencyParts`)."""
 METRICS = (
     Metric("completed", "Requests completed", False, ",.0f"),
     Metric("ignored", "Requests ignored", True, ",.0f"),
@@ -55,6 +65,7 @@ METRICS = (
     Metric("request_goodput", "Goodput (requests/s)", False, ",.3f"),
     Metric("goodput_attainment_percent", "SLOs met (% of requests)", False),
     *_latencies(),
+    *(Metric(f"mean_{part}_ms", f"E2EL: {name} (ms)", None) for part, name in LATENCY_PARTS.items()),
     Metric("mean_queue_ms", "Mean queueing (ms)", True),
     Metric("queue_share_percent", "Queueing / TTFT (%)", None),
     Metric("num_preemptions", "Preemptions", True, ",.0f"),
@@ -75,6 +86,11 @@ def metric_values(result: Result) -> dict[str, float | None]:
         "request_offered": offered(result),
         "host_memory_gib": result.scenario.num_cpu_blocks * result.scenario.block_bytes / 2**30,
     }
+    found = result.latency_parts
+    for part in LATENCY_PARTS:
+        seconds = None if found is UNSET else getattr(found, f"{part}_s")
+        # What no request ever waited for is no row.
+        derived[f"mean_{part}_ms"] = None if not seconds or abs(seconds) < 1e-7 else seconds * 1e3
     return {m.key: derived[m.key] if m.key in derived else number(result, m.key) for m in METRICS}
 
 

@@ -21,6 +21,7 @@ from sim.results.parts import (
     EngineUse,
     LanesUse,
     LaneUse,
+    LatencyParts,
     ResolvedScenario,
     TierUse,
     UsedEngineProfile,
@@ -29,6 +30,7 @@ from sim.results.parts import (
 )
 from sim.results.schema import Result
 from sim.results.series import Series
+from sim.results.time_use import latency_parts
 from sim.simulate import Run, Setup
 from sim.specs.json_file import convert, read_json_object
 from sim.version import VERSION
@@ -67,6 +69,7 @@ def assemble(run: Run) -> Result:
         **log.latencies(),
         **gap_statistics(gaps),
         itl_percentiles="exact" if gaps is None or gaps.exact else "from bins, within 0.01 %",
+        latency_parts=_latency_parts(run),
         makespan_s=log.last_finish_s,
         num_iterations=sum(instance.iterations for instance in run.instances),
         num_preemptions=counters.preemptions,
@@ -97,6 +100,16 @@ def assemble(run: Run) -> Result:
         decisions_sha256=_decisions(run),
         **_arrays(log.requests, run.detailed),
     )
+
+
+def _latency_parts(run: Run) -> LatencyParts | UnsetType:
+    used = [parts.series.time_use for parts in run.engines if parts.series is not None]
+    setup = run.setup
+    # Iterations of a pipeline's batches overlap.
+    is_pipelined = setup.pp > 1 or (setup.decode is not None and setup.decode.pp > 1)
+    if not used or is_pipelined or run.interrupted or run.error:
+        return UNSET
+    return latency_parts(used, run.log, split=run.backend == "kvtwin-sim")
 
 
 def _engine_profile(setup: Setup) -> UsedEngineProfile | UnsetType:

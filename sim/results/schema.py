@@ -12,6 +12,7 @@ from sim.results.parts import (
     Counts,
     EngineUse,
     LanesUse,
+    LatencyParts,
     Machine,
     ResolvedScenario,
     TierUse,
@@ -105,6 +106,9 @@ class Result(Struct, kw_only=True, frozen=True):
     p99_itl_ms: float | None
     itl_percentiles: Literal["exact", "from bins, within 0.01 %"]
     """How the percentiles of the inter-token latency were found."""
+
+    latency_parts: LatencyParts | UnsetType = UNSET
+    """Where the mean latency went; absent where no time series was kept, or where it cannot be told."""
 
     makespan_s: float
     """Time of the last token, s from the clock's start."""

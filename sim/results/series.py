@@ -5,6 +5,7 @@ from array import array
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.scheduler import Scheduler
+from sim.results.time_use import LIMITS, TimeUse
 
 COLUMNS = (
     "time_s",
@@ -18,6 +19,7 @@ COLUMNS = (
     "compute_busy_s",
     "h2d_busy_s",
     "d2h_busy_s",
+    *(f"bound_{limit}_s" for limit in LIMITS),
 )
 """Blocks are pool units (`block_size` tokens x the policy's layer group); allocated and released are running totals."""
 
@@ -32,6 +34,7 @@ class Series:
         self._scheduler, self._lanes, self._limit = scheduler, lanes, limit
         self._every = 1
         self._seen = 0
+        self.time_use = TimeUse(scheduler, lanes)
         self.columns: dict[str, array] = {name: array("d") for name in COLUMNS}
 
     def __len__(self) -> int:
@@ -39,6 +42,7 @@ class Series:
 
     def observe(self, plan: IterationPlan, now_s: float, times: StepTimes) -> None:
         """Take a row, unless this iteration falls between samples."""
+        self.time_use.observe(plan, now_s, times)
         self._seen += 1
         if self._seen % self._every:
             return
@@ -55,6 +59,7 @@ class Series:
             lanes.compute.busy_s,
             lanes.h2d.busy_s,
             lanes.d2h.busy_s,
+            *self.time_use.bound_s,
         )
         for column, value in zip(self.columns.values(), row, strict=True):
             column.append(value)

@@ -368,6 +368,7 @@ def test_past_the_limit_the_arrays_go_and_the_result_says_so(tmp_path, monkeypat
         "errors",
     }
     assert "100000 requests" in short.pop("per_request")
+    assert sum(short.pop("latency_parts").values()) == pytest.approx(short["mean_e2el_ms"] / 1e3)
     assert short == {name: value for name, value in whole.items() if name not in arrays}
     assert len(read_table(tmp_path / "out")) == 5
 

@@ -54,6 +54,10 @@ class SlackAdmission(Watermark):
         self._refused_s = prefill_s
         return True
 
+    @property
+    def refused_for_slo(self) -> bool:
+        return self._refused_s is not None
+
     def admitted(self, seq: Sequence) -> None:
         self._admitted_s += self.prefill_s(seq.num_tokens)
 

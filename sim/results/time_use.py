@@ -1,0 +1,110 @@
+"""Where requests' time goes, and which limit binds when: sums over iterations that cost no work per request.
+
+An iteration of d seconds is d seconds of every request in it, whatever they are doing there; requests that are in the
+batch and not in the iteration have waited for others. What it lasts longer than its computation is the engine's own
+time first, up to what that took, then waiting for copies. What is left of a request's latency it spent in no batch.
+"""
+
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET, UnsetType
+
+from sim.cost.pricing import Lanes
+from sim.engine.plan import IterationPlan, Origin, StepTimes
+from sim.results.parts import LatencyParts
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+    from sim.results.metrics import RequestLog
+
+LIMITS = ("memory", "seats", "tokens", "slo", "policy", "copies", "engine", "compute")
+"""What binds an iteration. While somebody waits, what keeps the next from starting: KV memory (also while somebody's KV
+is away), `max_num_seqs`, `max_num_batched_tokens`, SLO-aware admission, or another rule of the policy. Else what the
+iteration waits for: copies, the engine's own processes, computation."""
+SHARED = LIMITS.index("copies")
+"""From here on an iteration's time is shared between limits."""
+
+
+class TimeUse:
+    """Running totals of one engine: request-seconds by what they were spent on, seconds by the limit that bound."""
+
+    def __init__(self, scheduler: "Scheduler", lanes: Lanes) -> None:
+        self._scheduler, self._lanes = scheduler, lanes
+        self.prefill_s = self.decode_s = self.recompute_s = 0.0
+        self.copies_s = self.engine_s = self.passed_s = 0.0
+        self.bound_s = [0.0] * len(LIMITS)
+        self._compute_s = self._host_s = 0.0
+        self._num_preemptions = 0
+
+    def observe(self, plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+        """`plan` was carried out, and is yet to be committed."""
+        scheduler, lanes = self._scheduler, self._lanes
+        seconds = times.end_s - start_s
+        compute_s, host_s = lanes.compute.busy_s - self._compute_s, lanes.host.busy_s - self._host_s
+        self._compute_s, self._host_s = lanes.compute.busy_s, lanes.host.busy_s
+        computing_s = min(compute_s, seconds)
+        engine_s = min(host_s, seconds - computing_s)
+        copies_s = seconds - computing_s - engine_s
+        num_again = continued = 0
+        for seq, _, _, origin in plan.chunks:
+            num_again += seq.num_preemptions > 0
+            continued += origin is Origin.CONTINUED
+        num_chunks, batching = len(plan.chunks), scheduler.batching
+        self.decode_s += plan.num_decodes * computing_s
+        self.recompute_s += num_again * computing_s
+        self.prefill_s += (num_chunks - num_again) * computing_s
+        self.engine_s += (plan.num_decodes + num_chunks) * engine_s
+        self.copies_s += (plan.num_decodes + num_chunks) * copies_s
+        passed = len(scheduler.batch) - plan.num_decodes + len(batching.partials) - continued
+        self.passed_s += passed * seconds
+        limit = self._limit(plan)
+        if limit is not None:
+            self.bound_s[LIMITS.index(limit)] += seconds
+            return
+        for i, share_s in enumerate((copies_s, engine_s, computing_s), start=SHARED):
+            self.bound_s[i] += share_s
+
+    def _limit(self, plan: IterationPlan) -> str | None:
+        """What keeps somebody from starting; None where nobody waits."""
+        scheduler, limits = self._scheduler, self._scheduler.limits
+        preemptions, self._num_preemptions = self._num_preemptions, scheduler.counters.preemptions
+        away = scheduler.eviction.num_out or (scheduler.stage.num_parked and not scheduler.stage.hands_over)
+        if not scheduler.order.waiting:
+            return "memory" if away else None
+        if scheduler.num_running >= limits.max_num_seqs:
+            return "seats"
+        head, room = scheduler.order.head(), limits.max_num_batched_tokens - plan.prefill_tokens
+        if scheduler.batching.splits_prompts:
+            if plan.num_decodes + plan.num_single_chunks >= room:
+                return "tokens"
+        elif plan.chunks and head.num_tokens > room:
+            return "tokens"
+        if scheduler.admission.refused_for_slo:
+            return "slo"
+        if away or preemptions < scheduler.counters.preemptions:
+            return "memory"
+        return "policy" if scheduler.memory.fits(head, scheduler.admission.keep_free) else "memory"
+
+
+def latency_parts(used: list[TimeUse], log: "RequestLog", *, split: bool) -> LatencyParts | UnsetType:
+    """The parts of the mean latency of requests that have all completed or never run; else they would not add up.
+
+    `split` says whether the lanes tell waiting within an iteration from computing.
+    """
+    if not log.completed or log.num_broken_off:
+        return UNSET
+    sums = [sum(getattr(one, name) for one in used) for name in ("prefill_s", "decode_s", "recompute_s", "passed_s")]
+    copies_s, engine_s = (sum(getattr(one, name) for one in used) for name in ("copies_s", "engine_s"))
+    total_s, queue_s = sum(log.e2el_s), sum(log.queue_s)
+    away_s = total_s - queue_s - copies_s - engine_s - sum(sums)
+    prefill_s, decode_s, recompute_s, passed_s = (s / log.completed for s in sums)
+    return LatencyParts(
+        queue_s=queue_s / log.completed,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        recompute_s=recompute_s,
+        copies_s=copies_s / log.completed if split else None,
+        engine_s=engine_s / log.completed if split else None,
+        passed_s=passed_s,
+        preempted_s=away_s / log.completed,
+    )

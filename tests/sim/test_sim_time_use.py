@@ -1,0 +1,117 @@
+"""Where the time goes: parts that add up to the latency, counted once for all and, here, request by request."""
+
+from collections import defaultdict
+from math import isclose
+
+import pytest
+from msgspec import UNSET, structs
+from small_results import CROWDED, finished
+
+from sim.policy_options import parse_policy
+from sim.results.result import assemble
+from sim.results.time_use import LIMITS
+from sim.scenario import Scenario
+from sim.simulate import Keep, build_run, execute, prepare
+from sim.systems import POLICIES
+from sim.traffic import traffic
+
+SERIES = Keep(series=True)
+POOLS = {"distserve", "splitwise", "mooncake"}
+ALONE = [name for name in POLICIES if name not in POOLS]
+
+
+def options_for(policy, **changes):
+    values = {"workload": "sharegpt", "num_prompts": 40, "request_rate": 20.0, "num_gpu_blocks_override": 120}
+    values |= {"num_cpu_blocks_override": 600, "max_model_len": 1024, "seed": 1}
+    if policy in POOLS:
+        values |= {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": 100.0}
+    return Scenario(**(values | changes))
+
+
+def total_s(parts):
+    return sum(seconds or 0.0 for seconds in structs.astuple(parts))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parts_add_up_to_the_latency_and_watching_changes_nothing(policy):
+    kept, plain = (assemble(finished(policy, keep, options_for(policy))) for keep in (SERIES, Keep()))
+    parts = kept.latency_parts
+    assert structs.replace(kept, latency_parts=UNSET) == plain
+    assert total_s(parts) == pytest.approx(kept.mean_e2el_ms / 1e3, rel=1e-9)
+    assert parts.queue_s == pytest.approx(kept.mean_queue_ms / 1e3, rel=1e-6)
+    assert min(seconds for seconds in structs.astuple(parts)) >= -1e-6 * total_s(parts)
+
+
+class ByRequest:
+    """What `TimeUse` sums up, for every request: seconds in iterations and beside them while it is in the batch."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.inside_s, self.passed_s = defaultdict(float), defaultdict(float)
+        self.seconds = 0.0
+
+    def observe(self, plan, start_s, times):
+        self.seconds += times.end_s - start_s
+        in_batch = set(self.scheduler.batch.members)
+        computed = {*(plan.decodes if plan.num_decodes else ()), *(chunk.seq for chunk in plan.chunks)}
+        for seq in computed:
+            self.inside_s[seq.request.request_id] += times.end_s - start_s
+        for seq in (in_batch | set(self.scheduler.batching.partials)) - computed:
+            self.passed_s[seq.request.request_id] += times.end_s - start_s
+
+
+@pytest.mark.parametrize("policy", ALONE)
+@pytest.mark.parametrize("jump", [True, False])
+def test_sums_are_those_over_single_requests(policy, jump):
+    setup = prepare(options_for(policy), policy, parse_policy(policy, {})[1])
+    run = build_run(setup, traffic(setup.scenario), keep=SERIES, jump=jump)
+    each = ByRequest(run.engines[0].scheduler)
+    watch = run.instances[0].observer
+    run.instances[0].observer = lambda *facts: (each.observe(*facts), watch(*facts))
+    result = assemble(execute(run))
+    parts = result.latency_parts
+    inside_s = parts.prefill_s + parts.decode_s + parts.recompute_s + parts.copies_s + parts.engine_s
+    assert inside_s * result.completed == pytest.approx(sum(each.inside_s.values()), rel=1e-9)
+    assert parts.passed_s * result.completed == pytest.approx(sum(each.passed_s.values()), rel=1e-9, abs=1e-9)
+    # No request has more than its latency, less its queueing.
+    for place, request_id in enumerate(result.request_ids):
+        spent_s = each.inside_s[request_id] + each.passed_s[request_id] + result.queue_times[place]
+        assert spent_s <= result.latencies[place] * (1 + 1e-9)
+    bound_s = sum(run.engines[0].series.time_use.bound_s)
+    assert bound_s == pytest.approx(each.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ALONE)
+def test_jumping_changes_no_part(policy):
+    parts = []
+    for jump in (True, False):
+        setup = prepare(options_for(policy), policy, parse_policy(policy, {})[1])
+        parts.append(assemble(execute(build_run(setup, traffic(setup.scenario), keep=SERIES, jump=jump))).latency_parts)
+    for one, other in zip(*map(structs.astuple, parts), strict=True):
+        assert isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
+
+
+def bound_of(policy="vllm-recompute", **changes):
+    """The limit that bound for the longest time."""
+    run = finished(policy, SERIES, options_for(policy, **changes))
+    bound_s = run.engines[0].series.time_use.bound_s
+    return LIMITS[bound_s.index(max(bound_s))]
+
+
+def test_each_limit_is_found_where_it_binds():
+    plenty = {"num_gpu_blocks_override": 4000, "request_rate": 50.0}
+    assert bound_of(request_rate=0.5, num_gpu_blocks_override=4000) == "compute"
+    assert bound_of(request_rate=50.0) == "memory"
+    assert bound_of(**plenty, max_num_seqs=4) == "seats"
+    prompts = {"workload": "fixed", "input_len": 512, "output_len": 4}
+    assert bound_of("sarathi", **plenty, **prompts, max_num_batched_tokens=64, max_num_seqs=64) == "tokens"
+    assert bound_of("vllm-v1", **plenty, **prompts, max_num_batched_tokens=64, max_num_seqs=64) == "tokens"
+    assert bound_of("fastertransformer", **plenty) == "policy"
+    slow = finished("layerkv:tpot-slo-ms=16,drop-irrecoverable=false", SERIES, options_for("layerkv", **plenty))
+    assert slow.engines[0].series.time_use.bound_s[LIMITS.index("slo")] > 0.0
+
+
+def test_what_cannot_be_told_is_left_out():
+    assert assemble(finished("vllm-recompute", Keep(), CROWDED)).latency_parts is UNSET
+    piped = options_for("vllm-recompute", pipeline_parallel_size=2)
+    assert assemble(finished("vllm-recompute", SERIES, piped)).latency_parts is UNSET
