@@ -22,9 +22,11 @@ if TYPE_CHECKING:
         Result,
         RunResult,
         Scenario,
+        SweepResult,
         compare,
         load_result,
         simulate,
+        sweep,
     )
 
 __all__ = [
@@ -33,12 +35,14 @@ __all__ = [
     "Result",
     "RunResult",
     "Scenario",
+    "SweepResult",
     "UserError",
     "__version__",
     "compare",
     "load_result",
     "main",
     "simulate",
+    "sweep",
 ]
 
 BROKEN_PIPE = 141
@@ -124,11 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gpu_runtime import cli as gpu_cli  # noqa: PLC0415
     from gpu_runtime.serve import cli as serve_cli  # noqa: PLC0415
     from sim import cli as sim_cli  # noqa: PLC0415
+    from sim.study import cli as study_cli  # noqa: PLC0415
     from traces import cli as traces_cli  # noqa: PLC0415
 
     parser = Parser(prog="kvtwin", description="Which KV-cache policy for this model, GPU and traffic?")
     commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     sim_cli.add_commands(commands)
+    study_cli.add_commands(commands)
     traces_cli.add_commands(commands)
     gpu_cli.add_commands(commands)
     serve_cli.add_commands(commands)

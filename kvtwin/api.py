@@ -9,10 +9,10 @@
 Scenarios have the fields of the command line's flags, policies the texts of `--policy`. Bad input raises `UserError`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -28,8 +28,13 @@ from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
 from sim.results.schema import Result
-from sim.scenario import Scenario, build_scenario
+from sim.scenario import Scenario, build_scenario, read_toml
 from sim.simulate import Keep, build_run, execute, prepare
+from sim.study.axes import Study, read_study
+from sim.study.backends import Backend
+from sim.study.figures import draw
+from sim.study.sweep import Means, run_study
+from sim.study.tables import means, tidy
 from sim.systems import DEFAULT_POLICY
 from sim.systems.base import Policy
 from sim.traffic import requests_of
@@ -44,10 +49,12 @@ __all__ = [
     "Result",
     "RunResult",
     "Scenario",
+    "SweepResult",
     "UserError",
     "compare",
     "load_result",
     "simulate",
+    "sweep",
 ]
 
 ENGINE = "engine"
@@ -152,6 +159,61 @@ def compare(scenario: Scenario, policies: Sequence[str | Policy]) -> ComparisonR
     if not labels or len(set(labels)) != len(labels):
         raise UserError(f"policies: {', '.join(labels) or 'none'}; name one or more, each once")
     return ComparisonResult(tuple(simulate(scenario, policy) for policy in policies))
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The runs of a study.
+
+    Attributes:
+        table: a row for each run: its axes by their fields' names, `seed`, `num_gpus`, the numbers of result.json,
+            `error` where it failed, and its `key`.
+        study: what was varied.
+    """
+
+    table: pd.DataFrame
+    study: Study
+
+    @property
+    def means(self) -> pd.DataFrame:
+        """A row for each point: means over its repeats, and in `METRIC_ci95` half of their 95 % interval."""
+        return means(self.study, self.table)
+
+    def figure(self, metric: str) -> Figure:
+        """A metric over the axes: `p99_ttft_ms`, or any other numeric column of the table."""
+        if metric not in self.table.select_dtypes("number"):
+            raise UserError(f"metric {metric!r} is no numeric column of the table")
+        return draw(self.study, self.means, metric)
+
+
+def sweep(
+    study: str | Path | Mapping[str, Any],
+    out: str | Path,
+    *,
+    backend: Backend = "loky",
+    address: str | None = None,
+    jobs: int | None = None,
+    max_seconds: float | None = None,
+    retry_failed: bool = False,
+) -> SweepResult:
+    """Run every point of a study, as `kvtwin sweep` does; what `out` holds already is not run again.
+
+    Args:
+        study: a study file (`docs/sweep.md`), or what would stand in one.
+        out: folder in which every run is kept as it ends.
+        backend, address: this machine's cores, or a cluster of Dask or Ray.
+        jobs: processes, by default one a core.
+        max_seconds: of a run, after which it is given up, s.
+        retry_failed: run again what failed before.
+
+    Raises:
+        UserError: a bad study, every point refused, or a folder that cannot be written.
+    """
+    where = "study" if isinstance(study, Mapping) else str(study)
+    table = study if isinstance(study, Mapping) else read_toml(Path(study), "study")
+    found = read_study(table, "sweep", where)
+    places = run_study(found, Path(out), Means(backend, address, jobs, max_seconds, retry_failed))
+    return SweepResult(tidy(found, places), found)
 
 
 def load_result(folder: str | Path) -> RunResult:

@@ -26,9 +26,13 @@ def make_folder(path: Path, flag: str) -> Path:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file whole or not at all: a reader never sees half of it."""
     partial = path.with_name(path.name + ".part")
-    with partial.open("wb") as file:
-        write(file)
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            write(file)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 class CsvTable:

@@ -1,10 +1,19 @@
-"""A progress bar for long runs, on standard error."""
+"""Progress bars for long runs and for many of them, on standard error."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import monotonic
+from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from traces.request import Request
 
@@ -28,3 +37,36 @@ def track(requests: Iterable[Request], label: str, total: int | None) -> Iterato
             yield request
     finally:
         progress.stop()
+
+
+class Ended(Protocol):
+    """A run of many that has ended."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed."""
+        ...
+
+
+@contextmanager
+def runs_bar(label: str) -> Iterator[Callable[[int], Callable[[Ended], None]]]:
+    """A bar for many runs: told how many there are, it gives who hears of each that ended."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.2f}/s"), TimeRemainingColumn(), TextColumn("{task.fields[failed]} failed"),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+
+        def begin(total: int) -> Callable[[Ended], None]:
+            task, begun_s, failed = bar.add_task(label, total=total, rate=0.0, failed=0), monotonic(), 0
+            ended = 0
+
+            def told(outcome: Ended) -> None:
+                nonlocal failed, ended
+                ended += 1
+                failed += outcome.error is not None
+                bar.update(task, advance=1, rate=ended / max(1e-9, monotonic() - begun_s), failed=failed)
+
+            return told
+
+        yield begin

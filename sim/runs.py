@@ -28,6 +28,8 @@ class HasIterations(Protocol):
     """An instance on either clock."""
 
     iterations: int
+    observer: Observer | None
+    """Hears of every plan."""
 
 
 class EngineParts(msgspec.Struct, kw_only=True):

@@ -6,6 +6,7 @@ Flags are spelled as vLLM spells them where vLLM has one. `sim.policy_options` h
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -182,32 +183,49 @@ def read_scenario(path: Path) -> dict[str, Any]:
 
     Unknown keys are refused.
     """
+    return scenario_values(read_toml(path, "--scenario"), str(path))
+
+
+def read_toml(path: Path, option: str) -> dict[str, Any]:
+    """The table in a TOML file that `option` names."""
     import tomllib  # noqa: PLC0415 - few runs read a scenario file
 
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--scenario: cannot read {path} ({error.strerror})") from error
+        raise UserError(f"{option}: cannot read {path} ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a TOML file: {error}") from error
-    known = scenario_keys()
+
+
+def scenario_values(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options by their fields' names, each as the type it has; `where` they stand is for the message."""
     values: dict[str, Any] = {}
     for key, value in table.items():
-        name = key.replace("-", "_")
-        name = ALIASES.get(name, name)
-        if name not in known and (owned := owned_option(name)) is not None:
-            known[name] = owned.hint
-        if name not in known:
-            near = get_close_matches(name, [*known, *all_policy_options()], n=1)
-            hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
-            raise UserError(f"{path}: unknown key {key!r}{hint}")
+        name, hint = option_named(key, where)
         if name in values:
-            raise UserError(f"{path}: key {key!r} stands twice, in two spellings; keep one")
-        values[name] = convert(f"{path}: {key}", value, known[name])
+            raise UserError(f"{where}: key {key!r} stands twice, in two spellings; keep one")
+        values[name] = convert(f"{where}: {key}", value, hint)
     return values
 
 
-def scenario_keys() -> dict[str, Any]:
+def option_named(key: str, where: str) -> tuple[str, Any]:
+    """The field and the type of an option as files spell it; UserError with the nearest right one."""
+    name = key.replace("-", "_")
+    name = ALIASES.get(name, name)
+    known = scenario_keys()
+    if name in known:
+        return name, known[name]
+    owned = owned_option(name)
+    if owned is None:
+        near = get_close_matches(name, [*known, *all_policy_options()], n=1)
+        hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
+        raise UserError(f"{where}: unknown key {key!r}{hint}")
+    return name, owned.hint
+
+
+@cache
+def scenario_keys() -> Mapping[str, Any]:
     """Every key of a scenario file and its type, but for the policies' options (`owned_option`)."""
     keys: dict[str, Any] = {f.name: hint for owner in (Outputs, Scenario) for f, hint in option_fields(owner)}
     return keys | {"policy": tuple[str, ...], "out": str, PREEMPTION_MODE: str}

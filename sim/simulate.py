@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 import simpy
 
 from sim.clock.driver import Instance
+from sim.cost.changed_profile import profile_named
 from sim.cost.engine_profile import EngineProfile, load_engine_profile
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
-from sim.cost.profile import Profile, load_profile
+from sim.cost.profile import Profile
 from sim.engine.limits import Limits, Role, WindowLimits
 from sim.errors import UserError
 from sim.interrupts import interrupts_call
@@ -104,7 +105,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     if scenario.quantization is not None:
         model = model.with_weights_of(1.0, scenario.quantization)
     hardware = load_hardware(scenario.gpu)
-    profile = load_profile(scenario.profile, hardware)
+    profile = profile_named(scenario.profile, hardware)
     if scenario.kv_cache_dtype != "auto":
         model = model.with_kv_dtype(kv_dtype(scenario.kv_cache_dtype, hardware))
         if profile.form == "linear":

@@ -22,9 +22,20 @@ SKIPPED = {"sharegpt": "vLLM's rule for ShareGPT", "vllm-bench": "they failed"}
 class ReadTrace(Protocol):
     """A trace's requests in order of arrival, and where they are from: `traces.readers.Trace`, or a copy in memory."""
 
-    path: Path
-    format: str
-    skipped: int
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """Name of its format."""
+        ...
+
+    @property
+    def skipped(self) -> int:
+        """Rows that its reader left out so far."""
+        ...
 
     def __iter__(self) -> Iterator[Request]:
         """The requests from the first."""

@@ -1,0 +1,108 @@
+"""The commands that run many scenarios: `sweep`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.errors import UserError
+from sim.interrupts import INTERRUPTED
+
+if TYPE_CHECKING:
+    from sim.study.sweep import Means, Told
+
+SWEEP_HELP = (
+    "Run every point of a study file: a scenario file with a table [sweep] of axes (docs/sweep.md). What has ended is "
+    "kept; the same command goes on where it was interrupted."
+)
+
+
+def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
+    """Mount the commands."""
+    sweep = subparsers.add_parser("sweep", help="simulate every point of a study file", description=SWEEP_HELP)
+    sweep.later(_add_sweep_flags)
+    sweep.set_defaults(run=sweep_command)
+
+
+def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", type=Path, metavar="FILE.toml", help="scenario and axes")
+    add_means(parser)
+    parser.add_argument("--table", choices=("csv", "parquet"), default="csv", help="format of the tables (default csv)")
+    parser.add_argument("--no-figures", action="store_true", help="draw nothing")
+
+
+def add_means(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that runs many scenarios."""
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the results")
+    parser.add_argument(
+        "--backend", default="loky", metavar="NAME", help="loky: this machine's cores (default); dask or ray: a cluster"
+    )
+    parser.add_argument("--address", help="scheduler of the cluster (default: one is started on this machine)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--max-seconds", type=float, metavar="S", help="give a run up after so long (default: never)")
+    parser.add_argument("--retry-failed", action="store_true", help="run again what failed before")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+
+def means_of(arguments: argparse.Namespace) -> "Means":
+    """How runs are to be performed, by the flags of `add_means`."""
+    from sim.study.sweep import Means  # noqa: PLC0415 - only when asked for
+
+    seconds = arguments.max_seconds
+    if seconds is not None and not seconds > 0:
+        raise UserError(f"--max-seconds: {seconds} is not greater than 0; give more, or leave it out")
+    return Means(
+        arguments.backend, arguments.address, arguments.jobs, arguments.max_seconds, arguments.retry_failed
+    )  # fmt: skip
+
+
+@contextmanager
+def progress(label: str, quiet: bool) -> "Iterator[Callable[[int], Told] | None]":
+    """A bar on standard error with the rate, the time left and what failed; nothing where nobody looks."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from sim.progress import runs_bar  # noqa: PLC0415 - rich is slow to import
+
+    with runs_bar(label) as begin:
+        yield begin
+
+
+def sweep_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin sweep`."""
+    from sim.scenario import read_toml  # noqa: PLC0415
+    from sim.study.axes import read_study  # noqa: PLC0415
+    from sim.study.sweep import run_study  # noqa: PLC0415
+
+    path: Path = arguments.study
+    study, means, folder = read_study(read_toml(path, "sweep"), "sweep", str(path)), means_of(arguments), arguments.out
+    try:
+        with progress("sweep", arguments.quiet) as begin:
+            places = run_study(study, folder, means, begin)
+    except KeyboardInterrupt:
+        print(f"kvtwin: interrupted; what is finished is in {folder}: the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+    from sim.study.tables import means as means_table  # noqa: PLC0415 - pandas is slow to import
+    from sim.study.tables import write_tables  # noqa: PLC0415
+
+    table = write_tables(folder, study, places, arguments.table)
+    if not arguments.no_figures:
+        from sim.study.figures import write_figures  # noqa: PLC0415
+
+        write_figures(folder / "figures", study, means_table(study, table))
+    if not arguments.quiet:
+        print("\n".join(_told(study.where, folder, [place.outcome.error for place in places])))
+    return 0
+
+
+def _told(where: str, folder: Path, errors: list[str | None]) -> Iterator[str]:
+    """What a sweep says when it ends."""
+    failed = [error for error in errors if error is not None]
+    yield f"{where}: {len(errors)} runs, {len(failed)} of them failed; tables and figures are in {folder}"
+    kinds = list(dict.fromkeys(failed))
+    for error in kinds[:5]:
+        yield f"  {failed.count(error)} failed: {error}"
+    if len(kinds) > 5:
+        yield f"  and {len(kinds) - 5} more reasons: column error of the table"

@@ -1,0 +1,175 @@
+"""One run of a study: what decides it, hashed into its key, and the run itself, on whatever machine a worker is."""
+
+import gc
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.errors import InvariantError, UserError
+from sim.option_values import flag
+from sim.policy_options import PREEMPTION_MODES, parse_policy, with_preemption_mode
+from sim.results.result import assemble, result_data
+from sim.results.schema import Result
+from sim.runs import Run
+from sim.scenario import PREEMPTION_MODE, build_scenario
+from sim.simulate import Setup, build_run, execute, prepare
+from sim.study.shared_trace import SharedTrace
+from sim.systems import DEFAULT_POLICY
+from sim.traffic import requests_of
+from traces.errors import TraceError
+
+PACKAGES = Path(__file__).parents[2]
+CODE = ("sim/**/*.py", "sim/**/*.json", "traces/**/*.py", "traces/**/*.json")
+"""What decides a run beside its options. Profiles are hashed with the runs that use them."""
+ARRAYS = tuple(name for name in Result.__struct_fields__ if name.endswith(("_lens", "_times")))
+ARRAYS += ("request_ids", "ttfts", "latencies", "errors", "itls", "per_request")
+GC_THRESHOLD = 100_000
+"""As the command line has it: workers are processes of their own."""
+
+
+class Task(Struct, frozen=True):
+    """A run as a worker needs it: options by field, and seconds after which it is given up."""
+
+    key: str
+    options: dict[str, Any]
+    trace: str | None
+    """Hash of the trace, by which workers have it; None: generated traffic, or a trace that they read themselves."""
+    max_seconds: float | None = None
+
+
+class Outcome(Struct, frozen=True):
+    """How a run ended: what result.json holds but for its arrays, or why there is no result."""
+
+    key: str
+    result: dict[str, Any] | None = None
+    error: str | None = None
+    max_seconds: float | None = None
+    """The limit that it ran into, where it did."""
+
+
+class OutOfTimeError(Exception):
+    """A run took longer than it may."""
+
+
+def setup_of(options: Mapping[str, Any]) -> Setup:
+    """What the options of a run resolve to. UserError where they are bad."""
+    values = dict(options)
+    texts = values.pop("policy", DEFAULT_POLICY)
+    text = texts if isinstance(texts, str) else texts[0]
+    if (mode := values.pop(PREEMPTION_MODE, None)) is not None and text in PREEMPTION_MODES.values():
+        text = with_preemption_mode(text, mode)
+    label, policy = parse_policy(text, values)
+    return prepare(build_scenario(values), label, policy)
+
+
+@cache
+def code_hash() -> str:
+    """SHA-256 (hex) of the simulator's code and data files."""
+    digest = hashlib.sha256(f"numpy {np.__version__}".encode())
+    for pattern in CODE:
+        for path in sorted(PACKAGES.glob(pattern)):
+            digest.update(f"{path.relative_to(PACKAGES).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def file_hash(path: str) -> str:
+    """SHA-256 (hex) of a file. UserError where it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{flag('trace')}: cannot read {path} ({error.strerror})") from error
+
+
+def key_of(setup: Setup) -> str:
+    """SHA-256 (hex) of everything that decides a run: code, options, and the content of every file they name."""
+    scenario, policy = setup.scenario.as_dict(), setup.policy
+    trace = scenario.pop("trace")
+    pools = [setup] if setup.decode is None else [setup, setup.decode]
+    content = {
+        "code": code_hash(),
+        "policy_code": _module_hash(type(policy)),
+        "label": setup.label,
+        "scenario": scenario,
+        "trace": None if trace is None else file_hash(trace),
+        "policy": [type(policy).__name__, {f.name: repr(getattr(policy, f.name)) for f in fields(policy)}],
+        "engines": [
+            [
+                pool.profile.content_hash,
+                pool.engine_profile.content_hash if pool.engine_profile else None,
+                repr(pool.model),
+                repr(pool.hardware),
+            ]
+            for pool in pools
+        ],
+    }
+    return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
+
+
+@cache
+def _module_hash(kind: type) -> str:
+    """Of a preset that another package brings; ours are in `code_hash`."""
+    path = getattr(sys.modules[kind.__module__], "__file__", None)
+    return file_hash(path) if path else kind.__module__
+
+
+def perform(task: Task, trace: SharedTrace | None) -> Outcome:
+    """Run one task. What is wrong with this run alone is in the outcome; an interrupt and a full machine are raised."""
+    gc.set_threshold(GC_THRESHOLD, 50, 50)
+    try:
+        setup = setup_of(task.options)
+        run = build_run(setup, requests_of(setup, trace))
+        if task.max_seconds is not None:
+            _give_up_after(run, task.max_seconds)
+        execute(run)
+    except (UserError, TraceError) as error:
+        return Outcome(task.key, error=str(error))
+    except OutOfTimeError:
+        text = f"took more than --max-seconds {task.max_seconds:g}; allow more, or make the point smaller"
+        return Outcome(task.key, error=text, max_seconds=task.max_seconds)
+    except (InvariantError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        # A bug of ours in one run, or of a part that somebody else brought, must not take the others with it.
+        return Outcome(task.key, error=f"{type(error).__name__}: {error}; run it alone to see where")
+    if run.interrupted:
+        raise KeyboardInterrupt
+    if run.error:
+        return Outcome(task.key, error=run.error)
+    data = {name: value for name, value in result_data(assemble(run)).items() if name not in ARRAYS}
+    data["max_concurrent_requests"] = most_in_flight(run)
+    return Outcome(task.key, msgspec.to_builtins(data))
+
+
+def _give_up_after(run: Run, seconds: float) -> None:
+    """Have every engine look at the clock after each of its plans."""
+    end_s = monotonic() + seconds
+
+    def look(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+        if monotonic() > end_s:
+            raise OutOfTimeError
+
+    for instance in run.instances:
+        instance.observer = look
+
+
+def most_in_flight(run: Run) -> int | None:
+    """Most requests between arrival and last token at once; None where the requests were not kept."""
+    if run.log.requests is None:
+        return None
+    times = np.array([(row.arrival_s, row.arrival_s + row.e2el_s) for row in run.log.requests if not row.error])
+    if not len(times):
+        return 0
+    moments = np.concatenate([times[:, 0], times[:, 1]])
+    # Who leaves at a moment makes room for who comes.
+    order = np.lexsort((np.repeat([1, 0], len(times)), moments))
+    return int(np.cumsum(np.repeat([1, -1], len(times))[order]).max())

@@ -1,0 +1,63 @@
+"""`--profile NAME:CONSTANT=VALUE`: constants that the user changes, and what follows of them."""
+
+import json
+
+import pytest
+
+import kvtwin
+from sim.cost.changed_profile import RATES, profile_named
+from sim.cost.profile import load_profile
+from sim.errors import UserError
+
+BASE = load_profile("l20-derived")
+
+
+def test_constants_are_replaced_and_the_rest_stays():
+    found = profile_named("l20-derived:beta=2,pcie_bytes_per_s=5e9", "l20")
+    assert found.value("beta") == 2.0
+    assert found.value("h2d_bytes_per_s") == found.value("d2h_bytes_per_s") == 5e9
+    assert found.constants["beta"].source == "given by the user: beta=2"
+    assert found.name == "l20-derived:beta=2,pcie_bytes_per_s=5e9"
+    assert found.status == BASE.status and found.content_hash != BASE.content_hash
+    kept = set(BASE.constants) - {"beta", "h2d_bytes_per_s", "d2h_bytes_per_s"}
+    assert all(found.constants[name] == BASE.constants[name] for name in kept)
+    assert profile_named(":beta=2", "l20").value("flops_per_s") == BASE.value("flops_per_s")
+
+
+def test_a_gpu_twice_as_fast_halves_the_time_of_what_it_computes(tmp_path):
+    fast = profile_named("l20-derived:gpu_speed=2")
+    assert all(fast.value(name) == 2 * BASE.value(name) for name in RATES)
+    assert fast.value("layer_overhead_s") == BASE.value("layer_overhead_s") / 2
+    assert fast.value("h2d_bytes_per_s") == BASE.value("h2d_bytes_per_s")
+    (tmp_path / "p.json").write_text(
+        json.dumps(
+            {"form": "linear", "prefill": [0.01, 1e-4, 0], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
+        )
+    )
+    one = {"workload": "fixed", "num_prompts": 1, "input_len": 100, "output_len": 3, "gpu": "l20"}
+    times = [
+        kvtwin.simulate(kvtwin.Scenario(**one, profile=f"{tmp_path / 'p.json'}{more}"), "vllm-recompute").result
+        for more in ("", ":gpu_speed=2")
+    ]
+    # 0.01 + 100 * 1e-4 s, then d0 + d1 + d2 * context.
+    assert times[0].mean_ttft_ms == pytest.approx(20.0)
+    assert times[1].mean_ttft_ms == pytest.approx(10.0)
+    assert times[0].mean_tpot_ms == pytest.approx(2 * times[1].mean_tpot_ms)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("l20-derived:h2d=1", "'h2d' is no constant of form roofline; known: pcie_bytes_per_s, gpu_speed, flops_per_s"),
+        ("l20-derived:beta=x", "beta = 'x' is not a number above 0"),
+        ("l20-derived:beta=0", "beta = '0' is not a number above 0"),
+        ("l20-derived:beta=inf", "is not a number above 0"),
+        ("l20-derived:beta=-1", "is not a number above 0"),
+        ("l20-derive:beta=1", "did you mean 'l20-derived'"),
+        ("l20-derived:beta=1,", "= '' is not a number"),
+    ],
+)
+def test_wrong_changes_are_told(text, words):
+    with pytest.raises(UserError) as caught:
+        profile_named(text, "l20")
+    assert words in str(caught.value)

@@ -1,0 +1,307 @@
+"""Sweeps: the same runs as one by one, kept through kill -9, on any backend; what goes wrong is told in a line."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import kvtwin
+from sim import files
+from sim.errors import UserError
+from sim.study import sweep
+from sim.study.axes import read_study
+from sim.study.backends import outcomes
+from sim.study.points import Task, code_hash, key_of, perform, setup_of
+from sim.study.tables import half_width
+from sim.systems.layerkv import LayerKV
+
+ROOT = Path(kvtwin.__file__).parents[1]
+FIXED = {"workload": "fixed", "num-prompts": 4, "input-len": 40, "output-len": 4, "gpu": "l20", "goodput": ["ttft:9"]}
+SMALL = FIXED | {"policy": ["vllm-v1", "layerkv"], "sweep": {"grid": {"request-rate": [1, 2, 4], "seed": [0, 1]}}}
+
+
+def written(path, study):
+    """A study as TOML, which JSON's values happen to be."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in study.items() if key != "sweep"]
+    own = study["sweep"]
+    lines += ["[sweep]", *(f"{key} = {value}" for key, value in own.items() if key != "grid"), "[sweep.grid]"]
+    lines += [f"{key} = {json.dumps(value)}" for key, value in own["grid"].items()]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def command(study, out, *words):
+    return ["sweep", str(study), "--out", str(out), "--no-figures", *words]
+
+
+def test_a_sweeps_runs_are_those_of_single_commands(tmp_path):
+    found = kvtwin.sweep(SMALL, tmp_path, jobs=1)
+    assert len(found.table) == 12 and found.table["error"].isna().all()
+    for _, row in found.table.iterrows():
+        scenario = kvtwin.Scenario(
+            workload="fixed", num_prompts=4, input_len=40, output_len=4, gpu="l20", goodput=("ttft:9",),
+            request_rate=row["request_rate"], seed=row["seed"],
+        )  # fmt: skip
+        run = kvtwin.simulate(scenario, row["policy"])
+        for name in ("p99_ttft_ms", "mean_tpot_ms", "request_goodput", "num_iterations"):
+            assert row[name] == getattr(run.result, name)
+
+
+def test_the_command_writes_tables_figures_and_the_summary(tmp_path, capsys):
+    path = written(tmp_path / "s.toml", SMALL)
+    assert kvtwin.main(["sweep", str(path), "--out", str(tmp_path / "o"), "--jobs", "1", "--table", "parquet"]) == 0
+    assert "12 runs, 0 of them failed" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "o").iterdir()) == [
+        "figures", "means.parquet", "points", "study.json", "summary.json", "table.parquet",
+    ]  # fmt: skip
+    table = pd.read_parquet(tmp_path / "o" / "table.parquet")
+    pd.testing.assert_frame_equal(table, kvtwin.sweep(SMALL, tmp_path / "o").table, check_dtype=False)
+    assert (tmp_path / "o" / "figures" / "p99_ttft_ms.png").stat().st_size > 5000
+
+
+def test_the_summary_is_what_vllms_plots_read(tmp_path):
+    """`vllm bench sweep plot` wants flat objects with its metrics, `plot_pareto` users and GPUs as numbers."""
+    study = SMALL | {"policy": "vllm-v1", "tp": 2, "sweep": {"repeats": 2, "grid": {"max-concurrency": [1, 2]}}}
+    kvtwin.main(command(written(tmp_path / "s.toml", study), tmp_path, "--jobs", "1", "--quiet"))
+    rows = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert [(row["max_concurrency"], row["run_number"]) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for row in rows:
+        assert not any(isinstance(value, dict | list) or value is None for value in row.values())
+        assert row["tensor_parallel_size"] * row["pipeline_parallel_size"] * row["data_parallel_size"] == 2
+        assert row["max_concurrent_requests"] <= row["max_concurrency"]
+        assert row["output_throughput"] > 0 and row["request_throughput"] > 0 and row["p99_e2el_ms"] > 0
+
+
+def test_200_points_through_kill_9_are_those_of_an_uninterrupted_sweep(tmp_path):
+    study = SMALL | {"sweep": {"grid": {"request-rate": list(range(1, 101))}}}
+    path = written(tmp_path / "s.toml", study)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvtwin", *command(path, tmp_path / "killed", "--jobs", "2")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    points = tmp_path / "killed" / "points"
+    deadline = time.monotonic() + 120
+    while not points.is_dir() or len(list(points.glob("*.json"))) < 60:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = {file: file.stat().st_mtime_ns for file in points.glob("*.json")}
+    assert 60 <= len(kept) < 200
+    ran = []
+    found = read_study(study, "sweep", "s")
+    sweep.run_study(found, tmp_path / "killed", sweep.Means(jobs=1), lambda total: ran.append)
+    assert len(ran) == 200 - len(kept)
+    assert {outcome.key for outcome in ran}.isdisjoint(file.stem for file in kept)
+    assert all(file.stat().st_mtime_ns == before for file, before in kept.items())
+    assert kvtwin.main(command(path, tmp_path / "killed", "--quiet")) == 0
+    assert kvtwin.main(command(path, tmp_path / "whole", "--jobs", "1", "--quiet")) == 0
+    for name in ("table.csv", "means.csv", "summary.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("backend", "package"), [("dask", "distributed"), ("ray", "ray")])
+def test_clusters_give_the_same_tables(backend, package, tmp_path):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,90,5\n0.5,70,3\n1.0,20,9\n")
+    study = {"trace": str(tmp_path / "t.csv"), "policy": ["vllm-v1", "layerkv"]}
+    study |= {"sweep": {"grid": {"rate-scale": [1, 2, 4]}}}
+    path = written(tmp_path / "s.toml", study)
+    assert kvtwin.main(command(path, tmp_path / "loky", "--jobs", "2", "--quiet")) == 0
+    assert kvtwin.main(command(path, tmp_path / backend, "--backend", backend, "--jobs", "1", "--quiet")) == 0
+    for name in ("table.csv", "summary.json"):
+        assert (tmp_path / "loky" / name).read_bytes() == (tmp_path / backend / name).read_bytes()
+
+
+def test_a_broken_point_does_not_stop_the_others(tmp_path, capsys):
+    study = FIXED | {"sweep": {"grid": {"gpu": ["l20", "nothing", "rtx-4090"], "max-num-seqs": [8, 99999]}}}
+    del study["gpu"]
+    assert kvtwin.main(command(written(tmp_path / "s.toml", study), tmp_path, "--jobs", "1")) == 0
+    said = capsys.readouterr().out
+    assert "6 runs, 4 of them failed" in said and "2 failed: gpu: 'nothing' is neither" in said
+    table = pd.read_csv(tmp_path / "table.csv")
+    assert table["error"].notna().tolist() == [False, True, True, True, False, True]
+    assert table["p99_ttft_ms"].notna().tolist() == [True, False, False, False, True, False]
+
+
+def test_a_bug_in_one_point_is_its_own(tmp_path, monkeypatch):
+    def bad(self, limits, deployment):
+        raise KeyError("lost")
+
+    monkeypatch.setattr(LayerKV, "parts", bad)
+    found = kvtwin.sweep(SMALL, tmp_path, jobs=1)
+    failed = found.table[found.table["error"].notna()]
+    assert set(failed["policy"]) == {"layerkv"} and len(failed) == 6
+    assert failed["error"].str.contains("KeyError: 'lost'; run it alone").all()
+    monkeypatch.undo()
+    assert kvtwin.sweep(SMALL, tmp_path, jobs=1).table["error"].notna().sum() == 6
+    assert kvtwin.sweep(SMALL, tmp_path, jobs=1, retry_failed=True).table["error"].isna().all()
+
+
+def test_a_point_that_takes_too_long_is_given_up_and_tried_again_with_more_time(tmp_path):
+    study = FIXED | {"output-len": 4000, "sweep": {"grid": {"num-prompts": [2, 60000]}}}
+    del study["num-prompts"]
+    begun = time.monotonic()
+    found = kvtwin.sweep(study, tmp_path, jobs=1, max_seconds=0.3)
+    assert time.monotonic() - begun < 20
+    assert found.table["error"].isna().tolist() == [True, False]
+    assert "took more than --max-seconds 0.3" in found.table["error"].iloc[1]
+    planned = read_study(study, "sweep", "s")
+    for means, again in ((sweep.Means(jobs=1, max_seconds=0.2), 0), (sweep.Means(jobs=1, max_seconds=0.4), 1)):
+        ran = []
+        sweep.run_study(planned, tmp_path, means, lambda total, ran=ran: ran.append)
+        assert len(ran) == again
+
+
+def test_a_full_disk_keeps_what_is_finished_and_says_so(tmp_path, monkeypatch, capsys):
+    real, written_so_far = files.write_atomically, []
+
+    def full(path, write):
+        if path.parent.name == "points":
+            written_so_far.append(path)
+            if len(written_so_far) == 6:
+                raise OSError(28, "No space left on device")
+        real(path, write)
+
+    monkeypatch.setattr(sweep, "write_atomically", full)
+    path = written(tmp_path / "s.toml", SMALL)
+    assert kvtwin.main(command(path, tmp_path / "o", "--jobs", "1")) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "(No space left on device); what is finished is kept" in said
+    assert len(list((tmp_path / "o" / "points").glob("*.json"))) == 5
+    assert not list((tmp_path / "o" / "points").glob("*.part"))
+    assert kvtwin.main(command(path, tmp_path / "o", "--jobs", "1")) == 0
+    assert len(written_so_far) == 6 + 7
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_write_that_fails_leaves_no_piece(tmp_path):
+    with pytest.raises(OSError, match="No space"):
+        files.write_atomically(tmp_path / "a", lambda file: Path("/dev/full").write_bytes(b"x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out", "FILE"], "--out: cannot create folder"),
+        (["--backend", "spark"], "--backend: 'spark' is not one of loky, dask, ray"),
+        (["--address", "x:1"], "--address x:1: of a cluster"),
+        (["--jobs", "0"], "--jobs: 0 is less than 1"),
+        (["--max-seconds", "0"], "--max-seconds: 0.0 is not greater than 0"),
+        (["--max-secs", "1"], "did you mean --max-seconds"),
+    ],
+)
+def test_bad_flags_are_one_line(words, said, tmp_path, capsys):
+    (tmp_path / "f").write_text("")
+    words = [str(tmp_path / "f") if word == "FILE" else word for word in words]
+    try:
+        status = kvtwin.main(command(written(tmp_path / "s.toml", SMALL), tmp_path / "o", *words))
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2 and error.count("\n") == 1 and said in error
+
+
+def test_an_unreachable_cluster_is_one_line():
+    dask = pytest.importorskip("dask", reason="dask is not installed")
+    pytest.importorskip("distributed", reason="distributed is not installed")
+    task = Task("k", {"workload": "fixed"}, None)
+    with (
+        dask.config.set({"distributed.comm.timeouts.connect": "1s"}),
+        pytest.raises(UserError, match="no Dask scheduler answers there"),
+    ):
+        list(outcomes([task], {}, "dask", address="tcp://127.0.0.1:9"))
+
+
+def test_a_backend_that_is_not_installed_says_what_to_install(monkeypatch):
+    def absent(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib.import_module("sim.study.backends"), "import_module", absent)
+    with pytest.raises(UserError, match=r"install kvtwin\[ray\]"):
+        outcomes([], {}, "ray")
+
+
+def test_every_point_refused_for_one_reason_is_that_reason(tmp_path):
+    with pytest.raises(kvtwin.UserError, match="every point is refused: --trace FILE and --workload NAME"):
+        kvtwin.sweep({"sweep": {"grid": {"tp": [1, 2]}}}, tmp_path)
+
+
+def test_a_bad_trace_fails_its_own_points(tmp_path):
+    header = "arrival_s,prompt_tokens,output_tokens\n0,90,5\n"
+    (tmp_path / "good.csv").write_text(header + "1.0,70,3\n")
+    (tmp_path / "bad.csv").write_text(header + "1.0,x,9\n")
+    traces = [str(tmp_path / name) for name in ("good.csv", "bad.csv", "none.csv")]
+    found = kvtwin.sweep({"sweep": {"grid": {"trace": traces}}}, tmp_path, jobs=1)
+    assert found.table["error"].isna().tolist() == [True, False, False]
+    assert "line 3" in found.table["error"].iloc[1] and "cannot read" in found.table["error"].iloc[2]
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def key(**options):
+    return key_of(setup_of({"workload": "fixed", **options}))
+
+
+def test_a_key_hangs_on_everything_that_decides_a_run(tmp_path, monkeypatch):
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,90,5\n")
+    profile = tmp_path / "p.json"
+    linear = {"form": "linear", "prefill": [0.01, 1e-4, 0], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
+    profile.write_text(json.dumps(linear))
+    base = {"trace": str(trace), "workload": None, "profile": str(profile), "policy": "layerkv"}
+    first = key(**base)
+    assert key(**base) == first
+    found = {first, key(**base, seed=1), key(**base, layerkv_threshold=0.3), key(**(base | {"policy": "vllm-v1"}))}
+    profile.write_text(json.dumps(linear | {"swap_s_per_block": 2e-3}))
+    found.add(key(**base))
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,91,5\n")
+    # Files are read once a process.
+    importlib.import_module("sim.study.points").file_hash.cache_clear()
+    found.add(key(**base))
+    monkeypatch.setattr(importlib.import_module("sim.study.points"), "code_hash", lambda: "new")
+    found.add(key(**base))
+    assert len(found) == 7
+    assert len(code_hash()) == 64
+
+
+def test_equal_points_are_run_once_and_each_has_its_row(tmp_path):
+    study = FIXED | {"policy": ["vllm-v1", "layerkv"], "sweep": {"grid": {"layerkv-threshold": [0.01, 0.5, 0.9]}}}
+    found = kvtwin.sweep(study, tmp_path, jobs=1)
+    assert len(found.table) == 6
+    assert len(list((tmp_path / "points").iterdir())) == found.table["key"].nunique() == 4
+
+
+# -- repeats ---------------------------------------------------------------------------------------------------------
+
+
+def test_means_and_intervals_are_those_of_the_repeats(tmp_path):
+    study = {"workload": "sharegpt", "num-prompts": 20, "request-rate": 5, "sweep": {"repeats": 3}}
+    found = kvtwin.sweep(study, tmp_path, jobs=1)
+    values = found.table["mean_ttft_ms"].to_numpy()
+    row = found.means.iloc[0]
+    assert found.table["seed"].tolist() == [0, 1, 2] and len(set(values)) == 3
+    assert row["runs"] == 3 and row["mean_ttft_ms"] == pytest.approx(values.mean())
+    # Student's t of 2 degrees of freedom at 97.5 %: 4.303.
+    assert row["mean_ttft_ms_ci95"] == pytest.approx(4.302653 * values.std(ddof=1) / np.sqrt(3))
+    assert np.isnan(half_width(values[:1]))
+    assert found.figure("mean_ttft_ms").axes
+    with pytest.raises(kvtwin.UserError, match="'ttft' is no numeric column"):
+        found.figure("ttft")
+
+
+def test_an_outcome_has_no_arrays_and_counts_who_was_in_flight():
+    outcome = perform(Task("k", {"workload": "fixed", "num_prompts": 3, "request_rate": float("inf")}, None), None)
+    assert outcome.result is not None
+    assert outcome.result["max_concurrent_requests"] == 3
+    assert not any(isinstance(value, list) and len(value) == 3 for value in outcome.result.values())
