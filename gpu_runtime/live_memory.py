@@ -82,6 +82,8 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     if MEMORIES[policy.names["memory"]].always_caches:
         raise UserError(f"--policy {policy.name}: runs on a device keep no prefixes on the host yet (memory=tiered)")
     memory = policy.names["memory"]
+    if not MEMORIES[memory].runs_live:
+        raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
     if policy.prefix_caching(scenario.enable_prefix_caching) and not MEMORIES[memory].tells_blocks:
         if scenario.enable_prefix_caching:
             raise UserError(

@@ -10,7 +10,7 @@ from sim.cost.host import after_host_s, run_beside_host
 from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
 from sim.cost.model import CostModel, LayerWork, run_s, steps_until
 from sim.engine.layers import SEND_BUFFER_LAYERS
-from sim.engine.plan import Direction, IterationPlan, Move, Restore, StepTimes, Tier, make_times
+from sim.engine.plan import Direction, IterationPlan, Move, Rebuilt, Restore, StepTimes, Tier, make_times
 
 EndsAt = Callable[[Collection[Move]], float]
 FinishAt = Callable[[float, Move], None]
@@ -135,6 +135,10 @@ class Pricer:
             compute_s -= self.cost.unread_s(plan.decode_shared_tokens)
         seconds = compute_s
         if plan.beside or plan.behind or plan.streamed:
+            if plan.streamed and isinstance(record := plan.streamed[-1], Rebuilt):
+                from sim.cost.rebuilding import kernels_s  # noqa: PLC0415 - one system has it
+
+                compute_s = kernels_s(self.cost, plan, record, compute_s, self.layers)
             # Waiting for copies occupies the iteration, not the lane.
             seconds = self._overlap(plan, start_s, compute_s)
         end_s = start_s + seconds
@@ -221,6 +225,10 @@ class Pricer:
         lanes = self.lanes
         read_s, written_s = self._streams(plan)
         wait_s = max(0.0, lanes.h2d.free_s - start_s)
+        if isinstance(record := plan.streamed[-1], Rebuilt):
+            # Windows of layers are many and alike: theirs overlap as their sums do.
+            copied_s = lanes.h2d.reserve(start_s, read_s * stretch, "stream KV") - start_s if read_s else 0.0
+            return record.lookup_s + (max(compute_s, copied_s) if record.overlapped else compute_s + copied_s)
         seconds = streamed_s(compute_s, self.layers, read_s * stretch, written_s * stretch, wait_s)
         lanes.h2d.reserve(start_s, read_s * stretch, "stream KV")
         if written_s:
@@ -268,6 +276,8 @@ class Pricer:
             at_s = lanes.h2d.reserve(at_s, read_s, "stream KV")
             if written_s:
                 at_s = lanes.d2h.reserve(at_s, written_s, "stream KV")
+            if isinstance(record := plan.streamed[-1], Rebuilt):
+                at_s += record.lookup_s
         at_s += compute_s
         if plan.behind:
             copy_s = self.copy_s(plan.behind_blocks, Direction.D2H)

@@ -187,6 +187,26 @@ class Streamed(NamedTuple):
     num_written: int
 
 
+class Rebuilt(NamedTuple):
+    """KV of decodes that is on no GPU before this pass nor after it: brought back between the layers (eLLM).
+
+    `tokens` says of how many of each sequence, its first. Of the model's layers `num_recomputed` compute it again; for
+    the others `num_read` pool blocks come from the host. `num_groups` and `num_written` are as in `Streamed`, 0.
+    """
+
+    num_groups: int
+    num_read: int
+    num_written: int
+    tokens: tuple[tuple[Sequence, int], ...]
+    num_recomputed: int
+    fused_loss: float | None
+    """By how much kernels that compute again and decode at once last longer for lack of threads; None: in turn."""
+    overlapped: bool
+    """Whether copies run beside the kernels."""
+    lookup_s: float
+    """For finding blocks in the map table."""
+
+
 Change = Place | Release | Move | Restore | Share | Keep | Split | Evict
 
 # Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
@@ -246,7 +266,7 @@ class IterationPlan:
     behind_blocks = 0
     pulled: tuple[Move, ...] = ()
     """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
-    streamed: tuple[Streamed, ...] = ()
+    streamed: tuple[Streamed | Rebuilt, ...] = ()
     """KV on the host that the layers of the computation wait for."""
 
     @property

@@ -21,6 +21,7 @@ _PLACES = {
     "vllm-recompute": "sim.systems.vllm055:VllmRecompute",
     "vllm-swap": "sim.systems.vllm055:VllmSwap",
     "layerkv": "sim.systems.layerkv:LayerKV",
+    "ellm": "sim.systems.ellm:Ellm",
     "orca": "sim.systems.orca:Orca",
     "fastertransformer": "sim.systems.fastertransformer:FasterTransformer",
     "sarathi": "sim.systems.sarathi:Sarathi",

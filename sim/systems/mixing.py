@@ -13,6 +13,7 @@ import msgspec
 
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
+from sim.systems.ellm_options import TokenWiseOptions
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
@@ -121,6 +122,8 @@ class KnownMemory(Known["Memory"], frozen=True):
 
     can_cache_prefixes: bool = False
     always_caches: bool = False
+    runs_live: bool = True
+    """Whether a device can carry out its plans."""
     tells_blocks: bool = False
     """Whether plans can say which blocks are shared, as a device needs to know."""
 
@@ -308,6 +311,33 @@ def _layer_blocks(b: Builder) -> "Memory":
     return LayerBlocks(b.limits, b.deployment.model.num_layers, remembered(b.equations().minimum_layers))
 
 
+def _token_wise_memory(b: Builder) -> "Memory":
+    from sim.parts.memory.token_wise import Kernels, TokenWiseMemory
+
+    options, model = b.options(TokenWiseOptions), b.deployment.model
+    if b.names["admission"] != "token-wise":
+        raise UserError("memory=token-wise is told what to leave uncached: it goes with admission=token-wise")
+    if model.num_stored_layers < model.num_layers or b.limits.window is not None:
+        raise UserError(f"memory=token-wise: layers of {model.name} share their KV or keep a window; use memory=paged")
+    times = options.step_times(b.deployment, b.limits.block_size)
+    kernels = Kernels(times, options.fused, options.overlapped, options.threads, options.map_lookup_us / 1e6)
+    return TokenWiseMemory(
+        b.limits, model.num_layers, options.layers_per_block, kernels,
+        least_ratio=options.least_uncached_ratio, by_longest=options.printed,
+    )  # fmt: skip
+
+
+def _token_wise_admission(b: Builder) -> "Admission":
+    from sim.parts.admission.token_wise import BatchAndRatio
+
+    options = b.options(TokenWiseOptions)
+    times = options.step_times(b.deployment, b.limits.block_size)
+    return BatchAndRatio(
+        times, options.tpot_slo_ms / 1e3,
+        printed=options.printed, fused=options.fused, overlapped=options.overlapped,
+    )  # fmt: skip
+
+
 def _watermark(b: Builder) -> "Admission":
     from sim.parts.admission.watermark import Watermark
 
@@ -483,15 +513,17 @@ MEMORIES: dict[str, KnownMemory] = {
     "radix": KnownMemory(_radix, can_cache_prefixes=True),
     "chunks": KnownMemory(_chunks, can_cache_prefixes=True),
     "prefix-groups": KnownMemory(_group_memory, can_cache_prefixes=True),
-    "tiered": KnownMemory(_tiered, TieredOptions, can_cache_prefixes=True, always_caches=True),
+    "tiered": KnownMemory(_tiered, TieredOptions, can_cache_prefixes=True, always_caches=True, runs_live=False),
     "reserved": KnownMemory(_reserved),
     STORED: KnownMemory(_stored, ConductorOptions),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),
+    "token-wise": KnownMemory(_token_wise_memory, TokenWiseOptions, runs_live=False),
 }
 ADMISSIONS: "dict[str, Known[Admission]]" = {
     "watermark": Known(_watermark),
     "memory": Known(_memory_alone),
     "slack": Known(_slack, LayerKVOptions),
+    "token-wise": Known(_token_wise_admission, TokenWiseOptions),
 }
 EVICTIONS: dict[str, KnownEviction] = {
     "recompute": KnownEviction(_recompute),

@@ -6,7 +6,7 @@ from sim.systems.base import Policy
 from sim.systems.mixing import MEMORIES
 
 STREAM = "layerkv:decode=stream,slo-aware=false"
-LIVE = [name for name, kind in POLICIES.items() if not MEMORIES[kind.composition["memory"]].always_caches]
+LIVE = [name for name, kind in POLICIES.items() if MEMORIES[kind.composition["memory"]].runs_live]
 VARIANTS = [
     *LIVE,
     "layerkv:slo-aware=false",

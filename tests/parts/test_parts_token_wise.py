@@ -108,19 +108,19 @@ instances = st.tuples(
 )
 
 
-def brute(times, lengths, room, budget_s, configurations, step):
+def brute(times, lengths, block, room, budget_s, configurations, step):
     """The least T/b over every b, configuration and r of a fine grid that memory allows."""
     least = np.inf
     for b in range(1, len(lengths) + 1):
         first = np.array(lengths[:b], float)
         for place, c in enumerate(configurations):
             for r in np.append(np.arange(0.0, 1.0, step), 1.0):
-                scratch, block = room.scratch[place], room.block_tokens
-                kept = (np.ceil(first / block) * block).sum() if block > 1 else first.sum()
+                scratch, lost = room.scratch[place], room.lost_tokens
+                kept = (np.ceil(first / block) * block).sum()
                 grown = b * first.max() if room.by_longest else first.sum()
                 if r > 0.0:
                     kept += scratch * r * grown - r * first.sum()
-                    kept += block * b * (1 + scratch) if block > 1 else 0.0
+                    kept += lost * b * (1 + scratch)
                 if (
                     kept > room.gpu_tokens * (1 + 1e-12)
                     or (1 - c.recomputed_share) * r * first.sum() > room.host_tokens
@@ -137,12 +137,13 @@ def brute(times, lengths, room, budget_s, configurations, step):
 @settings(max_examples=60, deadline=None)
 def test_nothing_that_brute_force_tries_is_better(instance):
     lengths, share, budget_s, block, times, by_longest, host = instance
+    lost = block if block > 1 else 0
     lengths, step = lengths[:8], 1 / 64
-    room = memory(share * sum(lengths), block_tokens=block, by_longest=by_longest)
+    room = memory(share * sum(lengths), lost_tokens=lost, by_longest=by_longest)
     if host:
         room = room._replace(host_tokens=0.1 * sum(lengths))
     found = best(times, Batch(lengths, block), room, budget_s)
-    least = brute(times, lengths, room, budget_s, CONFIGURATIONS, step)
+    least = brute(times, lengths, block, room, budget_s, CONFIGURATIONS, step)
     if found is None:
         assert least == np.inf
         return
@@ -158,8 +159,9 @@ def test_nothing_that_brute_force_tries_is_better(instance):
 @settings(max_examples=60, deadline=None)
 def test_slsqp_is_never_better(instance, b, r):
     lengths, share, budget_s, block, times, by_longest, host = instance
+    lost = block if block > 1 else 0
     scratch = SCRATCH[CONFIGURATIONS.index(FIRST)]
-    room = Memory(share * sum(lengths), (scratch,), block_tokens=block, by_longest=by_longest)
+    room = Memory(share * sum(lengths), (scratch,), lost_tokens=lost, by_longest=by_longest)
     if host:
         room = room._replace(host_tokens=0.1 * sum(lengths))
     batch, paper = Batch(lengths, block), times is PRINTED
@@ -185,7 +187,7 @@ def test_the_largest_batch_is_feasible_and_one_more_is_not(lengths, share):
 @given(st.lists(st.integers(1, 4000), min_size=2, max_size=40), st.floats(0.1, 1.0), st.sampled_from([1, 16]))
 def test_less_memory_never_needs_a_smaller_share_uncached(lengths, share, block):
     batch = Batch(lengths, block)
-    rooms = [memory(part * share * sum(lengths), block_tokens=block) for part in (1.0, 0.8, 0.5)]
+    rooms = [memory(part * share * sum(lengths), lost_tokens=block - 1) for part in (1.0, 0.8, 0.5)]
     for more, less in pairwise(rooms):
         assert (least_ratios(batch, less) >= least_ratios(batch, more)).all()
 

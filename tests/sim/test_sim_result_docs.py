@@ -63,6 +63,7 @@ NAMES = {
 """Sections of the page with a table, and the names that its first column must hold, in order."""
 SEEN = {
     "counters of layerkv",
+    "counters of ellm",
     "counters of fastserve",
     "counters of pools",
     "counters of tiers",
@@ -112,6 +113,11 @@ def test_the_page_names_the_counters_of_fastserve():
     others = {name for kind in ("layerkv", "pools", "tiers") for name in documented()[f"counters of {kind}"]}
     assert set(names) <= written <= {*names, *others}
     assert set(documented()["counters of tiers"]) <= written
+
+
+def test_the_page_names_the_counters_of_ellm():
+    seen = assemble(finished("ellm:least-uncached-ratio=0.2")).counters.policy
+    assert sorted(seen) == sorted(documented()["counters of ellm"])
 
 
 def test_the_page_names_the_counters_of_pools():

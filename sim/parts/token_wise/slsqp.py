@@ -4,7 +4,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from sim.parts.token_wise.equations import Configuration, Floats, StepTimes
-from sim.parts.token_wise.solver import Batch, Choice, Memory, least_ratios
+from sim.parts.token_wise.solver import Batch, Choice, Memory, feasible_ratios
 
 
 def solve(
@@ -26,7 +26,7 @@ def solve(
     shares = (0.0, 1.0) if all_recomputed else (swapped, configuration.recomputed_share)
     scratch, n = memory.scratch[0], len(batch.seqs)
     grown = batch.seqs * batch.longest if memory.by_longest else batch.tokens
-    lost = memory.block_tokens * (1.0 + scratch) if memory.block_tokens > 1 else 0.0
+    lost = memory.lost_tokens * (1.0 + scratch)
 
     def first(b: float, values: Floats) -> Floats:
         return np.asarray(np.interp(b, batch.seqs, values))
@@ -52,8 +52,10 @@ def solve(
     )
     b = min(max(int(found.x[0] + 1e-9), 1), n)
     r = min(max(float(found.x[1]), 0.0), 1.0)
-    r = max(r, float(least_ratios(batch, memory._replace(scratch=memory.scratch[:1]))[0, b - 1]))
+    ratios, feasible = feasible_ratios(batch, memory._replace(scratch=memory.scratch[:1]), (configuration,))
+    r = max(r, float(ratios[0, b - 1]))
     seconds = step_s(b, r)
-    if r > 1.0 or seconds > budget_s or swapped * r * batch.tokens[b - 1] > memory.host_tokens:
+    host = swapped * (r * batch.tokens[b - 1] + (memory.lost_tokens * b if r > 0.0 else 0.0))
+    if not feasible[0, b - 1] or r > 1.0 or seconds > budget_s or host > memory.host_tokens:
         return None
     return Choice(b, r, configuration, seconds)

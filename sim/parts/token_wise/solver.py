@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, Floats, StepTimes
 
@@ -19,14 +20,18 @@ from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, Floats
 class Memory(NamedTuple):
     """Room for KV, in tokens of all layers. The defaults are the paper's: no host bound, nothing lost in blocks.
 
-    `scratch` is M_o by configuration, tokens' worth for each uncached one; `block_tokens` of a sequence's last block
-    and of the block at which its uncached tokens end are lost.
+    `scratch` is M_o by configuration, tokens' worth for each uncached one, and `hosted` what of each lies on the host
+    (None: the layers that are swapped).
     """
 
     gpu_tokens: float
     scratch: tuple[float, ...]
     host_tokens: float = np.inf
-    block_tokens: int = 1
+    hosted: tuple[float, ...] | None = None
+    lost_tokens: int = 0
+    """Of each sequence that has some uncached, what whole tokens and blocks lose: a block's."""
+    least_ratio: float = 0.0
+    """Of tokens that are uncached in any case."""
     by_longest: bool = False
     """Whether M_o takes all sequences to be as long as the longest, as printed; else by their own lengths."""
 
@@ -73,12 +78,25 @@ class Choice(NamedTuple):
 def least_ratios(batch: Batch, memory: Memory) -> Floats:
     """The least feasible r for each configuration (rows) and batch size; above 1 or infinite where there is none."""
     scratch = np.array(memory.scratch)[:, None]
-    lost = memory.block_tokens * batch.seqs * (1.0 + scratch) if memory.block_tokens > 1 else 0.0
+    lost = memory.lost_tokens * batch.seqs * (1.0 + scratch)
     excess = batch.stored + lost - memory.gpu_tokens
     freed = batch.tokens - scratch * (batch.seqs * batch.longest if memory.by_longest else batch.tokens)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(freed > 0.0, excess / freed, np.inf)
-    return np.where(batch.stored <= memory.gpu_tokens, 0.0, np.maximum(ratios, 0.0))
+    least = memory.least_ratio
+    enough = excess - least * freed <= 0.0 if least else batch.stored <= memory.gpu_tokens
+    return np.where(enough, least, np.maximum(ratios, least))
+
+
+def feasible_ratios(
+    batch: Batch, memory: Memory, configurations: tuple[Configuration, ...] = CONFIGURATIONS
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """`least_ratios`, and where these are feasible: not above 1, and with room for them on the host."""
+    ratios = least_ratios(batch, memory)
+    hosted = np.array(memory.hosted or [1.0 - c.recomputed_share for c in configurations])[:, None]
+    # What is on its way back is held beside, by any configuration.
+    copied = hosted * ratios * batch.tokens + (ratios > 0.0) * memory.lost_tokens * batch.seqs * hosted.max()
+    return ratios, (ratios <= 1.0) & (copied <= memory.host_tokens)
 
 
 def best(
@@ -89,6 +107,7 @@ def best(
     *,
     least: int = 1,
     configurations: tuple[Configuration, ...] = CONFIGURATIONS,
+    most_ratio: float = 1.0,
     all_recomputed: bool = False,
     largest: bool = False,
     fused: bool = True,
@@ -100,16 +119,18 @@ def best(
         times, batch, memory: what T is made of, the sequences, and the room.
         budget_s: that T may take, SLO - WT_max (Eq. 1).
         configurations: to choose from, as many as `memory.scratch` has.
+        most_ratio: that r may be.
         all_recomputed: whether T takes all layers to be computed again, as Eq. 4 does.
         fused, overlapped: as for `StepTimes.step_s`.
 
     Returns:
         None where no b >= `least` is feasible. Of equal ones the smallest b.
     """
-    ratios = least_ratios(batch, memory)
+    ratios, feasible = feasible_ratios(batch, memory, configurations)
     again = np.array([[c.recomputed_share] for c in configurations])
     swapped = 1.0 - again
-    feasible = (ratios <= 1.0) & (swapped * ratios * batch.tokens <= memory.host_tokens)
+    if most_ratio < 1.0:
+        feasible &= ratios <= most_ratio
     ratios = np.where(feasible, ratios, 0.0)
     shares = (0.0, 1.0) if all_recomputed else (swapped, again)
     sums = batch.seqs, batch.tokens, batch.squares
