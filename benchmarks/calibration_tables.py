@@ -36,7 +36,8 @@ DOCUMENT = ROOT / "docs" / "calibration.md"
 FIGURES = ROOT / "docs" / "figures"
 CONSTANTS = (
     "flops_per_s", "attention_flops_per_s", "attention_tile_tokens", "attention_slots", "hbm_bytes_per_s",
-    "kv_bytes_per_s", "kv_padding_tokens", "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",
+    "kv_bytes_per_s", "kv_padding_tokens", "fp8_flops_per_s", "fp8_roofline_exponent",
+    "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",
     "layer_overhead_s", "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s",
 )  # fmt: skip
 
@@ -104,6 +105,18 @@ def constants(reports: Sequence[FitReport]) -> str:
     return table(("constant", *(report.profile.gpu for report in reports)), rows)
 
 
+def fp8_table(reports: Sequence[FitReport]) -> str:
+    """Errors of FP8 products, on the samples and on a model left out, and the rates reached."""
+    rows = []
+    for report in reports:
+        own = report.profile.residuals or {}
+        if "fp8_mape" in own:
+            share = report.profile.value("fp8_flops_per_s") / report.profile.value("flops_per_s")
+            errors = (percent(own[name]) for name in ("fp8_mape", "unseen_model_fp8_mape"))
+            rows.append((f"`{report.profile.name}`", f"{share:.2f}", *errors))
+    return table(("profile", "FP8 over 16 bits", "on its samples", "on a model left out"), rows)
+
+
 def papers(reports: Sequence[FitReport]) -> str:
     """The papers' constants in both forms, value and error."""
     rows = []
@@ -131,6 +144,7 @@ def regions(reports: Sequence[FitReport]) -> str:
 TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "errors": errors,
     "constants": constants,
+    "fp8": fp8_table,
     "forms": forms_table,
     "sizes": size_table,
     "papers": papers,

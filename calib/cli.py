@@ -221,6 +221,9 @@ def run_show(arguments: argparse.Namespace) -> int:
         print(f"\n{title}:" + ("" if values else " none"))
         for key, value in values.items():
             print(f"  {key}: {value}")
+    for gpus, points in (profile.all_reduce or {}).items():
+        (least, _), (most, _) = points[0], points[-1]
+        print(f"\nall-reduces on {gpus} GPUs: {len(points)} points measured, {least:,.0f} to {most:,.0f} bytes")
     limits = profile.range
     if limits is not None:
         print("\nrange seen:")

@@ -95,7 +95,7 @@ def fit_all_reduce(samples: Sequence[Sample]) -> Fit | None:
 
     A launch is told from the ring's latency only where groups of several sizes were measured; else it is left out.
     """
-    chosen = [s for s in samples if s.op == "all_reduce" and not s.beside]
+    chosen = fastest_all_reduces(samples)
     if not chosen:
         return None
     check_sizes(chosen, "all_reduce")
@@ -109,6 +109,21 @@ def fit_all_reduce(samples: Sequence[Sample]) -> Fit | None:
     if len(set(gpus)) > 1:
         parameters["allreduce_launch_s"] = Parameter(max(float(np.min(measured)), 1e-9), log=False)
     return fit_relative(lambda values: all_reduce_s(values, moved, gpus), measured, parameters)
+
+
+def fastest_all_reduces(samples: Sequence[Sample]) -> list[Sample]:
+    """All-reduces that ran alone, of each size and group the fastest: of several machines the least limited."""
+    chosen = [s for s in samples if s.op == "all_reduce" and not s.beside]
+    found = {(s.tp, s.num_bytes): s for s in sorted(chosen, key=lambda s: -s.latency_s)}
+    return [found[key] for key in sorted(found)]
+
+
+def all_reduce_points(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]] | None:
+    """Bytes and seconds of measured all-reduces by the number of GPUs, as profiles hold them; None of none."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for s in fastest_all_reduces(samples):
+        found.setdefault(str(s.tp), []).append((s.num_bytes, s.latency_s))
+    return found or None
 
 
 def _measured(samples: Sequence[Sample]) -> Array:

@@ -71,6 +71,7 @@ def derive_profile(
             "method": f"shares of the specification that {sibling.name} reaches; see each source",
             "caution": "nothing here was measured on this GPU; calibrate before relying on absolute times",
         },
+        all_reduce=base.all_reduce,
     )
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from calib.copies import fit_all_reduce, fit_copies, fit_host_memcpy
+from calib.copies import all_reduce_points, fit_all_reduce, fit_copies, fit_host_memcpy
+from calib.fp8 import fit_fp8
 from calib.holdout import (
     Holdout,
     Region,
@@ -98,7 +99,8 @@ def fit_profile(
         UserError: samples too few, or of too few sizes, to tell the constants apart; it names what is missing.
     """
     models = load_models(samples, folder)
-    chosen = with_graphs([s for s in samples if s.op in FITTED_OPS and not s.beside])
+    timed = with_graphs([s for s in samples if s.op in FITTED_OPS and not s.beside])
+    chosen = [s for s in timed if not s.quantization]
     check_enough(chosen)
     terms, measured = terms_of(chosen, models), np.array([s.latency_s for s in chosen])
     estimates: dict[str, Estimate] = {}
@@ -114,6 +116,10 @@ def fit_profile(
     check_told(estimates)
     constants = complete({**fixed, **fit.values})
     errors = errors_of(constants, terms, measured)
+    quantized = fit_fp8([s for s in timed if s.quantization], models, constants)
+    if quantized is not None:
+        estimates |= quantized.fit.estimates
+        scatter |= dict.fromkeys(quantized.fit.estimates, quantized.fit.scatter)
     papers = paper_constants(samples, models, hardware, constants)
     alpha = eq3_alpha(papers)
     if alpha is not None:
@@ -130,7 +136,8 @@ def fit_profile(
         constants=fitted,
         provenance={**provenance, "base": f"{base.name}, for what the samples do not tell"},
         range=range_of(chosen),
-        residuals=_residuals(chosen, errors, by_model, large, found),
+        residuals=_residuals(chosen, errors, by_model, large, found) | (quantized.residuals if quantized else {}),
+        all_reduce=all_reduce_points(samples) or base.all_reduce,
     )
     return FitReport(
         profile, chosen, terms, measured, measured * (1 + errors), estimates, found, by_model, large, papers, carried
@@ -145,7 +152,7 @@ def with_graphs(samples: Sequence[Sample]) -> list[Sample]:
 
 def _shape(s: Sample) -> tuple[object, ...]:
     shape = s.op, s.model, s.tp, s.num_layers, s.batch_size, s.new_tokens, s.context_tokens
-    return *shape, s.decodes, s.decode_context_tokens
+    return *shape, s.quantization, s.decodes, s.decode_context_tokens
 
 
 def check_enough(samples: Sequence[Sample]) -> None:
@@ -185,6 +192,7 @@ def check_plausible(report: FitReport, hardware: HardwareSpec) -> None:
     """UserError where a fit cannot be this GPU's, or explains its samples too badly to price anything with."""
     peaks = {
         "flops_per_s": hardware.fp16_flops_per_s,
+        "fp8_flops_per_s": hardware.fp8_flops_per_s or hardware.fp16_flops_per_s,
         "attention_flops_per_s": hardware.fp16_flops_per_s,
         "hbm_bytes_per_s": hardware.hbm_bytes_per_s,
     }

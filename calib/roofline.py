@@ -119,21 +119,25 @@ def fit_roofline(
         # Few samples tell one rate of memory only.
         del parameters["kv_bytes_per_s"], parameters["kv_padding_tokens"]
         found = fit_relative(predicted, measured_s, parameters)
-    estimates = dict(found.estimates)
-    if "overlap" in estimates:
-        # Searched as 1/p, which has finite limits.
-        overlap = estimates.pop("overlap")
+    return Fit(with_exponent(found.estimates, "roofline_exponent"), found.scatter)
+
+
+def with_exponent(found: Mapping[str, Estimate], name: str) -> dict[str, Estimate]:
+    """Estimates with a ridge's exponent p under this name instead of 1/p, which is searched, for its finite limits."""
+    estimates = dict(found)
+    overlap = estimates.pop("overlap", None)
+    if overlap is not None:
         p = 1.0 / overlap.value
         stderr = None if overlap.stderr is None else overlap.stderr * p * p
-        estimates["roofline_exponent"] = Estimate(p, stderr, 1.0 / overlap.high, 1.0 / max(overlap.low, 1e-9))
-    return Fit(estimates, found.scatter)
+        estimates[name] = Estimate(p, stderr, 1.0 / overlap.high, 1.0 / max(overlap.low, 1e-9))
+    return estimates
 
 
 def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Parameter]:
     """What the samples can tell, each with a start."""
     parameters = {
-        "flops_per_s": Parameter(_fastest(terms.linear_flops + terms.head_flops, measured_s)),
-        "hbm_bytes_per_s": Parameter(_fastest(terms.weight_bytes + terms.kv_bytes + terms.head_bytes, measured_s)),
+        "flops_per_s": Parameter(fastest(terms.linear_flops + terms.head_flops, measured_s)),
+        "hbm_bytes_per_s": Parameter(fastest(terms.weight_bytes + terms.kv_bytes + terms.head_bytes, measured_s)),
         "overlap": Parameter(0.4, 1 / MOST_EXPONENT, 1.0, log=False),
         "layer_overhead_s": Parameter(1e-5, 0.0, log=False),
     }
@@ -147,7 +151,7 @@ def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Paramet
         parameters["attention_slots"] = Parameter(128.0, 1.0)
     apart = (terms.elementwise_layers > 0) & (terms.layers == 0)
     if apart.any():
-        parameters["elementwise_bytes_per_s"] = Parameter(_fastest(terms.elementwise_bytes[apart], measured_s[apart]))
+        parameters["elementwise_bytes_per_s"] = Parameter(fastest(terms.elementwise_bytes[apart], measured_s[apart]))
         parameters["elementwise_launch_s"] = Parameter(1e-5, 0.0, log=False)
     if _tells_steps_apart(terms):
         parameters["step_overhead_s"] = Parameter(1e-4, 0.0, log=False)
@@ -161,6 +165,7 @@ def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Paramet
 def complete(values: Mapping[str, float]) -> dict[str, float]:
     """All constants that `predict_s` needs: fitted ones, and what their absence means for the rest."""
     exponent = values.get("roofline_exponent") or 1.0 / values.get("overlap", 1.0 / MOST_EXPONENT)
+    values = {"roofline_exponent": exponent, **values}
     optional = {name: values[absent] if isinstance(absent, str) else absent for name, absent in OPTIONAL.items()}
     return {
         "attention_flops_per_s": values["flops_per_s"],
@@ -169,11 +174,10 @@ def complete(values: Mapping[str, float]) -> dict[str, float]:
         **optional,
         **NO_ALL_REDUCE,
         **values,
-        "roofline_exponent": exponent,
     }
 
 
-def _fastest(amount: Array, measured_s: Array) -> float:
+def fastest(amount: Array, measured_s: Array) -> float:
     """A start for a rate: the best any sample reached."""
     return max(float(np.max(amount / measured_s)), 1.0)
 

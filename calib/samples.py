@@ -22,6 +22,7 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 | `memory` | host memory: `pinned` or `pageable` | pinned |
 | `beside` | `op` that ran on another stream or lane at the same time; empty: alone | empty |
 | `graph` | 1 if replayed from a CUDA graph | 0 |
+| `quantization` | `fp8`: weights and activations quantised to FP8, the head not; empty: neither | empty |
 | `dtype_bytes` | bytes of an element of weights and KV cache, where they were not the model's own | 0, the model's |
 """
 
@@ -61,6 +62,7 @@ PASSES = frozenset({"layers", "products", "step", "recompute"})
 """Operations that take tokens through whole layers."""
 COPY_OPS = frozenset({"h2d", "d2h", "host_memcpy", "all_reduce"})
 MEMORIES = ("pinned", "pageable")
+QUANTIZATIONS = ("", "fp8")
 MADS = 1.4826
 """Median absolute deviations to a standard deviation, for normal errors."""
 LONGEST_S = 600.0
@@ -92,6 +94,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     memory: str = "pinned"
     beside: str = ""
     graph: int = 0
+    quantization: str = ""
     dtype_bytes: float = 0.0
 
     @property
@@ -267,6 +270,8 @@ def _word_fault(sample: Sample) -> str:
         return f"memory = {sample.memory!r}: use one of {', '.join(MEMORIES)}"
     if sample.beside and sample.beside not in OPS:
         return f"beside = {sample.beside!r} is not an op: use one of {', '.join(OPS)}, or leave it empty"
+    if sample.quantization not in QUANTIZATIONS:
+        return f"quantization = {sample.quantization!r}: use fp8, or leave it empty"
     if sample.graph not in (0, 1):
         return f"graph = {sample.graph}: use 0 or 1"
     return ""

@@ -92,9 +92,9 @@ def terms_of(samples: Sequence[Sample], models: Mapping[str, ModelSpec]) -> Term
 
 def _as_timed(model: ModelSpec, sample: Sample) -> ModelSpec:
     """The model in the type its weights had."""
-    if sample.dtype_bytes in (0.0, model.dtype_bytes):
-        return model
-    return model.with_dtype(sample.dtype_bytes)
+    if sample.dtype_bytes not in (0.0, model.dtype_bytes):
+        model = model.with_dtype(sample.dtype_bytes)
+    return model.with_weights_of(1.0, sample.quantization) if sample.quantization else model
 
 
 def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:

@@ -112,6 +112,15 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
             warnings.append(
                 f"--kv-cache-dtype: times of profile {profile.name} are those of the KV it was measured with"
             )
+    if (
+        model.fp8_products
+        and hardware.fp8_flops_per_s
+        and (scenario.cost_form or profile.form) == "roofline"
+        and "fp8_flops_per_s" not in profile.constants
+    ):
+        warnings.append(
+            f"FP8 products are priced at the rate of 16 bits: profile {profile.name} has no fp8_flops_per_s"
+        )
     max_model_len = scenario.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         warnings.append(

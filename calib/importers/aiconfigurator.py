@@ -8,7 +8,8 @@ attention (`products`): norms, rotary embedding and activation are not in the ta
   three machines is steadier than any.
 - Widths between two of the grid are interpolated linearly in n and k (Llama's MLP widths are not on the grid); numbers
   of tokens are not: only those on the grid become samples.
-- Attention is that of one engine, whose kernels it is.
+- Attention is that of one engine, whose kernels it is. So are FP8 GEMMs, each with the quantisation of its input by a
+  given scale, and all-reduces, as the engine's CUDA graphs do them (its own kernel for small messages, NCCL's beyond).
 """
 
 from collections import defaultdict
@@ -28,7 +29,10 @@ SYSTEMS = {"a100_sxm": "a100-80g", "l40s": "l40s", "h100_sxm": "h100", "h200_sxm
 """Systems of the package and the GPUs of ours that they are."""
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b")
 """Models whose heads are in the tables and whose shapes differ from each other."""
-DTYPE = "bfloat16"
+DTYPE, FP8 = "bfloat16", "fp8"
+GRAPHED = ("vllm", "sglang")
+"""Engines whose all-reduces were timed in CUDA graphs."""
+GEMMS, OWN_ALL_REDUCE = "gemm_perf.parquet", "custom_allreduce_perf.parquet"
 HEAD_DIM = 128
 MS = 1e-3
 MOST_DECODES = 512
@@ -72,7 +76,7 @@ def import_samples(
     if system not in SYSTEMS:
         raise UserError(f"aiconfigurator: system {system!r} is not known: use one of {', '.join(SYSTEMS)}")
     root = (folder or _package_data()) / system
-    gemms = _gemm_table(root)
+    gemms = _gemm_table(_newest(root / "gemm", GEMMS))
     prompts = _attention_table(root, engine, "context")
     decodes = _attention_table(root, engine, "generation")
     samples: list[Sample] = []
@@ -89,8 +93,10 @@ def import_samples(
                 f"heads, or no matrices of its widths (model {name}): leave it out"
             )
         samples += found
-    samples += _all_reduces(root)
-    return samples, _provenance(root, engine)
+    fp8 = list(_fp8_products(root, models, engine))
+    samples += fp8
+    samples += _all_reduces(root, engine)
+    return samples, _provenance(root, engine, has_fp8=bool(fp8))
 
 
 def _package_data() -> Path:
@@ -132,12 +138,12 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in digits.split())
 
 
-def _gemm_table(root: Path) -> dict[Gemm, Timing]:
+def _gemm_table(paths: Iterable[Path], dtype: str = DTYPE) -> dict[Gemm, Timing]:
     times: defaultdict[Gemm, list[float]] = defaultdict(list)
-    for path in _newest(root / "gemm", "gemm_perf.parquet"):
+    for path in paths:
         once: defaultdict[Gemm, list[float]] = defaultdict(list)
         for row in _read(path, ("gemm_dtype", "m", "n", "k", "latency")):
-            if row["gemm_dtype"] == DTYPE:
+            if row["gemm_dtype"] == dtype:
                 once[Gemm(row["m"], row["n"], row["k"])].append(row["latency"] * MS)
         for shape, values in once.items():
             times[shape].append(median(values))
@@ -154,7 +160,7 @@ AttentionKey = tuple[int, int, int, int, int]
 
 def _attention_table(root: Path, engine: str, kind: str) -> dict[AttentionKey, list[float]]:
     name = f"{kind}_attention_perf.parquet"
-    paths = [path for path in _newest(root / "attention", name) if path.parent.parent.name == engine]
+    paths = _of_engine(_newest(root / "attention", name), engine)
     if not paths:
         raise UserError(f"{root / 'attention'}: holds no tables of engine {engine!r}: use vllm, sglang or trtllm")
     columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "attn_dtype")
@@ -248,39 +254,56 @@ def _neighbours(value: int, grid: Sequence[int]) -> Iterable[tuple[int, float]]:
     return ((low, 1 - weight), (high, weight))
 
 
-def _all_reduces(root: Path) -> Iterator[Sample]:
-    """NCCL's all-reduces of half precision, newest version."""
+def _fp8_products(root: Path, models: Sequence[str], engine: str) -> Iterator[Sample]:
+    """The four GEMMs of a layer in FP8, at every number of tokens: multiples of tiles and one more. None on an A100."""
+    gemms = _gemm_table(_of_engine(_newest(root / "gemm", GEMMS), engine), FP8)
+    for name in models:
+        for tokens, timing in sorted(_linear(load_model(name), gemms).items()):
+            yield Sample(op="linear", latency_s=timing.latency_s, model=name, new_tokens=tokens, quantization=FP8)
+
+
+def _of_engine(paths: Iterable[Path], engine: str) -> list[Path]:
+    return [path for path in paths if path.parent.parent.name == engine]
+
+
+def _reducing(root: Path, engine: str) -> tuple[Path, str, Mapping[str, str]]:
+    """The newest table of all-reduces, in words, and what its rows must say: the engine's, or else NCCL's."""
+    if engine in GRAPHED and list((root / "comm").glob(f"{engine}/*/{OWN_ALL_REDUCE}")):
+        for path in _of_engine(_newest(root / "comm", OWN_ALL_REDUCE), engine):
+            return path, f"{engine} {path.parent.name}, in CUDA graphs", {"backend": f"{engine}_graph"}
+    path = _newest(root / "comm", "nccl_perf.parquet")[0]
+    return path, f"NCCL {path.parent.name}, half precision", {"op_name": "all_reduce", "nccl_dtype": "half"}
+
+
+def _all_reduces(root: Path, engine: str) -> Iterator[Sample]:
     allowed = REDUCING_GPUS.get(root.name, (2, 4, 8))
-    for path in _newest(root / "comm", "nccl_perf.parquet"):
-        for row in _read(path, ("nccl_dtype", "op_name", "num_gpus", "message_size", "latency")):
-            gpus, num_bytes = row["num_gpus"], row["message_size"]
-            if row["op_name"] != "all_reduce" or row["nccl_dtype"] != "half":
-                continue
-            if gpus in allowed and LEAST_REDUCED_BYTES <= num_bytes <= MOST_REDUCED_BYTES:
-                yield Sample(
-                    op="all_reduce",
-                    latency_s=row["latency"] * MS,
-                    tp=gpus,
-                    num_bytes=float(num_bytes),
-                )
+    path, _, wanted = _reducing(root, engine)
+    for row in _read(path, (*wanted, "num_gpus", "message_size", "latency")):
+        gpus, num_bytes = row["num_gpus"], row["message_size"]
+        if any(row[name] != value for name, value in wanted.items()):
+            continue
+        if gpus in allowed and LEAST_REDUCED_BYTES <= num_bytes <= MOST_REDUCED_BYTES:
+            yield Sample(
+                op="all_reduce",
+                latency_s=row["latency"] * MS,
+                tp=gpus,
+                num_bytes=float(num_bytes),
+            )
 
 
-def _provenance(root: Path, engine: str) -> dict[str, str]:
-    gemm = ", ".join(f"{p.parent.parent.name} {p.parent.name}" for p in _newest(root / "gemm", "gemm_perf.parquet"))
-    attention = [
-        path.parent.name
-        for path in _newest(root / "attention", "context_attention_perf.parquet")
-        if path.parent.parent.name == engine
-    ]
-    device = _read(_newest(root / "gemm", "gemm_perf.parquet")[0], ("device",))[0]["device"]
-    nccl = _newest(root / "comm", "nccl_perf.parquet")[0].parent.name
+def _provenance(root: Path, engine: str, *, has_fp8: bool) -> dict[str, str]:
+    gemm = ", ".join(f"{p.parent.parent.name} {p.parent.name}" for p in _newest(root / "gemm", GEMMS))
+    attention = _of_engine(_newest(root / "attention", "context_attention_perf.parquet"), engine)
+    gemms = _of_engine(_newest(root / "gemm", GEMMS), engine)
+    device = _read(_newest(root / "gemm", GEMMS)[0], ("device",))[0]["device"]
     return {
         "tables": "aiconfigurator-core 0.12, NVIDIA, Apache-2.0",
         "system": root.name,
         "device": str(device),
         "dtype": DTYPE,
         "gemm": f"median over the collectors {gemm}",
-        "attention": f"{engine} {attention[0]}",
-        "all_reduce": f"NCCL {nccl}, half precision",
+        "attention": f"{engine} {attention[0].parent.name}",
+        "fp8": f"GEMMs of {engine} {gemms[0].parent.name}" if has_fp8 else "none in the tables",
+        "all_reduce": _reducing(root, engine)[1],
         "missing": "norms, rotary embedding, activation, LM head, PCIe copies, engine overhead: not in the tables",
     }

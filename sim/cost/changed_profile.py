@@ -15,7 +15,14 @@ BOTH_DIRECTIONS = "pcie_bytes_per_s"
 """Short for `h2d_bytes_per_s` and `d2h_bytes_per_s`."""
 GPU_SPEED = "gpu_speed"
 """A factor on everything that the GPU computes, reads and launches; not on copies and all-reduces."""
-RATES = ("flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "kv_bytes_per_s", "elementwise_bytes_per_s")
+RATES = (
+    "flops_per_s",
+    "fp8_flops_per_s",
+    "attention_flops_per_s",
+    "hbm_bytes_per_s",
+    "kv_bytes_per_s",
+    "elementwise_bytes_per_s",
+)
 TIMES = ("layer_overhead_s", "elementwise_launch_s", "step_overhead_s", "alpha")
 TIMES += ("prefill_base_s", "prefill_s_per_token", "prefill_s_per_square_token")
 TIMES += ("decode_base_s", "decode_s_per_sequence", "decode_s_per_context_token")
@@ -54,6 +61,9 @@ def changed(profile: Profile, text: str) -> Profile:
                 raise UserError(
                     f"profile {profile.name}: {own!r} is no constant of form {profile.form}; known: {known}"
                 )
+            if own.startswith("allreduce"):
+                # What is said counts, not what was measured.
+                profile = structs.replace(profile, all_reduce=None)
             constants[own] = Constant(number, None, unit, f"given by the user: {word.strip()}")
     return structs.replace(profile, name=f"{profile.name}:{text}", constants=constants)
 

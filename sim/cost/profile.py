@@ -5,6 +5,7 @@ The shipped ones lie in `calib/profiles/`. A data edge, not an import: this modu
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,8 @@ SHIPPED = Path(__file__).parents[2] / "calib" / "profiles"
 
 ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
+    "fp8_flops_per_s": "FLOP/s",
+    "fp8_roofline_exponent": "1",
     "attention_flops_per_s": "FLOP/s",
     "attention_tile_tokens": "token",
     "attention_slots": "1",
@@ -52,6 +55,8 @@ ROOFLINE_UNITS = {
 otherwise, and of no other engine (`sim.cost.engine_profile`). `docs/calibration.md` has them all.
 """
 OPTIONAL: dict[str, str | float] = {
+    "fp8_flops_per_s": "flops_per_s",
+    "fp8_roofline_exponent": "roofline_exponent",
     "attention_tile_tokens": 0.0,
     "attention_slots": 0.0,
     "kv_bytes_per_s": "hbm_bytes_per_s",
@@ -129,6 +134,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         constants: those of `UNITS[form]`; those of `OPTIONAL` may be missing.
         residuals: errors of the fit, such as {"prefill_mape": 0.059}; in form `table` of its roofline.
         kernels: what the form `table` interpolates.
+        all_reduce: by the number of GPUs, measured bytes and seconds of an all-reduce, rising: between them time is
+            interpolated, beyond them it grows with the bytes. The constants price groups of other sizes.
     """
 
     name: str
@@ -140,6 +147,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     range: FittedRange | None = None
     residuals: dict[str, float] | None = None
     kernels: KernelTables | None = None
+    all_reduce: dict[str, list[tuple[float, float]]] | None = None
 
     def value(self, name: str) -> float:
         """One constant, in the unit of its name. UserError where the profile's form has none of that name."""
@@ -223,6 +231,7 @@ def read_profile(path: Path | str) -> Profile:
     profile = convert(data, Profile, path)
     _check_constants(profile, path)
     _check_numbers(profile, path)
+    _check_all_reduce(profile, path)
     if (profile.form == "table") != (profile.kernels is not None):
         raise UserError(
             f"{path}: field kernels belongs to form table, and form table needs it: this is {profile.form!r}"
@@ -231,6 +240,18 @@ def read_profile(path: Path | str) -> Profile:
     if fault:
         raise UserError(f"{path}: field kernels.{fault}")
     return profile
+
+
+def _check_all_reduce(profile: Profile, path: Path) -> None:
+    for gpus, points in (profile.all_reduce or {}).items():
+        where = f"{path}: field all_reduce.{gpus}"
+        if not gpus.isdecimal() or int(gpus) < 2:
+            raise UserError(f"{where}: is not a number of GPUs from 2 on: name the group by how many it has")
+        sizes = [size for size, _ in points]
+        if not points or sizes[0] <= 0 or any(b <= a for a, b in pairwise(sizes)):
+            raise UserError(f"{where}: give points [bytes, seconds] in order of bytes, which are more than 0")
+        for _, seconds in points:
+            _check_number(seconds, where, zero=False)
 
 
 def _check_constants(profile: Profile, path: Path) -> None:

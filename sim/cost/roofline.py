@@ -3,7 +3,8 @@
 T = ridge(N c_lin / (G F), (W + N a) / (G H)) + max(launch, N e / E) + attention + LM head for sampled tokens
     + all-reduces + overhead of each layer, where ridge(c, m) = (c^p + m^p)^(1/p).
 
-- Linear layers: a are the activations that they read and write for a token. Of a mixture of experts, W holds those that
+- Linear layers: of FP8 weights and activations the share of c_lin that they are counts at F_FP8, with a p of its own.
+  a are the activations that they read and write for a token. Of a mixture of experts, W holds those that
   N tokens meet. e are the bytes of what lies between them (norms, rotary embedding, activation function, residual).
 - Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
   needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
@@ -13,13 +14,14 @@ T = ridge(N c_lin / (G F), (W + N a) / (G H)) + max(launch, N e / E) + attention
   decode's row as well; one head of one tile walks its whole context on one of `attention_slots`; and decodes' query
   heads read their shared KV anew, where more of them run than slots. Its computing and reading do not overlap. Else
   prompts' and decodes' kernels run in turn, as they do where layers differ in their KV.
-- All-reduces, two a layer: launch + 2 (G-1) latency + r / X + 2 sqrt(chunk r / X), r = 2 (G-1)/G bytes: a pipeline
-  whose chunks have the best size.
+- All-reduces, two a layer: as measured where the profile has points of G GPUs. Else launch + 2 (G-1) latency + r / X
+  + 2 sqrt(chunk r / X), r = 2 (G-1)/G bytes: a pipeline whose chunks have the best size.
 """
 
 from collections.abc import Callable
 from math import ceil, inf, sqrt
 
+from sim.cost.kernels import grid_of, value_at
 from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
 from sim.cost.profile import FittedRange, Profile
 from sim.engine.plan import Direction, IterationPlan, WindowTokens
@@ -47,7 +49,10 @@ class RooflineCost(CostModel):
         self.exponent = value("roofline_exponent")
         self.tp = tp
         self.layers = model.num_layers
-        self.linear_s_per_token = model.linear_flops_per_token / (tp * flops)
+        share = model.fp8_flops_share
+        linear_flops = flops if not share else 1 / ((1 - share) / flops + share / value("fp8_flops_per_s"))
+        self.linear_exponent = value("fp8_roofline_exponent") if share else self.exponent
+        self.linear_s_per_token = model.linear_flops_per_token / (tp * linear_flops)
         self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
         self._set_experts(model, tp * bandwidth)
         self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
@@ -64,7 +69,7 @@ class RooflineCost(CostModel):
         self._set_copies(hardware, profile)
         self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
         self._set_all_reduce(model, hardware, profile)
-        self.projection_s_per_token = projection_flops(model) / (tp * flops)
+        self.projection_s_per_token = projection_flops(model) / (tp * linear_flops)
 
     def _set_range(self, seen: FittedRange) -> None:
         # Below the least seen, prompts cost what decodes of as many tokens do, and those begin at one.
@@ -127,6 +132,10 @@ class RooflineCost(CostModel):
         self.all_reduce_on_pcie = tp > 1 and hardware.nvlink_bytes_per_s is None
         self.num_all_reduces = 2 * model.num_layers if tp > 1 else 0
         ring = 2 * (tp - 1) / tp * model.hidden_size * ACTIVATION_BYTES
+        points = (profile.all_reduce or {}).get(str(tp))
+        token_bytes = model.hidden_size * ACTIVATION_BYTES
+        # By tokens, as far as they were measured.
+        self.all_reduce = grid_of((size / token_bytes, seconds) for size, seconds in points) if points else None
         self.all_reduced_s_per_token = ring / value("allreduce_bytes_per_s")
         self.all_reduce_chunk_s = value("allreduce_chunk_s")
         self.all_reduce_fixed_s = value("allreduce_launch_s") + 2 * (tp - 1) * value("allreduce_latency_s")
@@ -136,7 +145,7 @@ class RooflineCost(CostModel):
         memory = self.linear_weights_s + tokens * self.activations_s_per_token
         if self.routed_weights_s:
             memory -= self.routed_weights_s * self.idle_share**tokens
-        seconds = ridge(tokens * self.linear_s_per_token, memory, self.exponent)
+        seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
         return seconds + max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
 
     def _linear_parts_s(self, tokens: int, last_tokens: int) -> float:
@@ -287,6 +296,9 @@ class RooflineCost(CostModel):
     def all_reduce_s(self, num_tokens: int) -> float:
         if self.tp == 1:
             return 0.0
+        if self.all_reduce:
+            most = self.all_reduce[0][-1]
+            return self.num_all_reduces * value_at(self.all_reduce, (num_tokens,)) * max(1.0, num_tokens / most)
         moved_s = self.all_reduced_s_per_token * num_tokens
         pipelined_s = moved_s + 2 * sqrt(self.all_reduce_chunk_s * moved_s)
         return self.num_all_reduces * (self.all_reduce_fixed_s + pipelined_s)

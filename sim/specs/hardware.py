@@ -33,6 +33,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_memory_bytes: Quantity
     copies_beside_compute: bool = True
     compute_capability: Quantity | None = None
+    fp8_flops_per_s: Quantity | None = None
 
 
 PLAIN_FIELDS = ("name", "copies_beside_compute")
@@ -53,6 +54,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         host_memory_bytes: memory of the host that KV can move to.
         copies_beside_compute: whether it has copy engines; false for a CPU, which copies itself.
         compute_capability: CUDA's, major.minor; None: unknown, or not an NVIDIA GPU.
+        fp8_flops_per_s: dense FP8 peak with float32 accumulation, FLOP/s; None: it multiplies nothing in FP8.
         sources: field name to "status: source".
     """
 
@@ -66,6 +68,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     host_memory_bytes: float
     copies_beside_compute: bool = True
     compute_capability: float | None = None
+    fp8_flops_per_s: float | None = None
     sources: dict[str, str]
 
 

@@ -149,6 +149,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         mla=mla,
         moe=moe,
         kv_layers=kv_layers,
+        fp8_products=quantization.fp8_products,
         kv_dequantize_ops=DEQUANTIZE_OPS if kv_bytes < plain else 0.0,
     )
     if kind == "opt":

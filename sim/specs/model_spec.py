@@ -73,6 +73,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     moe: MoeSpec | None = None
     kv_layers: tuple[KVLayers, ...] = ()
     """Classes of layers that differ in their KV; none: every layer keeps and reads all of its own."""
+    fp8_products: bool = False
+    """Whether projections quantised to one byte are multiplied as FP8 with FP8, on GPUs that can."""
     kv_dequantize_ops: float = 0.0
     """Vector operations that make a half-precision element of a stored one."""
 
@@ -93,8 +95,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 f"--quantization {quantization}: {self.name} has weights of {min(found):g} bytes already; leave it out"
             )
         return msgspec.structs.replace(
-            self, attention_dtype_bytes=weight_bytes, mlp_dtype_bytes=weight_bytes, expert_dtype_bytes=weight_bytes
-        )
+            self, attention_dtype_bytes=weight_bytes, mlp_dtype_bytes=weight_bytes, expert_dtype_bytes=weight_bytes,
+            fp8_products=quantization == "fp8",
+        )  # fmt: skip
 
     def with_kv_dtype(self, dtype: KVDtype) -> "ModelSpec":
         """The same model with another type of KV. UserError where no engine stores its KV so."""
@@ -409,6 +412,23 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.moe:
             weights += self.moe.num_moe_layers * (self._active_expert_weights + self._router_weights)
         return 2.0 * weights
+
+    @property
+    def fp8_flops_share(self) -> float:
+        """Share of `linear_flops_per_token` whose weights and activations are FP8: not of what stays unquantised."""
+        if not self.fp8_products:
+            return 0.0
+
+        def quantised(mean_bytes: float) -> float:
+            # Means lie between one byte (scales beside it) and those of the weights left as they are.
+            return min(1.0, max(0.0, (self.dtype_bytes - mean_bytes) / (self.dtype_bytes - 1.0)))
+
+        weights = self.num_layers * self._attention_weights - self._num_borrowing_layers * self._attention_kv_weights
+        weights *= quantised(self.attention_dtype_bytes)
+        weights += self._num_dense_layers * self._dense_mlp_weights * quantised(self.mlp_dtype_bytes)
+        if self.moe:
+            weights += self.moe.num_moe_layers * self._active_expert_weights * quantised(self.expert_dtype_bytes)
+        return 2.0 * weights / self.linear_flops_per_token
 
     @property
     def head_flops_per_token(self) -> float:

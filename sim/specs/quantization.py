@@ -34,6 +34,19 @@ class Quantization:
         self._bytes = self._weight_bytes() if config else None
         self._kept = self._kept_modules()
 
+    @property
+    def fp8_products(self) -> bool:
+        """Whether weights and activations are FP8, so that products are: not where only weights are quantised."""
+        config = self._config
+        if config.get("quant_algo"):
+            return str(config["quant_algo"]).upper() == "FP8"
+        if str(config.get("quant_method")).lower() != "compressed-tensors":
+            return str(config.get("quant_method")).lower() in ("fp8", "fbgemm_fp8")
+        (group,) = config["config_groups"].values()
+        inputs = group.get("input_activations")
+        sides = (group["weights"], inputs)
+        return all(isinstance(s, dict) and (s.get("type"), s.get("num_bits")) == ("float", 8) for s in sides)
+
     def mean_bytes(self, projections: Iterable[Projection], plain_bytes: float) -> float:
         """Mean bytes per weight over `projections`, those the checkpoint keeps unquantised at `plain_bytes`."""
         if self._bytes is None:

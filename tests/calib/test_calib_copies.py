@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 from calib_small import BASE, HARDWARE, copies, noise, planted, shapes, timed
 
-from calib.copies import all_reduce_s, copy_s, fit_all_reduce, fit_copies, fit_host_memcpy, plain_copies
+from calib.copies import (
+    all_reduce_points,
+    all_reduce_s,
+    copy_s,
+    fit_all_reduce,
+    fit_copies,
+    fit_host_memcpy,
+    plain_copies,
+)
 from calib.fit import fit_profile
 from calib.samples import Sample
 from sim.errors import UserError
@@ -165,3 +173,13 @@ def test_copies_that_only_ask_tell_no_rate(tmp_path):
     same = [Sample(op="h2d", latency_s=1e-5, num_bytes=64.0 * 4**i) for i in range(6)]
     with pytest.raises(UserError, match="do not tell h2d_bytes_per_s"):
         fit_profile([*planted(shapes()), *same], tmp_path, HARDWARE, BASE, name="x", status="measured", provenance={})
+
+
+def test_of_machines_that_timed_a_size_the_fastest_counts():
+    reduces = [
+        Sample(op="all_reduce", latency_s=s, tp=gpus, num_bytes=size)
+        for gpus, size, s in ((4, 2e6, 3e-5), (2, 1e6, 2e-5), (2, 1e6, 1e-5), (2, 2e6, 4e-5))
+    ]
+    beside = Sample(op="all_reduce", latency_s=1e-6, tp=2, num_bytes=1e6, beside="d2h")
+    assert all_reduce_points([*reduces, beside]) == {"2": [(1e6, 1e-5), (2e6, 4e-5)], "4": [(2e6, 3e-5)]}
+    assert all_reduce_points([beside]) is None

@@ -381,6 +381,33 @@ def test_a_layer_is_four_gemms_and_attention_with_medians_over_collectors(tables
     assert provenance["all_reduce"] == "NCCL 2.20.5, half precision"
 
 
+def test_fp8_products_are_the_engines_own_at_every_number_of_tokens(tables):
+    """vLLM's four GEMMs of 77 ms; the other collectors have none. Without: nothing, and it is said."""
+    samples, provenance = composed(tables)
+    (found,) = (s for s in samples if s.quantization)
+    assert found == Sample(
+        op="linear", latency_s=pytest.approx(4 * 77e-3), model="llama-3.1-8b", new_tokens=128, quantization="fp8"
+    )
+    assert fault_of(found) == ""
+    assert provenance["fp8"] == "GEMMs of vllm 0.10.0"
+    samples, provenance = composed(tables, engine="sglang")
+    assert not any(s.quantization for s in samples)
+    assert provenance["fp8"] == "none in the tables"
+
+
+def test_an_engines_own_all_reduces_are_taken_before_nccls(tables):
+    common = {"num_gpus": 2, "message_size": 8192, "latency": 0.004}
+    rows = [{**common, "backend": "vllm_graph"}, {**common, "backend": "vllm_eager", "latency": 0.02}]
+    put(tables / "a100_sxm", "comm/vllm/0.24.0/custom_allreduce_perf.parquet", rows)
+    for engine, seconds, source in (
+        ("vllm", [4e-6], "vllm 0.24.0, in CUDA graphs"),
+        ("sglang", [1e-5, 2e-3], "NCCL 2.20.5, half precision"),
+    ):
+        samples, provenance = composed(tables, engine=engine)
+        assert [s.latency_s for s in samples if s.op == "all_reduce"] == pytest.approx(seconds)
+        assert provenance["all_reduce"] == source
+
+
 def test_all_reduces_are_those_that_a_layer_sends(tables):
     samples, _ = composed(tables)
     assert [s for s in samples if s.op == "all_reduce"] == [

@@ -45,6 +45,11 @@ def test_a_gpu_twice_as_fast_halves_the_time_of_what_it_computes(tmp_path):
     assert times[0].mean_tpot_ms == pytest.approx(2 * times[1].mean_tpot_ms)
 
 
+def test_a_rate_of_all_reduces_stands_for_those_measured():
+    assert profile_named("h100-imported:beta=1").all_reduce == load_profile("h100-imported").all_reduce is not None
+    assert profile_named("h100-imported:allreduce_bytes_per_s=1e9").all_reduce is None
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

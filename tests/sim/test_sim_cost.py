@@ -11,7 +11,7 @@ from sim.clock.arrivals import Arrivals
 from sim.clock.driver import Instance
 from sim.cost.forms import LinearCost, PaperCost, build_cost
 from sim.cost.pricing import Lanes, Pricer
-from sim.cost.profile import FittedRange, load_profile, shipped_profiles
+from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile, load_profile, shipped_profiles
 from sim.cost.roofline import RooflineCost
 from sim.engine.plan import Direction, IterationPlan, Move, Tier
 from sim.engine.sequence import Sequence
@@ -75,6 +75,60 @@ def test_every_policy_runs_from_every_shipped_profile(name: str, policy: str) ->
     run = execute(build_run(setup, traffic(scenario)))
     assert run.log.completed == 30
     assert setup.profile.name == name
+
+
+def with_constants(profile: Profile, **values: float) -> Profile:
+    """The profile with other values of some constants, those it lacks included."""
+    found = {name: Constant(value, None, ROOFLINE_UNITS[name], "a test") for name, value in values.items()}
+    return structs.replace(profile, constants=profile.constants | found)
+
+
+def test_fp8_products_have_a_rate_and_a_ridge_of_their_own() -> None:
+    """A prompt of 4,096 tokens of Llama-3.1 8B: weights of a byte, products at 1e15, heads and attention as before."""
+    plain = load_model("llama-3.1-8b")
+    model, hardware = plain.with_weights_of(1.0, "fp8"), load_hardware("h100")
+    profile = with_constants(load_profile("h100-imported"), fp8_flops_per_s=1e15, fp8_roofline_exponent=2.0)
+    cost, before = (RooflineCost(spec, hardware, profile, 1) for spec in (model, plain))
+    compute_s = 4096 * model.linear_flops_per_token / 1e15
+    moved = plain.linear_weight_bytes / 2 + 4096 * model.linear_activation_bytes_per_token()
+    memory_s = moved / profile.value("hbm_bytes_per_s")
+    between_s = 4096 * model.elementwise_bytes_per_token() / profile.value("elementwise_bytes_per_s")
+    assert cost.linear_s(4096) == pytest.approx((compute_s**2 + memory_s**2) ** 0.5 + between_s)
+    assert cost.head_s(8) == before.head_s(8)
+    assert cost.prefill_s(4096) - cost.linear_s(4096) == pytest.approx(before.prefill_s(4096) - before.linear_s(4096))
+    assert cost.project_s(100) == pytest.approx(100 * model.kv_projection_flops_per_token_layer / 1e15)
+
+
+def test_without_an_fp8_rate_products_are_priced_at_that_of_16_bits() -> None:
+    model = load_model("llama-3.1-8b").with_weights_of(1.0, "fp8")
+    bare = load_profile("h100-imported")
+    kept = {name: constant for name, constant in bare.constants.items() if not name.startswith("fp8")}
+    cost = RooflineCost(model, load_hardware("h100"), structs.replace(bare, constants=kept), 1)
+    assert cost.linear_s_per_token == model.linear_flops_per_token / bare.value("flops_per_s")
+    assert cost.linear_exponent == cost.exponent
+
+
+@pytest.mark.parametrize(
+    ("gpu", "profile", "warned"), [("h100", None, False), ("h100", "h100-derived", True), ("a100-80g", None, False)]
+)
+def test_a_run_says_that_fp8_products_have_no_rate_where_the_gpu_could(gpu: str, profile: str | None, warned: bool):
+    """An A100 multiplies what it made 16 bits again: that rate is the right one."""
+    scenario = Scenario(workload="fixed", model="llama-3.1-8b", gpu=gpu, quantization="fp8", profile=profile)
+    warnings = prepare(scenario, "vllm-recompute", POLICIES["vllm-recompute"]()).warnings
+    assert any("no fp8_flops_per_s" in warning for warning in warnings) == warned
+
+
+def test_all_reduces_measured_are_interpolated_by_bytes() -> None:
+    """Of 10, 20 and 100 us at 8, 16 and 64 KiB; a token of Llama-3.1 8B has 8 KiB. Two a layer."""
+    points = [(8192.0, 1e-5), (16384.0, 2e-5), (65536.0, 1e-4)]
+    profile = structs.replace(load_profile("h100-imported"), all_reduce={"2": points})
+    model, hardware = load_model("llama-3.1-8b"), load_hardware("h100")
+    two, four = (RooflineCost(model, hardware, profile, tp) for tp in (2, 4))
+    expected = {1: 1e-5, 2: 2e-5, 5: 6e-5, 8: 1e-4, 24: 3e-4}
+    assert {n: two.all_reduce_s(n) for n in expected} == pytest.approx({n: 64 * s for n, s in expected.items()})
+    ring = RooflineCost(model, hardware, structs.replace(profile, all_reduce=None), 4)
+    assert four.all_reduce_s(24) == ring.all_reduce_s(24) > 0
+    assert RooflineCost(model, hardware, profile, 1).all_reduce_s(24) == 0.0
 
 
 def lanes_after(model: str, tp: int, unit_bytes: float) -> tuple[Lanes, float]:

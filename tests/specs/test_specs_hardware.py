@@ -18,7 +18,9 @@ def test_the_built_ins():
 def test_every_value_has_a_source_that_says_how_it_is_known(name):
     hardware = load_hardware(name)
     assert hardware.name == name
-    assert len(hardware.sources) == 7 + (hardware.compute_capability is not None)
+    may_lack = hardware.compute_capability, hardware.fp8_flops_per_s
+    assert len(hardware.sources) == 7 + sum(value is not None for value in may_lack)
+    assert (hardware.fp8_flops_per_s is not None) == ((hardware.compute_capability or 0) >= 8.9)
     for source in hardware.sources.values():
         assert source.split(": ")[0] in ("specification", "measured", "assumed")
 
@@ -54,7 +56,8 @@ def test_a_users_own_file(tmp_path):
         ("gpus_per_pcie_link", {"value": 1.5}, ["gpus_per_pcie_link.value", "1.5", "whole"]),
         ("fp16_flops_per_s", {"value": "fast"}, ["fp16_flops_per_s.value", "'fast'"]),
         ("fp16_flops_per_s", {"status": "guessed"}, ["fp16_flops_per_s.status", "guessed"]),
-        ("fp8_flops_per_s", {"value": 1.0}, ["fp8_flops_per_s", "remove or rename"]),
+        ("fp8_flops_per_s", {"value": 0.0}, ["fp8_flops_per_s.value", "positive"]),
+        ("fp4_flops_per_s", {"value": 1.0}, ["fp4_flops_per_s", "remove or rename"]),
         ("host_memory_bytes", None, ["host_memory_bytes"]),
     ],
 )

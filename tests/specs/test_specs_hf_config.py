@@ -159,6 +159,44 @@ def test_bytes_per_weight_of_quantised_models(tmp_path, quantization, attention,
     assert model.weight_bytes() == pytest.approx(sizes[0] * attention + sizes[1] * mlp + rest)
 
 
+def compressed(weights, inputs):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+
+
+FLOAT8, INT8 = {"type": "float", "num_bits": 8}, {"type": "int", "num_bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share"),
+    [
+        ({"quant_method": "fp8"}, 1.0),
+        ({"quant_method": "fbgemm_fp8"}, 1.0),
+        ({"quant_algo": "FP8"}, 1.0),
+        (compressed(FLOAT8, FLOAT8), 1.0),
+        # Weights alone: they are made 16 bits again before they are multiplied.
+        (compressed(FLOAT8, None), 0.0),
+        (compressed(INT8, INT8), 0.0),
+        ({"quant_algo": "NVFP4"}, 0.0),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 0.0),
+        # Attention is left as it is: 10,240 of 28,672 weights of a layer.
+        ({"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}, 1 - 10240 / 28672),
+        (None, 0.0),
+    ],
+)
+def test_products_are_fp8_where_weights_and_activations_are(tmp_path, quantization, share):
+    model = read(tmp_path, LLAMA | ({"quantization_config": quantization} if quantization else {}))
+    assert model.fp8_flops_share == pytest.approx(share)
+
+
+def test_an_fp8_router_is_no_product():
+    """Of a mixture's FLOPs, all but the router's: DeepSeek-V2-Lite's 26 of 2,048 x 64 weights."""
+    plain = load_model("deepseek-v2-lite")
+    fp8 = plain.with_weights_of(1.0, "fp8")
+    assert plain.fp8_flops_share == 0.0
+    assert fp8.fp8_flops_share == pytest.approx(1 - 2 * 26 * 2048 * 64 / plain.linear_flops_per_token)
+
+
 def test_the_quantisation_file_beside_the_config_counts_too(tmp_path):
     model = read(tmp_path, LLAMA, beside={"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"})
     assert (model.mlp_dtype_bytes, model.kv_bytes_per_token_layer()) == (1, 2 * 2 * 8)

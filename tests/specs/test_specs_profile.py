@@ -88,6 +88,12 @@ BAD = [
     (lambda d: d.update(residuals={"prefill_mape": -1}), ["residuals.prefill_mape", "-1"]),
     (lambda d: d.update(range={"tokens": [9, 1]}), ["range.tokens", "lower limit first"]),
     (lambda d: d.update(range={"batches": [1, 9]}), ["range", "batches"]),
+    (lambda d: d.update(all_reduce={"1": [[8192, 1e-5]]}), ["all_reduce.1", "from 2 on"]),
+    (lambda d: d.update(all_reduce={"two": [[8192, 1e-5]]}), ["all_reduce.two", "number of GPUs"]),
+    (lambda d: d.update(all_reduce={"2": []}), ["all_reduce.2", "[bytes, seconds]"]),
+    (lambda d: d.update(all_reduce={"2": [[8192, 1e-5], [8192, 2e-5]]}), ["all_reduce.2", "in order of bytes"]),
+    (lambda d: d.update(all_reduce={"2": [[8192, 0]]}), ["all_reduce.2", "more than zero"]),
+    (lambda d: d.update(all_reduce={"2": [[8192]]}), ["all_reduce"]),
 ]
 
 
