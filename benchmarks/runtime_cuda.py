@@ -138,12 +138,13 @@ class Rig:
         """Seconds of a decode step, on CUDA as a graph."""
         layers, blocks = self.decoder.config.num_layers, blocks_of(context + 1)
         ids = torch.arange(layers * sequences * blocks, dtype=torch.int32).view(layers, sequences, blocks).numpy()
-        batch = AttentionBatch.build([1] * sequences, [context] * sequences, ids, BLOCK, self.device)
-        tokens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
         if self.device.type != "cuda":
+            batch = AttentionBatch.build([1] * sequences, [context] * sequences, ids, BLOCK, self.device)
+            tokens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
             return timed(self.device, lambda: self.decoder.forward(tokens, batch, self.gpu))
         graph = DecodeGraph(self.decoder, self.gpu, [sequences], blocks)
-        return timed(self.device, lambda: graph.run(tokens, batch))
+        tables = [ids[:, i] for i in range(sequences)]
+        return timed(self.device, lambda: graph.run([0] * sequences, [context + 1] * sequences, tables))
 
     def memory_rate(self) -> float:
         """Bytes/s read and written by a copy within the device."""

@@ -110,7 +110,7 @@ def fit_profile(
             estimates |= fit.estimates
             scatter |= dict.fromkeys(fit.estimates, fit.scatter)
     fixed = {name: _value(name, estimates, base) for name in FIXED}
-    fit = fit_roofline(terms, measured, fixed=fixed)
+    fit = fit_roofline(terms, measured, fixed=fixed, own_engine=status == "measured")
     estimates |= fit.estimates
     scatter |= dict.fromkeys(fit.estimates, fit.scatter)
     check_told(estimates)
@@ -124,6 +124,8 @@ def fit_profile(
     alpha = eq3_alpha(papers)
     if alpha is not None:
         estimates["alpha"] = alpha
+    if "step_s_per_sequence" in fit.values:
+        fixed["step_s_per_sequence"] = fit.values["step_s_per_sequence"]
     by_model = leave_one_model_out(chosen, terms, measured, fixed=fixed)
     large = small_predicts_large(chosen, terms, measured, fixed=fixed)
     found = regions(chosen, errors)

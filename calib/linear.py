@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from calib.copies import fit_copies
-from calib.fit import FitReport, check_enough, range_of
+from calib.fit import FitReport, check_enough, range_of, with_graphs
 from calib.holdout import Holdout, is_decode, regions
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.samples import Sample
@@ -42,7 +42,7 @@ def fit_linear_profile(
         UserError: steps of no or several models, of part of a model's layers, or of too few sizes; no copies.
     """
     models = load_models(samples, folder)
-    steps = [s for s in samples if s.op == "step" and not s.beside and not s.graph and s.tp == 1]
+    steps = with_graphs([s for s in samples if s.op == "step" and not s.beside and s.tp == 1])
     names = sorted({s.model for s in steps})
     if len(names) != 1:
         raise UserError(f"samples: form linear is of one model, steps are of {', '.join(names) or 'none'}: choose one")

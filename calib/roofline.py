@@ -59,6 +59,7 @@ def predict_s(constants: Mapping[str, float], terms: Terms) -> Array:
         + 2 * terms.layers * all_reduce_s(constants, terms.reduced_bytes, terms.gpus)
         + terms.layers * constants["layer_overhead_s"]
         + terms.steps * constants.get("step_overhead_s", 0.0)
+        + terms.step_sequences * constants.get("step_s_per_sequence", 0.0)
     )
 
 
@@ -84,7 +85,12 @@ def ridge_s(compute_s: Array, memory_s: Array, exponent: float) -> Array:
 
 
 def fit_roofline(
-    terms: Terms, measured_s: Array, form: str = "full", fixed: Mapping[str, float] = NO_ALL_REDUCE
+    terms: Terms,
+    measured_s: Array,
+    form: str = "full",
+    fixed: Mapping[str, float] = NO_ALL_REDUCE,
+    *,
+    own_engine: bool = False,
 ) -> Fit:
     """The constants that explain the samples best, with their standard errors.
 
@@ -94,18 +100,21 @@ def fit_roofline(
         form: a key of `FORMS`.
         fixed: constants that others tell: of all-reduces, which matter only where whole steps of several GPUs were
             timed, and those of `OPTIONAL` that these samples say nothing about.
+        own_engine: whole steps are our own engine's, whose host takes time for every sequence.
 
     Returns:
         Estimates of flops_per_s, attention_flops_per_s, hbm_bytes_per_s, kv_bytes_per_s, kv_padding_tokens,
-        roofline_exponent, layer_overhead_s, step_overhead_s, attention_tile_tokens, attention_slots,
-        elementwise_bytes_per_s and elementwise_launch_s; those the samples say nothing about are left out (attention,
-        where prompts are short; the step, where no whole step was timed, or where all had as many layers: then the
-        layers' overhead holds both; tiles, where no decodes ran beside prompts; what lies between products, where it
-        was not timed apart).
+        roofline_exponent, layer_overhead_s, step_overhead_s, step_s_per_sequence, attention_tile_tokens,
+        attention_slots, elementwise_bytes_per_s and elementwise_launch_s; those the samples say nothing about are left
+        out (attention, where prompts are short; the step, where no whole step was timed, or where all had as many
+        layers: then the layers' overhead holds both; tiles, where no decodes ran beside prompts; what lies between
+        products, where it was not timed apart).
     """
     if form == "no activations":
         terms = without_activations(terms)
     parameters = _parameters(terms, measured_s, form)
+    if own_engine and "step_overhead_s" in parameters and len(np.unique(terms.step_sequences[terms.steps > 0])) > 2:
+        parameters["step_s_per_sequence"] = Parameter(1e-6, 0.0, log=False)
 
     def predicted(values: Mapping[str, float]) -> Array:
         return predict_s(complete({**fixed, **values}), terms)

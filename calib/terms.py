@@ -39,6 +39,7 @@ class Terms:
         head_flops, head_bytes: LM head, where it was timed.
         reduced_bytes, gpus: per all-reduce of a whole step, two a layer; none where a single GPU's layers were timed.
         layers, elementwise_layers, steps: how often the overhead per layer and per step was paid.
+        step_sequences: sequences of a whole step.
     """
 
     linear_flops: Array
@@ -60,6 +61,7 @@ class Terms:
     layers: Array
     elementwise_layers: Array
     steps: Array
+    step_sequences: Array
 
     @property
     def attention_flops(self) -> Array:
@@ -110,9 +112,9 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         (model.head_weight_bytes + head_rows * model.head_activation_bytes_per_token) / tp if head_rows else 0.0,
     )
     if sample.op == "lm_head":
-        return (*[0.0] * 4, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0)
+        return (*[0.0] * 4, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     if sample.op == "elementwise":
-        return (*[0.0] * 3, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0)
+        return (*[0.0] * 3, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0)
     if model.kv_layers and sample.op != "linear":
         raise UserError(f"model {model.name}: samples cannot be priced: layers differ in their KV; time another model")
     if model.mla and (sample.is_decode or sample.decodes):
@@ -130,6 +132,7 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         float(layers),
         float(layers) if is_whole else 0.0,
         1.0 if sample.op == "step" else 0.0,
+        float(sample.batch_size + sample.decodes) if sample.op == "step" else 0.0,
     )
 
 

@@ -22,6 +22,7 @@ from gpu_runtime.kv.copy_engine import CopyEngine, CopyHandle
 from gpu_runtime.kv.placement import Placement, Transfer
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.layer_pass import BlockTables, LayerPass
+from gpu_runtime.model import backend
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
@@ -66,7 +67,7 @@ class TorchDevice:
         stays_awake: wait for a known time without sleeping. An idle core loses its caches to others and its clock to
             power saving, and its next iteration may take half as long again.
         inline_copies: whether the computing thread copies, as it does on a CPU by default.
-        graph_batch_sizes: batches of decodes that `warm_up` captures as graphs (`decode_graph.capture_sizes`).
+        graph_batch_sizes: batches of decodes that `warm_up` captures as graphs (`model.capture_sizes`).
         capture: makes the graphs; None: as CUDA graphs.
         spare_blocks: more GPU blocks, which nobody is given.
 
@@ -244,6 +245,8 @@ class TorchDevice:
                     self._under_way.append((self.placement.begin_behind(move), []))
 
     def _compute(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]]) -> None:
+        if not chunks and self._replay(decodes):
+            return
         work = LayerPass(self.placement, self.scratch, self._moves)
         spans = [(seq, cached, cached + num_new) for seq, num_new, cached, _ in chunks]
         spans += [(seq, num_tokens - 1, num_tokens) for seq, num_tokens in decodes]
@@ -263,7 +266,27 @@ class TorchDevice:
         self._finish_copies(plan, work)
         self.executed.num_decodes += len(decodes)
         self._emit(work.sampled, chosen)
+        if not work.sampled:
+            # Tokens are waited for; where there are none the iteration would seem to end with its launches.
+            backend.finish(self.device)
         work.release()
+
+    def _replay(self, decodes: Seq[tuple[Sequence, int]]) -> bool:
+        """Compute decodes whose KV is all on the GPU in a graph; False, and nothing is done, where that cannot be."""
+        graph, unwritten = self._graph, self.placement.cached.unwritten
+        if graph is None or unwritten or not graph.fits(len(decodes), max(length for _, length in decodes)):
+            return False
+        seqs, lengths = [seq for seq, _ in decodes], [length for _, length in decodes]
+        rows = self._tables.resident(seqs)
+        if rows is None:
+            return False
+        tokens = [self._tokens_of(seq)[length - 1] for seq, length in decodes]
+        chosen = greedy(graph.run(tokens, lengths, rows))
+        if self._hashes is not None:
+            self.placement.computed([(seq, length - 1, length) for seq, length in decodes])
+        self.executed.num_decodes += len(decodes)
+        self._emit(seqs, chosen)
+        return True
 
     def _tokens_of(self, seq: Sequence) -> list[int]:
         tokens = self.tokens.get(seq)
@@ -327,7 +350,12 @@ class TorchDevice:
             self.counted.free(ids)
         if self._graph_batch_sizes:
             self._graph = DecodeGraph(
-                self.decoder, self.gpu, self._graph_batch_sizes, self._longest_blocks, capture=self._capture
+                self.decoder,
+                self.gpu,
+                self._graph_batch_sizes,
+                self._longest_blocks,
+                by_layer=self.scheduler.stage.streams,
+                capture=self._capture,
             )
 
     def close(self) -> None:

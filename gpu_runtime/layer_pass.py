@@ -4,7 +4,7 @@ Layers on the host (LayerKV, groups of one layer) pass through slots on the GPU,
 first ones start before the computation, the others as soon as the slot is free again (LayerKV section 3.1.2).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -122,13 +122,19 @@ class LayerPass:
     def run(self, decoder: Decoder, pool: KVPool, tables: "BlockTables", graph: DecodeGraph | None) -> Tensor:
         """Compute the layers, in `graph` if it can; the likeliest next tokens of `sampled`."""
         self._start()
+        # Between the layers of a single graph nothing may happen.
+        if graph is not None and self._only_decodes and (graph.by_layer or not self._moving):
+            lengths = [member.cached + 1 for member in self.members]
+            if graph.fits(len(lengths), max(lengths)):
+                between: dict[str, Callable[[int], None]] = (
+                    {"before_layer": self._before_layer, "after_layer": self._after_layer} if self._moving else {}
+                )
+                rows = [tables.rows(member) for member in self.members]
+                return greedy(graph.run(self._token_ids, lengths, rows, **between))
         num_new, cached = [member.num_new for member in self.members], [member.cached for member in self.members]
         device = pool.device
         batch = AttentionBatch.build(num_new, cached, tables.of(self.members), pool.block_tokens, device)
         token_ids = torch.tensor(self._token_ids, device=device)
-        # Nothing may happen between the layers of a graph.
-        if graph is not None and self._only_decodes and not self._moving and graph.fits(batch):
-            return greedy(graph.run(token_ids, batch))
         logits = decoder.forward(
             token_ids,
             batch,
@@ -203,7 +209,7 @@ class BlockTables:
 
     def of(self, members: Iterable[Member]) -> np.ndarray:
         """Block ids [groups, sequences, blocks], int32: a sequence's own, or the slot its group passes through."""
-        rows = [self._rows(member) for member in members]
+        rows = [self.rows(member) for member in members]
         tables = np.zeros((self._placement.num_groups, len(rows), max(row.shape[1] for row in rows)), dtype=np.int32)
         for i, row in enumerate(rows):
             tables[:, i, : row.shape[1]] = row
@@ -213,13 +219,26 @@ class BlockTables:
         """Its blocks have been given back."""
         self._known.pop(seq, None)
 
-    def _rows(self, member: Member) -> np.ndarray:
-        """Block ids [groups, blocks] of one sequence."""
-        seq, held = member.seq, member.held
-        known = self._known.get(seq)
-        if known is not None and known[0] is held and known[1] == held.version and not member.slots:
-            return known[2]
-        rows = np.array([member.blocks(group) for group in range(self._placement.num_groups)], dtype=np.int32)
+    def rows(self, member: Member) -> np.ndarray:
+        """Block ids [groups, blocks] of one sequence, int32; as long as they do not change the same array."""
         if not member.slots:
-            self._known[seq] = held, held.version, rows
+            return self._own(member.seq, member.held)
+        return np.array([member.blocks(group) for group in range(self._placement.num_groups)], dtype=np.int32)
+
+    def resident(self, seqs: Iterable[Sequence]) -> list[np.ndarray] | None:
+        """The rows of sequences that have nothing on the host; None if one has."""
+        held_by, rows = self._placement.held, []
+        for seq in seqs:
+            held = held_by[seq]
+            if held.host:
+                return None
+            rows.append(self._own(seq, held))
+        return rows
+
+    def _own(self, seq: Sequence, held: Held) -> np.ndarray:
+        known = self._known.get(seq)
+        if known is not None and known[0] is held and known[1] == held.version:
+            return known[2]
+        rows = np.array([held.gpu[group] for group in range(self._placement.num_groups)], dtype=np.int32)
+        self._known[seq] = held, held.version, rows
         return rows

@@ -15,8 +15,8 @@ from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
 from gpu_runtime.live_memory import check_weights
 from gpu_runtime.live_timeline import WARNING, Profiler
+from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.config import DecoderConfig
-from gpu_runtime.model.decode_graph import capture_sizes
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.threads import use_fastest_threads
 from gpu_runtime.trace_prompts import TracePrompts

@@ -12,8 +12,8 @@ import psutil
 import torch
 
 from gpu_runtime.device import scratch_blocks
+from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE
 from gpu_runtime.model.config import DecoderConfig
-from gpu_runtime.model.decode_graph import LARGEST_CAPTURE
 from gpu_runtime.model.decoder import Decoder
 from sim.engine.limits import Limits
 from sim.errors import UserError

@@ -20,9 +20,9 @@ from sim.specs.model_spec import ModelSpec
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 """What torch's messages say where it has no class for it."""
-HOST_TIMED = frozenset({"launch", "step", "host_memcpy"})
+HOST_TIMED = frozenset({"launch", "host_memcpy"})
 """Operations whose time is the host's, from asking to having."""
-OWN_GRAPHS = frozenset({"launch", "step"})
+OWN_GRAPHS = frozenset({"launch"})
 """Operations whose work comes with a graph where one is asked for."""
 
 
@@ -78,17 +78,15 @@ class Bench:
         if point.beside:
             partner = self._plan.partners[point]
             both_copy = point.op in COPY_OPS and partner.op in COPY_OPS
-            work = self._work(point, half=0 if both_copy else None)
-            other = self._company(self._work(partner, half=1 if both_copy else None), partner)
+            work = self._as_served(point, self._work(point, half=0 if both_copy else None))
+            other = self._as_served(partner, self._work(partner, half=1 if both_copy else None))
             self._clock.synchronize()
             with self._clock.beside(work, other) as once:
                 return repeat(once, rule)
-        if point.op == "step" and not point.graph:
+        if point.op == "step":
             repeats = rule.min_repeats * 2 if rule.budget_s else rule.min_repeats
             return engine_steps(self._model_work(point.model).decoder, self._models[point.model], point, repeats)
-        work = self._work(point)
-        if point.graph and point.op not in OWN_GRAPHS:
-            work = self._captured(work)
+        work = self._as_served(point, self._work(point))
         self._clock.synchronize()
         return repeat(self._once(point, work), rule)
 
@@ -100,10 +98,9 @@ class Bench:
         lead = point.op not in COPY_OPS
         return lambda: clock.device_s(work, lead=lead)
 
-    def _company(self, work: Work, point: Point) -> Work:
-        """The other work of a pair. Decodes replay a graph, lest the host be too slow to keep them up."""
-        is_decode = point.op == "layers" and point.new_tokens == 1
-        return self._captured(work) if is_decode and self._device.type == "cuda" else work
+    def _as_served(self, point: Point, work: Work) -> Work:
+        """A point's own work, from a graph where it says so; a pair says so of the one that computes."""
+        return self._captured(work) if point.graph and point.op not in (*OWN_GRAPHS, *COPY_OPS) else work
 
     def _captured(self, work: Work) -> Work:
         """A graph of the work. Once a capture has failed no other is tried: it leaves torch's allocator in disorder."""

@@ -66,7 +66,8 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
     Args:
         decoder: of the layers that `point.num_layers` says.
         spec: the model's shape.
-        point: equal prompts computed whole, or decodes whose contexts grow by one token a repeat.
+        point: equal prompts computed whole, or decodes whose contexts grow by one token a repeat; with `graph` they are
+            replayed from one, as live runs do.
     """
     decodes = point.context_tokens > 0
     waves, output = (1, repeats + WARM_UPS + 2) if decodes else (repeats + WARM_UPS, 2)
@@ -101,6 +102,7 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
     device = TorchDevice(
         decoder,
         scheduler,
+        graph_batch_sizes=(point.batch_size,) if point.graph else (),
         prompt_of=lambda request: [
             (7 * i + request.request_id) % spec.vocab_size for i in range(request.prompt_tokens)
         ],
@@ -108,6 +110,7 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
         dtype=decoder.dtype,
     )
     try:
+        device.warm_up()
         device.start()
         LiveInstance(Engine(scheduler, NoPredictor(), ended), device, inbox, observer=observe).serve()
     finally:

@@ -14,7 +14,6 @@ class Grid:
         prompt_batches: (sequences, tokens each).
         chunks: (tokens computed, tokens cached before) of single sequences.
         decode_batches, decode_contexts: all pairs of sequences and tokens cached before.
-        graph_batches: those of `decode_batches` that are also replayed from a CUDA graph.
         head_rows: rows of the LM head.
         recomputed, restored: tokens of prefixes.
         steps: (sequences, tokens computed, tokens cached before) of whole iterations.
@@ -36,7 +35,6 @@ class Grid:
     chunks: tuple[tuple[int, int], ...]
     decode_batches: tuple[int, ...]
     decode_contexts: tuple[int, ...]
-    graph_batches: tuple[int, ...]
     head_rows: tuple[int, ...]
     recomputed: tuple[int, ...]
     restored: tuple[int, ...]
@@ -60,7 +58,6 @@ FULL = Grid(
     chunks=((128, 2048), (512, 2048), (512, 8192), (512, 32768), (2048, 8192), (2048, 30720)),
     decode_batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     decode_contexts=(128, 512, 2048, 8192, 32768, 131072),
-    graph_batches=(1, 4, 16, 64, 256),
     head_rows=(1, 4, 16, 64, 256, 1024),
     recomputed=(128, 512, 2048, 8192),
     restored=(128, 512, 2048, 8192, 32768),
@@ -98,7 +95,6 @@ QUICK = Grid(
     chunks=((256, 1024),),
     decode_batches=(1, 8, 64),
     decode_contexts=(128, 512, 2048),
-    graph_batches=(1, 64),
     head_rows=(1, 64),
     recomputed=(64, 512),
     restored=(64, 512),

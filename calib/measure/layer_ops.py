@@ -12,8 +12,7 @@ from calib.measure.points import BLOCK_TOKENS, Point
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention import AttentionBatch
 from gpu_runtime.model.config import DecoderConfig
-from gpu_runtime.model.decode_graph import DecodeGraph
-from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.model.decoder import Decoder
 from sim.specs.model_spec import ModelSpec
 
 TILE_ELEMENTS = 2**22
@@ -67,8 +66,6 @@ class ModelWork:
         if point.op == "lm_head":
             rows = self._hidden(point.batch_size, seed)
             return lambda: self._decoder.logits(rows)
-        if point.op == "step":
-            return self._step(point, seed)
         batch = self._batch(point, self._tables(point, np.random.default_rng(seed)))
         hidden = self._hidden(point.tokens, seed)
         built = len(self._decoder.layers)
@@ -86,21 +83,6 @@ class ModelWork:
                 layer.restore_kv(hidden, batch, pool, index)
 
         return restore if point.op == "restore" else run_layers
-
-    def _step(self, point: Point, seed: int) -> Work:
-        """Decodes replayed from the runtime's graph, from block tables on the host to tokens on the host."""
-        tables = self._tables(point, np.random.default_rng(seed))
-        ids = torch.randint(
-            self._decoder.config.vocab_size, (point.tokens,), generator=torch.Generator().manual_seed(seed)
-        )
-
-        decoder, pool = self._decoder, self._pool
-        graph = DecodeGraph(decoder, pool, [point.batch_size], tables.shape[2])
-
-        def step() -> list[int]:
-            return greedy(graph.run(ids.to(decoder.device), self._batch(point, tables))).tolist()
-
-        return step
 
     def _batch(self, point: Point, tables: np.ndarray) -> AttentionBatch:
         new, cached = [point.new_tokens] * point.batch_size, [point.context_tokens] * point.batch_size

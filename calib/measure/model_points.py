@@ -8,6 +8,7 @@ from calib.measure.grid import Grid
 from calib.measure.limits import Limits
 from calib.measure.points import BLOCK_TOKENS, Point, pair, readable_bytes
 from calib.terms import terms_of
+from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE
 from sim.specs.model_spec import ModelSpec
 
 MAX_BUILT_LAYERS = 8
@@ -60,9 +61,7 @@ class ModelPoints:
             yield self._layers(1, tokens, context), None
         for context in grid.decode_contexts:
             for batch in grid.decode_batches:
-                yield self._layers(batch, 1, context), None
-                if self._limits.graphs and batch in grid.graph_batches:
-                    yield self._layers(batch, 1, context, graph=1), None
+                yield self._decodes(batch, context), None
         for tokens in grid.recomputed:
             yield self._layers(1, tokens, 0, op="recompute"), None
         for tokens in grid.restored:
@@ -71,16 +70,14 @@ class ModelPoints:
             yield Point(op="lm_head", model=self._name, batch_size=rows, new_tokens=1), None
         for batch, tokens, context in grid.steps:
             # One pass through the decoder, whatever its tokens.
-            step = replace(self._layers(batch, tokens, context, op="step"), num_layers=self.built)
-            yield step, None
-            if self._limits.graphs and tokens == 1:
-                yield replace(step, graph=1), None
+            shape = self._decodes(batch, context) if tokens == 1 else self._layers(batch, tokens, context)
+            yield replace(shape, op="step", num_layers=self.built), None
         yield from self._beside()
 
     def _beside(self) -> Iterator[tuple[Point, Point | None]]:
         grid = self._grid
         prompt = self._first([self._layers(1, tokens, 0) for tokens in grid.beside_prompts])
-        decode = self._first([self._layers(batch, 1, context) for batch, context in grid.beside_decodes])
+        decode = self._first([self._decodes(batch, context) for batch, context in grid.beside_decodes])
         prefixes = [self._layers(1, tokens, 0, op="recompute") for tokens in grid.beside_recomputed]
         restore = self._layers(1, prompt.new_tokens, 0, op="restore")
         for point in (prompt, decode, restore, *prefixes):
@@ -108,6 +105,11 @@ class ModelPoints:
             context_tokens=context,
             graph=graph,
         )
+
+    def _decodes(self, batch: int, context: int) -> Point:
+        """As the runtime computes them: from a graph where the machine has graphs and the batch is captured."""
+        graph = self._limits.graphs and batch <= LARGEST_CAPTURE
+        return self._layers(batch, 1, context, graph=int(graph))
 
     def _first(self, candidates: list[Point]) -> Point:
         """The first that fits the limits, else the last."""

@@ -49,7 +49,10 @@ class Held:
     host: dict[int, list[int]] = field(default_factory=dict)
     slots: list[list[int]] = field(default_factory=list)
     version: int = 0
-    """Goes up whenever `gpu` changes."""
+    """Goes up whenever `gpu` or `host` changes."""
+    room: int = 0
+    room_of: int = -1
+    """Tokens that its blocks hold, as of that version."""
     num_written: int = 0
     """Tokens whose KV is there, from the first on; kept where prefixes are cached."""
 
@@ -127,12 +130,16 @@ class Placement:
     def grow(self, computed: Iterable[tuple[Sequence, int]]) -> None:
         """Take the blocks that sequences lack for the tokens they have once these are computed, where each group is."""
         for seq, num_tokens in computed:
-            held, blocks = self._held_by(seq), self.blocks_for(num_tokens)
+            held = self._held_by(seq)
+            if num_tokens <= held.room and held.room_of == held.version:
+                continue
+            blocks = self.blocks_for(num_tokens)
             for tier, lists in ((self.gpu, held.gpu), (self.host, held.host)):
                 for ids in lists.values():
                     if len(ids) < blocks:
                         ids += tier.allocate(blocks - len(ids))
                         held.version += 1
+            held.room, held.room_of = blocks * self.block_tokens, held.version
 
     def _held_by(self, seq: Sequence) -> Held:
         held = self.held.get(seq)

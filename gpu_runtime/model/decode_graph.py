@@ -1,9 +1,9 @@
 """`DecodeGraph`: decode iterations as captured CUDA graphs, one launch in place of some ten a layer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,28 +13,46 @@ from gpu_runtime.model.decoder import Decoder
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Makes of a computation on tensors that stay where they are one that repeats it with what is in them then."""
-LARGEST_CAPTURE = 256
-CAPTURE_STEP = 8
+Between = Callable[[int], None]
+"""Called with a layer's index, before or after the layer."""
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, as vLLM 0.5.5 does: 1, 2, 4, multiples of 8, until one holds `max_num_seqs`; 256 at most.
+class Metadata:
+    """What a captured batch must know, as views of one buffer of int32, so that one copy brings all of it.
 
-    ValueError unless `max_num_seqs` is positive.
+    Attributes:
+        tokens: [size] the token that each sequence computes.
+        seq_lens: [size] context + 1.
+        positions: [size] of the token in its sequence, which is its context.
+        slots: [groups, size] where its KV goes.
+        tables: [max_blocks, groups, size] block ids. Blocks come last in the buffer, so what a batch needs of them,
+            as many as its longest sequence has, stands at the front.
     """
-    if max_num_seqs < 1:
-        raise ValueError(f"max_num_seqs {max_num_seqs}: must be positive")
-    sizes = [1, 2, 4, *range(CAPTURE_STEP, LARGEST_CAPTURE + 1, CAPTURE_STEP)]
-    enough = next((i for i, size in enumerate(sizes) if size >= max_num_seqs), len(sizes) - 1)
-    return sizes[: enough + 1]
+
+    def __init__(self, buffer: Tensor, size: int, num_groups: int, max_blocks: int) -> None:
+        self.size = size
+        fixed = (3 + num_groups) * size
+        self.tokens, self.seq_lens, self.positions = buffer[: 3 * size].view(3, size)
+        self.slots = buffer[3 * size : fixed].view(num_groups, size)
+        self.tables = buffer[fixed : fixed + max_blocks * num_groups * size].view(max_blocks, num_groups, size)
+        self._fixed, self._per_block = fixed, num_groups * size
+
+    @staticmethod
+    def elements(size: int, num_groups: int, max_blocks: int) -> int:
+        """Of a buffer for so many sequences."""
+        return (3 + num_groups + max_blocks * num_groups) * size
+
+    def used(self, num_blocks: int) -> int:
+        """Elements to copy for tables of so many blocks."""
+        return self._fixed + num_blocks * self._per_block
 
 
 class DecodeGraph:
     """Decode iterations of up to `max(batch_sizes)` sequences, padded to the next captured size.
 
-    Padding reads block 0 and writes nowhere. Block tables have their full width, contexts are split as the longest one
-    is, and lengths are read on the device: so one graph serves all contexts. Layers cannot be interrupted; a driver
-    that acts between them calls `Decoder.forward`.
+    Padding reads some block and writes nowhere. Block tables have their full width, contexts are split as the longest
+    one is, and lengths are read on the device: so one graph serves all contexts. With `by_layer` every layer is a graph
+    of its own, between which a driver can act.
     """
 
     @torch.inference_mode()
@@ -45,15 +63,17 @@ class DecodeGraph:
         batch_sizes: Sequence[int],
         max_blocks: int,
         *,
+        by_layer: bool = False,
         capture: Capture | None = None,
     ) -> None:
-        """Capture a graph for each batch size.
+        """Capture a graph for each batch size, or with `by_layer` one for each and each layer.
 
         Args:
             decoder: on CUDA.
             pool: the KV cache that the graphs read and write.
             batch_sizes: to capture; the largest limits a batch.
             max_blocks: blocks per sequence and layer group at most.
+            by_layer: let `run` act between layers.
             capture: makes the graphs; None: as CUDA graphs.
 
         Raises:
@@ -66,59 +86,146 @@ class DecodeGraph:
         # Graphs know addresses only: what is there must live as long.
         self._decoder, self._pool = decoder, pool
         self._sizes = sorted(batch_sizes)
-        largest = self._sizes[-1]
-        self._tokens = torch.zeros(largest, dtype=torch.int64, device=pool.device)
-        self._batch = _padded(largest, max_blocks, pool, decoder.config.max_position_embeddings)
+        self.by_layer, self._max_blocks = by_layer, max_blocks
+        self._longest = min(max_blocks * pool.block_tokens, decoder.config.max_position_embeddings)
+        largest, config = self._sizes[-1], decoder.config
+        elements = Metadata.elements(largest, pool.num_groups, max_blocks)
+        self._buffer = torch.zeros(elements, dtype=torch.int32, device=pool.device)
+        # Written by the host while nothing is under way: every iteration waits for its tokens.
+        self._staged = torch.zeros(elements, dtype=torch.int32, pin_memory=pool.device.type == "cuda")
+        self._columns: list[np.ndarray | None] = []
+        self._staged_for: Metadata | None = None
+        self._on_host = {size: self._metadata(self._staged, size) for size in self._sizes}
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=pool.device)
+        self._none = torch.zeros(0, dtype=torch.int32, device=pool.device)
         # One for all sizes: logits that each graph kept for itself would take a gigabyte of a large vocabulary.
-        self._logits = torch.empty(largest, decoder.config.vocab_size, dtype=decoder.dtype, device=pool.device)
+        self._logits = torch.empty(largest, config.vocab_size, dtype=decoder.dtype, device=pool.device)
+        self._hidden = torch.zeros(largest, config.hidden_size, dtype=decoder.dtype, device=pool.device)
 
         # Larger ones first, so that smaller ones fit in the memory they share.
-        self._replays = {size: capture(partial(self._compute, size)) for size in reversed(self._sizes)}
+        self._replays = {
+            size: [capture(part) for part in self._parts(self._batch(size))] for size in reversed(self._sizes)
+        }
 
-    def _compute(self, size: int) -> None:
-        logits = self._decoder.forward(self._tokens[:size], _first(self._batch, size), self._pool)
-        self._logits[:size] = logits
+    def _metadata(self, buffer: Tensor, size: int) -> Metadata:
+        return Metadata(buffer, size, self._pool.num_groups, self._max_blocks)
 
-    def fits(self, batch: AttentionBatch) -> bool:
-        """Whether `run` can compute a batch: decodes, no more and no longer than what was captured."""
-        return (
-            batch.max_query_len == 1
-            and len(batch.num_new) <= self._sizes[-1]
-            and batch.block_tables.shape[2] <= self._batch.block_tables.shape[2]
-            and batch.max_seq_len <= self._batch.max_seq_len
+    def _batch(self, size: int) -> AttentionBatch:
+        """A batch of decodes on views of the buffer, as long as contexts can be."""
+        data = self._metadata(self._buffer, size)
+        # What other sizes have left there is no block id.
+        self._buffer.zero_()
+        data.seq_lens.fill_(1)
+        data.slots.fill_(NOWHERE)
+        return AttentionBatch(
+            num_new=(1,) * size,
+            context=(self._longest - 1,) * size,
+            query_start=self._starts[: size + 1],
+            context_lens=data.positions,
+            seq_lens=data.seq_lens,
+            positions=data.positions,
+            block_tables=data.tables.permute(1, 2, 0),
+            slot_mapping=data.slots,
+            decode_seqs=self._starts[:size],
+            chunk_seqs=self._none,
+            num_cached_chunks=0,
+            block_tokens=self._pool.block_tokens,
+            max_query_len=1,
+            max_seq_len=self._longest,
         )
 
+    def _parts(self, batch: AttentionBatch) -> list[Callable[[], object]]:
+        """What is captured for a batch: all of it, or embedding, layers and head apart."""
+        size = len(batch.num_new)
+        tokens = self._metadata(self._buffer, size).tokens
+        decoder, pool, logits, hidden = self._decoder, self._pool, self._logits[:size], self._hidden[:size]
+        if not self.by_layer:
+            return [lambda: logits.copy_(decoder.forward(tokens, batch, pool))]
+
+        def compute(index: int) -> None:
+            hidden.copy_(decoder.layers[index].forward(hidden, batch, pool, index))
+
+        layers = [partial(compute, index) for index in range(len(decoder.layers))]
+        return [
+            lambda: hidden.copy_(decoder.embed(tokens)),
+            *layers,
+            lambda: logits.copy_(decoder.logits(hidden)),
+        ]
+
+    def fits(self, num_seqs: int, longest: int) -> bool:
+        """Whether `run` can compute so many decodes, the longest of which has so many tokens in the end."""
+        return num_seqs <= self._sizes[-1] and longest <= self._longest
+
     @torch.inference_mode()
-    def run(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
+    def run(
+        self,
+        tokens: Sequence[int],
+        seq_lens: Sequence[int],
+        tables: Sequence[np.ndarray],
+        *,
+        before_layer: Between | None = None,
+        after_layer: Between | None = None,
+    ) -> Tensor:
         """Logits [B, V] of a batch of decodes: a view that the next run overwrites.
 
+        Args:
+            tokens: [B] the last token of each sequence.
+            seq_lens: [B] its tokens, that one included.
+            tables: for each sequence its block ids [groups, blocks], int32; an array seen in the run before at the
+                same place is taken to be unchanged.
+            before_layer, after_layer: act around layers; `by_layer` graphs only.
+
         Raises:
-            ValueError: a batch that does not fit.
+            ValueError: a batch that does not fit, or acting between layers that are one graph.
         """
-        count = len(batch.num_new)
-        width = batch.block_tables.shape[2]
-        static = self._batch
-        if not self.fits(batch):
+        count = len(tokens)
+        if not self.fits(count, max(seq_lens)):
             raise ValueError(
-                f"batch of {count} sequences, {batch.max_query_len} new tokens and {width} blocks each, "
-                f"{batch.max_seq_len} tokens long: captured are decodes of {self._sizes[-1]} sequences, "
-                f"{static.block_tables.shape[2]} blocks and {static.max_seq_len} tokens"
+                f"batch of {count} sequences of up to {max(seq_lens)} tokens: captured are decodes of "
+                f"{self._sizes[-1]} sequences and {self._longest} tokens"
             )
-        size = next(size for size in self._sizes if size >= count)
-        self._tokens[:count] = token_ids
-        for mine, given, padding in (
-            (static.context_lens, batch.context_lens, 0),
-            (static.seq_lens, batch.seq_lens, 1),
-            (static.positions, batch.positions, 0),
-        ):
-            mine[:count] = given
-            mine[count:size] = padding
-        static.block_tables[:, :count, :width] = batch.block_tables
-        static.block_tables[:, count:size] = 0
-        static.slot_mapping[:, :count] = batch.slot_mapping
-        static.slot_mapping[:, count:size] = NOWHERE
-        self._replays[size]()
+        if not self.by_layer and (before_layer or after_layer):
+            raise ValueError("layers that were captured as one graph cannot be interrupted")
+        size = self.size_of(count)
+        used = self._stage(self._on_host[size], tokens, seq_lens, tables)
+        self._buffer[:used].copy_(self._staged[:used], non_blocking=True)
+        for place, replay in enumerate(self._replays[size], start=-1):
+            is_layer = 0 <= place < len(self._decoder.layers)
+            if is_layer and before_layer is not None:
+                before_layer(place)
+            replay()
+            if is_layer and after_layer is not None:
+                after_layer(place)
         return self._logits[:count]
+
+    def size_of(self, num_seqs: int) -> int:
+        """The captured size that so many decodes are padded to."""
+        return next(size for size in self._sizes if size >= num_seqs)
+
+    def _stage(
+        self, data: Metadata, tokens: Sequence[int], seq_lens: Sequence[int], tables: Sequence[np.ndarray]
+    ) -> int:
+        """Write a batch to the host's buffer; how many elements of it are in use."""
+        if data is not self._staged_for:
+            # Another size lays the buffers out anew, and padding reads blocks too.
+            self._staged_for, self._columns = data, [None] * data.size
+            self._buffer.zero_()
+            data.tables.zero_()
+        count, columns, staged = len(tokens), self._columns, data.tables.numpy()
+        for i, rows in enumerate(tables):
+            if columns[i] is not rows:
+                staged[: rows.shape[1], :, i] = rows.T
+                columns[i] = rows
+        lengths, positions = data.seq_lens.numpy(), data.positions.numpy()
+        inputs = data.tokens.numpy()
+        inputs[:count], inputs[count:] = tokens, 0
+        lengths[:count], lengths[count:] = seq_lens, 1
+        np.subtract(lengths, 1, out=positions)
+        blocks, offsets = np.divmod(positions[:count], self._pool.block_tokens)
+        slots = data.slots.numpy()
+        slots[:, :count] = staged[blocks, :, np.arange(count)].T * self._pool.block_tokens + offsets
+        slots[:, count:] = NOWHERE
+        return data.used(int(blocks.max()) + 1)
 
 
 class CudaCapture:
@@ -143,44 +250,3 @@ class CudaCapture:
         # The first launch also moves the graph to the GPU: no request shall wait for that, or find no room for it.
         graph.replay()
         return graph.replay
-
-
-def _padded(size: int, max_blocks: int, pool: KVPool, max_positions: int) -> AttentionBatch:
-    """A batch of decodes that write nowhere, on tensors of its own."""
-    longest = min(max_blocks * pool.block_tokens, max_positions)
-
-    def full(*shape: int, value: int = 0) -> Tensor:
-        return torch.full(shape, value, dtype=torch.int32, device=pool.device)
-
-    return AttentionBatch(
-        num_new=(1,) * size,
-        context=(longest - 1,) * size,
-        query_start=torch.arange(size + 1, dtype=torch.int32, device=pool.device),
-        context_lens=full(size),
-        seq_lens=full(size, value=1),
-        positions=full(size),
-        block_tables=full(pool.num_groups, size, max_blocks),
-        slot_mapping=full(pool.num_groups, size, value=NOWHERE),
-        decode_seqs=torch.arange(size, dtype=torch.int32, device=pool.device),
-        chunk_seqs=full(0),
-        num_cached_chunks=0,
-        block_tokens=pool.block_tokens,
-        max_query_len=1,
-        max_seq_len=longest,
-    )
-
-
-def _first(batch: AttentionBatch, size: int) -> AttentionBatch:
-    """Views of the first `size` sequences of a batch of decodes."""
-    return replace(
-        batch,
-        num_new=batch.num_new[:size],
-        context=batch.context[:size],
-        query_start=batch.query_start[: size + 1],
-        context_lens=batch.context_lens[:size],
-        seq_lens=batch.seq_lens[:size],
-        positions=batch.positions[:size],
-        block_tables=batch.block_tables[:, :size],
-        slot_mapping=batch.slot_mapping[:, :size],
-        decode_seqs=batch.decode_seqs[:size],
-    )

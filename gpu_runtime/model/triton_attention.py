@@ -40,7 +40,7 @@ UNALIGNED = ["tables", "seqs", "query_start", "seq_lens"]
 """Views of one buffer: a kernel compiled anew for every alignment they happen to have would stall a running server."""
 
 
-@triton.jit(do_not_specialize=["splits", "table_stride"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=["splits", "table_stride", "table_step"], do_not_specialize_on_alignment=UNALIGNED)
 def _attend(
     query,
     cache,
@@ -56,6 +56,7 @@ def _attend(
     part_stride,
     head_stride,
     table_stride,
+    table_step,
     splits,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -99,7 +100,8 @@ def _attend(
         for tile in range(first_tile, last_tile):
             cached = tile * TILE + tl.arange(0, TILE)
             inside = cached < end
-            block = tl.load(tables + seq.to(tl.int64) * table_stride + cached // BLOCK_TOKENS, mask=inside, other=0)
+            place = seq.to(tl.int64) * table_stride + cached // BLOCK_TOKENS * table_step
+            block = tl.load(tables + place, mask=inside, other=0)
             entry = block.to(tl.int64) * block_stride + kv_head * head_stride + cached % BLOCK_TOKENS * HEAD_DIM
             key_mask = in_head[:, None] & inside[None, :]
             keys = tl.load(cache + entry[None, :] + dims[:, None], mask=key_mask, other=0.0).to(queries.dtype)
@@ -259,6 +261,7 @@ def _launch(
         cache.stride(1),
         cache.stride(2),
         tables.stride(0),
+        tables.stride(1),
         splits,
         HEAD_DIM=head_dim,
         DIM=max(MIN_ROWS, triton.next_power_of_2(head_dim)),

@@ -91,8 +91,18 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
             return self
         carried = found.source.startswith("carried over")
         status = "assumed" if carried else "measured"
-        base = EngineConstant(found.value, "s", status, f"step_overhead_s of {profile.name}: {found.source}")
-        return msgspec.structs.replace(self, constants={**self.constants, "host_base_s": base})
+        constants = dict(self.constants)
+        constants["host_base_s"] = EngineConstant(
+            found.value, "s", status, f"step_overhead_s of {profile.name}: {found.source}"
+        )
+        each = profile.constants.get("step_s_per_sequence")
+        if each is not None:
+            source = f"step_s_per_sequence of {profile.name}: {each.source}"
+            carried = each.source.startswith("carried over")
+            constants["host_s_per_sequence"] = EngineConstant(
+                each.value, "s/sequence", "assumed" if carried else "measured", source
+            )
+        return msgspec.structs.replace(self, constants=constants)
 
 
 def shipped_engines() -> list[str]:

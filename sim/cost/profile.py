@@ -34,6 +34,7 @@ ROOFLINE_UNITS = {
     "roofline_exponent": "1",
     "layer_overhead_s": "s",
     "step_overhead_s": "s",
+    "step_s_per_sequence": "s/sequence",
     "h2d_bytes_per_s": "B/s",
     "d2h_bytes_per_s": "B/s",
     "copy_launch_s": "s",
@@ -51,8 +52,9 @@ ROOFLINE_UNITS = {
 `roofline_exponent` is the sharpness p of the ridge between compute and memory (`sim.cost.model.ridge`);
 `allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them,
 `allreduce_chunk_s` per chunk of the pipeline, `allreduce_launch_s` per all-reduce.
-`step_overhead_s` is the host time of the live runtime's own engine, where its whole iterations were timed: absent
-otherwise, and of no other engine (`sim.cost.engine_profile`). `docs/calibration.md` has them all.
+`step_overhead_s` and `step_s_per_sequence` are the host time of the live runtime's own engine, where its iterations
+were timed whole: absent otherwise, and of no other engine (`sim.cost.engine_profile`). `docs/calibration.md` has them
+all.
 """
 OPTIONAL: dict[str, str | float] = {
     "fp8_flops_per_s": "flops_per_s",
@@ -66,6 +68,7 @@ OPTIONAL: dict[str, str | float] = {
     "allreduce_chunk_s": 0.0,
     "allreduce_launch_s": 0.0,
     "step_overhead_s": 0.0,
+    "step_s_per_sequence": 0.0,
 }
 """Constants that a profile may lack, and what then counts: another constant, or a value at which their term is free."""
 LINEAR_UNITS = {

@@ -291,6 +291,14 @@ def test_exact_steps_of_several_gpus_give_the_steps_overhead_too():
     assert fit_of(exact).values["step_overhead_s"] > 3.5e-3
 
 
+def test_steps_of_our_own_engine_tell_what_each_sequence_costs_its_host():
+    constants = {**A100, "step_overhead_s": 1e-4, "step_s_per_sequence": 4e-6}
+    samples = planted([*shapes(), *shapes(("llama-3.1-8b",), "step")], constants)
+    assert fit_of(samples, own_engine=True).values == pytest.approx(constants, rel=1e-3)
+    # Another engine's is part of what its profile says.
+    assert "step_s_per_sequence" not in fit_of(samples).values
+
+
 def test_intervals_cover_planted_constants_in_90_to_99_of_100_sets():
     """3 % noise and 5 % outliers up to three times slower; three GPUs, 300 sets.
 

@@ -134,16 +134,23 @@ def test_blocks_have_the_size_of_the_type_that_was_timed(tmp_path):
     assert profile.value("swap_s_per_block") == pytest.approx(2e-6 + 2 * 16 * 524_288 / 2e10, rel=1e-4)
 
 
-def test_only_whole_eager_iterations_of_one_gpu_alone_count(tmp_path):
+def test_only_whole_iterations_of_one_gpu_alone_count(tmp_path):
     exact = steps()
     others = [
         msgspec.structs.replace(s, latency_s=7 * s.latency_s, **change)
         for s in exact
-        for change in ({"beside": "h2d"}, {"graph": 1}, {"tp": 2}, {"op": "layers"})
+        for change in ({"beside": "h2d"}, {"tp": 2}, {"op": "layers"})
     ]
     report = fitted([*others, *exact, *LINK], tmp_path)
     assert report.samples == exact
     assert report.profile.value("prefill_base_s") == pytest.approx(0.01, rel=1e-4)
+
+
+def test_decodes_from_graphs_take_the_place_of_eager_ones(tmp_path):
+    exact = [msgspec.structs.replace(s, graph=int(s.is_decode)) for s in steps()]
+    eager = [msgspec.structs.replace(s, graph=0, latency_s=2 * s.latency_s) for s in exact if s.graph]
+    report = fitted([*eager, *exact, *LINK], tmp_path)
+    assert report.samples == exact
 
 
 def test_the_report_of_coefficients_names_no_constant_as_carried_over(tmp_path):

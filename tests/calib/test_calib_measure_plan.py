@@ -61,7 +61,7 @@ def test_whatever_runs_beside_something_is_also_timed_alone(quick):
     for point in pairs:
         copies = point.op not in TOKEN_OPS
         columns = ("num_bytes", "num_copies") if copies else ("model", "num_layers", "batch_size", "new_tokens")
-        columns = (*columns, *(() if copies else ("context_tokens",)))
+        columns = (*columns, *(() if copies else ("context_tokens", "graph")))
         alone = Point(op=point.op, **{name: getattr(point, name) for name in columns})
         assert alone in found.points
         assert found.partners[point].op == point.beside
@@ -89,11 +89,15 @@ def test_only_quick_layers_run_in_a_long_row():
     assert {p.num_layers for p in plan().points if p.model == "llama-3.1-70b" and p.op == "layers"} == {2}
 
 
-def test_a_graph_repeats_a_shape_that_is_also_timed_without():
-    points = set(plan().points)
-    graphed = [point for point in points if point.graph and point.op == "layers"]
-    assert len(graphed) > 20
-    assert all(msgspec.structs.replace(point, graph=0) in points for point in graphed)
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_decode_is_a_graph_where_the_runtime_makes_one(quick):
+    """Eager rows among them cost launches that no served decode pays."""
+    points = plan(quick=quick).points
+    decodes = [p for p in points if p.op in ("layers", "step") and p.new_tokens == 1]
+    assert {p.op for p in decodes} == {"layers", "step"}
+    assert all(p.graph == 1 for p in decodes)
+    assert {p.batch_size for p in decodes} >= ({1, 8, 64} if quick else {1, 2, 8, 32, 128, 512})
+    assert not any(p.graph for p in points if p.new_tokens > 1)
 
 
 def test_a_cpu_has_no_graphs_and_no_all_reduces_and_skips_what_is_slow():

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import torch
 
 from gpu_runtime.kv.pool import KVPool
@@ -39,6 +40,12 @@ class Runner:
         return AttentionBatch.build(
             [len(t) for t in new.values()], context, tables, self.pool.block_tokens, self.decoder.device
         )
+
+    def decodes(self, new: dict[int, list[int]]) -> tuple[list[int], list[int], list[np.ndarray]]:
+        """Take a token into each sequence: what `DecodeGraph.run` is told of the iteration that computes them."""
+        self.batch(new)
+        lengths = [len(self.tokens[seq]) for seq in new]
+        return [t[-1] for t in new.values()], lengths, [np.array(self.tables[seq], dtype=np.int32) for seq in new]
 
     def step(self, new: dict[int, list[int]]) -> dict[int, torch.Tensor]:
         """Logits [new tokens, V] of every sequence in the iteration; keeps layer inputs in `hidden`."""

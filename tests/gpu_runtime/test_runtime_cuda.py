@@ -13,7 +13,9 @@ from runtime_variants import VARIANTS, policy_of
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.hidden_states import HiddenStateStore
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.model.decode_graph import DecodeGraph, capture_sizes
+from gpu_runtime.model.attention_batch import AttentionBatch
+from gpu_runtime.model.capture_sizes import capture_sizes
+from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights
@@ -61,24 +63,27 @@ def test_logits_are_those_of_the_cpu(on_cpu, dtype, layer_group):
             torch.testing.assert_close(logits[seq].float().cpu(), expected[seq], atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype):
+def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype, by_layer):
     decoder = on_cuda(*on_cpu, dtype)
     runner = Runner(decoder, layer_group=2)
-    graph = DecodeGraph(decoder, runner.pool, [1, 2, 4], max_blocks=30)
+    graph = DecodeGraph(decoder, runner.pool, [1, 2, 4], max_blocks=30, by_layer=by_layer)
     runner.step({0: list(range(60)), 1: [5], 2: list(range(17))})
     for new in ({0: [1], 1: [2], 2: [3]}, {1: [9]}, {2: [4], 0: [8]}):
-        batch = runner.batch(new)
-        ids = torch.tensor([tokens[0] for tokens in new.values()], device="cuda")
+        decodes = runner.decodes(new)
+        rows = [runner.tables[seq] for seq in new]
+        tables = [[row[group] for row in rows] for group in range(runner.pool.num_groups)]
+        context = [length - 1 for length in decodes[1]]
+        batch = AttentionBatch.build([1] * len(new), context, tables, runner.pool.block_tokens, "cuda")
+        ids = torch.tensor(decodes[0], device="cuda")
         free = runner.pool.data.clone()
-        logits = graph.run(ids, batch).clone()
+        logits = graph.run(*decodes).clone()
         written = runner.pool.data.clone()
         runner.pool.data.copy_(free)
         expected = decoder.forward(ids, batch, runner.pool)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
         torch.testing.assert_close(written, runner.pool.data, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    with pytest.raises(ValueError, match="captured are decodes of 4 sequences"):
-        graph.run(ids, runner.batch({0: [1, 2]}))
 
 
 class WarmedUp(CheckedDevice):
@@ -97,9 +102,9 @@ def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monk
     replayed = []
     run = DecodeGraph.run
 
-    def counted(self, token_ids, batch):
-        replayed.append(len(token_ids))
-        return run(self, token_ids, batch)
+    def counted(self, tokens, *rest, **between):
+        replayed.append(len(tokens))
+        return run(self, tokens, *rest, **between)
 
     monkeypatch.setattr(DecodeGraph, "run", counted)
     for graphs in ((), capture_sizes(6)):

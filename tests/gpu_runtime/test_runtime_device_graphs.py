@@ -14,32 +14,34 @@ from runtime_small import SMALL, Runner  # noqa: E402
 from runtime_variants import STREAM, VARIANTS  # noqa: E402
 from test_runtime_policies import WORKLOADS, check  # noqa: E402
 
-from gpu_runtime.model.decode_graph import DecodeGraph, capture_sizes  # noqa: E402
+from gpu_runtime.model import backend  # noqa: E402
+from gpu_runtime.model.capture_sizes import capture_sizes  # noqa: E402
+from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
-from kvtwin.testing import limits  # noqa: E402
+from kvtwin.testing import limits, live, requests  # noqa: E402
 from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder  # noqa: E402
+from sim.cost.engine_profile import OURS, load_engine_profile  # noqa: E402
 from sim.engine.sequence import Status  # noqa: E402
+from sim.systems import POLICIES  # noqa: E402
 
 
 @pytest.fixture
 def graphed(monkeypatch):
     """The (kind, batch size) of every pass computed by devices that `OPTIONS` make, which capture 1, 2 and 4."""
     passes = []
-    forward = Decoder.forward
+    forward, replay = Decoder.forward, DecodeGraph.run
     replaying = []
 
-    def capture(compute):
-        def replay():
-            replaying.append(True)
-            compute()
+    def replayed(self, tokens, *rest, **between):
+        passes.append(("graph by layer" if between else "graph", self.size_of(len(tokens))))
+        replaying.append(True)
+        try:
+            return replay(self, tokens, *rest, **between)
+        finally:
             replaying.clear()
 
-        return replay
-
     def computing(self, token_ids, batch, *rest, **named):
-        if replaying:
-            passes.append(("graph", len(batch.num_new)))
-        elif "before_layer" in named:
+        if not replaying and "before_layer" in named:
             work = named["before_layer"].__self__
             kind = "prompt" if not work._only_decodes else "slots" if work._moving else "decode"
             passes.append((kind, len(batch.num_new)))
@@ -53,8 +55,9 @@ def graphed(monkeypatch):
             super().start()
 
     monkeypatch.setattr(Decoder, "forward", computing)
+    monkeypatch.setattr(DecodeGraph, "run", replayed)
     # Plain torch has no place to write nowhere: padding writes to the last block, which is nobody's.
-    options = {"kind": Graphed, "graph_batch_sizes": (1, 2, 4), "capture": capture, "spare_blocks": 1}
+    options = {"kind": Graphed, "graph_batch_sizes": (1, 2, 4), "capture": lambda compute: compute, "spare_blocks": 1}
 
     def checked(variant, rows, **sizes):
         return check(variant, rows, options=options, **sizes)
@@ -74,9 +77,13 @@ def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
         assert sizes["decode"]
 
 
-def test_layers_that_stream_in_are_not_in_a_graph(graphed):
+def test_layers_that_stream_in_are_graphs_of_their_own(graphed):
+    """One sequence with KV on the host does not make the others' decodes eager."""
     graphed.check(STREAM, ROWS)
-    assert "slots" in dict(graphed.passes)
+    kinds = {kind: {size for other, size in graphed.passes if other == kind} for kind, _ in graphed.passes}
+    assert kinds["graph by layer"] <= {1, 2, 4}
+    # Only what is more than was captured.
+    assert kinds.get("slots", set()) | kinds.get("decode", set()) <= {5, 6}
 
 
 def test_a_chunk_of_one_token_is_no_decode(graphed):
@@ -103,10 +110,10 @@ def test_no_workload_finds_a_token_that_a_graph_changes(variant, rows, graphed):
 def test_a_replay_out_of_memory_is_computed_in_parts(graphed, monkeypatch):
     run = DecodeGraph.run
 
-    def small_memory(self, token_ids, batch):
-        if len(token_ids) > 2:
+    def small_memory(self, tokens, *rest):
+        if len(tokens) > 2:
             raise torch.OutOfMemoryError("tried to allocate too much")
-        return run(self, token_ids, batch)
+        return run(self, tokens, *rest)
 
     monkeypatch.setattr(DecodeGraph, "run", small_memory)
     served, completed = graphed.check("vllm-recompute", ROWS, gpu=60, seqs=4)
@@ -115,20 +122,72 @@ def test_a_replay_out_of_memory_is_computed_in_parts(graphed, monkeypatch):
     assert {size for kind, size in graphed.passes if kind == "graph"} == {1, 2}
 
 
-def test_a_batch_that_was_not_captured_is_refused():
+def small_graph(block_tokens=16, max_blocks=33, **options):
     decoder = small_decoder()
-    runner = Runner(decoder, block_tokens=16, layer_group=SMALL.num_layers)
+    runner = Runner(decoder, block_tokens=block_tokens, layer_group=SMALL.num_layers)
+    return runner, DecodeGraph(decoder, runner.pool, [2, 1], max_blocks, capture=lambda compute: compute, **options)
+
+
+def test_a_batch_that_was_not_captured_is_refused():
     # 33 blocks hold 528 tokens, the model has 512 positions.
-    graph = DecodeGraph(decoder, runner.pool, [2, 1], 33, capture=lambda compute: compute)
+    runner, graph = small_graph()
     runner.step({0: list(range(20)), 1: [2], 2: [3]})
-    assert graph.fits(runner.batch({0: [1], 1: [2]}))
-    for new in ({0: [1, 2]}, {0: [1], 1: [2], 2: [3]}):
-        batch = runner.batch(new)
-        assert not graph.fits(batch)
-        with pytest.raises(ValueError, match="captured are decodes of 2 sequences, 33 blocks and 512 tokens"):
-            graph.run(torch.zeros(batch.num_tokens, dtype=torch.int64), batch)
+    assert graph.fits(2, 512) and not graph.fits(3, 20) and not graph.fits(1, 513)
+    with pytest.raises(ValueError, match="3 sequences of up to 21 tokens: captured are decodes of 2 sequences and 512"):
+        graph.run(*runner.decodes({0: [1], 1: [2], 2: [3]}))
     runner.batch({0: [0] * (512 - len(runner.tokens[0]))})
-    assert not graph.fits(runner.batch({0: [1]}))
+    with pytest.raises(ValueError, match="up to 513 tokens"):
+        graph.run(*runner.decodes({0: [1]}))
+
+
+def test_one_graph_of_all_layers_cannot_be_interrupted():
+    runner, graph = small_graph()
+    runner.step({0: [1, 2]})
+    with pytest.raises(ValueError, match="cannot be interrupted"):
+        graph.run(*runner.decodes({0: [1]}), before_layer=print)
+
+
+def test_a_driver_acts_around_each_layer_of_its_own():
+    runner, graph = small_graph(by_layer=True)
+    runner.step({0: [1, 2]})
+    seen = []
+    graph.run(*runner.decodes({0: [1]}), before_layer=lambda i: seen.append(-i), after_layer=seen.append)
+    assert seen == [0, 0, -1, 1, -2, 2, -3, 3]
+
+
+def test_one_copy_brings_a_step_and_tables_that_stay_are_not_written_again(monkeypatch):
+    runner, graph = small_graph()
+    runner.step({0: list(range(40)), 1: list(range(9))})
+    copied, copy = [], torch.Tensor.copy_
+
+    def counted(target, source, **named):
+        if target.dtype == torch.int32:
+            copied.append(source.numel())
+        return copy(target, source, **named)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    tokens, lengths, tables = runner.decodes({0: [1], 1: [2]})
+    graph.run(tokens, lengths, tables)
+    # Token, length, position and slot of two sequences, and three blocks of each.
+    assert copied == [4 * 2 + 3 * 2]
+    staged = graph._staged_for.tables
+    with torch.inference_mode():
+        staged.fill_(7)
+    graph.run(tokens, lengths, [tables[0], tables[1].copy()])
+    assert staged[:3, 0, 0].tolist() == [7, 7, 7]
+    assert staged[:1, 0, 1].tolist() == tables[1][0].tolist()
+
+
+def test_an_iteration_without_tokens_waits_for_the_device(monkeypatch):
+    """Else it would seem to end when the last of its kernels was launched, and so early that the next is charged."""
+    waited, plans = [], []
+    monkeypatch.setattr(backend, "finish", waited.append)
+    policy = POLICIES["vllm-recompute"]()
+    sizes = limits(60, block_size=4, max_model_len=64, seqs=6, chunked=True, tokens=8)
+    served = live.serve(policy, requests((0.0, 30, 3)), sizes)
+    plans = [plan for plan, _, _ in served.plans]
+    without = [plan for plan in plans if plan.chunks and sum(plan.chunks[0][1:3]) < 30]
+    assert len(without) == len(waited) == 3 and len(plans) == 6
 
 
 @pytest.mark.parametrize(
@@ -139,7 +198,10 @@ def test_sizes_are_vllms(most, sizes):
     assert capture_sizes(most) == sizes
 
 
-def test_sizes_end_at_256():
-    assert capture_sizes(256) == capture_sizes(1000) == [1, 2, 4, *range(8, 257, 8)]
+def test_sizes_end_at_512_and_the_engines_profile_has_them_all():
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert capture_sizes(512) == capture_sizes(1000) == sizes
+    assert capture_sizes(257)[-2:] == [256, 272]
+    assert list(load_engine_profile(OURS).graph_batch_sizes) == sizes
     with pytest.raises(ValueError, match="max_num_seqs 0"):
         capture_sizes(0)

@@ -178,11 +178,11 @@ class TestDecoder:
         runner.step(prompts)
         for new in ({0: [1], 1: [2], 2: [3]}, {1: [4]}, {2: [5], 0: [6]}):
             expected = reference.step(new)
-            batch = runner.batch(new)
+            decodes = runner.decodes(new)
             free = runner.pool.data[runner.pool._ids._free].clone()
             with monkeypatch.context() as patch:
                 patch.setattr(backend, "uses_triton", lambda tensor: True)
-                logits = graph.run(torch.tensor([tokens[0] for tokens in new.values()]), batch)
+                logits = graph.run(*decodes)
             for row, seq in zip(logits, new, strict=True):
                 torch.testing.assert_close(row, expected[seq][0], atol=2e-5, rtol=0)
             assert torch.equal(runner.pool.data[runner.pool._ids._free], free)

@@ -277,6 +277,11 @@ def test_our_own_engine_takes_the_host_time_that_its_calibration_found():
     ours = engine.measured_by(measured)
     assert (ours.value("host_base_s"), ours.constants["host_base_s"].status) == (0.003, "measured")
     assert ours.content_hash != engine.content_hash
+    assert ours.value("host_s_per_sequence") == 0.0
+    each = Constant(4e-6, 1e-8, "s/sequence", "fitted jointly")
+    both = msgspec.structs.replace(measured, constants={**measured.constants, "step_s_per_sequence": each})
+    assert engine.measured_by(both).host_time().added_s(64) == pytest.approx(0.003 + 64 * 4e-6)
+    assert "host_s_per_sequence" not in engine.measured_by(both).assumed
     # Another engine's host time is not ours.
     other = load_engine_profile("vllm-v1")
     assert other.measured_by(measured) is other

@@ -1,0 +1,20 @@
+"""Which batch sizes of decodes are captured as CUDA graphs."""
+
+LARGEST_CAPTURE = 512
+SMALL_SIZES = (1, 2, 4)
+CAPTURE_STEP = 8
+COARSE_FROM, COARSE_STEP = 256, 16
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, as vLLM does: 1, 2, 4, multiples of 8 below 256 and of 16 from there on, until one holds
+    `max_num_seqs`; 512 at most.
+
+    ValueError unless `max_num_seqs` is positive.
+    """
+    if max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs {max_num_seqs}: must be positive")
+    coarse = range(COARSE_FROM, LARGEST_CAPTURE + 1, COARSE_STEP)
+    sizes = [*SMALL_SIZES, *range(CAPTURE_STEP, COARSE_FROM, CAPTURE_STEP), *coarse]
+    enough = next((i for i, size in enumerate(sizes) if size >= max_num_seqs), len(sizes) - 1)
+    return sizes[: enough + 1]
