@@ -10,7 +10,7 @@ from sim.cost.host import after_host_s, run_beside_host
 from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
 from sim.cost.model import CostModel, LayerWork, run_s, steps_until
 from sim.engine.layers import SEND_BUFFER_LAYERS
-from sim.engine.plan import Direction, IterationPlan, Move, Rebuilt, Restore, StepTimes, Tier, make_times
+from sim.engine.plan import D2H, H2D, Direction, IterationPlan, Move, Rebuilt, Restore, StepTimes, Tier, make_times
 
 EndsAt = Callable[[Collection[Move]], float]
 FinishAt = Callable[[float, Move], None]
@@ -50,7 +50,7 @@ class Lanes:
 
     def of(self, direction: Direction) -> Lane:
         """The PCIe lane of a direction."""
-        return self.d2h if direction is Direction.D2H else self.h2d
+        return self.d2h if direction is D2H else self.h2d
 
     def of_move(self, move: Move) -> Lane:
         """The lane that a copy of this engine takes."""
@@ -154,9 +154,9 @@ class Pricer:
         lanes = self.lanes
         start_s = now_s
         if plan.swapped_out_blocks:
-            start_s = lanes.d2h.reserve(now_s, self.copy_s(plan.swapped_out_blocks, Direction.D2H), "swap out")
+            start_s = lanes.d2h.reserve(now_s, self.copy_s(plan.swapped_out_blocks, D2H), "swap out")
         if plan.swapped_in_blocks:
-            start_s = lanes.h2d.reserve(start_s, self.copy_s(plan.swapped_in_blocks, Direction.H2D), "swap in")
+            start_s = lanes.h2d.reserve(start_s, self.copy_s(plan.swapped_in_blocks, H2D), "swap in")
         for restore in plan.mixed_restores:
             start_s = self._restore(restore, start_s)
         return start_s
@@ -239,24 +239,22 @@ class Pricer:
         """Seconds of the copies in and out between the layers, alone on their lanes."""
         read = sum(streamed.num_read for streamed in plan.streamed)
         written = sum(streamed.num_written for streamed in plan.streamed)
-        out_s = self.copy_s(written, Direction.D2H) if written else 0.0
-        return self.copy_s(read, Direction.H2D), out_s
+        out_s = self.copy_s(written, D2H) if written else 0.0
+        return self.copy_s(read, H2D), out_s
 
     def _send_behind(self, plan: IterationPlan, start_s: float, compute_s: float, stretch: float) -> float:
         """Layers of the prefills leave for the host while later layers compute (LayerKV section 3.1.2)."""
         lane, layers, sent = self.lanes.d2h, self.layers, plan.behind_groups
-        num_bytes = plan.behind_blocks * self.unit_bytes
-        copies = self.cost.num_copies(plan.behind_blocks, self.unit_layers)
-        layer = self.cost.layer_s(LayerWork(1, compute_s / layers, d2h_bytes=num_bytes, d2h_copies=copies))
-        copy_s = layer.d2h_s * stretch
+        layer_s = compute_s / layers
+        copy_s = self.copy_s(plan.behind_blocks, D2H) * stretch
         per_layer_s = copy_s / sent
         wait_s = lane.free_s - start_s
         if max(per_layer_s, wait_s) * layers > compute_s:
             # Else every copy ends before the next layer does, and nothing waits.
             compute_s = pipelined_s(compute_s, layers, sent, per_layer_s, wait_s, SEND_BUFFER_LAYERS)
-        end_s = lane.reserve(start_s + layer.compute_s, copy_s, "offload behind prefill")
+        end_s = lane.reserve(start_s + layer_s, copy_s, "offload behind prefill")
         # The last layer's copy cannot start before the layer is computed.
-        last_s = start_s + compute_s - compute_s / layers + per_layer_s
+        last_s = start_s + compute_s - layer_s + per_layer_s
         if last_s > end_s:
             lane.free_s = end_s = last_s
         for move in plan.behind:
@@ -280,7 +278,7 @@ class Pricer:
                 at_s += record.lookup_s
         at_s += compute_s
         if plan.behind:
-            copy_s = self.copy_s(plan.behind_blocks, Direction.D2H)
+            copy_s = self.copy_s(plan.behind_blocks, D2H)
             at_s = lanes.d2h.reserve(at_s, copy_s, "offload behind prefill")
             for move in plan.behind:
                 if move.is_reported:
@@ -299,8 +297,8 @@ class Pricer:
         blocks = plan.behind_blocks + sum(move.num_blocks for move in plan.beside if not move.uses_disk)
         blocks += sum(streamed.num_read + streamed.num_written for streamed in plan.streamed)
         moved = blocks * self.unit_bytes
-        unit_s = cost.copy_s(min(self.copy_unit_bytes, moved), 1, Direction.D2H)
-        copies_s = cost.copy_s(moved, max(1, int(moved / self.copy_unit_bytes)), Direction.D2H)
+        unit_s = cost.copy_s(min(self.copy_unit_bytes, moved), 1, D2H)
+        copies_s = cost.copy_s(moved, max(1, int(moved / self.copy_unit_bytes)), D2H)
         waiting = cost.num_all_reduces * min(1.0, copies_s / compute_s)
         return compute_s + waiting * unit_s / 2, stretch
 

@@ -11,8 +11,8 @@ from sim.engine.batch import DecodeBatch
 from sim.engine.decisions import DecisionLog
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Counters, Deployment, Limits
-from sim.engine.plan import Change, IterationPlan, Move, PrefillChunk, StepTimes, Tier
-from sim.engine.sequence import Sequence, Status
+from sim.engine.plan import PEER, Change, IterationPlan, Move, PrefillChunk, StepTimes, Tier
+from sim.engine.sequence import FINISHED, PARKED, RUNNING, Sequence, Status
 from sim.engine.windowed_batch import WindowedBatch
 from sim.parts.base import Admission, Eviction, Memory, Order, Part, Stage, overrides
 from sim.parts.batching.base import Batching
@@ -248,7 +248,7 @@ class Scheduler:
 
     def transfer_done(self, move: Move) -> None:
         """A copy beside or behind the computation, or between engines, ended."""
-        if move.source is Tier.PEER or move.target is Tier.PEER:
+        if move.source is PEER or move.target is PEER:
             self.stage.migrated(move)
             return
         self.memory.transfer_done(move)
@@ -327,20 +327,20 @@ class Scheduler:
             self.memory.place(seq, self.admission.keep_free)
         if self._admitted is not None:
             self._admitted(seq)
-        seq.status = Status.RUNNING
+        seq.status = RUNNING
         if seq.first_scheduled_s < 0.0:
             seq.first_scheduled_s = now_s
 
     def join(self, seq: Sequence, *, first: bool = False, num_hosted: int = 0) -> None:
         """`seq` decodes from the next step on, `num_hosted` of its layer groups from the host."""
-        seq.status = Status.RUNNING
+        seq.status = RUNNING
         self.batch.add(seq, first=first, num_hosted=num_hosted)
         for joined in self._joined:
             joined(seq)
 
     def park(self, seq: Sequence) -> None:
         """`seq`, prefilled and in no batch, waits for something else than its turn."""
-        seq.status = Status.PARKED
+        seq.status = PARKED
         for parked in self._parked:
             parked(seq)
 
@@ -390,7 +390,7 @@ class Scheduler:
         self._finish(seq, end_s)
 
     def _finish(self, seq: Sequence, end_s: float) -> None:
-        seq.status = Status.FINISHED
+        seq.status = FINISHED
         seq.finish_s = end_s
         self.finished.append(seq)
 

@@ -21,6 +21,10 @@ class Status(Enum):
     IGNORED = "ignored"
 
 
+# For the hot path, as those of `sim.engine.plan`.
+RUNNING, PARKED, PROMOTING = Status.RUNNING, Status.PARKED, Status.PROMOTING
+FINISHED, IGNORED = Status.FINISHED, Status.IGNORED
+
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     # Admitted, also to finish with its first token; or refused for ever.
     Status.WAITING: frozenset({Status.RUNNING, Status.IGNORED}),

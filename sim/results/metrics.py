@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.engine.itl import GapStatistics
-from sim.engine.sequence import Sequence, Status
+from sim.engine.sequence import IGNORED, Sequence
 from sim.errors import UserError
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
@@ -148,7 +148,7 @@ class RequestLog:
             self.ended_at[where[0]] += 1
         if arrival_s < self.first_arrival_s:
             self.first_arrival_s = arrival_s
-        if seq.status is Status.IGNORED or seq.error:
+        if seq.status is IGNORED or seq.error:
             self._ignore(seq, where)
             return
         front_end_s, num_output = self.front_end_s, seq.num_generated

@@ -48,8 +48,17 @@ class SlackAdmission(Watermark):
         return self.memory.fits(seq, self.keep_free) and not self.delays(seq)
 
     def delays(self, seq: Sequence) -> bool:
+        """Eq. 2 is violated."""
         prefill_s = self._admitted_s + self.prefill_s(seq.num_tokens)
-        if self._is_within_slack(prefill_s):
+        if self._least_s is None:
+            batch, now_s = self.batch, self.scheduler.now_s
+            tpot_s = self._last_tpot_s
+            if tpot_s is None:
+                cost = self.scheduler.deployment.cost
+                tpot_s = cost.decode_steps(max(1, len(batch)), batch.context_tokens, batch.windowed)[0]
+            if not self.book.is_blocked(prefill_s, now_s, tpot_s, batch.step):
+                self._least_s = self.book.least_s(prefill_s, now_s, tpot_s, batch.step)
+        if self._least_s is not None and prefill_s < self._least_s:
             return False
         self._refused_s = prefill_s
         return True
@@ -60,20 +69,6 @@ class SlackAdmission(Watermark):
 
     def admitted(self, seq: Sequence) -> None:
         self._admitted_s += self.prefill_s(seq.num_tokens)
-
-    def _is_within_slack(self, prefill_s: float) -> bool:
-        """Eq. 2."""
-        least_s = self._least_s
-        if least_s is None:
-            batch, now_s = self.batch, self.scheduler.now_s
-            tpot_s = self._last_tpot_s
-            if tpot_s is None:
-                cost = self.scheduler.deployment.cost
-                tpot_s = cost.decode_steps(max(1, len(batch)), batch.context_tokens, batch.windowed)[0]
-            if self.book.is_blocked(prefill_s, now_s, tpot_s, batch.step):
-                return False
-            least_s = self._least_s = self.book.least_s(prefill_s, now_s, tpot_s, batch.step)
-        return prefill_s < least_s
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """Slack changes with time: as long as one who blocks is sure to go on blocking."""

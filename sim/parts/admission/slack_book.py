@@ -77,12 +77,10 @@ class SlackBook:
 
         If it blocks prefills of `prefill_s`, the nearest to blocking are remembered as witnesses.
         """
-        size = self._size
-        if not size:
-            return inf
-        left = self._left[:size] - self._stepping[:size] * step
+        # Slots that nobody has are infinitely slack.
+        left = self._left - self._stepping * step
         slack = left * -tpot_s
-        slack += self._base_s[:size]
+        slack += self._base_s
         if not self.lengths_known and np.minimum.reduce(left) < 1.0:
             # Past its lower bound a request still expects one token, and every token it has earned it time.
             slack += (tpot_s - self.tpot_slo_s) * np.minimum(left - 1.0, 0.0)
@@ -92,8 +90,8 @@ class SlackBook:
         if least_s < 0.0 and self.drop_irrecoverable:
             return inf
         if least_s <= prefill_s:
-            near = np.flatnonzero((slack >= self.floor_s) & (slack <= prefill_s + WITNESS_WINDOW_S))
-            self._witnesses = near[np.argsort(slack[near])][:WITNESSES].tolist()
+            near = ((slack >= self.floor_s) & (slack <= prefill_s + WITNESS_WINDOW_S)).nonzero()[0]
+            self._witnesses = near[slack[near].argsort()][:WITNESSES].tolist()
         else:
             self._witnesses.clear()
         return least_s

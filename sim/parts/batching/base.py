@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.decisions import DecisionLog
-from sim.engine.plan import IterationPlan, Origin, PrefillChunk, Tier
+from sim.engine.plan import ADMITTED, IterationPlan, Origin, PrefillChunk, Tier
 from sim.engine.sequence import Sequence
 from sim.parts.base import Eviction, Part, overrides
 
@@ -94,7 +94,7 @@ class Batching(Part, ABC):
             elif 0 < num_new <= budget and num_seqs < max_num_seqs and admission.admits(seq):
                 order.pop()
                 self.scheduler.start(seq, now_s)
-                plan.add_chunk(seq, num_new, Origin.ADMITTED)
+                plan.add_chunk(seq, num_new, ADMITTED)
                 budget -= num_new
                 num_seqs += 1
                 most -= 1

@@ -5,11 +5,12 @@ copied out and missing ones back in, beside the computation. `copies_of` counts 
 """
 
 from collections.abc import Callable
+from itertools import filterfalse
 from typing import ClassVar
 
 from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Move, Streamed, Tier, make_place, make_release
+from sim.engine.plan import GPU, HOST, IterationPlan, Move, Streamed, Tier, make_place, make_release
 from sim.engine.sequence import Sequence
 from sim.parts.base import Memory
 
@@ -46,29 +47,25 @@ class LayerBlocks(Memory):
         return self.limits.num_gpu_blocks - -(-seq.num_tokens // self.block_size) >= keep_free
 
     def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.ever_fits(seq, keep_free) and self.layers_to_keep(seq, keep_free) is not None
+        return self.layers_to_keep(seq, keep_free) is not None and self.ever_fits(seq, keep_free)
 
     def layers_to_keep(self, seq: Sequence, keep_free: int) -> int | None:
         """As many layers as memory has to spare, at least Eq. 4's x; None if not even those fit now."""
         layers, free = self.num_groups, self.gpu.free
         blocks = -(-seq.num_tokens // self.block_size)
-        within = free - keep_free * layers
-        kept = minimum = self.minimum_layers(seq.num_tokens)
-        if (minimum + min(SEND_BUFFER_LAYERS, layers - minimum)) * blocks > within:
+        most = (free - keep_free * layers) // blocks
+        # Beside layers that leave, their send buffer has to fit.
+        most = layers if most >= layers else most - SEND_BUFFER_LAYERS
+        kept = self.minimum_layers(seq.num_tokens)
+        if kept > most:
             return None
         if not self.scheduler.stage.has_parked:
-            spare = free - self.scheduler.eviction.headroom()
-            kept = max(minimum, min(layers, spare // blocks))
-        while kept <= layers:
-            buffer = min(SEND_BUFFER_LAYERS, layers - kept)
-            if (kept + buffer) * blocks > within:
-                kept = max(minimum, min(kept - 1, within // blocks - buffer))
-                continue
-            if (layers - kept) * blocks <= self.host.free:
-                return kept
-            # A full host leaves only the GPU, all of it.
-            return layers if layers * blocks <= within else None
-        return None
+            spare = (free - self.scheduler.eviction.headroom()) // blocks
+            kept = max(kept, min(spare, most))
+        if (layers - kept) * blocks <= self.host.free:
+            return kept
+        # A full host leaves only the GPU, all of it.
+        return layers if most == layers else None
 
     def place(self, seq: Sequence, keep_free: int) -> None:
         kept = self.layers_to_keep(seq, keep_free)
@@ -101,7 +98,7 @@ class LayerBlocks(Memory):
         freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if is_last else 0
         if is_last:
             self._note_copy(seq, freed)
-        plan.behind += (Move(seq, leaving, cached, cached + num_new, Tier.GPU, Tier.HOST, moved, freed, is_last),)
+        plan.behind += (Move(seq, leaving, cached, cached + num_new, GPU, HOST, moved, freed, is_last),)
         plan.behind_blocks += moved
         if layers > plan.behind_groups:
             plan.behind_groups = layers
@@ -142,7 +139,7 @@ class LayerBlocks(Memory):
         staying, leaving = split_evenly(groups, len(groups) - layers)
         self.groups_on_gpu[seq] = staying
         self._note_copy(seq, blocks)
-        self.scheduler.beside.append(self._whole(seq, leaving, Tier.GPU, Tier.HOST, blocks, blocks))
+        self.scheduler.beside.append(self._whole(seq, leaving, GPU, HOST, blocks, blocks))
         return blocks
 
     def offload_now(self, seq: Sequence, plan: IterationPlan) -> None:
@@ -151,20 +148,17 @@ class LayerBlocks(Memory):
         self.gpu.release(blocks)
         self.host.allocate(blocks)
         self.groups_on_gpu[seq] = ()
-        self.scheduler.changes.append(
-            self._whole(seq, groups, Tier.GPU, Tier.HOST, blocks, 0)._replace(is_reported=False)
-        )
+        self.scheduler.changes.append(self._whole(seq, groups, GPU, HOST, blocks, 0)._replace(is_reported=False))
         plan.swapped_out_blocks += blocks
         self.scheduler.counters.swap_out_blocks += seq.num_blocks
 
     def bring_in(self, seq: Sequence) -> int:
-        there = set(self.groups_on_gpu[seq])
-        missing = tuple(group for group in self.all_groups if group not in there)
+        missing = tuple(filterfalse(set(self.groups_on_gpu[seq]).__contains__, self.all_groups))
         self.arriving[seq] = None
         blocks = len(missing) * seq.num_blocks
         self.gpu.allocate(blocks)
         self._note_copy(seq, 0)
-        self.scheduler.beside.append(self._whole(seq, missing, Tier.HOST, Tier.GPU, blocks, 0))
+        self.scheduler.beside.append(self._whole(seq, missing, HOST, GPU, blocks, 0))
         return blocks
 
     def _whole(
@@ -177,7 +171,7 @@ class LayerBlocks(Memory):
         left = self.copies_of.pop(seq) - 1
         if left:
             self.copies_of[seq] = left
-        if move.target is Tier.HOST:
+        if move.target is HOST:
             self.releasing -= move.num_freed
             self.gpu.release(move.num_freed)
         else:

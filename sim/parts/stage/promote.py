@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.plan import Move, Tier
-from sim.engine.sequence import Sequence, Status
+from sim.engine.plan import GPU, Move, Tier
+from sim.engine.sequence import IGNORED, PROMOTING, Sequence
 from sim.errors import UserError
 from sim.parts.base import Stage
 from sim.parts.memory.layer_blocks import LayerBlocks
@@ -113,7 +113,7 @@ class Promote(Stage):
             if self.gpu.free - missing < scheduler.eviction.headroom() and not (idle and self._make_room(seq, missing)):
                 return
             idle = False
-            if seq.status is not Status.IGNORED:
+            if seq.status is not IGNORED:
                 seats -= seq not in self.streaming
                 self._start_promotion(seq)
 
@@ -179,12 +179,12 @@ class Promote(Stage):
             self.scheduler.park(seq)
         else:
             self.unpark(seq)
-        seq.status = Status.PROMOTING
+        seq.status = PROMOTING
         self.promoting[seq] = None
         self.tally["promoted"] += 1
         self.tally["promoted_layer_blocks"] += self.blocks.bring_in(seq)
 
     def transferred(self, move: Move) -> None:
-        if move.target is Tier.GPU:
+        if move.target is GPU:
             del self.promoting[move.seq]
             self.scheduler.join(move.seq)
