@@ -10,6 +10,8 @@ from functools import partial
 from math import inf
 from typing import NamedTuple, cast
 
+import msgspec
+
 from sim.engine.sequence import Sequence
 
 
@@ -222,40 +224,39 @@ make_release = cast(Callable[[tuple[Sequence]], Release], partial(tuple.__new__,
 make_times = cast(Callable[[tuple[int, float, float, float, float, int]], StepTimes], partial(tuple.__new__, StepTimes))
 
 
-class IterationPlan:
+class IterationPlan(msgspec.Struct, eq=False):
     """One iteration, or `max_steps` decode iterations that nothing can tell apart.
 
     Sums are what prices need (tokens; `prefill_pairs` counts query-context pairs, `prefill_squares` is the sum of
     squared chunk lengths); the sequences themselves are what execution needs.
     """
 
-    # Defaults live on the class: most iterations change few of them, and a plan is made for each.
     chunks: tuple[PrefillChunk, ...] = ()
-    prefill_tokens = 0
-    prefill_pairs = 0
-    prefill_squares = 0
-    num_sampled_prefills = 0
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    prefill_squares: int = 0
+    num_sampled_prefills: int = 0
     decodes: Collection[Sequence] = ()
     """Who takes a token, in order. The batch's own members where all do: read it before the plan is committed."""
-    num_decodes = 0
-    num_single_chunks = 0
+    num_decodes: int = 0
+    num_single_chunks: int = 0
     """Chunks of one generated token that sample nothing: a computation like a decode's, and priced as one."""
-    decode_context_tokens = 0
+    decode_context_tokens: int = 0
     """Context lengths of `decodes` and single chunks in all, the tokens being fed included."""
     decode_window: WindowTokens | None = None
     """The same in layers with a sliding window; None where the model has none."""
-    decode_shared_tokens = 0
+    decode_shared_tokens: int = 0
     """Of `decode_context_tokens`, those read together with another decode's: each sharer's but the first."""
-    max_steps = 1
-    until_s = inf
+    max_steps: int = 1
+    until_s: float = inf
     """A jump ends at the first boundary at or after this time: then some part has something to decide."""
-    cut_on_arrival = True
+    cut_on_arrival: bool = True
     """False where a jump may run through arrivals: whoever is refused now stays refused, and nobody can overtake."""
     changes: tuple[Change, ...] = ()
     """What happens to blocks before the computation, in the order in which it was decided. Moves and Restores are
     copied on the computation's own stream (vLLM 0.5.5's swap)."""
-    swapped_out_blocks = 0
-    swapped_in_blocks = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
     """Pool blocks that the Moves and Restores of `changes` copy."""
     mixed_restores: tuple[Restore, ...] = ()
     """Those Restores that compute as well as copy; their blocks are not in `swapped_in_blocks`."""
@@ -267,9 +268,9 @@ class IterationPlan:
     """Copies, under way or among `beside`, that the computation waits for; then those `beside` start before it."""
     behind: tuple[Move, ...] = ()
     """KV of the prefills that leaves for the host, layer by layer, while later layers compute."""
-    behind_groups = 0
+    behind_groups: int = 0
     """Most layer groups that one of the prefills sends out."""
-    behind_blocks = 0
+    behind_blocks: int = 0
     pulled: tuple[Move, ...] = ()
     """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
     streamed: tuple[Streamed | Rebuilt, ...] = ()

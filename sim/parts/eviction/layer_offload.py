@@ -70,15 +70,15 @@ class LayerOffload(Recompute):
 
     # -- what the forecast keeps free ----------------------------------------------------------------------------------
 
-    def threshold(self) -> int:
+    def _threshold(self, members: int) -> int:
         """Layer-blocks that the forecast wants free: one a member, or its share of the pool."""
-        size = len(self.batch.members)
-        return size if size > self._floor else self._floor
+        return members if members > self._floor else self._floor
 
     def headroom(self) -> int:
         """The threshold, and the most that the forecast may see allocated if one more sequence joins."""
-        joining = len(self.batch.members) + len(self.parking.promoting) + 1
-        return self.threshold() + joining * self._growth_per_sequence
+        members = len(self.batch.members)
+        joining = members + len(self.parking.promoting) + 1
+        return self._threshold(members) + joining * self._growth_per_sequence
 
     # -- Eq. 5 -------------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class LayerOffload(Recompute):
         self._short_at = 0
         members = len(self.batch.members)
         if members:
-            available = self.gpu.free + self.blocks.releasing - self.threshold()
+            available = self.gpu.free + self.blocks.releasing - self._threshold(members)
             if available < members * self._growth_per_sequence:
                 self._forecast(available)
 
@@ -153,25 +153,31 @@ class LayerOffload(Recompute):
                 if seq not in copies:
                     shortage -= self.parking.offload(seq, -(-len(groups[seq]) // share))
         batch, host = self.batch, self.host
-        if host.free <= self._full_at:
-            return
         fits_none = True
+        if shortage <= 0 or host.free <= self._full_at or self._nobody_else_fits():
+            return
         for seq in list(reversed(batch.members)):
-            if shortage <= 0 or len(batch.members) == 1 or host.free < self.layers:
-                return
             kept = len(groups[seq])
             if not kept or seq in copies:
                 fits_none = False
                 continue
             blocks = batch.num_blocks_of(seq)
             half = -(-kept // 2)
-            fits_none = fits_none and half * blocks > host.free
+            if half * blocks > host.free:
+                continue
+            fits_none = False
             layers = half if half * blocks >= shortage else kept
             if layers * blocks <= host.free:
                 self._park_member(seq)
                 shortage -= self.parking.offload(seq, layers)
+                if shortage <= 0 or self._nobody_else_fits():
+                    return
         if fits_none:
             self._full_at = host.free
+
+    def _nobody_else_fits(self) -> bool:
+        """The host has no room for a block of every layer, or only one sequence is left, which goes on."""
+        return self.host.free < self.layers or len(self.batch.members) == 1
 
     def _park_member(self, seq: Sequence) -> None:
         """A decoding sequence is parked; it was here before all that wait, so it stands first among them."""
@@ -184,16 +190,18 @@ class LayerOffload(Recompute):
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """No further than the forecast is sure to find enough, or as long as it is short and nothing can be done."""
-        batch, horizon = self.batch, self.horizon
+        batch, horizon, members = self.batch, self.horizon, len(self.batch.members)
         if self._short_at:
             return steps if self._stays_short() else 1
         # The first iteration's blocks are taken already.
-        available = self.gpu.free + self.blocks.releasing - self.threshold() + batch.blocks_needed(1) * self.layers
+        available = (
+            self.gpu.free + self.blocks.releasing - self._threshold(members) + batch.blocks_needed(1) * self.layers
+        )
         spare = available // self.layers
         if self.one_block_a_step:
-            spare -= len(batch.members) * horizon
+            spare -= members * horizon
             horizon = 0
-        if spare // len(batch.members) * batch.block_size - horizon >= steps:
+        if spare // members * batch.block_size - horizon >= steps:
             return steps
         if self.lengths_known and not self.one_block_a_step:
             return self._enough_for(available, steps)
@@ -201,10 +209,10 @@ class LayerOffload(Recompute):
 
     def _stays_short(self) -> bool:
         """Whether every forecast until somebody ends will be short, and no layer of anybody fits on the host."""
-        batch, host = self.batch, self.host
+        batch = self.batch
         if not self.lengths_known or self.one_block_a_step or self._short_at > batch.step + batch.steps_to_finish():
             return False
-        return host.free <= self._full_at or host.free < self.layers or len(batch.members) == 1
+        return self.host.free <= self._full_at or self._nobody_else_fits()
 
     def _enough_for(self, available: int, steps: int) -> int:
         """After how many iterations, 1 to `steps`, the first forecast may be short: Eq. 5 from today's lengths.
