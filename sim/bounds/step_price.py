@@ -79,15 +79,15 @@ def _linear(cost: LinearCost) -> LinearPrice:
 def _tangents(cost: RooflineCost) -> list[LinearPrice]:
     base_s, sequence_s = _host(cost)
     found = []
-    for (linear_c, linear_m), (head_c, head_m), growing in product(
-        tangents(cost.exponent, LINEAR_TANGENTS), tangents(cost.exponent, HEAD_TANGENTS), (0.0, 1.0)
+    linear, head = tangents(cost.linear_exponent, LINEAR_TANGENTS), tangents(cost.exponent, HEAD_TANGENTS)
+    for (linear_c, linear_m), (head_c, head_m), growing, (reduce_s, reduced_s) in product(
+        linear, head, (0.0, 1.0), cost.least_all_reduces()
     ):
         elementwise_s = growing * cost.elementwise_s_per_token
         token_s = linear_c * cost.linear_s_per_token + linear_m * cost.activations_s_per_token + elementwise_s
         weights_s = cost.linear_weights_s - cost.routed_weights_s * cost.idle_share
-        reduced_s = cost.num_all_reduces * cost.all_reduced_s_per_token
         fixed_s = linear_m * weights_s + (1.0 - growing) * cost.elementwise_least_s + cost.overhead_s + base_s
-        fixed_s += head_m * cost.head_weights_s + cost.num_all_reduces * cost.all_reduce_fixed_s
+        fixed_s += head_m * cost.head_weights_s + reduce_s
         head_s = head_c * cost.head_s_per_sample + head_m * cost.logits_s_per_sample
         found.append(
             LinearPrice(

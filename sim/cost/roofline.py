@@ -135,7 +135,8 @@ class RooflineCost(CostModel):
         points = (profile.all_reduce or {}).get(str(tp))
         token_bytes = model.hidden_size * ACTIVATION_BYTES
         # By tokens, as far as they were measured.
-        self.all_reduce = grid_of((size / token_bytes, seconds) for size, seconds in points) if points else None
+        self.all_reduce_points = [(size / token_bytes, seconds) for size, seconds in points or ()]
+        self.all_reduce = grid_of(self.all_reduce_points) if points else None
         self.all_reduced_s_per_token = ring / value("allreduce_bytes_per_s")
         self.all_reduce_chunk_s = value("allreduce_chunk_s")
         self.all_reduce_fixed_s = value("allreduce_launch_s") + 2 * (tp - 1) * value("allreduce_latency_s")
@@ -265,8 +266,7 @@ class RooflineCost(CostModel):
 
     def prefill_s(self, prompt_tokens: int) -> float:
         seconds = self._prompt_s(prompt_tokens) + self.overhead_s + self.head_s(1)
-        seconds += 0.0 if self.host is None else self.host.added_s(1)
-        return seconds + self.all_reduce_s(prompt_tokens)
+        return seconds + self.added_host_s(1) + self.all_reduce_s(prompt_tokens)
 
     def _prompt_s(self, num_tokens: int) -> float:
         """Linear layers and attention of a prompt alone."""
@@ -302,6 +302,20 @@ class RooflineCost(CostModel):
         moved_s = self.all_reduced_s_per_token * num_tokens
         pipelined_s = moved_s + 2 * sqrt(self.all_reduce_chunk_s * moved_s)
         return self.num_all_reduces * (self.all_reduce_fixed_s + pipelined_s)
+
+    def least_all_reduces(self) -> list[tuple[float, float]]:
+        """Straight lines below `all_reduce_s`: seconds of an iteration, and of each of its tokens."""
+        count = self.num_all_reduces
+        if self.all_reduce is None or not count:
+            return [(count * self.all_reduce_fixed_s, count * self.all_reduced_s_per_token)]
+        points = self.all_reduce_points
+        # Through zero, and through the least seconds at the fewest tokens, where that is not below zero.
+        lines = [(0.0, min(s / n for n, s in points))]
+        first, least_s = points[0][0], min(s for _, s in points)
+        slope_s = min((s - least_s) / (n - first) for n, s in points[1:]) if points[1:] else 0.0
+        if least_s >= slope_s * first:
+            lines.append((least_s - slope_s * first, slope_s))
+        return [(count * fixed_s, count * s_per_token) for fixed_s, s_per_token in lines]
 
 
 def projection_flops(model: ModelSpec) -> float:

@@ -17,6 +17,7 @@ from sim.cost.model import ridge
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence
 from sim.results.metrics import Goodput
+from sim.specs.models import load_model
 from sim.systems import POLICIES
 from sim.systems.mixing import HAND_OVER
 from traces.request import Request
@@ -84,6 +85,9 @@ MACHINES = {
     "linear, host": lambda: linear_machine(host=Host(0.004, 1e-4, False)),
     "l20": lambda: roofline_machine("l20", 1.0),
     "h100, imported": lambda: roofline_machine("h100", 1.0, tp=2),
+    "h100, FP8": lambda: roofline_machine(
+        "h100", 1.0, tp=8, model=load_model("llama-3.1-70b").with_weights_of(1.0, "fp8")
+    ),
 }
 
 
@@ -105,7 +109,7 @@ def test_no_iteration_is_cheaper_than_its_linear_prices(name, prompts, contexts)
     plan.num_decodes, plan.decode_context_tokens = len(contexts), sum(contexts)
     if not prompts and not contexts:
         return
-    host_s = cost.host.added_s(len(prompts) + len(contexts)) if cost.host else 0.0
+    host_s = cost.added_host_s(len(prompts) + len(contexts))
     for price in step_prices(cost):
         assert price.least_s(plan, attention_s) <= (cost.iteration_s(plan) + host_s) * (1 + 1e-9)
 

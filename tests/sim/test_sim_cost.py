@@ -131,6 +131,19 @@ def test_all_reduces_measured_are_interpolated_by_bytes() -> None:
     assert RooflineCost(model, hardware, profile, 1).all_reduce_s(24) == 0.0
 
 
+@pytest.mark.parametrize("gpu", ["a100-80g", "h100", "h200", "l40s"])
+def test_straight_lines_below_all_reduces_touch_them(gpu: str) -> None:
+    """Of an iteration that decodes: the launch of the least; of a long prompt: the best rate."""
+    cost = cost_of(RooflineCost, "llama-3.1-8b", gpu, 2)
+    assert cost.all_reduce is not None
+    tokens = [1, 2, 3, 7, 50, 333, 2000, 8192, 40_000]
+    lines = cost.least_all_reduces()
+    for n in tokens:
+        below = max(fixed_s + n * s_per_token for fixed_s, s_per_token in lines)
+        assert 0.3 * cost.all_reduce_s(n) < below <= cost.all_reduce_s(n) * (1 + 1e-12)
+    assert len(lines) == 2
+
+
 def lanes_after(model: str, tp: int, unit_bytes: float) -> tuple[Lanes, float]:
     """One prefill of 2,000 tokens with every layer offloaded: its lanes and its duration, s."""
     spec = load_model(model)
