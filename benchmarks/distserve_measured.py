@@ -158,7 +158,7 @@ def with_blocks(setup: Setup) -> Setup:
     blocks = KV_BLOCKS[setup.tp * setup.pp] // setup.pp
     assert isinstance(setup.cost, LinearCost)
     if setup.scenario.prefill_replicas:
-        setup.cost.host_base_s, setup.cost.host_s_per_token = (ms / 1e3 for ms in OVERHEAD_MS)
+        setup.cost.prelude_base_s, setup.cost.prelude_s_per_token = (ms / 1e3 for ms in OVERHEAD_MS)
     return replace(setup, limits=replace(setup.limits, num_gpu_blocks=blocks), decode=decode)
 
 

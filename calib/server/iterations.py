@@ -126,8 +126,7 @@ def _middle(seconds: list[float]) -> list[float]:
 
 def _plan_s(cost: CostModel, plan: IterationPlan) -> float:
     """An iteration with the host's part of it, s."""
-    host_s = 0.0 if cost.host is None else cost.host.added_s(plan.num_decodes + len(plan.chunks))
-    return cost.iteration_s(plan) + host_s
+    return cost.iteration_s(plan) + cost.added_host_s(plan.num_decodes + len(plan.chunks))
 
 
 def _frozen(plan: IterationPlan) -> IterationPlan:

@@ -38,10 +38,9 @@ class Pipeline:
 
     def pass_through(self, plan: IterationPlan, ready_s: float) -> float:
         """Occupy the host and each stage with an iteration, from `ready_s` on; returns when it leaves the last, s."""
-        host_s = self.cost.host_s(plan)
+        host_s = self.cost.prelude_s(plan)
         stage_s = (self.cost.iteration_s(plan) - host_s) / self.stages
-        if self.cost.host is not None:
-            host_s += self.cost.host.seconds(plan.num_decodes + len(plan.chunks))
+        host_s += self.cost.added_host_s(plan.num_decodes + len(plan.chunks))
         hand_over_s = self.hand_over_s_per_token * (plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks)
         end_s = self.host_free_s = max(ready_s, self.host_free_s) + host_s
         for number, lane in enumerate(self.lanes):

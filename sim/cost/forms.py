@@ -51,8 +51,8 @@ class LinearCost(CostModel):
         self.projection = projection_flops(model) / model.linear_flops_per_token if model else None
         self.p0, self.p1, self.p2 = prefill
         self.d0, self.d1, self.d2 = decode
-        self.host_base_s = self.host_s_per_token = 0.0
-        """What of these the host takes: for an iteration, and for each token of its prompts and contexts."""
+        self.prelude_base_s = self.prelude_s_per_token = 0.0
+        """What of these passes before the GPU begins: for an iteration, for each token of its prompts and contexts."""
         # Of a context token's seconds, the share of the layers that read a window only.
         self.window_share = model.kv_format().num_window_readers / model.num_layers if model else 0.0
 
@@ -66,8 +66,8 @@ class LinearCost(CostModel):
             return self.p0 + self.p1 * plan.prefill_tokens + self.p2 * plan.prefill_squares + decode
         return self.d0 + decode if num_decodes else 0.0
 
-    def host_s(self, plan: IterationPlan) -> float:
-        return self.host_base_s + self.host_s_per_token * (plan.prefill_tokens + plan.decode_context_tokens)
+    def prelude_s(self, plan: IterationPlan) -> float:
+        return self.prelude_base_s + self.prelude_s_per_token * (plan.prefill_tokens + plan.decode_context_tokens)
 
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None

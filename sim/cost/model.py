@@ -66,9 +66,13 @@ class CostModel(ABC):
     def iteration_s(self, plan: IterationPlan) -> float:
         """Computation of one iteration, copies and the engine's host time left out."""
 
-    def host_s(self, plan: IterationPlan) -> float:
-        """Part of `iteration_s` that the host takes before the GPU begins, which stages of a pipeline do not share."""
+    def prelude_s(self, plan: IterationPlan) -> float:
+        """Part of `iteration_s` before the GPU begins, which stages of a pipeline do not share; not `host`'s."""
         return 0.0
+
+    def added_host_s(self, num_sequences: int) -> float:
+        """What `host` adds to an iteration of so many sequences: nothing where it is hidden, s."""
+        return 0.0 if self.host is None else self.host.added_s(num_sequences)
 
     @abstractmethod
     def decode_run(
@@ -84,7 +88,7 @@ class CostModel(ABC):
     ) -> tuple[float, float]:
         """`decode_run` with host time that is not hidden: how long the iterations last, where nothing else moves."""
         first_s, slope_s = self.decode_run(num_decodes, context_tokens, window)
-        return (first_s, slope_s) if self.host is None else (first_s + self.host.added_s(num_decodes), slope_s)
+        return first_s + self.added_host_s(num_decodes), slope_s
 
     def straight_steps(self, num_decodes: int, context_tokens: int) -> float:
         """Iterations, at least 1, over which `decode_run` holds; asked where `has_kinks`."""

@@ -176,8 +176,7 @@ class TableCost(RooflineCost):
 
     def prefill_s(self, prompt_tokens: int) -> float:
         seconds = self._prompt_s(prompt_tokens) + self._once_s(prompt_tokens) + self.head_s(1)
-        seconds += 0.0 if self.host is None else self.host.added_s(1)
-        return seconds + self.all_reduce_s(prompt_tokens)
+        return seconds + self.added_host_s(1) + self.all_reduce_s(prompt_tokens)
 
     def _prompt_s(self, num_tokens: int) -> float:
         return self.linear_s(num_tokens) + self.layers * self._chunk_s(num_tokens, 0)

@@ -55,7 +55,7 @@ def test_an_iteration_passes_through_the_stages_and_two_batches_share_them():
 def test_the_host_launches_one_batch_after_the_other():
     machine = linear_machine(**FLAT)
     assert isinstance(machine.cost, LinearCost)
-    machine.cost.host_base_s = 0.04
+    machine.cost.prelude_base_s = 0.04
     # 0.03 s at each stage. Batches are launched at 0 and 0.04.
     outcome = simulate_replicas(
         [VllmRecompute()], RoundRobin(), requests((0.0, 10, 1), (0.0, 10, 1)), limits(), machine=machine, stages=2
@@ -147,7 +147,7 @@ def test_nobody_is_lost_in_pipelines(policy, rows, replicas, stages, gpu):
 def test_nobody_is_lost_between_pipelines(policy, rows, pools, stages, blocks, seats, speed, host_s, most):
     kind, arrivals, machine = parse_policy(policy, {})[1], drawn(rows), linear_machine()
     assert isinstance(machine.cost, LinearCost)
-    machine.cost.host_base_s = host_s
+    machine.cost.prelude_base_s = host_s
     limit, decode_limit = (limits(count, 30, max_model_len=256, seqs=seats) for count in blocks)
     one, other = (
         simulate_pools(
