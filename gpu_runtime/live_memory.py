@@ -80,7 +80,8 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
     if MEMORIES[policy.names["memory"]].always_caches:
-        raise UserError(f"--policy {policy.name}: runs on a device keep no prefixes on the host yet (memory=tiered)")
+        memory = policy.names["memory"]
+        raise UserError(f"--policy {policy.name}: runs on a device keep no prefixes on the host yet (memory={memory})")
     memory = policy.names["memory"]
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")

@@ -74,6 +74,7 @@ MIXES = [
     "vllm-v1:memory=chunks,async-scheduling=true",
     "fastserve:eviction=recompute,memory=chunks",
     "sarathi:memory=tiered",
+    "sarathi:memory=retained,swap-out-threshold=0.5",
     "vllm-v1:memory=tiered",
 ]
 

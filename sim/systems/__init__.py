@@ -29,6 +29,7 @@ _PLACES = {
     "fastserve": "sim.systems.fastserve:FastServe",
     "distserve": "sim.systems.distserve:DistServe",
     "cachedattention": "sim.systems.cachedattention:CachedAttention",
+    "pensieve": "sim.systems.pensieve:Pensieve",
     "splitwise": "sim.systems.splitwise:Splitwise",
     "radix": "sim.systems.radix:Radix",
     "chunkattention": "sim.systems.chunkattention:ChunkAttention",

@@ -107,7 +107,8 @@ class Policy(ABC):
         """Whether prefixes are cached, as asked or by default; UserError where that cannot be."""
         if MEMORIES[self.names["memory"]].always_caches:
             if asked is False:
-                raise UserError("--no-enable-prefix-caching: memory=tiered is there to cache prefixes; leave it out")
+                memory = self.names["memory"]
+                raise UserError(f"--no-enable-prefix-caching: memory={memory} is there to cache prefixes; leave it out")
             asked = True
         if asked is None:
             return self.default_prefix_caching and self.can_cache_prefixes

@@ -20,7 +20,7 @@ from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.offload_options import OffloadOptions
 from sim.systems.radix_options import RadixOptions
-from sim.systems.tiered_options import TieredOptions
+from sim.systems.tiered_options import RetentionOptions, TieredOptions
 from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
@@ -260,6 +260,16 @@ def _tiered(b: Builder) -> "Memory":
         s_per_block=options.disk_block_us / 1e6,
     )
     return DiskTieredMemory(b.limits, worth, disk, look_ahead=options.look_ahead, in_flight_hits=in_flight_hits)
+
+
+def _retained(b: Builder) -> "Memory":
+    from sim.parts.memory.retained import RetentionMemory
+    from sim.parts.offload.worth import Worth
+
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        raise UserError(f"memory=retained: {b.deployment.model.name} has layers that keep a window only")
+    worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
+    return RetentionMemory(b.limits, worth, b.options(RetentionOptions).swap_out_threshold)
 
 
 def _connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
@@ -514,6 +524,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "chunks": KnownMemory(_chunks, can_cache_prefixes=True),
     "prefix-groups": KnownMemory(_group_memory, can_cache_prefixes=True),
     "tiered": KnownMemory(_tiered, TieredOptions, can_cache_prefixes=True, always_caches=True, runs_live=False),
+    "retained": KnownMemory(_retained, RetentionOptions, can_cache_prefixes=True, always_caches=True, runs_live=False),
     "reserved": KnownMemory(_reserved),
     STORED: KnownMemory(_stored, ConductorOptions),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),

@@ -1,4 +1,4 @@
-"""Options of `memory=tiered`: CachedAttention's, and of any mix with it."""
+"""Options of `memory=tiered` (CachedAttention's), of `memory=retained` (Pensieve's), and of any mix with them."""
 
 from dataclasses import dataclass
 
@@ -32,3 +32,17 @@ class TieredOptions:
     def num_disk_blocks(self, block_bytes: float) -> int:
         """Blocks that the disk holds, which take `block_bytes` on all GPUs together."""
         return int(self.disk_space * GIB / block_bytes)
+
+
+@dataclass(frozen=True)
+class RetentionOptions:
+    """When chunks are copied to the host."""
+
+    swap_out_threshold: float = option(
+        0.25,
+        "chunks are copied to the host while fewer than this share of GPU blocks are free or copied already",
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.swap_out_threshold <= 1.0:
+            raise UserError(f"swap-out-threshold: {self.swap_out_threshold} is not between 0 and 1")

@@ -72,6 +72,7 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
         ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
         ("cachedattention", "memory", "memory=tiered"),
         ("ellm", "memory", "memory=token-wise yet: simulate it"),
+        ("pensieve", "memory", "memory=retained"),
         ("radix", "enable_prefix_caching", "--enable-prefix-caching: runs on a device"),
     ],
 )

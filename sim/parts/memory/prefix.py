@@ -5,6 +5,8 @@ token, which must be computed; the blocks of those that ended stay until room is
 Blocks without ids (private prompts, generated tokens) can only be hit by their own sequence, computed again.
 """
 
+from typing import Protocol
+
 from sim.engine.blocks import BlockPool
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, make_place, make_release
@@ -18,12 +20,25 @@ FIRST_PRIVATE_KEY = 1 << 64
 """Beyond all ids that a trace may have."""
 
 
+class Evicts(Protocol):
+    """What is cached in a pool."""
+
+    @property
+    def num_idle(self) -> int:
+        """Cached blocks that nobody holds."""
+        ...
+
+    def evict(self, num_blocks: int, /) -> None:
+        """Give up so many of them."""
+        ...
+
+
 class CachingPool(BlockPool):
     """A pool in which idle cached blocks count as free: the oldest of them give way when the others run out."""
 
     __slots__ = ("index",)
 
-    def __init__(self, name: str, num_blocks: int, index: PrefixIndex) -> None:
+    def __init__(self, name: str, num_blocks: int, index: Evicts) -> None:
         super().__init__(name, num_blocks)
         self.index = index
 

@@ -1,12 +1,13 @@
 """`Worth`: what loading a part of a prompt takes, and what computing it would, by the run's own prices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from sim.cost.lanes import streamed_s
 from sim.cost.model import CostModel
 from sim.engine.limits import Limits
 from sim.engine.plan import Direction, IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
+from traces.request import Request
 
 
 class Worth:
@@ -42,6 +43,21 @@ class Worth:
         """The same where so many blocks are loaded for it, layer by layer, beside the first chunk."""
         chunks = self._chunks_s(seq, num_computed)
         return streamed_s(next(chunks), self._layers, self.load_s(num_blocks), 0.0, 0.0) + sum(chunks)
+
+    def spans_s(self, spans: Iterable[tuple[int, int]], num_blocks: int = 0) -> float:
+        """Tokens of a prompt, from one place to another each, computed in one iteration, s.
+
+        Each attends to all before it. So many blocks are loaded layer by layer beside that.
+        """
+        plan, seq = IterationPlan(), Sequence(Request(0, 0.0, 1, 1))
+        for begin, end in spans:
+            plan.chunks += (PrefillChunk(seq, end - begin, begin, Origin.ADMITTED),)
+            plan.prefill_tokens += end - begin
+            plan.prefill_pairs += (end * (end + 1) - begin * (begin + 1)) // 2
+            plan.prefill_squares += (end - begin) ** 2
+        plan.num_sampled_prefills = 1
+        compute_s = self._cost.iteration_s(plan)
+        return streamed_s(compute_s, self._layers, self.load_s(num_blocks), 0.0, 0.0) if num_blocks else compute_s
 
     def _chunks_s(self, seq: Sequence, num_computed: int) -> Iterator[float]:
         last = max(seq.num_tokens, num_computed + 1)

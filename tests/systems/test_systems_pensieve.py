@@ -1,0 +1,227 @@
+"""Pensieve: which chunk gives way, what a turn computes of a conversation with gaps, and what comes from the host."""
+
+from dataclasses import replace
+
+import pytest
+from conversations import check, conversations
+from hypothesis import HealthCheck, given, settings
+from test_systems_cachedattention import turn
+
+from kvtwin.testing import limits, linear_machine, requests, simulate
+from kvtwin.testing.conformance import run as run_workload
+from kvtwin.testing.engines import Outcome
+from sim.engine.limits import Deployment, Limits
+from sim.engine.plan import IterationPlan
+from sim.engine.scheduler import Parts
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.memory.retained import RetentionMemory
+from sim.parts.memory.retained_chunks import ChunkStore
+from sim.policy_options import parse_policy
+from sim.systems.pensieve import Pensieve
+from traces.generators import generate
+from traces.request import Request
+
+PREFILL = (0.0, 1e-3, 0.0)
+
+
+def run(*arrivals: Request, policy=None, prefill=PREFILL, copy_s=3e-4, host=0, jump=True) -> Outcome:
+    """Six blocks of 16 tokens on the GPU, four layers."""
+    machine = linear_machine(prefill=prefill, decode=(1e-3, 0.0, 0.0), swap_s_per_block=copy_s)
+    limit = replace(limits(gpu=6, host=host, max_model_len=97), enable_prefix_caching=True)
+    return simulate(policy or Pensieve(), arrivals, limit, machine=machine, jump=jump)
+
+
+A = turn(0, 0.0, (1, 2, 3, 4))
+WIDE = Request(1, 1.0, 64, 1)
+"""Four blocks, for two of which A's have to go."""
+ALL = Request(1, 1.0, 96, 1)
+BACK = turn(2, 2.0, (1, 2, 3, 4, 5))
+
+
+def test_what_is_cheap_for_its_age_goes_first():
+    """Chunks at places 0, 1, 2 cost 1, 2, 3 s. At 4 s those of one conversation are 4 s old, of another 2 s."""
+    store, owner = ChunkStore(0, lambda place: 1.0 + place), Sequence(Request(0, 0.0, 1, 1))
+    store.now(0.0)
+    for place in range(3):
+        assert store.put(10 + place, place, owner)
+    store.now(2.0)
+    assert store.put(20, 0, owner)
+    store.now(4.0)
+    # Age over cost: 4, 2, 4/3 and 2; of equal ones the earlier place goes.
+    left = []
+    for _ in range(4):
+        before = set(store.chunks)
+        store.evict(1)
+        left += before.difference(store.chunks)
+    assert left == [10, 20, 11, 12]
+
+
+def test_a_chunk_costs_what_it_adds_to_a_prefill():
+    """1 ms a token and 10 us a squared token: from x to x + 16, 16 ms and 10 us (2 x 16 + 16) 16."""
+    outcome = run(A, prefill=(0.005, 1e-3, 1e-5))
+    memory = outcome.scheduler.memory
+    assert isinstance(memory, RetentionMemory)
+    for place in (0, 3):
+        assert memory._cost_s(place) == pytest.approx(0.016 + 1e-5 * 16 * (32 * place + 16))
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_the_end_of_a_conversation_is_kept_and_its_beginning_computed_again(jump):
+    outcome = run(A, WIDE, BACK, prefill=(0.0, 1e-3, 1e-5), jump=jump)
+    # Of A's blocks the first two went: 32 tokens from 0 and 16 from 64 on are computed.
+    plan = next(plan for plan, _, _ in outcome.plans if plan.chunks and plan.chunks[0].seq.request is BACK)
+    assert [(chunk.num_new, chunk.num_cached) for chunk in plan.chunks] == [(32, 0), (16, 64)]
+    assert plan.prefill_pairs == sum(range(1, 33)) + sum(range(65, 81))
+    assert plan.prefill_squares == 32**2 + 16**2
+    back = outcome.by_id()[2]
+    assert back.first_token_s == pytest.approx(2.0 + 0.048 + 1e-5 * (32**2 + 16**2))
+    assert back.num_cached_tokens == 32
+    assert outcome.scheduler.counters.policy["refilled_tokens"] == 32
+
+
+@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize(
+    ("copy_s", "seconds"),
+    [
+        # As CachedAttention's: the first layer's copy shows, 1.2 / 4 ms.
+        (3e-4, 0.016 + 0.0003),
+        (0.018, 0.072 + 0.004),
+        # 84 ms with the loads; 80 without.
+        (0.020, 0.080),
+    ],
+)
+def test_what_the_host_has_is_loaded_layer_by_layer_unless_computing_is_sooner(copy_s, seconds, jump):
+    policy = Pensieve(swap_out_threshold=1.0)
+    outcome = run(A, ALL, BACK, policy=policy, copy_s=copy_s, host=10, jump=jump)
+    assert outcome.by_id()[2].first_token_s == pytest.approx(2.0 + seconds, abs=1e-9)
+    tier = outcome.scheduler.counters.tiers["host"]
+    assert (tier.num_loads, tier.hit_tokens) == ((1, 64) if seconds < 0.08 else (0, 0))
+    assert tier.saved_s == pytest.approx(0.080 - seconds if tier.num_loads else 0.0)
+
+
+def test_copies_start_before_blocks_run_out():
+    """Six blocks, of which A leaves four: two are free. At half of six, one more is to have a copy: A's first."""
+    outcome = run(A, policy=Pensieve(swap_out_threshold=0.5), host=10)
+    moves = [(move.first_token, move.end_token) for plan, _, _ in outcome.plans for move in plan.beside]
+    assert moves == [(0, 16)]
+    assert outcome.scheduler.counters.tiers["host"].stored_blocks == 1
+
+
+def test_the_host_drops_the_cheapest_for_its_age_too():
+    """All is copied that has room. A has four of five places on the host, and of six on the GPU.
+
+    D takes the last place, then that of A's first chunk, which left the GPU for D. Its third finds none.
+    """
+    d = turn(3, 1.0, (11, 12, 13))
+    all_of_it = Request(1, 1.5, 96, 1)
+    outcome = run(A, d, all_of_it, BACK, policy=Pensieve(swap_out_threshold=1.0), host=5)
+    back = outcome.by_id()[2]
+    assert back.num_cached_tokens == 48
+    assert outcome.scheduler.counters.policy["refilled_tokens"] == 16
+    # At its end the chunks that it computed, A's first and its own, take D's places.
+    tier = outcome.scheduler.counters.tiers["host"]
+    assert (tier.stored_blocks, tier.evicted_blocks) == (4 + 2 + 2, 1 + 2)
+
+
+def test_whoever_is_computed_again_finds_what_is_left_of_its_own():
+    rows = requests((0.0, 40, 40), (0.0, 40, 40))
+    outcome = run(*rows)
+    assert outcome.scheduler.counters.preemptions
+    assert outcome.scheduler.counters.prefix_rehit_tokens
+    assert all(chunk.key < 1 << 64 for chunk in outcome.scheduler.memory.store.chunks.values())
+
+
+def test_turns_of_conversations_are_answered_sooner():
+    """The paper's claim, against the same batches without what it keeps."""
+    talks = list(generate("sessions", num_prompts=120, request_rate=3.0, input_len=200, output_len=60, seed=1))
+    limit = limits(gpu=250, host=5000, max_model_len=8192)
+    kept, again = (
+        simulate(parse_policy(text, {})[1], talks, replace(limit, enable_prefix_caching=cached), checked=False).log
+        for text, cached in (("pensieve", True), ("pensieve:memory=paged", False))
+    )
+    assert kept.latencies()["mean_ttft_ms"] < 0.7 * again.latencies()["mean_ttft_ms"]
+    assert kept.output_tokens == again.output_tokens
+
+
+def test_single_turns_gain_nothing():
+    """What it must not show: nobody's beginning is anybody else's, and nothing runs out."""
+    rows = requests(*((0.05 * i, 20 + 7 * i, 5 + i) for i in range(40)))
+    limit = limits(gpu=600, max_model_len=512)
+    ends = [
+        {seq.request.request_id: seq.finish_s for seq in simulate(parse_policy(text, {})[1], rows, limit).ended}
+        for text in ("pensieve", "pensieve:memory=paged")
+    ]
+    assert ends[0] == ends[1]
+
+
+TEXTS = ["pensieve", "pensieve:swap-out-threshold=0.7", "pensieve:swap-out-threshold=0", "sarathi:memory=retained"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_conversations_keep_to_what_every_system_must(text):
+    policy = parse_policy(text, {})[1]
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
+    @given(workload=conversations(policy))
+    def over(workload):
+        check(policy, workload)
+        check_tokens(run_workload(policy, workload))
+
+    over()
+
+
+def check_tokens(outcome: Outcome) -> None:
+    """Each prompt's tokens are computed once, or were there; and pairs are those of the positions."""
+    computed: dict[Sequence, list[tuple[int, int]]] = {}
+    for plan, _, _ in outcome.plans:
+        for seq, new, cached, _ in plan.chunks:
+            computed.setdefault(seq, []).append((cached, cached + new))
+        assert plan.prefill_pairs == sum(
+            sum(range(cached + 1, cached + new + 1)) for _, new, cached, _ in plan.chunks if new
+        )
+    # Of who was preempted there is more.
+    if not outcome.scheduler.counters.preemptions:
+        for seq, spans in computed.items():
+            assert spans == sorted(spans)
+            places = [position for begin, end in spans for position in range(begin, end)]
+            assert len(places) == len(set(places))
+            assert len(places) + seq.num_cached_tokens == seq.request.prompt_tokens
+
+
+class Timeless(RetentionMemory):
+    """Says that nothing becomes due for a copy within a jump."""
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        return 1 if self._loading else super(RetentionMemory, self).holds(plan, steps)
+
+
+class Broken(Pensieve):
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        parts = super().parts(limits, deployment)
+        assert isinstance(parts.memory, RetentionMemory)
+        return replace(parts, memory=Timeless(limits, parts.memory.worth, self.swap_out_threshold))
+
+
+def test_a_broken_promise_is_caught():
+    policy = Broken(swap_out_threshold=0.5)
+
+    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=(HealthCheck.too_slow,))
+    @given(workload=conversations(policy))
+    def over(workload):
+        check(policy, workload)
+
+    with pytest.raises(Exception):  # noqa: B017 - one failure or several
+        over()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("pensieve:swap-out-threshold=1.5", "swap-out-threshold: 1.5 is not"),
+        ("vllm-v1:memory=retained", "memory=retained: not with batching=unified"),
+    ],
+)
+def test_what_cannot_be_is_refused(text, words):
+    with pytest.raises(UserError, match=words):
+        run(A, policy=parse_policy(text, {})[1])
