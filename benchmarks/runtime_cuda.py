@@ -122,7 +122,7 @@ class Rig:
 
         def before(layer: int) -> None:
             if layer - 2 in leaving:
-                leaving.pop(layer - 2).wait_layer(layer)
+                leaving.pop(layer - 2).wait_in_stream()
 
         def after(layer: int, _: torch.Tensor) -> None:
             leaving[layer] = self.copies.copy_blocks(self.gpu, slots[layer % 2], self.host, host[layer], Direction.D2H)

@@ -146,33 +146,48 @@ class LayerPass:
         return greedy(logits)
 
     def _start(self) -> None:
-        """Start the copies into all slots."""
-        for member in self._moving:
-            for layer in member.hosted[: len(member.slots)] if member.cached else ():
-                member.arriving[layer] = self._copies.start(self._copy_in(member, layer))
+        """Start the copies into all slots: those of the first turn as one, then those of the second."""
+        for turn in range(SEND_BUFFER_LAYERS):
+            self._fetch(
+                [(m, m.hosted[turn]) for m in self._moving if m.cached and turn < min(len(m.slots), len(m.hosted))]
+            )
+
+    def _fetch(self, wanted: list[tuple[Member, int]], after: CopyHandle | None = None) -> None:
+        """Start one copy into the slots of all these members, each for a layer of its own; once `after` is over."""
+        if wanted:
+            copies = [self._copy_in(member, layer) for member, layer in wanted]
+            handle = self._copies.start(*copies) if after is None else self._copies.start_after(after, *copies)
+            for member, layer in wanted:
+                member.arriving[layer] = handle
 
     def _before_layer(self, layer: int) -> None:
         """Wait until the slots of this layer are free and hold what was cached before."""
+        awaited: dict[CopyHandle, list[Sequence]] = {}
         for member in self._moving:
             turn = member.turns.get(layer)
             if turn is None:
                 continue
             if member.cached:
-                self._copies.wait_layer(member.seq, member.arriving[layer], layer)
+                awaited.setdefault(member.arriving[layer], []).append(member.seq)
             elif turn >= len(member.slots):
                 earlier = member.hosted[turn - len(member.slots)]
-                self._copies.wait_layer(member.seq, member.leaving[earlier], layer)
+                awaited.setdefault(member.leaving[earlier], []).append(member.seq)
+        for handle, seqs in awaited.items():
+            self._copies.wait_in_stream(seqs, handle)
 
     def _after_layer(self, layer: int) -> None:
-        """Send what the layer has written to the host, and fetch what comes into its slot next."""
-        for member in self._moving:
-            turn = member.turns.get(layer)
-            if turn is None:
-                continue
-            leaving = member.leaving[layer] = self._copies.start(self._copy_out(member, layer))
-            if member.cached and turn + len(member.slots) < len(member.hosted):
-                later = member.hosted[turn + len(member.slots)]
-                member.arriving[later] = self._copies.start_after(self._copy_in(member, later), leaving, layer)
+        """Send what the layer has written to the host, and fetch what comes into its slots next, each as one copy."""
+        here = [member for member in self._moving if layer in member.turns]
+        if not here:
+            return
+        leaving = self._copies.start(*(self._copy_out(member, layer) for member in here))
+        wanted: list[tuple[Member, int]] = []
+        for member in here:
+            member.leaving[layer] = leaving
+            later = member.turns[layer] + len(member.slots)
+            if member.cached and later < len(member.hosted):
+                wanted.append((member, member.hosted[later]))
+        self._fetch(wanted, leaving)
 
     def _copy_in(self, member: Member, layer: int) -> BlockCopy:
         blocks = self._placement.blocks_for(member.cached)

@@ -25,19 +25,22 @@ class KVCopies:
         # Holds nothing but waits: what is submitted on it follows another copy without holding up the computation.
         self._order = torch.cuda.Stream(gpu.device) if gpu.device.type == "cuda" else None
 
-    def start(self, copy: BlockCopy) -> CopyHandle:
-        """Start a copy, which follows what the current stream holds."""
-        pools = (self._gpu, self._host) if copy.direction is Direction.D2H else (self._host, self._gpu)
-        return self._engine.copy_blocks(pools[0], copy.source, pools[1], copy.target, copy.direction)
+    def start(self, *copies: BlockCopy) -> CopyHandle:
+        """Start copies of one direction as one, which follows what the current stream holds."""
+        direction = copies[0].direction
+        pools = (self._gpu, self._host) if direction is Direction.D2H else (self._host, self._gpu)
+        source = [block for copy in copies for block in copy.source]
+        target = [block for copy in copies for block in copy.target]
+        return self._engine.copy_blocks(pools[0], source, pools[1], target, direction)
 
-    def start_after(self, copy: BlockCopy, before: CopyHandle, layer: int) -> CopyHandle:
-        """Start a copy of a layer's blocks once `before` is over, and with it whatever that one waited for.
+    def start_after(self, before: CopyHandle, *copies: BlockCopy) -> CopyHandle:
+        """Start copies as one, once `before` is over, and with it whatever that one waited for.
 
         On a CPU the caller waits; on CUDA only until `before` is queued.
         """
         with torch.cuda.stream(self._order):
-            self.wait_layer(copy.seq, before, layer)
-            return self.start(copy)
+            self.wait_in_stream([copy.seq for copy in copies], before)
+            return self.start(*copies)
 
     def wait(self, seq: Sequence, handles: Iterable[CopyHandle]) -> None:
         """Block the caller until a sequence's copies are over."""
@@ -47,9 +50,10 @@ class KVCopies:
             except CopyFailed as error:
                 self._fail(seq, f"copy of KV blocks: {error}")
 
-    def wait_layer(self, seq: Sequence, handle: CopyHandle, layer: int) -> None:
-        """Let the current stream wait for a layer's blocks; the host goes on queueing layers."""
+    def wait_in_stream(self, seqs: Iterable[Sequence], handle: CopyHandle) -> None:
+        """Let the current stream wait for a copy of some sequences' blocks; the host goes on queueing layers."""
         try:
-            handle.wait_layer(layer)
+            handle.wait_in_stream()
         except CopyFailed as error:
-            self._fail(seq, f"copy of KV blocks: {error}")
+            for seq in seqs:
+                self._fail(seq, f"copy of KV blocks: {error}")

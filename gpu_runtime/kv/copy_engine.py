@@ -1,11 +1,12 @@
 """`CopyEngine`: blocks between GPU and host beside the computation, one lane per direction."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from gpu_runtime.kv import batched_copies
+from gpu_runtime.kv.batched_copies import Piece
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.copy_worker import CopyFailed, CopyHandle, CopyWorker, InlineWorker
 from gpu_runtime.kv.pool import KVPool
@@ -13,6 +14,8 @@ from sim.engine.plan import Direction
 
 __all__ = ["CopyEngine", "CopyFailed", "CopyHandle"]
 
+PIECE_BYTES = 4 * 2**20
+"""No copy is larger: what an iteration uploads waits for the one that is under way, here 0.2 ms at 25 GB/s."""
 STAGING_BYTES = 32 * 2**20
 """Size of the buffer on the GPU through which scattered blocks go."""
 STAGING_RUN_BYTES = 512 * 2**10
@@ -20,7 +23,7 @@ STAGING_RUN_BYTES = 512 * 2**10
 
 
 class CopyEngine:
-    """Copies that run beside the computation: a stream and a thread for each direction, and one thread on the host.
+    """Copies that run beside the computation: a stream and a thread for each direction.
 
     A copy starts after what was queued on the current stream when it was submitted, and copies of one direction run in
     order. Nobody else holds blocks back: those that a copy reads or writes may be freed only when it is `done`.
@@ -31,12 +34,9 @@ class CopyEngine:
         self.device = torch.device(device)
         if inline and self.device.type == "cuda":
             raise ValueError("inline copies are for a CPU: on CUDA nothing would run beside them")
-
-        def worker(name: str, device: torch.device) -> CopyWorker:
-            return InlineWorker() if inline else CopyWorker(name, device)
-
-        self._workers = {direction: worker(direction.value, self.device) for direction in Direction}
-        self._host = worker("host", torch.device("cpu"))
+        self._workers = {
+            direction: InlineWorker() if inline else CopyWorker(direction.value, self.device) for direction in Direction
+        }
         self.spans = CopySpans(self.device)
 
     def __enter__(self) -> "CopyEngine":
@@ -47,7 +47,7 @@ class CopyEngine:
 
     def close(self) -> None:
         """Finish what is queued and end the threads."""
-        for worker in (*self._workers.values(), self._host):
+        for worker in self._workers.values():
             worker.close()
 
     def copy_blocks(
@@ -57,7 +57,6 @@ class CopyEngine:
         dst_pool: KVPool,
         dst_ids: Sequence[int],
         direction: Direction,
-        groups: Sequence[int] | None = None,
     ) -> CopyHandle:
         """Copy block `src_ids[i]` to `dst_ids[i]`.
 
@@ -67,88 +66,49 @@ class CopyEngine:
             dst_pool: where they go; a pinned pool where it is the host's and the other is on CUDA.
             dst_ids: their ids there, all different.
             direction: the lane, and which of the pools is the host's.
-            groups: the layer group of each block, ascending: the handle's `wait_layer` then waits for a layer's only.
 
         Raises:
-            ValueError: blocks of different shape or dtype, ids or groups that do not fit.
+            ValueError: blocks of different shape or dtype, ids that do not fit.
         """
         _check(src_pool, src_ids, dst_pool, dst_ids)
-        worker = self._workers[direction]
-        parts = _by_group(list(src_ids), list(dst_ids), groups)
-        handle = CopyHandle(tuple(group for group, _, _ in parts if group is not None), src_pool.layer_group)
-
-        def job() -> None:
-            for group, src, dst in parts:
-                copy_now(src_pool.raw, src, dst_pool.raw, dst, direction)
-                handle.mark(group, worker.stream)
-
-        self._submit(direction, job, handle)
-        return handle
-
-    def copy_on_host(
-        self,
-        src_pool: KVPool,
-        src_ids: Sequence[int],
-        dst_pool: KVPool,
-        dst_ids: Sequence[int],
-        after: CopyHandle | None = None,
-    ) -> CopyHandle:
-        """Copy blocks between two host pools (pinned and pageable), once `after` is over.
-
-        The copy fails if `after` does. ValueError as for `copy_blocks`.
-        """
-        _check(src_pool, src_ids, dst_pool, dst_ids)
-        handle = CopyHandle((), src_pool.layer_group)
         src, dst = list(src_ids), list(dst_ids)
-
-        def job() -> None:
-            if after is not None:
-                after.wait()
-            for start, to, count in contiguous_runs(src, dst):
-                dst_pool.raw[to : to + count].copy_(src_pool.raw[start : start + count])
-
-        self._host.submit(job, handle)
-        return handle
+        return self._submit(direction, lambda _: copy_now(src_pool.raw, src, dst_pool.raw, dst, direction))
 
     def copy_tensors(self, pairs: Sequence[tuple[Tensor, Tensor]], direction: Direction) -> CopyHandle:
         """Copy each pair's first tensor to its second. Both are kept until the copy is over."""
-        worker = self._workers[direction]
-        handle = CopyHandle((), 1)
 
-        def job() -> None:
+        def job(stream: torch.cuda.Stream | None) -> None:
             for src, dst in pairs:
                 dst.copy_(src, non_blocking=True)
                 for tensor in (src, dst):
-                    if tensor.is_cuda and worker.stream is not None:
+                    if tensor.is_cuda and stream is not None:
                         # Its memory shall not be given out again before the stream is through with it.
-                        tensor.record_stream(worker.stream)
-            handle.mark(None, worker.stream)
+                        tensor.record_stream(stream)
 
-        self._submit(direction, job, handle)
-        return handle
+        return self._submit(direction, job)
 
-    def _submit(self, direction: Direction, job: Callable[[], None], handle: CopyHandle) -> None:
-        worker, spans = self._workers[direction], self.spans
+    def _submit(self, direction: Direction, job: Callable[[torch.cuda.Stream | None], None]) -> CopyHandle:
+        worker, spans, handle = self._workers[direction], self.spans, CopyHandle()
 
         def noted() -> None:
             start = spans.mark(worker.stream)
-            job()
+            job(worker.stream)
+            handle.mark(worker.stream)
             spans.note(direction, start, spans.mark(worker.stream))
 
         worker.submit(noted, handle)
+        return handle
 
 
 def copy_now(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[int], direction: Direction) -> None:
     """Queue (on a CPU: make) copies of blocks, neighbours together; scattered ones on the GPU go through a buffer."""
-    runs = list(contiguous_runs(src_ids, dst_ids))
     host_ids = dst_ids if direction is Direction.D2H else src_ids
-    host_runs = list(contiguous_runs(host_ids, host_ids))
+    num_runs, num_host_runs = num_contiguous_runs(src_ids, dst_ids), num_contiguous_runs(host_ids, host_ids)
     num_bytes = len(src_ids) * src[0].numel() * src.element_size()
-    if (src.is_cuda or dst.is_cuda) and prefers_staging(len(runs), len(host_runs), num_bytes):
+    if (src.is_cuda or dst.is_cuda) and prefers_staging(num_runs, num_host_runs, num_bytes):
         _copy_staged(src, src_ids, dst, dst_ids, direction)
-        return
-    for start, to, count in runs:
-        dst[to : to + count].copy_(src[start : start + count], non_blocking=True)
+    else:
+        _copy_runs(src, src_ids, dst, dst_ids)
 
 
 def prefers_staging(num_runs: int, num_host_runs: int, num_bytes: int) -> bool:
@@ -156,13 +116,37 @@ def prefers_staging(num_runs: int, num_host_runs: int, num_bytes: int) -> bool:
     return num_bytes < num_runs * STAGING_RUN_BYTES and 2 * num_host_runs <= num_runs
 
 
-def contiguous_runs(src_ids: Sequence[int], dst_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def contiguous_runs(src_ids: Sequence[int], dst_ids: Sequence[int]) -> Iterator[Piece]:
     """(first source, first destination, count) of stretches in which both ids go up by one."""
     start = 0
     for i in range(1, len(src_ids) + 1):
         if i == len(src_ids) or src_ids[i] != src_ids[i - 1] + 1 or dst_ids[i] != dst_ids[i - 1] + 1:
             yield src_ids[start], dst_ids[start], i - start
             start = i
+
+
+def num_contiguous_runs(src_ids: Sequence[int], dst_ids: Sequence[int]) -> int:
+    """How many there are."""
+    return sum(1 for _ in contiguous_runs(src_ids, dst_ids))
+
+
+def pieces(src_ids: Sequence[int], dst_ids: Sequence[int], most: int) -> list[Piece]:
+    """Contiguous runs, cut into such of at most so many blocks."""
+    return [
+        (start + done, to + done, min(most, count - done))
+        for start, to, count in contiguous_runs(src_ids, dst_ids)
+        for done in range(0, count, most)
+    ]
+
+
+def _copy_runs(src: Tensor, src_ids: Sequence[int], dst: Tensor, dst_ids: Sequence[int]) -> None:
+    """Queue copies of blocks as they lie."""
+    found = pieces(src_ids, dst_ids, max(1, PIECE_BYTES // (src[0].numel() * src.element_size())))
+    on_gpu = src.is_cuda or dst.is_cuda
+    if on_gpu and len(found) >= batched_copies.LEAST and batched_copies.copy_pieces(src, dst, found):
+        return
+    for start, to, count in found:
+        dst[to : to + count].copy_(src[start : start + count], non_blocking=True)
 
 
 def _copy_staged(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[int], direction: Direction) -> None:
@@ -173,14 +157,12 @@ def _copy_staged(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[int
     for first in range(0, len(src_ids), per_buffer):
         from_ids, to_ids = src_ids[first : first + per_buffer], dst_ids[first : first + per_buffer]
         used = staging[: len(from_ids)]
-        places = list(range(len(from_ids)))
+        places = range(len(from_ids))
         if direction is Direction.D2H:
             torch.index_select(src, 0, _index(from_ids, src.device), out=used)
-            for start, to, count in contiguous_runs(places, to_ids):
-                dst[to : to + count].copy_(used[start : start + count], non_blocking=True)
+            _copy_runs(used, places, dst, to_ids)
         else:
-            for start, to, count in contiguous_runs(from_ids, places):
-                used[to : to + count].copy_(src[start : start + count], non_blocking=True)
+            _copy_runs(src, from_ids, used, places)
             dst.index_copy_(0, _index(to_ids, dst.device), used)
 
 
@@ -188,21 +170,6 @@ def _index(ids: list[int], device: torch.device) -> Tensor:
     """Ids on the device, without waiting for its stream."""
     index = torch.tensor(ids)
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
-
-
-def _by_group(
-    src: list[int], dst: list[int], groups: Sequence[int] | None
-) -> list[tuple[int | None, list[int], list[int]]]:
-    """The ids of each layer group, in order; all under None where there are no groups."""
-    if groups is None:
-        return [(None, src, dst)]
-    if len(groups) != len(src) or list(groups) != sorted(groups):
-        raise ValueError(f"{len(groups)} groups for {len(src)} blocks: give each block's, ascending")
-    parts = []
-    for group, members in groupby(range(len(src)), key=groups.__getitem__):
-        where = list(members)
-        parts.append((group, src[where[0] : where[-1] + 1], dst[where[0] : where[-1] + 1]))
-    return parts
 
 
 def _check(src_pool: KVPool, src_ids: Sequence[int], dst_pool: KVPool, dst_ids: Sequence[int]) -> None:

@@ -7,72 +7,56 @@ from queue import SimpleQueue
 
 import torch
 
+COPY_PRIORITY = -1
+"""CUDA's for streams whose kernels go first; others have 0."""
+
 
 class CopyFailed(Exception):
     """A copy went wrong; the cause is attached. What it was to write is undefined."""
 
 
 class CopyHandle:
-    """Progress of one copy, as a whole and layer group by layer group.
+    """Progress of one copy. On CUDA the worker only queues it on its stream, and an event of that stream says more."""
 
-    On CUDA the worker only queues copies on its stream; then a mark is an event of that stream. On a CPU a mark is set
-    when the bytes are there.
-    """
-
-    def __init__(self, groups: tuple[int, ...], layer_group: int) -> None:
-        """`groups` are the layer groups that arrive one by one; empty: the copy arrives as a whole."""
-        self._layer_group = layer_group
-        self._queued = {group: threading.Event() for group in groups}
+    def __init__(self) -> None:
         self._finished = threading.Event()
-        self._events: list[torch.cuda.Event] = []
-        self._event_of: dict[int, torch.cuda.Event] = {}
+        self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
 
-    def wait_layer(self, layer: int) -> None:
-        """Make the current stream (on a CPU: the caller) wait until the blocks of a layer are there.
-
-        Returns at once for a layer that the copy does not touch. Raises `CopyFailed` if it failed.
-        """
-        group = layer // self._layer_group
-        if self._queued and group not in self._queued:
-            return
-        self._queued.get(group, self._finished).wait()
+    def wait_in_stream(self) -> None:
+        """Make the current stream (on a CPU: the caller) wait until the copy is over; raises `CopyFailed`."""
+        self._finished.wait()
         self._raise_if_failed()
-        event = self._event_of.get(group) if self._queued else (self._events or [None])[-1]
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
 
     def done(self) -> bool:
         """Whether the copy is over, well or badly."""
-        return self._finished.is_set() and (self._error is not None or all(event.query() for event in self._events))
+        if not self._finished.is_set():
+            return False
+        return self._error is not None or self._event is None or self._event.query()
 
     def wait(self) -> None:
         """Block the caller until the copy is over; raises `CopyFailed` if it failed."""
         self._finished.wait()
         self._raise_if_failed()
+        if self._event is None:
+            return
         try:
-            for event in self._events:
-                event.synchronize()
+            self._event.synchronize()
         except RuntimeError as error:
             raise CopyFailed(str(error)) from error
 
-    def mark(self, group: int | None, stream: torch.cuda.Stream | None) -> None:
-        """For the worker: a layer group (None: everything) is queued on `stream`, or copied where that is None."""
+    def mark(self, stream: torch.cuda.Stream | None) -> None:
+        """For the worker: all of it is queued on `stream`, or copied where that is None."""
         if stream is not None:
-            event = torch.cuda.Event()
-            event.record(stream)
-            self._events.append(event)
-            if group is not None:
-                self._event_of[group] = event
-        if group is not None:
-            self._queued[group].set()
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
 
     def finish(self, error: Exception | None) -> None:
         """For the worker: nothing more will be queued."""
         self._error = error
         self._finished.set()
-        for flag in self._queued.values():
-            flag.set()
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
@@ -83,13 +67,14 @@ class CopyWorker:
     """One thread that takes copies in order; on CUDA they run on its stream. A copy that fails harms no other."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # What gathers and scatters blocks is short, and much waits for it: it goes before the computation's kernels.
+        self.stream = torch.cuda.Stream(device, priority=COPY_PRIORITY) if device.type == "cuda" else None
         self._jobs: SimpleQueue[tuple[Callable[[], None], CopyHandle] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None], handle: CopyHandle) -> None:
-        """Queue `job`, which marks the layer groups of `handle`; on CUDA after what the current stream holds so far."""
+        """Queue `job`, which marks `handle`; on CUDA after what the current stream holds so far."""
         if self.stream is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.stream.device))
@@ -139,7 +124,7 @@ class InlineWorker(CopyWorker):
         self.stream = None
 
     def submit(self, job: Callable[[], None], handle: CopyHandle) -> None:
-        """Carry out `job`, which marks the layer groups of `handle`."""
+        """Carry out `job`, which marks `handle`."""
         self._carry_out(job, handle)
 
     def close(self) -> None:

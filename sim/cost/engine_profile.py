@@ -47,6 +47,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         graph_batch_sizes: sizes captured as CUDA graphs, rising; a decode batch is padded to the next one. None: none.
         graph_source: where the sizes come from.
         constants: exactly those of `UNITS`.
+        block_copies: whether the keys and the values of each layer of a block are copied apart, or the block as one.
     """
 
     name: str
@@ -55,6 +56,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
     graph_batch_sizes: tuple[int, ...]
     graph_source: str
     constants: dict[str, EngineConstant]
+    block_copies: Literal["layer", "block"] = "layer"
 
     def value(self, name: str) -> float:
         """One constant, in the unit of its name."""

@@ -146,6 +146,8 @@ def _with_engine(cost: RooflineCost, engine: "EngineProfile | None", hardware: H
         cost.host = engine.host_time()
         # A CPU, which makes its copies itself, launches no graphs.
         cost.padded = engine.padding() if hardware.copies_beside_compute else None
+        if engine.block_copies == "block":
+            cost.copies_whole_blocks = True
     return cost
 
 

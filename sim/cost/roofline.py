@@ -39,6 +39,8 @@ class RooflineCost(CostModel):
 
     padded: Callable[[int], int] | None = None
     """Tokens that the linear layers compute for a decode batch of so many, where the engine's CUDA graphs pad it."""
+    copies_whole_blocks = False
+    """Whether the engine copies a block as one piece, whatever it holds; else each layer's keys and values apart."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__()
@@ -285,6 +287,8 @@ class RooflineCost(CostModel):
         return self._prompt_s(num_tokens) / self.layers
 
     def num_copies(self, num_blocks: int, layers: int) -> int:
+        if self.copies_whole_blocks:
+            return num_blocks
         # vLLM 0.5.5 copies each layer's keys and values apart; a latent is one piece.
         return ceil(self.pieces_per_layer * num_blocks * layers)
 

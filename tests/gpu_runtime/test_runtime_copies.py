@@ -1,20 +1,22 @@
 """Copies bring exactly the right blocks, tell the truth about being done, and fail without taking others along."""
 # ruff: noqa: E402 (torch may be absent)
 
+import ctypes
 import threading
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 
-from gpu_runtime.kv import copy_engine
-from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, prefers_staging
+from gpu_runtime.kv import batched_copies, copy_engine, copy_worker
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces, prefers_staging
 from gpu_runtime.kv.hidden_states import HiddenStateStore
 from gpu_runtime.kv.pool import KVPool, OutOfBlocks
 from gpu_runtime.model.decoder import Decoder
@@ -92,40 +94,6 @@ def test_scattered_small_blocks_are_staged_and_long_runs_are_not():
     assert not prefers_staging(num_runs=1, num_host_runs=1, num_bytes=2**10)
 
 
-def test_layers_arrive_one_by_one(engine):
-    source, target = pool(8, layer_group=2, noise=1), pool(8, layer_group=2)
-    handle = engine.copy_blocks(source, [6, 7, 1], target, [0, 5, 3], H2D, groups=[0, 0, 1])
-    handle.wait_layer(1)
-    assert torch.equal(target.data[[0, 5]], source.data[[6, 7]])
-    handle.wait_layer(2)
-    assert torch.equal(target.data[3], source.data[1])
-    handle.wait_layer(7)
-    handle.wait()
-    assert target.data[[1, 2, 4, 6, 7]].count_nonzero() == 0
-
-
-def test_a_layer_is_there_before_the_next_one_and_before_the_whole(engine, monkeypatch):
-    release, copied, original = threading.Event(), [], copy_engine.copy_now
-
-    def slowly(src, src_ids, *rest):
-        if copied:
-            assert release.wait(10)
-        copied.append(src_ids)
-        original(src, src_ids, *rest)
-
-    monkeypatch.setattr(copy_engine, "copy_now", slowly)
-    source, target = pool(4, noise=1), pool(4)
-    handle = engine.copy_blocks(source, [0, 1], target, [2, 3], H2D, groups=[0, 1])
-    handle.wait_layer(0)
-    assert torch.equal(target.data[2], source.data[0])
-    assert not handle.done()
-    release.set()
-    handle.wait_layer(1)
-    assert torch.equal(target.data[3], source.data[1])
-    handle.wait()
-    assert handle.done()
-
-
 def test_copies_run_beside_the_caller_and_lanes_beside_one_another(engine):
     gate, here = Gate(torch.zeros(3)), torch.zeros(3)
     slow = engine.copy_tensors([(torch.ones(3), gate)], D2H)
@@ -142,7 +110,7 @@ def test_a_copy_that_fails_says_so_and_harms_no_other(engine):
     gate = Gate(torch.zeros(3), OSError("the cable is out"))
     gate.open.set()
     failed = engine.copy_tensors([(torch.ones(3), gate)], D2H)
-    for ask in (failed.wait, failed.wait, lambda: failed.wait_layer(0)):
+    for ask in (failed.wait, failed.wait, failed.wait_in_stream):
         with pytest.raises(CopyFailed, match="the cable is out") as caught:
             ask()
         assert isinstance(caught.value.__cause__, OSError)
@@ -152,28 +120,80 @@ def test_a_copy_that_fails_says_so_and_harms_no_other(engine):
     assert torch.equal(target.data[2], source.data[1])
 
 
-def test_layers_behind_a_failure_are_not_waited_for_in_vain(engine, monkeypatch):
-    def fails_late(src, src_ids, *rest):
-        if src_ids == [1]:
-            raise RuntimeError("lost")
-
-    monkeypatch.setattr(copy_engine, "copy_now", fails_late)
-    handle = engine.copy_blocks(pool(4), [0, 1, 2], pool(4), [0, 1, 2], H2D, groups=[0, 1, 3])
-    with pytest.raises(CopyFailed, match="lost"):
-        handle.wait_layer(3)
-    handle.wait_layer(2)
+def test_runs_are_cut_so_that_what_comes_between_waits_for_little():
+    assert pieces([3, 4, 5, 6, 7, 9], [0, 1, 2, 3, 4, 5], 2) == [(3, 0, 2), (5, 2, 2), (7, 4, 1), (9, 5, 1)]
+    assert pieces(range(5), range(10, 15), 5) == [(0, 10, 5)]
 
 
-def test_pinned_blocks_go_on_to_pageable_memory_once_they_are_there(engine):
-    gpu, pinned, pageable = pool(6, noise=1), pool(6), pool(6)
-    first = engine.copy_blocks(gpu, [5, 0, 3], pinned, [1, 2, 4], D2H)
-    engine.copy_on_host(pinned, [1, 2, 4], pageable, [0, 1, 5], after=first).wait()
-    assert torch.equal(pageable.data[[0, 1, 5]], gpu.data[[5, 0, 3]])
-    gate = Gate(torch.zeros(3), OSError("gone"))
-    gate.open.set()
-    with pytest.raises(CopyFailed, match="gone"):
-        engine.copy_on_host(pinned, [1], pageable, [2], after=engine.copy_tensors([(torch.ones(3), gate)], D2H)).wait()
-    assert pageable.data[2].count_nonzero() == 0
+def test_no_piece_of_a_copy_is_larger_than_allowed(monkeypatch):
+    monkeypatch.setattr(copy_engine, "PIECE_BYTES", 3 * pool(1).block_bytes)
+    source, target, found = pool(9, noise=1), pool(9), []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of, **_: found.append(to.data.__setitem__(slice(None), of)))
+    copy_engine.copy_now(source.raw, list(range(8)), target.raw, list(range(1, 9)), D2H)
+    assert len(found) == 3 and torch.equal(target.data[1:], source.data[:8])
+
+
+class Driver:
+    """What `cuda.bindings.runtime` has of batched copies, made by the CPU; `status` is what the next call returns."""
+
+    cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)
+
+    def __init__(self):
+        self.calls, self.status = [], 0
+
+    def cudaMemcpyAttributes(self):
+        return SimpleNamespace(srcAccessOrder=0)
+
+    def cudaMemcpyBatchAsync(self, targets, sources, sizes, count, attributes, places, num, stream):
+        assert len(targets) == len(sources) == len(sizes) == count
+        assert (places, num, stream) == ([0], 1, 77) and attributes[0].srcAccessOrder == 1
+        if not self.status:
+            self.calls.append(sizes)
+            for target, source, size in zip(targets, sources, sizes, strict=True):
+                ctypes.memmove(target, source, size)
+        return (self.status,)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    monkeypatch.setattr(batched_copies, "_runtime", lambda: made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    return made
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.permutations(range(20)), st.permutations(range(25)), st.integers(1, 20), st.integers(1, 4))
+def test_scattered_blocks_are_asked_for_in_one_call(driver, src_ids, dst_ids, count, most):
+    source, target = pool(20, noise=1), pool(25, noise=2)
+    expected = target.data.clone()
+    expected[dst_ids[:count]] = source.data[src_ids[:count]]
+    found = pieces(src_ids[:count], dst_ids[:count], most)
+    driver.calls.clear()
+    assert batched_copies.copy_pieces(source.raw, target.raw, found)
+    assert torch.equal(target.data, expected)
+    assert driver.calls == [[n * source.block_bytes for _, _, n in found]]
+
+
+def test_a_driver_without_the_call_leaves_copies_to_be_made_one_by_one(driver, monkeypatch):
+    source, target = pool(4, noise=1), pool(4)
+    for status in (36, 801):
+        driver.status = status
+        assert not batched_copies.copy_pieces(source.raw, target.raw, [(0, 1, 2)])
+    driver.status = 700
+    with pytest.raises(RuntimeError, match="cudaMemcpyBatchAsync of 1 copies failed: CUDA error 700"):
+        batched_copies.copy_pieces(source.raw, target.raw, [(0, 1, 2)])
+    monkeypatch.setattr(batched_copies, "_runtime", lambda: None)
+    assert not batched_copies.copy_pieces(source.raw, target.raw, [(0, 1, 2)])
+    assert not target.data.any()
+
+
+def test_copies_go_before_the_computation_on_streams_of_their_own(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.append(priority))
+    worker = copy_worker.CopyWorker("h2d", torch.device("cuda"))
+    worker.close()
+    assert made == [-1]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +205,6 @@ def test_pinned_blocks_go_on_to_pageable_memory_once_they_are_there(engine):
         ({"dst_ids": [-1, 2]}, "ids from -1 to 2"),
         ({"dst_pool": pool(4, layer_group=2)}, "blocks of"),
         ({"dst_pool": KVPool(SMALL, 4, 4, 1, "cpu", torch.float16)}, "float16"),
-        ({"groups": [0]}, "1 groups for 2 blocks"),
-        ({"groups": [1, 0]}, "ascending"),
     ],
 )
 def test_a_copy_that_makes_no_sense_is_refused_at_once(engine, change, message):
@@ -206,7 +224,7 @@ def test_what_is_queued_when_the_engine_closes_is_still_copied():
 def test_an_engine_leaves_no_thread_behind():
     before = threading.active_count()
     with CopyEngine("cpu"):
-        assert threading.active_count() == before + 3
+        assert threading.active_count() == before + 2
     assert threading.active_count() == before
 
 
@@ -215,7 +233,7 @@ def test_an_inline_copy_is_over_when_it_was_asked_for():
     before = threading.active_count()
     with CopyEngine("cpu", inline=True) as engine:
         assert threading.active_count() == before
-        handle = engine.copy_blocks(source, [0, 3], target, [2, 1], D2H, groups=[0, 1])
+        handle = engine.copy_blocks(source, [0, 3], target, [2, 1], D2H)
         assert handle.done()
         assert torch.equal(target.data[[2, 1]], source.data[[0, 3]])
         failed = engine.copy_tensors([(source.data[:2], target.data[:3])], D2H)
@@ -241,7 +259,7 @@ def test_kv_is_restored_from_hidden_states_kept_on_the_host(engine):
     batch = again.batch({0: tokens})
     for layer in range(4):
         hidden, handle = store.load(layer, ids, 0, 27)
-        handle.wait_layer(layer)
+        handle.wait_in_stream()
         decoder.layers[layer].restore_kv(hidden, batch, again.pool, layer)
     torch.testing.assert_close(again.pool.data, kept, atol=1e-6, rtol=1e-6)
     hidden, handle = store.load(2, ids, 10, 9)

@@ -40,9 +40,9 @@ class Watched:
         self.events = ""
         copy_blocks, layer = CopyEngine.copy_blocks, DecoderLayer.forward
 
-        def copying(engine, src_pool, src_ids, dst_pool, dst_ids, direction, groups=None):
+        def copying(engine, src_pool, src_ids, dst_pool, dst_ids, direction):
             self.events += "i" if direction is Direction.H2D else "o"
-            return copy_blocks(engine, src_pool, src_ids, dst_pool, dst_ids, direction, groups)
+            return copy_blocks(engine, src_pool, src_ids, dst_pool, dst_ids, direction)
 
         def starting(*arguments):
             self.events += "L"
@@ -96,10 +96,10 @@ def test_the_copies_of_the_next_two_turns_are_under_way_when_a_layer_of_a_decode
     assert watched.run() == events
 
 
-def test_each_sequence_has_its_copies_under_way(watched):
+def test_all_sequences_have_their_copies_under_way_as_one_a_layer_and_direction(watched):
     for hosted in ((0, 2), (0, 1, 2, 3), ()):
         watched.work.add_decode(watched.hold(hosted), 22, range(30))
-    assert watched.run() == "iiiiLooiLoiLooLo"
+    assert watched.run() == "iiLoiLoiLoLo"
 
 
 def test_what_is_cached_of_a_prompt_is_fetched_ahead_too(watched):

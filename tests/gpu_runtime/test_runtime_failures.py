@@ -33,8 +33,8 @@ def test_a_failed_copy_ends_the_sequence_whose_blocks_it_moved(variant, chunked,
     dice = random.Random(5)
     right = CopyEngine.copy_blocks
 
-    def sometimes(self, src_pool, src_ids, dst_pool, dst_ids, direction, groups=None):
-        handle = right(self, src_pool, src_ids, dst_pool, dst_ids, direction, groups)
+    def sometimes(self, src_pool, src_ids, dst_pool, dst_ids, direction):
+        handle = right(self, src_pool, src_ids, dst_pool, dst_ids, direction)
         if dice.random() < 0.05:
             handle.wait()
             handle.finish(RuntimeError("the link is down"))

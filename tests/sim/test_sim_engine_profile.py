@@ -19,7 +19,7 @@ from sim.cost.forms import build_cost
 from sim.cost.host import Host
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import Constant, load_profile
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import Direction, IterationPlan
 from sim.errors import UserError
 from sim.results.result import assemble
 from sim.specs.hardware import load_hardware
@@ -285,6 +285,17 @@ def test_our_own_engine_takes_the_host_time_that_its_calibration_found():
     # Another engine's host time is not ours.
     other = load_engine_profile("vllm-v1")
     assert other.measured_by(measured) is other
+
+
+@pytest.mark.parametrize(("engine", "pieces"), [("kvtwin", 5), ("vllm-0.5", 2 * 32 * 5)])
+def test_blocks_are_copied_in_the_pieces_that_the_engine_asks_for(engine, pieces):
+    hardware = load_hardware("a100-80g")
+    profile = load_profile("a100-80g-imported")
+    model = load_model("llama-2-7b")
+    cost = build_cost(model, hardware, profile, 1, 2.0**23, engine=load_engine_profile(engine))
+    assert cost.num_copies(5, 32) == pieces
+    # Too short to be on their way longer than it takes to ask for them.
+    assert cost.copy_s(1.0, pieces, Direction.H2D) == pieces * profile.value("copy_launch_s")
 
 
 def test_the_page_has_the_constants_of_every_shipped_engine():
