@@ -39,15 +39,15 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
     options = options_among((setup.policy,), MixedPoolOptions)
     if options.mixed_pool:
-        return _mixed(engines, members, env, arrivals, options)
+        pools = mixed_pools(members, scenario.prefill_replicas or 0, options.max_pending_tokens)
+        return Cluster(env, members, arrivals, pools, None, _hand_overs(engines, members, range(len(members)), pools))
     front = range((scenario.prefill_replicas or 0) * setup.pp)
     decoders = range(len(front), len(members))
-    bytes_per_s = (scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS
     if setup.policy.names["memory"] == STORED:
         from sim.clock.conducted import Prices, conductor_of  # noqa: PLC0415 - one system has it
 
         rules = options_among((setup.policy, *setup.policy.mixed_options), ConductorOptions)
-        layers, s_per_token = setup.model.num_layers, setup.model.kv_bytes_per_token(1) / bytes_per_s
+        layers, s_per_token = setup.model.num_layers, setup.model.kv_bytes_per_token(1) / _link_bytes_per_s(setup)
         room = setup.decode.limits.num_gpu_blocks * setup.decode.limits.block_size
         prices = Prices(
             setup.cost, setup.decode.cost, setup.limits, room, layers=layers, s_per_token=s_per_token, members=members
@@ -55,42 +55,30 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         router: Router = conductor_of(rules, prices, [members[i] for i in front], [members[i] for i in decoders])
     else:
         router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
-    hand_overs = HandOvers(
-        members,
-        decoders,
-        to_pipelines(LeastLoaded(), setup.decode.pp),
-        bytes_per_s=bytes_per_s,
-        block_bytes=setup.limits.block_size * setup.model.kv_bytes_per_token(1),
-        layers=setup.model.num_layers,
-        next_places={place: turns for place in decoders if (turns := turns_of(members[place]))},
-    )
-    for parts in engines:
-        parts.prefilled_by = hand_overs.prefilled_by
+    hand_overs = _hand_overs(engines, members, decoders, to_pipelines(LeastLoaded(), setup.decode.pp))
     return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
 
 
-def _mixed(
-    engines: list[EngineParts],
-    members: list[Member],
-    env: simpy.Environment,
-    arrivals: Arrivals,
-    options: MixedPoolOptions,
-) -> Cluster:
-    """Pools whose machines may do each other's work (Splitwise)."""
+def _hand_overs(engines: list[EngineParts], members: list[Member], decoders: range, router: Router) -> HandOvers:
+    """What goes from engine to engine over the links of the scenario, and who of `decoders` gets it."""
     setup = engines[0].setup
-    pools = mixed_pools(members, setup.scenario.prefill_replicas or 0, options.max_pending_tokens)
     hand_overs = HandOvers(
         members,
-        range(len(members)),
-        pools,
-        bytes_per_s=(setup.scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS,
+        decoders,
+        router,
+        bytes_per_s=_link_bytes_per_s(setup),
         block_bytes=setup.limits.block_size * setup.model.kv_bytes_per_token(1),
         layers=setup.model.num_layers,
-        pools=pools,
+        next_places={place: turns for place in decoders if (turns := turns_of(members[place]))},
+        pools=router if isinstance(router, MixedPools) else None,
     )
     for parts in engines:
         parts.prefilled_by = hand_overs.prefilled_by
-    return Cluster(env, members, arrivals, pools, None, hand_overs)
+    return hand_overs
+
+
+def _link_bytes_per_s(setup: "Setup") -> float:
+    return (setup.scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS
 
 
 def mixed_pools(members: list[Member], num_prompt: int, max_pending_tokens: int) -> MixedPools:

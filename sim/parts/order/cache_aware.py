@@ -9,27 +9,26 @@ both are first come, first served.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.base import Order
 from sim.parts.memory.radix import RadixMemory
 from sim.parts.memory.radix_tree import Node
+from sim.parts.order.fcfs import Fcfs
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
 
 
-class CacheAware(Order):
-    """One list. `by_branch`: `dfs-weight`, else `lpm`, which sorts up to `longest` (0: any number) sequences."""
+class CacheAware(Fcfs):
+    """`by_branch`: `dfs-weight`, else `lpm`, which sorts up to `longest` (0: any number) sequences."""
 
     sticky: ClassVar[bool] = False
 
     def __init__(self, *, by_branch: bool = False, longest: int = 0) -> None:
+        super().__init__()
         self.by_branch, self.longest = by_branch, longest
-        self.waiting = self._queue = []
         self._radix: RadixMemory | None = None
         # What the last sorting saw; the tree's clock after it.
         self._is_sorted = False
@@ -58,7 +57,9 @@ class CacheAware(Order):
             self._sort_by_branch(memory, [prefix.node for prefix in ends])
         else:
             hits = {seq: -prefix.num_blocks for seq, prefix in zip(queue, ends, strict=True)}
-            queue.sort(key=hits.__getitem__)
+            ranked = sorted(queue, key=hits.__getitem__)
+            queue.clear()
+            queue.extend(ranked)
         self._is_sorted, self._clock = True, memory.tree.clock
 
     def _sort_by_branch(self, memory: RadixMemory, ends: list[Node]) -> None:
@@ -77,7 +78,7 @@ class CacheAware(Order):
         while left:
             node, is_walked = left.pop()
             if is_walked:
-                self._queue += waiting.get(node, ())
+                self._queue.extend(waiting.get(node, ()))
                 continue
             left.append((node, True))
             branches = [child for child in node.children.values() if child in weights]
@@ -85,27 +86,9 @@ class CacheAware(Order):
             left += [(child, False) for child in reversed(branches)]
 
     def add(self, seq: Sequence) -> None:
-        self._queue.append(seq)
+        super().add(seq)
         self._is_sorted = False
 
     def put_back(self, seqs: list[Sequence]) -> None:
-        self._queue += seqs
+        self._queue.extend(seqs)
         self._is_sorted = False
-
-    def head(self) -> Sequence:
-        return self._queue[0]
-
-    def pop(self) -> Sequence:
-        return self._queue.pop(0)
-
-    def remove(self, seq: Sequence) -> bool:
-        if seq not in self._queue:
-            return False
-        self._queue.remove(seq)
-        return True
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._queue)

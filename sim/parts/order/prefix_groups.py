@@ -12,16 +12,15 @@ long starts early, and prompts are left to mix with it.
 Who arrives while a plan is carried out waits for the next one.
 """
 
-from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.base import Order
 from sim.parts.memory.block_keys import BlockKeys
 from sim.parts.memory.prefix_index import Keys, common
 from sim.parts.memory.shared_reads import GroupMemory
+from sim.parts.order.fcfs import Fcfs
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -74,15 +73,12 @@ def one_level(prompts: list[Keys]) -> list[Group]:
     return stack[0].close(None)
 
 
-class PrefixGroups(Order):
+class PrefixGroups(Fcfs):
     """A plan over all who wait, then first come, first served by it."""
 
-    sticky: ClassVar[bool] = True
-
     def __init__(self) -> None:
+        super().__init__()
         self._arrived: list[Sequence] = []
-        self._queue: deque[Sequence] = deque()
-        self.waiting = self._queue
         self._groups: GroupMemory | None = None
 
     def bind(self, scheduler: "Scheduler") -> None:
@@ -120,27 +116,17 @@ class PrefixGroups(Order):
     def add(self, seq: Sequence) -> None:
         self._arrived.append(seq)
 
-    def put_back(self, seqs: list[Sequence]) -> None:
-        self._queue.extendleft(seqs)
-
-    def head(self) -> Sequence:
-        return self._queue[0]
-
-    def pop(self) -> Sequence:
-        return self._queue.popleft()
-
     def remove(self, seq: Sequence) -> bool:
-        for queue in (self._queue, self._arrived):
-            if seq in queue:
-                queue.remove(seq)
-                return True
-        return False
+        if seq not in self._arrived:
+            return super().remove(seq)
+        self._arrived.remove(seq)
+        return True
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._arrived)
+        return super().__len__() + len(self._arrived)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._queue
+        yield from super().__iter__()
         yield from self._arrived
 
 
