@@ -30,7 +30,7 @@ TIE_S = 1e-9
 class Quanta(Batching):
     """Who runs is chosen anew whenever the order or memory has changed, else everybody goes on."""
 
-    order: Mlfq
+    levels: Mlfq
 
     def __init__(self) -> None:
         # Seconds for which the engine has computed; each member's quantum ends at a reading of this clock.
@@ -56,7 +56,7 @@ class Quanta(Batching):
             raise UserError("batching=quanta pauses whole sequences: it goes with memory=paged or memory=reserved")
         if isinstance(scheduler.eviction, Swap):
             raise UserError("batching=quanta calls nobody back: give eviction=recompute or =proactive-swap")
-        self.order = scheduler.order
+        self.levels = scheduler.order
 
     @property
     def num_paused(self) -> int:
@@ -72,13 +72,13 @@ class Quanta(Batching):
         resumed: list[Sequence] = []
         if self._must_choose or self._refused:
             resumed = self._choose(plan, now_s)
-            self._chosen_version, self._memory_changed = self.order.version, False
+            self._chosen_version, self._memory_changed = self.levels.version, False
         if self.batch.members:
             self._make_room(plan)
         for seq in resumed:
             # Who has to make room at once has waited on.
             if seq in self.batch.members:
-                del self.order.idle_since_s[seq]
+                del self.levels.idle_since_s[seq]
         if self.batch.members:
             self.decode_all(plan)
         self.eviction.settle()
@@ -88,7 +88,7 @@ class Quanta(Batching):
     @property
     def _must_choose(self) -> bool:
         """Whether others may be first since the last choice."""
-        return self._memory_changed or self._chosen_version != self.order.version
+        return self._memory_changed or self._chosen_version != self.levels.version
 
     def _is_here(self, seq: Sequence) -> bool:
         """Whether it is on the GPU, and could decode or lose its blocks."""
@@ -100,15 +100,15 @@ class Quanta(Batching):
         Returns who had paused.
         """
         seats, budget = self.limits.max_num_seqs, self.budget
-        self._may_admit = bool(self.order) and self.eviction.may_admit()
+        self._may_admit = bool(self.levels) and self.eviction.may_admit()
         self._may_take, self._refused = True, False
-        self._end = (len(self.order.quanta_s), 0)
+        self._end = (len(self.levels.quanta_s), 0)
         chosen: dict[Sequence, None] = {}
         # Blocks that those chosen so far begin in this step; who of the first is away.
         growth = num_away = 0
-        for seq in self.order.in_order(self._wants_prompts):
+        for seq in self.levels.in_order(self._wants_prompts):
             num_chosen = len(chosen) + len(plan.chunks)
-            if num_chosen >= seats or self.order.place_of(seq) >= self._end:
+            if num_chosen >= seats or self.levels.place_of(seq) >= self._end:
                 break
             if self._is_here(seq):
                 chosen[seq] = None
@@ -145,7 +145,7 @@ class Quanta(Batching):
         elif not self.memory.ever_fits(seq, self.admission.keep_free):
             reason = NEVER_FITS
         if reason:
-            self.order.remove(seq)
+            self.levels.remove(seq)
             self.scheduler.ignore(seq, reason)
         elif seq.num_tokens > budget:
             self._refused, self._may_take = True, False
@@ -155,7 +155,7 @@ class Quanta(Batching):
             if not self.admission.admits(seq):
                 self._may_admit = False
                 return
-            self.order.keep(seq)
+            self.levels.keep(seq)
             self.scheduler.start(seq, now_s)
             plan.add_chunk(seq, seq.num_tokens - seq.num_computed, Origin.ADMITTED)
             self._run(seq)
@@ -175,7 +175,7 @@ class Quanta(Batching):
             return False
         victims: list[Sequence] = []
         taken, room = 0, self.eviction.room()
-        for victim in filter(self._is_here, self.order.residents_behind(seq)):
+        for victim in filter(self._is_here, self.levels.residents_behind(seq)):
             victims.append(victim)
             taken += memory.held_blocks(victim)
             if taken > room or memory.outgrew_gpu(victim):
@@ -184,7 +184,7 @@ class Quanta(Batching):
                 break
         else:
             return False
-        self._may_take, self._end = True, self.order.place_of(victims[-1])
+        self._may_take, self._end = True, self.levels.place_of(victims[-1])
         for victim in victims:
             self.preempt(victim, plan)
         return True
@@ -192,7 +192,7 @@ class Quanta(Batching):
     def _make_room(self, plan: IterationPlan) -> None:
         """Where the batch cannot grow, those who would run last give up their blocks."""
         while self.batch.members and not self.memory.grow(self.batch, spare=0):
-            self.preempt(next(filter(self._is_here, self.order.residents_from_last())), plan)
+            self.preempt(next(filter(self._is_here, self.levels.residents_from_last())), plan)
 
     def preempt(self, seq: Sequence, plan: IterationPlan) -> None:
         self._stop(seq)
@@ -202,9 +202,9 @@ class Quanta(Batching):
 
     def _run(self, seq: Sequence) -> None:
         """Its quantum runs from now on."""
-        level = self.order.level_of(seq)
-        if level + 1 < len(self.order.quanta_s):
-            left_s = self._left_s.pop(seq, self.order.quanta_s[level])
+        level = self.levels.level_of(seq)
+        if level + 1 < len(self.levels.quanta_s):
+            left_s = self._left_s.pop(seq, self.levels.quanta_s[level])
             expiry_s = self._expiry_s[seq] = self._busy_s + left_s
             heappush(self._expiries, (expiry_s, seq.request.request_id, seq))
 
@@ -218,7 +218,7 @@ class Quanta(Batching):
         self._stop(seq)
         self.scheduler.take_out(seq)
         self.paused[seq] = None
-        self.order.idle_since_s[seq] = now_s
+        self.levels.idle_since_s[seq] = now_s
         self.scheduler.park(seq)
         self.scheduler.counters.policy["paused"] += 1
 
@@ -236,15 +236,15 @@ class Quanta(Batching):
 
     def expire(self) -> None:
         """Demote who has used its quantum up; who was promoted has a whole one."""
-        for seq in self.order.promoted:
+        for seq in self.levels.promoted:
             self._left_s.pop(seq, None)
             if self._expiry_s.pop(seq, None) is not None:
                 self._run(seq)
-        self.order.promoted.clear()
+        self.levels.promoted.clear()
         while due := self._take_due():
             # Who steps down together keeps its order: sums of floats tell nothing about ends this close.
-            for seq in sorted(due, key=self.order.place_of):
-                self.order.demote(seq)
+            for seq in sorted(due, key=self.levels.place_of):
+                self.levels.demote(seq)
                 self._run(seq)
                 self.scheduler.counters.policy["demotions"] += 1
 

@@ -95,7 +95,7 @@ class Vllm055Chunked(Batching):
                 memory.append(seq)
         plan.num_decodes = len(decoded)
         plan.decodes = decoded if len(decoded) < len(batch.members) else batch.members
-        if self.partial in order:
+        if self.partial is not None and self.partial in order:
             self._front = order.index(self.partial)
 
     def _is_stuck(self, seq: Sequence) -> bool:
