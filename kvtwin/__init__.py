@@ -23,10 +23,12 @@ if TYPE_CHECKING:
         RunResult,
         Scenario,
         SweepResult,
+        TuneResult,
         compare,
         load_result,
         simulate,
         sweep,
+        tune,
     )
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "RunResult",
     "Scenario",
     "SweepResult",
+    "TuneResult",
     "UserError",
     "__version__",
     "compare",
@@ -43,6 +46,7 @@ __all__ = [
     "main",
     "simulate",
     "sweep",
+    "tune",
 ]
 
 BROKEN_PIPE = 141

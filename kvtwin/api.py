@@ -35,6 +35,10 @@ from sim.study.backends import Backend
 from sim.study.figures import draw
 from sim.study.sweep import Means, run_study
 from sim.study.tables import means, tidy
+from sim.study.tune import Tuned, read_tune
+from sim.study.tune import tune as search
+from sim.study.tune_report import candidates_table, lines
+from sim.study.tune_report import draw as draw_tuned
 from sim.systems import DEFAULT_POLICY
 from sim.systems.base import Policy
 from sim.traffic import requests_of
@@ -50,11 +54,13 @@ __all__ = [
     "RunResult",
     "Scenario",
     "SweepResult",
+    "TuneResult",
     "UserError",
     "compare",
     "load_result",
     "simulate",
     "sweep",
+    "tune",
 ]
 
 ENGINE = "engine"
@@ -214,6 +220,50 @@ def sweep(
     found = read_study(table, "sweep", where)
     places = run_study(found, Path(out), Means(backend, address, jobs, max_seconds, retry_failed))
     return SweepResult(tidy(found, places), found)
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The answer of a search.
+
+    Attributes:
+        tuned: the answer typed: `best`, `binds`, `gains`, the range `low` to `high`.
+    """
+
+    tuned: Tuned
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each candidate, the best first, with what it reached and whether it is on the Pareto front."""
+        return candidates_table(self.tuned)
+
+    @property
+    def text(self) -> str:
+        """The answer in sentences, as `kvtwin tune` prints it."""
+        return "\n".join(lines(self.tuned))
+
+    def figure(self) -> Figure:
+        """Candidates, Pareto front, and what raising each limit brings."""
+        return draw_tuned(self.tuned)
+
+
+def tune(
+    study: str | Path | Mapping[str, Any],
+    out: str | Path,
+    *,
+    backend: Backend = "loky",
+    address: str | None = None,
+    jobs: int | None = None,
+    max_seconds: float | None = None,
+) -> TuneResult:
+    """Search for the policy and the knobs that reach most under SLOs, as `kvtwin tune` does; arguments as of `sweep`.
+
+    Raises:
+        UserError: a bad study, every candidate refused, or a folder that cannot be written.
+    """
+    where = "study" if isinstance(study, Mapping) else str(study)
+    table = study if isinstance(study, Mapping) else read_toml(Path(study), "study")
+    return TuneResult(search(read_tune(table, where), Path(out), Means(backend, address, jobs, max_seconds)))
 
 
 def load_result(folder: str | Path) -> RunResult:

@@ -1,4 +1,4 @@
-"""The commands that run many scenarios: `sweep`."""
+"""The commands that run many scenarios: `sweep`, `tune`."""
 
 import argparse
 import sys
@@ -17,6 +17,10 @@ SWEEP_HELP = (
     "Run every point of a study file: a scenario file with a table [sweep] of axes (docs/sweep.md). What has ended is "
     "kept; the same command goes on where it was interrupted."
 )
+TUNE_HELP = (
+    "Search a study file with a table [tune] (docs/tune.md) for the policy and the knobs that carry the most load, "
+    "need the fewest GPUs or cost least under SLOs, and say which limit binds and what more of it would buy."
+)
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
@@ -24,6 +28,9 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     sweep = subparsers.add_parser("sweep", help="simulate every point of a study file", description=SWEEP_HELP)
     sweep.later(_add_sweep_flags)
     sweep.set_defaults(run=sweep_command)
+    tune = subparsers.add_parser("tune", help="search for the best policy and knobs under SLOs", description=TUNE_HELP)
+    tune.later(_add_tune_flags)
+    tune.set_defaults(run=tune_command)
 
 
 def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +38,11 @@ def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
     add_means(parser)
     parser.add_argument("--table", choices=("csv", "parquet"), default="csv", help="format of the tables (default csv)")
     parser.add_argument("--no-figures", action="store_true", help="draw nothing")
+
+
+def _add_tune_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", type=Path, metavar="FILE.toml", help="scenario, goal, SLOs and knobs")
+    add_means(parser)
 
 
 def add_means(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +106,28 @@ def sweep_command(arguments: argparse.Namespace) -> int:
         write_figures(folder / "figures", study, means_table(study, table))
     if not arguments.quiet:
         print("\n".join(_told(study.where, folder, [place.outcome.error for place in places])))
+    return 0
+
+
+def tune_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin tune`."""
+    from sim.scenario import read_toml  # noqa: PLC0415
+    from sim.study.tune import read_tune, tune  # noqa: PLC0415
+
+    path: Path = arguments.study
+    asked, means, folder = read_tune(read_toml(path, "tune"), str(path)), means_of(arguments), arguments.out
+    try:
+        with progress("tune", arguments.quiet) as begin:
+            found = tune(asked, folder, means, begin)
+    except KeyboardInterrupt:
+        print(f"kvtwin: interrupted; what is finished is in {folder}: the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+    from sim.study.tune_report import lines, write  # noqa: PLC0415 - pandas and matplotlib are slow to import
+
+    write(folder, found)
+    if not arguments.quiet:
+        print("\n".join(lines(found)))
+        print(f"Candidates, picture and runs are in {folder}")
     return 0
 
 

@@ -147,6 +147,7 @@ def perform(task: Task, trace: SharedTrace | None) -> Outcome:
         return Outcome(task.key, error=run.error)
     data = {name: value for name, value in result_data(assemble(run)).items() if name not in ARRAYS}
     data["max_concurrent_requests"] = most_in_flight(run)
+    data["arrival_span_s"] = arrival_span_s(run)
     return Outcome(task.key, msgspec.to_builtins(data))
 
 
@@ -173,3 +174,11 @@ def most_in_flight(run: Run) -> int | None:
     # Who leaves at a moment makes room for who comes.
     order = np.lexsort((np.repeat([1, 0], len(times)), moments))
     return int(np.cumsum(np.repeat([1, -1], len(times))[order]).max())
+
+
+def arrival_span_s(run: Run) -> float | None:
+    """First arrival to last, s; None where the requests were not kept."""
+    if run.log.requests is None:
+        return None
+    times = [row.arrival_s for row in run.log.requests]
+    return max(times) - min(times) if times else 0.0

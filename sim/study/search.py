@@ -1,0 +1,201 @@
+"""Searches that ask for runs: how much load a deployment holds, how few GPUs hold the load.
+
+A search is a generator: it yields the options of a run, hears how it ended, and returns its answer. `answers` drives
+many of them at once, so that workers have something to do and equal runs are made once.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from sim.errors import UserError
+from sim.option_values import convert
+from sim.results.schema import Result
+from sim.study.points import Outcome, key_of, setup_of
+from sim.study.sweep import Means, Place, Store, Told, num_gpus, perform_missing
+
+Answer = TypeVar("Answer")
+Search = Generator[dict[str, Any], "Ran", Answer]
+PRECISION = 0.02
+"""Loads are found to within this share."""
+MOST_DOUBLINGS = 12
+MOST_ENGINES = 1024
+NO_LOAD = 2.0**-MOST_DOUBLINGS
+
+
+class Ran(Struct, frozen=True):
+    """How a run that a search asked for ended."""
+
+    options: dict[str, Any]
+    num_gpus: int
+    outcome: Outcome
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What result.json holds; None where the run failed."""
+        return self.outcome.result
+
+
+class Slo(Struct, frozen=True):
+    """A bound on one statistic of a run: times at most, shares at least."""
+
+    metric: str
+    bound: float
+
+    @staticmethod
+    def parse(word: str, where: str) -> "Slo":
+        """Read `p99_ttft_ms:3000` or `goodput_attainment:0.99`."""
+        metric, colon, text = word.partition(":")
+        metric = metric.replace("-", "_")
+        if not colon or not (metric in Result.__struct_fields__ and metric.endswith(("_ms", "_attainment"))):
+            raise UserError(
+                f"{where}: {word!r} is not METRIC:BOUND, such as p99_ttft_ms:3000 or goodput_attainment:0.99"
+            )
+        bound = convert(f"{where}: {word}", text, float)
+        if not bound > 0:
+            raise UserError(f"{where}: {word!r} has a bound that nothing meets; give more than 0")
+        return Slo(metric, bound)
+
+    def met(self, result: Mapping[str, Any]) -> bool:
+        """Whether a run keeps to it."""
+        value = result[self.metric]
+        if value is None:
+            return False
+        return value >= self.bound if self.at_least else value <= self.bound
+
+    @property
+    def at_least(self) -> bool:
+        """Whether more is better."""
+        return not self.metric.endswith("_ms")
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'>=' if self.at_least else '<='} {self.bound:g}"
+
+
+SERVED = 0.99
+"""Share of the requests that must not be given up, whatever the SLOs."""
+
+
+def holds(ran: Ran, slos: Sequence[Slo]) -> bool:
+    """Whether a run kept to all SLOs and gave hardly anybody up."""
+    result = ran.result
+    if result is None:
+        return False
+    return result["completed"] >= SERVED * result["num_prompts"] and all(slo.met(result) for slo in slos)
+
+
+class Held(Struct, frozen=True):
+    """The most that held and the least that did not, with their runs; None where there was none."""
+
+    most: float
+    ran: Ran | None
+    least_failing: float | None
+    failing: Ran | None
+
+
+def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float = PRECISION) -> Search[Held]:
+    """The greatest factor on the arrivals' rate at which the SLOs hold, by doubling and geometric bisection.
+
+    It takes for granted that what holds at some load holds at any lower one. 0 where nothing down to `NO_LOAD` holds.
+    """
+    usual = options.get("rate_scale", 1.0)
+    good: tuple[float, Ran | None] = (0.0, None)
+    bad: tuple[float | None, Ran | None] = (None, None)
+    factor = 1.0
+    while NO_LOAD <= factor <= 1 / NO_LOAD:
+        ran = yield {**options, "rate_scale": usual * factor}
+        if ran.outcome.error is not None and good[1] is None and bad[1] is None:
+            # Refused as it is: no load changes that.
+            return Held(0.0, None, factor, ran)
+        if holds(ran, slos):
+            good = (factor, ran)
+        else:
+            bad = (factor, ran)
+        if bad[0] is None:
+            factor *= 2.0
+        elif good[1] is None:
+            factor /= 2.0
+        elif bad[0] / good[0] <= 1.0 + precision:
+            break
+        else:
+            factor = (good[0] * bad[0]) ** 0.5
+    return Held(*good, *bad)
+
+
+def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Held]:
+    """The fewest engines that hold the load, by doubling and bisection; `most` is their number, 0 where none do.
+
+    It takes for granted that what some engines hold, more of them hold.
+    """
+    usual = {"router": "least-loaded", **options}
+    good: tuple[int, Ran | None] = (0, None)
+    bad: tuple[int, Ran | None] = (0, None)
+    count = 1
+    while count <= MOST_ENGINES:
+        engines: dict[str, Any] = {**usual, "replicas": count}
+        if count == 1:
+            del engines["router"]
+        ran = yield engines
+        if ran.outcome.error is not None and good[1] is None and count == 1:
+            return Held(0.0, None, 1, ran)
+        if holds(ran, slos):
+            good = (count, ran)
+        else:
+            bad = (count, ran)
+        if good[1] is None:
+            count *= 2
+        elif good[0] - bad[0] <= 1:
+            break
+        else:
+            count = (good[0] + bad[0]) // 2
+    return Held(*good, *bad)
+
+
+def worst_of(searches: Sequence[Search[Held]], better: Callable[[float, float], bool]) -> Search[Held]:
+    """The worst answer of several searches one after the other, as of a deployment under several seeds."""
+    worst: Held | None = None
+    for search in searches:
+        held = yield from search
+        if held.ran is None:
+            return held
+        if worst is None or better(worst.most, held.most):
+            worst = held
+    if worst is None:
+        raise UserError("a search needs at least one run")
+    return worst
+
+
+def answers(
+    searches: Sequence[Search[Answer]], store: Store, means: Means, begin: Callable[[int], Told] | None = None
+) -> list[Answer]:
+    """Drive the searches to their ends, a round of runs at a time; their answers in order."""
+    found: dict[int, Answer] = {}
+    asked: dict[int, dict[str, Any]] = {}
+    for place, search in enumerate(searches):
+        _step(found, asked, place, search, None)
+    while asked:
+        planned = {place: _planned(options) for place, options in asked.items()}
+        perform_missing(list(planned.values()), store, means, begin)
+        asked.clear()
+        for place, run in planned.items():
+            outcome = run.outcome if run.outcome.error else store.get(run.outcome.key) or run.outcome
+            _step(found, asked, place, searches[place], Ran(run.options, run.num_gpus, outcome))
+    return [found[place] for place in range(len(searches))]
+
+
+def _step(
+    found: dict[int, Answer], asked: dict[int, dict[str, Any]], place: int, search: Search[Answer], ran: Ran | None
+) -> None:
+    try:
+        asked[place] = next(search) if ran is None else search.send(ran)
+    except StopIteration as end:
+        found[place] = end.value
+
+
+def _planned(options: dict[str, Any]) -> Place:
+    try:
+        setup = setup_of(options)
+        return Place({}, 0, options, Outcome(key_of(setup)), num_gpus(setup))
+    except UserError as error:
+        return Place({}, 0, options, Outcome("", error=str(error)))

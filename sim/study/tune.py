@@ -1,0 +1,270 @@
+"""`tune`: the policy and the knobs that reach most under SLOs, what binds them, and what would buy more.
+
+Goals: `load`, the most traffic; `gpus`, the fewest GPUs for the traffic as it is; `cost`, the cheapest; `goodput`, the
+most requests within their SLOs at the traffic as it is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from msgspec import Struct
+
+from sim.errors import UserError
+from sim.option_values import convert
+from sim.scenario import Scenario
+from sim.study.axes import Study, Value, options_at, read_study
+from sim.study.limits import Change, binding, changes
+from sim.study.points import setup_of
+from sim.study.search import Held, Ran, Search, Slo, answers, fewest_engines, most_load, worst_of
+from sim.study.sweep import Means, Store, Told
+
+Goal = Literal["load", "gpus", "cost", "goodput"]
+GOALS: tuple[Goal, ...] = get_args(Goal)
+EXTRA = {"goal": str, "slo": tuple[str, ...], "trials": int, "storage": str}
+DEFAULT_SLO = "goodput_attainment:0.99"
+SPEED_ERRORS = {"derived": 0.1, "imported": 0.05, "measured": 0.05, "measured-from-server": 0.05}
+"""How much faster or slower than a profile of that status the GPU might be, for the range of the answer.
+
+Held-out errors of imported profiles are 2.5 to 4.7 %; those of derived ones are not known, and 10 % is a guess.
+"""
+
+
+class Candidate(Struct, frozen=True):
+    """One policy with its knobs, and what it reached."""
+
+    point: dict[str, Value]
+    held: Held
+    value: float | None
+    """What is best most or least, by the goal; None where no run met the SLOs."""
+
+    @property
+    def ran(self) -> Ran | None:
+        """The run that shows it, of the worst seed."""
+        return self.held.ran
+
+
+class Gain(Struct, frozen=True):
+    """What one change brings: the share by which load (or goodput) rises; None where it cannot be had."""
+
+    change: Change
+    gain: float | None
+    reason: str = ""
+
+
+class Tuned(Struct, frozen=True):
+    """The answer of a search.
+
+    Attributes:
+        candidates: the best first; those that never met the SLOs last, in the file's order.
+        gains: of the best, by what was changed.
+        low, high: the best's value on a GPU that much slower and faster than its profile says.
+        slack: most load over the traffic as it is that the best holds.
+    """
+
+    study: Study
+    goal: Goal
+    slos: tuple[Slo, ...]
+    candidates: list[Candidate]
+    gains: list[Gain]
+    low: float | None
+    high: float | None
+    speed_error: float
+    slack: float | None
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best candidate; None where none met the SLOs."""
+        return self.candidates[0] if self.candidates and self.candidates[0].value is not None else None
+
+    @property
+    def binds(self) -> str | None:
+        """The limit that binds the best."""
+        found = {g.change.name: g.gain for g in self.gains if g.change.kind == "limit" and g.gain is not None}
+        return binding(found) if found else None
+
+
+class Asked(Struct, frozen=True):
+    """What a `[tune]` table asks for."""
+
+    study: Study
+    goal: Goal
+    slos: tuple[Slo, ...]
+    prices: dict[str, float] = {}
+    """Of an hour by GPU, in any currency."""
+    trials: int | None = None
+    """Candidates that Optuna draws of the axes' values; None: every combination."""
+    storage: str | None = None
+
+
+def read_tune(table: Mapping[str, Any], where: str) -> Asked:
+    """What is asked for. UserError for a goal or an SLO that is none, or a goal that lacks what it needs."""
+    own = table.get("tune", {})
+    price = own.get("price") if isinstance(own, dict) else None
+    if price is not None:
+        table = {**table, "tune": {key: value for key, value in own.items() if key != "price"}}
+    study = read_study(table, "tune", where, EXTRA)
+    extra = study.extra
+    goal = extra.get("goal", "load")
+    if goal not in GOALS:
+        raise UserError(f"{where}: tune.goal = {goal!r} is not one of {', '.join(GOALS)}")
+    words = extra.get("slo", ())
+    if not words and not study.fixed.get("goodput"):
+        raise UserError(f"{where}: no SLO is given: write slo = ['p99_ttft_ms:3000'] into [tune], or goodput = [...]")
+    if goal == "goodput" and not study.fixed.get("goodput"):
+        raise UserError(f"{where}: tune.goal = 'goodput' counts requests within goodput = ['ttft:3000', ...]; give it")
+    slos = tuple(Slo.parse(word, f"{where}: tune.slo") for word in words or (DEFAULT_SLO,))
+    if (goal == "cost") != (price is not None):
+        raise UserError(f"{where}: goal = 'cost' and price = (of a GPU and hour) go together; give both or neither")
+    if goal in ("gpus", "cost"):
+        _check_engines(study)
+    trials = extra.get("trials")
+    if trials is not None and trials < 1:
+        raise UserError(f"{where}: tune.trials = {trials}; give 1 or more, or leave it out for every combination")
+    if extra.get("storage") and trials is None:
+        raise UserError(f"{where}: tune.storage is where trials are kept; give trials, or leave it out")
+    return Asked(study, goal, slos, _prices(price, study), trials, extra.get("storage"))
+
+
+def _prices(given: object, study: Study) -> dict[str, float]:
+    """Price of an hour by GPU; UserError where one is missing or no price."""
+    where = f"{study.where}: tune.price"
+    gpus = {str({**study.fixed, **point}.get("gpu", Scenario.gpu)) for point in study.points}
+    if given is None:
+        return {}
+    table = given if isinstance(given, dict) else dict.fromkeys(gpus, given)
+    found = {gpu: convert(f"{where} {gpu}", price, float) for gpu, price in table.items()}
+    for gpu in sorted(gpus):
+        if not found.get(gpu, 0.0) > 0:
+            raise UserError(f"{where}: {gpu} has none above 0; write price = {{ {gpu} = 1.5 }}")
+    return found
+
+
+def _check_engines(study: Study) -> None:
+    for name in ("replicas", "prefill_replicas", "decode_replicas"):
+        if name in study.fixed or name in study.axes:
+            shown = name.replace("_", "-")
+            raise UserError(f"{study.where}: {shown!r} is what the goal looks for; leave it out")
+
+
+def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] | None = None) -> Tuned:
+    """Search, then see what binds the best. Runs are kept in `folder` as those of a sweep are.
+
+    Raises:
+        UserError: every candidate is refused, a worker died, or the folder cannot be written.
+    """
+    store = Store(folder)
+    study = asked.study
+
+    def reach(points: Sequence[dict[str, Value]]) -> list[Candidate]:
+        held = answers([_search(asked, point, {}) for point in points], store, means, begin)
+        return [Candidate(p, h, _value(asked, h)) for p, h in zip(points, held, strict=True)]
+
+    if asked.trials is None:
+        found = reach(study.points)
+    else:
+        from sim.study.knobs import by_trials  # noqa: PLC0415 - optuna is slow to import
+
+        found = by_trials(asked, folder, reach, means.jobs)
+    refused = {c.held.failing.outcome.error for c in found if c.held.failing is not None}
+    if all(c.value is None for c in found) and len(refused) == 1 and (reason := refused.pop()) is not None:
+        raise UserError(f"{study.where}: every candidate is refused: {reason}")
+    sign = -1.0 if asked.goal in ("load", "goodput") else 1.0
+    found.sort(key=lambda c: (c.value is None, sign * (c.value or 0.0), _margin(asked, c)))
+    best = found[0]
+    if best.value is None or best.ran is None:
+        return Tuned(study, asked.goal, asked.slos, found, [], None, None, 0.0, None)
+    return _explained(asked, found, store, means, begin)
+
+
+def _explained(
+    asked: Asked, found: list[Candidate], store: Store, means: Means, begin: Callable[[int], Told] | None
+) -> Tuned:
+    """What binds the best, what more would buy, and how its answer hangs on the GPU's speed."""
+    best = found[0]
+    if best.ran is None:
+        raise UserError("nothing was found")
+    engines: dict[str, Any] = {}
+    if asked.goal in ("gpus", "cost"):
+        engines = {name: best.ran.options[name] for name in ("replicas", "router") if name in best.ran.options}
+    base = {**dict(options_at(asked.study, best.point, 0)), **engines}
+    what_if = [change for change in changes(base) if change.options.get("profile") != ":pcie_bytes_per_s=0.0"]
+    setup = setup_of(base)
+    error = SPEED_ERRORS[setup.profile.status]
+    speeds = [{"profile": _faster(base, factor)} for factor in (1.0 - error, 1.0 + error)]
+    searches = [_loaded(asked, best.point, {**engines, **more}) for more in ({}, *(c.options for c in what_if))]
+    searches += [_search(asked, best.point, more) for more in speeds]
+    held = answers(searches, store, means, begin)
+    at_first, changed, (slower, faster) = held[0], held[1:-2], held[-2:]
+    gains = []
+    for change, one in zip(what_if, changed, strict=True):
+        error_text = one.failing.outcome.error if one.failing is not None else None
+        if one.ran is None:
+            gains.append(Gain(change, None, error_text or "no load holds"))
+        else:
+            gains.append(Gain(change, one.most / at_first.most - 1.0 if at_first.most else None))
+    return Tuned(
+        asked.study, asked.goal, asked.slos, found, gains, _value(asked, slower), _value(asked, faster),
+        error, None if asked.goal == "goodput" else at_first.most,
+    )  # fmt: skip
+
+
+def _faster(options: Mapping[str, Any], factor: float) -> str:
+    base = options.get("profile") or ""
+    return f"{base},gpu_speed={factor!r}" if "=" in base else f"{base}:gpu_speed={factor!r}"
+
+
+def _search(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Held]:
+    """The goal's search for a candidate, the worst of its seeds."""
+    given = [{**dict(options_at(asked.study, point, r)), **more} for r in range(asked.study.repeats)]
+    if asked.goal in ("gpus", "cost"):
+        return worst_of([fewest_engines(options, asked.slos) for options in given], lambda a, b: a < b)
+    return _loaded(asked, point, more)
+
+
+def _loaded(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Held]:
+    """How much load a deployment holds, or its goodput where that is the goal."""
+    given = [{**dict(options_at(asked.study, point, r)), **more} for r in range(asked.study.repeats)]
+    if asked.goal == "goodput":
+        return worst_of([_goodput(options) for options in given], lambda a, b: a > b)
+    return worst_of([most_load(options, asked.slos) for options in given], lambda a, b: a > b)
+
+
+def _goodput(options: dict[str, Any]) -> Search[Held]:
+    ran = yield options
+    if ran.result is None:
+        return Held(0.0, None, 1.0, ran)
+    return Held(ran.result["request_goodput"] or 0.0, ran, None, None)
+
+
+def _value(asked: Asked, held: Held) -> float | None:
+    """What the goal counts: load in requests/s, GPUs, their price an hour, or goodput in requests/s."""
+    ran = held.ran
+    if ran is None or ran.result is None:
+        return None
+    if asked.goal == "load":
+        return offered_per_s(ran)
+    if asked.goal == "goodput":
+        return held.most
+    price = asked.prices[ran.options.get("gpu", Scenario.gpu)] if asked.goal == "cost" else 1.0
+    return ran.num_gpus * price
+
+
+def offered_per_s(ran: Ran) -> float:
+    """Requests/s that arrived in a run: its requests over the time from the first arrival to the last.
+
+    Of more requests than are kept, over the duration.
+    """
+    if ran.result is None:
+        return 0.0
+    result = ran.result
+    span_s = result["arrival_span_s"] or result["duration"]
+    return result["num_prompts"] / span_s if span_s else 0.0
+
+
+def _margin(asked: Asked, candidate: Candidate) -> float:
+    """How near to its SLOs the run of a candidate comes, of those that reach as much as one another; less is better."""
+    if candidate.ran is None or candidate.ran.result is None:
+        return 0.0
+    result = candidate.ran.result
+    return max((result[slo.metric] or 0.0) / slo.bound * (-1.0 if slo.at_least else 1.0) for slo in asked.slos)

@@ -1,0 +1,218 @@
+"""What `tune` says: the answer in sentences, the candidates as a table with their Pareto front, a picture."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from sim.files import write_atomically
+from sim.results.figures.style import FAINT, dress, new_figure, plain_text, policy_colour, save_figure, set_title
+from sim.study.limits import BINDS, MORE
+from sim.study.sweep import told_where
+from sim.study.tables import Frame
+from sim.study.tune import Candidate, Gain, Tuned
+
+FRONT = ("p99_ttft_ms", "p99_tpot_ms", "output_throughput_per_gpu")
+"""What the Pareto front is over: least, least, most."""
+UNITS = {"load": "requests/s", "gpus": "GPUs", "cost": "an hour", "goodput": "requests/s within the SLOs"}
+MOST_BARS = 14
+MUCH = 10.0
+"""Factor of load beyond which a gain is not told apart: a short trace can come all at once."""
+
+
+def name_of(tuned: Tuned, candidate: Candidate) -> str:
+    """A candidate by what sets it apart: its policy, and its other axes' values."""
+    words = [f"{name.replace('_', '-')} {value}" for name, value in candidate.point.items() if name != "policy"]
+    policy = candidate.point.get("policy") or next(iter(tuned.study.fixed.get("policy", ())), "vllm-v1")
+    return ", ".join([str(policy), *words])
+
+
+def candidates_table(tuned: Tuned) -> Frame:
+    """A row for each candidate, the best first: axes, `value`, what the run that shows it measured, `pareto`."""
+    rows = []
+    for candidate in tuned.candidates:
+        row: dict[str, Any] = {name: _plain(value) for name, value in candidate.point.items()}
+        row |= {"value": candidate.value, "unit": UNITS[tuned.goal], "error": None}
+        ran = candidate.ran
+        if ran is not None and ran.result is not None:
+            row |= {"num_gpus": ran.num_gpus, "load": candidate.held.most if tuned.goal == "load" else 1.0}
+            row |= {name: ran.result[name] for name in (*FRONT[:2], "mean_ttft_ms", "mean_tpot_ms", "request_goodput")}
+            row |= {slo.metric: ran.result[slo.metric] for slo in tuned.slos}
+            row[FRONT[2]] = ran.result["output_throughput"] / ran.num_gpus
+        elif candidate.held.failing is not None:
+            row["error"] = candidate.held.failing.outcome.error
+        rows.append(row)
+    found: Frame = pd.DataFrame(rows)
+    if FRONT[2] in found:
+        found["pareto"] = on_front(np.asarray(found[list(FRONT)], dtype=float) * np.array([1.0, 1.0, -1.0]))
+    return found
+
+
+def _plain(value: object) -> object:
+    return " ".join(value) if isinstance(value, tuple) else value
+
+
+def on_front(values: np.ndarray) -> np.ndarray:
+    """Which rows no other row is as good as in every column and better in one; less is better. NaN never is."""
+    known = np.array([not np.isnan(row).any() for row in values], dtype=bool)
+    beaten = [bool((np.all(values <= row, axis=1) & np.any(values < row, axis=1) & known).any()) for row in values]
+    return known & ~np.array(beaten, dtype=bool)
+
+
+def lines(tuned: Tuned) -> Iterator[str]:
+    """The answer, what binds it, what more would buy, and how sure it is."""
+    wanted = " and ".join(map(str, tuned.slos))
+    best = tuned.best
+    if best is None or best.ran is None or best.ran.result is None:
+        yield f"No candidate holds {wanted}, whatever the load or the number of engines."
+        return
+    yield f"{name_of(tuned, best)}: {_reached(tuned, best)} with {wanted}."
+    yield from _next_to(tuned, best)
+    others = [c for c in tuned.candidates if c is not best and c.value is not None]
+    for other in others[:MOST_BARS]:
+        yield f"  {name_of(tuned, other)}: {_reached(tuned, other)}"
+    failed = [c for c in tuned.candidates if c.value is None]
+    if failed:
+        yield f"  {len(failed)} never hold them: {', '.join(name_of(tuned, c) for c in failed[:5])}"
+    yield from _binding(tuned)
+    yield _confidence(tuned, best)
+
+
+def _reached(tuned: Tuned, candidate: Candidate) -> str:
+    value = candidate.value or 0.0
+    ran = candidate.ran
+    engines = ran.options.get("replicas", 1) if ran is not None else 1
+    if tuned.goal == "gpus":
+        return f"{value:.0f} GPUs ({engines} engines)" if value != engines else f"{value:.0f} GPUs"
+    if tuned.goal == "cost":
+        return f"{value:.2f} an hour ({ran.num_gpus if ran else 0} GPUs)"
+    if tuned.goal == "goodput":
+        return f"{value:.3g} requests/s within the SLOs of the scenario"
+    return f"{value:.3g} requests/s, {candidate.held.most:.3g} times the traffic"
+
+
+def _measured(slos: Sequence[Any], result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return "the run fails"
+    return ", ".join(f"{slo.metric} {result[slo.metric]:.4g}" for slo in slos if result[slo.metric] is not None)
+
+
+def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
+    held = best.held
+    if tuned.goal == "goodput" or held.ran is None:
+        return
+    text = f"There {_measured(tuned.slos, held.ran.result)}"
+    if held.failing is not None and held.least_failing:
+        where = f"{held.least_failing:.3g} times the traffic" if tuned.goal == "load" else (
+            f"{held.least_failing:.0f} engines"
+        )  # fmt: skip
+        text += f"; with {where} {_measured(tuned.slos, held.failing.result)}"
+    yield text + "."
+
+
+def _binding(tuned: Tuned) -> Iterator[str]:
+    measure = "goodput" if tuned.goal == "goodput" else "load"
+    if tuned.binds is None:
+        return
+    yield f"What binds it: {tuned.binds}. Half as much again of each limit carries more {measure}:"
+    for kind in ("limit", "purchase"):
+        if kind == "purchase":
+            yield f"What more would buy, in {measure}:"
+        own = [gain for gain in tuned.gains if gain.change.kind == kind]
+        for gain in sorted(own, key=lambda g: -(g.gain if g.gain is not None else -1e9)):
+            yield f"  {gain.change.name:<30} {_gain_text(gain)}"
+
+
+def _gain_text(gain: Gain) -> str:
+    if gain.gain is None:
+        return f"not possible ({gain.reason})"
+    return f"{gain.gain:+.0%}" if gain.gain < MUCH - 1.0 else f"more than {MUCH:g} times"
+
+
+def _confidence(tuned: Tuned, best: Candidate) -> str:
+    ran = best.ran
+    profile = (ran.result or {})["profile"] if ran is not None else {}
+    seeds = tuned.study.repeats
+    sure = f"all of {seeds} seeds hold it" if seeds > 1 else "one seed was tried"
+    ends = [f"{end:.3g}" if end is not None else "none holds" for end in (tuned.low, tuned.high)]
+    percent = f"{tuned.speed_error * 100:.0f} %"
+    return (
+        f"How sure: {sure}; on a GPU {percent} slower than {profile['name']} ({profile['status']}) says {ends[0]}, "
+        f"{percent} faster {ends[1]} ({UNITS[tuned.goal]})."
+    )
+
+
+def write(folder: Path, tuned: Tuned) -> None:
+    """Write `tune.txt`, `tune.json`, `candidates.csv` and `tune.png`."""
+    table = candidates_table(tuned)
+    data = {
+        "goal": tuned.goal,
+        "slos": [str(slo) for slo in tuned.slos],
+        "best": tuned.best.point if tuned.best else None,
+        "value": tuned.best.value if tuned.best else None,
+        "unit": UNITS[tuned.goal],
+        "range": [tuned.low, tuned.high],
+        "load_held": tuned.slack,
+        "binds": tuned.binds,
+        "limits_raised_by": MORE,
+        "gains": {gain.change.name: gain.gain for gain in tuned.gains},
+    }
+    texts = {
+        "tune.txt": "\n".join(lines(tuned)).encode() + b"\n",
+        "tune.json": msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n",
+        "candidates.csv": table.to_csv(index=False).encode(),
+    }
+    with told_where(folder, "the runs are kept: make room and give the same command again"):
+        for name, text in texts.items():
+            write_atomically(folder / name, lambda file, text=text: file.write(text))
+        save_figure(folder / "tune.png", draw(tuned))
+
+
+def draw(tuned: Tuned) -> Figure:
+    """Candidates by what they reach, their TTFT and TPOT with the Pareto front, and what raising each limit brings."""
+    figure = new_figure(15.0, 4.6)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1.0, 1.2))
+    known = [c for c in tuned.candidates if c.value is not None][:MOST_BARS]
+    _bars(left, [name_of(tuned, c) for c in known], [c.value or 0.0 for c in known])
+    dress(left, UNITS[tuned.goal])
+    set_title(left, {"gpus": "GPUs needed", "cost": "Price an hour"}.get(tuned.goal, "What each reaches"), 44)
+    _front(middle, candidates_table(tuned))
+    gains = [gain for gain in tuned.gains if gain.gain is not None]
+    gains.sort(key=lambda gain: (gain.change.kind, -(gain.gain or 0.0)))
+    names = [f"{g.change.name} x {MORE:g}" if g.change.kind == "limit" else g.change.name for g in gains]
+    _bars(
+        right, names, [100.0 * (gain.gain or 0.0) for gain in gains], int(sum(g.change.kind == "limit" for g in gains))
+    )
+    right.axvline(100.0 * BINDS, color=FAINT, lw=0.8, ls=":")
+    dress(right, "more load, %" if tuned.goal != "goodput" else "more goodput, %")
+    set_title(right, f"What binds it: {tuned.binds}" if tuned.binds else "Nothing holds", 44)
+    return figure
+
+
+def _bars(ax: Axes, names: Sequence[str], values: Sequence[float], first: int | None = None) -> None:
+    """Horizontal bars from the top, those after the `first` ones in another colour."""
+    colours = [policy_colour(0 if first is None or place < first else 1) for place in range(len(names))]
+    ax.barh(range(len(names)), values, color=colours, height=0.7)
+    ax.set_yticks(range(len(names)), [plain_text(name) for name in names])
+    ax.invert_yaxis()
+    ax.bar_label(ax.containers[0], [f" {value:.3g}" for value in values], fontsize=8)  # type: ignore[arg-type]
+    ax.margins(x=0.15)
+
+
+def _front(ax: Axes, table: Frame) -> None:
+    dress(ax, "P99 TTFT (ms)", "P99 TPOT (ms)")
+    set_title(ax, "Pareto front of TTFT, TPOT, throughput", 44)
+    if "pareto" not in table:
+        return
+    for front, colour in ((False, FAINT), (True, policy_colour(0))):
+        own = table[table["pareto"] == front]
+        ax.scatter(own[FRONT[0]], own[FRONT[1]], s=26, color=colour, label="on the front" if front else "beaten")
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.legend(fontsize=8.5, frameon=False)
+    ax.set_ylim(bottom=0.0)

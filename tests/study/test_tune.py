@@ -1,0 +1,208 @@
+"""`tune`: searches end where a threshold was planted, the limit that was planted is the one that binds."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvtwin
+from sim.study.limits import BINDS, binding
+from sim.study.points import Outcome
+from sim.study.search import PRECISION, Ran, Slo, fewest_engines, most_load
+from sim.study.tune import read_tune
+from sim.study.tune_report import on_front
+
+SLOS = (Slo("p99_ttft_ms", 100.0),)
+
+
+def driven(search, ttft_ms):
+    """The answer of a search whose runs have the TTFT that a function of their options gives, and how many it made."""
+    count, ran = 0, None
+    while True:
+        try:
+            options = next(search) if ran is None else search.send(ran)
+        except StopIteration as end:
+            return end.value, count
+        count += 1
+        result = {"p99_ttft_ms": ttft_ms(options), "completed": 10, "num_prompts": 10}
+        ran = Ran(options, 1, Outcome("k", result))
+
+
+@given(st.floats(0.01, 1000.0), st.floats(0.1, 10.0))
+def test_the_most_load_is_found_to_the_precision(threshold, usual):
+    def ttft_ms(options):
+        return 50.0 if options["rate_scale"] <= threshold * usual else 150.0
+
+    held, count = driven(most_load({"rate_scale": usual}, SLOS), ttft_ms)
+    assert threshold / (1 + PRECISION) * 0.999999 <= held.most <= threshold * 1.000001
+    assert held.least_failing >= threshold * 0.999999
+    assert count <= 18
+
+
+@given(st.integers(1, 1000))
+def test_the_fewest_engines_are_found_exactly(threshold):
+    held, count = driven(fewest_engines({}, SLOS), lambda options: 50.0 if options["replicas"] >= threshold else 150.0)
+    assert held.most == threshold and held.least_failing == threshold - 1
+    assert count <= 21
+
+
+def test_a_load_that_nothing_holds_and_one_that_everything_holds():
+    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
+    assert held.most == 0.0 and held.ran is None and held.failing is not None
+    held, _ = driven(most_load({}, SLOS), lambda options: 50.0)
+    assert held.most == 4096.0 and held.least_failing is None
+
+
+def test_who_is_given_up_does_not_hold():
+    search = most_load({}, SLOS)
+    options = next(search)
+    lost = Ran(options, 1, Outcome("k", {"p99_ttft_ms": 1.0, "completed": 98, "num_prompts": 100}))
+    assert search.send(lost)["rate_scale"] < options["rate_scale"]
+
+
+def test_the_front_is_what_nothing_beats():
+    values = np.array([[1.0, 3.0], [2.0, 2.0], [2.0, 3.0], [3.0, 1.0], [1.0, 3.0], [np.nan, 0.0]])
+    assert on_front(values).tolist() == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("gains", "limit"),
+    [
+        ({"seats": 0.4, "KV memory": 0.1, "compute": 0.5}, "seats"),
+        ({"seats": BINDS / 2, "compute": 0.5}, "compute"),
+        ({"compute": 0.0}, "compute"),
+    ],
+)
+def test_compute_binds_where_nothing_else_does(gains, limit):
+    assert binding(gains) == limit
+
+
+# -- planted cases ---------------------------------------------------------------------------------------------------
+
+FIXED = {"workload": "fixed", "num-prompts": 60, "request-rate": 4, "gpu": "l20", "input-len": 200, "output-len": 60}
+LONG = FIXED | {"input-len": 1000, "output-len": 2, "max-num-seqs": 16}
+SWAPS = FIXED | {"input-len": 100, "output-len": 300, "policy": "vllm-swap", "num-gpu-blocks-override": 150}
+POOLS = FIXED | {"policy": "distserve", "prefill-replicas": 1, "decode-replicas": 1}
+TTFT = ["p99_ttft_ms:2000"]
+PLANTED = {
+    "seats": (FIXED, TTFT, {"max-num-seqs": [1, 2], "block-size": [16, 32]}, {"max_num_seqs": 2}),
+    "KV memory": (FIXED, TTFT, {"num-gpu-blocks-override": [40, 70], "max-num-seqs": [64, 128]},
+                  {"num_gpu_blocks_override": 70}),
+    "token budget": (LONG, TTFT, {"max-num-batched-tokens": [32, 64]}, {"max_num_batched_tokens": 64}),
+    "compute": (FIXED | {"input-len": 3000, "output-len": 2}, TTFT, {"gpu": ["t4", "l20"]}, {"gpu": "l20"}),
+    "PCIe": (SWAPS | {"swap-space": 64}, ["p99_tpot_ms:100"], {"profile-pcie-bytes-per-s": [1e8, 2e8]},
+             {"profile_pcie_bytes_per_s": 2e8}),
+    "link": (POOLS, ["p99_e2el_ms:6000"], {"link-gbps": [0.25, 0.5]}, {"link_gbps": 0.5}),
+}  # fmt: skip
+"""A deployment that lacks one thing, knobs of which one gives more of it, and the knobs' best values."""
+
+
+@pytest.mark.parametrize("limit", PLANTED)
+def test_the_planted_limit_binds_and_its_knob_is_turned(limit, tmp_path):
+    scenario, slo, knobs, best = PLANTED[limit]
+    if "gpu" in knobs:
+        scenario = {key: value for key, value in scenario.items() if key != "gpu"}
+    found = kvtwin.tune(scenario | {"tune": {"slo": slo, "grid": knobs}}, tmp_path, jobs=1).tuned
+    assert found.best is not None and found.best.point.items() >= best.items()
+    assert found.binds == limit
+    assert found.low < found.best.value < found.high
+
+
+def test_the_load_found_is_the_one_that_a_scan_finds(tmp_path):
+    scenario = FIXED | {"max-num-seqs": 2}
+    found = kvtwin.tune(scenario | {"tune": {"slo": TTFT}}, tmp_path / "t", jobs=1).tuned
+    factors = [round(0.3 + 0.01 * i, 2) for i in range(15)]
+    scan = kvtwin.sweep(scenario | {"sweep": {"grid": {"rate-scale": factors}}}, tmp_path / "s", jobs=1).table
+    most = scan.loc[scan["p99_ttft_ms"] <= 2000, "rate_scale"].max()
+    assert found.best.held.most == pytest.approx(most, rel=0.04)
+
+
+def test_the_fewest_gpus_are_those_that_a_scan_finds(tmp_path, capsys):
+    study = FIXED | {"max-num-seqs": 2, "policy": ["vllm-v1", "vllm-recompute"]}
+    path = tmp_path / "s.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in study.items()]
+    path.write_text("\n".join([*lines, "[tune]", 'goal = "cost"', 'slo = ["p99_ttft_ms:2000"]', "price = 1.25"]))
+    assert kvtwin.main(["tune", str(path), "--out", str(tmp_path / "t"), "--jobs", "1"]) == 0
+    said = capsys.readouterr().out
+    answer = json.loads((tmp_path / "t" / "tune.json").read_text())
+    scenario = kvtwin.Scenario(
+        workload="fixed", num_prompts=60, request_rate=4.0, gpu="l20", input_len=200, output_len=60, max_num_seqs=2,
+        router="least-loaded",
+    )  # fmt: skip
+    holds = {}
+    for count in (1, 2, 3, 4):
+        several = kvtwin.Scenario(**(vars(scenario) | ({"replicas": count} if count > 1 else {"router": None})))
+        for policy in ("vllm-v1", "vllm-recompute"):
+            holds[policy, count] = kvtwin.simulate(several, policy).result.p99_ttft_ms <= 2000
+    fewest = min(count for (_, count), held in holds.items() if held)
+    assert fewest > 1
+    assert answer["value"] == 1.25 * fewest and answer["unit"] == "an hour"
+    assert f"{1.25 * fewest:.2f} an hour ({fewest} GPUs)" in said and "What binds it: seats" in said
+    assert {path.name for path in (tmp_path / "t").iterdir()} == {
+        "candidates.csv", "points", "tune.json", "tune.png", "tune.txt",
+    }  # fmt: skip
+
+
+def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
+    study = FIXED | {"goodput": ["ttft:500"], "request-rate": 2}
+    study |= {"tune": {"goal": "goodput", "repeats": 2, "grid": {"max-num-seqs": [1, 4]}}}
+    found = kvtwin.tune(study, tmp_path, jobs=1)
+    assert found.tuned.best.point == {"max_num_seqs": 4}
+    assert found.table["value"].is_monotonic_decreasing
+    assert "within the SLOs" in found.text and "all of 2 seeds hold it" in found.text
+    assert found.figure().axes
+
+
+def test_nothing_that_holds_is_said(tmp_path):
+    found = kvtwin.tune(FIXED | {"tune": {"slo": ["p99_ttft_ms:0.001"]}}, tmp_path, jobs=1)
+    assert found.tuned.best is None
+    assert found.text.startswith("No candidate holds p99_ttft_ms <= 0.001")
+
+
+def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
+    optuna = pytest.importorskip("optuna", reason="optuna is not installed")
+    knobs = {"max-num-seqs": [1, 2, 4, 8], "block-size": [16, 32], "policy": ["vllm-v1", "vllm-recompute"]}
+    study = FIXED | {"tune": {"slo": TTFT, "trials": 6, "grid": knobs}}
+    first = kvtwin.tune(study, tmp_path, jobs=1)
+    assert 1 <= len(first.table) <= 6
+    runs = set((tmp_path / "points").iterdir())
+    again = kvtwin.tune(study, tmp_path, jobs=1)
+    assert again.table.equals(first.table) and set((tmp_path / "points").iterdir()) == runs
+    other = kvtwin.tune(study, tmp_path / "other", jobs=1)
+    assert other.table.equals(first.table)
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    stored = kvtwin.tune(study | {"tune": {**study["tune"], "storage": url}}, tmp_path, jobs=1)
+    assert stored.table.equals(first.table)
+    assert [len(optuna.load_study(study_name=s, storage=url).trials) for s in optuna.get_all_study_names(url)] == [6]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({}, "no SLO is given"),
+        ({"slo": ["p99:3"]}, "'p99:3' is not METRIC:BOUND"),
+        ({"slo": ["p99_ttft_ms:x"]}, "'x' is not a number"),
+        ({"slo": ["p99_ttft_ms:0"]}, "a bound that nothing meets"),
+        ({"slo": TTFT, "goal": "speed"}, "'speed' is not one of load, gpus, cost, goodput"),
+        ({"slo": TTFT, "goal": "goodput"}, "counts requests within goodput"),
+        ({"slo": TTFT, "goal": "cost"}, "give both or neither"),
+        ({"slo": TTFT, "price": 1.0}, "give both or neither"),
+        ({"slo": TTFT, "goal": "cost", "price": 0.0}, "l20 has none above 0"),
+        ({"slo": TTFT, "goal": "cost", "price": {"h100": 3.0}}, "l20 has none above 0"),
+        ({"slo": TTFT, "goal": "gpus", "grid": {"replicas": [1, 2]}}, "'replicas' is what the goal looks for"),
+        ({"slo": TTFT, "trials": 0}, "tune.trials = 0"),
+        ({"slo": TTFT, "storage": "sqlite://"}, "give trials, or leave it out"),
+        ({"slo": TTFT, "trial": 3}, "unknown key tune.trial"),
+    ],
+)
+def test_a_wrong_table_is_told_in_one_line(own, words):
+    with pytest.raises(kvtwin.UserError) as caught:
+        read_tune(FIXED | {"tune": own}, "s.toml")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_candidate_refused_is_told(tmp_path):
+    with pytest.raises(kvtwin.UserError, match="every candidate is refused: --block-size"):
+        kvtwin.tune(FIXED | {"tune": {"slo": TTFT, "grid": {"block-size": [0]}}}, tmp_path, jobs=1)
