@@ -84,7 +84,8 @@ def test_compare_gives_the_numbers_of_single_runs(tmp_path):
     # One host memory for all, told: by default compare gives all what the greediest takes.
     words = [*SMALL, "--quiet", "--swap-space", "4", "--policy", "vllm-swap"]
     assert kvtwin.main(["compare", *words, "--policy", "layerkv", "--out", str(tmp_path / "both")]) == 0
-    assert kvtwin.main(["run", *words, "--out", str(tmp_path / "one")]) == 0
+    # With a time series, which compare keeps.
+    assert kvtwin.main(["run", *words, "--timeline", "--out", str(tmp_path / "one")]) == 0
     single = (tmp_path / "one" / "result.json").read_bytes()
     assert (tmp_path / "both" / "vllm-swap" / "result.json").read_bytes() == single
 
