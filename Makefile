@@ -8,7 +8,7 @@ DEMO   := demo-out
 
 $(BIN)/kvtwin: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[report]"
 	touch $@
 
 $(VENV)/dev: pyproject.toml $(BIN)/kvtwin
@@ -18,7 +18,8 @@ $(VENV)/dev: pyproject.toml $(BIN)/kvtwin
 demo: $(BIN)/kvtwin
 	$(BIN)/kvtwin compare --scenario docs/demo-azure-hour.toml --out $(DEMO)/azure-hour
 	$(BIN)/kvtwin compare --scenario docs/demo-sharegpt.toml --out $(DEMO)/sharegpt
-	@echo "Look at $(DEMO)/*/comparison.md and the figures beside them."
+	$(BIN)/kvtwin report $(DEMO)/azure-hour $(DEMO)/sharegpt --out $(DEMO)/report.html
+	@echo "Look at $(DEMO)/report.html; $(DEMO)/*/ have the files behind it."
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2

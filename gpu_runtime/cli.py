@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.cli import add_flags, folder_name, print_result, read_options, record, simulate
+from sim.cli import add_flags, print_result, read_options, record, simulate
 from sim.cost.engine_profile import OURS, shipped_engines
 from sim.cost.profile import load_profile
 from sim.errors import UserError
-from sim.files import make_folder, write_atomically
+from sim.files import folder_name, make_folder, write_atomically
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
 from sim.scenario import Outputs, Scenario, read_scenario

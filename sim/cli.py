@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
-from sim.files import CsvTable, ParquetTable, make_folder
+from sim.files import CsvTable, ParquetTable, folder_name, make_folder
 from sim.interrupts import INTERRUPTED
 from sim.option_values import base_type, flag, option_fields
 from sim.policy_options import PREEMPTION_MODES, options_of, owned_option, parse_policy, with_preemption_mode
@@ -24,6 +24,7 @@ from sim.scenario import (
     build_options,
     build_scenario,
     read_scenario,
+    write_asked,
 )
 from sim.simulate import Keep, Run, Setup, build_run, execute, prepare, with_one_swap_space
 from sim.systems import DEFAULT_POLICY, POLICIES
@@ -38,12 +39,35 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     """Mount `run` and `compare`."""
     run = subparsers.add_parser("run", help="simulate one policy", description=RUN_HELP)
     compare = subparsers.add_parser("compare", help="simulate several policies side by side", description=COMPARE_HELP)
+    report = subparsers.add_parser("report", help="one HTML page of saved runs", description=REPORT_HELP)
+    report.later(_add_report_flags)
+    report.set_defaults(run=report_command)
     for parser, command in ((run, run_command), (compare, compare_command)):
         parser.later(add_flags)
         parser.set_defaults(run=command)
     compare.later(add_bound_flags)
 
 
+def _add_report_flags(parser: Any) -> None:  # noqa: ANN401
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="what run, compare or live wrote")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the first DIR)")
+
+
+def report_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin report`."""
+    from sim.results.page.page import write_page  # noqa: PLC0415 - matplotlib is slow to import
+    from sim.results.page.saved import read_sections  # noqa: PLC0415
+
+    path = arguments.out or arguments.folders[0] / "report.html"
+    write_page(path, read_sections(arguments.folders))
+    print(f"The report is {path}: open it in a browser")
+    return 0
+
+
+REPORT_HELP = (
+    "Runs that run, compare or live have saved as one HTML page: what was asked, tables, interactive figures, where "
+    "the time went, which limit bound when. It opens offline. A folder of compare is a section; single runs share one."
+)
 RUN_HELP = "Simulate one policy on a trace or a generated workload and write the results to a folder."
 COMPARE_HELP = (
     "Simulate several policies on the same traffic: a table side by side, ratios to the first, figures. "
@@ -118,6 +142,15 @@ def _add_flag(
         target.add_argument(*flags, dest=name, default=None, help=text, metavar=metavar or name.upper())
 
 
+def asked_values(arguments: argparse.Namespace, default: str | None = None) -> dict[str, Any]:
+    """Options by name, those of flags over those of the scenario file; the policy `default` where none is named."""
+    values = read_scenario(arguments.scenario) if arguments.scenario else {}
+    values |= {name: value for name, value in vars(arguments).items() if value is not None}
+    if default is not None:
+        values.setdefault("policy", (default,))
+    return values
+
+
 def read_options(
     arguments: argparse.Namespace, default: str | None = None
 ) -> tuple[Scenario, list[tuple[str, Policy]], Path, Outputs]:
@@ -125,17 +158,12 @@ def read_options(
 
     `default` is the policy where none is named; None: then it is missing.
     """
-    values = read_scenario(arguments.scenario) if arguments.scenario else {}
-    sources = dict.fromkeys(values, str(arguments.scenario))
-    for name, value in vars(arguments).items():
-        if value is not None:
-            values[name] = value
-            sources.pop(name, None)
+    values = asked_values(arguments, default)
+    named = {name for name, value in vars(arguments).items() if value is not None}
+    sources = {name: str(arguments.scenario) for name in values if name not in named}
     texts: tuple[str, ...] = tuple(values.get("policy") or ())
     if not texts:
-        if default is None:
-            raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
-        texts = (default,)
+        raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
     if (mode := values.pop(PREEMPTION_MODE, None)) is not None:
         texts = tuple(with_preemption_mode(text, mode) for text in texts)
     policies = [parse_policy(text, values) for text in texts]
@@ -156,6 +184,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
     label, policy = policies[0]
     run, result = simulate(scenario, label, policy, folder, outputs)
+    write_asked(folder, asked_values(arguments, DEFAULT_POLICY))
     return print_result(run, result, folder, outputs)
 
 
@@ -207,15 +236,11 @@ def compare_command(arguments: argparse.Namespace) -> int:
 
         bounds = bounds_of(setups, results, bound=arguments.bound, lifted=bool(arguments.bounds))
     write_comparison(folder, results, bounds)
+    write_asked(folder, asked_values(arguments))
     write_figures(folder / "figures", figures)
     if not outputs.quiet:
         print_comparison(results, folder, bounds)
     return status
-
-
-def folder_name(label: str) -> str:
-    """A policy's label as a folder name."""
-    return "".join(c if c.isalnum() or c in "-_.=," else "_" for c in label)
 
 
 def simulate(

@@ -35,6 +35,11 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         raise
 
 
+def folder_name(label: str) -> str:
+    """A policy's label as a folder name."""
+    return "".join(c if c.isalnum() or c in "-_.=," else "_" for c in label)
+
+
 class CsvTable:
     """Rows to a CSV file as they come; complete lines only, so that an interrupted run leaves a readable file."""
 

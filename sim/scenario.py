@@ -3,6 +3,7 @@
 Flags are spelled as vLLM spells them where vLLM has one. `sim.policy_options` has the policies' own.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sim.errors import UserError
+from sim.files import write_atomically
 from sim.option_values import convert, flag, option_fields
 from sim.policy_options import all_policy_options, owned_option
 
@@ -222,6 +224,30 @@ def option_named(key: str, where: str) -> tuple[str, Any]:
         hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
         raise UserError(f"{where}: unknown key {key!r}{hint}")
     return name, owned.hint
+
+
+ASKED_FILE = "scenario.toml"
+"""What was asked for, to run it again."""
+
+
+def write_asked(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write the options of a run, but where it goes and what it prints, as a scenario file."""
+    keys = scenario_keys()
+    lines = []
+    for name, value in values.items():
+        hint = keys[name] if name in keys else option.hint if (option := owned_option(name)) else None
+        if hint is not None and name not in ("out", "quiet"):
+            lines.append(f"{name.replace('_', '-')} = {_toml(convert(flag(name), value, hint))}\n")
+    write_atomically(folder / ASKED_FILE, lambda file: file.write("".join(lines).encode()))
+
+
+def _toml(value: Any) -> str:  # noqa: ANN401
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        # TOML's basic strings are JSON's.
+        return json.dumps(value, ensure_ascii=False)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 @cache

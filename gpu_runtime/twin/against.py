@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sim.cli import folder_name, print_result, read_options, record
-from sim.files import make_folder, write_atomically
+from sim.cli import print_result, read_options, record
+from sim.files import folder_name, make_folder, write_atomically
 from sim.results.metrics import TableSink, summary
 from sim.results.report import METRICS
 from sim.results.schema import Result

@@ -40,7 +40,7 @@ def names(folder):
 
 def test_a_quiet_run_writes_its_result_and_table_and_says_nothing(tmp_path, capsys):
     assert kvtwin.main(["run", *SMALL, "--policy", "layerkv", "--out", str(tmp_path / "a" / "b"), "--quiet"]) == 0
-    assert {name.partition(".")[0] for name in names(tmp_path / "a" / "b")} == {"result", "requests"}
+    assert {name.partition(".")[0] for name in names(tmp_path / "a" / "b")} == {"result", "requests", "scenario"}
     assert capsys.readouterr() == ("", "")
     assert len(table_rows(tmp_path / "a" / "b")) == 5
 

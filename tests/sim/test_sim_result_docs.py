@@ -34,7 +34,8 @@ from sim.results.timeline import TIMELINE_FILE, write_timeline
 from sim.simulate import Keep
 
 ROOT = Path(__file__).parents[2]
-FILES = [RESULT_FILE, *TABLE_FILES, SERIES_FILE, TIMELINE_FILE, "figures/", "comparison.json", "comparison.md"]
+FILES = [RESULT_FILE, *TABLE_FILES, SERIES_FILE, TIMELINE_FILE, "figures/"]
+FILES += ["scenario.toml", "comparison.json", "comparison.md", "report.html"]
 FILES += ["validation.md", "twin.png", "against.json", "against.png", "crash.txt"]
 NAMES = {
     "Files": FILES,

@@ -61,7 +61,8 @@ def _floats(values: array) -> Floats:
 
 
 def together(engines: Sequence[dict[str, Floats]]) -> dict[str, Floats]:
-    """One time series of several engines': sums of what they count, means of how long their lanes were busy."""
+    """One time series of several engines': sums of what they count, means of how long their lanes were busy and
+    limits bound."""
     if len(engines) == 1:
         return dict(engines[0])
     time_s = np.unique(np.concatenate([engine["time_s"] for engine in engines]))
@@ -70,7 +71,7 @@ def together(engines: Sequence[dict[str, Floats]]) -> dict[str, Floats]:
         for name in found:
             found[name] += held(engine, name, time_s)
     for name in found:
-        if name.endswith("_busy_s"):
+        if name.endswith("_busy_s") or name.startswith("bound_"):
             found[name] /= len(engines)
     return found | {"time_s": time_s}
 

@@ -26,7 +26,7 @@ SERIES_BINS = 300
 
 
 @dataclass(frozen=True)
-class _Panel:
+class Panel:
     """One quantity over time, all policies in it."""
 
     title: str
@@ -39,9 +39,23 @@ class _Panel:
 
 def draw_memory(runs: Sequence[FigureRun]) -> Figure:
     """KV memory in use and how many sequences decode, wait and are swapped out, over time."""
+    shown = memory_panels(runs)
+    figure = new_figure(12, 0.9 + 2.05 * len(shown))
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    unit_s, unit, end = clock(runs)
+    for ax, panel in zip(axes, shown, strict=True):
+        _over_time(ax, runs, panel, unit_s, end)
+    percent_axis(axes[0], 100.0)
+    axes[-1].set_xlabel(f"time, {unit}", fontsize=9, color=INK)
+    policy_legend(figure, runs)
+    return figure
+
+
+def memory_panels(runs: Sequence[FigureRun]) -> list[Panel]:
+    """What is shown of these runs, from top to bottom."""
     panels = [
-        _Panel("GPU KV blocks in use: mean", "% of the pool", lambda v: f"{v:.0f}\xa0%", _timed(runs, _gpu_share)),
-        _Panel(
+        Panel("GPU KV blocks in use: mean", "% of the pool", lambda v: f"{v:.0f}\xa0%", _timed(runs, _gpu_share)),
+        Panel(
             "KV kept in host memory: peak",
             "GiB",
             lambda v: f"{v:.3g}\xa0GiB",
@@ -55,17 +69,8 @@ def draw_memory(runs: Sequence[FigureRun]) -> Figure:
         ("Requests waiting for their prefill: peak", [waiting(run) for run in runs], True),
         ("Requests swapped out or parked: peak", swapped, False),
     ):
-        panels.append(_Panel(title, "requests", lambda v: f"{v:.0f}", steps, always=always))
-    shown = [panel for panel in panels if panel.always or any(step and step[1].any() for step in panel.steps)]
-    figure = new_figure(12, 0.9 + 2.05 * len(shown))
-    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    unit_s, unit, end = clock(runs)
-    for ax, panel in zip(axes, shown, strict=True):
-        _over_time(ax, runs, panel, unit_s, end)
-    percent_axis(axes[0], 100.0)
-    axes[-1].set_xlabel(f"time, {unit}", fontsize=9, color=INK)
-    policy_legend(figure, runs)
-    return figure
+        panels.append(Panel(title, "requests", lambda v: f"{v:.0f}", steps, always=always))
+    return [panel for panel in panels if panel.always or any(step and step[1].any() for step in panel.steps)]
 
 
 def _timed(runs: Sequence[FigureRun], of: Callable[[FigureRun], Floats | None]) -> list[tuple[Floats, Floats] | None]:
@@ -101,7 +106,7 @@ def host_in_use_gib(run: FigureRun) -> Floats | None:
     return blocks * scenario.block_bytes / 2**30
 
 
-def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: _Panel, unit_s: float, end: float) -> None:
+def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: Panel, unit_s: float, end: float) -> None:
     """A line a policy: the mean over short stretches of time, within a band from least to most."""
     dress(ax, "", panel.axis)
     edges = np.linspace(0.0, end, SERIES_BINS + 1)
@@ -111,7 +116,7 @@ def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: _Panel, unit_s: float
             continue
         time, values = steps[0] / unit_s, steps[1]
         last = max(run.result.makespan_s / unit_s, float(time[-1]))
-        x, mean, low, high = _stretches(time, values, last, edges)
+        x, mean, low, high = stretches(time, values, last, edges)
         ax.fill_between(x, low, high, color=policy_colour(i), alpha=0.18, lw=0, step="mid")
         ax.plot(
             x,
@@ -133,7 +138,7 @@ def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: _Panel, unit_s: float
     set_title(ax, ranking(panel.title, told, panel.text) if told else panel.title.partition(":")[0], 120)
 
 
-def _stretches(time: Floats, values: Floats, last: float, edges: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+def stretches(time: Floats, values: Floats, last: float, edges: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """Middle, mean over time, least and most of a step function in each bin up to `last`; bins without samples hold."""
     bins = max(1, min(len(edges) - 1, int(np.searchsorted(edges, last))))
     first = int(np.clip(np.searchsorted(edges, time[0], side="right") - 1, 0, bins - 1))

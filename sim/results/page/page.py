@@ -1,0 +1,165 @@
+"""The page itself: sections of saved runs put into a template, with its styles, scripts and figures inlined."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET
+
+from sim.errors import UserError
+from sim.files import make_folder, write_atomically
+from sim.results.comparison import Row, table
+from sim.results.figures.data import FigureRun
+from sim.results.page.charts import Chart, charts
+from sim.results.page.saved import Section
+from sim.results.report import constants, deployment, engine_overhead
+from sim.version import VERSION
+
+HERE = Path(__file__).parent
+KEY_ROWS = ("Requests completed", "Requests ignored", "Requests offered (1/s)", "Requests served (1/s)")
+KEY_ROWS += ("Goodput (requests/s)", "SLOs met (% of requests)", "Output tokens (1/s)")
+KEY_ROWS += ("Mean TTFT (ms)", "P99 TTFT (ms)", "Mean TPOT (ms)", "P99 TPOT (ms)", "Mean E2EL (ms)", "P99 E2EL (ms)")
+KEY_ROWS += ("Mean queueing (ms)", "Preemptions", "Host KV memory (GiB/GPU)")
+"""Rows of the first table; all metrics are in a second one."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one policy was given, and where its times come from."""
+
+    label: str
+    settings: dict[str, str]
+    constants: str
+    sha256: str
+    engine: str
+    assumed: str
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class View:
+    """A section as the template shows it."""
+
+    title: str
+    traffic: str
+    slos: str
+    labels: list[str]
+    given: list[Given]
+    sentences: list[str]
+    key_rows: list[Row]
+    rows: list[Row]
+    charts: list[Chart]
+    command: str | None
+    asked: str | None
+
+
+def write_page(path: Path, sections: Sequence[Section]) -> None:
+    """Write the sections as one self-contained HTML page; UserError where what it needs is not installed."""
+    page = render(sections)
+    make_folder(path.parent, "--out")
+    write_atomically(path, lambda file: file.write(page.encode()))
+
+
+def render(sections: Sequence[Section]) -> str:
+    """The page."""
+    missing = [name for name in ("jinja2", "plotly") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"report: needs {' and '.join(missing)}; pip install 'kvtwin[report]'")
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
+
+    views = [_view(section) for section in sections]
+    figures = {f"{i}-{chart.name}": _figure(chart) for i, view in enumerate(views) for chart in view.charts}
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    return environment.get_template("page.html.j2").render(
+        views=views,
+        version=VERSION,
+        style=_inlined(HERE / "page.css"),
+        script=_inlined(HERE / "page.js"),
+        plotly=_inlined(_plotly()),
+        figures=_in_script(figures),
+    )
+
+
+def _view(section: Section) -> View:
+    runs = section.runs
+    results = [run.result for run in runs]
+    # Labels of the runs, which tell alike ones apart.
+    scenario, rows = results[0].scenario, table(results)
+    return View(
+        title=deployment(results[0]),
+        traffic=f"{results[0].num_prompts:,} requests, seed {scenario.seed}",
+        slos=", ".join(word.replace(":", " ").upper() + " ms" for word in scenario.goodput) or "none",
+        labels=[run.label for run in runs],
+        given=[_given(run) for run in runs],
+        sentences=section.sentences,
+        key_rows=[row for row in rows if row.name in KEY_ROWS],
+        rows=rows,
+        charts=charts(runs),
+        command=section.command,
+        asked=section.asked,
+    )
+
+
+def _given(run: FigureRun) -> Given:
+    result = run.result
+    scenario, used = result.scenario, result.engine_profile
+    settings = {
+        "GPU KV blocks": f"{scenario.num_gpu_blocks:,} ({_gib(scenario.num_gpu_blocks, scenario.block_bytes)})",
+        "Host KV memory": _gib(scenario.num_cpu_blocks, scenario.block_bytes),
+        "Block size": f"{scenario.block_size} tokens",
+        "max-num-seqs": f"{scenario.max_num_seqs:,}",
+        "max-num-batched-tokens": f"{scenario.max_num_batched_tokens:,}",
+        "max-model-len": f"{scenario.max_model_len:,}",
+        "Chunked prefill": "on" if scenario.enable_chunked_prefill else "off",
+        "Prefix caching": "on" if scenario.enable_prefix_caching else "off",
+        **{part.capitalize(): name for part, name in scenario.policy_parts.items()},
+    }
+    return Given(
+        label=run.label,
+        settings=settings,
+        constants=constants(result),
+        sha256=result.profile.sha256[:12],
+        engine=engine_overhead(used) if used else "none",
+        assumed=", ".join(used.assumed) if used else "",
+        warnings=[] if result.warnings is UNSET else list(result.warnings),
+    )
+
+
+def _gib(blocks: int, block_bytes: float) -> str:
+    return f"{blocks * block_bytes / 2**30:,.1f} GiB"
+
+
+def _figure(chart: Chart) -> dict[str, Any]:
+    return {"data": chart.data, "layout": chart.layout}
+
+
+def _plotly() -> Path:
+    """Plotly's own script, without importing its Python half."""
+    spec = find_spec("plotly")
+    folder = next(iter(spec.submodule_search_locations or ()), "") if spec is not None else ""
+    return Path(folder) / "package_data" / "plotly.min.js"
+
+
+def _inlined(path: Path) -> Any:  # noqa: ANN401 - markupsafe's
+    """A file of ours or a library's, verbatim."""
+    from markupsafe import Markup  # noqa: PLC0415 - an extra
+
+    text = path.read_text(encoding="utf-8")
+    if "</script" in text.lower() or "</style" in text.lower():
+        raise UserError(f"{path}: would end its own element; reinstall it")
+    return Markup(text)
+
+
+def _in_script(data: object) -> Any:  # noqa: ANN401
+    """JSON that no HTML parser mistakes for markup."""
+    from markupsafe import Markup  # noqa: PLC0415
+
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)

@@ -1,0 +1,146 @@
+"""Runs as they were saved: what the figures need, read back from a run's folder or a comparison's."""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from msgspec import UNSET
+
+from sim.errors import UserError
+from sim.files import folder_name
+from sim.results.comparison_sentences import bound_sentences, sentences
+from sim.results.figures.data import FigureRun, Floats, together
+from sim.results.report import overload_sentences
+from sim.results.result import RESULT_FILE, SERIES_FILE, read_result
+from sim.results.schema import Bounds, Comparison
+from sim.scenario import ASKED_FILE
+from sim.specs.json_file import convert, read_json_object
+
+COMPARISON_FILE = "comparison.json"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Runs of one question, side by side: those of a comparison, or those given as single runs."""
+
+    runs: list[FigureRun]
+    sentences: list[str]
+    command: str | None
+    """What runs it again; None where the folder does not say."""
+    asked: str | None
+    """The scenario file of that command."""
+
+
+def read_sections(folders: Iterable[Path]) -> list[Section]:
+    """A section for each comparison's folder, and one for all folders of single runs together."""
+    found: list[Section] = []
+    single: list[tuple[Path, FigureRun]] = []
+    for folder in folders:
+        if (folder / COMPARISON_FILE).is_file():
+            found.append(_comparison(folder))
+        elif (folder / RESULT_FILE).is_file():
+            single.append((folder, read_run(folder)))
+        else:
+            what = f"neither {RESULT_FILE} nor {COMPARISON_FILE}" if folder.is_dir() else "no such folder"
+            raise UserError(f"{folder}: {what}; give folders that kvtwin run, compare or live has written")
+    if single:
+        found.append(_section(_told_apart(single), None, single[0][0] if len(single) == 1 else None, "run"))
+    return found
+
+
+def _comparison(folder: Path) -> Section:
+    path = folder / COMPARISON_FILE
+    compared = convert(read_json_object(path), Comparison, path)
+    runs = [read_run(folder / folder_name(label)) for label in compared.policies]
+    if not runs:
+        raise UserError(f"{path}: no policy was run; compare some")
+    return _section(runs, compared, folder, "compare")
+
+
+def _section(runs: list[FigureRun], bounds: Bounds | None, folder: Path | None, verb: str) -> Section:
+    results = [run.result for run in runs]
+    told = [*overload_sentences(results), *sentences(results), *bound_sentences(bounds)]
+    path = folder / ASKED_FILE if folder is not None else None
+    if path is None or not path.is_file():
+        return Section(runs, told, None, None)
+    return Section(runs, told, f"kvtwin {verb} --scenario {ASKED_FILE} --out out/", path.read_text(encoding="utf-8"))
+
+
+def _told_apart(runs: list[tuple[Path, FigureRun]]) -> list[FigureRun]:
+    """Runs whose labels are alike carry their folders' names."""
+    labels = [run.label for _, run in runs]
+    return [
+        replace(run, label=f"{run.label} ({folder.name})") if labels.count(run.label) > 1 else run
+        for folder, run in runs
+    ]
+
+
+def read_run(folder: Path) -> FigureRun:
+    """A run as the figures need it."""
+    result = read_result(folder / RESULT_FILE)
+    if result.errors is UNSET:
+        columns = _table(folder)
+        kept = columns["tokens"] > 0.0
+    else:
+        names = (result.ttfts, result.queue_times, result.start_times, result.latencies, result.output_lens)
+        arrays = (np.asarray(() if values is UNSET else values, dtype=np.float64) for values in names)
+        columns = dict(zip(("ttft", "queue", "arrival", "e2el", "tokens"), arrays, strict=True))
+        kept = np.array([not error for error in result.errors], dtype=bool)
+    ttft_s, queue_s, arrival_s, e2el_s, tokens = (values[kept] for values in columns.values())
+    several = tokens > 1
+    tpot_s = (e2el_s - ttft_s)[several] / (tokens[several] - 1)
+    engines = _series(folder / SERIES_FILE)
+    return FigureRun(
+        result.policy,
+        result,
+        together(engines) if engines else None,
+        ttft_s,
+        tpot_s,
+        queue_s,
+        ttft_s - queue_s,
+        arrival_s,
+        engines if len(engines) > 1 else (),
+    )
+
+
+TABLE_COLUMNS = {"ttft": "ttft_s", "queue": "queue_s", "arrival": "arrival_s", "e2el": "e2el_s"}
+TABLE_COLUMNS |= {"tokens": "output_tokens"}
+
+
+def _table(folder: Path) -> dict[str, Floats]:
+    """Columns of the per-request table, where the result is too long for arrays."""
+    path = folder / "requests.parquet"
+    if path.is_file():
+        if find_spec("pyarrow") is None:
+            raise UserError(f"{path}: is read with pyarrow, which is not installed: pip install 'kvtwin[parquet]'")
+        from pyarrow import parquet  # noqa: PLC0415 - few runs are so long
+
+        table = parquet.read_table(path, columns=list(TABLE_COLUMNS.values()))
+        return {name: table[column].to_numpy().astype(np.float64) for name, column in TABLE_COLUMNS.items()}
+    path = path.with_suffix(".csv")
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [[float(row[column]) for column in TABLE_COLUMNS.values()] for row in csv.DictReader(file)]
+    except (OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: not a per-request table ({error}); run it again") from error
+    return dict(zip(TABLE_COLUMNS, np.array(rows, dtype=np.float64).reshape(-1, len(TABLE_COLUMNS)).T, strict=True))
+
+
+def _series(path: Path) -> tuple[dict[str, Floats], ...]:
+    """The time series of each engine; none where there is no file, or an empty one."""
+    if not path.is_file():
+        return ()
+    try:
+        with path.open(encoding="utf-8") as file:
+            names = file.readline().strip().split(",")
+            rows = np.loadtxt(file, delimiter=",", ndmin=2)
+    except ValueError as error:
+        raise UserError(f"{path}: not a time series ({error}); run it again") from error
+    if not rows.size:
+        return ()
+    columns = dict(zip(names, rows.T, strict=True))
+    places = columns.pop("engine", np.zeros(len(rows)))
+    return tuple({name: values[places == place] for name, values in columns.items()} for place in np.unique(places))

@@ -1,0 +1,165 @@
+"""The HTML report: what it says, that it is safe and whole, and how it looks and behaves in a browser."""
+
+import asyncio
+import json
+import re
+import shutil
+
+import browser
+import numpy as np
+import pytest
+from small_results import scenario, small_result
+
+import kvtwin
+from sim.errors import UserError
+from sim.results.figures.data import FigureRun
+from sim.results.page.charts import charts
+from sim.results.page.page import render
+from sim.results.page.saved import Section, read_run, read_sections
+
+pytest.importorskip("jinja2")
+pytest.importorskip("plotly")
+
+WORDS = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "12", "--gpu", "l20", "--quiet"]
+WORDS += ["--num-gpu-blocks-override", "400", "--goodput", "ttft:3000", "tpot:200"]
+CHARTS = ["parts", "limits", "ttft", "tpot", "arrivals", "memory0", "memory1", "memory2", "memory3", "memory4", "lanes"]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison's folder, made once and only read."""
+    folder = tmp_path_factory.mktemp("report") / "compared"
+    policies = ("--policy", "vllm-recompute", "--policy", "layerkv:slo-aware=false")
+    assert kvtwin.main(["compare", *WORDS, *policies, "--layerkv-threshold", "0.02", "--out", str(folder)]) == 0
+    assert kvtwin.main(["report", str(folder)]) == 0
+    return folder
+
+
+def figures_of(page):
+    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S)[1])
+
+
+def test_what_was_saved_comes_back_as_the_figures_need_it(compared):
+    (section,) = read_sections([compared])
+    run = section.runs[1]
+    assert run.label == "layerkv:slo-aware=false"
+    assert run.result.mean_ttft_ms == pytest.approx(float(run.ttft_s.mean()) * 1e3)
+    assert run.result.mean_tpot_ms == pytest.approx(float(run.tpot_s.mean()) * 1e3)
+    assert run.result.mean_queue_ms == pytest.approx(float(run.queue_s.mean()) * 1e3)
+    assert run.series["bound_memory_s"][-1] > 0.0
+    assert set(json.loads((compared / "comparison.json").read_text())["sentences"]) <= set(section.sentences)
+
+
+def test_the_page_has_tables_figures_provenance_and_the_way_back(compared):
+    page = (compared / "report.html").read_text()
+    assert [name.partition("-")[2] for name in figures_of(page)] == CHARTS
+    for words in ("With layerkv:slo-aware=false instead of vllm-recompute", "l20-derived (derived, not measured)",
+                  "kvtwin compare --scenario scenario.toml", "layerkv-threshold = 0.02"):  # fmt: skip
+        assert words in page
+    assert not re.search(r'(src|href)="(?!#|data:)', page.replace("'", '"').partition("<script>")[0])
+
+
+def test_the_same_runs_give_the_same_page(compared):
+    assert render(read_sections([compared])) == (compared / "report.html").read_text()
+
+
+def test_the_scenario_that_was_asked_for_runs_again(compared, tmp_path):
+    shutil.copy(compared / "scenario.toml", tmp_path)
+    words = ["--scenario", str(tmp_path / "scenario.toml"), "--out", str(tmp_path / "again"), "--quiet"]
+    assert kvtwin.main(["compare", *words]) == 0
+    assert (tmp_path / "again" / "comparison.json").read_bytes() == (compared / "comparison.json").read_bytes()
+
+
+def test_parts_in_the_figure_are_those_of_the_result(compared):
+    parts = figures_of((compared / "report.html").read_text())["0-parts"]["data"]
+    for i, run in enumerate(read_sections([compared])[0].runs):
+        assert sum(bar["x"][i] for bar in parts) == pytest.approx(run.result.mean_e2el_ms / 1e3, abs=1e-5)
+
+
+def test_shares_of_limits_and_idleness_fill_the_time(compared):
+    limits = figures_of((compared / "report.html").read_text())["0-limits"]["data"]
+    for axis in ("y", "y2"):
+        total = np.sum([bar["y"] for bar in limits if bar["yaxis"] == axis], axis=0)
+        assert total == pytest.approx(np.full(total.size, 100.0), abs=0.2)
+
+
+def test_names_that_look_like_markup_are_text(compared):
+    (section,) = read_sections([compared])
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    run = section.runs[0]
+    object.__setattr__(run, "label", evil)
+    page = render([Section([run], [evil], evil, evil)])
+    assert "<script>alert" not in page
+    assert "<img" not in page
+    assert page.count("</script>") == 3
+
+
+def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):
+    shutil.copytree(compared / "vllm-recompute", tmp_path / "a")
+    shutil.copytree(compared / "vllm-recompute", tmp_path / "b")
+    (section,) = read_sections([tmp_path / "a", tmp_path / "b"])
+    assert [run.label for run in section.runs] == ["vllm-recompute (a)", "vllm-recompute (b)"]
+    # A run without a time series has the figures that need none.
+    (tmp_path / "a" / "series.csv").unlink()
+    assert [chart.name for chart in charts([read_run(tmp_path / "a")])] == ["parts", "ttft", "tpot", "arrivals"]
+    assert "What was asked" in render(read_sections([tmp_path / "a"]))
+
+
+def test_nothing_completed_is_a_page_too():
+    run = small_result(scenario=scenario(goodput=[]))
+    empty = np.empty(0)
+    assert "SLOs: none" in render([Section([FigureRun("p", run, None, empty, empty, empty, empty)], [], None, None)])
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "broken"])
+def test_folders_without_runs_are_refused_in_a_line(tmp_path, capsys, what):
+    folder = tmp_path / what
+    if what != "missing":
+        folder.mkdir()
+    if what == "broken":
+        (folder / "result.json").write_text("{}")
+    with pytest.raises(UserError, match=str(folder)):
+        read_sections([folder])
+    assert kvtwin.main(["report", str(folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(browser.PATH is None, reason="no Chromium on this machine")
+def test_in_a_browser_it_draws_offline_and_quietly_at_any_width_by_keyboard_and_on_paper(compared):
+    pytest.importorskip("aiohttp")
+    path = compared / "report.html"
+
+    async def look(page):
+        await page.open(path)
+        drawn = "[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.main-svg path').length)"
+        assert min(await page.evaluate(drawn)) > 0
+        # Dark: other colours, no reload.
+        ink = "getComputedStyle(document.querySelector('.chart .xtitle')).fill"
+        light = await page.evaluate(ink)
+        await page.scheme("dark")
+        await asyncio.sleep(0.3)
+        assert await page.evaluate(ink) != light
+        # By keyboard to the first policy's box, which hides its lines in all figures.
+        visible = "document.querySelector('[data-figure=\"0-ttft\"]').querySelectorAll('.scatterlayer .trace').length"
+        assert await page.evaluate(visible) == 2
+        for _ in range(20):
+            await page.press("Tab")
+            if await page.evaluate("document.activeElement.type === 'checkbox'"):
+                break
+        await page.press(" ")
+        assert await page.evaluate("document.activeElement.checked") is False
+        assert await page.evaluate(visible) == 1
+        reached = "[...document.querySelectorAll('.chart, summary, input, .scroll')].every(e => e.tabIndex >= 0)"
+        assert await page.evaluate(reached)
+        assert (await page.pdf()).startswith(b"%PDF")
+        await page.open(path, width=360, height=740)
+        assert await page.evaluate("document.documentElement.scrollWidth") == 360
+        assert max(await page.evaluate("[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)")) <= 360
+        return page.errors, page.requests
+
+    errors, requests = browser.visit(look)
+    assert errors == []
+    assert set(requests) == {path.resolve().as_uri()}
