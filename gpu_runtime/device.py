@@ -23,9 +23,9 @@ from gpu_runtime.kv.placement import Placement, Transfer
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.layer_pass import BlockTables, LayerPass
 from gpu_runtime.model import backend
-from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.warm_up import run_copies, run_kernels
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.plan import Direction, IterationPlan, Move, PrefillChunk, StepTimes
 from sim.engine.scheduler import Scheduler
@@ -338,16 +338,10 @@ class TorchDevice:
             self._hashes.forget(seq)
 
     def warm_up(self) -> None:
-        """Run a prompt and a decode on blocks nobody holds, and capture graphs: no request shall pay for set-up."""
-        tokens = min(8, self.block_tokens * max(1, self.counted.num_free // self.groups // 2))
-        held = [self.counted.allocate(self.placement.blocks_for(tokens + 1)) for _ in range(self.groups)]
-        tables = [[ids] for ids in held]
-        for new, cached in ((tokens, 0), (1, tokens)):
-            batch = AttentionBatch.build([new], [cached], tables, self.block_tokens, self.device)
-            logits = self.decoder.forward(torch.zeros(new, dtype=torch.int64, device=self.device), batch, self.gpu)
-            greedy(logits).tolist()
-        for ids in held:
-            self.counted.free(ids)
+        """Run every kernel that serving may reach, on blocks nobody holds, and capture graphs: no request shall pay for
+        set-up."""
+        run_kernels(self.decoder, self.gpu, self.scheduler.limits)
+        run_copies(self.copies, self.gpu, self.host)
         if self._graph_batch_sizes:
             self._graph = DecodeGraph(
                 self.decoder,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model import backend, torch_attention
-from gpu_runtime.model.attention_batch import AttentionBatch, BlockTables
+from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch, BlockTables
 
 __all__ = ["AttentionBatch", "BlockTables", "paged_attention", "write_kv"]
 
@@ -40,8 +40,10 @@ def paged_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     chunks = batch.chunk_seqs
     if new is not None:
-        torch_attention.attend_prompts(query, *new, batch, out)
-        chunks = chunks[: batch.num_cached_chunks]
+        # Stored in fewer bits, a prompt's own keys are better taken as they are.
+        is_exact = cache.dtype == query.dtype
+        torch_attention.attend_prompts(query, *new, batch, out, least=LONG_PROMPT if is_exact else 2)
+        chunks = chunks[: batch.num_batched_chunks if is_exact else batch.num_cached_chunks]
     if len(chunks):
         triton_attention.attend_chunks(query, cache, tables, batch, chunks, out)
     if len(batch.decode_seqs):

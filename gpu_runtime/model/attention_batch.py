@@ -9,6 +9,8 @@ from torch import Tensor
 
 NOWHERE = -1
 """A slot that `write_kv` skips on CUDA: padding of a captured batch."""
+LONG_PROMPT = 512
+"""Prompts of so many tokens fill a GPU alone, each in a kernel of its own; all shorter ones of a batch share one."""
 
 BlockTables = Sequence[Sequence[Sequence[int]]] | np.ndarray
 """Block ids per layer group and sequence; or an int32 array [num_groups, B, max_blocks], padded with any id."""
@@ -28,8 +30,9 @@ class AttentionBatch:
         block_tables: [num_groups, B, max_blocks] physical block ids.
         slot_mapping: [num_groups, N] where each new token's KV goes: block * block_tokens + offset; -1: nowhere.
         decode_seqs: indices of the sequences with one new token.
-        chunk_seqs: indices of the others, those with cached context first.
+        chunk_seqs: indices of the others: those with cached context, then prompts, long ones last.
         num_cached_chunks: how many of `chunk_seqs` have cached context.
+        num_batched_chunks: how many have, or are prompts shorter than `LONG_PROMPT`.
         block_tokens: tokens per block.
         max_query_len: most new tokens of a sequence.
         max_seq_len: longest context + new.
@@ -46,6 +49,7 @@ class AttentionBatch:
     decode_seqs: Tensor
     chunk_seqs: Tensor
     num_cached_chunks: int
+    num_batched_chunks: int
     block_tokens: int
     max_query_len: int
     max_seq_len: int
@@ -101,7 +105,9 @@ class AttentionBatch:
         owner = np.repeat(np.arange(len(new)), new)
         positions = np.arange(start[-1]) - start[owner] + cached[owner]
         slots = tables[:, owner, positions // block_tokens] * block_tokens + positions % block_tokens
-        cached_chunks = np.flatnonzero((new > 1) & (cached > 0))
+        chunks = np.flatnonzero(new > 1)
+        # Cached, short, long; each in order.
+        kind = np.where(cached[chunks] > 0, 0, np.where(new[chunks] < LONG_PROMPT, 1, 2))
         parts = {
             "query_start": start,
             "context_lens": cached,
@@ -110,12 +116,13 @@ class AttentionBatch:
             "block_tables": tables,
             "slot_mapping": slots,
             "decode_seqs": np.flatnonzero(new == 1),
-            "chunk_seqs": np.concatenate((cached_chunks, np.flatnonzero((new > 1) & (cached == 0)))),
+            "chunk_seqs": chunks[np.argsort(kind, kind="stable")],
         }
         return cls(
             num_new=tuple(new.tolist()),
             context=tuple(cached.tolist()),
-            num_cached_chunks=len(cached_chunks),
+            num_cached_chunks=int((kind == 0).sum()),
+            num_batched_chunks=int((kind < 2).sum()),
             block_tokens=block_tokens,
             max_query_len=int(new.max()),
             max_seq_len=int(total.max()),

@@ -129,6 +129,7 @@ class DecodeGraph:
             decode_seqs=self._starts[:size],
             chunk_seqs=self._none,
             num_cached_chunks=0,
+            num_batched_chunks=0,
             block_tokens=self._pool.block_tokens,
             max_query_len=1,
             max_seq_len=self._longest,

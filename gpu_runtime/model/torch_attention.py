@@ -63,11 +63,13 @@ def _portions(num_seqs: int, cache: Tensor, num_blocks: int) -> Iterator[tuple[s
             yield slice(seq, seq + seqs), slice(head, head + heads)
 
 
-def attend_prompts(query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-    """Attention of the sequences with several new tokens and nothing cached, written to their rows of `out`."""
+def attend_prompts(
+    query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch, out: Tensor, least: int = 2
+) -> None:
+    """Attention of the sequences with `least` new tokens or more and nothing cached, written to their rows of `out`."""
     grouped = _grouped(out, key.shape[1])
     for seq, rows in batch.chunk_rows():
-        if not batch.context[seq]:
+        if not batch.context[seq] and batch.num_new[seq] >= least:
             keys, values = (part[rows].transpose(0, 1) for part in (key, value))
             grouped[rows] = _attend_chunk(query[rows], keys, values, 0)
 

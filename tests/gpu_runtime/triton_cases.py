@@ -7,7 +7,9 @@ from dataclasses import fields, replace
 import msgspec
 import pytest
 import torch
+import triton
 from runtime_small import SMALL, Runner
+from triton.runtime import interpreter
 
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.stored import FLOAT8
@@ -17,6 +19,15 @@ from gpu_runtime.model.decoder import Decoder, silu_and_mul
 from gpu_runtime.model.rotary import RotaryEmbedding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED and triton.__version__.startswith("3.6."):
+    # Its interpreter makes scalars of arrays of one element, which numpy 2.4 refuses; 3.9's squeezes them first.
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Triton's interpreter multiplies bf16 as if it were integers.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]

@@ -1,0 +1,72 @@
+"""How often kernels are launched where there is CUDA, with the kernels themselves pretended; and what warms them up."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from runtime_small import SMALL  # noqa: E402
+
+from gpu_runtime.kv.pool import KVPool  # noqa: E402
+from gpu_runtime.model import attention, backend, torch_attention, triton_attention  # noqa: E402
+from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch  # noqa: E402
+from gpu_runtime.warm_up import batches  # noqa: E402
+from kvtwin.testing import limits  # noqa: E402
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels, and the sequences that each serves."""
+    calls = []
+    monkeypatch.setattr(backend, "uses_triton", lambda tensor: True)
+    monkeypatch.setattr(torch_attention, "scaled_dot_product_attention", lambda q, *_, **__: calls.append("alone") or q)
+    monkeypatch.setattr(
+        triton_attention, "attend_chunks", lambda q, c, t, b, seqs, out: calls.append(("chunks", seqs.tolist()))
+    )
+    monkeypatch.setattr(
+        triton_attention, "attend_decodes", lambda q, c, t, b, out: calls.append(("decodes", b.decode_seqs.tolist()))
+    )
+    return calls
+
+
+def attend(num_new, context, kv_dtype=torch.float32):
+    width = max((n + c + 15) // 16 for n, c in zip(num_new, context, strict=True))
+    pool = KVPool(SMALL, width, 16, 4, "cpu", kv_dtype)
+    tables = [[list(range(width))] * len(num_new)]
+    batch = AttentionBatch.build(num_new, context, tables, 16, "cpu")
+    query, key, value = (torch.randn(sum(num_new), heads, 16) for heads in (6, 2, 2))
+    attention.paged_attention(query, pool, 0, batch, (key, value))
+
+
+def test_short_prompts_share_a_kernel_with_each_other_and_with_chunks(launched):
+    attend([128] * 64, [0] * 64)
+    assert launched == [("chunks", list(range(64)))]
+    launched.clear()
+    attend([20, 1, 30, 9], [0, 7, 16, 0])
+    assert launched == [("chunks", [2, 0, 3]), ("decodes", [1])]
+
+
+def test_a_prompt_that_fills_the_gpu_has_its_own(launched):
+    attend([LONG_PROMPT, 40, LONG_PROMPT + 3], [0, 0, 0])
+    assert launched == ["alone", "alone", ("chunks", [1])]
+
+
+def test_prompts_are_not_read_back_from_fewer_bits(launched):
+    attend([128, 30], [0, 16], kv_dtype=torch.float8_e4m3fn)
+    assert launched == ["alone", ("chunks", [1])]
+
+
+def test_warming_up_reaches_the_longest_prompt_the_most_tokens_and_the_most_sequences():
+    sizes = limits(600, block_size=16, max_model_len=2048, seqs=64, chunked=True, tokens=8192)
+    decoder = SimpleNamespace(config=SMALL, device=torch.device("cuda"))
+    found = list(batches(decoder, sizes))
+    # The model's positions end before the limit.
+    assert max(n + c for new, cached in found for n, c in zip(new, cached, strict=True)) == 512
+    assert max(sum(new) for new, _ in found) == 8192
+    assert ([1], [511]) in found and ([512], [0]) in found
+    assert ([128] * 64, [0] * 64) in found and ([1] * 64, [7] * 64) in found
+    # What a CPU would be long about is left out there.
+    decoder.device = torch.device("cpu")
+    assert max(sum(new) for new, _ in batches(decoder, sizes)) < 20
