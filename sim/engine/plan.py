@@ -221,6 +221,10 @@ Change = Place | Release | Move | Restore | Share | Keep | Split | Evict
 _chunk = cast(Callable[[tuple[Sequence, int, int, Origin]], PrefillChunk], partial(tuple.__new__, PrefillChunk))
 make_place = cast(Callable[[tuple[Sequence, tuple[int, ...], int, int]], Place], partial(tuple.__new__, Place))
 make_release = cast(Callable[[tuple[Sequence]], Release], partial(tuple.__new__, Release))
+make_move = cast(
+    Callable[[tuple[Sequence, tuple[int, ...], int, int, Tier, Tier, int, int, bool, float | None]], Move],
+    partial(tuple.__new__, Move),
+)
 make_times = cast(Callable[[tuple[int, float, float, float, float, int]], StepTimes], partial(tuple.__new__, StepTimes))
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
-from sim.engine.plan import GPU, HOST, IterationPlan, Move, Streamed, Tier, make_place, make_release
+from sim.engine.plan import GPU, HOST, IterationPlan, Move, Streamed, Tier, make_move, make_place, make_release
 from sim.engine.sequence import Sequence
 from sim.parts.base import Memory
 
@@ -98,7 +98,7 @@ class LayerBlocks(Memory):
         freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if is_last else 0
         if is_last:
             self._note_copy(seq, freed)
-        plan.behind += (Move(seq, leaving, cached, cached + num_new, GPU, HOST, moved, freed, is_last),)
+        plan.behind += (make_move((seq, leaving, cached, cached + num_new, GPU, HOST, moved, freed, is_last, None)),)
         plan.behind_blocks += moved
         if layers > plan.behind_groups:
             plan.behind_groups = layers
@@ -164,7 +164,7 @@ class LayerBlocks(Memory):
     def _whole(
         self, seq: Sequence, groups: tuple[int, ...], source: Tier, target: Tier, blocks: int, freed: int
     ) -> Move:
-        return Move(seq, groups, 0, seq.num_blocks * self.block_size, source, target, blocks, freed, True)
+        return make_move((seq, groups, 0, seq.num_blocks * self.block_size, source, target, blocks, freed, True, None))
 
     def transfer_done(self, move: Move) -> None:
         seq = move.seq
