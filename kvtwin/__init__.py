@@ -18,6 +18,7 @@ from traces.errors import TraceError
 if TYPE_CHECKING:
     from kvtwin.api import (
         ComparisonResult,
+        MapResult,
         Policy,
         Result,
         RunResult,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         TuneResult,
         compare,
         load_result,
+        regime_map,
         simulate,
         sweep,
         tune,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ComparisonResult",
+    "MapResult",
     "Policy",
     "Result",
     "RunResult",
@@ -44,6 +47,7 @@ __all__ = [
     "compare",
     "load_result",
     "main",
+    "regime_map",
     "simulate",
     "sweep",
     "tune",

@@ -33,6 +33,9 @@ from sim.simulate import Keep, build_run, execute, prepare
 from sim.study.axes import Study, read_study
 from sim.study.backends import Backend
 from sim.study.figures import draw
+from sim.study.regimes import Regimes, cells, read_map
+from sim.study.regimes import draw as draw_map
+from sim.study.regimes import lines as map_lines
 from sim.study.sweep import Means, run_study
 from sim.study.tables import means, tidy
 from sim.study.tune import Tuned, read_tune
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ComparisonResult",
+    "MapResult",
     "Policy",
     "Result",
     "RunResult",
@@ -58,6 +62,7 @@ __all__ = [
     "UserError",
     "compare",
     "load_result",
+    "regime_map",
     "simulate",
     "sweep",
     "tune",
@@ -264,6 +269,48 @@ def tune(
     where = "study" if isinstance(study, Mapping) else str(study)
     table = study if isinstance(study, Mapping) else read_toml(Path(study), "study")
     return TuneResult(search(read_tune(table, where), Path(out), Means(backend, address, jobs, max_seconds)))
+
+
+@dataclass(frozen=True)
+class MapResult:
+    """Which policy wins where.
+
+    Attributes:
+        sweep: the runs.
+        regimes: the axes and the metric.
+    """
+
+    sweep: SweepResult
+    regimes: Regimes
+
+    @property
+    def text(self) -> str:
+        """How many places each policy wins, and where by most."""
+        return "\n".join(map_lines(self.regimes, cells(self.regimes, self.sweep.means)))
+
+    def figure(self) -> Figure:
+        """The map."""
+        return draw_map(self.regimes, cells(self.regimes, self.sweep.means))
+
+
+def regime_map(
+    study: str | Path | Mapping[str, Any],
+    out: str | Path,
+    *,
+    backend: Backend = "loky",
+    address: str | None = None,
+    jobs: int | None = None,
+) -> MapResult:
+    """Run policies over two parameters and see who wins where, as `kvtwin map` does; arguments as of `sweep`.
+
+    Raises:
+        UserError: a bad study, every point refused, or a folder that cannot be written.
+    """
+    where = "study" if isinstance(study, Mapping) else str(study)
+    table = study if isinstance(study, Mapping) else read_toml(Path(study), "study")
+    regimes = read_map(table, where)
+    places = run_study(regimes.study, Path(out), Means(backend, address, jobs))
+    return MapResult(SweepResult(tidy(regimes.study, places), regimes.study), regimes)
 
 
 def load_result(folder: str | Path) -> RunResult:

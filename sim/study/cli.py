@@ -1,9 +1,10 @@
-"""The commands that run many scenarios: `sweep`, `tune`."""
+"""The commands that run many scenarios: `sweep`, `tune`, `map`."""
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +22,23 @@ TUNE_HELP = (
     "Search a study file with a table [tune] (docs/tune.md) for the policy and the knobs that carry the most load, "
     "need the fewest GPUs or cost least under SLOs, and say which limit binds and what more of it would buy."
 )
+MAP_HELP = (
+    "Run the policies of a study file over two parameters, by default prompt length and PCIe bandwidth, and draw who "
+    "wins where, by goodput or any other metric (docs/sweep.md)."
+)
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
     """Mount the commands."""
     sweep = subparsers.add_parser("sweep", help="simulate every point of a study file", description=SWEEP_HELP)
     sweep.later(_add_sweep_flags)
-    sweep.set_defaults(run=sweep_command)
+    sweep.set_defaults(run=partial(_goes_on, sweep_command))
     tune = subparsers.add_parser("tune", help="search for the best policy and knobs under SLOs", description=TUNE_HELP)
     tune.later(_add_tune_flags)
-    tune.set_defaults(run=tune_command)
+    tune.set_defaults(run=partial(_goes_on, tune_command))
+    regimes = subparsers.add_parser("map", help="draw which policy wins over two parameters", description=MAP_HELP)
+    regimes.later(_add_map_flags)
+    regimes.set_defaults(run=partial(_goes_on, map_command))
 
 
 def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +50,11 @@ def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_tune_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", type=Path, metavar="FILE.toml", help="scenario, goal, SLOs and knobs")
+    add_means(parser)
+
+
+def _add_map_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", type=Path, metavar="FILE.toml", help="scenario, policies and axes")
     add_means(parser)
 
 
@@ -82,6 +95,15 @@ def progress(label: str, quiet: bool) -> "Iterator[Callable[[int], Told] | None]
         yield begin
 
 
+def _goes_on(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a command that keeps what is finished when it is interrupted."""
+    try:
+        return command(arguments)
+    except KeyboardInterrupt:
+        print(f"kvtwin: interrupted; what is finished is in {arguments.out}: the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+
+
 def sweep_command(arguments: argparse.Namespace) -> int:
     """`kvtwin sweep`."""
     from sim.scenario import read_toml  # noqa: PLC0415
@@ -90,12 +112,8 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 
     path: Path = arguments.study
     study, means, folder = read_study(read_toml(path, "sweep"), "sweep", str(path)), means_of(arguments), arguments.out
-    try:
-        with progress("sweep", arguments.quiet) as begin:
-            places = run_study(study, folder, means, begin)
-    except KeyboardInterrupt:
-        print(f"kvtwin: interrupted; what is finished is in {folder}: the same command goes on", file=sys.stderr)
-        return INTERRUPTED
+    with progress("sweep", arguments.quiet) as begin:
+        places = run_study(study, folder, means, begin)
     from sim.study.tables import means as means_table  # noqa: PLC0415 - pandas is slow to import
     from sim.study.tables import write_tables  # noqa: PLC0415
 
@@ -116,18 +134,33 @@ def tune_command(arguments: argparse.Namespace) -> int:
 
     path: Path = arguments.study
     asked, means, folder = read_tune(read_toml(path, "tune"), str(path)), means_of(arguments), arguments.out
-    try:
-        with progress("tune", arguments.quiet) as begin:
-            found = tune(asked, folder, means, begin)
-    except KeyboardInterrupt:
-        print(f"kvtwin: interrupted; what is finished is in {folder}: the same command goes on", file=sys.stderr)
-        return INTERRUPTED
+    with progress("tune", arguments.quiet) as begin:
+        found = tune(asked, folder, means, begin)
     from sim.study.tune_report import lines, write  # noqa: PLC0415 - pandas and matplotlib are slow to import
 
     write(folder, found)
     if not arguments.quiet:
         print("\n".join(lines(found)))
         print(f"Candidates, picture and runs are in {folder}")
+    return 0
+
+
+def map_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin map`."""
+    from sim.scenario import read_toml  # noqa: PLC0415
+    from sim.study.regimes import lines, read_map, write  # noqa: PLC0415
+    from sim.study.sweep import run_study  # noqa: PLC0415
+    from sim.study.tables import means as means_table  # noqa: PLC0415
+    from sim.study.tables import write_tables  # noqa: PLC0415
+
+    path: Path = arguments.study
+    regimes, means, folder = read_map(read_toml(path, "map"), str(path)), means_of(arguments), arguments.out
+    with progress("map", arguments.quiet) as begin:
+        places = run_study(regimes.study, folder, means, begin)
+    found = write(folder, regimes, means_table(regimes.study, write_tables(folder, regimes.study, places, "csv")))
+    if not arguments.quiet:
+        print("\n".join(lines(regimes, found)))
+        print("\n".join(_told(regimes.study.where, folder, [place.outcome.error for place in places])))
     return 0
 
 
