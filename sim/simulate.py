@@ -319,6 +319,7 @@ def build_run(
         parts.lanes,
         layers=setup.model.num_layers,
         block_bytes=setup.limits.block_bytes,
+        hidden_bytes=setup.model.hidden_bytes_per_token_layer,
         jump=jump,
         observer=parts.observer,
     )

@@ -34,6 +34,7 @@ VARIANTS = [
     "layerkv:horizon-steps=40,threshold=0.2",
     "vllm-v1:scheduling-policy=priority,long-prefill-token-threshold=8",
     "vllm-v1:async-scheduling=true",
+    "hcache:keeps=turns",
     "ellm:layers-per-block=1,tpot-slo-ms=40",
     "ellm:equations=paper,fused=false",
     "fastserve:quantum-ms=40,starvation-s=0.2,starvation-check=7",

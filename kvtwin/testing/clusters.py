@@ -180,7 +180,10 @@ def _add_member(
     args = env, engine, machine.cost, Lanes(keep_intervals=True)
     layers, ended = machine.model.num_layers, source.ended if source.hears_ends else None
     if pipeline is None:
-        member = Member(*args, layers=layers, block_bytes=limit.block_bytes, jump=jump, ended=ended)
+        hidden = machine.model.hidden_bytes_per_token_layer
+        member = Member(
+            *args, layers=layers, block_bytes=limit.block_bytes, hidden_bytes=hidden, jump=jump, ended=ended
+        )
     else:
         member = VirtualEngine(
             *args, pipeline=pipeline, place=place, layers=layers, block_bytes=limit.block_bytes, ended=ended

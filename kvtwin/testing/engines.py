@@ -285,6 +285,7 @@ def simulate(
         lanes,
         layers=machine.model.num_layers,
         block_bytes=limit.block_bytes,
+        hidden_bytes=machine.model.hidden_bytes_per_token_layer,
         jump=jump,
         observer=watch,
     )

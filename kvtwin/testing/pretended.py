@@ -31,6 +31,7 @@ class PretendedDevice:
             layers=machine.model.num_layers,
             num_groups=scheduler.memory.num_groups,
             block_bytes=scheduler.limits.block_bytes,
+            hidden_bytes=machine.model.hidden_bytes_per_token_layer,
         )
 
     def _finish_at(self, end_s: float, move: Move) -> None:

@@ -116,16 +116,23 @@ def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arriv
     for place, parts in enumerate(engines):
         setup, args = parts.setup, (env, parts.engine, parts.setup.cost, parts.lanes)
         layers, block_bytes = setup.model.num_layers, setup.limits.block_bytes
+        hidden_bytes = setup.model.hidden_bytes_per_token_layer
         if setup.pp == 1:
             member = Member(
-                *args, layers=layers, block_bytes=block_bytes, jump=jump, observer=parts.observer, ended=ended
+                *args,
+                layers=layers,
+                block_bytes=block_bytes,
+                hidden_bytes=hidden_bytes,
+                jump=jump,
+                observer=parts.observer,
+                ended=ended,
             )
         else:
             if pipeline is None or len(pipeline.engines) == setup.pp:
                 pipeline = Pipeline(setup.cost, setup.pp, _hand_over_s_per_token(setup))
             member = VirtualEngine(
                 *args, pipeline=pipeline, place=place, layers=layers, block_bytes=block_bytes,
-                observer=parts.observer, ended=ended,
+                hidden_bytes=hidden_bytes, observer=parts.observer, ended=ended,
             )  # fmt: skip
         members.append(member)
     return members

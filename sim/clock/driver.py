@@ -36,6 +36,7 @@ class Instance:
         *,
         layers: int,
         block_bytes: float,
+        hidden_bytes: float = 0.0,
         jump: bool = True,
         copy_unit_bytes: float = 1 << 20,
         observer: Observer | None = None,
@@ -47,7 +48,7 @@ class Instance:
         num_groups = engine.scheduler.memory.num_groups
         self.pricer = pricer(
             cost, lanes, self._finish_at, layers=layers, num_groups=num_groups, block_bytes=block_bytes,
-            copy_unit_bytes=copy_unit_bytes, ends_at=self._ends_at,
+            hidden_bytes=hidden_bytes, copy_unit_bytes=copy_unit_bytes, ends_at=self._ends_at,
         )  # fmt: skip
         self.observer = observer
         self.iterations = 0

@@ -71,6 +71,7 @@ class Member(Instance):
         *,
         layers: int,
         block_bytes: float,
+        hidden_bytes: float = 0.0,
         jump: bool = True,
         observer: Observer | None = None,
         ended: Callable[[Request, float], object] | None = None,
@@ -79,8 +80,8 @@ class Member(Instance):
         """`ended` hears of every request that ended and when, s."""
         self.inbox = Inbox()
         super().__init__(
-            env, engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, jump=jump, observer=observer,
-            pricer=pricer,
+            env, engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, hidden_bytes=hidden_bytes,
+            jump=jump, observer=observer, pricer=pricer,
         )  # fmt: skip
         self.end_s = inf
         self.busy_until_s = 0.0

@@ -8,9 +8,23 @@ from math import ceil, inf
 
 from sim.cost.host import after_host_s, run_beside_host
 from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
-from sim.cost.model import CostModel, LayerWork, run_s, steps_until
+from sim.cost.model import CostModel, run_s, steps_until
+from sim.cost.restoring import LayerSplit, StateBytes, restore_times
 from sim.engine.layers import SEND_BUFFER_LAYERS
-from sim.engine.plan import D2H, H2D, Direction, IterationPlan, Move, Rebuilt, Restore, StepTimes, Tier, make_times
+from sim.engine.plan import (
+    D2H,
+    H2D,
+    Direction,
+    IterationPlan,
+    Move,
+    Projected,
+    Rebuilt,
+    Restore,
+    StepTimes,
+    Streamed,
+    Tier,
+    make_times,
+)
 
 EndsAt = Callable[[Collection[Move]], float]
 FinishAt = Callable[[float, Move], None]
@@ -135,10 +149,8 @@ class Pricer:
             compute_s -= self.cost.unread_s(plan.decode_shared_tokens)
         seconds = compute_s
         if plan.beside or plan.behind or plan.streamed:
-            if plan.streamed and isinstance(record := plan.streamed[-1], Rebuilt):
-                from sim.cost.rebuilding import kernels_s  # noqa: PLC0415 - one system has it
-
-                compute_s = kernels_s(self.cost, plan, record, compute_s, self.layers)
+            if plan.streamed and not isinstance(plan.streamed[-1], Streamed):
+                compute_s = self._rebuilding(plan, compute_s)
             # Waiting for copies occupies the iteration, not the lane.
             seconds = self._overlap(plan, start_s, compute_s)
         end_s = start_s + seconds
@@ -187,18 +199,10 @@ class Pricer:
 
     def _restore(self, restore: Restore, start_s: float) -> float:
         """Layers computed again, projected from hidden states or copied, as a pipeline (HCache); returns its end, s."""
-        cost, tokens, per_group = self.cost, restore.num_tokens, self.unit_layers
-        hidden_bytes = tokens * self.hidden_bytes
-        num_kv = len(restore.kv_groups)
-        blocks = restore.num_blocks // num_kv if num_kv else 0
-        copies = cost.num_copies(blocks, per_group)
-        classes = [
-            cost.layer_s(LayerWork(len(restore.recomputed_groups) * per_group, 0.0, recompute_tokens=tokens)),
-            cost.layer_s(
-                LayerWork(len(restore.hidden_groups) * per_group, 0.0, hidden_bytes, 1, project_tokens=tokens)
-            ),
-            cost.layer_s(LayerWork(num_kv, 0.0, blocks * self.unit_bytes, copies)),
-        ]
+        split = LayerSplit(len(restore.recomputed_groups), len(restore.hidden_groups), len(restore.kv_groups))
+        blocks = restore.num_blocks // split.copied if split.copied else 0
+        state = StateBytes(self.hidden_bytes, self.unit_bytes / self.unit_layers)
+        classes = restore_times(self.cost, split, restore.num_tokens, blocks, state)
         seconds = restored_s(classes)
         self.lanes.h2d.reserve(start_s, sum(times.num_layers * times.h2d_s for times in classes), "restore")
         self.lanes.compute.run(start_s, sum(times.num_layers * times.compute_s for times in classes), "restore")
@@ -235,12 +239,29 @@ class Pricer:
             lanes.d2h.reserve(start_s + seconds - written_s * stretch, written_s * stretch, "stream KV")
         return seconds
 
+    def _rebuilding(self, plan: IterationPlan, compute_s: float) -> float:
+        """The computation with what makes KV anew between its layers, s."""
+        from sim.cost.rebuilding import kernels_s  # noqa: PLC0415 - few systems have it
+
+        for record in plan.streamed:
+            if isinstance(record, Rebuilt):
+                compute_s = kernels_s(self.cost, plan, record, compute_s, self.layers)
+            elif isinstance(record, Projected):
+                compute_s += record.num_groups * self.unit_layers * self.cost.project_s(record.num_tokens)
+        return compute_s
+
     def _streams(self, plan: IterationPlan) -> tuple[float, float]:
         """Seconds of the copies in and out between the layers, alone on their lanes."""
         read = sum(streamed.num_read for streamed in plan.streamed)
         written = sum(streamed.num_written for streamed in plan.streamed)
         out_s = self.copy_s(written, D2H) if written else 0.0
-        return self.copy_s(read, H2D), out_s
+        in_s = self.copy_s(read, H2D)
+        for record in plan.streamed:
+            if isinstance(record, Projected):
+                # Inputs of a layer lie together: one piece each.
+                layers = record.num_groups * self.unit_layers
+                in_s += self.cost.copy_s(layers * record.num_tokens * self.hidden_bytes, layers, H2D)
+        return in_s, out_s
 
     def _send_behind(self, plan: IterationPlan, start_s: float, compute_s: float, stretch: float) -> float:
         """Layers of the prefills leave for the host while later layers compute (LayerKV section 3.1.2)."""
@@ -330,6 +351,8 @@ class Pricer:
                 or lanes.d2h.free_s > now_s
             ):
                 return self.step(plan, now_s)
+            if not isinstance(plan.streamed[-1], Streamed):
+                first_s = self._rebuilding(plan, first_s)
             return self._run_streamed(plan, steps, now_s, until_s, first_s, slope_s, host_s)
         first_s += host_s
         if steps > 1 and until_s < inf:

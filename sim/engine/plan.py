@@ -172,7 +172,8 @@ class Restore(NamedTuple):
     """Bring back the KV of `num_tokens` tokens of `seq` before it computes, each layer group in one of three ways.
 
     `hidden_groups` are projected from saved hidden states, `kv_groups` copied, `recomputed_groups` computed again
-    (HCache's mixes; vLLM's swap-in has `kv_groups` only, of `num_blocks` pool blocks in all).
+    (HCache's mixes; vLLM's swap-in has `kv_groups` only, of `num_blocks` pool blocks in all). Where it computes, groups
+    are layers, and `num_blocks` counts blocks of one layer.
     """
 
     seq: Sequence
@@ -193,6 +194,18 @@ class Streamed(NamedTuple):
     num_groups: int
     num_read: int
     num_written: int
+
+
+class Projected(NamedTuple):
+    """As `Streamed`, but the KV of `num_tokens` tokens (of all such sequences) is made from their inputs to the layers.
+
+    The inputs come in first; the KV of the other tokens, `num_read` pool blocks, follows as they are projected (KVPR).
+    """
+
+    num_groups: int
+    num_read: int
+    num_written: int
+    num_tokens: int
 
 
 class Rebuilt(NamedTuple):
@@ -277,7 +290,7 @@ class IterationPlan(msgspec.Struct, eq=False):
     behind_blocks: int = 0
     pulled: tuple[Move, ...] = ()
     """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
-    streamed: tuple[Streamed | Rebuilt, ...] = ()
+    streamed: tuple[Streamed | Projected | Rebuilt, ...] = ()
     """KV on the host that the layers of the computation wait for."""
 
     @property

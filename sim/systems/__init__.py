@@ -22,6 +22,8 @@ _PLACES = {
     "vllm-swap": "sim.systems.vllm055:VllmSwap",
     "layerkv": "sim.systems.layerkv:LayerKV",
     "ellm": "sim.systems.ellm:Ellm",
+    "hcache": "sim.systems.hcache:HCache",
+    "kvpr": "sim.systems.kvpr:Kvpr",
     "orca": "sim.systems.orca:Orca",
     "fastertransformer": "sim.systems.fastertransformer:FasterTransformer",
     "sarathi": "sim.systems.sarathi:Sarathi",

@@ -6,6 +6,7 @@ is loaded when somebody builds the part.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from sim.errors import UserError
 from sim.systems.ellm_options import TokenWiseOptions
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
+from sim.systems.hcache_options import StatesOptions, split_of
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.offload_options import OffloadOptions
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from sim.parts.batching.base import Batching
     from sim.parts.memory.layer_blocks import LayerBlocks
     from sim.parts.offload.connector import OffloadingConnector
+    from sim.parts.stage.partial_recompute import BlockSeconds
     from sim.systems.base import Policy
 
 HAND_OVER = "hand-over"
@@ -272,6 +275,54 @@ def _retained(b: Builder) -> "Memory":
     return RetentionMemory(b.limits, worth, b.options(RetentionOptions).swap_out_threshold)
 
 
+def _saved_states(b: Builder) -> "Memory":
+    from sim.parts.memory.saved_states import SavedStates
+
+    if b.names["eviction"] not in ("swap", "recompute"):
+        raise UserError("memory=saved-states needs no copies to let go of a sequence: it goes with eviction=swap")
+    _each_layer_keeps_all(b)
+    split, share, _ = split_of(b.deployment, b.limits)
+    return SavedStates(b.limits, split, share)
+
+
+def _tiered_states(b: Builder) -> "Memory":
+    from sim.parts.memory.saved_states import TieredStates
+    from sim.parts.offload.worth import Worth
+
+    _each_layer_keeps_all(b)
+    cost = b.deployment.cost
+    split, share, state = split_of(b.deployment, b.limits)
+    limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / share))
+    return TieredStates(limits, Worth(cost, limits, b.deployment.model.num_layers), cost, split, share, state)
+
+
+def _each_layer_keeps_all(b: Builder) -> None:
+    """UserError for models whose layers share their KV or keep a window."""
+    model = b.deployment.model
+    if model.num_stored_layers < model.num_layers or b.limits.window is not None:
+        raise UserError(f"memory={b.names['memory']}: layers of {model.name} share their KV or keep a window")
+
+
+def _hosted_layers(b: Builder) -> "Memory":
+    from sim.parts.memory.hosted_layers import HostedLayers
+
+    _each_layer_keeps_all(b)
+    limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / (1.0 + _block_seconds(b).input_share)))
+    return HostedLayers(limits, b.deployment.model.num_layers, lambda tokens: 0)
+
+
+def _block_seconds(b: Builder) -> "BlockSeconds":
+    from sim.engine.plan import Direction
+    from sim.parts.stage.partial_recompute import BlockSeconds
+
+    model, cost, size = b.deployment.model, b.deployment.cost, b.limits.block_size
+    layer_bytes, input_bytes = b.limits.block_bytes / model.num_layers, size * model.hidden_bytes_per_token_layer
+    return BlockSeconds(
+        cost.copy_s(input_bytes, 0, Direction.H2D), cost.project_s(size),
+        cost.copy_s(layer_bytes, cost.num_copies(1, 1), Direction.H2D), input_bytes / layer_bytes,
+    )  # fmt: skip
+
+
 def _connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
     from sim.parts.offload.connector import OffloadingConnector
     from sim.parts.offload.host_cache import HostCache
@@ -327,8 +378,7 @@ def _token_wise_memory(b: Builder) -> "Memory":
     options, model = b.options(TokenWiseOptions), b.deployment.model
     if b.names["admission"] != "token-wise":
         raise UserError("memory=token-wise is told what to leave uncached: it goes with admission=token-wise")
-    if model.num_stored_layers < model.num_layers or b.limits.window is not None:
-        raise UserError(f"memory=token-wise: layers of {model.name} share their KV or keep a window; use memory=paged")
+    _each_layer_keeps_all(b)
     times = options.step_times(b.deployment, b.limits.block_size)
     kernels = Kernels(times, options.fused, options.overlapped, options.threads, options.map_lookup_us / 1e6)
     return TokenWiseMemory(
@@ -425,6 +475,14 @@ def _stream(b: Builder) -> "Stage":
 
     options = b.options(LayerKVOptions)
     return Stream(b.layer_blocks("stage=stream"), options.tpot_slo_ms / 1e3 if options.slo_aware else None)
+
+
+def _partial_recompute(b: Builder) -> "Stage":
+    from sim.parts.stage.partial_recompute import PartialRecompute
+
+    if b.names["memory"] != "hosted-layers":
+        raise UserError("stage=partial-recompute decodes from the host alone: it goes with memory=hosted-layers")
+    return PartialRecompute(b.layer_blocks("stage=partial-recompute"), _block_seconds(b))
 
 
 def _hand_over(b: Builder) -> "Stage":
@@ -528,6 +586,11 @@ MEMORIES: dict[str, KnownMemory] = {
     "reserved": KnownMemory(_reserved),
     STORED: KnownMemory(_stored, ConductorOptions),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),
+    "saved-states": KnownMemory(_saved_states, StatesOptions, runs_live=False),
+    "tiered-states": KnownMemory(
+        _tiered_states, StatesOptions, runs_live=False, can_cache_prefixes=True, always_caches=True
+    ),
+    "hosted-layers": KnownMemory(_hosted_layers, runs_live=False),
     "token-wise": KnownMemory(_token_wise_memory, TokenWiseOptions, runs_live=False),
 }
 ADMISSIONS: "dict[str, Known[Admission]]" = {
@@ -546,6 +609,7 @@ STAGES: "dict[str, Known[Stage]]" = {
     "direct": Known(_direct),
     "promote": Known(_promote, LayerKVOptions),
     "stream": Known(_stream, LayerKVOptions),
+    "partial-recompute": Known(_partial_recompute),
     HAND_OVER: Known(_hand_over, HandOverOptions),
 }
 BATCHINGS: dict[str, KnownBatching] = {

@@ -65,6 +65,7 @@ NAMES = {
 SEEN = {
     "counters of layerkv",
     "counters of ellm",
+    "counters of hcache and kvpr",
     "counters of fastserve",
     "counters of pools",
     "counters of tiers",
@@ -111,7 +112,11 @@ def test_the_page_names_the_counters_of_fastserve():
     assert set(assemble(finished("fastserve")).counters.policy) <= set(names)
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").rglob("*.py"))
     written = set(re.findall(r'counters\.policy\["(\w+)"\]', sources))
-    others = {name for kind in ("layerkv", "pools", "tiers") for name in documented()[f"counters of {kind}"]}
+    others = {
+        name
+        for kind in ("layerkv", "pools", "tiers", "hcache and kvpr")
+        for name in documented()[f"counters of {kind}"]
+    }
     assert set(names) <= written <= {*names, *others}
     assert set(documented()["counters of tiers"]) <= written
 
@@ -119,6 +124,13 @@ def test_the_page_names_the_counters_of_fastserve():
 def test_the_page_names_the_counters_of_ellm():
     seen = assemble(finished("ellm:least-uncached-ratio=0.2")).counters.policy
     assert sorted(seen) == sorted(documented()["counters of ellm"])
+
+
+def test_the_page_names_the_counters_of_hcache_and_kvpr():
+    names = documented()["counters of hcache and kvpr"]
+    seen = set(assemble(finished("kvpr")).counters.policy) | set(assemble(finished("hcache")).counters.policy)
+    assert names[1] in seen
+    assert seen <= {*names, *documented()["counters of layerkv"]}
 
 
 def test_the_page_names_the_counters_of_pools():

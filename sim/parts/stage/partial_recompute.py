@@ -1,0 +1,72 @@
+"""`PartialRecompute`: sequences decode from the host, and part of their KV is made on the GPU as the rest comes (KVPR).
+
+Jiang et al., "Efficient LLM Inference with I/O-Aware Partial KV Cache Recomputation", 2024. For each layer and step the
+inputs of the first l tokens come in, then their keys and values are projected while the KV of the others is copied:
+T(l) = l x inputs + max(l x projection, (s - l) x KV), at its least where both take as long.
+"""
+
+from math import ceil
+
+from sim.engine.plan import IterationPlan, Projected, StepTimes
+from sim.parts.memory.layer_blocks import LayerBlocks
+from sim.parts.stage.stream import Stream
+
+
+class BlockSeconds:
+    """What a block of one layer takes: its tokens' inputs copied, its KV projected from them, and its KV copied, s."""
+
+    def __init__(self, inputs_s: float, projection_s: float, kv_s: float, input_share: float) -> None:
+        """`input_share`: bytes of inputs, of those of KV."""
+        self.inputs_s, self.projection_s, self.kv_s = inputs_s, projection_s, kv_s
+        self.input_share = input_share if inputs_s < kv_s else 0.0
+
+    def layer_s(self, blocks: int, projected: int) -> float:
+        """T(l) for `projected` of `blocks` blocks."""
+        return projected * self.inputs_s + max(projected * self.projection_s, (blocks - projected) * self.kv_s)
+
+    def projected(self, blocks: int) -> int:
+        """Blocks whose KV is projected: those with the least T(l). None where inputs are no smaller than KV."""
+        if self.inputs_s >= self.kv_s:
+            return 0
+        even = int(blocks * self.kv_s / (self.projection_s + self.kv_s))
+        return min((even, min(even + 1, blocks)), key=lambda projected: self.layer_s(blocks, projected))
+
+
+class PartialRecompute(Stream):
+    """Everybody streams, and nobody's layers return to the GPU.
+
+    Args:
+        memory: layer-blocks of which none stays on the GPU.
+        seconds: what T(l) is made of.
+    """
+
+    def __init__(self, memory: LayerBlocks, seconds: BlockSeconds) -> None:
+        super().__init__(memory, None)
+        self.seconds = seconds
+
+    def prepare(self, now_s: float) -> None:
+        # Whose prefill left when all seats were taken.
+        for seq in [seq for seq in self.waiting if seq not in self.blocks.copies_of]:
+            self._start_streaming(seq)
+
+    def complete(self, plan: IterationPlan) -> None:
+        super().complete(plan)
+        if self.seconds.input_share and plan.behind_blocks:
+            # The inputs leave with the KV.
+            plan.behind_blocks += ceil(plan.behind_blocks * self.seconds.input_share)
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        for record in plan.streamed:
+            if isinstance(record, Projected):
+                projected = record.num_tokens // self.blocks.block_size * record.num_groups
+                self.tally["projected_layer_blocks"] += projected * times.iterations
+                self.tally["streamed_layer_blocks"] += record.num_read * times.iterations
+
+    def _stream(self, plan: IterationPlan, hosted: int, cached: int, members: int, grown: int) -> None:
+        projected = self.seconds.projected(cached)
+        size, written = self.blocks.block_size, hosted * members
+        if self.seconds.input_share:
+            written += ceil(written * self.seconds.input_share / size)
+        plan.streamed += (Projected(hosted, hosted * (cached - projected), written, projected * size),)
+        if grown:
+            self.blocks.grow_hosted(hosted * grown)

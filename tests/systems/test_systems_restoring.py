@@ -1,0 +1,259 @@
+"""HCache and KVPR by hand: how layers are split, what a restore and a step take, and what neither may show."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtwin.testing import conformance, limits, linear_machine, requests, roofline_machine, simulate
+from kvtwin.testing.conformance import Workload
+from sim.cost.lanes import restored_s
+from sim.cost.model import LayerTimes
+from sim.cost.restoring import LayerSplit, StateBytes, best_split, restore_times, state_share
+from sim.errors import UserError
+from sim.parts.stage.partial_recompute import BlockSeconds
+from sim.policy_options import parse_policy
+from sim.specs.models import load_model
+from traces.request import Request
+
+KV_TOKEN, HIDDEN_TOKEN = 16_384, 8_192
+"""Bytes of Llama-2-7B's keys and values, and hidden state, of a token and layer."""
+
+
+def llama(name="llama-2-7b", gpu="l20", tp=1):
+    model = load_model(name)
+    block_bytes = 16 * model.kv_bytes_per_token(tp)
+    machine = roofline_machine(gpu, block_bytes, model=model, tp=tp)
+    return machine, StateBytes(model.hidden_bytes_per_token_layer, block_bytes / model.num_layers)
+
+
+def seconds(machine, split, tokens, state):
+    return restored_s(restore_times(machine.cost, split, tokens, -(-tokens // 16), state))
+
+
+# -- HCache: the split -------------------------------------------------------------------------------------------------
+
+
+def test_2048_tokens_of_llama_come_back_in_two_thirds_of_the_time_of_copies():
+    machine, state = llama()
+    split = best_split(machine.cost, 32, 2048, 16, state)
+    mixed, copied, again = (
+        seconds(machine, LayerSplit(*way), 2048, state) for way in (split, (0, 0, 32), (32, 0, 0))
+    )  # fmt: skip
+    # 32 layers x 2,048 tokens x 16 KiB at 25 GB/s.
+    assert copied == pytest.approx(32 * 2048 * KV_TOKEN / 25e9)
+    assert split.recomputed == 0
+    assert 14 <= split.hidden <= 22
+    assert 0.60 < mixed / copied < 0.80
+    assert again > 5 * copied
+
+
+@given(
+    st.integers(1, 80), *(st.floats(1e-4, 1.0) for _ in range(3)), st.floats(1.0, 20.0)
+)  # fmt: skip
+def test_the_papers_closed_form_is_the_best_split_but_for_a_layer(layers, hidden_s, kv_s, project_s, times_recompute):
+    """L_H = ceil(L IO_KV / (IO_KV + C_H - IO_H)) where projecting is slower than its copy; else with recomputation."""
+    recompute_s = project_s * times_recompute
+    classes = (
+        LayerTimes(0, recompute_s, 0.0, 0.0), LayerTimes(0, project_s, hidden_s, 0.0), LayerTimes(0, 0.0, kv_s, 0.0),
+    )  # fmt: skip
+
+    def total(split):
+        return restored_s(times._replace(num_layers=n) for times, n in zip(classes, split, strict=True))
+
+    if hidden_s >= kv_s:
+        return
+    if project_s > hidden_s:
+        closed = min(layers, -(-layers * kv_s // (kv_s + project_s - hidden_s)))
+        candidates = [(0, n, layers - n) for n in range(layers + 1)]
+    else:
+        closed = min(layers, -(-layers * recompute_s // (recompute_s + hidden_s - project_s)))
+        candidates = [(layers - n, n, 0) for n in range(layers + 1)]
+    best = min(candidates, key=total)
+    near = [split for split in candidates if abs(split[1] - closed) <= 1]
+    # Filling and draining the pipeline costs a layer, which the closed form leaves out.
+    slack_s = max(project_s, hidden_s, kv_s, recompute_s if project_s <= hidden_s else 0.0)
+    assert min(map(total, near)) <= total(best) + slack_s
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama-2-70b", 4), ("llama-3.1-8b", 1)])
+def test_grouped_queries_make_hidden_states_the_larger_and_none_are_kept(name: str, tp: int):
+    machine, state = llama(name, "a100-80g", tp)
+    assert best_split(machine.cost, machine.model.num_layers, 1024, 16, state).hidden == 0
+
+
+def test_the_host_has_room_for_more_tokens_by_what_is_not_saved():
+    state = StateBytes(float(HIDDEN_TOKEN), 16.0 * KV_TOKEN)
+    assert state_share(LayerSplit(0, 32, 0), 16, state) == 0.5
+    assert state_share(LayerSplit(0, 16, 16), 16, state) == 0.75
+    assert state_share(LayerSplit(8, 24, 0), 16, state) == 0.375
+
+
+# -- HCache: in use ----------------------------------------------------------------------------------------------------
+
+BLOCK_BYTES = 4 * 16 * KV_TOKEN
+"""Of the tiny model's four layers."""
+
+
+def slow_link(**more):
+    """20 ms for a block of four layers' KV; 1 ms a token computed, of which a layer's projection is a 12th of a 4th."""
+    return linear_machine(BLOCK_BYTES, prefill=(0.02, 0.001, 0.0), decode=(0.02, 0.001, 0.0), swap_s_per_block=0.02)
+
+
+def test_a_victim_leaves_without_a_copy_and_returns_by_hidden_states():
+    limit = limits(gpu=12, host=100, max_model_len=512, block_bytes=BLOCK_BYTES)
+    rows = requests((0.0, 90, 60), (0.0, 90, 20))
+    outcome = simulate(parse_policy("hcache", {})[1], rows, limit, machine=slow_link(), jump=False, record=True)
+    swapped = simulate(parse_policy("vllm-swap", {})[1], rows, limit, machine=slow_link(), jump=False)
+    assert outcome.scheduler.counters.preemptions == 1
+    assert all(interval.label != "swap out" for interval in outcome.lanes.d2h.intervals or ())
+    restored = [(plan, times.end_s - start_s) for plan, start_s, times in outcome.plans if plan.mixed_restores]
+    (plan, took_s), *more = restored
+    assert not more
+    (restore,) = plan.mixed_restores
+    assert restore.kv_groups == ()
+    tokens, num_hidden = restore.num_tokens, len(restore.hidden_groups)
+    # Half of a block's 20 ms for its hidden states; a layer's projection of a token: a share of its millisecond.
+    copy_s = tokens * 0.02 / 16 / 2 / 4
+    model = slow_link().model
+    project_s = tokens * 0.001 * model.kv_projection_flops_per_token_layer / model.linear_flops_per_token
+    again_s = tokens * 0.001 / 4
+    layers_s = [again_s] * (4 - num_hidden) + [project_s] * num_hidden
+    at_s, arrived_s = 0.0, 0.0
+    for computed_s, is_hidden in zip(layers_s, [False] * (4 - num_hidden) + [True] * num_hidden, strict=True):
+        arrived_s += copy_s if is_hidden else 0.0
+        at_s = max(at_s, arrived_s if is_hidden else 0.0) + computed_s
+    assert took_s == pytest.approx(at_s + 0.02 + 0.001 * plan.num_decodes)
+    finish_s = {name: max(seq.finish_s for seq in run.ended) for name, run in (("h", outcome), ("s", swapped))}
+    assert finish_s["h"] < finish_s["s"]
+
+
+def test_running_sequences_count_on_the_host_and_run_unsaved_where_it_is_full():
+    machine = slow_link()
+    limit = limits(gpu=100, host=6, max_model_len=512, block_bytes=BLOCK_BYTES)
+    outcome = simulate(parse_policy("hcache", {})[1], requests((0.0, 90, 60), (0.0, 90, 60)), limit, machine=machine)
+    memory = outcome.scheduler.memory
+    # Six blocks of KV are twelve and more of hidden states: room for one and a half of the two.
+    assert 12 <= memory.host.num_blocks < 20
+    assert outcome.scheduler.counters.policy["unsaved"] >= 1
+    alone = simulate(parse_policy("hcache", {})[1], requests((0.0, 90, 60)), limit, machine=machine)
+    assert "unsaved" not in alone.scheduler.counters.policy
+
+
+def turns(gap_s: float = 5.0):
+    """A prompt of 256 tokens and its next turn, 64 tokens longer; between them others that fill the GPU."""
+    first = tuple(range(16))
+    rows = [Request(0, 0.0, 256, 2, "", first, 16)]
+    rows += [Request(1, gap_s, 400, 30, "", tuple(range(100, 125)), 16)]
+    rows += [Request(2, 2 * gap_s, 320, 2, "", (*first, *range(50, 54)), 16)]
+    return rows
+
+
+def test_the_next_turn_is_restored_sooner_than_it_is_computed_or_copied():
+    # Projections and copies of hidden states as long: half of what copies of KV take.
+    machine = linear_machine(
+        BLOCK_BYTES, prefill=(0.02, 0.002, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.004
+    )  # fmt: skip
+    limit = limits(gpu=27, host=100, max_model_len=512, block_bytes=BLOCK_BYTES)
+    limit = replace(limit, enable_prefix_caching=True)
+    ttft = {}
+    for text in ("vllm-recompute", "cachedattention", "hcache:keeps=turns"):
+        outcome = simulate(parse_policy(text, {})[1], turns(), limit, machine=machine)
+        last = outcome.by_id()[2]
+        ttft[text] = last.first_token_s - last.request.arrival_s
+        assert outcome.by_id()[0].first_token_s == pytest.approx(0.02 + 0.002 * 256)
+    assert ttft["hcache:keeps=turns"] < 0.5 * ttft["vllm-recompute"]
+    assert ttft["hcache:keeps=turns"] < ttft["cachedattention"] + 0.05
+
+
+# -- KVPR ------------------------------------------------------------------------------------------------------------
+
+
+def test_projected_blocks_by_hand():
+    # Of ten blocks: four projected take 4 x (0.5 + 1.5) = 8, six copied take 6, after 2 of inputs: 8 in both cases.
+    found = BlockSeconds(inputs_s=0.5, projection_s=1.5, kv_s=1.0, input_share=0.5)
+    assert found.projected(10) == 4
+    assert found.layer_s(10, 4) == 4 * 0.5 + 6.0
+    assert BlockSeconds(1.0, 0.001, 1.0, 1.0).projected(10) == 0
+
+
+@given(
+    st.integers(0, 200), st.floats(0.01, 2.0), st.floats(0.001, 5.0), st.floats(0.01, 2.0)
+)  # fmt: skip
+def test_no_other_number_of_blocks_is_better(blocks, inputs_s, projection_s, kv_s):
+    found = BlockSeconds(inputs_s, projection_s, kv_s, 0.5)
+    least = min(found.layer_s(blocks, other) for other in range(blocks + 1))
+    assert found.layer_s(blocks, found.projected(blocks)) <= least * (1 + 1e-12)
+
+
+def step_s(text, name, gpu, tp=1):
+    """A decode step of four sequences of 2,048 tokens."""
+    machine, _ = llama(name, gpu, tp)
+    limit = limits(gpu=600, host=20_000, max_model_len=4096, block_bytes=16 * machine.model.kv_bytes_per_token(tp))
+    rows = requests(*((0.0, 2048, 40) for _ in range(4)))
+    outcome = simulate(parse_policy(text, {})[1], rows, limit, machine=machine, jump=False)
+    steps = [times.end_s - start_s for plan, start_s, times in outcome.plans if plan.num_decodes == 4]
+    return steps[len(steps) // 2], outcome.scheduler.counters.policy
+
+
+@pytest.mark.parametrize(("name", "gpu", "least"), [("llama-2-7b", "l20", 1.2), ("llama-2-13b", "a100-80g", 1.4)])
+def test_steps_are_shorter_than_with_all_kv_copied(name: str, gpu: str, least: float):
+    took_s, counters = step_s("kvpr", name, gpu)
+    model = load_model(name)
+    copied_s = 4 * 2048 * model.kv_bytes_per_token() / 25e9
+    assert least < copied_s / took_s < 2.0
+    assert counters["projected_layer_blocks"] > 0
+
+
+def test_with_grouped_queries_nothing_is_projected():
+    _, counters = step_s("kvpr", "llama-3.1-8b", "a100-80g")
+    assert counters.get("projected_layer_blocks", 0) == 0
+
+
+# -- what every system must keep to, where states are half the size of KV ----------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["hcache", "hcache:keeps=turns", "kvpr", "hcache:eviction=recompute"])
+def test_they_keep_to_what_every_system_must_on_multi_head_attention(text: str):
+    policy, used = parse_policy(text, {})[1], 0
+
+    def one(workload: Workload) -> None:
+        nonlocal used
+        block_bytes = 4 * workload.limits.block_size * KV_TOKEN
+        workload = replace(
+            workload, limits=replace(workload.limits, block_bytes=block_bytes), machine=linear_machine(block_bytes)
+        )
+        outcome = conformance.run(policy, workload, record=True)
+        conformance.check_ends(outcome, workload)
+        conformance.check_gaps(outcome)
+        conformance.check_jumps(policy, workload)
+        used += sum(len(plan.mixed_restores) for plan, _, _ in outcome.plans)
+        used += outcome.scheduler.counters.policy["projected_layer_blocks"]
+
+    conformance.over_workloads(policy, one, examples=40, shrink=False)
+    assert (used > 0) or text != "kvpr"
+
+
+def test_many_restores_jump_as_they_step():
+    limit = limits(gpu=30, host=100, max_model_len=512, block_bytes=BLOCK_BYTES)
+    arrivals = requests(*((0.1 * i, 60 + 7 * i, 80) for i in range(8)))
+    workload = Workload(arrivals, limit, slow_link())
+    policy = parse_policy("hcache", {})[1]
+    outcome = conformance.run(policy, workload)
+    assert sum(len(plan.mixed_restores) for plan, _, _ in outcome.plans) >= 3
+    conformance.check_ends(outcome, workload)
+    conformance.check_jumps(policy, workload)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kvpr:memory=layers", "memory=hosted-layers"),
+        ("hcache:eviction=proactive-swap", "eviction=swap"),
+        ("kvpr:stage=direct", "goes with stage=promote or stage=stream"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(text: str, message: str):
+    with pytest.raises(UserError, match=message):
+        simulate(parse_policy(text, {})[1], requests((0.0, 10, 2)), limits())
