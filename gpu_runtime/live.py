@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,7 @@ from sim.results.series import Series
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
-from sim.traffic import arrivals_of
+from sim.traffic import arrivals_of, traffic
 from traces.errors import TraceError
 from traces.request import Request
 
@@ -118,6 +119,21 @@ def record_copies(lanes: Lanes, copies: CopySpans) -> None:
         lanes.of(span.direction).run(span.start_s, span.end_s - span.start_s, "KV copy")
 
 
+def check_lengths(scheduler: Scheduler, config: DecoderConfig, requests: Iterable[Request]) -> None:
+    """UserError for a request that would outgrow the model's positions, under a policy that does not stop there."""
+    if scheduler.batching.stops_at_max_model_len:
+        return
+    positions = config.max_position_embeddings
+    for request in requests:
+        length = request.prompt_tokens + request.output_tokens
+        if request.prompt_tokens <= scheduler.limits.max_model_len and length > positions:
+            raise UserError(
+                f"request {request.request_id}: {request.prompt_tokens} + {request.output_tokens} tokens, "
+                f"{config.name} has {positions} positions and the policy does not stop there: give --clip {positions}, "
+                "or a policy of vLLM v1's"
+            )
+
+
 def perform(
     setup: Setup,
     requests: Iterable[Request],
@@ -128,6 +144,9 @@ def perform(
 ) -> Run:
     """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
     parts = build_engine(setup, table, keep)
+    # A trace that cannot be read to its end is served as far as it goes.
+    with suppress(TraceError):
+        check_lengths(parts.scheduler, decoder.config, traffic(setup.scenario))
     device = build_device(parts.scheduler, decoder, options, setup.scenario.kv_cache_dtype)
     profiler = Profiler(device.device) if keep.timeline else None
     if profiler is not None:

@@ -27,6 +27,8 @@ class Batching(Part, ABC):
     """
 
     splits_prompts: ClassVar[bool] = False
+    stops_at_max_model_len: ClassVar[bool] = False
+    """Whether a request ends when it has so many tokens, whatever it asked for."""
     schedules_ahead = False
     """Whether a step is scheduled while the one before it runs (vLLM's async scheduling)."""
     frees_in_order: ClassVar[bool] = False

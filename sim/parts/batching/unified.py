@@ -16,6 +16,8 @@ PROMPT_TOO_LONG = "prompt of max_model_len tokens or more"
 class Unified(Running):
     """vLLM v1's `schedule()`."""
 
+    stops_at_max_model_len = True
+
     def refusal(self, seq: Sequence) -> str | None:
         return PROMPT_TOO_LONG if seq.num_tokens >= self.limits.max_model_len else None
 
