@@ -48,6 +48,9 @@ VARIANTS = [
     "radix:schedule-policy=dfs-weight",
     "radix:schedule-policy=fcfs,max-new-tokens=100",
     "radix:lpm-longest=3",
+    "adaptive:ttft-slo-ms=300,tpot-slo-ms=30",
+    "adaptive:predictor=none,ttft-slo-ms=1000,tpot-slo-ms=50,patience-s=0.7",
+    "adaptive:predictor=oracle,ttft-slo-ms=100,tpot-slo-ms=25",
 ]
 MIXES = [
     "layerkv:order=mlfq",

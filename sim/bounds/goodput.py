@@ -87,7 +87,7 @@ def goodput_bound(
     requests: Sequence[Request], limits: Limits, cost: CostModel, slo: Goodput, num_engines: int = 1
 ) -> GoodputBound | None:
     """The bound for engines of these limits and prices; None where prices have no linear ones, or no SLO is given."""
-    prices = step_prices(cost)
+    prices = step_prices(cost, limits.block_size, limits.num_gpu_blocks)
     if not prices or not requests or slo == Goodput():
         return None
     work, may_fail = least_work(requests, limits, cost)
@@ -98,7 +98,7 @@ def goodput_bound(
     span_s = 0.0
     if not may_fail.all():
         # Its tokens come one after another, each in an iteration of its own.
-        alone_s = np.max([work.prefill_s(p) + work.decode_s(p, 0.0, 1.0) for p in prices], axis=0)
+        alone_s = np.max([work.prefill_s(p) + work.decode_s(p, 0.0, 1.0) for p in prices if not p.by_blocks], axis=0)
         span_s = float((arrivals + alone_s)[~may_fail].max() - arrivals.min())
     mix = _best_mix(prefills, decodes, num_engines * max(span_s, float(np.median(last - arrivals))))
     prefill_s, decode_s = prefills @ mix, decodes @ mix
@@ -209,8 +209,9 @@ def priced(work: Work, prices: list[LinearPrice], limits: Limits, cost: CostMode
     prefills, decodes = [], []
     per_block_s = cost.copy_s(limits.block_bytes * 2.0**20, 0, Direction.H2D) / 2.0**20
     for price in prices:
-        prefills.append(work.prefill_s(price))
-        decodes.append(work.decode_s(price, 0.0, 1.0 / limits.max_num_seqs))
+        if not price.by_blocks:
+            prefills.append(work.prefill_s(price))
+            decodes.append(work.decode_s(price, 0.0, 1.0 / limits.max_num_seqs))
         pool_s = per_block_s * limits.num_gpu_blocks
         if work.blocks.any() and pool_s > 0.0:
             weight = pool_s / (price.fixed_s + pool_s)

@@ -35,6 +35,8 @@ class LinearPrice(NamedTuple):
     shared_s: float
     window_s: float
     fixed_s: float
+    by_blocks: bool = False
+    """Whether `fixed_s` holds for shares by blocks of the pool alone: only as much of it as the pool is full."""
 
     def least_s(self, plan: IterationPlan, attention_s: float) -> float:
         """Of a plan whose prompts attend for `attention_s`: never more than it is priced."""
@@ -52,13 +54,16 @@ class LinearPrice(NamedTuple):
         )
 
 
-def step_prices(cost: CostModel) -> list[LinearPrice]:
+def step_prices(cost: CostModel, block_size: int, num_blocks: int) -> list[LinearPrice]:
     """Linear prices that no iteration of this cost model goes below; none where its form is not known to have any."""
     if isinstance(cost, (TableCost, PaperCost)):
         return []
     if isinstance(cost, LinearCost):
         return [_linear(cost)]
-    return _tangents(cost) if isinstance(cost, RooflineCost) else []
+    if not isinstance(cost, RooflineCost):
+        return []
+    prices = _tangents(cost)
+    return prices + _beside_prompts(cost, prices, block_size, num_blocks)
 
 
 def _host(cost: CostModel) -> tuple[float, float]:
@@ -101,6 +106,28 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
                 fixed_s,
             )
         )
+    return found
+
+
+def _beside_prompts(
+    cost: RooflineCost, prices: list[LinearPrice], block_size: int, num_blocks: int
+) -> list[LinearPrice]:
+    """Prices with one tangent for prompts' tokens and another for the rest, where decodes beside a prompt cost more.
+
+    One kernel for both computes a tile of rows for each decode: `tile_s` a token of its context. An iteration without
+    prompts takes at least price a; with prompts it takes b and the tiles. Let the tokens be b's and the fixed time a's,
+    F_a s / B with s of B blocks held. With F_a <= F_b + tile_s block_size B, the tiles of s blocks make up for what b's
+    fixed time lacks, but for what the last block of each decode may not hold: that is taken off its own price.
+    """
+    tile_s = cost.tile_tokens * cost.attention_s_per_pair
+    if not tile_s:
+        return []
+    found = []
+    most_s = tile_s * block_size * num_blocks
+    for a in prices:
+        b = max((b for b in prices if a.fixed_s <= b.fixed_s + most_s), key=lambda b: b.prompt_token_s)
+        decode_s = max(0.0, min(a.decode_s, b.decode_s - tile_s * block_size))
+        found.append(a._replace(prompt_token_s=b.prompt_token_s, decode_s=decode_s, by_blocks=True))
     return found
 
 

@@ -37,6 +37,7 @@ _PLACES = {
     "chunkattention": "sim.systems.chunkattention:ChunkAttention",
     "batchllm": "sim.systems.batchllm:BatchLLM",
     "mooncake": "sim.systems.mooncake:Mooncake",
+    "adaptive": "sim.systems.adaptive:Adaptive",
 }
 
 

@@ -20,7 +20,7 @@ from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
 from sim.systems.layerkv_options import LayerKVOptions
-from sim.systems.mixing import EVICTIONS, MEMORIES, Builder, default_tokens, options_among
+from sim.systems.mixing import EVICTIONS, MEMORIES, UNIFIED, Builder, default_tokens, options_among
 from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Policy(ABC):
     @property
     def engine_profile(self) -> str:
         """Name of the engine profile that prices it unless another is asked for."""
-        if self.names["batching"] != "unified":
+        if self.names["batching"] not in UNIFIED:
             return "vllm-0.5"
         return "vllm-v1-async" if self.schedules_ahead else "vllm-v1"
 

@@ -14,6 +14,7 @@ import msgspec
 
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
+from sim.systems.adaptive_options import AdaptiveOptions
 from sim.systems.ellm_options import TokenWiseOptions
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
@@ -38,6 +39,8 @@ HAND_OVER = "hand-over"
 """The stage of policies that serve with a pool of engines for prefills and one for decodes."""
 STORED = "stored"
 """The memory of engines whose prompts a store of the cluster may have."""
+UNIFIED = ("unified", "paced")
+"""Batchings with vLLM v1's one budget, whose host time is its."""
 KINDS = ("order", "batching", "admission", "memory", "eviction", "stage")
 MIN_BATCHED_TOKENS = 2048
 CHUNKED_BATCHED_TOKENS = 512
@@ -174,6 +177,13 @@ def _mlfq(b: Builder) -> "Order":
     )
 
 
+def _triage(b: Builder) -> "Order":
+    from sim.parts.order.triage import Triage
+
+    options = b.options(AdaptiveOptions)
+    return Triage(options.ttft_slo_ms / 1e3, options.tpot_slo_ms / 1e3, options.patience_s)
+
+
 def _lpm(b: Builder) -> "Order":
     from sim.parts.order.cache_aware import CacheAware
 
@@ -227,7 +237,7 @@ def _paged(b: Builder) -> "Memory":
     if b.limits.enable_prefix_caching:
         from sim.parts.memory.prefix import PrefixMemory
 
-        return PrefixMemory(b.limits, in_flight_hits=b.names["batching"] == "unified")
+        return PrefixMemory(b.limits, in_flight_hits=b.names["batching"] in UNIFIED)
     from sim.parts.memory.paged import PagedMemory
 
     if b.limits.window is not None and b.limits.window.blocks is not None:
@@ -246,7 +256,7 @@ def _tiered(b: Builder) -> "Memory":
     if b.limits.window is not None and b.limits.window.blocks is not None:
         raise UserError(f"memory=tiered: {b.deployment.model.name} has layers that keep a window only")
     worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
-    options, in_flight_hits = b.options(TieredOptions), b.names["batching"] == "unified"
+    options, in_flight_hits = b.options(TieredOptions), b.names["batching"] in UNIFIED
     block_bytes = b.limits.block_bytes * b.deployment.tensor_parallel_size
     num_blocks = options.num_disk_blocks(block_bytes)
     if not num_blocks:
@@ -458,6 +468,12 @@ def _proactive_swap(b: Builder) -> "Eviction":
     return ProactiveSwap(b.options(MlfqOptions).min_free_blocks)
 
 
+def _park(b: Builder) -> "Eviction":
+    from sim.parts.eviction.park import Park
+
+    return Park()
+
+
 def _direct(b: Builder) -> "Stage":
     from sim.parts.stage.direct import Direct
 
@@ -561,6 +577,12 @@ def _unified(b: Builder) -> "Batching":
     )
 
 
+def _paced(b: Builder) -> "Batching":
+    from sim.parts.batching.paced import Paced
+
+    return Paced(long_prefill_threshold=0, adaptive=False, watermark_blocks=0, reserve_whole_prompt=True)
+
+
 def _sglang(b: Builder) -> "Batching":
     from sim.parts.batching.sglang import Sglang
 
@@ -572,6 +594,7 @@ ORDERS: "dict[str, Known[Order]]" = {
     "fcfs": Known(_fcfs),
     "priority": Known(_priority),
     "mlfq": Known(_mlfq, MlfqOptions),
+    "triage": Known(_triage, AdaptiveOptions),
     "lpm": Known(_lpm, RadixOptions),
     "dfs-weight": Known(_dfs_weight),
     "prefix-groups": Known(_prefix_groups),
@@ -603,6 +626,7 @@ EVICTIONS: dict[str, KnownEviction] = {
     "recompute": KnownEviction(_recompute),
     "swap": KnownEviction(_swap, moves_whole=True),
     "layer-offload": KnownEviction(_layer_offload, LayerKVOptions),
+    "park": KnownEviction(_park),
     "proactive-swap": KnownEviction(_proactive_swap, MlfqOptions, moves_whole=True),
 }
 STAGES: "dict[str, Known[Stage]]" = {
@@ -620,6 +644,7 @@ BATCHINGS: dict[str, KnownBatching] = {
     "fastgen": KnownBatching(_fastgen, splits_prompts=True, tokens=lambda length, chunked: 768),
     "quanta": KnownBatching(_quanta, splits_prompts=False),
     "unified": KnownBatching(_unified, VllmV1Options, splits_prompts=True, tokens=lambda length, chunked: 8192),
+    "paced": KnownBatching(_paced, splits_prompts=True, tokens=lambda length, chunked: 8192),
     "sglang": KnownBatching(_sglang, RadixOptions, splits_prompts=True, tokens=lambda length, chunked: 8192),
 }
 CATALOGUE: dict[str, Mapping[str, Known[object]]] = {

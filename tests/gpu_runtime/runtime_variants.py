@@ -16,6 +16,7 @@ VARIANTS = [
     "layerkv:threshold=0.3,horizon-steps=40",
     "layerkv:batching=sarathi",
     "fastserve:memory=reserved",
+    "adaptive:ttft-slo-ms=300,tpot-slo-ms=30",
 ]
 COPYING = ["vllm-swap", "fastserve", "layerkv", STREAM]
 """Those that copy KV between the tiers on small contended workloads."""

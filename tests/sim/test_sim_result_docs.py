@@ -67,6 +67,7 @@ SEEN = {
     "counters of ellm",
     "counters of hcache and kvpr",
     "counters of fastserve",
+    "counters of adaptive",
     "counters of pools",
     "counters of tiers",
     "timeline.json.gz",
@@ -131,6 +132,11 @@ def test_the_page_names_the_counters_of_hcache_and_kvpr():
     seen = set(assemble(finished("kvpr")).counters.policy) | set(assemble(finished("hcache")).counters.policy)
     assert names[1] in seen
     assert seen <= {*names, *documented()["counters of layerkv"]}
+
+
+def test_the_page_names_the_counters_of_adaptive():
+    seen = set(assemble(finished("adaptive:tpot-slo-ms=100")).counters.policy)
+    assert {"parked_sequences", "returned_sequences"} <= seen <= set(documented()["counters of adaptive"])
 
 
 def test_the_page_names_the_counters_of_pools():

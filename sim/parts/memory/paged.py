@@ -29,6 +29,10 @@ class PagedMemory(Memory):
         """Pool blocks that hold so many tokens of a sequence."""
         return -(-num_tokens // self.block_size)
 
+    def may_leave(self, seq: Sequence) -> bool:
+        """Whether the blocks of a sequence are its own, so that it can be moved."""
+        return True
+
     def blocks_for(self, seq: Sequence) -> int:
         return -(-seq.num_tokens // self.block_size)
 

@@ -185,6 +185,9 @@ class PrefixMemory(PagedMemory):
         """Not beyond an iteration where the head may hit what it computes."""
         return 1 if self._may_grow else super().holds(plan, steps)
 
+    def may_leave(self, seq: Sequence) -> bool:
+        return seq not in self._holdings
+
     # -- the way out -----------------------------------------------------------------------------------------------
 
     def release(self, seq: Sequence) -> None:

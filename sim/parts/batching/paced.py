@@ -1,0 +1,131 @@
+"""`Paced`: vLLM v1's batches with prompts in chunks as large as first tokens need, and no larger.
+
+Everybody who decodes takes a token first. Of the token budget, prompts get
+
+    max(1.25 x kept prompt tokens a second, tokens ahead of a waiting prompt / time to half its TTFT) x iteration,
+
+at least `LEAST_CHUNK`: larger chunks would only lengthen everybody's iterations. A prompt from the shelf (`Triage`)
+starts when nobody who is kept waits or is parked and no prompt is half done, and leaves blocks free for those to come.
+A prompt takes all its blocks when it starts.
+"""
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+from sim.engine.plan import IterationPlan, Origin
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.parts.batching.unified import Unified
+from sim.parts.eviction.park import Park
+from sim.parts.order.triage import Triage
+from traces.request import Request
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+LEAST_CHUNK = 128
+AHEAD = 1.25
+"""Of the rate at which kept prompts arrive, what is computed of them."""
+DEFERRED_FREE, LATE_FREE, QUIET_FREE = 0.05, 0.3, 0.02
+"""Shares of the blocks that stay free when a deferred or a late prompt starts; with nobody arriving, a late one."""
+ROUNDING = 1e-6
+CHUNKS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+NEAR = 1.05
+LOOK_AHEAD = 64
+"""Prompts that wait, at most, whose deadlines set the pace."""
+
+
+class Paced(Unified):
+    """Unified batches at the pace of first tokens."""
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        order, eviction = scheduler.order, scheduler.eviction
+        if not isinstance(order, Triage) or not isinstance(eviction, Park):
+            raise UserError("batching=paced asks for classes and parks: it goes with order=triage and eviction=park")
+        self.order, self.park = order, eviction
+        self.limit = self.budget
+        self._shelved: Sequence | None = None
+        """Who came from the shelf last."""
+        self._worth, self._num_thetas = 1, 0
+        # Whether this step has started anybody.
+        self._started = False
+
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        self._started = False
+        self.park.make_room(plan)
+        if self.order.waiting or self.partials:
+            members = len(self.batch.members)
+            self.budget = min(self.limit, members + self._chunk(now_s)) if members else self.limit
+        super().fill(plan, now_s)
+
+    def _chunk(self, now_s: float) -> int:
+        """Prompt tokens of this iteration."""
+        order, batch = self.order, self.batch
+        rate = AHEAD * order.kept_tokens_per_s
+        tokens, only_shelved = 0, True
+        for seq in self.pending():
+            only_shelved = False
+            tokens += seq.num_tokens - seq.num_computed
+            left_s = seq.request.arrival_s + order.ttft_slo_s / 2 - now_s
+            rate = max(rate, tokens / left_s) if left_s > 0.0 else inf
+        if not only_shelved and not self.is_due():
+            return 0
+        worth = self._worth
+        least = self.limit // 2 if only_shelved else tokens if tokens <= 2 * worth else max(worth, LEAST_CHUNK)
+        busy = rate * order.price.token_s
+        if busy >= 1.0:
+            return self.limit
+        decode_s = order.cost.decode_steps(len(batch.members), batch.context_tokens, batch.windowed)[0]
+        return max(least, ceil(rate * decode_s / (1.0 - busy) - ROUNDING))
+
+    def pending(self) -> Iterator[Sequence]:
+        """Prompts that are kept, half done or waiting, as far as it looks ahead."""
+        found = chain(self.partials, self.order.kept())
+        return islice((seq for seq in found if seq is not self._shelved), LOOK_AHEAD)
+
+    def is_due(self) -> bool:
+        """Whether it is time for a chunk: there is enough for one, or somebody has waited."""
+        order = self.order
+        if order.theta_s == inf or order.is_urgent:
+            return True
+        if self._num_thetas != order.num_thetas and self.batch.members:
+            self._num_thetas = order.num_thetas
+            # The least chunk whose tokens cost about as little as any chunk's beside the decodes of the day.
+            prices = [max(0.0, self._added_s(tokens)) / tokens for tokens in CHUNKS]
+            self._worth = next(t for t, s in zip(CHUNKS, prices, strict=True) if s <= NEAR * min(prices))
+        return sum(seq.num_tokens - seq.num_computed for seq in self.pending()) >= self._worth
+
+    def _added_s(self, tokens: int) -> float:
+        """By how much a chunk lengthens an iteration of this batch."""
+        batch, cost, plan = self.batch, self.order.cost, IterationPlan()
+        plan.num_decodes, plan.decode_context_tokens = len(batch.members), batch.context_tokens
+        plan.decode_window = batch.windowed
+        plan.add_chunk(Sequence(Request(-1, 0.0, tokens, 1)), tokens, Origin.ADMITTED)
+        return cost.iteration_s(plan) - cost.decode_run(len(batch.members), batch.context_tokens, batch.windowed)[0]
+
+    def _has_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
+        park, order = self.park, self.order
+        if park.seats() <= 0:
+            return False
+        wanted = self.paged.blocks_wanted(seq, seq.num_tokens)
+        gpu, kept = self.paged.gpu, order.is_kept(seq)
+        self._shelved = None if kept else seq
+        if not self.running and not park.promoting:
+            return wanted <= gpu.free
+        # This iteration's decodes have their blocks; what is left then falls from step to step.
+        headroom = park.headroom() - self.batch.blocks_needed(1)
+        if kept:
+            return wanted + headroom <= gpu.free
+        if self._started or self.partials or park.num_kept:
+            return False
+        share = DEFERRED_FREE if not order.is_hopeless(seq) else QUIET_FREE if order.is_quiet else LATE_FREE
+        return wanted + max(headroom, int(share * gpu.num_blocks)) <= gpu.free
+
+    def _start(self, plan: IterationPlan, seq: Sequence, cached: int, chunk: int, now_s: float) -> None:
+        self._started = True
+        decodes = seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens
+        self.paged.place_chunk(seq, cached if decodes else seq.num_tokens)
+        self._run(plan, seq, chunk, now_s, decodes=decodes)

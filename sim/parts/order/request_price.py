@@ -1,0 +1,95 @@
+"""`RequestPrice`: seconds of the engine that a request still takes, by price and by prediction.
+
+Who decodes l more tokens from context c, m = c + l / 2 on average, takes
+
+    l (F max((m / block + 1/2) / blocks, 1 / max_num_seqs) + k m + h)
+
+of the engine's time: its share, by blocks or by seat, of what an iteration costs however small it is (F), and what it
+adds to the iteration (k a token of its context, h). A prompt of p tokens takes a p + b p^2. F, k, h, a and b are read
+off the deployment's cost model, whatever its form.
+
+Lengths come from the predictor alone: a median that is exact (it is the lower bound, too) or a class's, which is
+mistrusted when nearly spent; without one the mean of what the last outputs had left at that point.
+"""
+
+from bisect import bisect_right
+from collections import deque
+
+from sim.cost.model import CostModel
+from sim.engine.limits import Limits
+from sim.engine.sequence import Sequence
+
+FEW_LEFT = 16
+MOST_MORE = 64
+"""With fewer than `FEW_LEFT` tokens left of a class's median, a quarter of those generated are expected, at least
+`FEW_LEFT` and at most `MOST_MORE`."""
+HISTORY = 1000
+UNKNOWN = 256
+"""Tokens of an output before any has ended."""
+BATCH = 64
+PROMPTS = (2048, 4096)
+"""Where the cost model is asked: decodes beside one another, and prompts that fill the device."""
+
+
+class LengthHistory:
+    """Outputs that ended last, and what they had left at a point."""
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque(maxlen=HISTORY)
+        # Sorted lengths and sums of those from each on, brought up to date when asked for.
+        self._sorted: list[int] | None = None
+        self._sums: list[int] = []
+
+    def add(self, num_tokens: int) -> None:
+        """An output of so many tokens ended."""
+        self._last.append(num_tokens)
+        self._sorted = None
+
+    def left_after(self, num_tokens: int) -> float:
+        """Mean of what outputs longer than `num_tokens` had beyond them; a quarter more where none was longer."""
+        if not self._last:
+            return max(1.0, UNKNOWN - num_tokens)
+        if self._sorted is None:
+            self._sorted = sorted(self._last)
+            self._sums = [0]
+            for length in reversed(self._sorted):
+                self._sums.append(self._sums[-1] + length)
+        longer = len(self._sorted) - bisect_right(self._sorted, num_tokens)
+        return self._sums[longer] / longer - num_tokens if longer else max(1.0, num_tokens / 4)
+
+
+class RequestPrice:
+    """Prices of what requests still need."""
+
+    def __init__(self, cost: CostModel, limits: Limits) -> None:
+        self.history = LengthHistory()
+        self._block_share = 1.0 / (limits.block_size * limits.num_gpu_blocks)
+        self._half_block = 0.5 / limits.num_gpu_blocks
+        self._seat_share = 1.0 / limits.max_num_seqs
+        one_s = cost.decode_steps(1, 1)[0]
+        self.context_s = max(0.0, cost.decode_steps(1, 1025)[0] - one_s) / 1024
+        self.decode_s = max(0.0, cost.decode_steps(BATCH, BATCH)[0] - one_s) / (BATCH - 1)
+        self.step_s = max(0.0, one_s - self.decode_s)
+        short, long = PROMPTS
+        self.square_s = max(0.0, cost.prefill_s(long) / long - cost.prefill_s(short) / short) / (long - short)
+        self.token_s = max(0.0, cost.prefill_s(short) / short - self.square_s * short)
+
+    def tokens_left(self, seq: Sequence, num_generated: int) -> float:
+        """Output tokens that `seq`, with so many, is expected to get yet; at least 1."""
+        median = seq.predicted_median_tokens
+        if not median:
+            return self.history.left_after(num_generated)
+        left = median - num_generated
+        if seq.predicted_lower_tokens == median:
+            return max(1, left)
+        return left if left >= FEW_LEFT else max(FEW_LEFT, min(num_generated / 4, MOST_MORE))
+
+    def decodes_s(self, num_tokens: float, context: float) -> float:
+        """What so many more tokens from that context on take."""
+        mean = context + num_tokens / 2
+        share = max(mean * self._block_share + self._half_block, self._seat_share)
+        return num_tokens * (self.step_s * share + self.context_s * mean + self.decode_s)
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """What a prompt takes in batches that others share."""
+        return num_tokens * (self.token_s + self.square_s * num_tokens)

@@ -1,0 +1,256 @@
+"""`Triage`: whom it pays to serve in time comes first, in order of arrival; the others wait on a shelf behind them.
+
+Requests are worth the same and cost differently, so goodput is greatest where the cheapest are served that fit the
+time: `theta` is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their span.
+
+- Hopeless: its first token is late, or will be; or the tokens expected of it no longer fit its TPOT.
+- Deferred: it costs more than theta, and its prompt a good part of that; once prefilled, what is left of it does.
+- Kept: all others, first come first served.
+
+The shelf has the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for classes and
+laxities. All of it changes with facts and every `TICK_S` alone, so that jumps end there.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
+from math import floor, inf
+from typing import TYPE_CHECKING, ClassVar
+
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.parts.base import Order
+from sim.parts.order.request_price import RequestPrice
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+KEPT, DEFERRED, HOPELESS = range(3)
+Place = tuple[int, float, int]
+"""Class, arrival (s) or price (s), request id."""
+
+TICK_S = 0.2
+TIE_S = 1e-9
+ARRIVALS = 200
+EVERY = 20
+"""theta is anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
+FILL = 0.92
+PROMPT_SHARE = 0.2
+"""Of theta, that a prompt must cost for its request to be deferred before it has started: a first token is cheap."""
+PREFILL_MARGIN = 1.3
+"""A prompt must fit so many times before the first token's deadline."""
+QUIET_S = 10.0
+URGENT = 1 / 3
+FOREVER_S = 1e12
+
+
+class Triage(Order):
+    """A queue by class.
+
+    Args:
+        ttft_slo_s, tpot_slo_s: what requests are to meet.
+        patience_s: who has waited so long is kept whatever it costs; 0: nobody is.
+    """
+
+    sticky: ClassVar[bool] = False
+
+    def __init__(self, ttft_slo_s: float, tpot_slo_s: float, patience_s: float = 0.0) -> None:
+        self.ttft_slo_s, self.tpot_slo_s, self.patience_s = ttft_slo_s, tpot_slo_s, patience_s
+        self._queue: list[tuple[Place, Sequence]] = []
+        self._place: dict[Sequence, Place] = {}
+        self.waiting = self._queue
+        self._arrivals: deque[tuple[float, float, int]] = deque(maxlen=ARRIVALS)
+        self._num_arrivals = 0
+        self.theta_s = inf
+        self.kept_tokens_per_s = 0.0
+        """Prompt tokens of those who were kept as they arrived, of the last `ARRIVALS`."""
+        self.num_kept = 0
+        """Of those who wait."""
+        self.num_thetas = 0
+        """How often theta was found."""
+        self.is_urgent = False
+        """Whether the first who is kept has waited for `URGENT` of its TTFT."""
+        self.is_quiet = False
+        """Whether nobody has arrived for `QUIET_S`."""
+        self._next_tick_s = 0.0
+        self.changed = True
+        """Whether this step follows a fact or a tick: else all answers are as they were."""
+        self._stale = True
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        self.cost = scheduler.deployment.cost
+        self.price = RequestPrice(self.cost, scheduler.limits)
+
+    # -- prospects -----------------------------------------------------------------------------------------------------
+
+    def num_generated_of(self, seq: Sequence) -> int:
+        """Output tokens that it has had."""
+        return self.scheduler.num_generated_of(seq)
+
+    def remaining_s(self, seq: Sequence) -> float:
+        """Price of what is left of it: of its prompt, unless that is computed, and of its output."""
+        generated = self.num_generated_of(seq)
+        context = seq.request.prompt_tokens + generated
+        price = self.price.decodes_s(self.price.tokens_left(seq, generated), context)
+        return price + self.price.prefill_s(seq.num_tokens) if seq.prefilling else price
+
+    def is_impatient(self, seq: Sequence) -> bool:
+        """Whether it has waited for so long that price does not count."""
+        return bool(self.patience_s) and self.scheduler.now_s >= seq.request.arrival_s + self.patience_s - TIE_S
+
+    def rank_s(self, seq: Sequence) -> float:
+        """Who is kept and parked returns in this order, and leaves in the reverse: price; the impatient before all."""
+        return seq.request.arrival_s - FOREVER_S if self.is_impatient(seq) else self.remaining_s(seq)
+
+    def iteration_s(self) -> float:
+        """What an iteration takes, its share of the prompts that are to be expected included."""
+        batch = self.batch
+        decode_s = self.cost.decode_steps(max(1, len(batch.members)), batch.context_tokens, batch.windowed)[0]
+        return decode_s / (1.0 - min(0.8, self.kept_tokens_per_s * self.price.token_s))
+
+    def laxity_s(self, seq: Sequence, iteration_s: float) -> float:
+        """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
+        arrival_s, now_s = seq.request.arrival_s, self.scheduler.now_s
+        if seq.first_token_s < 0.0:
+            return arrival_s + self.ttft_slo_s - now_s - PREFILL_MARGIN * self.price.prefill_s(seq.num_tokens)
+        if seq.first_token_s > arrival_s + self.ttft_slo_s + TIE_S:
+            return -inf
+        generated = self.num_generated_of(seq)
+        left = self.price.tokens_left(seq, generated)
+        due_s = seq.first_token_s + self.tpot_slo_s * (generated + left - 1)
+        laxity_s = due_s - now_s - left * iteration_s
+        return laxity_s - self.price.prefill_s(seq.num_tokens) if seq.prefilling else laxity_s
+
+    def class_of(self, seq: Sequence, iteration_s: float) -> int:
+        """`KEPT`, `DEFERRED` or `HOPELESS`."""
+        if self.is_impatient(seq):
+            return KEPT
+        if self.laxity_s(seq, iteration_s) < 0.0:
+            return HOPELESS
+        if self.remaining_s(seq) <= self.theta_s:
+            return KEPT
+        if seq.first_token_s < 0.0 and self.price.prefill_s(seq.num_tokens) <= PROMPT_SHARE * self.theta_s:
+            return KEPT
+        return DEFERRED
+
+    def place_of(self, seq: Sequence, iteration_s: float) -> Place:
+        """Sorts those who wait: for their prompt, or parked for room."""
+        kind = self.class_of(seq, iteration_s)
+        key = self.remaining_s(seq) if kind == DEFERRED else seq.request.arrival_s
+        return kind, key, seq.request.request_id
+
+    # -- arrivals ----------------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        self._stale = True
+        work_s = self.remaining_s(seq)
+        kept = self._insert(seq) == KEPT
+        self._arrivals.append((seq.request.arrival_s, work_s, kept * seq.num_tokens))
+        self._num_arrivals += 1
+        if self._num_arrivals % EVERY == 0:
+            self._find_theta()
+
+    def _find_theta(self) -> None:
+        """The price up to which the last arrivals fit their span, cheapest first."""
+        span_s = self._arrivals[-1][0] - self._arrivals[0][0]
+        if span_s <= 0.0:
+            return
+        self.num_thetas += 1
+        self.kept_tokens_per_s = sum(tokens for _, _, tokens in self._arrivals) / span_s
+        total_s, self.theta_s = 0.0, inf
+        for work_s in sorted(work_s for _, work_s, _ in self._arrivals):
+            total_s += work_s
+            if total_s > FILL * span_s:
+                self.theta_s = work_s
+                break
+
+    def put_back(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self._insert(seq)
+        self._stale = True
+
+    # -- the queue -----------------------------------------------------------------------------------------------------
+
+    def _insert(self, seq: Sequence) -> int:
+        place = self._place[seq] = self.place_of(seq, self.iteration_s())
+        insort(self._queue, (place, seq), key=lambda entry: entry[0])
+        self.num_kept += place[0] == KEPT
+        return place[0]
+
+    def head(self) -> Sequence:
+        return self._queue[0][1]
+
+    def pop(self) -> Sequence:
+        seq = self.head()
+        self.remove(seq)
+        return seq
+
+    def remove(self, seq: Sequence) -> bool:
+        place = self._place.pop(seq, None)
+        if place is None:
+            return False
+        del self._queue[bisect_left(self._queue, place, key=lambda entry: entry[0])]
+        self.num_kept -= place[0] == KEPT
+        self._stale = True
+        return True
+
+    def is_kept(self, seq: Sequence) -> bool:
+        """Whether one who waits is kept."""
+        return self._place[seq][0] == KEPT
+
+    def is_hopeless(self, seq: Sequence) -> bool:
+        """Whether one who waits is hopeless."""
+        return self._place[seq][0] == HOPELESS
+
+    def kept(self) -> Iterator[Sequence]:
+        """Those who wait and are kept, in order."""
+        for (kind, _, _), seq in self._queue:
+            if kind != KEPT:
+                return
+            yield seq
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for _, seq in self._queue)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, now_s: float) -> None:
+        self.changed = self._stale or now_s >= self._next_tick_s - TIE_S
+        if not self.changed:
+            return
+        self._stale = False
+        self._next_tick_s = TICK_S * (floor((now_s + TIE_S) / TICK_S) + 1)
+        self.is_quiet = bool(self._arrivals) and now_s > self._arrivals[-1][0] + QUIET_S - TIE_S
+        iteration_s = self.iteration_s()
+        hoping = (
+            len(self._queue) if self.patience_s else bisect_left(self._queue, HOPELESS, key=lambda entry: entry[0][0])
+        )
+        moved = [(place, seq) for place, seq in self._queue[:hoping] if self.place_of(seq, iteration_s) != place]
+        for _, seq in moved:
+            self.remove(seq)
+        for _, seq in moved:
+            self._insert(seq)
+        waited_s = now_s - self._queue[0][1].request.arrival_s if self.num_kept else 0.0
+        self.is_urgent = waited_s >= URGENT * self.ttft_slo_s - TIE_S
+        self._stale = False
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """Until the next tick, if it could change anything."""
+        if self._queue or self.scheduler.eviction.num_out:
+            plan.until_s = min(plan.until_s, self._next_tick_s)
+        return steps
+
+    def joined(self, seq: Sequence) -> None:
+        self._stale = True
+
+    def left(self, seq: Sequence) -> None:
+        self._stale = True
+        if seq.num_generated >= seq.output_tokens:
+            self.price.history.add(seq.num_generated)
+
+    def transferred(self, move: object) -> None:
+        self._stale = True

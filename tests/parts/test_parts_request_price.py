@@ -1,0 +1,50 @@
+"""What a request still takes: formulas by hand, and lengths from predictions alone."""
+
+import pytest
+
+from kvtwin.testing import limits, linear_machine
+from sim.engine.sequence import Sequence
+from sim.parts.order.request_price import LengthHistory, RequestPrice
+from traces.request import Request
+
+
+def price_of(**changes) -> RequestPrice:
+    return RequestPrice(linear_machine().cost, limits(gpu=100, seqs=8, **changes))
+
+
+def test_decodes_share_an_iteration_by_seat_or_by_blocks():
+    """An iteration costs 20 ms, 20 us a sequence and 0.6 us a token of its context."""
+    price = price_of()
+    # Ten tokens from 20: mean context 25, (25/16 + 1/2) of 100 blocks are less than one of 8 seats.
+    each_s = 0.02 / 8 + 6e-7 * 25 + 2e-5
+    assert price.decodes_s(10, 20) == pytest.approx(10 * each_s, rel=1e-3)
+    # From 800: mean 805, 50.8 blocks of 100.
+    each_s = 0.02 * (805 / 16 + 0.5) / 100 + 6e-7 * 805 + 2e-5
+    assert price.decodes_s(10, 800) == pytest.approx(10 * each_s, rel=1e-3)
+
+
+def test_prompts_cost_tokens_and_their_square():
+    machine = linear_machine(prefill=(0.0, 4e-5, 2e-9))
+    price = RequestPrice(machine.cost, limits())
+    assert price.prefill_s(1000) == pytest.approx(1000 * 4e-5 + 1000**2 * 2e-9)
+
+
+def test_what_is_left_is_the_mean_of_what_longer_outputs_had():
+    history = LengthHistory()
+    assert history.left_after(0) == 256
+    for length in (10, 20, 40, 90):
+        history.add(length)
+    assert history.left_after(0) == pytest.approx(40)
+    assert history.left_after(20) == pytest.approx((20 + 70) / 2)
+    assert history.left_after(100) == pytest.approx(25)
+
+
+@pytest.mark.parametrize(
+    ("lower", "median", "generated", "left"),
+    [(300, 300, 290, 10), (257, 384, 100, 284), (257, 384, 380, 64), (1, 8, 40, 16), (300, 300, 400, 1)],
+    ids=["exact", "class", "class nearly spent", "class long spent", "exact, and wrong"],
+)
+def test_predictions_are_trusted_as_long_as_they_can_be(lower, median, generated, left):
+    seq = Sequence(Request(0, 0.0, 10, 10**6))
+    seq.predicted_lower_tokens, seq.predicted_median_tokens = lower, median
+    assert price_of().tokens_left(seq, generated) == left

@@ -1,0 +1,139 @@
+"""`adaptive` by hand, what it claims, and what it must not do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvtwin.testing import limits, linear_machine, requests, simulate
+from sim.engine.sequence import Sequence
+from sim.parts.order.triage import FILL, Triage
+from sim.results.metrics import Goodput
+from sim.systems.adaptive import Adaptive
+from sim.systems.vllm_v1 import VllmV1
+from traces.request import Request
+
+SLO = Goodput(ttft_s=3.0, tpot_s=0.2)
+ROOM = limits(gpu=60, host=1000, tokens=512, chunked=True)
+
+
+def crowd(count: int = 250, seed: int = 0, gap_s: float = 0.11) -> list[Request]:
+    """More than 60 blocks of 16 tokens can serve, most of it short and some ten times as long."""
+    rng = np.random.default_rng(seed)
+    lengths = np.where(rng.random(count) < 0.2, rng.integers(200, 400, count), rng.integers(10, 60, count))
+    times = np.cumsum(rng.exponential(gap_s, count))
+    return requests(*((float(t), int(rng.integers(20, 120)), int(n)) for t, n in zip(times, lengths, strict=True)))
+
+
+def test_theta_is_the_price_up_to_which_arrivals_fit_their_span():
+    """Forty requests in 3.9 s: as many of the cheapest are kept as fill 92 % of that."""
+    outcome = simulate(Adaptive(predictor="oracle"), requests((0.0, 16, 1)), limits())
+    order = outcome.scheduler.order
+    assert isinstance(order, Triage)
+    works = []
+    for i in range(1, 40):
+        seq = Sequence(Request(i, i * 0.1, 16, 20 * i))
+        seq.predicted_lower_tokens = seq.predicted_median_tokens = 20 * i
+        works.append(order.remaining_s(seq))
+        order.add(seq)
+    # The last multiple of twenty arrivals, the first request among them.
+    first = Sequence(Request(0, 0.0, 16, 1))
+    first.predicted_lower_tokens = first.predicted_median_tokens = 1
+    known, total_s, expected_s = sorted([order.remaining_s(first), *works]), 0.0, 0.0
+    for expected_s in known:
+        total_s += expected_s
+        if total_s > FILL * 3.9:
+            break
+    assert total_s > FILL * 3.9
+    assert order.theta_s == pytest.approx(expected_s, rel=0.01)
+
+
+def test_whose_first_token_is_late_lets_others_pass():
+    """One seat, taken for 4 s by one without time to spare: two are hopeless then (TTFT 1 s), who came last is not."""
+    rows = requests((0.0, 16, 200), (0.1, 16, 10), (0.2, 16, 10), (3.9, 16, 10))
+    policy = Adaptive(ttft_slo_ms=1000.0, tpot_slo_ms=25.0, predictor="oracle")
+    ended = simulate(policy, rows, limits(seqs=1)).by_id()
+    assert ended[0].finish_s > 3.9
+    assert ended[3].first_token_s < ended[1].first_token_s < ended[2].first_token_s
+    assert ended[3].first_token_s - 3.9 < 1.0
+
+
+def test_who_has_time_makes_room_for_a_prompt_and_returns():
+    """A long answer with slack leaves for the host when a prompt finds no room; all of it meets its SLOs."""
+    rows = requests((0.0, 400, 300), (0.5, 400, 20))
+    limit = limits(gpu=46, host=100, tokens=512, chunked=True)
+    outcome = simulate(Adaptive(predictor="oracle"), [*rows, Request(2, 1.0, 300, 10)], limit, goodput=SLO)
+    assert outcome.scheduler.counters.policy["parked_sequences"] >= 1
+    assert (
+        outcome.scheduler.counters.policy["returned_sequences"] == outcome.scheduler.counters.policy["parked_sequences"]
+    )
+    assert outcome.log.good == 3
+
+
+@pytest.mark.parametrize("predictor", ["oracle", "bucket", "none"])
+def test_more_requests_meet_their_slos_than_first_come_first_served(predictor):
+    arrivals = crowd()
+    ours, theirs = (simulate(p, arrivals, ROOM, goodput=SLO) for p in (Adaptive(predictor=predictor), VllmV1()))
+    assert ours.log.good > 1.2 * theirs.log.good
+
+
+def test_with_room_for_all_nobody_is_passed_over():
+    arrivals = crowd(gap_s=1.0)
+    outcome = simulate(Adaptive(), arrivals, replace(ROOM, num_gpu_blocks=10_000), goodput=SLO)
+    assert outcome.log.good == len(arrivals)
+    assert outcome.scheduler.counters.preemptions == 0
+    firsts = [outcome.by_id()[i].first_scheduled_s for i in range(len(arrivals))]
+    assert firsts == sorted(firsts)
+
+
+def test_patience_ends_the_wait_of_who_is_dear():
+    arrivals = crowd(gap_s=0.07)
+    longest = []
+    for patience_s in (0.0, 15.0):
+        outcome = simulate(Adaptive(patience_s=patience_s), arrivals, ROOM)
+        longest.append(max(seq.finish_s - seq.request.arrival_s for seq in outcome.ended))
+    assert longest[1] < 0.95 * longest[0]
+
+
+def test_true_lengths_are_not_known_before_they_are_over():
+    """Two traces that differ in how long some answers will be run alike until the first of them ends."""
+    arrivals = crowd(120)
+    longer = [r._replace(output_tokens=r.output_tokens + 500) if r.request_id % 7 == 3 else r for r in arrivals]
+    for policy in (Adaptive(predictor="none"), Adaptive(predictor="bucket", predictor_accuracy=1.0)):
+        # Classes may tell the two apart, lengths within a class may not.
+        other = (
+            longer
+            if policy.predictor == "none"
+            else [
+                r._replace(output_tokens=r.output_tokens + 1)
+                if r.request_id % 7 == 3 and r.output_tokens not in (16, 32, 64, 128, 256)
+                else r
+                for r in arrivals
+            ]
+        )
+        one, two = (simulate(policy, rows, ROOM, jump=False, checked=False) for rows in (arrivals, other))
+        changed = {a.request_id for a, b in zip(arrivals, other, strict=True) if a != b}
+        until_s = min(seq.finish_s for seq in one.ended if seq.request.request_id in changed)
+
+        def told(outcome, until_s=until_s):
+            return [
+                (start_s, [(c.seq.request.request_id, c.num_new) for c in plan.chunks], plan.num_decodes)
+                for plan, start_s, times in outcome.plans
+                if times.end_s < until_s
+            ]
+
+        assert len(told(one)) > 50
+        assert told(one) == told(two)
+
+
+def test_shared_blocks_are_not_moved():
+    """Prompts that share a prefix are computed again when they leave; their blocks stay in the cache."""
+    rows = [
+        r._replace(hash_ids=(1, 2, 10 + r.request_id), hash_block_tokens=16)
+        for r in requests(*((0.02 * i, 48, 80) for i in range(12)))
+    ]
+    limit = replace(limits(gpu=30, host=1000, tokens=512, chunked=True), enable_prefix_caching=True)
+    outcome = simulate(Adaptive(), rows, limit, machine=linear_machine(limit.block_bytes))
+    assert outcome.scheduler.counters.prefix_hit_tokens > 0
+    assert "parked_sequences" not in outcome.scheduler.counters.policy
+    assert len(outcome.ended) == 12
