@@ -15,7 +15,7 @@ from calib.measure.limits import Limits
 from calib.measure.plan import Plan
 from calib.measure.points import Point
 from calib.measure.timing import Rule, repeat
-from calib.samples import COPY_OPS, fault_of
+from calib.samples import COPY_OPS, TOKEN_OPS, fault_of
 from sim.specs.model_spec import ModelSpec
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
@@ -87,6 +87,8 @@ class Bench:
             repeats = rule.min_repeats * 2 if rule.budget_s else rule.min_repeats
             return engine_steps(self._model_work(point.model).decoder, self._models[point.model], point, repeats)
         work = self._as_served(point, self._work(point))
+        if point.op in TOKEN_OPS:
+            self._clock.keep_busy(work, rule.steady_s)
         self._clock.synchronize()
         return repeat(self._once(point, work), rule)
 

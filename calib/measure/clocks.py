@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import ceil
 from threading import Event, Thread
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns
 
 import torch
 
@@ -47,6 +47,9 @@ class Clock(ABC):
     @abstractmethod
     def beside(self, work: Work, other: Work) -> AbstractContextManager[Callable[[], float]]:
         """A context whose value times `work` while `other` runs over and over."""
+
+    def keep_busy(self, work: Work, seconds: float) -> None:  # noqa: B027 - a CPU is busy whenever it works
+        """Execute over and over without a pause for so long."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -139,6 +142,15 @@ class CudaClock(Clock):
             raise Unmeasurable("the other work ends before the timed one: the host cannot queue it fast enough")
 
         yield once
+
+    def keep_busy(self, work: Work, seconds: float) -> None:
+        begun, ended = perf_counter(), _event()
+        while perf_counter() - begun < seconds:
+            # One execution ahead of the device: it never waits, and the queue does not grow.
+            work()
+            before, ended = ended, _event()
+            ended.record()
+            before.synchronize()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

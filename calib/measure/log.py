@@ -26,10 +26,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="line", tag="point"):
-    """A point and the seconds of its repeats, in the order they were taken."""
+    """A point, the seconds of its repeats in the order they were taken, and the device's readings at the end."""
 
     point: Point
     repeats_s: list[float]
+    readings: dict[str, float] = {}
 
 
 class Skipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="line", tag="skipped"):
@@ -55,6 +56,7 @@ class PointLog:
     Attributes:
         header: its first line.
         measured: repeats in seconds by point, in the order of measuring.
+        readings: of the device at the end of each, where it told any.
         skipped: reasons by point.
         notes: states of the machine.
     """
@@ -68,6 +70,7 @@ class PointLog:
         self.path = path
         self.header = header
         self.measured: dict[Point, list[float]] = {}
+        self.readings: dict[Point, dict[str, float]] = {}
         self.skipped: dict[Point, str] = {}
         self.notes: list[Note] = []
         whole = self._read()
@@ -109,6 +112,8 @@ class PointLog:
             self.header = line
         elif isinstance(line, Measured):
             self.measured[line.point] = line.repeats_s
+            if line.readings:
+                self.readings[line.point] = line.readings
         elif isinstance(line, Skipped):
             self.skipped[line.point] = line.reason
         else:

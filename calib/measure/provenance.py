@@ -6,6 +6,8 @@ from typing import Any
 from calib.measure.log import Note, PointLog
 from calib.measure.plan import Plan
 from calib.measure.points import Point
+from calib.measure.readings import ranges
+from calib.measure.readings import warnings as readings_warnings
 from sim.version import VERSION
 
 SLOWER = 0.95
@@ -23,13 +25,15 @@ REMARKS = {
 def provenance(log: PointLog, plan: Plan, device: str) -> dict[str, Any]:
     """All that is known of a calibration beside its samples."""
     skipped = plan.left_out | {p: log.skipped[p] for p in plan.points if p in log.skipped}
+    readings = [log.readings[point] for point in plan.points if point in log.readings]
     return {
         "kvtwin": VERSION,
         "date": log.header.begun,
         **log.header.settings,
         "remarks": REMARKS[device],
         "pairs": pairs(plan),
-        "warnings": warnings(log.notes, int(log.header.settings["cpus"])),
+        "warnings": [*warnings(log.notes, int(log.header.settings["cpus"])), *readings_warnings(readings)],
+        "readings": ranges(readings),
         "states": [{"when": note.when, **note.state} for note in log.notes],
         "skipped": [{"point": point.label, "reason": reason} for point, reason in skipped.items()],
         "points": sum(point in log.measured for point in plan.points),

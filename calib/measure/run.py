@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     import torch
 
     from calib.measure.bench import Bench
+    from calib.measure.readings import Readings
 
 LOG, SAMPLES, PROVENANCE, CONFIGS = "points.jsonl", "samples.csv", "provenance.json", "configs"
 """Files of the output folder, and the subfolder for copies of models' configs."""
 DEVICES = ("cuda", "cpu")
 DTYPES = ("float32", "float16", "bfloat16")
-RULES = {True: Rule(budget_s=0.1), False: Rule()}
+RULES = {True: Rule(budget_s=0.1, steady_s=0.1), False: Rule()}
 """By whether the run is quick."""
 HURRY_S = {True: 40.0, False: 480.0}
 """After so long every point is measured as little as its rule allows: under a minute, under ten."""
@@ -110,9 +111,11 @@ def calibrate(
         plan = make_plan(specs, log.header.limits, quick=quick, element_bytes=kind.itemsize, ops=ops)
         if any(not log.has(point) for point in plan.points):
             from calib.measure.bench import Bench  # noqa: PLC0415
+            from calib.measure.readings import Readings  # noqa: PLC0415
 
             log.add(Note(machine.now_utc(), machine.state_under_load(place, kind)))
-            _measure(Bench(plan, specs, log.header.limits, place, kind, seed), plan, log, quick)
+            bench = Bench(plan, specs, log.header.limits, place, kind, seed)
+            _measure(bench, plan, log, Readings(place), quick)
             log.add(Note(machine.now_utc(), machine.state_under_load(place, kind)))
         return _write(log, plan, device, out)
     finally:
@@ -187,7 +190,7 @@ def _keep_configs(models: Sequence[_Model], out: Path) -> None:
                 copyfile(model.config, out / model.name)
 
 
-def _measure(bench: "Bench", plan: Plan, log: PointLog, quick: bool) -> None:
+def _measure(bench: "Bench", plan: Plan, log: PointLog, readings: "Readings", quick: bool) -> None:
     from calib.measure.clocks import Unmeasurable  # noqa: PLC0415
 
     begun = perf_counter()
@@ -199,7 +202,7 @@ def _measure(bench: "Bench", plan: Plan, log: PointLog, quick: bool) -> None:
             if not log.has(point):
                 rule = RULES[quick] if perf_counter() - begun < HURRY_S[quick] else RULES[quick].hurried()
                 try:
-                    log.add(Measured(point, bench.measure(point, rule)))
+                    log.add(Measured(point, bench.measure(point, rule), readings.read()))
                 except Unmeasurable as reason:
                     log.add(Skipped(point, str(reason)))
             progress.advance(task)

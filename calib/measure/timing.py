@@ -18,6 +18,8 @@ class Rule:
         budget_s: stop once so much time has passed, ...
         precision: ... or once the median's standard error is below this share of it, ...
         settled_s: ... but not before so much time has passed: a few repeats may agree by chance.
+        steady_s: a GPU executes without a pause for so long before: a power limit acts on averages of a tenth of a
+            second, and a served GPU has met it.
         warmups: executions before the first that counts, ...
         warmup_s: ... and more until so much time has passed.
     """
@@ -29,12 +31,13 @@ class Rule:
     patience: float = 10.0
     precision: float = 0.01
     settled_s: float = 0.02
+    steady_s: float = 0.3
     warmups: int = 2
     warmup_s: float = 0.01
 
     def hurried(self) -> "Rule":
         """The least that this rule allows, for when time runs out."""
-        return replace(self, budget_s=0.0, warmup_s=0.0)
+        return replace(self, budget_s=0.0, warmup_s=0.0, steady_s=0.0)
 
     def is_enough(self, repeats_s: Sequence[float], spent_s: float) -> bool:
         """Whether to stop after these repeats, which took `spent_s` with all around them."""
