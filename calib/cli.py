@@ -65,8 +65,8 @@ def _add_calibrate(subparsers: Any) -> None:  # noqa: ANN401
     parser = subparsers.add_parser(
         "calibrate",
         help="measure this machine's kernels and copies, and fit a profile",
-        description="Time the runtime's own layers, copies and overlaps, then fit a profile. A killed run resumes with "
-        "the same command. Needs the extra `gpu` (torch).",
+        description="Time the runtime's own layers, copies and whole steps, then fit a profile. A killed run resumes "
+        "with the same command. Needs the extra `gpu` (torch).",
     )
     parser.add_argument("--device", required=True, choices=("cuda", "cpu"))
     parser.add_argument(

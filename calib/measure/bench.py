@@ -75,14 +75,6 @@ class Bench:
     def _measure(self, point: Point, rule: Rule) -> list[float]:
         if point.op == "all_reduce":
             return repeat(AllReduce(point, self._dtype).once, rule)
-        if point.beside:
-            partner = self._plan.partners[point]
-            both_copy = point.op in COPY_OPS and partner.op in COPY_OPS
-            work = self._as_served(point, self._work(point, half=0 if both_copy else None))
-            other = self._as_served(partner, self._work(partner, half=1 if both_copy else None))
-            self._clock.synchronize()
-            with self._clock.beside(work, other) as once:
-                return repeat(once, rule)
         if point.op == "step":
             repeats = rule.min_repeats * 2 if rule.budget_s else rule.min_repeats
             return engine_steps(self._model_work(point.model).decoder, self._models[point.model], point, repeats)
@@ -101,8 +93,8 @@ class Bench:
         return lambda: clock.device_s(work, lead=lead)
 
     def _as_served(self, point: Point, work: Work) -> Work:
-        """A point's own work, from a graph where it says so; a pair says so of the one that computes."""
-        return self._captured(work) if point.graph and point.op not in (*OWN_GRAPHS, *COPY_OPS) else work
+        """A point's own work, from a graph where it says so."""
+        return self._captured(work) if point.graph and point.op not in OWN_GRAPHS else work
 
     def _captured(self, work: Work) -> Work:
         """A graph of the work. Once a capture has failed no other is tried: it leaves torch's allocator in disorder."""
@@ -114,11 +106,11 @@ class Bench:
             self._graph_fault = str(fault)
             raise
 
-    def _work(self, point: Point, half: int | None = None) -> Work:
+    def _work(self, point: Point) -> Work:
         if point.op == "launch":
             return self._launch(point)
         if point.op in COPY_OPS:
-            return self._copies.work(point, half)
+            return self._copies.work(point)
         return self._model_work(point.model).work(point)
 
     def _launch(self, point: Point) -> Work:

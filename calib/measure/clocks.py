@@ -1,10 +1,7 @@
-"""Clocks: what one execution takes on a CPU or on a CUDA device, alone or beside other work."""
+"""Clocks: what one execution takes on a CPU or on a CUDA device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from math import ceil
-from threading import Event, Thread
+from collections.abc import Callable
 from time import perf_counter, perf_counter_ns
 
 import torch
@@ -17,10 +14,6 @@ MIN_FLUSH_BYTES = 128 * 2**20
 """What is written between repeats, so that nothing is measured from the cache."""
 LEAD_S = 20e-6
 """How far the host may run ahead of the device when an execution begins, as it does within a row of layers."""
-LEAST_COMPANY = 2
-"""The other work is queued for at least so many times the timed one's duration."""
-MORE_COMPANY = 8
-"""... and, where that did not last, for up to so many times more."""
 
 
 class Unmeasurable(Exception):
@@ -44,10 +37,6 @@ class Clock(ABC):
     def host_s(self, work: Work) -> float:
         """Seconds on the host from asking to having it done."""
 
-    @abstractmethod
-    def beside(self, work: Work, other: Work) -> AbstractContextManager[Callable[[], float]]:
-        """A context whose value times `work` while `other` runs over and over."""
-
     def keep_busy(self, work: Work, seconds: float) -> None:  # noqa: B027 - a CPU is busy whenever it works
         """Execute over and over without a pause for so long."""
 
@@ -67,37 +56,6 @@ class HostClock(Clock):
         work()
         return (perf_counter_ns() - begun) * 1e-9
 
-    @contextmanager
-    def beside(self, work: Work, other: Work) -> Iterator[Callable[[], float]]:
-        """The other work loops in a second thread; torch lets go of the interpreter while an operator computes."""
-        stop, turning = Event(), Event()
-        failures: list[Exception] = []
-
-        def loop() -> None:
-            try:
-                # Inference mode belongs to a thread.
-                with torch.inference_mode():
-                    while not stop.is_set():
-                        other()
-                        turning.set()
-            except Exception as failure:
-                failures.append(failure)
-                turning.set()
-
-        def once() -> float:
-            if failures:
-                raise failures[0]
-            return self.host_s(work)
-
-        thread = Thread(target=loop, daemon=True)
-        thread.start()
-        try:
-            turning.wait()
-            yield once
-        finally:
-            stop.set()
-            thread.join()
-
     def synchronize(self) -> None:
         """Nothing is ever outstanding."""
 
@@ -109,7 +67,6 @@ class CudaClock(Clock):
         self._device = device
         size = max(FLUSH_CACHES * cache_bytes, MIN_FLUSH_BYTES)
         self._flush = torch.empty(size, dtype=torch.uint8, device=device)
-        self._beside = torch.cuda.Stream(device)
         seconds = min(self._between(self._flush.zero_) for _ in range(5))
         self._lead = self._flush[: max(1, min(size, int(size * LEAD_S / seconds)))]
 
@@ -124,25 +81,6 @@ class CudaClock(Clock):
         self.synchronize()
         return (perf_counter_ns() - begun) * 1e-9
 
-    @contextmanager
-    def beside(self, work: Work, other: Work) -> Iterator[Callable[[], float]]:
-        """The other work is queued on a second stream first; a repeat that outlasts it is taken again with more."""
-        timed = torch.cuda.Stream(self._device)
-        alone_s, other_s = self._warm_s(timed, work), self._warm_s(self._beside, other)
-        count = ceil(LEAST_COMPANY * alone_s / other_s) + 2
-        most = MORE_COMPANY * count
-
-        def once() -> float:
-            nonlocal count
-            while count <= most:
-                seconds, outlasted = self._together(timed, work, other, count)
-                if not outlasted:
-                    return seconds
-                count *= 2
-            raise Unmeasurable("the other work ends before the timed one: the host cannot queue it fast enough")
-
-        yield once
-
     def keep_busy(self, work: Work, seconds: float) -> None:
         begun, ended = perf_counter(), _event()
         while perf_counter() - begun < seconds:
@@ -154,12 +92,6 @@ class CudaClock(Clock):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
-
-    def _warm_s(self, stream: torch.cuda.Stream, work: Work) -> float:
-        """Seconds of a second execution on a stream; the first one allocates the stream's memory."""
-        with torch.cuda.stream(stream):
-            self.device_s(work, lead=True)
-            return self.device_s(work, lead=True)
 
     def _settle(self) -> None:
         self._flush.zero_()
@@ -175,23 +107,6 @@ class CudaClock(Clock):
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e-3
-
-    def _together(self, timed: torch.cuda.Stream, work: Work, other: Work, count: int) -> tuple[float, bool]:
-        """Seconds of `work`, and whether it was still running when `count` of the other were done."""
-        begin, start, end, last = _event(), _event(), _event(), _event()
-        self._settle()
-        begin.record()
-        with torch.cuda.stream(self._beside):
-            for _ in range(count):
-                other()
-            last.record()
-        with torch.cuda.stream(timed):
-            self._lead.zero_()
-            start.record()
-            work()
-            end.record()
-        self.synchronize()
-        return start.elapsed_time(end) * 1e-3, begin.elapsed_time(last) < begin.elapsed_time(end)
 
 
 def _event() -> torch.cuda.Event:

@@ -32,23 +32,21 @@ class CopyBuffers:
         self._seed = seed
         self._buffers: dict[str, Tensor] = {}
 
-    def work(self, point: Point, half: int | None = None) -> Work:
+    def work(self, point: Point) -> Work:
         """Copies of a point's pieces as the runtime makes them, from and to places in random order.
 
         Args:
             point: its op is h2d, d2h or host_memcpy.
-            half: which half of the buffers to stay in, so that two copies at a time do not meet; None: anywhere.
         """
         if point.op == "host_memcpy":
             return self._memcpy(point)
         device, host = self._buffer("device"), self._buffer(point.memory)
         piece, count = point.piece_bytes, point.num_copies
-        start = (half or 0) * self._size // 2
-        slots = (self._size if half is None else self._size // 2) // piece
+        slots = self._size // piece
         rounds = max(1, min(slots, PIECES) // count)
         rng = np.random.default_rng(self._seed + point.num_bytes)
         sources, targets = (rng.permutation(slots)[: rounds * count].tolist() for _ in range(2))
-        blocks = [buffer[start : start + slots * piece].view(slots, piece) for buffer in (device, host)]
+        blocks = [buffer[: slots * piece].view(slots, piece) for buffer in (device, host)]
         direction = Direction(point.op)
         source, target = blocks if direction is Direction.D2H else reversed(blocks)
         turns = cycle([(sources[at : at + count], targets[at : at + count]) for at in range(0, rounds * count, count)])

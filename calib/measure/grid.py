@@ -20,14 +20,9 @@ class Grid:
         copies: bytes of single copies between device and host, pinned.
         pageable: the same, pageable.
         scattered: (bytes of a piece, pieces), pinned.
-        crossed: (bytes of a piece, pieces) that meet as many in the other direction.
         memcpys: bytes copied from pinned to pageable memory.
         all_reduces: bytes on each GPU.
         launches: empty operations in a row.
-        beside_copies: (bytes of a piece, pieces) that run beside computations.
-        beside_prompts: tokens of the prompt beside copies; the first that fits the limits.
-        beside_decodes: (sequences, context) of decodes beside copies and recomputations; the first that fits.
-        beside_recomputed: tokens of prefixes recomputed beside decodes.
     """
 
     prompts: tuple[int, ...]
@@ -42,14 +37,9 @@ class Grid:
     copies: tuple[int, ...]
     pageable: tuple[int, ...]
     scattered: tuple[tuple[int, int], ...]
-    crossed: tuple[tuple[int, int], ...]
     memcpys: tuple[int, ...]
     all_reduces: tuple[int, ...]
     launches: tuple[int, ...]
-    beside_copies: tuple[tuple[int, int], ...]
-    beside_prompts: tuple[int, ...]
-    beside_decodes: tuple[tuple[int, int], ...]
-    beside_recomputed: tuple[int, ...]
 
 
 FULL = Grid(
@@ -80,14 +70,9 @@ FULL = Grid(
         (512 * KIB, 256),
         (2 * MIB, 64),
     ),
-    crossed=((MIB, 1), (16 * MIB, 1), (256 * MIB, 1), (128 * KIB, 256)),
     memcpys=(64 * KIB, MIB, 16 * MIB, 256 * MIB, GIB),
     all_reduces=(8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 256 * MIB),
     launches=(1, 10, 100),
-    beside_copies=((64 * MIB, 1), (128 * KIB, 256)),
-    beside_prompts=(2048, 512, 128, 16),
-    beside_decodes=((64, 2048), (16, 512), (4, 128)),
-    beside_recomputed=(512, 2048, 8192),
 )
 QUICK = Grid(
     prompts=(16, 64, 256, 1024, 4096),
@@ -105,12 +90,7 @@ QUICK = Grid(
     copies=(4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB),
     pageable=(256 * KIB, 16 * MIB),
     scattered=((16 * KIB, 64), (128 * KIB, 64)),
-    crossed=((16 * MIB, 1),),
     memcpys=(64 * KIB, MIB, 16 * MIB),
     all_reduces=(64 * KIB, 4 * MIB, 64 * MIB),
     launches=(1, 100),
-    beside_copies=((16 * MIB, 1),),
-    beside_prompts=(512, 128, 16),
-    beside_decodes=((16, 512), (4, 128)),
-    beside_recomputed=(64, 512),
 )

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from calib.measure.grid import Grid
 from calib.measure.limits import Limits
-from calib.measure.points import BLOCK_TOKENS, Point, pair, readable_bytes
+from calib.measure.points import BLOCK_TOKENS, Point, readable_bytes
 from calib.terms import terms_of
 from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE
 from sim.specs.model_spec import ModelSpec
@@ -50,49 +50,28 @@ class ModelPoints:
         self._kv_blocks = int(kv_bytes // block)
         self._block_bytes = block
 
-    def points(self) -> Iterator[tuple[Point, Point | None]]:
-        """All of the grid, those beside others last."""
+    def points(self) -> Iterator[Point]:
+        """All of the grid."""
         grid = self._grid
         for tokens in grid.prompts:
-            yield self._layers(1, tokens, 0), None
+            yield self._layers(1, tokens, 0)
         for batch, tokens in grid.prompt_batches:
-            yield self._layers(batch, tokens, 0), None
+            yield self._layers(batch, tokens, 0)
         for tokens, context in grid.chunks:
-            yield self._layers(1, tokens, context), None
+            yield self._layers(1, tokens, context)
         for context in grid.decode_contexts:
             for batch in grid.decode_batches:
-                yield self._decodes(batch, context), None
+                yield self._decodes(batch, context)
         for tokens in grid.recomputed:
-            yield self._layers(1, tokens, 0, op="recompute"), None
+            yield self._layers(1, tokens, 0, op="recompute")
         for tokens in grid.restored:
-            yield self._layers(1, tokens, 0, op="restore"), None
+            yield self._layers(1, tokens, 0, op="restore")
         for rows in grid.head_rows:
-            yield Point(op="lm_head", model=self._name, batch_size=rows, new_tokens=1), None
+            yield Point(op="lm_head", model=self._name, batch_size=rows, new_tokens=1)
         for batch, tokens, context in grid.steps:
             # One pass through the decoder, whatever its tokens.
             shape = self._decodes(batch, context) if tokens == 1 else self._layers(batch, tokens, context)
-            yield replace(shape, op="step", num_layers=self.built), None
-        yield from self._beside()
-
-    def _beside(self) -> Iterator[tuple[Point, Point | None]]:
-        grid = self._grid
-        prompt = self._first([self._layers(1, tokens, 0) for tokens in grid.beside_prompts])
-        decode = self._first([self._decodes(batch, context) for batch, context in grid.beside_decodes])
-        prefixes = [self._layers(1, tokens, 0, op="recompute") for tokens in grid.beside_recomputed]
-        restore = self._layers(1, prompt.new_tokens, 0, op="restore")
-        for point in (prompt, decode, restore, *prefixes):
-            yield point, None
-        for piece, count in grid.beside_copies:
-            shapes = (prompt, decode, restore) if count == 1 else (prompt, decode)
-            for direction in ("d2h", "h2d"):
-                yield Point(op=direction, num_bytes=piece * count, num_copies=count), None
-                for shape in shapes:
-                    both = replace(shape, num_bytes=piece * count, num_copies=count)
-                    yield pair(both, direction)
-                    yield pair(replace(both, op=direction), shape.op)
-        for prefix in prefixes:
-            yield replace(prefix, beside="layers"), decode
-        yield replace(decode, beside="recompute"), self._first(prefixes[::-1])
+            yield replace(shape, op="step", num_layers=self.built)
 
     def _layers(self, batch: int, tokens: int, context: int, *, op: str = "layers", graph: int = 0) -> Point:
         layers = self._many if batch * tokens <= QUICK_TOKENS else self.built
@@ -110,10 +89,6 @@ class ModelPoints:
         """As the runtime computes them: from a graph where the machine has graphs and the batch is captured."""
         graph = self._limits.graphs and batch <= LARGEST_CAPTURE
         return self._layers(batch, 1, context, graph=int(graph))
-
-    def _first(self, candidates: list[Point]) -> Point:
-        """The first that fits the limits, else the last."""
-        return next((point for point in candidates if not self.fault(point)), candidates[-1])
 
     def fault(self, point: Point) -> str:
         """Why a point cannot be measured; empty if it can."""

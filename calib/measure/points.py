@@ -1,17 +1,10 @@
-"""`Point`: one thing to measure. A sample without its times; fields are columns of `calib.samples`.
-
-Where two operations run at the same time, `op` is the one that is timed and `beside` the other. The token columns of
-such a row describe the computation and its byte columns the copy, whichever of the two is timed, so that
-`op=layers beside=d2h` and `op=d2h beside=layers` are the two halves of one experiment. Where both compute, or both
-copy, the columns describe the timed one; `calib.measure.plan` says what the other is.
-"""
+"""`Point`: one thing to measure, alone. A sample without its times; fields are columns of `calib.samples`."""
 
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from calib.samples import Sample, spread_s
 
@@ -34,7 +27,6 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     num_bytes: int = 0
     num_copies: int = 1
     memory: str = "pinned"
-    beside: str = ""
     graph: int = 0
 
     @property
@@ -75,19 +67,12 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             words.append(f"on {self.tp} GPUs")
         if self.graph:
             words.append("from a graph")
-        if self.beside:
-            words.append(f"beside {self.beside}")
         return " ".join(words)
 
     def sample(self, repeats_s: Sequence[float]) -> Sample:
         """The sample that these repeats (seconds each) make of the point."""
         fields: dict[str, Any] = msgspec.structs.asdict(self) | {"num_bytes": float(self.num_bytes)}
         return Sample(latency_s=median(repeats_s), spread_s=spread_s(repeats_s), repeats=len(repeats_s), **fields)
-
-
-def pair(point: Point, beside: str) -> tuple[Point, Point]:
-    """A point timed beside an operation that its own columns describe, and that operation."""
-    return replace(point, beside=beside), replace(point, op=beside)
 
 
 def readable_bytes(count: int) -> str:

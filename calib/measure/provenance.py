@@ -5,7 +5,6 @@ from typing import Any
 
 from calib.measure.log import Note, PointLog
 from calib.measure.plan import Plan
-from calib.measure.points import Point
 from calib.measure.readings import ranges
 from calib.measure.readings import warnings as readings_warnings
 from sim.version import VERSION
@@ -15,8 +14,8 @@ SLOWER = 0.95
 BUSY = 0.5
 """Load average per processor before measuring that is worth one."""
 REMARKS = {
-    "cpu": "h2d and d2h are copies between two tensors in the same memory, none of it pinned; a pair's other work runs "
-    "in a second thread; nothing is flushed from the caches between repeats",
+    "cpu": "h2d and d2h are copies between two tensors in the same memory, none of it pinned; nothing is flushed from "
+    "the caches between repeats",
     "cuda": "copies are asked for one by one through torch; layers are timed with CUDA events after the L2 cache was "
     "overwritten, the host 20 us ahead; step, launch and host_memcpy are timed by the host",
 }
@@ -31,7 +30,6 @@ def provenance(log: PointLog, plan: Plan, device: str) -> dict[str, Any]:
         "date": log.header.begun,
         **log.header.settings,
         "remarks": REMARKS[device],
-        "pairs": pairs(plan),
         "warnings": [*warnings(log.notes, int(log.header.settings["cpus"])), *readings_warnings(readings)],
         "readings": ranges(readings),
         "states": [{"when": note.when, **note.state} for note in log.notes],
@@ -45,21 +43,6 @@ def comments(facts: Mapping[str, Any]) -> list[str]:
     lines = [f"{key}: {value}" for key, value in facts.items() if isinstance(value, str | int | float)]
     lines += [f"warning: {warning}" for warning in facts["warnings"]]
     return [*lines, f"skipped: {len(facts['skipped'])}"]
-
-
-def pairs(plan: Plan) -> list[str]:
-    """What ran beside computations where the samples' own columns do not say."""
-    told = {
-        f"{point.op} beside {point.beside}: {plan.partners[point].label}"
-        for point in plan.points
-        if point in plan.partners and not _tells(point, plan.partners[point])
-    }
-    return sorted(told)
-
-
-def _tells(point: Point, partner: Point) -> bool:
-    shape = ("num_layers", "batch_size", "new_tokens", "context_tokens", "num_bytes", "num_copies")
-    return all(getattr(point, name) == getattr(partner, name) for name in shape)
 
 
 def warnings(notes: list[Note], cpus: int) -> list[str]:

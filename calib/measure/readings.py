@@ -69,8 +69,8 @@ def warnings(states: Sequence[Mapping[str, float]]) -> list[str]:
         slow = [clock for clock in clocks if clock < SLOWER * max(clocks)]
         if slow:
             found.append(
-                f"{len(slow)} of {len(clocks)} points ended with the {what} at {min(slow):g} MHz or more; the highest is "
-                f"{max(clocks):g} MHz"
+                f"{len(slow)} of {len(clocks)} points ended with the {what} at {min(slow):g} MHz or more; the highest "
+                f"is {max(clocks):g} MHz"
             )
     links = {(state["pcie_generation"], state["pcie_lanes"]) for state in states if "pcie_lanes" in state}
     if len(links) > 1:

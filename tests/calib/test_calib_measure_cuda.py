@@ -58,12 +58,6 @@ def test_a_head_start_hides_the_cost_of_asking(clock, device):
     assert ahead < best(lambda: clock.device_s(lambda: element.add_(1), lead=False))
 
 
-def test_two_products_at_a_time_slow_each_other_down(clock, product):
-    alone = best(lambda: clock.device_s(product, lead=True))
-    with clock.beside(product, product) as once:
-        assert best(once) > 1.2 * alone
-
-
 def test_a_graph_does_the_work_on_data_that_it_keeps_alive(device):
     def work():
         element = torch.zeros(1, device=device)

@@ -7,7 +7,7 @@ from measure_small import GIB, GPU
 from calib.measure.limits import Limits
 from calib.measure.plan import make_plan
 from calib.measure.points import Point
-from calib.samples import OPS, TOKEN_OPS, fault_of
+from calib.samples import OPS, fault_of
 from sim.specs.models import load_model
 
 MODELS = {name: load_model(name) for name in ("llama-2-7b", "llama-3.1-70b")}
@@ -46,27 +46,6 @@ def test_every_point_makes_a_valid_sample(limits):
         assert fault_of(point.sample([1.0, 2.0])) == ""
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_whatever_runs_beside_something_is_also_timed_alone(quick):
-    found = plan(quick=quick)
-    pairs = [point for point in found.points if point.beside]
-    assert {(point.op, point.beside) for point in pairs} == {
-        *(("layers", direction) for direction in ("d2h", "h2d")),
-        *((direction, "layers") for direction in ("d2h", "h2d")),
-        *(("restore", direction) for direction in ("d2h", "h2d")),
-        *((direction, "restore") for direction in ("d2h", "h2d")),
-        *(("recompute", "layers"), ("layers", "recompute")),
-        *(("d2h", "h2d"), ("h2d", "d2h")),
-    }
-    for point in pairs:
-        copies = point.op not in TOKEN_OPS
-        columns = ("num_bytes", "num_copies") if copies else ("model", "num_layers", "batch_size", "new_tokens")
-        columns = (*columns, *(() if copies else ("context_tokens", "graph")))
-        alone = Point(op=point.op, **{name: getattr(point, name) for name in columns})
-        assert alone in found.points
-        assert found.partners[point].op == point.beside
-
-
 def test_no_decode_needs_more_cache_than_there_is():
     found = plan()
     limit = 0.35 * GPU.device_bytes
@@ -103,8 +82,8 @@ def test_every_decode_is_a_graph_where_the_runtime_makes_one(quick):
 def test_a_cpu_has_no_graphs_and_no_all_reduces_and_skips_what_is_slow():
     found = plan(CPU, element_bytes=4)
     assert not any(point.graph or point.tp > 1 for point in found.points)
-    prompts = sorted(p.new_tokens for p in found.points if p.op == "layers" and not p.context_tokens and not p.beside)
-    assert prompts[:2] == [16, 16] and prompts[-1] < 1024
+    prompts = sorted(p.new_tokens for p in found.points if p.op == "layers" and not p.context_tokens)
+    assert prompts[0] == 16 and prompts[-1] < 1024
     assert any("may take more than 2 s" in reason for reason in found.left_out.values())
 
 

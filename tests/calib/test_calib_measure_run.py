@@ -14,7 +14,6 @@ from measure_small import write_config
 torch = pytest.importorskip("torch")
 
 from calib.measure import bench, layer_ops, machine, provenance, run  # noqa: E402
-from calib.measure.clocks import CudaClock, HostClock, Unmeasurable  # noqa: E402
 from calib.measure.log import Note  # noqa: E402
 from calib.samples import OPS, read_comments, read_samples  # noqa: E402
 from calib.terms import load_models  # noqa: E402
@@ -161,59 +160,6 @@ def test_two_models_of_one_name_are_refused(tmp_path):
     first, second = write_config(tmp_path / "small"), write_config(tmp_path / "a" / "small", vocab_size=501)
     with pytest.raises(UserError, match="the same name 'small'"):
         run.calibrate("cpu", [str(first), str(second)], tmp_path / "out", quick=True)
-
-
-def test_the_other_work_runs_while_the_first_is_timed():
-    turns = []
-    with HostClock().beside(lambda: sleep(0.02), lambda: (turns.append(1), sleep(0.001))) as once:
-        before = len(turns)
-        assert before >= 1
-        assert once() >= 0.02
-        assert len(turns) > before
-    after = len(turns)
-    sleep(0.01)
-    assert len(turns) == after
-
-
-def test_an_error_of_the_other_work_is_not_lost():
-    def fails():
-        raise RuntimeError("out of memory")
-
-    with HostClock().beside(lambda: None, fails) as once, pytest.raises(RuntimeError, match="out of memory"):
-        once()
-
-
-class Together(CudaClock):
-    """A clock whose timed work ends within the other one from `enough` executions on."""
-
-    def __init__(self, enough):
-        self.enough, self.counts = enough, []
-        self._device, self._beside = torch.device("cuda"), None
-
-    def _warm_s(self, stream, work):
-        return work()
-
-    def _together(self, timed, work, other, count):
-        self.counts.append(count)
-        return 1.0, count < self.enough
-
-
-def test_other_work_that_ends_too_early_is_queued_more_often(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    clock = Together(enough=30)
-    with clock.beside(lambda: 2.0, lambda: 0.5) as once:
-        assert once() == 1.0
-        assert clock.counts == [10, 20, 40]
-        assert once() == 1.0
-        assert clock.counts == [10, 20, 40, 40]
-
-
-def test_other_work_that_always_ends_too_early_makes_a_pair_unmeasurable(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    clock = Together(enough=1000)
-    with clock.beside(lambda: 2.0, lambda: 0.5) as once, pytest.raises(Unmeasurable, match="cannot queue it fast"):
-        once()
-    assert clock.counts == [10, 20, 40, 80]
 
 
 def test_clocks_that_fell_are_warned_of():
