@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from calib.measure.capacity import Capacity
 from calib.measure.clocks import Clock, CudaClock, HostClock, Unmeasurable, Work
 from calib.measure.copy_ops import AllReduce, CopyBuffers
 from calib.measure.engine_steps import engine_steps
 from calib.measure.graphs import captured
 from calib.measure.layer_ops import ModelWork
-from calib.measure.limits import Limits
 from calib.measure.plan import Plan
 from calib.measure.points import Point
 from calib.measure.timing import Rule, repeat
@@ -33,7 +33,7 @@ class Bench:
         self,
         plan: Plan,
         models: Mapping[str, ModelSpec],
-        limits: Limits,
+        limits: Capacity,
         device: torch.device,
         dtype: torch.dtype,
         seed: int,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from calib.measure.limits import Limits
+from calib.measure.capacity import Capacity
 from calib.measure.points import Point
 from sim.errors import UserError
 
@@ -21,7 +21,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """
 
     settings: dict[str, str]
-    limits: Limits
+    limits: Capacity
     begun: str
 
 

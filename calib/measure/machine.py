@@ -13,7 +13,7 @@ from time import perf_counter
 import psutil
 import torch
 
-from calib.measure.limits import Limits
+from calib.measure.capacity import Capacity
 
 REASONS = {
     0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"
@@ -75,17 +75,17 @@ def cpu_name() -> str:
     return (names or [platform.processor() or platform.machine()])[0]
 
 
-def limits_of(device: torch.device) -> Limits:
+def capacity_of(device: torch.device) -> Capacity:
     """What decides which shapes are worth planning, as of now."""
     host = psutil.virtual_memory().available
     if device.type == "cpu":
         flops, rate = CPU_RATES
-        return Limits(
+        return Capacity(
             device_bytes=host, host_bytes=host, cache_bytes=CPU_CACHE_BYTES, num_gpus=0, flops_per_s=flops,
             bytes_per_s=rate, graphs=False,
         )  # fmt: skip
     flops, rate = CUDA_RATES
-    return Limits(
+    return Capacity(
         device_bytes=torch.cuda.mem_get_info(device)[0],
         host_bytes=host,
         cache_bytes=torch.cuda.get_device_properties(device).L2_cache_size,

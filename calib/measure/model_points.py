@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from calib.measure.capacity import Capacity
 from calib.measure.grid import Grid
-from calib.measure.limits import Limits
 from calib.measure.points import BLOCK_TOKENS, Point, readable_bytes
 from calib.terms import terms_of
 from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE
@@ -26,13 +26,15 @@ CPU_KV_BYTES = {True: 2**30, False: 4 * 2**30}
 """Most KV cache on a CPU, quick or not."""
 PIECE_S = {True: 0.5, False: 10.0}
 CPU_PIECE_S = {True: 0.25, False: 2.0}
-"""Longest execution, quick or not, by the limits' rough rates."""
+"""Longest execution, quick or not, by the capacity's rough rates."""
 
 
 class ModelPoints:
     """The grid's points of one model, and which of them the machine has room and time for."""
 
-    def __init__(self, name: str, spec: ModelSpec, limits: Limits, grid: Grid, quick: bool, element_bytes: int) -> None:
+    def __init__(
+        self, name: str, spec: ModelSpec, limits: Capacity, grid: Grid, quick: bool, element_bytes: int
+    ) -> None:
         self._name = name
         self._spec = spec
         self._limits = limits

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from calib.measure.capacity import Capacity
 from calib.measure.grid import FULL, QUICK, Grid
-from calib.measure.limits import Limits
 from calib.measure.model_points import ModelPoints
 from calib.measure.points import Point, readable_bytes
 from sim.specs.model_spec import ModelSpec
@@ -36,7 +36,7 @@ class Plan:
 
 def make_plan(
     models: Mapping[str, ModelSpec],
-    limits: Limits,
+    limits: Capacity,
     *,
     quick: bool,
     element_bytes: int,
@@ -80,7 +80,7 @@ def _sort_in(point: Point, fault: str, wanted: list[Point], left_out: dict[Point
         wanted.append(point)
 
 
-def _machine_points(grid: Grid, limits: Limits) -> Iterator[Point]:
+def _machine_points(grid: Grid, limits: Capacity) -> Iterator[Point]:
     """What does not depend on a model."""
     for count in grid.launches:
         for graph in range(1 + limits.graphs):
@@ -101,7 +101,7 @@ def _machine_points(grid: Grid, limits: Limits) -> Iterator[Point]:
             gpus *= 2
 
 
-def _host_fault(point: Point, limits: Limits) -> str:
+def _host_fault(point: Point, limits: Capacity) -> str:
     room = limits.host_bytes // HOST_SHARE
     if point.num_bytes > room:
         return f"the host has room for {readable_bytes(room)} of copies"

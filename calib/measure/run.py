@@ -104,7 +104,7 @@ def calibrate(
         "ops": ", ".join(ops) if ops else "all",
     }
     make_folder(out, "--out")
-    log = PointLog(out / LOG, Header(settings, machine.limits_of(place), machine.now_utc()))
+    log = PointLog(out / LOG, Header(settings, machine.capacity_of(place), machine.now_utc()))
     try:
         _keep_configs(found, out)
         specs = {model.name: model.spec for model in found}

@@ -2,7 +2,7 @@
 
 import json
 
-from calib.measure.limits import Limits
+from calib.measure.capacity import Capacity
 
 GIB = 2**30
 SMALL = {
@@ -15,7 +15,7 @@ SMALL = {
     "vocab_size": 500,
     "max_position_embeddings": 512,
 }
-GPU = Limits(
+GPU = Capacity(
     device_bytes=44 * GIB,
     host_bytes=64 * GIB,
     cache_bytes=96 * 2**20,

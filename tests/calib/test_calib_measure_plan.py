@@ -4,14 +4,14 @@ import msgspec
 import pytest
 from measure_small import GIB, GPU
 
-from calib.measure.limits import Limits
+from calib.measure.capacity import Capacity
 from calib.measure.plan import make_plan
 from calib.measure.points import Point
 from calib.samples import OPS, fault_of
 from sim.specs.models import load_model
 
 MODELS = {name: load_model(name) for name in ("llama-2-7b", "llama-3.1-70b")}
-CPU = Limits(
+CPU = Capacity(
     device_bytes=8 * GIB,
     host_bytes=8 * GIB,
     cache_bytes=32 * 2**20,

@@ -1,9 +1,9 @@
-"""`Limits`: what of the machine decides which shapes are worth planning."""
+"""`Capacity`: what of the machine decides which shapes are worth planning."""
 
 import msgspec
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The machine as it was when the run first started; kept in its log, so that a resumed run has the same plan.
 
     Attributes:
