@@ -14,7 +14,7 @@ from traces.request import Request
 from traces.rows import ZERO_TOKENS
 from traces.transforms import at_request_rate, clip, head, merge, scale_rate, spread_ties, window
 from traces.workloads import OPTIONS, WORKLOADS
-from traces.writers import write_trace
+from traces.writers import STANDARD_OUTPUT, write_trace
 
 _FORMAT_HELP = "\n".join(
     ("formats, told by their first line:", *(f"  {name}" for name in FORMATS), "gzipped files are read as they are")
@@ -110,7 +110,12 @@ def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="OUT", help="our CSV, or Mooncake's JSONL for a .jsonl name"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="OUT",
+        help="our CSV, or Mooncake's JSONL for a .jsonl name; -: to standard output",
     )
 
 
@@ -214,7 +219,7 @@ def run_convert(args: argparse.Namespace) -> int:
         stream = head(stream, args.head)
     count = write_trace(stream, args.output)
     skipped = sum(trace.skipped for trace in traces)
-    print(f"wrote {count:,} requests to {args.output}" + (f" ({skipped:,} rows skipped)" if skipped else ""))
+    _say_written(count, args.output, f" ({skipped:,} rows skipped)" if skipped else "")
     return 0
 
 
@@ -245,8 +250,16 @@ def run_generate(args: argparse.Namespace) -> int:
         output_len=args.output_len,
         **given,
     )
-    print(f"wrote {write_trace(stream, args.output):,} requests to {args.output}")
+    _say_written(write_trace(stream, args.output), args.output)
     return 0
+
+
+def _say_written(count: int, path: Path, more: str = "") -> None:
+    # What is written to standard output stays free of words.
+    if path == STANDARD_OUTPUT:
+        print(f"wrote {count:,} requests{more}", file=sys.stderr)
+    else:
+        print(f"wrote {count:,} requests to {path}{more}")
 
 
 def run_list(args: argparse.Namespace) -> int:

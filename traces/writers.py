@@ -1,13 +1,14 @@
-"""Writing traces: our own CSV and Mooncake's JSONL, streamed to a temporary file and moved into place when whole."""
+"""Writing traces: our own CSV and Mooncake's JSONL, streamed to a temporary file and put into place when whole."""
 
 import csv
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from traces.errors import TraceError
 from traces.request import Request
@@ -15,35 +16,79 @@ from traces.request import Request
 PLAIN = ("arrival_s", "prompt_tokens", "output_tokens")
 FULL = (*PLAIN, "session_id", "hash_ids", "hash_block_tokens", "output_hash_ids", "priority")
 _AT_ONCE = 4096
+_CHARS_AT_ONCE = 1 << 16
+
+
+STANDARD_OUTPUT = Path("-")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """Open a text file beside `path` that takes its place when the block ends well, and vanishes when it does not."""
+def writing(path: Path) -> Iterator[TextIO]:
+    """Open a text file for reading back and writing, whose text goes to `path` when the block ends well.
+
+    A file is replaced whole, the one that a symbolic link names too. Devices, pipes and standard output (`-`) are
+    written through. Raises `TraceError`.
+    """
+    try:
+        if path == STANDARD_OUTPUT:
+            with _spooled(sys.stdout) as file:
+                yield file
+        elif path.exists() and not path.is_file() and not path.is_dir():
+            # Opened before the work, as a shell does: who reads the other end sees that somebody writes.
+            with path.open("w", encoding="utf-8", newline="") as sink, _spooled(sink) as file:
+                yield file
+        else:
+            with _replacing(path.resolve()) as file:
+                yield file
+    except BrokenPipeError:
+        raise
+    except (OSError, RuntimeError) as error:  # RuntimeError: before Python 3.13, symbolic links in a circle
+        reason = getattr(error, "strerror", None) or error
+        remedy = "check that its folder exists, its rights and the space left"
+        raise TraceError(f"{path}: cannot be written ({reason}); {remedy}") from None
+
+
+@contextmanager
+def _spooled(sink: TextIO) -> Iterator[TextIO]:
+    """Text that may be rewritten until it is whole, for where nothing can be taken back."""
+    with _scratch() as file:
+        yield file
+        file.seek(0)
+        _copy(file, sink)
+        sink.flush()
+
+
+def _scratch() -> TextIO:
+    from tempfile import TemporaryFile  # noqa: PLC0415 - every command imports this module
+
+    return cast(TextIO, TemporaryFile("w+", encoding="utf-8", newline=""))
+
+
+def _copy(source: TextIO, target: TextIO) -> None:
+    while block := source.read(_CHARS_AT_ONCE):
+        target.write(block)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[TextIO]:
+    """A file beside `path` that takes its place when the block ends well, and vanishes when it does not."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        file = temporary.open("w", encoding="utf-8", newline="")
-    except OSError as error:
-        remedy = "check that its folder exists and can be written"
-        raise TraceError(f"{path}: cannot be written ({error.strerror or error}); {remedy}") from None
-    try:
-        with file:
+        with temporary.open("w+", encoding="utf-8", newline="") as file:
             yield file
         os.replace(temporary, path)  # noqa: PTH105  (atomic, also onto an existing file)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be written ({error.strerror or error}); check space and rights") from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_trace(requests: Iterable[Request], path: str | Path) -> int:
-    """Write requests to `path` (Mooncake's JSONL where it ends in .jsonl, else our CSV); return how many.
+    """Write requests to `path` (Mooncake's JSONL where it ends in .jsonl, else our CSV; `-`: standard output).
 
-    Reading the CSV back gives the very same requests. Raises `TraceError` where the file cannot be written or there is
-    no request.
+    Returns how many. Reading the CSV back gives the very same requests. Raises `TraceError` where the file cannot be
+    written or there is no request.
     """
     path = Path(path)
-    with replacing(path) as file:
+    with writing(path) as file:
         count = _write_jsonl(requests, file) if path.suffix == ".jsonl" else _write_csv(requests, file)
         if not count:
             raise TraceError(f"{path}: not written, as no request is left; widen the window or check the input")
@@ -67,18 +112,15 @@ def _write_csv(requests: Iterable[Request], file: TextIO) -> int:
 
 def _widen(file: TextIO) -> None:
     """Give the rows written so far the columns that a later request turned out to need."""
-    file.flush()
-    narrow = Path(file.name)
-    wide = narrow.with_suffix(".wide")
-    with narrow.open(encoding="utf-8") as source, wide.open("w", encoding="utf-8", newline="") as target:
-        next(source)
-        target.write(",".join(FULL) + "\n")
-        target.writelines(line.rstrip("\n") + ",,,0,,0\n" for line in source)
-    # The open file must stay the one that is renamed in the end, so the wide text is copied back into it.
     file.seek(0)
-    with wide.open(encoding="utf-8", newline="") as source:
-        file.writelines(source)
-    wide.unlink()
+    next(file)
+    with _scratch() as wide:
+        wide.write(",".join(FULL) + "\n")
+        wide.writelines(line.rstrip("\n") + ",,,0,,0\n" for line in file)
+        # The open file must stay the one that takes the path's place, so the wide text is copied back into it.
+        file.seek(0)
+        wide.seek(0)
+        _copy(wide, file)
 
 
 def _write_full(requests: Iterable[Request], file: TextIO) -> int:

@@ -1,5 +1,11 @@
 """What is written is what is read back, and a failed write leaves nothing."""
 
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -87,3 +93,81 @@ def test_unwritable_places_and_names_are_told(tmp_path):
         write_trace([Request(0, 0.0, 1, 1)], tmp_path / "none" / "t.csv")
     with pytest.raises(TraceError, match="line break"):
         write_trace([Request(0, 0.0, 1, 1, "a\nb")], tmp_path / "t.csv")
+
+
+PLAIN_ROWS = "arrival_s,prompt_tokens,output_tokens\n0.0,5,6\n"
+
+
+def test_a_symbolic_link_stays_and_its_file_is_replaced(tmp_path):
+    target, link = tmp_path / "data" / "t.csv", tmp_path / "link.csv"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for old in (None, "old"):  # a link to nothing yet, too
+        if old:
+            target.write_text(old)
+        write_trace([Request(0, 0.0, 5, 6)], link)
+        assert link.is_symlink() and target.read_text() == PLAIN_ROWS
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_links_in_a_circle_are_told(tmp_path):
+    one, two = tmp_path / "one.csv", tmp_path / "two.csv"
+    one.symlink_to(two)
+    two.symlink_to(one)
+    with pytest.raises(TraceError, match=r"one\.csv: cannot be written"):
+        write_trace([Request(0, 0.0, 1, 1)], one)
+    assert one.is_symlink()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of POSIX")
+def test_a_pipe_is_written_through_and_stays(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    # Rows that widen late need text that can be taken back, which a pipe has not.
+    stream = [*(Request(i, float(i), 5, 6) for i in range(5000)), Request(5000, 5000.0, 20, 1, "late")]
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert write_trace(stream, pipe) == 5001
+    reader.join(timeout=60)
+    assert pipe.is_fifo()
+    (tmp_path / "t.csv").write_text(read[0])
+    assert list(open_trace(tmp_path / "t.csv")) == stream
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+def test_a_device_stays_and_its_errors_are_told():
+    with pytest.raises(TraceError, match=r"/dev/full: cannot be written \(No space left on device\); check .* space"):
+        write_trace([Request(0, 0.0, 1, 1)], "/dev/full")
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_dash_is_standard_output(tmp_path):
+    command = [sys.executable, "-m", "kvtwin", "trace", "generate", "fixed", "--num-prompts", "2", "-o", "-"]
+    sized = [*command, "--input-len", "5", "--output-len", "6"]
+    done = subprocess.run(sized, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment())
+    assert list(tmp_path.iterdir()) == []
+    assert done.stderr == "wrote 2 requests\n"
+    (tmp_path / "t.csv").write_text(done.stdout)
+    assert [request[2:4] for request in open_trace(tmp_path / "t.csv")] == [(5, 6), (5, 6)]
+
+
+def environment():
+    """Ours, with this checkout first wherever the command runs."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of file sizes are of POSIX")
+@pytest.mark.parametrize(("plain", "late"), [(100_000, ""), (4_500, "late")])  # the second: while rows widen
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, plain, late):
+    """A limit of file sizes stands for the disk: the same error reaches the same calls."""
+    code = (
+        "import resource, signal, sys; from traces.request import Request; from traces.writers import write_trace\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        f"plain = (Request(i, float(i), 5, 6) for i in range({plain}))\n"
+        f"stream = [*plain, Request({plain}, 1e5, 20, 1, {late!r})]\n"
+        "write_trace(stream, sys.argv[1])"
+    )
+    path = tmp_path / "t.csv"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=environment())
+    assert done.returncode and f"{path}: cannot be written (File too large)" in done.stderr
+    assert list(tmp_path.iterdir()) == []
