@@ -257,8 +257,11 @@ def _engine_lines(result: Result) -> list[str]:
 
 def _memory_lines(result: Result) -> list[str]:
     scenario, counts = result.scenario, result.counters
-    lines = []
-    for name, blocks in (("GPU KV blocks", scenario.num_gpu_blocks), ("Host KV blocks", scenario.num_cpu_blocks)):
+    lines, engines = [], max(1, len(result.engines or []))
+    # With a tier that keeps prefixes the host's memory is that, not the swap space.
+    host_blocks = next((use.num_blocks // engines for use in result.tiers or [] if use.tier == "host"), None)
+    host_blocks = scenario.num_cpu_blocks if host_blocks is None else host_blocks
+    for name, blocks in (("GPU KV blocks", scenario.num_gpu_blocks), ("Host KV blocks", host_blocks)):
         size = f" ({blocks * scenario.block_bytes / 2**30:,.1f} GiB per GPU)" if blocks else ""
         lines.append(_row(name, f"{blocks:,}{size}"))
     lines.append(_row("Preemptions", f"{result.num_preemptions:,}"))

@@ -7,7 +7,7 @@ from small_results import counts, lanes, small_result
 
 from sim.results.comparison import comparison_lines, print_comparison, write_comparison
 from sim.results.comparison_sentences import sentences
-from sim.results.parts import UsedProfile
+from sim.results.parts import TierUse, UsedProfile
 from sim.results.report import mean_decoding, metric_values, print_run, run_lines
 
 
@@ -43,6 +43,19 @@ def layerkv(policy="layerkv", **changes):
         "goodput_attainment": 0.9,
     }
     return result_of(policy, **(changed | changes))
+
+
+def host_blocks(folder, **changes):
+    (line,) = (line for line in run_lines(result_of(**changes), folder) if line.startswith("Host KV blocks"))
+    return line.partition(":")[2].strip()
+
+
+def test_host_blocks_are_those_of_the_tier_that_keeps_prefixes_if_there_is_one(tmp_path):
+    """10,240 offloaded blocks in place of a swap space of 512 that nobody uses; a disk below is neither."""
+    given = {"hit_tokens": 0, "num_loads": 0, "stored_blocks": 0, "evicted_blocks": 0, "saved_s": 0.0, "lost_s": 0.0}
+    disk, host = TierUse(tier="disk", num_blocks=99, **given), TierUse(tier="host", num_blocks=10_240, **given)
+    assert host_blocks(tmp_path) == host_blocks(tmp_path, tiers=[disk]) == "512 (4.0 GiB per GPU)"
+    assert host_blocks(tmp_path, tiers=[disk, host]) == "10,240 (80.0 GiB per GPU)"
 
 
 def empty(policy="vllm-recompute"):
