@@ -1,7 +1,7 @@
 """The whole run simulated with one set of constants after another, until every request takes as long as it did."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,8 @@ from scipy.stats import t as student
 
 from calib.robust import Array, Estimate, Fit, Parameter
 from calib.samples import MADS
-from calib.server.constants import with_constants
-from sim.served import measured_times, simulated_times
+from calib.server.constants import HOST, with_constants
+from sim.served import Times, measured_times, simulated_times
 from sim.simulate import Setup
 from traces.served import ServedRun
 
@@ -21,8 +21,13 @@ LEAST_SCATTER = 0.005
 """Relative scatter below which TTFT or TPOT is not believed to be known."""
 BOXES = (0.3, 0.15)
 """Half the width of the box about the constants in which points are drawn, relative, round by round."""
+FINER_BOXES = (0.1, 0.05, 0.025, 0.0125)
+"""Of the rounds after those, again and again as long as any lessens the loss."""
+MOST_FINER = 4
 LAST_BOX, LAST_ROUNDS = 0.1, 5
-"""Of the last rounds the median is taken; how far they differ is part of the interval."""
+"""Of the last rounds, how far they differ from one another and their median from the best is part of the interval."""
+HOST_SHARE = 0.3
+"""Of TPOT: the unit in which host time is looked for."""
 MEDIAN_VARIANCE = 1.57
 """Variance of a median over that of the mean, of normal values."""
 MOST_REPEATS = 6
@@ -46,6 +51,9 @@ def fit_requests(setup: Setup, served: ServedRun, known: int, parameters: Mappin
     Intervals are those of a sandwich estimator with blocks of consecutive requests as its independent units.
     """
     names, measured = list(parameters), measured_times(served)
+    starts = [parameter.start for parameter in parameters.values()]
+    parameters = {name: _scaled(name, parameter, measured) for name, parameter in parameters.items()}
+    x = np.array([0.0 if p.log else start / p.start for p, start in zip(parameters.values(), starts, strict=True)])
     several = np.isfinite(measured.tpot_s[:known]) & (measured.tpot_s[:known] > 0.0)
     ids: NDArray[np.int64] = np.concatenate([np.arange(known), np.arange(known)[several]])
 
@@ -60,13 +68,13 @@ def fit_requests(setup: Setup, served: ServedRun, known: int, parameters: Mappin
         return np.concatenate([ttft, tpot])
 
     low, high = _limits(parameters)
+    groups = [slice(known), slice(known, None)]
 
-    x = np.array([0.0 if p.log else 1.0 for p in parameters.values()])
     draw = np.random.default_rng(SEED)
 
     def look(box: float) -> tuple[_Surface, Array]:
         """The surface about the best so far, and the best in the box."""
-        found = _Surface.through(residuals, x, box, low, high, draw).by_scatter([slice(known), slice(known, None)])
+        found = _Surface.through(residuals, x, box, low, high, draw).by_scatter(groups)
         return found, x + found.step(np.maximum(low - x, -box), np.minimum(high - x, box))
 
     repeats = MOST_REPEATS
@@ -74,13 +82,29 @@ def fit_requests(setup: Setup, served: ServedRun, known: int, parameters: Mappin
         x, before = look(box)[1], x
         while repeats and np.abs(x - before).max() > EDGE * box:
             x, before, repeats = look(box)[1], x, repeats - 1
+    best = residuals(x)
+
+    def is_better(tried: Array) -> bool:
+        """Whether these variables lessen the loss; then they are the best so far."""
+        nonlocal x, best
+        found = residuals(tried)
+        if _loss(found, best, groups) >= _loss(best, best, groups):
+            return False
+        x, best = tried, found
+        return True
+
+    for _ in range(MOST_FINER):
+        improved = [is_better(look(box)[1]) for box in FINER_BOXES]
+        if not any(improved):
+            break
     last = [look(LAST_BOX) for _ in range(LAST_ROUNDS)]
-    x = np.median([best for _, best in last], axis=0)
+    middle = np.median([found for _, found in last], axis=0)
+    is_better(middle)
     free = (x - low > AT_LIMIT) & (high - x > AT_LIMIT)
     blocks = ids * BLOCKS // known
     variances = [surface.deviations(blocks, free) ** 2 for surface, _ in last]
-    rounds = MEDIAN_VARIANCE * np.var([best for _, best in last], axis=0, ddof=1) / LAST_ROUNDS
-    deviations = np.sqrt(np.median(variances, axis=0) + rounds)
+    rounds = MEDIAN_VARIANCE * np.var([found for _, found in last], axis=0, ddof=1) / LAST_ROUNDS
+    deviations = np.sqrt(np.median(variances, axis=0) + rounds + (x - middle) ** 2)
     errors = residuals(x)
     scatter = float(MADS * np.median(np.abs(errors - np.median(errors))))
     return Fit(_estimates(parameters, x, deviations, values), scatter)
@@ -178,6 +202,24 @@ class _Surface:
         is_open = (np.abs(directions[:, ~told]) > LEAST_PART).any(axis=1)
         found[free] = np.where(is_open, np.inf, np.sqrt(np.maximum(np.diag(covariance), 0.0)))
         return found
+
+
+def _scaled(name: str, parameter: Parameter, measured: Times) -> Parameter:
+    """Host time in units of what it may be of an iteration: else boxes creep along valleys."""
+    tpot_s = measured.tpot_s[np.isfinite(measured.tpot_s)]
+    if name != HOST or not tpot_s.size:
+        return parameter
+    return replace(parameter, start=max(parameter.start, HOST_SHARE * float(np.median(tpot_s))))
+
+
+def _loss(errors: Array, scale: Array, groups: Sequence[slice]) -> float:
+    """The loss of residuals in units of the scatter of each group of other ones."""
+    total = 0.0
+    for group in groups:
+        if errors[group].size:
+            unit = LOSS_SCALE * max(MADS * float(np.median(np.abs(scale[group]))), LEAST_SCATTER)
+            total += float(np.sum(np.sqrt(1 + (errors[group] / unit) ** 2) - 1))
+    return total
 
 
 def _limits(parameters: Mapping[str, Parameter]) -> tuple[Array, Array]:

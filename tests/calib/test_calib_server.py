@@ -97,7 +97,8 @@ def test_what_iterations_take_is_found_from_first_and_last_tokens(tmp_path, poli
         described, replace(served, gaps_s=[()] * len(served.requests)), len(served.requests), parameters
     )
     assert all(is_told(found.estimates[name], parameters[name]) for name in HIDDEN)
-    # Host time and weights' rate make up for each other: what they cost together is found, each by itself is not.
+    assert found_again(found.estimates, HIDDEN) == {}
+    # Host time and weights' rate make up for each other: what they cost together is found best.
     ours, real = with_constants(described, found.values).cost, with_constants(described, HIDDEN).cost
     for batch in (1, 4, 16):
         assert ours.decode_steps(batch, batch * 500)[0] == pytest.approx(
