@@ -7,7 +7,7 @@ import simpy
 
 from kvtwin.testing.engines import Machine, build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
-from sim.clock.assembly import mixed_pools, turns_of
+from sim.clock.assembly import mixed_pools, routers_of, turns_of
 from sim.clock.cluster import Cluster
 from sim.clock.conducted import Prices, conductor_of
 from sim.clock.hand_overs import HandOvers
@@ -22,7 +22,7 @@ from sim.systems.hand_over_options import MixedPoolOptions
 from sim.systems.mixing import STORED, options_among
 from sim.systems.mooncake_options import ConductorOptions
 from sim.topology.pipelines import to_pipelines
-from sim.topology.routers import FewestWaitingTokens, LeastLoaded, Router
+from sim.topology.routers import Router
 from traces.request import Request
 
 HAND_OVER_S_PER_TOKEN = 1e-4
@@ -76,10 +76,11 @@ def simulate_pools(
     if options.mixed_pool:
         router = pools = mixed_pools(outcome.members, prefill, options.max_pending_tokens)
         front = decoders = range(len(outcome.members))
+    front_router, decode_router = routers_of(policy)
     hand_overs = HandOvers(
         outcome.members,
         decoders,
-        to_pipelines(LeastLoaded(), stages[1]),
+        to_pipelines(decode_router, stages[1]),
         pools=pools,
         bytes_per_s=bytes_per_s,
         block_bytes=limit.block_bytes,
@@ -88,7 +89,7 @@ def simulate_pools(
     )
     if router is None and policy.names["memory"] == STORED:
         router = _conductor(policy, outcome.members, prefill, limit, decode_limit or limit, machine, bytes_per_s)
-    to = to_pipelines(router or FewestWaitingTokens(), stages[0])
+    to = to_pipelines(router or front_router, stages[0])
     cluster = Cluster(env, outcome.members, source, to, front, hand_overs)
     env.run(until=env.process(cluster.serve()))
     return outcome

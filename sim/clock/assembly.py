@@ -15,13 +15,14 @@ from sim.cost.model import ACTIVATION_BYTES
 from sim.engine.sequence import Sequence
 from sim.parts.stage.mixed import Mixed
 from sim.runs import EngineParts
+from sim.systems.base import Policy
 from sim.systems.hand_over_options import MixedPoolOptions
-from sim.systems.mixing import STORED, options_among
+from sim.systems.mixing import MEMPOOL, STORED, options_among
 from sim.systems.mooncake_options import ConductorOptions
 from sim.topology import DEFAULT_ROUTER, ROUTERS
 from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines
-from sim.topology.routers import FewestWaitingTokens, LeastLoaded, Router
+from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PromptTrees, Router
 
 if TYPE_CHECKING:
     from sim.simulate import Setup
@@ -52,11 +53,21 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         prices = Prices(
             setup.cost, setup.decode.cost, setup.limits, room, layers=layers, s_per_token=s_per_token, members=members
         )
+        decode_router: Router = LeastLoaded()
         router: Router = conductor_of(rules, prices, [members[i] for i in front], [members[i] for i in decoders])
     else:
-        router = ROUTERS[scenario.router](scenario.seed) if scenario.router else FewestWaitingTokens()
-    hand_overs = _hand_overs(engines, members, decoders, to_pipelines(LeastLoaded(), setup.decode.pp))
+        router, decode_router = routers_of(setup.policy)
+        if scenario.router:
+            router = ROUTERS[scenario.router](scenario.seed)
+    hand_overs = _hand_overs(engines, members, decoders, to_pipelines(decode_router, setup.decode.pp))
     return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
+
+
+def routers_of(policy: Policy) -> tuple[Router, Router]:
+    """Who of a system's engines prefills, and who decodes, where the user names no router."""
+    if policy.names["memory"] == MEMPOOL:
+        return PromptTrees(), PromptTrees()
+    return FewestWaitingTokens(), LeastLoaded()
 
 
 def _hand_overs(engines: list[EngineParts], members: list[Member], decoders: range, router: Router) -> HandOvers:

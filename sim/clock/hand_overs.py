@@ -58,6 +58,8 @@ class HandOvers:
         # Each sequence that is offered: what it is to the engine that prefilled it, that engine's place, and how often
         # the engine that is to pull it had decided by then.
         self._left: dict[Seq, tuple[Seq, int, int]] = {}
+        # Where those were prefilled whose answers are sent back.
+        self._sources: dict[Seq, int] = {}
         self.pools = pools
         for place in decoders:
             members[place].carry = self.carry
@@ -76,6 +78,8 @@ class HandOvers:
             chosen = self._chosen(seq)
             self._left[goes_on] = seq, place, self.members[chosen].num_decisions
             self.prefilled_by[goes_on] = place
+            if self.members[chosen].engine.scheduler.memory.returns_kv:
+                self._sources[goes_on] = place
             member.let_go(seq.request)
             self.members[chosen].take(seq.request)
             if self.members[chosen].tell(seq.last_token_s, goes_on):
@@ -120,7 +124,9 @@ class HandOvers:
         return True
 
     def carry(self, member: Member, move: Move, at_s: float) -> float:
-        """Start a copy that `member` pulls; returns its end, s, of which the other engine is told."""
+        """Start a copy that `member` pulls, or sends back; returns its end, s, of which the other engine is told."""
+        if move.target is Tier.PEER:
+            return self._send_back(member, move, at_s)
         seq, place, decisions = self._left.pop(move.seq)
         source = self.members[place]
         if source.engine.scheduler.stage.layer_wise and member.num_decisions == decisions + 1:
@@ -129,6 +135,15 @@ class HandOvers:
             end_s = self._book(source, member, seq, at_s, move.num_blocks)
         left = Move(seq, move.groups, 0, move.end_token, Tier.GPU, Tier.PEER, move.num_blocks, move.num_freed, True)
         if source.tell(end_s, left):
+            self.on_wake(place)
+        return end_s
+
+    def _send_back(self, member: Member, move: Move, at_s: float) -> float:
+        """Send what `member` has generated to the engine that prefilled it."""
+        place = self._sources.pop(move.seq)
+        target, came = self.members[place], continued(move.seq)
+        end_s = self._book(member, target, move.seq, at_s, move.num_blocks)
+        if target.tell(end_s, move._replace(seq=came, source=Tier.PEER, target=Tier.GPU)):
             self.on_wake(place)
         return end_s
 

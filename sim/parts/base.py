@@ -271,8 +271,20 @@ class Memory(Part, ABC):
     can_receive: ClassVar[bool] = False
     """Whether KV can come from another engine; else `receive` is not called."""
 
-    def receive(self, seq: Sequence) -> None:
-        """Take the blocks for the KV of a sequence that `fits` and whose last token is yet to be fed."""
+    def receive(self, seq: Sequence) -> int:
+        """Take the blocks for the KV of a sequence that `fits` and whose last token is yet to be fed; returns how many
+        of them have to come from the other engine."""
+        raise NotImplementedError
+
+    returns_kv: bool = False
+    """Whether what sequences of other engines generate is sent back to them; else the next two are not called."""
+
+    def returned(self, seq: Sequence) -> None:
+        """What `seq`, which came from another engine and has ended, generated has been sent back."""
+        raise NotImplementedError
+
+    def insert(self, seq: Sequence) -> None:
+        """Another engine has sent back KV of `seq`, which holds nothing here: cache what is new of it."""
         raise NotImplementedError
 
     def swap_out(self, seq: Sequence, plan: IterationPlan) -> None:

@@ -36,6 +36,7 @@ _PLACES = {
     "radix": "sim.systems.radix:Radix",
     "chunkattention": "sim.systems.chunkattention:ChunkAttention",
     "batchllm": "sim.systems.batchllm:BatchLLM",
+    "memserve": "sim.systems.memserve:MemServe",
     "mooncake": "sim.systems.mooncake:Mooncake",
     "adaptive": "sim.systems.adaptive:Adaptive",
 }

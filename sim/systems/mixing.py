@@ -20,6 +20,7 @@ from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
 from sim.systems.hcache_options import StatesOptions, split_of
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
+from sim.systems.mempool_options import MemPoolOptions
 from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.offload_options import OffloadOptions
 from sim.systems.radix_options import RadixOptions
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 HAND_OVER = "hand-over"
 """The stage of policies that serve with a pool of engines for prefills and one for decodes."""
+MEMPOOL = "mempool"
+"""The memory of engines that cache prefixes and send one another what they lack."""
 STORED = "stored"
 """The memory of engines whose prompts a store of the cluster may have."""
 UNIFIED = ("unified", "paced")
@@ -365,6 +368,19 @@ def _stored(b: Builder) -> "Memory":
     return StoredMemory(b.limits)
 
 
+def _mempool(b: Builder) -> "Memory":
+    options = b.options(MemPoolOptions)
+    if not b.limits.enable_prefix_caching or (b.deployment.role == "decode" and options.caching == "prefill"):
+        from sim.parts.memory.paged import PagedMemory
+
+        return PagedMemory(b.limits)
+    from sim.parts.memory.mempool import MemPool
+
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        raise UserError(f"memory=mempool: {b.deployment.model.name} has layers that keep a window only")
+    return MemPool(b.limits, returns=options.caching == "return", in_flight_hits=b.names["batching"] == "unified")
+
+
 def _reserved(b: Builder) -> "Memory":
     from sim.parts.memory.reserved import ReservedMemory
 
@@ -607,6 +623,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "tiered": KnownMemory(_tiered, TieredOptions, can_cache_prefixes=True, always_caches=True, runs_live=False),
     "retained": KnownMemory(_retained, RetentionOptions, can_cache_prefixes=True, always_caches=True, runs_live=False),
     "reserved": KnownMemory(_reserved),
+    MEMPOOL: KnownMemory(_mempool, MemPoolOptions, can_cache_prefixes=True, runs_live=False),
     STORED: KnownMemory(_stored, ConductorOptions),
     "layers": KnownMemory(_layer_blocks, LayerKVOptions),
     "saved-states": KnownMemory(_saved_states, StatesOptions, runs_live=False),

@@ -111,6 +111,26 @@ class SessionAffinity(Router):
         return crc32(request.session_id.encode()) % len(engines)
 
 
+class PromptTrees(Router):
+    """The engine that was sent the longest prefix of the prompt (MemServe's global prompt trees).
+
+    Ties, and prompts of which the trace names no blocks, go to the fewest requests in flight. Answers count as sent.
+    """
+
+    def __init__(self) -> None:
+        self._sent = PrefixTree()
+
+    def route(self, request: Request, engines: Sequence[EngineView]) -> int:
+        loads = [engine.num_in_flight for engine in engines]
+        ids = request.hash_ids
+        places = self._sent.longest(ids)[1] or range(len(engines))
+        chosen = min(places, key=lambda place: (loads[place], place))
+        if len(ids) * request.hash_block_tokens >= request.prompt_tokens:
+            ids += request.output_hash_ids
+        self._sent.add(ids, chosen)
+        return chosen
+
+
 class PrefixAffinity(Router):
     """The engine that was sent the longest prefix of the prompt, unless load or a short match speaks against it.
 

@@ -142,12 +142,12 @@ def test_the_page_names_the_counters_of_adaptive():
 def test_the_page_names_the_counters_of_pools():
     options = replace(CROWDED, prefill_replicas=1, decode_replicas=1, link_gbps=100.0)
     seen: dict[str, int] = {}
-    for policy in ("distserve", "splitwise:mixed-pool=true,max-pending-tokens=1"):
+    for policy in ("distserve", "memserve", "splitwise:mixed-pool=true,max-pending-tokens=1"):
         seen |= assemble(finished(policy, options=options)).counters.policy
     names = set(documented()["counters of pools"])
     assert set(seen) <= names
-    # Few runs need to take anything back.
-    assert names - set(seen) <= {"taken_back"}
+    # Few runs need to take anything back, and no turn follows upon another here.
+    assert names - set(seen) <= {"taken_back", "returned_blocks"}
 
 
 def test_the_page_names_what_a_timeline_holds(tmp_path):

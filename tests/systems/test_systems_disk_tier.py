@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from conversations import check, conversations
 from hypothesis import HealthCheck, given, settings
 from test_systems_cachedattention import A, B, C, turn
 
 from kvtwin.testing import limits, linear_machine, simulate
+from kvtwin.testing.conversations import check, conversations
 from kvtwin.testing.engines import Outcome
 from sim.errors import UserError
 from sim.parts.offload.disk import Disk

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from conversations import check, conversations
 from hypothesis import HealthCheck, given, settings
 from test_systems_cachedattention import turn
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import run as run_workload
+from kvtwin.testing.conversations import check, conversations
 from kvtwin.testing.engines import Outcome
 from sim.engine.limits import Deployment, Limits
 from sim.engine.plan import IterationPlan

@@ -96,10 +96,11 @@ class PagedMemory(Memory):
             self.gpu.allocate(blocks)
             seq.num_blocks = -(-num_tokens // self.block_size)
 
-    def receive(self, seq: Sequence) -> None:
+    def receive(self, seq: Sequence) -> int:
         blocks = seq.num_blocks = -(-(seq.num_tokens - 1) // self.block_size)
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+        return blocks
 
     def decodes_taken(self) -> None:
         """The whole batch decodes in this step, and has its blocks."""

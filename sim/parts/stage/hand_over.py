@@ -39,6 +39,9 @@ class HandOver(Stage):
 
     def migrated(self, move: Move) -> None:
         seq, policy = move.seq, self.scheduler.counters.policy
+        if move.target is Tier.GPU:
+            self.memory.insert(seq)
+            return
         del self.leaving[seq]
         policy["handed_over"] += 1
         policy["handed_over_blocks"] += move.num_blocks

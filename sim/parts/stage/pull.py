@@ -81,17 +81,19 @@ class Pull(Stage):
         return bool(self.scheduler.order.waiting) or self.scheduler.eviction.num_out > 0
 
     def _pull(self, seq: Sequence) -> None:
-        scheduler, memory = self.scheduler, self.memory
+        scheduler, memory, blocks = self.scheduler, self.memory, 0
         if memory.ever_fits(seq, scheduler.admission.keep_free):
-            memory.receive(seq)
+            blocks = memory.receive(seq)
             self.coming[seq] = None
         else:
             # Nothing is copied; the other engine is told to let go.
             scheduler.ignore(seq, NEVER_FITS)
-        tokens, blocks = seq.num_blocks * memory.block_size, seq.num_blocks
-        scheduler.pulled.append(Move(seq, (0,), 0, tokens, Tier.PEER, Tier.GPU, blocks, blocks, True))
+        first, end = (num * memory.block_size for num in (seq.num_blocks - blocks, seq.num_blocks))
+        scheduler.pulled.append(Move(seq, (0,), first, end, Tier.PEER, Tier.GPU, blocks, blocks, True))
 
     def migrated(self, move: Move) -> None:
-        if move.seq in self.coming:
+        if move.target is Tier.PEER:
+            self.memory.returned(move.seq)
+        elif move.seq in self.coming:
             del self.coming[move.seq]
             self.landed.append(move.seq)

@@ -1,4 +1,7 @@
-"""Random conversations in pools that cannot hold them: what tiers below the GPU are for."""
+"""Random conversations in pools that cannot hold them, for memory that keeps what turns have computed.
+
+`conformance.check` has prompts that begin alike; seldom does one of them outlive its blocks on the GPU. Here it does.
+"""
 
 from hypothesis import strategies as st
 
