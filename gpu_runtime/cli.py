@@ -115,6 +115,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: PLC0415
     from sim.results.figures import FigureRun  # noqa: PLC0415
     from sim.results.figures.style import save_figure  # noqa: PLC0415
+    from sim.results.timeline import TIMELINE_FILE, merge_timelines  # noqa: PLC0415
 
     runs, max_drift = own["runs"], own["max_drift"]
     if runs < 1:
@@ -147,6 +148,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
         found = agreements(result, lived)
         agreed = agreed and len(lived) == runs and verdict(found)
         parts.append(markdown(label, found, runs, probe.slowness, probe.disturbed))
+        if outputs.timeline and lived:
+            merge_timelines(place / TIMELINE_FILE, (place / "simulated", place / "live-1"))
         save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
         # After each policy: what comes later may be interrupted.
         text = "# Simulated and live\n\n" + "\n".join(parts)

@@ -27,7 +27,6 @@ from sim.engine.scheduler import Scheduler
 from sim.errors import UserError
 from sim.results.metrics import TableSink
 from sim.results.parts import Machine
-from sim.results.series import Series
 from sim.simulate import Keep, Run, Setup, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
@@ -99,14 +98,14 @@ def build_device(
     )
 
 
-def recorder(lanes: Lanes, series: Series | None, copies: CopySpans, profiler: Profiler | None = None) -> Observer:
+def recorder(lanes: Lanes, watch: Observer | None, copies: CopySpans, profiler: Profiler | None = None) -> Observer:
     """What keeps the lanes, the time series and the profile of a run up to date, iteration by iteration."""
 
     def observe(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
         lanes.compute.run(start_s, times.end_s - start_s, plan.kind)
         record_copies(lanes, copies)
-        if series is not None:
-            series.observe(plan, start_s, times)
+        if watch is not None:
+            watch(plan, start_s, times)
         if profiler is not None:
             profiler.step()
 
@@ -151,7 +150,7 @@ def perform(
     profiler = Profiler(device.device) if keep.timeline else None
     if profiler is not None:
         setup.warnings.append(WARNING)
-    observe = recorder(parts.lanes, parts.series, device.copies.spans, profiler)
+    observe = recorder(parts.lanes, parts.observer, device.copies.spans, profiler)
     arrivals = arrivals_of(setup.scenario, requests)
     ended = arrivals.ended if arrivals.hears_ends else None
     instance = LiveInstance(parts.engine, device, arrivals, observer=observe, ended=ended)

@@ -42,6 +42,9 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     report = subparsers.add_parser("report", help="one HTML page of saved runs", description=REPORT_HELP)
     report.later(_add_report_flags)
     report.set_defaults(run=report_command)
+    explain = subparsers.add_parser("explain", help="why one request waited, in sentences", description=EXPLAIN_HELP)
+    explain.later(_add_explain_flags)
+    explain.set_defaults(run=explain_command)
     for parser, command in ((run, run_command), (compare, compare_command)):
         parser.later(add_flags)
         parser.set_defaults(run=command)
@@ -64,6 +67,20 @@ def report_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_explain_flags(parser: Any) -> None:  # noqa: ANN401
+    parser.add_argument("folder", type=Path, metavar="DIR", help="of one run, made with --timeline")
+    parser.add_argument("--request", type=int, required=True, metavar="N", help="request id: its place in the trace")
+
+
+def explain_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin explain`."""
+    from sim.results.explain import explain  # noqa: PLC0415 - matplotlib is slow to import
+
+    print("\n".join(explain(arguments.folder, arguments.request)))
+    return 0
+
+
+EXPLAIN_HELP = "What became of one request of a saved run and why it waited, in sentences."
 REPORT_HELP = (
     "Runs that run, compare or live have saved as one HTML page: what was asked, tables, interactive figures, where "
     "the time went, which limit bound when. It opens offline. A folder of compare is a section; single runs share one."

@@ -10,8 +10,10 @@ from sim.cost.pricing import Lanes
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.results.journal import Journal
 from sim.results.metrics import Goodput, RequestLog, TableSink
 from sim.results.parts import Machine
 from sim.results.schema import Backend
@@ -40,6 +42,7 @@ class EngineParts(msgspec.Struct, kw_only=True):
     engine: Engine
     lanes: Lanes
     series: Series | None = None
+    journal: Journal | None = None
     log: RequestLog
     """Of all engines, as `gaps` and `detailed` are."""
     gaps: GapCollector
@@ -52,7 +55,15 @@ class EngineParts(msgspec.Struct, kw_only=True):
     @property
     def observer(self) -> Observer | None:
         """What hears of every plan."""
-        return None if self.series is None else self.series.observe
+        series, journal = self.series, self.journal
+        if series is None or journal is None:
+            return None if series is None else series.observe
+
+        def observe(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+            series.observe(plan, start_s, times)
+            journal.observe(plan, start_s, times)
+
+        return observe
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -126,12 +137,14 @@ def _engines(setups: "list[Setup]", table: TableSink | None, keep: Keep) -> list
         if detailed is not None:
             scheduler.record_tokens(detailed)
             scheduler.record_decisions()
+        series = Series(scheduler, lanes, samples) if keep.series or keep.timeline else None
         parts = EngineParts(
             setup=setup,
             scheduler=scheduler,
             engine=Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end),
             lanes=lanes,
-            series=Series(scheduler, lanes, samples) if keep.series or keep.timeline else None,
+            series=series,
+            journal=Journal(scheduler, series.time_use) if series is not None and keep.timeline else None,
             log=log,
             gaps=gaps,
             detailed=detailed,

@@ -54,7 +54,7 @@ class EngineThread:
         """Accepted, and without a first token."""
         self.unfinished: set[Ticket] = set()
         self.ready, self.finished = asyncio.Event(), asyncio.Event()
-        self._record = recorder(lanes, series, device.copies.spans)
+        self._record = recorder(lanes, None if series is None else series.observe, device.copies.spans)
         self._arrived: deque[Ticket] = deque()
         self._left: deque[Ticket] = deque()
         self._closed = self._aborted = False

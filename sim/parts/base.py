@@ -342,6 +342,11 @@ class Admission(Part, ABC):
         """Whether a prompt was refused in this step for the sake of others' SLOs. For reports."""
         return False
 
+    @property
+    def reason(self) -> str:
+        """What the answers of this step hung on besides memory, in words; empty where that is all. For timelines."""
+        return ""
+
     def delays(self, seq: Sequence) -> bool:
         """Whether `admits` refuses `seq` now whatever blocks there are."""
         return False

@@ -21,6 +21,14 @@ LIMITS = ("memory", "seats", "tokens", "slo", "policy", "copies", "engine", "com
 """What binds an iteration. While somebody waits, what keeps the next from starting: KV memory (also while somebody's KV
 is away), `max_num_seqs`, `max_num_batched_tokens`, SLO-aware admission, or another rule of the policy. Else what the
 iteration waits for: copies, the engine's own processes, computation."""
+LIMIT_NAMES = {
+    "memory": "KV memory",
+    "seats": "no seat left (max-num-seqs)",
+    "tokens": "no token budget left (max-num-batched-tokens)",
+    "slo": "others' SLOs",
+    "policy": "the policy's rules",
+}
+"""What keeps a request from starting, for people."""
 SHARED = LIMITS.index("copies")
 """From here on an iteration's time is shared between limits."""
 
@@ -35,6 +43,8 @@ class TimeUse:
         self.bound_s = [0.0] * len(LIMITS)
         self._compute_s = self._host_s = 0.0
         self._num_preemptions = 0
+        self.limit: str | None = None
+        """What keeps somebody from starting since the last iteration; None where nobody waits."""
 
     def observe(self, plan: IterationPlan, start_s: float, times: StepTimes) -> None:
         """`plan` was carried out, and is yet to be committed."""
@@ -46,10 +56,12 @@ class TimeUse:
         engine_s = min(host_s, seconds - computing_s)
         copies_s = seconds - computing_s - engine_s
         num_again = continued = 0
-        for seq, _, _, origin in plan.chunks:
+        # A prompt may be computed in several pieces at once.
+        origins = {chunk.seq: chunk.origin for chunk in plan.chunks}
+        for seq, origin in origins.items():
             num_again += seq.num_preemptions > 0
             continued += origin is Origin.CONTINUED
-        num_chunks, batching = len(plan.chunks), scheduler.batching
+        num_chunks, batching = len(origins), scheduler.batching
         self.decode_s += plan.num_decodes * computing_s
         self.recompute_s += num_again * computing_s
         self.prefill_s += (num_chunks - num_again) * computing_s
@@ -57,7 +69,7 @@ class TimeUse:
         self.copies_s += (plan.num_decodes + num_chunks) * copies_s
         passed = len(scheduler.batch) - plan.num_decodes + len(batching.partials) - continued
         self.passed_s += passed * seconds
-        limit = self._limit(plan)
+        self.limit = limit = self._limit(plan)
         if limit is not None:
             self.bound_s[LIMITS.index(limit)] += seconds
             return

@@ -1,54 +1,133 @@
-"""`timeline.json.gz`: a run as a Chrome trace, which Perfetto opens."""
+"""`timeline.json.gz`: a run as a Chrome trace, which Perfetto opens: what each engine did, when and why."""
 
 import gzip
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from sim.files import write_atomically
+from sim.results.journal import Journal, Step
+from sim.results.time_use import LIMIT_NAMES
 from sim.runs import EngineParts, Run
 
 TIMELINE_FILE = "timeline.json.gz"
 TraceEvent = dict[str, object]
+LIVE_PIDS = 50
+"""Processes of live runs follow this one, so that a simulated and a live timeline can be shown together."""
+ITERATIONS = 0
+"""Thread of an engine's iterations."""
+BLOCKS = "gpu_free_blocks"
 
 
 def write_timeline(folder: Path, run: Run) -> None:
-    """Write the lanes, requests, free blocks and others' events as a Chrome trace, which Perfetto opens."""
+    """Write iterations, lanes, requests, free blocks and others' events as a Chrome trace, which Perfetto opens."""
+    _write(folder / TIMELINE_FILE, [*timeline_events(run), *run.trace_events])
 
+
+def merge_timelines(path: Path, folders: Iterable[Path]) -> None:
+    """Write the timelines in some folders as one, their processes side by side."""
+    _write(path, [event for folder in folders for event in read_timeline(folder / TIMELINE_FILE)])
+
+
+def read_timeline(path: Path) -> list[TraceEvent]:
+    """The events of a timeline file."""
+    with gzip.open(path) as file:
+        events: list[TraceEvent] = msgspec.json.decode(file.read())["traceEvents"]
+    return events
+
+
+def _write(path: Path, events: Sequence[TraceEvent]) -> None:
     def write(file: IO[bytes]) -> None:
         with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as zipped:
-            events = [*timeline_events(run), *run.trace_events]
             zipped.write(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events}))
 
-    write_atomically(folder / TIMELINE_FILE, write)
+    write_atomically(path, write)
 
 
 def timeline_events(run: Run) -> list[TraceEvent]:
-    """Chrome trace events: a process an engine, lanes as threads, requests as async spans (queue, prefill, decode),
-    pools as counters. Requests stand with the first engine."""
+    """Chrome trace events: a process an engine, iterations and lanes as threads, requests as async spans (queue,
+    prefill, decode, and what interrupted them), arrows from iteration to iteration of a request, pools as counters.
+    Requests stand with the first engine."""
     events: list[TraceEvent] = []
-    for pid, parts in enumerate(run.engines, start=1):
-        events += _lane_events(parts, pid, f" engine {pid - 1}" if len(run.engines) > 1 else "")
-    events += _request_events(run)
-    for pid, parts in enumerate(run.engines, start=1):
+    live = run.backend == "kvtwin-live"
+    first = 1 + LIVE_PIDS * live
+    for pid, parts in enumerate(run.engines, start=first):
+        which = f" engine {pid - first}" if len(run.engines) > 1 else ""
+        events += _lane_events(parts, pid, f"{'live ' if live else ''}{parts.setup.label}{which}")
+        if parts.journal is not None:
+            events += _step_events(parts.journal, pid)
+    events += _request_events(run, first)
+    for pid, parts in enumerate(run.engines, start=first):
         events += _pool_events(parts, pid)
     return events
 
 
-def _lane_events(parts: EngineParts, pid: int, which: str) -> Iterator[TraceEvent]:
-    yield _named(pid, 0, "process_name", f"kvtwin {parts.setup.label}{which}")
+def _lane_events(parts: EngineParts, pid: int, name: str) -> Iterator[TraceEvent]:
+    yield _named(pid, ITERATIONS, "process_name", f"kvtwin {name}")
     lanes = parts.lanes
-    others = (lane for lane in (lanes.host, lanes.disk_read, lanes.disk_write) if lane.intervals)
-    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values(), *others), start=1):
+    host = (lanes.host,) if lanes.host.intervals else ()
+    for thread, lane in enumerate((lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values(), *host), start=1):
         yield _named(pid, thread, "thread_name", lane.name)
         for start_s, end_s, label in lane.intervals or ():
             event: TraceEvent = {"ph": "X", "pid": pid, "tid": thread, "name": label, "ts": start_s * 1e6}
             yield event | {"dur": (end_s - start_s) * 1e6}
 
 
-def _request_events(run: Run) -> Iterator[TraceEvent]:
+def _step_events(journal: Journal, pid: int) -> Iterator[TraceEvent]:
+    """A slice an iteration, and arrows between those at which a request began a phase."""
+    yield _named(pid, ITERATIONS, "thread_name", "Iterations")
+    for step in journal.steps:
+        slice_: TraceEvent = {"ph": "X", "pid": pid, "tid": ITERATIONS, "name": step_name(step)}
+        yield slice_ | {
+            "ts": step.start_s * 1e6,
+            "dur": (step.end_s - step.start_s) * 1e6,
+            "args": {
+                "iterations": step.iterations,
+                "decodes": step.num_decodes,
+                "prefills": step.num_prefills,
+                "tokens": step.prefill_tokens + step.num_decodes,
+                "context": step.context_tokens,
+                "admitted": step.admitted,
+                "waiting": step.num_waiting,
+                "limit": step.limit or "none",
+                "why": why(step),
+            },
+        }
+    for request_id, phases in journal.phases.items():
+        # Only phases in an iteration have a slice to start from.
+        marks = [begin_s for begin_s, name in phases if name in ("prefill", "decode", "recompute")]
+        for place, begin_s in enumerate(marks if len(marks) > 1 else ()):
+            kind = "s" if not place else "f" if place == len(marks) - 1 else "t"
+            arrow: TraceEvent = {"ph": kind, "pid": pid, "tid": ITERATIONS, "cat": "request", "name": "request"}
+            yield arrow | {"id": request_id, "ts": begin_s * 1e6, **({"bp": "e"} if kind == "f" else {})}
+
+
+def step_name(step: Step) -> str:
+    """`decode x37 (96 requests)`."""
+    count = step.num_decodes + step.num_prefills
+    times = f" x{step.iterations}" if step.iterations > 1 else ""
+    return f"{step.kind}{times} ({count} request{'s' if count != 1 else ''})"
+
+
+def why(step: Step) -> str:
+    """Who was admitted and who was not, and why: `admitted 3: slack 41 ms; 12 wait: KV memory`."""
+    found = []
+    if step.admitted:
+        found.append(f"admitted {len(step.admitted)}")
+    if step.num_waiting:
+        found.append(f"{step.num_waiting} wait: {LIMIT_NAMES[step.limit or 'policy']}")
+    elif step.limit is not None:
+        found.append(f"requests are away: {LIMIT_NAMES[step.limit]}")
+    if step.reason and found:
+        found[0] += f" ({step.reason})" if not step.admitted else f": {step.reason}"
+    return "; ".join([*found, f"{step.free_blocks:.0f} blocks free"])
+
+
+def _request_events(run: Run, pid: int) -> Iterator[TraceEvent]:
+    journals = [parts.journal for parts in run.engines if parts.journal is not None]
     for row in run.log.requests or ():
         if row.error:
             continue
@@ -56,18 +135,29 @@ def _request_events(run: Run) -> Iterator[TraceEvent]:
         seen_s = row.arrival_s - run.log.front_end_s
         marks = (row.arrival_s, seen_s + row.queue_s, seen_s + row.ttft_s, seen_s + row.e2el_s)
         for name, start_s, end_s in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
-            common = {"pid": 1, "cat": "request", "id": row.request_id, "name": name}
-            yield {"ph": "b", "ts": start_s * 1e6, **common}
-            yield {"ph": "e", "ts": end_s * 1e6, **common}
+            yield from _span(pid, row.request_id, name, start_s, end_s)
+        for journal in journals:
+            phases = [*journal.phases.get(row.request_id, ()), (marks[-1], "")]
+            for (start_s, name), (end_s, _) in pairwise(phases):
+                if name not in ("prefill", "decode"):
+                    yield from _span(pid, row.request_id, name, start_s, max(start_s, end_s))
+
+
+def _span(pid: int, request_id: int, name: str, start_s: float, end_s: float) -> Iterator[TraceEvent]:
+    common = {"pid": pid, "cat": "request", "id": request_id, "name": name}
+    yield {"ph": "b", "ts": start_s * 1e6, **common}
+    yield {"ph": "e", "ts": end_s * 1e6, **common}
 
 
 def _pool_events(parts: EngineParts, pid: int) -> Iterator[TraceEvent]:
     if parts.series is None:
         return
-    columns = parts.series.columns
+    columns, unit = parts.series.columns, parts.scheduler.memory.unit
     for i, time_s in enumerate(columns["time_s"]):
-        for name in ("gpu_free_blocks", "num_decoding", "num_waiting", "num_swapped"):
-            yield {"ph": "C", "pid": pid, "name": name, "ts": time_s * 1e6, "args": {name: columns[name][i]}}
+        for name in (BLOCKS, "num_decoding", "num_waiting", "num_swapped"):
+            # Whole blocks, of all layers, as tables have them.
+            value = columns[name][i] / unit if name == BLOCKS else columns[name][i]
+            yield {"ph": "C", "pid": pid, "name": name, "ts": time_s * 1e6, "args": {name: value}}
 
 
 def _named(pid: int, thread: int, kind: str, name: str) -> TraceEvent:

@@ -19,9 +19,11 @@ from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_o
 from kvtwin.testing import live as testing_live  # noqa: E402
 from kvtwin.testing import requests  # noqa: E402
 from sim.engine.plan import Direction  # noqa: E402
+from sim.results.timeline import LIVE_PIDS  # noqa: E402
 from sim.systems.layerkv import LayerKV  # noqa: E402
 
 CPU = torch.device("cpu")
+LIVE = 1 + LIVE_PIDS
 
 
 @pytest.mark.parametrize("inline", [False, True])
@@ -104,9 +106,9 @@ def test_one_file_shows_our_lanes_and_what_torch_did_in_them(tmp_path, capsys):
     assert any("torch.profiler" in warning for warning in result["warnings"])
     assert result["num_iterations"] > PROFILED_ITERATIONS
     events = json.loads(gzip.decompress((out / "timeline.json.gz").read_bytes()))["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1}
-    ours = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert {lanes[e["tid"]] for e in ours} == set(lanes.values()) == set(result["lanes"])
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == LIVE}
+    ours = [e for e in events if e["ph"] == "X" and e["pid"] == LIVE]
+    assert {lanes[e["tid"]] for e in ours} == set(lanes.values()) == {"Iterations", *result["lanes"]}
     assert all(lane["busy_s"] > 0 for lane in result["lanes"].values())
     begun = {e["id"] for e in events if e.get("cat") == "request" and e["ph"] == "b"}
     assert len(begun) == result["completed"] == 30
@@ -129,7 +131,7 @@ def test_an_interrupt_before_the_clock_starts_leaves_a_timeline_of_nothing(tmp_p
     out, result = live(tmp_path, "--timeline", status=130)
     assert not result["complete"]
     events = json.loads(gzip.decompress((out / "timeline.json.gz").read_bytes()))["traceEvents"]
-    assert events and all(e["pid"] == 1 for e in events)
+    assert events and all(e["pid"] == LIVE for e in events)
 
 
 def test_without_a_timeline_nothing_is_profiled(tmp_path, capsys, monkeypatch):

@@ -4,6 +4,7 @@ Memory is asked first: its refusals last, slack changes with every iteration.
 """
 
 from collections.abc import Callable
+from math import inf
 
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
@@ -66,6 +67,13 @@ class SlackAdmission(Watermark):
     @property
     def refused_for_slo(self) -> bool:
         return self._refused_s is not None
+
+    @property
+    def reason(self) -> str:
+        prefills = "" if self._refused_s is None else f", prefills {self._refused_s * 1e3:.0f} ms"
+        if self._least_s is None:
+            return f"less slack{prefills}" if prefills else ""
+        return f"slack {self._least_s * 1e3:.0f} ms{prefills}" if self._least_s < inf else "nobody's slack to keep"
 
     def admitted(self, seq: Sequence) -> None:
         self._admitted_s += self.prefill_s(seq.num_tokens)

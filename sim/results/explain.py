@@ -1,0 +1,213 @@
+"""`kvtwin explain`: what became of one request and why it waited, in sentences, from what a run has saved."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
+
+from sim.errors import UserError
+from sim.results.figures.style import seconds_text
+from sim.results.result import RESULT_FILE, read_result
+from sim.results.schema import Result
+from sim.results.time_use import LIMIT_NAMES
+from sim.results.timeline import ITERATIONS, TIMELINE_FILE, TraceEvent, read_timeline
+
+
+class _Request(NamedTuple):
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    queue_s: float
+    ttft_s: float
+    e2el_s: float
+    error: str
+
+
+def explain(folder: Path, request_id: int) -> list[str]:
+    """Sentences about one request; UserError where there is no such run or request."""
+    path = folder / RESULT_FILE
+    if not path.is_file():
+        raise UserError(f"{folder}: no {RESULT_FILE}; give the folder of one run (of compare, that of a policy)")
+    result = read_result(path)
+    found = _request(result, request_id, path)
+    prompt = _tokens(found.prompt_tokens)
+    told = [f"Request {request_id} arrived at {_moment(found.arrival_s)} with {prompt} of prompt."]
+    if found.error:
+        return [*told, f"It was not completed: {found.error}."]
+    told.append(
+        f"It got {_tokens(found.output_tokens)} in {_time(found.e2el_s)} under {result.policy}: "
+        f"{_time(found.queue_s)} in the queue, {_time(found.ttft_s - found.queue_s)} to its first token, "
+        f"{_time(found.e2el_s - found.ttft_s)} from there to the last."
+    )
+    told += _beside_others(result, found)
+    timeline = folder / TIMELINE_FILE
+    if not timeline.is_file():
+        return [
+            *told,
+            f"Why it waited is in {TIMELINE_FILE}, which this run did not keep: run it again with --timeline.",
+        ]
+    return [*told, *_why(read_timeline(timeline), found, request_id)]
+
+
+def _request(result: Result, request_id: int, path: Path) -> _Request:
+    ids = result.request_ids
+    if ids is UNSET:
+        raise UserError(f"{path}: {result.per_request}; explain reads runs of up to 100,000 requests")
+    place = bisect_left(ids, request_id)
+    if place == len(ids) or ids[place] != request_id:
+        span = f"{ids[0]} to {ids[-1]}" if ids else "none"
+        raise UserError(f"--request {request_id}: no such request ended in {path}; ids are {span}")
+    columns: tuple[Any, ...] = (result.start_times, result.input_lens, result.output_lens, result.queue_times)
+    columns += (result.ttfts, result.latencies, result.errors)
+    return _Request(*(column[place] for column in columns if column is not UNSET))
+
+
+def _beside_others(result: Result, found: _Request) -> Iterator[str]:
+    shares = []
+    for values, own_s in ((result.ttfts, found.ttft_s), (result.latencies, found.e2el_s)):
+        completed = [v for v, error in zip(values or (), result.errors or (), strict=True) if not error]
+        shares.append(sum(value < own_s for value in completed) / len(completed) * 100)
+    yield (
+        f"Its TTFT of {_time(found.ttft_s)} is longer than that of {shares[0]:.0f} % of the requests, "
+        f"its end-to-end latency than that of {shares[1]:.0f} %."
+    )
+
+
+def _why(events: Sequence[TraceEvent], found: _Request, request_id: int) -> Iterator[str]:
+    steps = _steps(events, request_id)
+    if not steps:
+        yield "The timeline does not say who was admitted when: run it again with --timeline."
+        return
+    spans = _spans(events, request_id)
+    # On the engine's clock, which has the front end's time not yet in it.
+    scheduled_s = next((end_s for name, _, end_s in spans if name == "queue"), found.arrival_s + found.queue_s)
+    yield from _queueing(steps, found, scheduled_s)
+    admission = next(step for step in steps if request_id in step["args"]["admitted"])
+    others = len(admission["args"]["admitted"]) - 1
+    yield (
+        f"It was admitted at {_moment(admission['ts'] / 1e6)}, {_alone(others)}, in an iteration of "
+        f"{_tokens(admission['args']['tokens'])} that took {_time(admission['dur'] / 1e6)}: {admission['args']['why']}."
+    )
+    for name, start_s, end_s in spans:
+        if name in ("queue", "prefill", "decode"):
+            continue
+        yield from _interruption(steps, name, start_s, end_s)
+    yield from _decoding(steps, found, spans)
+
+
+def _steps(events: Sequence[TraceEvent], request_id: int) -> list[dict[str, Any]]:
+    """The iterations of the engine that first admitted the request, in order."""
+    slices: list[dict[str, Any]] = [
+        event for event in events if event["ph"] == "X" and event["tid"] == ITERATIONS and "args" in event
+    ]
+    pid = next((step["pid"] for step in slices if request_id in step["args"]["admitted"]), 0)
+    return [step for step in slices if step["pid"] == pid]
+
+
+def _queueing(steps: Sequence[dict[str, Any]], found: _Request, scheduled_s: float) -> Iterator[str]:
+    bound_s: dict[str, float] = defaultdict(float)
+    ahead = 0
+    for step in steps:
+        start_s, end_s = step["ts"] / 1e6, (step["ts"] + step["dur"]) / 1e6
+        overlap_s = min(end_s, scheduled_s) - max(start_s, found.arrival_s)
+        if overlap_s <= 0.0:
+            continue
+        if start_s <= found.arrival_s:
+            # Decided before it came: it waits for the iteration's end.
+            bound_s["under way"] += overlap_s
+            ahead = step["args"]["waiting"]
+        else:
+            bound_s[step["args"]["limit"]] += overlap_s
+    if not bound_s:
+        yield "It was scheduled as it came."
+        return
+    if ahead:
+        yield f"{ahead:,} request{'s' if ahead != 1 else ''} waited before it when it came."
+    for name, seconds in sorted(bound_s.items(), key=lambda item: -item[1]):
+        if name == "under way":
+            yield f"{_time(seconds)} of its wait was the rest of the iteration that ran when it came."
+        elif name == "none":
+            yield f"{_time(seconds)} of its wait nobody was kept back: it was not the engine's turn to look."
+        elif seconds > 0.0:
+            share = seconds / found.queue_s * 100 if found.queue_s else 0.0
+            cause = f"what kept the next in the queue from starting was {LIMIT_NAMES[name]}"
+            yield f"For {_time(seconds)} ({share:.0f} %) {cause}."
+    front_s = found.arrival_s + found.queue_s - scheduled_s
+    if front_s > 1e-6:
+        yield f"{_time(front_s)} passed between client and engine (HTTP, tokenisation)."
+
+
+def _spans(events: Sequence[TraceEvent], request_id: int) -> list[tuple[str, float, float]]:
+    """The request's phases as (name, begin, end), s, in order of their begins."""
+    begins: dict[str, float] = {}
+    found = []
+    for event in events:
+        if event.get("cat") != "request" or event.get("id") != request_id or event["ph"] not in ("b", "e"):
+            continue
+        name, time_s = str(event["name"]), float(str(event["ts"])) / 1e6
+        if event["ph"] == "b":
+            begins[name] = time_s
+        else:
+            found.append((name, begins.pop(name), time_s))
+    return sorted(found, key=lambda span: span[1])
+
+
+AWAY = {
+    "preempted": "lost its KV and waited to be computed again",
+    "swapped out": "was swapped out to the host",
+    "parked": "was parked, its KV not all on the GPU",
+    "coming back": "waited for its KV to come back from the host",
+    "recompute": "was computed again",
+}
+
+
+def _interruption(steps: Sequence[dict[str, Any]], name: str, start_s: float, end_s: float) -> Iterator[str]:
+    if end_s <= start_s:
+        return
+    bound_s: dict[str, float] = defaultdict(float)
+    for step in steps:
+        overlap_s = min(end_s, (step["ts"] + step["dur"]) / 1e6) - max(start_s, step["ts"] / 1e6)
+        if overlap_s > 0.0:
+            bound_s[step["args"]["limit"]] += overlap_s
+    limit = max(bound_s, key=lambda name: bound_s[name], default="none")
+    cause = f", while this was short: {LIMIT_NAMES[limit]}" if limit in LIMIT_NAMES and name != "recompute" else ""
+    yield f"At {_moment(start_s)} it {AWAY.get(name, name)} for {_time(end_s - start_s)}{cause}."
+
+
+def _decoding(
+    steps: Sequence[dict[str, Any]], found: _Request, spans: Sequence[tuple[str, float, float]]
+) -> Iterator[str]:
+    decode = next(((start_s, end_s) for name, start_s, end_s in spans if name == "decode"), None)
+    if decode is None or found.output_tokens < 2:
+        return
+    batch = weight = others_s = 0.0
+    for step in steps:
+        overlap_s = min(decode[1], (step["ts"] + step["dur"]) / 1e6) - max(decode[0], step["ts"] / 1e6)
+        if overlap_s <= 0.0:
+            continue
+        batch += step["args"]["decodes"] * overlap_s
+        weight += overlap_s
+        others_s += overlap_s if not step["args"]["decodes"] else 0.0
+    tpot_s = (found.e2el_s - found.ttft_s) / (found.output_tokens - 1)
+    stalled = f"; {_time(others_s)} went to prefills of others, during which nobody decoded" if others_s else ""
+    size = f", with {batch / weight:.0f} requests decoding at a time" if weight else ""
+    yield f"Its tokens came {_time(tpot_s)} apart{size}{stalled}."
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(seconds).replace("\xa0", " ")
+
+
+def _moment(seconds: float) -> str:
+    return f"{seconds:,.3f} s"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' if count != 1 else ''}"
+
+
+def _alone(others: int) -> str:
+    return "alone" if not others else f"with {others} other{'s' if others != 1 else ''}"

@@ -1,0 +1,129 @@
+"""Timelines that explain: iterations with their reasons, requests' phases, and `kvtwin explain`."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from small_results import finished
+
+import kvtwin
+from sim.results.timeline import ITERATIONS, merge_timelines, read_timeline, step_name, timeline_events, why
+from sim.scenario import Scenario
+from sim.simulate import Keep
+from sim.systems import POLICIES
+
+KEPT = Keep(timeline=True)
+POOLS = {"distserve", "splitwise", "mooncake"}
+BASE = {"workload": "sharegpt", "num_prompts": 40, "num_gpu_blocks_override": 120, "num_cpu_blocks_override": 600}
+BASE |= {"max_model_len": 1024, "seed": 1, "request_rate": 20.0}
+
+
+def options_for(policy, **changes):
+    pools = {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": 100.0} if policy in POOLS else {}
+    return Scenario(**(BASE | pools | changes))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "layerkv:decode=stream"])
+def test_every_iteration_is_a_slice_and_every_request_is_admitted_in_one(policy):
+    run = finished(policy, KEPT, options_for(policy.partition(":")[0]))
+    admitted = set()
+    for parts, instance in zip(run.engines, run.instances, strict=True):
+        steps = parts.journal.steps
+        assert sum(step.iterations for step in steps) == instance.iterations
+        assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(steps))
+        admitted |= {i for step in steps for i in step.admitted}
+        for step in steps:
+            assert step_name(step)
+            assert why(step).endswith("blocks free")
+    ended = {row.request_id for row in run.log.requests if not row.error}
+    assert ended <= admitted
+    phases = {i: found for parts in run.engines for i, found in parts.journal.phases.items()}
+    for row in run.log.requests:
+        if row.error:
+            continue
+        begins = [begin_s for begin_s, _ in phases[row.request_id]]
+        assert begins == sorted(begins)
+        assert len(run.engines) > 1 or phases[row.request_id][0][1] == "prefill"
+
+
+def test_arrows_start_in_slices_and_every_arrow_ends():
+    events = timeline_events(finished("vllm-recompute", KEPT, options_for("vllm-recompute")))
+    starts = {event["ts"] for event in events if event["ph"] == "X" and event["tid"] == ITERATIONS}
+    arrows = [event for event in events if event["ph"] in "stf"]
+    assert arrows
+    assert {event["ts"] for event in arrows} <= starts
+    for request_id in {event["id"] for event in arrows}:
+        kinds = [event["ph"] for event in arrows if event["id"] == request_id]
+        assert (kinds[0], kinds[-1], set(kinds[1:-1]) <= {"t"}) == ("s", "f", True)
+
+
+def test_preempted_requests_have_a_span_while_they_are_away():
+    run = finished("vllm-recompute", KEPT, options_for("vllm-recompute"))
+    events = timeline_events(run)
+    assert run.engines[0].scheduler.counters.preemptions > 0
+    names = {event["name"] for event in events if event["ph"] == "b"}
+    assert {"queue", "prefill", "decode", "preempted", "recompute"} <= names
+
+
+def test_counters_are_in_whole_blocks_whatever_the_pool_counts():
+    for policy in ("vllm-recompute", "layerkv"):
+        events = timeline_events(finished(policy, KEPT, options_for(policy)))
+        free = [e["args"]["gpu_free_blocks"] for e in events if e["ph"] == "C" and e["name"] == "gpu_free_blocks"]
+        assert 0 <= min(free) < max(free) <= 120
+
+
+def run_words(folder, *words, policy="vllm-recompute"):
+    given = ["--workload", "sharegpt", "--num-prompts", "40", "--request-rate", "20", "--max-model-len", "1024"]
+    given += ["--num-gpu-blocks-override", "120", "--num-cpu-blocks-override", "600", "--seed", "1", "--quiet"]
+    assert kvtwin.main(["run", *given, "--policy", policy, "--out", str(folder), *words]) == 0
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("explain")
+    run_words(folder, "--timeline")
+    return folder
+
+
+def explained(folder, request_id, capsys):
+    assert kvtwin.main(["explain", str(folder), "--request", str(request_id)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_request_that_waited_for_memory_is_told_so(kept, capsys):
+    result = json.loads((kept / "result.json").read_text())
+    longest = max(range(40), key=result["queue_times"].__getitem__)
+    text = explained(kept, longest, capsys)
+    assert f"Request {longest} arrived at {result['start_times'][longest]:,.3f} s" in text
+    assert "what kept the next in the queue from starting was KV memory" in text
+    assert "It was admitted at " in text
+    assert "requests waited before it" in text or "request waited before it" in text
+
+
+def test_every_request_can_be_explained(kept, capsys):
+    texts = [explained(kept, i, capsys) for i in range(40)]
+    assert any("lost its KV and waited to be computed again" in text for text in texts)
+    assert not any("None" in text or "nan" in text for text in texts)
+
+
+def test_without_a_timeline_it_says_which_flag_keeps_one(tmp_path, capsys):
+    run_words(tmp_path)
+    text = explained(tmp_path, 0, capsys)
+    assert "run it again with --timeline" in text
+    assert "Its TTFT of" in text
+
+
+@pytest.mark.parametrize("words", [("--request", "40"), ("--request", "-1")])
+def test_unknown_requests_are_refused(kept, capsys, words):
+    assert kvtwin.main(["explain", str(kept), *words]) == 2
+    assert "ids are 0 to 39" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert kvtwin.main(["explain", str(tmp_path), "--request", "0"]) == 2
+    assert "no result.json" in capsys.readouterr().err
+
+
+def test_timelines_open_together(kept, tmp_path):
+    merge_timelines(tmp_path / "both.json.gz", (kept, kept))
+    assert len(read_timeline(tmp_path / "both.json.gz")) == 2 * len(read_timeline(kept / "timeline.json.gz"))
