@@ -60,6 +60,7 @@ MIXES = [
     "layerkv:batching=iteration-level",
     "vllm-swap:memory=reserved",
     "orca:memory=paged,admission=token-wise,tpot-slo-ms=30",
+    "orca:memory=paged,eviction=swap,admission=token-wise,tpot-slo-ms=30",
     "orca:eviction=swap",
     "orca:memory=paged,eviction=swap",
     "fastserve:memory=reserved",

@@ -14,6 +14,10 @@ from sim.interrupts import INTERRUPTED
 if TYPE_CHECKING:
     from sim.study.sweep import Means, Told
 
+REPRODUCE_HELP = (
+    "Run the setups of papers that ship with kvtwin: the paper's numbers beside ours with their ratio, a verdict, and "
+    "the figures. What is finished is kept in --out."
+)
 SWEEP_HELP = (
     "Run every point of a study file: a scenario file with a table [sweep] of axes (docs/sweep.md). What has ended is "
     "kept; the same command goes on where it was interrupted."
@@ -39,6 +43,16 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     regimes = subparsers.add_parser("map", help="draw which policy wins over two parameters", description=MAP_HELP)
     regimes.later(_add_map_flags)
     regimes.set_defaults(run=partial(_goes_on, map_command))
+    reproduce = subparsers.add_parser("reproduce", help="a paper's figures beside ours", description=REPRODUCE_HELP)
+    reproduce.later(_add_reproduce_flags)
+    reproduce.set_defaults(run=partial(_goes_on, reproduce_command))
+
+
+def _add_reproduce_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paper", nargs="?", help="layerkv, ellm, hcache, kvpr or sarathi (default: all)")
+    parser.add_argument("--figure", metavar="N", help="of the paper (default: all that are known)")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="Markdown page whose tables to replace")
+    add_means(parser)
 
 
 def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +138,30 @@ def sweep_command(arguments: argparse.Namespace) -> int:
         write_figures(folder / "figures", study, means_table(study, table))
     if not arguments.quiet:
         print("\n".join(_told(study.where, folder, [place.outcome.error for place in places])))
+    return 0
+
+
+def reproduce_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin reproduce`."""
+    from sim.files import write_atomically  # noqa: PLC0415
+    from sim.study.reproduce import draw, fill_in, run_setups, table  # noqa: PLC0415
+    from sim.study.setup_files import chosen, read_setups  # noqa: PLC0415
+
+    folder: Path = arguments.out
+    setups, means = chosen(read_setups(), arguments.paper, arguments.figure), means_of(arguments)
+    with progress("reproduce", arguments.quiet) as begin:
+        found = run_setups(setups, folder, means, begin)
+    for one in found:
+        draw(one, folder / "figures" / f"{one.setup.name}-{one.setup.figure}.png")
+    if arguments.page is not None:
+        page = fill_in(arguments.page.read_text(encoding="utf-8"), found)
+        write_atomically(arguments.page, lambda file: file.write(page.encode()))
+    if not arguments.quiet:
+        for one in found:
+            print(f"\n{one.setup.paper}, figure {one.setup.figure}: {one.setup.title}\n{table([one])}")
+    for one in found:
+        for (case, x, label), error in one.errors.items():
+            print(f"kvtwin: {one.setup.paper} {one.setup.figure}, {case} {x or ''} {label}: {error}", file=sys.stderr)
     return 0
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.kvpr_options import PartialRecomputeOptions
 from sim.systems.vllm055 import vllm055_limits
 
 
 @dataclass(frozen=True)
-class Kvpr(Policy):
+class Kvpr(PartialRecomputeOptions, Policy):
     """Decoding from the host, a part of the KV made anew."""
 
     name: ClassVar[str] = "kvpr"

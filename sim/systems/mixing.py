@@ -8,6 +8,7 @@ is loaded when somebody builds the part.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from math import inf
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from sim.systems.ellm_options import TokenWiseOptions
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
 from sim.systems.hcache_options import StatesOptions, split_of
+from sim.systems.kvpr_options import PartialRecomputeOptions
 from sim.systems.layerkv_options import Equations, LayerKVOptions, remembered
 from sim.systems.mempool_options import MemPoolOptions
 from sim.systems.mooncake_options import ConductorOptions
@@ -330,8 +332,11 @@ def _block_seconds(b: Builder) -> "BlockSeconds":
 
     model, cost, size = b.deployment.model, b.deployment.cost, b.limits.block_size
     layer_bytes, input_bytes = b.limits.block_bytes / model.num_layers, size * model.hidden_bytes_per_token_layer
+    copied_s = (
+        cost.copy_s(input_bytes, 0, Direction.H2D) if b.options(PartialRecomputeOptions).partial_recompute else inf
+    )
     return BlockSeconds(
-        cost.copy_s(input_bytes, 0, Direction.H2D), cost.project_s(size),
+        copied_s, cost.project_s(size),
         cost.copy_s(layer_bytes, cost.num_copies(1, 1), Direction.H2D), input_bytes / layer_bytes,
     )  # fmt: skip
 
@@ -630,7 +635,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "tiered-states": KnownMemory(
         _tiered_states, StatesOptions, runs_live=False, can_cache_prefixes=True, always_caches=True
     ),
-    "hosted-layers": KnownMemory(_hosted_layers, runs_live=False),
+    "hosted-layers": KnownMemory(_hosted_layers, PartialRecomputeOptions, runs_live=False),
     "token-wise": KnownMemory(_token_wise_memory, TokenWiseOptions, runs_live=False),
 }
 ADMISSIONS: "dict[str, Known[Admission]]" = {
@@ -650,7 +655,7 @@ STAGES: "dict[str, Known[Stage]]" = {
     "direct": Known(_direct),
     "promote": Known(_promote, LayerKVOptions),
     "stream": Known(_stream, LayerKVOptions),
-    "partial-recompute": Known(_partial_recompute),
+    "partial-recompute": Known(_partial_recompute, PartialRecomputeOptions),
     HAND_OVER: Known(_hand_over, HandOverOptions),
 }
 BATCHINGS: dict[str, KnownBatching] = {

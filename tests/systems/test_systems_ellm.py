@@ -191,7 +191,7 @@ def test_it_keeps_to_what_every_system_must_on_a_model_of_many_layers(text: str)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ellm:memory=paged,eviction=swap", "eviction=recompute"),
+        ("ellm:eviction=swap", "eviction=swap moves whole sequences"),
         ("ellm:admission=watermark", "admission=token-wise"),
         ("ellm:batching=sarathi", "splits none"),
         ("ellm:order=priority", "order=fcfs"),

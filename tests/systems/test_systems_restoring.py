@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import conformance, limits, linear_machine, requests, roofline_machine, simulate
@@ -49,6 +49,7 @@ def test_2048_tokens_of_llama_come_back_in_two_thirds_of_the_time_of_copies():
     assert again > 5 * copied
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 80), *(st.floats(1e-4, 1.0) for _ in range(3)), st.floats(1.0, 20.0)
 )  # fmt: skip
@@ -178,6 +179,7 @@ def test_projected_blocks_by_hand():
     assert BlockSeconds(1.0, 0.001, 1.0, 1.0).projected(10) == 0
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(0, 200), st.floats(0.01, 2.0), st.floats(0.001, 5.0), st.floats(0.01, 2.0)
 )  # fmt: skip

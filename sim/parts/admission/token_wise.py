@@ -47,8 +47,8 @@ class BatchAndRatio(Admission):
         memory, limits = scheduler.memory, scheduler.limits
         if scheduler.batching.splits_prompts or limits.enable_chunked_prefill:
             raise UserError("admission=token-wise counts whole prompts: it goes with a batching that splits none")
-        if scheduler.stage.brings_layers_back or scheduler.eviction.moves_whole:
-            raise UserError("admission=token-wise takes those who run to have all blocks: eviction=recompute")
+        if scheduler.stage.brings_layers_back:
+            raise UserError("admission=token-wise takes those who run to have all blocks: stage=direct")
         if not scheduler.order.sticky:
             raise UserError("admission=token-wise takes requests in the order in which they come: order=fcfs")
         self.token_wise = memory if isinstance(memory, TokenWiseMemory) else None

@@ -1,0 +1,231 @@
+"""`kvtwin reproduce`: a paper's figures from setups that ship, its numbers beside ours, and the page of verdicts."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from sim.errors import UserError
+from sim.study.points import Outcome, key_of, setup_of
+from sim.study.setup_files import Claim, PaperSetup, value_of
+from sim.study.sweep import Means, Place, Store, num_gpus, perform_missing
+
+REPRODUCED, PARTLY, NOT = "reproduced", "partly", "not"
+NEAR = 1.5
+"""By how much ours may be larger or smaller than the paper's ratio to count as reproduced."""
+LEAST_SHARE = 0.05
+"""Less of a difference than this is none."""
+MOST_QUEUE_MS = 2000.0
+"""Median queueing of a rate that an engine can bear (Sarathi-Serve)."""
+NAMES = {
+    "mean_ttft_ms": "mean TTFT, ms", "p99_ttft_ms": "P99 TTFT, ms", "mean_tpot_ms": "mean TPOT, ms",
+    "request_throughput": "requests/s", "output_throughput": "tokens/s", "violations": "violations, %",
+    "attainment": "share within SLO", "fragmentation": "fragmentation", "p99_itl_ms": "P99 between tokens, ms",
+    "input_len": "prompt, tokens", "request_rate": "requests/s", "tp": "GPUs",
+}  # fmt: skip
+
+Point = tuple[str, float | int | None, str]
+
+
+class Found(Struct, frozen=True):
+    """What the runs of one setup gave, by case, x and label."""
+
+    setup: PaperSetup
+    results: dict[Point, dict[str, Any]]
+    errors: dict[Point, str]
+
+
+class Row(NamedTuple):
+    """A claim, the paper's number and ours, and what to make of it."""
+
+    claim: Claim
+    ours: float | None
+    verdict: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the paper's."""
+        return self.ours / self.claim.paper if self.ours is not None and self.claim.paper else None
+
+
+def run_setups(setups: Iterable[PaperSetup], folder: Path, means: Means, begin: Any = None) -> list[Found]:  # noqa: ANN401
+    """Perform what is not kept in `folder` yet."""
+    store = Store(folder)
+    planned = [(setup, [_planned(*point) for point in setup.points()]) for setup in setups]
+    perform_missing([place for _, places in planned for _, place in places], store, means, begin)
+    found = []
+    for setup, places in planned:
+        results, errors = {}, {}
+        for point, place in places:
+            outcome = store.get(place.outcome.key) or place.outcome
+            if outcome.result is not None:
+                results[point] = outcome.result
+            else:
+                errors[point] = outcome.error or "not run"
+        found.append(Found(setup, results, errors))
+    return found
+
+
+def _planned(case: str, x: float | None, label: str, options: dict[str, Any]) -> tuple[Point, Place]:
+    try:
+        setup = setup_of(options)
+        return (case, x, label), Place({}, 0, options, Outcome(key_of(setup)), num_gpus(setup))
+    except UserError as error:
+        return (case, x, label), Place({}, 0, options, Outcome("", error=str(error)))
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(found: Found) -> list[Row]:
+    """Each claim with our number, where the runs have it."""
+    rows = []
+    for claim in found.setup.claims:
+        ours = _ours(claim, found)
+        rows.append(Row(claim, ours, _verdict(claim, ours)))
+    return rows
+
+
+def _ours(claim: Claim, found: Found) -> float | None:
+    if claim.kind == "capacity":
+        most = [_capacity(claim, label, found.results) for label in (claim.of, claim.over)]
+        return most[0] / most[1] if most[0] and most[1] else None
+    values = []
+    for (case, x, label), result in found.results.items():
+        if label != claim.of or claim.case not in (None, case) or claim.at not in (None, x):
+            continue
+        value = value_of(result, claim.metric)
+        if claim.over is not None:
+            other = found.results.get((case, x, claim.over))
+            if other is None:
+                return None
+            base = value_of(other, claim.metric)
+            if "difference" in (claim.kind, claim.reduce):
+                value -= base
+            elif not base:
+                return None
+            else:
+                value /= base
+        values.append(value)
+    if not values:
+        return None
+    return max(values) if claim.pick == "max" else min(values)
+
+
+def _capacity(claim: Claim, label: str | None, results: Mapping[Point, Mapping[str, Any]]) -> float:
+    good = [
+        x
+        for (_, x, other), result in results.items()
+        if other == label
+        and value_of(result, claim.metric) <= claim.limit
+        and result["median_queue_ms"] <= MOST_QUEUE_MS
+    ]
+    return float(max((x for x in good if x is not None), default=0.0))
+
+
+def _verdict(claim: Claim, ours: float | None) -> str:
+    if ours is None:
+        return "no result"
+    if claim.kind == "most":
+        return REPRODUCED if ours <= claim.paper else NOT
+    if claim.kind == "least":
+        return REPRODUCED if ours >= claim.paper else NOT
+    neutral = 1.0 if claim.over and claim.kind != "difference" else 0.0
+    gained, claimed = ours - neutral, claim.paper - neutral
+    if gained * claimed <= 0.0 or abs(gained) < LEAST_SHARE * (neutral or abs(claim.paper)):
+        return NOT
+    return REPRODUCED if claim.paper / NEAR <= ours <= claim.paper * NEAR else PARTLY
+
+
+def digits(value: float) -> str:
+    """Three significant digits, no exponent."""
+    return f"{value:.3g}" if 0.001 <= abs(value) < 1000 or not value else f"{value:,.0f}"
+
+
+def table(found: Iterable[Found]) -> str:
+    """Claims as Markdown: paper, ours, their ratio, and the verdict."""
+    lines = ["| figure | claim | paper | here | here / paper | verdict |", "|:--|:--|--:|--:|--:|:--|"]
+    for one in found:
+        for row in rows_of(one):
+            sign = {"most": "≤ ", "least": "≥ "}.get(row.claim.kind, "")
+            ours = "-" if row.ours is None else digits(row.ours)
+            ratio = "-" if row.ratio is None or sign else digits(row.ratio)
+            cells = one.setup.figure, row.claim.says, sign + digits(row.claim.paper), ours, ratio, row.verdict
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# -- the figure --------------------------------------------------------------------------------------------------------
+
+
+def draw(found: Found, path: Path) -> None:
+    """The setup's metrics, a row each, cases side by side: lines over x, or bars where there is no x."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    setup = found.setup
+    cases = list(setup.cases) or [""]
+    rows, columns = len(setup.draw), len(cases)
+    figure = Figure(figsize=(3.4 * columns + 1.4, 2.4 * rows + 0.7), dpi=96, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{setup.paper}, figure {setup.figure}: {setup.title}", fontsize=9, wrap=True)
+    for r, metric in enumerate(setup.draw):
+        for c, case in enumerate(cases):
+            axis = figure.add_subplot(rows, columns, r * columns + c + 1)
+            _panel(axis, found, case, metric)
+            if c == 0:
+                axis.set_ylabel(NAMES.get(metric, metric), fontsize=8)
+            if r == 0:
+                axis.set_title(case, fontsize=9)
+            if r == c == 0 and setup.x is not None:
+                axis.legend(fontsize=7, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def _panel(axis: Any, found: Found, case: str, metric: str) -> None:  # noqa: ANN401 - matplotlib's
+    setup = found.setup
+    axis.grid(alpha=0.3)
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    known = {
+        label: [
+            (x, value_of(found.results[case, x, label], metric))
+            for x in setup.values or [None]
+            if (case, x, label) in found.results
+        ]
+        for label in setup.policies
+    }
+    if setup.x is None:
+        bars = {label: values[0][1] for label, values in known.items() if values}
+        axis.bar(range(len(bars)), list(bars.values()), color=[f"C{i}" for i in range(len(bars))])
+        axis.set_xticks(range(len(bars)), list(bars), rotation=20, ha="right")
+    else:
+        for label, values in known.items():
+            axis.plot([x for x, _ in values], [y for _, y in values], marker="o", markersize=3.5, label=label)
+        if setup.x == "input_len":
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(setup.values, [f"{value:,}" for value in setup.values], rotation=20)
+        axis.set_xlabel(NAMES.get(setup.x, setup.x), fontsize=8)
+    values = [y for points in known.values() for _, y in points if y > 0.0]
+    if values and max(values) > 30 * min(values):
+        axis.set_yscale("log")
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def fill_in(page: str, found: Iterable[Found]) -> str:
+    """The page with these papers' tables replaced, which stand from `<!-- reproduce NAME -->` to `<!-- end -->`."""
+    by_paper: dict[str, list[Found]] = {}
+    for one in found:
+        by_paper.setdefault(one.setup.name, []).append(one)
+    for name, ones in by_paper.items():
+        start, end = f"<!-- reproduce {name} -->", "<!-- end -->"
+        before, mark, rest = page.partition(start)
+        _, closing, after = rest.partition(end)
+        if not mark or not closing:
+            raise UserError(f"--page: no {start} ... {end} in it; add them where the table is to stand")
+        page = f"{before}{start}\n{table(ones)}\n{end}{after}"
+    return page

@@ -1,0 +1,111 @@
+"""`kvtwin reproduce`: setups that ship can be run, claims are worked out by hand, the page keeps what others wrote."""
+
+import msgspec
+import pytest
+
+import kvtwin
+from sim.errors import UserError
+from sim.study.points import setup_of
+from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, fill_in, rows_of, table
+from sim.study.setup_files import Claim, PaperSetup, chosen, read_setups, value_of
+
+SETUPS = read_setups()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: f"{setup.name}-{setup.figure}")
+def test_every_setup_resolves_and_its_claims_name_what_it_runs(setup: PaperSetup):
+    points = setup.points()
+    assert len({(case, x, label) for case, x, label, _ in points}) == len(points)
+    for case, _, _, options in (points[0], points[-1]):
+        assert setup_of(options).label
+        assert case in (setup.cases or {""})
+    for claim in setup.claims:
+        assert claim.of in setup.policies
+        assert claim.over is None or claim.over in setup.policies
+        assert claim.case is None or claim.case in setup.cases
+        assert claim.at is None or claim.at in setup.values
+
+
+def test_papers_and_figures_are_found_by_name():
+    assert {setup.name for setup in SETUPS} == {"layerkv", "ellm", "hcache", "kvpr", "sarathi"}
+    assert [setup.figure for setup in chosen(SETUPS, "layerkv", "7")] == ["6-7"]
+    with pytest.raises(UserError, match="known: ellm, hcache, kvpr, layerkv, sarathi"):
+        chosen(SETUPS, "elm", None)
+    with pytest.raises(UserError, match="figure 99"):
+        chosen(SETUPS, "ellm", "99")
+
+
+def found(claim: Claim, values: dict[tuple[str, float], float], metric: str = "mean_ttft_ms") -> Found:
+    """Results of two policies at some points."""
+    setup = PaperSetup("Paper", "1", "", [metric], {"a": "vllm-swap", "b": "ellm"}, {}, [claim], "tp", [1, 2])
+    results = {
+        ("", x, label): {metric: value, "median_queue_ms": 0.0, "counters": {}} for (label, x), value in values.items()
+    }
+    return Found(setup, results, {})
+
+
+TWO = {("a", 1): 300.0, ("b", 1): 100.0, ("a", 2): 50.0, ("b", 2): 100.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "ours", "verdict"),
+    [
+        ({"paper": 2.5}, 3.0, REPRODUCED),
+        ({"paper": 30.0}, 3.0, PARTLY),
+        ({"paper": 2.5, "at": 2}, 0.5, NOT),
+        ({"paper": 0.7, "at": 2}, 0.5, REPRODUCED),
+        ({"paper": 1.4, "of": "b", "over": "a", "pick": "min"}, 1 / 3, NOT),
+        ({"paper": 2.5, "pick": "min"}, 0.5, NOT),
+        ({"paper": 1.0, "kind": "least", "pick": "min"}, 0.5, NOT),
+        ({"paper": 4.0, "kind": "most"}, 3.0, REPRODUCED),
+        ({"paper": 150.0, "kind": "difference"}, 200.0, REPRODUCED),
+        ({"paper": 2.0, "kind": "capacity", "limit": 60.0}, None, "no result"),
+        ({"paper": 2.0, "kind": "capacity", "limit": 100.0}, None, "no result"),
+    ],
+)
+def test_claims_by_hand(more, ours, verdict):
+    claim = msgspec.convert({"says": "s", "metric": "mean_ttft_ms", "of": "a", "over": "b", **more}, Claim)
+    if more.get("kind") == "capacity" and more["limit"] == 100.0:
+        ours, verdict = 1.0, NOT
+    (row,) = rows_of(found(claim, TWO))
+    assert row.ours == (pytest.approx(ours) if ours is not None else None)
+    assert row.verdict == verdict
+
+
+def test_numbers_made_of_several():
+    result = {
+        "mean_queue_ms": 30.0, "mean_ttft_ms": 40.0, "goodput_attainment": 0.9, "scenario": {"block_size": 16},
+        "counters": {"held_block_layers": 10, "filled_token_layers": 120, "rebuilt_tokens": 5, "context_tokens": 20},
+    }  # fmt: skip
+    assert value_of(result, "queueing") == 0.75
+    assert value_of(result, "violations") == pytest.approx(10.0)
+    assert value_of(result, "fragmentation") == 0.25
+    assert value_of(result, "uncached") == 0.25
+
+
+def test_a_page_keeps_what_is_not_the_papers_table():
+    claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
+    one = found(claim, TWO)
+    page = "before\n<!-- reproduce paper -->\nold\n<!-- end -->\nafter\n<!-- end -->"
+    filled = fill_in(page, [one])
+    assert filled == f"before\n<!-- reproduce paper -->\n{table([one])}\n<!-- end -->\nafter\n<!-- end -->"
+    assert "| 1 | less | 2.5 | 3 | 1.2 | reproduced |" in filled
+    with pytest.raises(UserError, match="reproduce paper"):
+        fill_in("nothing", [one])
+
+
+def test_a_figure_is_run_printed_and_drawn_and_kept(tmp_path, capsys):
+    arguments = ["reproduce", "kvpr", "--out", str(tmp_path), "--jobs", "1"]
+    assert kvtwin.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "| throughput | decode throughput, most | 1.46 |" in printed
+    assert (tmp_path / "figures" / "kvpr-throughput.png").stat().st_size > 5_000
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "points").iterdir()}
+    assert kvtwin.main(arguments) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "points").iterdir()} == kept
+    assert capsys.readouterr().out == printed
+
+
+def test_bad_words_end_with_one_line(tmp_path, capsys):
+    assert kvtwin.main(["reproduce", "nobody", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
