@@ -214,7 +214,7 @@ OTHER_WORDS = {
     "rejection": "early",
     "decode": "stream",
     "equations": "paper",
-    "predictor": "bucket",
+    "predictor": "none",
 }
 OTHER_WORDS |= {"threads": "512", "layers_per_block": "8", "keeps": "turns"}
 OTHER_WORDS |= {"caching": "both"}
