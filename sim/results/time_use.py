@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET, UnsetType
 
 from sim.cost.pricing import Lanes
-from sim.engine.plan import IterationPlan, Origin, StepTimes
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.results.parts import LatencyParts
 
 if TYPE_CHECKING:
@@ -57,17 +57,18 @@ class TimeUse:
         copies_s = seconds - computing_s - engine_s
         num_again = continued = 0
         # A prompt may be computed in several pieces at once.
-        origins = {chunk.seq: chunk.origin for chunk in plan.chunks}
-        for seq, origin in origins.items():
+        prefilled = {chunk.seq for chunk in plan.chunks}
+        partials = scheduler.batching.partials
+        for seq in prefilled:
             num_again += seq.num_preemptions > 0
-            continued += origin is Origin.CONTINUED
-        num_chunks, batching = len(origins), scheduler.batching
+            continued += seq in partials
+        num_chunks = len(prefilled)
         self.decode_s += plan.num_decodes * computing_s
         self.recompute_s += num_again * computing_s
         self.prefill_s += (num_chunks - num_again) * computing_s
         self.engine_s += (plan.num_decodes + num_chunks) * engine_s
         self.copies_s += (plan.num_decodes + num_chunks) * copies_s
-        passed = len(scheduler.batch) - plan.num_decodes + len(batching.partials) - continued
+        passed = len(scheduler.batch) - plan.num_decodes + len(partials) - continued
         self.passed_s += passed * seconds
         self.limit = limit = self._limit(plan)
         if limit is not None:
