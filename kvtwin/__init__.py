@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sim.errors import UserError
 from sim.interrupts import INTERRUPTED, exit_status, sigterm_interrupts
+from sim.version import VERSION
 from sim.version import VERSION as __version__
 from traces.errors import TraceError
 
@@ -140,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from traces import cli as traces_cli  # noqa: PLC0415
 
     parser = Parser(prog="kvtwin", description="Which KV-cache policy for this model, GPU and traffic?")
+    parser.add_argument("--version", action="version", version=f"kvtwin {VERSION}")
     commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     sim_cli.add_commands(commands)
     study_cli.add_commands(commands)

@@ -106,7 +106,10 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
         parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
     for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
         if f.name not in without:
-            _add_flag(parser, f.name, hint, f.metadata["help"], f.metadata["metavar"], f.metadata["alias"])
+            text = f.metadata["help"] + NAMED.get(f.name, "")
+            if base_type(hint) is not bool and f.default not in (None, ()):
+                text += f" (default: {f.default})"
+            _add_flag(parser, f.name, hint, text, f.metadata["metavar"], f.metadata["alias"])
     modes = " or ".join(PREEMPTION_MODES)
     parser.add_argument(
         flag(PREEMPTION_MODE), metavar="MODE", help=f"{modes}: what vLLM 0.5.5 does with victims, as its preset has it"
@@ -126,6 +129,14 @@ def add_bound_flags(parser: Any) -> None:  # noqa: ANN401 - the command line's o
     parser.add_argument("--bound", action=yes_or_no, default=None, help=text)
     text = "run each policy with infinite PCIe, infinite memory and known lengths, too"
     parser.add_argument("--bounds", action="store_true", default=None, help=text)
+
+
+def _names(kind: str) -> str:
+    return ", ".join(sorted(path.stem for path in (Path(__file__).parent / "specs" / kind).glob("*.json")))
+
+
+NAMED = {"model": f": {_names('models')}", "gpu": f": {_names('gpus')}"}
+"""Built-in names, for the help of options."""
 
 
 def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:

@@ -11,9 +11,10 @@ from sim.results.timeline import ITERATIONS, merge_timelines, read_timeline, ste
 from sim.scenario import Scenario
 from sim.simulate import Keep
 from sim.systems import POLICIES
+from sim.systems.mixing import HAND_OVER
 
 KEPT = Keep(timeline=True)
-POOLS = {"distserve", "splitwise", "mooncake"}
+POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == HAND_OVER}
 BASE = {"workload": "sharegpt", "num_prompts": 40, "num_gpu_blocks_override": 120, "num_cpu_blocks_override": 600}
 BASE |= {"max_model_len": 1024, "seed": 1, "request_rate": 20.0}
 

@@ -13,10 +13,11 @@ from sim.results.time_use import LIMITS
 from sim.scenario import Scenario
 from sim.simulate import Keep, build_run, execute, prepare
 from sim.systems import POLICIES
+from sim.systems.mixing import HAND_OVER
 from sim.traffic import traffic
 
 SERIES = Keep(series=True)
-POOLS = {"distserve", "splitwise", "mooncake"}
+POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == HAND_OVER}
 ALONE = [name for name in POLICIES if name not in POOLS]
 
 
