@@ -23,6 +23,7 @@ demo: $(BIN)/kvtwin
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest --nbmake notebooks
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

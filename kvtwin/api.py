@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from sim.cost.changed_profile import profile_named
 from sim.errors import UserError
 from sim.option_values import option_fields
 from sim.policy_options import options_of, parse_policy
@@ -62,6 +63,8 @@ __all__ = [
     "UserError",
     "compare",
     "load_result",
+    "profile_errors",
+    "profile_table",
     "regime_map",
     "simulate",
     "sweep",
@@ -311,6 +314,29 @@ def regime_map(
     regimes = read_map(table, where)
     places = run_study(regimes.study, Path(out), Means(backend, address, jobs))
     return MapResult(SweepResult(tidy(regimes.study, places), regimes.study), regimes)
+
+
+def profile_table(*names: str) -> pd.DataFrame:
+    """The constants of profiles side by side: a row a constant with its unit, and a profile's value and standard error.
+
+    >>> table = profile_table("a100-80g-imported", "h100-imported")
+    >>> float(table.loc["h2d_bytes_per_s", "h100-imported"]) > 1e10
+    True
+    """
+    if not names:
+        raise UserError("profiles: none is named; `kvtwin profile list` has those that are shipped")
+    columns: dict[str, dict[str, object]] = {"unit": {}}
+    for name in names:
+        for constant, found in profile_named(name).constants.items():
+            columns["unit"][constant] = found.unit
+            columns.setdefault(name, {})[constant] = found.value
+            columns.setdefault(f"{name} stderr", {})[constant] = found.stderr
+    return pd.DataFrame(columns)
+
+
+def profile_errors(*names: str) -> pd.DataFrame:
+    """Errors of the fits of profiles as they were recorded, a column a profile; shares such as 0.05 for 5 %."""
+    return pd.DataFrame({name: profile_named(name).residuals or {} for name in names})
 
 
 def load_result(folder: str | Path) -> RunResult:

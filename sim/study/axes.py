@@ -128,7 +128,10 @@ def _grid(own: Mapping[str, Any], section: str, where: str) -> list[list[dict[st
     found = []
     for key, given in _table(own.get("grid", {}), place).items():
         name, hint = _name(key, place)
-        found.append([{name: value} for value in _values(given, hint, f"{place} {key}")])
+        values = _values(given, hint, f"{place} {key}")
+        if len(set(values)) != len(values):
+            raise UserError(f"{place} {key}: {given} has a value twice; keep one")
+        found.append([{name: value} for value in values])
     return found
 
 
@@ -185,10 +188,7 @@ def _values(given: object, hint: Any, place: str) -> list[Value]:  # noqa: ANN40
         raise UserError(f"{place} = {given!r} is not a list of values or a range such as {{ log = [1, 8], num = 4 }}")
     if not given:
         raise UserError(f"{place}: is empty; give at least one value")
-    values = [convert(place, value, hint) for value in given]
-    if len(set(values)) != len(values):
-        raise UserError(f"{place}: {given} has a value twice; keep one")
-    return values
+    return [convert(place, value, hint) for value in given]
 
 
 def _span(given: dict[str, Any], hint: Any, place: str) -> list[Value]:  # noqa: ANN401

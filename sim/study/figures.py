@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from sim.files import make_folder
 from sim.results.figures.style import (
@@ -30,8 +30,9 @@ from sim.study.tables import Frame
 MOST_PANELS = 12
 FEW = 8
 """Values of an axis that each have a tick."""
-LOG_RANGE = 12.0
-"""Values that span more than this factor are drawn on a logarithmic axis."""
+X_RANGE, Y_RANGE = 4.0, 12.0
+"""Values that span such a factor are drawn on a logarithmic axis."""
+MILLION = 1e6
 NAMES = {metric.key: metric.name for metric in METRICS}
 
 
@@ -70,6 +71,8 @@ def draw(study: Study, table: Frame, metric: str) -> Figure:
         for place, value in enumerate(lines):
             own = part if line is None else part[part[line] == value]
             _curve(ax, own, x, metric, place, points_only=bool(study.drawn))
+        if ax.get_yscale() == "linear" and not (table[metric] < 0).any():
+            ax.set_ylim(bottom=0.0)
         dress(ax, shown(x) if x else "", shown(metric))
         if label:
             set_title(ax, plain_text(label), 48)
@@ -127,19 +130,20 @@ def _curve(ax: Axes, part: Frame, x: str | None, metric: str, place: int, *, poi
 
 def _scale(ax: Axes, x: Frame | None, metric: Frame) -> None:
     """Logarithmic where values span much; ticks as plain numbers, at the values themselves where they are few."""
-    for values, set_scale, axis in ((x, ax.set_xscale, ax.xaxis), (metric, ax.set_yscale, ax.yaxis)):
+    along, up = (x, X_RANGE, ax.set_xscale, ax.xaxis), (metric, Y_RANGE, ax.set_yscale, ax.yaxis)
+    for values, most, set_scale, axis in (along, up):
         if values is None or not pd.api.types.is_numeric_dtype(values):
             continue
         numbers = np.unique(np.asarray(values.dropna(), dtype=float))
-        if len(numbers) and numbers[0] > 0 and numbers[-1] > LOG_RANGE * numbers[0]:
+        if len(numbers) and numbers[0] > 0 and numbers[-1] >= most * numbers[0]:
             set_scale("log")
-            axis.set_major_formatter(lambda value, _: f"{value:,g}")
-            axis.set_minor_formatter(lambda value, _: "")
-        elif values is metric and len(numbers) and numbers[0] >= 0:
-            ax.set_ylim(bottom=0.0)
+            narrow = numbers[-1] < 1000 * numbers[0]
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))
+            axis.set_minor_formatter(NullFormatter())
         if values is x and len(numbers) <= FEW:
             axis.set_minor_locator(NullLocator())
             axis.set_major_locator(FixedLocator(numbers.tolist()))
+        axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if 1000 <= value < MILLION else f"{value:.3g}")
 
 
 def _legend(figure: Figure, line: str | None, lines: Sequence[object], left: int) -> None:

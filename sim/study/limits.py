@@ -1,7 +1,8 @@
 """Which limit binds a deployment, and what more of something would buy: the same search with one thing changed.
 
 A limit binds as far as half as much again of it carries more load. A faster GPU carries more whatever the limit is,
-since sequences then leave their seats and their memory sooner: compute binds where nothing else does.
+since sequences then leave their seats and their memory sooner: compute binds unless a limit brings half
+as much.
 """
 
 from collections.abc import Mapping
@@ -10,13 +11,17 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from sim.errors import UserError
 from sim.simulate import Setup
+from sim.specs.kv_format import kv_dtype
 from sim.study.points import setup_of
 
 MORE = 1.5
 """Each limit is raised by this factor, one at a time."""
 BINDS = 0.05
 """Least gain of load that counts."""
+OF_COMPUTE = 0.5
+"""Least share of a faster GPU's gain with which another limit binds."""
 TEN_GB = 10e9
 COMPUTE = "compute"
 
@@ -53,10 +58,19 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
         gpus = "one GPU more" if setup.tp == 1 else f"one engine more ({setup.tp} GPUs)"
         found.append(Change(gpus, "purchase", {"replicas": engines, "router": router}))
     if setup.scenario.kv_cache_dtype == "auto":
-        found.append(Change("fp8 KV", "purchase", {"kv_cache_dtype": "fp8"}))
+        found.append(Change("fp8 KV", "purchase", {"kv_cache_dtype": _fp8(setup)}))
     if setup.policy.name == "vllm-v1" and not options.get("kv_offloading_size"):
         found.append(Change("CPU offload of 64 GiB", "purchase", {"kv_offloading_size": 64.0}))
     return found
+
+
+def _fp8(setup: Setup) -> str:
+    """The FP8 that the GPU can hold: before compute capability 8.9 that of range, not of precision."""
+    try:
+        kv_dtype("fp8", setup.hardware)
+    except UserError:
+        return "fp8_e5m2"
+    return "fp8"
 
 
 def _pcie(setup: Setup) -> float:
@@ -74,4 +88,5 @@ def binding(gains: Mapping[str, float]) -> str:
     """The limit that binds, by the gains of load that raising each brought."""
     others = {name: gain for name, gain in gains.items() if name != COMPUTE}
     name = max(others, key=lambda limit: others[limit], default=COMPUTE)
-    return name if others and others[name] >= BINDS else COMPUTE
+    least = max(BINDS, OF_COMPUTE * gains.get(COMPUTE, 0.0))
+    return name if others and others[name] >= least else COMPUTE

@@ -31,6 +31,9 @@ from traces.errors import TraceError
 PACKAGES = Path(__file__).parents[2]
 CODE = ("sim/**/*.py", "sim/**/*.json", "traces/**/*.py", "traces/**/*.json")
 """What decides a run beside its options. Profiles are hashed with the runs that use them."""
+BESIDE = ("sim/study/", "sim/results/figures/")
+ALONE = ("sim/study/points.py", "sim/study/shared_trace.py")
+"""Folders of the code that decide nothing of a run, and what in them does."""
 ARRAYS = tuple(name for name in Result.__struct_fields__ if name.endswith(("_lens", "_times")))
 ARRAYS += ("request_ids", "ttfts", "latencies", "errors", "itls", "per_request")
 GC_THRESHOLD = 100_000
@@ -78,7 +81,9 @@ def code_hash() -> str:
     digest = hashlib.sha256(f"numpy {np.__version__}".encode())
     for pattern in CODE:
         for path in sorted(PACKAGES.glob(pattern)):
-            digest.update(f"{path.relative_to(PACKAGES).as_posix()}\0".encode() + path.read_bytes())
+            name = path.relative_to(PACKAGES).as_posix()
+            if name in ALONE or not name.startswith(BESIDE):
+                digest.update(f"{name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

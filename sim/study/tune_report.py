@@ -89,7 +89,8 @@ def _reached(tuned: Tuned, candidate: Candidate) -> str:
     ran = candidate.ran
     engines = ran.options.get("replicas", 1) if ran is not None else 1
     if tuned.goal == "gpus":
-        return f"{value:.0f} GPUs ({engines} engines)" if value != engines else f"{value:.0f} GPUs"
+        gpus = f"{value:.0f} GPU{'s' if value > 1 else ''}"
+        return gpus if value == engines else f"{gpus} ({engines} engines)"
     if tuned.goal == "cost":
         return f"{value:.2f} an hour ({ran.num_gpus if ran else 0} GPUs)"
     if tuned.goal == "goodput":
@@ -109,9 +110,9 @@ def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
         return
     text = f"There {_measured(tuned.slos, held.ran.result)}"
     if held.failing is not None and held.least_failing:
-        where = f"{held.least_failing:.3g} times the traffic" if tuned.goal == "load" else (
-            f"{held.least_failing:.0f} engines"
-        )  # fmt: skip
+        few = held.least_failing
+        engines = f"{few:.0f} engine{'s' if few > 1 else ''}"
+        where = f"{few:.3g} times the traffic" if tuned.goal == "load" else engines
         text += f"; with {where} {_measured(tuned.slos, held.failing.result)}"
     yield text + "."
 
@@ -215,4 +216,5 @@ def _front(ax: Axes, table: Frame) -> None:
         ax.scatter(own[FRONT[0]], own[FRONT[1]], s=26, color=colour, label="on the front" if front else "beaten")
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.legend(fontsize=8.5, frameon=False)
+    ax.margins(0.12)
     ax.set_ylim(bottom=0.0)

@@ -37,9 +37,11 @@ def test_ranges_are_rounded_and_whole_numbers_are_whole():
 
 
 def test_zipped_axes_go_together():
-    found = study('[[sweep.zip]]\ngpu = ["l20", "h100"]\ntensor-parallel-size = [2, 1]\n[sweep.grid]\nseed = [1, 2]')
+    found = study(
+        '[[sweep.zip]]\ngpu = ["l20", "h100", "l20"]\ntensor-parallel-size = [2, 1, 1]\n[sweep.grid]\nseed = [1, 2]'
+    )
     assert [tuple(point.values()) for point in found.points] == [
-        (1, "l20", 2), (1, "h100", 1), (2, "l20", 2), (2, "h100", 1),
+        (seed, gpu, tp) for seed in (1, 2) for gpu, tp in (("l20", 2), ("h100", 1), ("l20", 1))
     ]  # fmt: skip
     assert found.axes == ("seed", "gpu", "tp")
 

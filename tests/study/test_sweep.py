@@ -300,6 +300,20 @@ def test_means_and_intervals_are_those_of_the_repeats(tmp_path):
         found.figure("ttft")
 
 
+@pytest.mark.parametrize("metric", ["mean_tpot_ms", "p99_ttft_ms", "output_throughput", "num_preemptions"])
+def test_a_figure_shows_every_value_of_its_table(metric, tmp_path):
+    found = kvtwin.sweep(SMALL, tmp_path, jobs=1)
+    figure = found.figure(metric)
+    figure.canvas.draw()
+    drawn = [line for ax in figure.axes for line in ax.lines if len(line.get_xdata())]
+    values = np.concatenate([line.get_ydata() for line in drawn])
+    assert sorted(values) == sorted(found.means[metric])
+    for ax in figure.axes:
+        low, high = ax.get_ylim()
+        assert all(low <= value <= high for line in ax.lines for value in line.get_ydata())
+    assert figure.legends[0].get_texts()[1].get_text() == "layerkv"
+
+
 def test_an_outcome_has_no_arrays_and_counts_who_was_in_flight():
     outcome = perform(Task("k", {"workload": "fixed", "num_prompts": 3, "request_rate": float("inf")}, None), None)
     assert outcome.result is not None

@@ -71,7 +71,8 @@ def test_the_front_is_what_nothing_beats():
     ("gains", "limit"),
     [
         ({"seats": 0.4, "KV memory": 0.1, "compute": 0.5}, "seats"),
-        ({"seats": BINDS / 2, "compute": 0.5}, "compute"),
+        ({"KV memory": 0.07, "seats": 0.0, "compute": 0.51}, "compute"),
+        ({"seats": BINDS / 2, "compute": 0.0}, "compute"),
         ({"compute": 0.0}, "compute"),
     ],
 )
