@@ -94,7 +94,7 @@ smoke() {
     for policy in vllm-recompute vllm-swap layerkv; do
         "$python" -m kvtwin live --device "$device" --model "$small" --policy "$policy" --workload fixed --input-len 60 \
             --output-len 20 --num-prompts 12 --num-gpu-blocks-override 24 --num-cpu-blocks-override 60 \
-            --request-rate 50 --out "$work/smoke-$policy" || status=1
+            --request-rate 50 --max-num-seqs 16 --out "$work/smoke-$policy" || status=1
     done
     return $status
 }
@@ -110,27 +110,23 @@ figures() {
 }
 
 calibrate() {
-    local status
     "$python" -m kvtwin calibrate --device "$device" --model "$model" --quick --name session --out "$work/calibration"
-    status=$?
-    tar -C "$work" -czf "$out/calibration.tar.gz" calibration
-    return $status
 }
 
 validate() {
-    local status profile=$work/calibration/session.json gpu
+    local profile=$work/calibration/session.json gpu
     gpu=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["gpu"])' "$profile") || return 1
     "$python" -m kvtwin validate --device "$device" --model "$model" --gpu "$gpu" --profile "$profile" --runs 1 \
         --policy vllm-recompute --policy layerkv --workload fixed "${workload[@]}" --swap-space 4 --out "$work/validate"
-    status=$?
-    tar -C "$work" -czf "$out/validate.tar.gz" validate
-    return $status
 }
 
 export -f machine smoke cuda_tests figures calibrate validate
 export out work device model python small
 # Arrays are not exported: each part that uses them is told them anew.
-in_bash() { declare -p quick workload processes; echo "$@"; }
+# A part that is ended waits for its program, which writes what it has: the next one has the machine to itself.
+in_bash() { echo "trap 'exit 143' TERM"; declare -p quick workload processes; echo "$@"; }
+# Also of a part that did not come to its end.
+keep() { [[ ! -d $work/$1 ]] || tar -C "$work" -czf "$out/$1.tar.gz" "$1"; }
 
 printf '# A session on %s, %s\n\n| part | how it ended | s |\n|---|---|--:|\n' "$device" "$(date -u +%FT%TZ)" >"$summary"
 : >"$log"
@@ -141,7 +137,9 @@ part copies 60 bash -c "$(in_bash figures copies)"
 part decode 60 bash -c "$(in_bash figures decode)"
 part prefill 60 bash -c "$(in_bash figures prefill)"
 part calibrate 120 bash -c "$(in_bash calibrate)"
+keep calibration
 part validate 150 bash -c "$(in_bash validate)"
+keep validate
 part overlap 30 bash -c "$(in_bash figures overlap)"
 printf '\n```\n%s\n```\n' "$(grep '^|' "$log")" >>"$summary"
 cat "$summary"
