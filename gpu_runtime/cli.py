@@ -11,7 +11,8 @@ from sim.cli import add_flags, print_result, read_options, record, simulate
 from sim.cost.engine_profile import OURS, shipped_engines
 from sim.cost.profile import load_profile
 from sim.errors import UserError
-from sim.files import folder_name, make_folder, write_atomically
+from sim.files import folder_name, write_atomically
+from sim.folders import clear, owning
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
 from sim.scenario import Outputs, Scenario, read_scenario
@@ -91,8 +92,9 @@ def run_live(arguments: argparse.Namespace) -> int:
     scenario, decoder = decoder_for(scenario, options)
     label, policy = policies[0]
     scenario = fit_to_machine(scenario, policy, options.device, decoder)
-    run, result = execute_live(scenario, label, policy, folder, outputs, decoder, options)
-    return print_result(run, result, folder, outputs)
+    with owning(folder):
+        run, result = execute_live(scenario, label, policy, folder, outputs, decoder, options)
+        return print_result(run, result, folder, outputs)
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
@@ -124,36 +126,39 @@ def run_validate(arguments: argparse.Namespace) -> int:
         raise UserError(f"--max-drift: {max_drift} is not more than 0: give a share such as 0.05")
     scenario, policies, folder, outputs = read_options(arguments)
     scenario, decoder = decoder_for(scenario, options)
-    make_folder(folder, "--out")
-    probe = Probe(scenario, decoder, options, max_drift)
-    text, parts, agreed = "", [], True
-    for label, policy in policies:
-        place = folder / folder_name(label)
-        fitting = fit_to_machine(scenario, policy, options.device, decoder)
-        run, result = simulate(fitting, label, policy, place / "simulated", outputs, series=True)
-        simulated, drawn, lived = FigureRun.of(run, result), [], []
-        probe.begin()
-        for _ in range(runs if max_drift is None else runs * ATTEMPTS):
-            run, live = execute_live(
-                fitting, label, policy, place / f"live-{len(lived) + 1}", outputs, decoder, options, series=True
-            )
-            if run.interrupted or run.error:
-                return print_result(run, live, place, outputs)
-            if not probe.counts():
-                continue
-            lived.append(live)
-            drawn.append(FigureRun.of(run, live))
-            if len(lived) == runs:
-                break
-        found = agreements(result, lived)
-        agreed = agreed and len(lived) == runs and verdict(found)
-        parts.append(markdown(label, found, runs, probe.slowness, probe.disturbed))
-        if outputs.timeline and lived:
-            merge_timelines(place / TIMELINE_FILE, (place / "simulated", place / "live-1"))
-        save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
-        # After each policy: what comes later may be interrupted.
-        text = "# Simulated and live\n\n" + "\n".join(parts)
-        _write_text(folder / "validation.md", text)
+    places = [folder_name(label) for label, _ in policies]
+    names = ["simulated", *(f"live-{number}" for number in range(1, runs + 1))]
+    with owning(folder):
+        clear(folder, below=[*(f"{place}/{name}" for place in places for name in names), *places])
+        probe = Probe(scenario, decoder, options, max_drift)
+        text, parts, agreed = "", [], True
+        for label, policy in policies:
+            place = folder / folder_name(label)
+            fitting = fit_to_machine(scenario, policy, options.device, decoder)
+            run, result = simulate(fitting, label, policy, place / "simulated", outputs, series=True)
+            simulated, drawn, lived = FigureRun.of(run, result), [], []
+            probe.begin()
+            for _ in range(runs if max_drift is None else runs * ATTEMPTS):
+                run, live = execute_live(
+                    fitting, label, policy, place / f"live-{len(lived) + 1}", outputs, decoder, options, series=True
+                )
+                if run.interrupted or run.error:
+                    return print_result(run, live, place, outputs)
+                if not probe.counts():
+                    continue
+                lived.append(live)
+                drawn.append(FigureRun.of(run, live))
+                if len(lived) == runs:
+                    break
+            found = agreements(result, lived)
+            agreed = agreed and len(lived) == runs and verdict(found)
+            parts.append(markdown(label, found, runs, probe.slowness, probe.disturbed))
+            if outputs.timeline and lived:
+                merge_timelines(place / TIMELINE_FILE, (place / "simulated", place / "live-1"))
+            save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
+            # After each policy: what comes later may be interrupted.
+            text = "# Simulated and live\n\n" + "\n".join(parts)
+            _write_text(folder / "validation.md", text)
     if not outputs.quiet:
         print(text)
         print(f"wrote {folder / 'validation.md'} and a figure for each policy")

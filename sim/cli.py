@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
-from sim.files import CsvTable, ParquetTable, folder_name, make_folder
+from sim.files import CsvTable, ParquetTable, folder_name
+from sim.folders import clear, owning
 from sim.interrupts import INTERRUPTED
 from sim.option_values import base_type, flag, option_fields
 from sim.policy_options import PREEMPTION_MODES, options_of, owned_option, parse_policy, with_preemption_mode
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
-from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, write_result, write_series
+from sim.results.result import assemble, write_result, write_series
 from sim.results.schema import Result
-from sim.results.timeline import TIMELINE_FILE, write_timeline
+from sim.results.timeline import write_timeline
 from sim.scenario import (
     PREEMPTION_MODE,
     Outputs,
@@ -211,9 +212,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     if len(policies) != 1:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
     label, policy = policies[0]
-    run, result = simulate(scenario, label, policy, folder, outputs)
-    write_asked(folder, asked_values(arguments, DEFAULT_POLICY))
-    return print_result(run, result, folder, outputs)
+    with owning(folder):
+        run, result = simulate(scenario, label, policy, folder, outputs)
+        write_asked(folder, asked_values(arguments, DEFAULT_POLICY))
+        return print_result(run, result, folder, outputs)
 
 
 def print_result(run: Run, result: Result, folder: Path, outputs: Outputs) -> int:
@@ -239,33 +241,37 @@ def compare_command(arguments: argparse.Namespace) -> int:
     if len(set(labels)) != len(labels):
         raise UserError(f"--policy: {', '.join(labels)} names one twice")
     scenario = with_one_swap_space(scenario, (policy for _, policy in policies))
-    results: list[Result] = []
-    figures: list[FigureRun] = []
-    setups: list[Setup] = []
-    status = 0
-    for label, policy in policies:
-        try:
-            run, result = simulate(scenario, label, policy, folder / folder_name(label), outputs, series=True)
-        except KeyboardInterrupt:
-            # Before a run or behind it: what is there is compared.
-            if not results:
-                raise
-            status = INTERRUPTED
-            break
-        results.append(result)
-        figures.append(FigureRun.of(run, result))
-        setups.append(run.setup)
-        status = _status(run)
-        if status:
-            break
-    bounds = None
-    if not status and (scenario.goodput or arguments.bound or arguments.bounds):
-        from sim.bounds.compared import bounds_of  # noqa: PLC0415 - scipy is slow to import
+    # All are checked before the first runs, and before anything of an earlier command goes.
+    planned = [(setup, requests_of(setup)) for setup in (prepare(scenario, *policy) for policy in policies)]
+    with owning(folder):
+        clear(folder, below=[folder_name(label) for label in labels])
+        results: list[Result] = []
+        figures: list[FigureRun] = []
+        status = 0
+        for setup, requests in planned:
+            place = folder / folder_name(setup.label)
+            try:
+                run, result = record(setup, place, outputs, _perform(outputs), series=True, requests=requests)
+            except KeyboardInterrupt:
+                # Before a run or behind it: what is there is compared.
+                if not results:
+                    raise
+                status = INTERRUPTED
+                break
+            results.append(result)
+            figures.append(FigureRun.of(run, result))
+            status = _status(run)
+            if status:
+                break
+        bounds = None
+        if not status and (scenario.goodput or arguments.bound or arguments.bounds):
+            from sim.bounds.compared import bounds_of  # noqa: PLC0415 - scipy is slow to import
 
-        bounds = bounds_of(setups, results, bound=arguments.bound, lifted=bool(arguments.bounds))
-    write_comparison(folder, results, bounds)
-    write_asked(folder, asked_values(arguments))
-    write_figures(folder / "figures", figures)
+            setups = [setup for setup, _ in planned]
+            bounds = bounds_of(setups, results, bound=arguments.bound, lifted=bool(arguments.bounds))
+        write_comparison(folder, results, bounds)
+        write_asked(folder, asked_values(arguments))
+        write_figures(folder / "figures", figures)
     if not outputs.quiet:
         print_comparison(results, folder, bounds)
     return status
@@ -281,15 +287,20 @@ def simulate(
     series: bool = False,
 ) -> tuple[Run, Result]:
     """One simulated run with its files."""
-
-    def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
-        return execute(build_run(setup, requests, table=table, keep=keep, jump=not outputs.step))
-
-    return record(prepare(scenario, label, policy), folder, outputs, perform, series=series)
+    return record(prepare(scenario, label, policy), folder, outputs, _perform(outputs), series=series)
 
 
 Perform = Callable[[Setup, Iterable[Request], TableSink, Keep], Run]
 """Carries a run out on one of the clocks."""
+
+
+def _perform(outputs: Outputs) -> Perform:
+    """Carries a run out on the simulated clock."""
+
+    def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
+        return execute(build_run(setup, requests, table=table, keep=keep, jump=not outputs.step))
+
+    return perform
 
 
 def record(
@@ -308,34 +319,34 @@ def record(
     scenario, label = setup.scenario, setup.label
     if requests is None:
         requests = requests_of(setup)
-    make_folder(folder, "--out")
-    for name in (RESULT_FILE, SERIES_FILE, TIMELINE_FILE, *TABLE_FILES):
-        # An earlier run's files must not pass for this one's, should it write fewer of them.
-        (folder / name).unlink(missing_ok=True)
-    parquet = find_spec("pyarrow") is not None
-    places = 0 if scenario.num_engines * setup.pp == 1 else 1 if scenario.prefill_replicas is None else 2
-    columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS[:places])
-    table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns)
-    if not outputs.quiet and sys.stderr.isatty():
-        requests = _with_progress(requests, label, scenario)
-    try:
-        run = perform(setup, requests, table, Keep(outputs.timeline, series or outputs.figures, outputs.save_detailed))
-    finally:
-        table.close()
-    result = assemble(run)
-    write_result(folder, result)
-    kept = [parts.series for parts in run.engines if parts.series is not None]
-    if kept:
-        write_series(folder, kept)
-    if outputs.timeline:
-        write_timeline(folder, run)
-    for warning in result.warnings:
-        print(f"kvtwin: {label}: warning: {warning}", file=sys.stderr)
-    if run.error:
-        print(f"kvtwin: {run.error}; what finished before is in {folder}", file=sys.stderr)
-    if run.interrupted:
-        print(f"kvtwin: interrupted; what finished is in {folder}", file=sys.stderr)
-    return run, result
+    with owning(folder):
+        clear(folder)
+        parquet = find_spec("pyarrow") is not None
+        places = 0 if scenario.num_engines * setup.pp == 1 else 1 if scenario.prefill_replicas is None else 2
+        columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS[:places])
+        table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns)
+        if not outputs.quiet and sys.stderr.isatty():
+            requests = _with_progress(requests, label, scenario)
+        try:
+            run = perform(
+                setup, requests, table, Keep(outputs.timeline, series or outputs.figures, outputs.save_detailed)
+            )
+        finally:
+            table.close()
+        result = assemble(run)
+        write_result(folder, result)
+        kept = [parts.series for parts in run.engines if parts.series is not None]
+        if kept:
+            write_series(folder, kept)
+        if outputs.timeline:
+            write_timeline(folder, run)
+        for warning in result.warnings:
+            print(f"kvtwin: {label}: warning: {warning}", file=sys.stderr)
+        if run.error:
+            print(f"kvtwin: {run.error}; what finished before is in {folder}", file=sys.stderr)
+        if run.interrupted:
+            print(f"kvtwin: interrupted; what finished is in {folder}", file=sys.stderr)
+        return run, result
 
 
 def _status(run: Run) -> int:

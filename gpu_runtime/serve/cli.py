@@ -9,6 +9,7 @@ from typing import Any
 from gpu_runtime.cli import add_device_flags, check_installed, decoder_for, name_gpu
 from sim.cli import add_flags, print_result, read_options, record
 from sim.errors import UserError
+from sim.folders import owning
 from sim.option_values import flag
 from sim.scenario import READING, read_scenario
 from sim.simulate import Run, Setup, prepare
@@ -112,8 +113,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
     def on_device(setup: Setup, requests: object, table: Any, keep: Any) -> Run:  # noqa: ANN401
         return perform(setup, table, keep, decoder, live, codec, options, bound, folder=folder, announce=announce)
 
-    run, result = record(setup, folder, outputs, on_device, requests=())
-    status = print_result(run, result, folder, outputs)
+    with owning(folder):
+        run, result = record(setup, folder, outputs, on_device, requests=())
+        status = print_result(run, result, folder, outputs)
     return FAILED if run.error else status
 
 

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from sim.cli import print_result, read_options, record
-from sim.files import folder_name, make_folder, write_atomically
+from sim.files import folder_name, write_atomically
+from sim.folders import clear, owning
 from sim.results.metrics import TableSink, summary
 from sim.results.report import METRICS
 from sim.results.schema import Result
@@ -79,25 +80,26 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
     scenario, policies, folder, outputs = read_options(arguments, DEFAULT_POLICY)
     served = read_run(path, scenario)
     setups = [prepare(scenario, label, policy) for label, policy in policies]
-    make_folder(folder, "--out")
     parts = []
-    for setup in setups:
+    with owning(folder):
+        clear(folder, below=[folder_name(setup.label) for setup in setups])
+        for setup in setups:
 
-        def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
-            return execute(build_run(setup, requests, table=table, keep=keep, jump=not outputs.step))
+            def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
+                return execute(build_run(setup, requests, table=table, keep=keep, jump=not outputs.step))
 
-        place = folder / folder_name(setup.label)
-        run, result = record(setup, place, outputs, perform, requests=served.requests)
-        if run.interrupted or run.error:
-            return print_result(run, result, place, outputs)
-        beside = Beside(setup.label, served, times_in(run.log, served), measured_times(served))
-        found = compare(result, beside)
-        data = msgspec.json.format(msgspec.json.encode(found), indent=2)
-        write_atomically(place / "against.json", lambda file, data=data: file.write(data + b"\n"))
-        save_figure(place / "against.png", draw_against(setup.label, served, beside.simulated, beside.measured))
-        parts.append(markdown(found))
-        text = "# Simulated and measured\n\n" + "\n".join(parts)
-        write_atomically(folder / "validation.md", lambda file, text=text: file.write(text.encode()))
+            place = folder / folder_name(setup.label)
+            run, result = record(setup, place, outputs, perform, requests=served.requests)
+            if run.interrupted or run.error:
+                return print_result(run, result, place, outputs)
+            beside = Beside(setup.label, served, times_in(run.log, served), measured_times(served))
+            found = compare(result, beside)
+            data = msgspec.json.format(msgspec.json.encode(found), indent=2)
+            write_atomically(place / "against.json", lambda file, data=data: file.write(data + b"\n"))
+            save_figure(place / "against.png", draw_against(setup.label, served, beside.simulated, beside.measured))
+            parts.append(markdown(found))
+            text = "# Simulated and measured\n\n" + "\n".join(parts)
+            write_atomically(folder / "validation.md", lambda file, text=text: file.write(text.encode()))
     if not outputs.quiet:
         print("\n".join(parts))
         print(f"wrote {folder / 'validation.md'}, and against.json and against.png for each policy")

@@ -1,0 +1,164 @@
+"""A folder of results is one command's: locked while it writes, and without what earlier ones left."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvtwin
+from sim.errors import UserError
+from sim.folders import LOCK_FILE, clear, owning
+
+SMALL = ["--workload", "fixed", "--num-prompts", "5", "--input-len", "20", "--output-len", "3", "--gpu", "l20"]
+TABLES = ("requests.csv", "requests.parquet")
+
+
+def small(command, folder, *words):
+    return [command, *SMALL, "--out", str(folder), "--quiet", *words]
+
+
+def files(folder):
+    """Names below a folder, with one name for the table of either kind."""
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {str(Path(name).parent / "requests") if Path(name).name in TABLES else name for name in found}
+
+
+HOLD = "import sys, time; from pathlib import Path; from sim.folders import owning\n"
+HOLD += "with owning(Path(sys.argv[1])): print(flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A process that owns `tmp_path / "out"`."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "out")], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_a_folder_that_another_writes_to_is_refused_and_left_alone(tmp_path, capsys, other, command):
+    out = tmp_path / "out"
+    (out / "result.json").write_text("the other's")
+    assert kvtwin.main(small(command, out, "--policy", "vllm-recompute")) == 2
+    assert "another command writes into" in capsys.readouterr().err
+    assert (out / "result.json").read_text() == "the other's"
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path, other):
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert (tmp_path / "out" / LOCK_FILE).exists()
+    assert kvtwin.main(small("run", tmp_path / "out")) == 0
+    assert LOCK_FILE not in files(tmp_path / "out")
+
+
+def test_two_runs_at_once_end_as_one_whole_and_one_refused(tmp_path):
+    command = [sys.executable, "-m", "kvtwin", *small("run", tmp_path / "out", "--num-prompts", "200000")]
+    both = [subprocess.Popen([*command, "--seed", str(seed)], stderr=subprocess.PIPE, text=True) for seed in (1, 2)]
+    ends = [process.communicate(timeout=300)[1] for process in both]
+    # Unless one was so late that the other had ended: then it replaced it whole.
+    assert sorted(process.returncode for process in both) in ([0, 2], [0, 0])
+    for process, error in zip(both, ends, strict=True):
+        assert ("another command" in error) == (process.returncode == 2)
+    whole = kvtwin.load_result(tmp_path / "out")
+    assert whole.num_prompts == 200_000 and whole.complete
+
+
+def test_a_lock_in_the_same_process_is_taken_once_and_given_back(tmp_path):
+    with owning(tmp_path), owning(tmp_path):
+        assert (tmp_path / LOCK_FILE).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_replaces_a_comparison_whole(tmp_path):
+    policies = ["--policy", "vllm-recompute", "--policy", "layerkv:slo-aware=false", "--timeline"]
+    assert kvtwin.main(small("compare", tmp_path, *policies)) == 0
+    assert {"comparison.json", "vllm-recompute/result.json", "figures/memory.png"} < files(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "vllm-recompute" / "notes.txt").write_text("mine too")
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "result.json").write_text("another folder's")
+    assert kvtwin.main(small("run", tmp_path)) == 0
+    kept = {"notes.txt", "vllm-recompute/notes.txt", "before/result.json"}
+    assert files(tmp_path) == kept | {"result.json", "requests", "scenario.toml"}
+
+
+def test_a_comparison_replaces_another_and_a_run(tmp_path):
+    assert kvtwin.main(small("compare", tmp_path, "--policy", "vllm-recompute")) == 0
+    assert kvtwin.main(small("run", tmp_path, "--figures", "--timeline")) == 0
+    (tmp_path / "report.html").write_text("of the run")
+    assert kvtwin.main(small("compare", tmp_path, "--policy", "vllm-swap")) == 0
+    found = files(tmp_path)
+    assert not {"result.json", "requests", "timeline.json.gz", "report.html", "vllm-recompute/result.json"} & found
+    assert {"comparison.md", "vllm-swap/result.json"} < found
+
+
+@pytest.mark.parametrize("words", [["--policy", "layerkv", "--gpu-memory-utilization", "0.01"], ["--trace", "no.csv"]])
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_what_is_refused_leaves_the_old_results(tmp_path, capsys, command, words):
+    policies = ["--policy", "vllm-recompute"]
+    assert kvtwin.main(small(command, tmp_path, *policies)) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    if command == "run" and "--policy" in words:
+        words = words[2:]
+    elif "--trace" in words:
+        words = [*policies, *words]
+    plain = [word for word in small(command, tmp_path, *words) if "--trace" not in words or word not in SMALL[:8]]
+    assert kvtwin.main(plain) == 2
+    assert capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_every_file_that_commands_write_is_known(tmp_path):
+    """Else it would stay beside another's."""
+    run, compare = tmp_path / "run", tmp_path / "compare"
+    assert kvtwin.main(small("run", run, "--timeline", "--figures", "--replicas", "2")) == 0
+    assert kvtwin.main(["report", str(run)]) == 0
+    assert kvtwin.main(small("compare", compare, "--policy", "vllm-recompute", "--policy", "layerkv")) == 0
+    for folder in (run, compare):
+        with owning(folder):
+            assert files(folder) > {LOCK_FILE, "scenario.toml"}
+            clear(folder)
+        assert list(folder.rglob("*")) == []
+
+
+def test_names_that_leave_the_folder_are_not_followed(tmp_path):
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "result.json").write_text("not of this folder")
+    with owning(tmp_path / "out"):
+        (tmp_path / "out" / LOCK_FILE).write_text(f"../else\n{tmp_path / 'else'}\n")
+        clear(tmp_path / "out")
+    assert (tmp_path / "else" / "result.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_rights_is_told(tmp_path):
+    tmp_path.chmod(0o500)
+    with (
+        pytest.raises(UserError, match=r"--out: cannot write into .* \(Permission denied\); check its rights"),
+        owning(tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("pyarrow", [True, False])
+def test_a_full_disk_is_told_with_the_folder_and_leaves_no_part(tmp_path, pyarrow):
+    """A limit of file sizes stands for the disk: the same error reaches the same calls."""
+    code = "import sys, kvtwin, sim.cli, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code += "" if pyarrow else "sim.cli.find_spec = lambda name: None\n"
+    code += "sys.exit(kvtwin.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *small("run", tmp_path, "--num-prompts", "20000")]
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"kvtwin: --out: cannot write into {tmp_path} (")
+    assert done.stderr.count("\n") == 1 and "too large" in done.stderr and "make room" in done.stderr
+    assert not list(tmp_path.glob("*.part")) and LOCK_FILE not in files(tmp_path)
