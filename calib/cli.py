@@ -15,7 +15,7 @@ from sim.cli import add_flags
 from sim.cost.kernels import KernelTables
 from sim.cost.profile import UNITS, Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
-from sim.files import make_folder, write_atomically
+from sim.files import make_folder, out_folder, write_atomically
 from sim.scenario import SHAPING, Outputs
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
 from sim.specs.models import load_model
@@ -84,7 +84,9 @@ def _add_calibrate(subparsers: Any) -> None:  # noqa: ANN401
         help="roofline (default on CUDA), or the linear coefficients of one model (default on a CPU, whose attention "
         "follows no roofline)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for samples, profile and report")
+    parser.add_argument(
+        "--out", type=out_folder, required=True, metavar="DIR", help="folder for samples, profile and report"
+    )
     parser.set_defaults(run=run_calibrate)
 
 
@@ -125,7 +127,9 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", required=True, metavar="NAME", help="spec of the GPU, by name or file")
     parser.add_argument("--base", metavar="PROFILE", help="profile to complete it (default: the GPU's derived)")
     parser.add_argument("--name", help="name of the profile (default: <gpu>-measured or <gpu>-imported)")
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (%(default)s)")
+    parser.add_argument(
+        "--out", type=out_folder, default=Path(), metavar="DIR", help="folder to write to (%(default)s)"
+    )
 
 
 def _add_imports(commands: Any) -> None:  # noqa: ANN401
@@ -136,7 +140,9 @@ def _add_imports(commands: Any) -> None:  # noqa: ANN401
     tables.add_argument("--model", action="append", help="models to compose; repeatable (default: six Llama and Qwen)")
     tables.add_argument("--engine", default="vllm", help="whose attention: vllm, sglang or trtllm (%(default)s)")
     tables.add_argument("--tables", type=Path, metavar="DIR", help="the package's systems/data (default: installed)")
-    tables.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (%(default)s)")
+    tables.add_argument(
+        "--out", type=out_folder, default=Path(), metavar="DIR", help="folder to write to (%(default)s)"
+    )
     tables.set_defaults(run=run_import_aiconfigurator, gpu=None, base=None, name=None)
     vidur = kinds.add_parser("vidur", help="Vidur's mlp, attention and all_reduce CSVs")
     vidur.add_argument("--model", required=True, help="whose tables these are")
@@ -181,7 +187,9 @@ def _add_derive(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument("--base", metavar="PROFILE", help="profile with the GPU's own PCIe and all-reduce constants")
     parser.add_argument("--compute-share", type=float, help="share of the peak FLOP/s, if not the sibling's")
     parser.add_argument("--reason", default="", help="why that share")
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (%(default)s)")
+    parser.add_argument(
+        "--out", type=out_folder, default=Path(), metavar="DIR", help="folder to write to (%(default)s)"
+    )
     parser.set_defaults(run=run_derive)
 
 

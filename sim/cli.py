@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
-from sim.files import CsvTable, ParquetTable, folder_name
+from sim.files import CsvTable, ParquetTable, folder_name, out_folder
 from sim.folders import clear, owning
 from sim.interrupts import INTERRUPTED
 from sim.option_values import base_type, flag, option_fields
@@ -104,7 +104,7 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
         "NAME:option=value,... or options by their flags",
     )
     if "out" not in without:
-        parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (required)")
+        parser.add_argument("--out", type=out_folder, metavar="DIR", help="folder for the results (required)")
     for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
         if f.name not in without:
             text = f.metadata["help"] + NAMED.get(f.name, "")

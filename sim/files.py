@@ -1,5 +1,6 @@
 """Writing results: atomically, and rows as they come."""
 
+from argparse import ArgumentTypeError
 from array import array
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -12,6 +13,13 @@ import msgspec
 from sim.errors import UserError
 
 FLUSH_ROWS = 4096
+
+
+def out_folder(text: str) -> Path:
+    """What `--out` names, for argparse; nothing is not the folder one stands in."""
+    if not text:
+        raise ArgumentTypeError("'' names no folder; . is this one")
+    return Path(text)
 
 
 def make_folder(path: Path, flag: str) -> Path:

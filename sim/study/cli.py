@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import UserError
+from sim.files import out_folder
 from sim.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _add_map_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_means(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that runs many scenarios."""
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the results")
+    parser.add_argument("--out", type=out_folder, metavar="DIR", required=True, help="folder for the results")
     parser.add_argument(
         "--backend", default="loky", metavar="NAME", help="loky: this machine's cores (default); dask or ray: a cluster"
     )

@@ -130,6 +130,10 @@ def test_an_impossible_policy_is_refused(tmp_path, capsys, policy, parts):
         (["compare"], ["--policy is missing", "vllm-recompute, vllm-swap, layerkv"]),
         (["run", "--policy"], ["--policy: expected one argument"]),
         (["run", "--policy", "layerkv", "--workload", "fixed"], ["--out DIR is missing"]),
+        (
+            ["run", "--policy", "layerkv", "--workload", "fixed", "--out", ""],
+            ["--out: '' names no folder", ". is this one"],
+        ),
         (["run", "--polcy", "layerkv"], ["kvtwin run: ", "--polcy", "did you mean --policy?", "kvtwin run --help"]),
         (["run", "--num-prompt", "3"], ["--num-prompt", "did you mean --num-prompts?"]),
         (["run", "--num_prompts=3"], ["--num_prompts=3", "did you mean --num-prompts?"]),
