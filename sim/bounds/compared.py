@@ -26,9 +26,16 @@ def bounds_of(setups: Sequence[Setup], results: Sequence[Result], *, bound: bool
         return None
     return Bounds(
         goodput_bound=goodput,
-        bound_shares={r.policy: (r.request_goodput or 0.0) / goodput for r in results if r.complete} if goodput else {},
+        bound_shares={r.policy: (r.request_goodput or 0.0) / goodput for r in results if _served_all(r)}
+        if goodput
+        else {},
         lifted={setup.label: dict(_lifted(setup)) for setup in setups} if lifted else {},
     )
+
+
+def _served_all(result: Result) -> bool:
+    """Whether its goodput can be held against the bound: who refuses requests may end before the last arrives."""
+    return result.complete and result.completed == result.num_prompts
 
 
 def best_bound(setups: Sequence[Setup], *, asked: bool = True) -> GoodputBound | None:

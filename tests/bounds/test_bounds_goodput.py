@@ -207,7 +207,8 @@ def test_no_run_exceeds_it(name, slo):
         bound = bound_of(workload.arrivals, workload.limits, workload.machine, slo)
         good = outcome.log.good
         assert good <= bound.good_requests + 1e-6
-        if good:
+        if good and outcome.log.completed == len(workload.arrivals):
+            # Who refuses requests may end before the last arrives: a rate over less time.
             assert good / outcome.log.duration_s <= bound.goodput * (1 + 1e-6)
 
     conformance.over_workloads(policy, one, examples=12, shrink=False)

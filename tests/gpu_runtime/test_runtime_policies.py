@@ -87,11 +87,11 @@ def test_no_workload_finds_a_token_that_a_policy_changes(variant, rows, gpu, hos
     check(variant, rows, chunked=chunked, inline=inline, gpu=gpu, host=host, seqs=seqs)
 
 
-def builds(mix):
-    """Whether these parts go together."""
+def builds(mix, chunked):
+    """Whether these parts go together, with prompts in chunks or whole."""
     try:
         policy = policy_of(mix)
-        build_engine(policy, tight_limits(policy), linear_machine(), lambda seq: None)
+        build_engine(policy, tight_limits(policy, chunked=chunked), linear_machine(), lambda seq: None)
     except UserError:
         return False
     return True
@@ -105,7 +105,7 @@ def test_nor_does_any_mix_of_parts(parts, rows, chunked):
     mix = "vllm-recompute:" + ",".join(f"{kind}={name}" for kind, name in zip(KINDS, parts, strict=True))
     # On a device nothing keeps prefixes on the host yet.
     assume(MEMORIES[dict(zip(KINDS, parts, strict=True))["memory"]].runs_live)
-    assume(builds(mix))
+    assume(builds(mix, chunked))
     check(mix, rows, chunked=chunked, gpu=17, host=20, seqs=3)
 
 
