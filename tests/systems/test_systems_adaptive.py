@@ -7,7 +7,9 @@ import pytest
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from sim.engine.sequence import Sequence
+from sim.errors import UserError
 from sim.parts.order.triage import FILL, Triage
+from sim.policy_options import parse_policy
 from sim.results.metrics import Goodput
 from sim.systems.adaptive import Adaptive
 from sim.systems.vllm_v1 import VllmV1
@@ -137,3 +139,9 @@ def test_shared_blocks_are_not_moved():
     assert outcome.scheduler.counters.prefix_hit_tokens > 0
     assert "parked_sequences" not in outcome.scheduler.counters.policy
     assert len(outcome.ended) == 12
+
+
+def test_parking_needs_a_batching_that_knows_who_is_due():
+    _, mixed = parse_policy("vllm-recompute:order=triage,eviction=park", {})
+    with pytest.raises(UserError, match="batching=paced"):
+        simulate(mixed, requests((0.0, 16, 1)), limits())
