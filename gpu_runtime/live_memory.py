@@ -20,7 +20,8 @@ from sim.errors import UserError
 from sim.scenario import Scenario
 from sim.simulate import GIB, Keep, build_engine, prepare
 from sim.systems.base import Policy
-from sim.systems.mixing import MEMORIES, options_among
+from sim.systems.builder import options_among
+from sim.systems.mixing import MEMORIES
 from sim.systems.offload_options import OffloadOptions
 
 DEFAULT_SHARE = 4

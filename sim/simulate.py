@@ -22,8 +22,8 @@ from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, Policy
+from sim.systems.builder import HAND_OVER, STORED, options_among
 from sim.systems.hand_over_options import MixedPoolOptions
-from sim.systems.mixing import HAND_OVER, STORED, options_among
 from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sim.clock.arrivals import Arrivals
 from sim.scenario import READING, Scenario
-from sim.systems.mixing import STORED
+from sim.systems.builder import STORED
 from traces import readers, transforms
 from traces.request import Request
 

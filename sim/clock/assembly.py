@@ -16,8 +16,8 @@ from sim.engine.sequence import Sequence
 from sim.parts.stage.mixed import Mixed
 from sim.runs import EngineParts
 from sim.systems.base import Policy
+from sim.systems.builder import MEMPOOL, STORED, options_among
 from sim.systems.hand_over_options import MixedPoolOptions
-from sim.systems.mixing import MEMPOOL, STORED, options_among
 from sim.systems.mooncake_options import ConductorOptions
 from sim.topology import DEFAULT_ROUTER, ROUTERS
 from sim.topology.mixed_pool import MixedPools

@@ -19,8 +19,9 @@ import msgspec
 from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
+from sim.systems.builder import UNIFIED, Builder, options_among
 from sim.systems.layerkv_options import LayerKVOptions
-from sim.systems.mixing import EVICTIONS, MEMORIES, UNIFIED, Builder, default_tokens, options_among
+from sim.systems.mixing import EVICTIONS, MEMORIES, build_parts, default_tokens
 from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ class Policy(ABC):
 
     def parts(self, limits: Limits, deployment: Deployment) -> "Parts":
         """The system's parts, new ones. UserError where they do not go together."""
-        return Builder(self, self.names, self.mixed_options, limits, deployment).parts()
+        moves_whole = EVICTIONS[self.names["eviction"]].moves_whole
+        return build_parts(Builder(self, self.names, self.mixed_options, limits, deployment, moves_whole=moves_whole))
 
     def scheduler(self, limits: Limits, gaps: "GapCollector", deployment: Deployment) -> "Scheduler":
         """The parts, put together."""

@@ -19,7 +19,7 @@ from sim.engine.sequence import Sequence
 from sim.results.metrics import Goodput
 from sim.specs.models import load_model
 from sim.systems import POLICIES
-from sim.systems.mixing import HAND_OVER
+from sim.systems.builder import HAND_OVER
 from traces.request import Request
 
 SLO = Goodput(ttft_s=1.0, tpot_s=0.1)

@@ -23,7 +23,7 @@ from sim.errors import UserError  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
 from sim.simulate import GIB, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
-from sim.systems.mixing import HAND_OVER  # noqa: E402
+from sim.systems.builder import HAND_OVER  # noqa: E402
 from traces.request import Request  # noqa: E402
 from traces.writers import write_trace  # noqa: E402
 

@@ -22,8 +22,8 @@ from sim.simulate import build_run, execute, prepare
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems import POLICIES
+from sim.systems.builder import HAND_OVER
 from sim.systems.layerkv import LayerKV
-from sim.systems.mixing import HAND_OVER
 from sim.traffic import traffic
 
 

@@ -11,7 +11,7 @@ from sim.results.timeline import ITERATIONS, merge_timelines, read_timeline, ste
 from sim.scenario import Scenario
 from sim.simulate import Keep
 from sim.systems import POLICIES
-from sim.systems.mixing import HAND_OVER
+from sim.systems.builder import HAND_OVER
 
 KEPT = Keep(timeline=True)
 POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == HAND_OVER}

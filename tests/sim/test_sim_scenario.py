@@ -18,7 +18,7 @@ from sim.policy_options import all_policy_options, options_of, owned_option, par
 from sim.scenario import Outputs, Scenario, build_scenario, read_scenario
 from sim.specs.models import load_model
 from sim.systems import POLICIES, policy_named
-from sim.systems.mixing import HAND_OVER
+from sim.systems.builder import HAND_OVER
 from sim.systems.options import option
 from sim.systems.vllm055 import VllmRecompute
 

@@ -13,7 +13,7 @@ from sim.results.time_use import LIMITS
 from sim.scenario import Scenario
 from sim.simulate import Keep, build_run, execute, prepare
 from sim.systems import POLICIES
-from sim.systems.mixing import HAND_OVER
+from sim.systems.builder import HAND_OVER
 from sim.traffic import traffic
 
 SERIES = Keep(series=True)

@@ -54,8 +54,6 @@ class Park(Recompute):
         memory, order = scheduler.memory, scheduler.order
         if not isinstance(order, Triage) or not isinstance(memory, PagedMemory):
             raise UserError("eviction=park asks order=triage for classes and moves whole sequences of memory=paged")
-        if not hasattr(scheduler.batching, "is_due"):
-            raise UserError("eviction=park asks batching=paced whether a prompt is due: choose that, or recompute")
         self.order, self.paged = order, memory
         self.batching: Paced = scheduler.batching  # type: ignore[assignment]
         self.gpu, self.host = memory.gpu, memory.host

@@ -30,6 +30,16 @@ class Chunk:
         self.on_gpu = self.on_host = self.is_leaving = False
         self.used_s = 0.0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is on the GPU and nobody holds it there."""
+        return self.on_gpu and not self.users
+
+    @property
+    def state(self) -> int:
+        """Of an idle chunk: whether it could go at once."""
+        return CLEAN if self.on_host else LEAVING if self.is_leaving else DIRTY
+
 
 class ChunkStore:
     """Chunks by key, and the host's room.
@@ -63,8 +73,8 @@ class ChunkStore:
         self._ranked = None
 
     def _count(self, chunk: Chunk, sign: int) -> None:
-        if chunk.on_gpu and not chunk.users:
-            self.num[CLEAN if chunk.on_host else LEAVING if chunk.is_leaving else DIRTY] += sign
+        if chunk.is_idle:
+            self.num[chunk.state] += sign
             self._ranked = None
 
     def _rank(self, chunk: Chunk) -> tuple[float, int]:
@@ -75,7 +85,7 @@ class ChunkStore:
     def hold(self, chunk: Chunk) -> bool:
         """One more sequence holds it on the GPU; whether it was idle there."""
         self._count(chunk, -1)
-        was_idle = chunk.on_gpu and not chunk.users
+        was_idle = chunk.is_idle
         chunk.on_gpu = True
         chunk.users += 1
         self.version += 1
@@ -106,17 +116,13 @@ class ChunkStore:
     def evict(self, count: int) -> None:
         """Give up idle chunks on the GPU: those that the host has too first."""
         if self._ranked is None:
-            idle = (chunk for chunk in self.chunks.values() if chunk.on_gpu and not chunk.users)
-            self._ranked = sorted(idle, key=lambda chunk: (self._state(chunk), self._rank(chunk)), reverse=True)
+            idle = (chunk for chunk in self.chunks.values() if chunk.is_idle)
+            self._ranked = sorted(idle, key=lambda chunk: (chunk.state, self._rank(chunk)), reverse=True)
         ranked = self._ranked
         for _ in range(count):
             self._leave_gpu(ranked.pop())
         self._ranked = ranked
         self.num_evicted += count
-
-    @staticmethod
-    def _state(chunk: Chunk) -> int:
-        return CLEAN if chunk.on_host else LEAVING if chunk.is_leaving else DIRTY
 
     def _leave_gpu(self, chunk: Chunk) -> None:
         self._count(chunk, -1)
@@ -140,9 +146,7 @@ class ChunkStore:
         count = min(count, room, self.num[DIRTY])
         if count <= 0:
             return []
-        dirty = (
-            chunk for chunk in self.chunks.values() if chunk.on_gpu and not chunk.users and self._state(chunk) == DIRTY
-        )
+        dirty = (chunk for chunk in self.chunks.values() if chunk.is_idle and chunk.state == DIRTY)
         chosen = nsmallest(count, dirty, key=self._rank)
         if count > self.host_free:
             others = filter(self._may_leave_host, self.chunks.values())

@@ -1,0 +1,231 @@
+"""How each memory is built, and with what it goes."""
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from sim.errors import UserError
+from sim.systems.builder import HAND_OVER, UNIFIED, Builder
+from sim.systems.ellm_options import TokenWiseOptions
+from sim.systems.hcache_options import split_of
+from sim.systems.kvpr_options import PartialRecomputeOptions
+from sim.systems.layerkv_options import remembered
+from sim.systems.mempool_options import MemPoolOptions
+from sim.systems.offload_options import OffloadOptions
+from sim.systems.tiered_options import RetentionOptions, TieredOptions
+
+if TYPE_CHECKING:
+    from sim.parts.base import Memory
+    from sim.parts.offload.connector import OffloadingConnector
+    from sim.parts.stage.partial_recompute import BlockSeconds
+
+
+def radix(b: Builder) -> "Memory":
+    if not b.limits.enable_prefix_caching:
+        return paged(b)
+    from sim.parts.memory.radix import RadixMemory
+
+    return RadixMemory(b.limits)
+
+
+def chunks(b: Builder) -> "Memory":
+    if not b.limits.enable_prefix_caching:
+        return paged(b)
+    from sim.parts.memory.shared_reads import ChunkMemory
+
+    return ChunkMemory(b.limits)
+
+
+def group_memory(b: Builder) -> "Memory":
+    if not b.limits.enable_prefix_caching:
+        return paged(b)
+    if b.names["order"] != "prefix-groups":
+        raise UserError("memory=prefix-groups keeps what order=prefix-groups plans: give both, or neither")
+    from sim.parts.memory.shared_reads import GroupMemory
+
+    return GroupMemory(b.limits)
+
+
+def paged(b: Builder) -> "Memory":
+    if b.offloading.offloads:
+        from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
+
+        kind = OffloadingMemory if b.limits.enable_prefix_caching else OffloadingPaged
+        return kind(b.limits, connector(b, b.offloading))
+    if b.limits.enable_prefix_caching:
+        from sim.parts.memory.prefix import PrefixMemory
+
+        return PrefixMemory(b.limits, in_flight_hits=b.names["batching"] in UNIFIED)
+    from sim.parts.memory.paged import PagedMemory
+
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        from sim.parts.memory.windowed import WindowedMemory
+
+        return WindowedMemory(b.limits)
+    return PagedMemory(b.limits)
+
+
+def tiered(b: Builder) -> "Memory":
+    from sim.parts.memory.tiered import TieredMemory
+    from sim.parts.offload.worth import Worth
+
+    if b.offloading.offloads:
+        raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        raise UserError(f"memory=tiered: {b.deployment.model.name} has layers that keep a window only")
+    worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
+    options, in_flight_hits = b.options(TieredOptions), b.names["batching"] in UNIFIED
+    block_bytes = b.limits.block_bytes * b.deployment.tensor_parallel_size
+    num_blocks = options.num_disk_blocks(block_bytes)
+    if not num_blocks:
+        return TieredMemory(b.limits, worth, in_flight_hits=in_flight_hits)
+    from sim.parts.memory.on_disk import DiskTieredMemory
+    from sim.parts.offload.disk import Disk
+
+    disk = Disk(
+        num_blocks,
+        block_bytes,
+        read_bytes_per_s=options.disk_read_gb_per_s * 1e9,
+        write_bytes_per_s=options.disk_write_gb_per_s * 1e9,
+        latency_s=options.disk_latency_us / 1e6,
+        s_per_block=options.disk_block_us / 1e6,
+    )
+    return DiskTieredMemory(b.limits, worth, disk, look_ahead=options.look_ahead, in_flight_hits=in_flight_hits)
+
+
+def retained(b: Builder) -> "Memory":
+    from sim.parts.memory.retained import RetentionMemory
+    from sim.parts.offload.worth import Worth
+
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        raise UserError(f"memory=retained: {b.deployment.model.name} has layers that keep a window only")
+    worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
+    return RetentionMemory(b.limits, worth, b.options(RetentionOptions).swap_out_threshold)
+
+
+def saved_states(b: Builder) -> "Memory":
+    from sim.parts.memory.saved_states import SavedStates
+
+    if b.names["eviction"] not in ("swap", "recompute"):
+        raise UserError("memory=saved-states needs no copies to let go of a sequence: it goes with eviction=swap")
+    each_layer_keeps_all(b)
+    split, share, _ = split_of(b.deployment, b.limits)
+    return SavedStates(b.limits, split, share)
+
+
+def tiered_states(b: Builder) -> "Memory":
+    from sim.parts.memory.saved_states import TieredStates
+    from sim.parts.offload.worth import Worth
+
+    each_layer_keeps_all(b)
+    cost = b.deployment.cost
+    split, share, state = split_of(b.deployment, b.limits)
+    limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / share))
+    return TieredStates(limits, Worth(cost, limits, b.deployment.model.num_layers), cost, split, share, state)
+
+
+def each_layer_keeps_all(b: Builder) -> None:
+    """UserError for models whose layers share their KV or keep a window."""
+    model = b.deployment.model
+    if model.num_stored_layers < model.num_layers or b.limits.window is not None:
+        raise UserError(f"memory={b.names['memory']}: layers of {model.name} share their KV or keep a window")
+
+
+def hosted_layers(b: Builder) -> "Memory":
+    from sim.parts.memory.hosted_layers import HostedLayers
+
+    each_layer_keeps_all(b)
+    limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / (1.0 + block_seconds(b).input_share)))
+    return HostedLayers(limits, b.deployment.model.num_layers, lambda tokens: 0)
+
+
+def block_seconds(b: Builder) -> "BlockSeconds":
+    from sim.engine.plan import Direction
+    from sim.parts.stage.partial_recompute import BlockSeconds
+
+    model, cost, size = b.deployment.model, b.deployment.cost, b.limits.block_size
+    layer_bytes, input_bytes = b.limits.block_bytes / model.num_layers, size * model.hidden_bytes_per_token_layer
+    copied_s = (
+        cost.copy_s(input_bytes, 0, Direction.H2D) if b.options(PartialRecomputeOptions).partial_recompute else inf
+    )
+    return BlockSeconds(
+        copied_s, cost.project_s(size),
+        cost.copy_s(layer_bytes, cost.num_copies(1, 1), Direction.H2D), input_bytes / layer_bytes,
+    )  # fmt: skip
+
+
+def connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
+    from sim.parts.offload.connector import OffloadingConnector
+    from sim.parts.offload.host_cache import HostCache
+    from sim.parts.offload.worth import Worth
+
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        remedy = "--disable-hybrid-kv-cache-manager keeps whole prefixes"
+        raise UserError(f"--kv-offloading-size: {b.deployment.model.name} has layers that keep a window only; {remedy}")
+    num_chunks = options.num_chunks(b.limits.block_bytes * b.deployment.tensor_parallel_size)
+    layers = b.deployment.model.num_layers
+    return OffloadingConnector(
+        HostCache(num_chunks, options.eviction_policy, options.store_threshold),
+        b.limits.block_size,
+        blocks_per_chunk=options.blocks_per_chunk,
+        prompts_only=not options.offload_outputs,
+        shares_loads=b.limits.enable_prefix_caching,
+        load_s_per_block=options.load_s_per_block,
+        store_s_per_block=options.store_s_per_block,
+        worth=Worth(b.deployment.cost, b.limits, layers, options.load_s_per_block),
+    )
+
+
+def stored(b: Builder) -> "Memory":
+    from sim.parts.memory.stored import StoredMemory
+
+    if b.names["stage"] != HAND_OVER or b.moves_whole:
+        raise UserError(
+            "memory=stored is for engines that prefill for others: it goes with stage=hand-over and eviction=recompute"
+        )
+    return StoredMemory(b.limits)
+
+
+def mempool(b: Builder) -> "Memory":
+    options = b.options(MemPoolOptions)
+    if not b.limits.enable_prefix_caching or (b.deployment.role == "decode" and options.caching == "prefill"):
+        from sim.parts.memory.paged import PagedMemory
+
+        return PagedMemory(b.limits)
+    from sim.parts.memory.mempool import MemPool
+
+    if b.limits.window is not None and b.limits.window.blocks is not None:
+        raise UserError(f"memory=mempool: {b.deployment.model.name} has layers that keep a window only")
+    return MemPool(b.limits, returns=options.caching == "return", in_flight_hits=b.names["batching"] == "unified")
+
+
+def reserved(b: Builder) -> "Memory":
+    from sim.parts.memory.reserved import ReservedMemory
+
+    return ReservedMemory(b.limits)
+
+
+def layer_blocks(b: Builder) -> "Memory":
+    from sim.parts.memory.layer_blocks import LayerBlocks
+
+    model = b.deployment.model
+    if model.num_stored_layers < model.num_layers:
+        raise UserError(
+            f"memory=layers keeps each layer's KV apart, and layers of {model.name} share theirs: use memory=paged"
+        )
+    return LayerBlocks(b.limits, b.deployment.model.num_layers, remembered(b.equations().minimum_layers))
+
+
+def token_wise_memory(b: Builder) -> "Memory":
+    from sim.parts.memory.token_wise import Kernels, TokenWiseMemory
+
+    options, model = b.options(TokenWiseOptions), b.deployment.model
+    if b.names["admission"] != "token-wise":
+        raise UserError("memory=token-wise is told what to leave uncached: it goes with admission=token-wise")
+    each_layer_keeps_all(b)
+    times = options.step_times(b.deployment, b.limits.block_size)
+    kernels = Kernels(times, options.fused, options.overlapped, options.threads, options.map_lookup_us / 1e6)
+    return TokenWiseMemory(
+        b.limits, model.num_layers, options.layers_per_block, kernels,
+        least_ratio=options.least_uncached_ratio, by_longest=options.printed,
+    )  # fmt: skip
