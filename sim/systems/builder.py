@@ -11,8 +11,8 @@ from sim.systems.layerkv_options import Equations, LayerKVOptions
 from sim.systems.offload_options import OffloadOptions
 
 if TYPE_CHECKING:
-    from sim.parts.base import Eviction, Memory, Stage
-    from sim.parts.batching.base import Batching
+    from sim.parts.base import Eviction, Memory, Stage  # noqa: F401
+    from sim.parts.batching.base import Batching  # noqa: F401
     from sim.parts.memory.layer_blocks import LayerBlocks
     from sim.systems.base import Policy
 
