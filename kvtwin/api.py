@@ -223,8 +223,7 @@ def sweep(
     Raises:
         UserError: a bad study, every point refused, or a folder that cannot be written.
     """
-    where = "study" if isinstance(study, Mapping) else str(study)
-    table = study if isinstance(study, Mapping) else read_toml(Path(study), "study")
+    table, where = _read(study)
     found = read_study(table, "sweep", where)
     places = run_study(found, Path(out), Means(backend, address, jobs, max_seconds, retry_failed))
     return SweepResult(tidy(found, places), found)
@@ -269,9 +268,7 @@ def tune(
     Raises:
         UserError: a bad study, every candidate refused, or a folder that cannot be written.
     """
-    where = "study" if isinstance(study, Mapping) else str(study)
-    table = study if isinstance(study, Mapping) else read_toml(Path(study), "study")
-    return TuneResult(search(read_tune(table, where), Path(out), Means(backend, address, jobs, max_seconds)))
+    return TuneResult(search(read_tune(*_read(study)), Path(out), Means(backend, address, jobs, max_seconds)))
 
 
 @dataclass(frozen=True)
@@ -309,9 +306,7 @@ def regime_map(
     Raises:
         UserError: a bad study, every point refused, or a folder that cannot be written.
     """
-    where = "study" if isinstance(study, Mapping) else str(study)
-    table = study if isinstance(study, Mapping) else read_toml(Path(study), "study")
-    regimes = read_map(table, where)
+    regimes = read_map(*_read(study))
     places = run_study(regimes.study, Path(out), Means(backend, address, jobs))
     return MapResult(SweepResult(tidy(regimes.study, places), regimes.study), regimes)
 
@@ -357,6 +352,11 @@ def load_result(folder: str | Path) -> RunResult:
         return RunResult(result, requests, pd.read_csv(series) if series.exists() else pd.DataFrame())
     except (ValueError, OSError, ImportError) as error:
         raise UserError(f"{folder}: {str(error).splitlines()[0]}; run the scenario again") from error
+
+
+def _read(study: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The table of a study and where it stands, for messages."""
+    return (study, "study") if isinstance(study, Mapping) else (read_toml(Path(study), "study"), str(study))
 
 
 class _Rows(list[tuple[object, ...]]):

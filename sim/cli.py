@@ -107,10 +107,12 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
         parser.add_argument("--out", type=out_folder, metavar="DIR", help="folder for the results (required)")
     for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
         if f.name not in without:
-            text = f.metadata["help"] + NAMED.get(f.name, "")
+            text = f.metadata["help"]
             if base_type(hint) is not bool and f.default not in (None, ()):
                 text += f" (default: {f.default})"
-            _add_flag(parser, f.name, hint, text, f.metadata["metavar"], f.metadata["alias"])
+            action = _add_flag(parser, f.name, hint, text, f.metadata["metavar"], f.metadata["alias"])
+            if f.name in BUILT_IN:
+                parser.later(partial(_name_built_in, action=action), ("-h", "--help"))
     modes = " or ".join(PREEMPTION_MODES)
     parser.add_argument(
         flag(PREEMPTION_MODE), metavar="MODE", help=f"{modes}: what vLLM 0.5.5 does with victims, as its preset has it"
@@ -132,12 +134,14 @@ def add_bound_flags(parser: Any) -> None:  # noqa: ANN401 - the command line's o
     parser.add_argument("--bounds", action="store_true", default=None, help=text)
 
 
-def _names(kind: str) -> str:
-    return ", ".join(sorted(path.stem for path in (Path(__file__).parent / "specs" / kind).glob("*.json")))
+BUILT_IN = {"model": "models", "gpu": "gpus"}
+"""Options that take names, and the folders that hold what ships."""
 
 
-NAMED = {"model": f": {_names('models')}", "gpu": f": {_names('gpus')}"}
-"""Built-in names, for the help of options."""
+def _name_built_in(_: object, action: argparse.Action) -> None:
+    """Names that ship, for the help alone: reading folders takes time."""
+    found = sorted(path.stem for path in (Path(__file__).parent / "specs" / BUILT_IN[action.dest]).glob("*.json"))
+    action.help = f"{action.help}; built in: {', '.join(found)}"
 
 
 def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
@@ -156,19 +160,18 @@ def _add_flag(
     help_text: str,
     metavar: str | None,
     alias: str | None = None,
-) -> None:
+) -> argparse.Action:
     """One option; None when not given, so that a scenario file's value or the default holds."""
     flags = [flag(name)] if alias is None else [flag(name), flag(alias)]
     kind = base_type(hint)
     text = help_text.replace("%", "%%")
     if kind is bool:
-        target.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
-    elif get_origin(kind) is Literal:
-        target.add_argument(*flags, choices=get_args(kind), default=None, help=text)
-    elif get_origin(kind) is tuple:
-        target.add_argument(*flags, nargs="+", default=None, help=text, metavar="WORD")
-    else:
-        target.add_argument(*flags, dest=name, default=None, help=text, metavar=metavar or name.upper())
+        return target.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
+    if get_origin(kind) is Literal:
+        return target.add_argument(*flags, choices=get_args(kind), default=None, help=text)
+    if get_origin(kind) is tuple:
+        return target.add_argument(*flags, nargs="+", default=None, help=text, metavar="WORD")
+    return target.add_argument(*flags, dest=name, default=None, help=text, metavar=metavar or name.upper())
 
 
 def asked_values(arguments: argparse.Namespace, default: str | None = None) -> dict[str, Any]:

@@ -4,26 +4,17 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import UNSET
 
 from sim.errors import UserError
 from sim.results.figures.style import seconds_text
+from sim.results.metrics import EndedRequest
 from sim.results.result import RESULT_FILE, read_result
 from sim.results.schema import Result
 from sim.results.time_use import LIMIT_NAMES
 from sim.results.timeline import ITERATIONS, TIMELINE_FILE, TraceEvent, read_timeline
-
-
-class _Request(NamedTuple):
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    queue_s: float
-    ttft_s: float
-    e2el_s: float
-    error: str
 
 
 def explain(folder: Path, request_id: int) -> list[str]:
@@ -52,7 +43,7 @@ def explain(folder: Path, request_id: int) -> list[str]:
     return [*told, *_why(read_timeline(timeline), found, request_id)]
 
 
-def _request(result: Result, request_id: int, path: Path) -> _Request:
+def _request(result: Result, request_id: int, path: Path) -> EndedRequest:
     ids = result.request_ids
     if ids is UNSET:
         raise UserError(f"{path}: {result.per_request}; explain reads runs of up to 100,000 requests")
@@ -60,12 +51,12 @@ def _request(result: Result, request_id: int, path: Path) -> _Request:
     if place == len(ids) or ids[place] != request_id:
         span = f"{ids[0]} to {ids[-1]}" if ids else "none"
         raise UserError(f"--request {request_id}: no such request ended in {path}; ids are {span}")
-    columns: tuple[Any, ...] = (result.start_times, result.input_lens, result.output_lens, result.queue_times)
+    columns: tuple[Any, ...] = (ids, result.start_times, result.input_lens, result.output_lens, result.queue_times)
     columns += (result.ttfts, result.latencies, result.errors)
-    return _Request(*(column[place] for column in columns if column is not UNSET))
+    return EndedRequest(*(column[place] for column in columns if column is not UNSET))
 
 
-def _beside_others(result: Result, found: _Request) -> Iterator[str]:
+def _beside_others(result: Result, found: EndedRequest) -> Iterator[str]:
     shares = []
     for values, own_s in ((result.ttfts, found.ttft_s), (result.latencies, found.e2el_s)):
         completed = [v for v, error in zip(values or (), result.errors or (), strict=True) if not error]
@@ -76,7 +67,7 @@ def _beside_others(result: Result, found: _Request) -> Iterator[str]:
     )
 
 
-def _why(events: Sequence[TraceEvent], found: _Request, request_id: int) -> Iterator[str]:
+def _why(events: Sequence[TraceEvent], found: EndedRequest, request_id: int) -> Iterator[str]:
     steps = _steps(events, request_id)
     if not steps:
         yield "The timeline does not say who was admitted when: run it again with --timeline."
@@ -107,7 +98,7 @@ def _steps(events: Sequence[TraceEvent], request_id: int) -> list[dict[str, Any]
     return [step for step in slices if step["pid"] == pid]
 
 
-def _queueing(steps: Sequence[dict[str, Any]], found: _Request, scheduled_s: float) -> Iterator[str]:
+def _queueing(steps: Sequence[dict[str, Any]], found: EndedRequest, scheduled_s: float) -> Iterator[str]:
     bound_s: dict[str, float] = defaultdict(float)
     ahead = 0
     for step in steps:
@@ -178,7 +169,7 @@ def _interruption(steps: Sequence[dict[str, Any]], name: str, start_s: float, en
 
 
 def _decoding(
-    steps: Sequence[dict[str, Any]], found: _Request, spans: Sequence[tuple[str, float, float]]
+    steps: Sequence[dict[str, Any]], found: EndedRequest, spans: Sequence[tuple[str, float, float]]
 ) -> Iterator[str]:
     decode = next(((start_s, end_s) for name, start_s, end_s in spans if name == "decode"), None)
     if decode is None or found.output_tokens < 2:

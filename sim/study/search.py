@@ -12,8 +12,8 @@ from msgspec import Struct
 from sim.errors import UserError
 from sim.option_values import convert
 from sim.results.schema import Result
-from sim.study.points import Outcome, key_of, setup_of
-from sim.study.sweep import Means, Place, Store, Told, num_gpus, perform_missing
+from sim.study.points import Outcome
+from sim.study.sweep import Means, Store, Told, perform_missing, place_of
 
 Answer = TypeVar("Answer")
 Search = Generator[dict[str, Any], "Ran", Answer]
@@ -175,7 +175,7 @@ def answers(
     for place, search in enumerate(searches):
         _step(found, asked, place, search, None)
     while asked:
-        planned = {place: _planned(options) for place, options in asked.items()}
+        planned = {place: place_of(options, {}) for place, options in asked.items()}
         perform_missing(list(planned.values()), store, means, begin)
         asked.clear()
         for place, run in planned.items():
@@ -191,11 +191,3 @@ def _step(
         asked[place] = next(search) if ran is None else search.send(ran)
     except StopIteration as end:
         found[place] = end.value
-
-
-def _planned(options: dict[str, Any]) -> Place:
-    try:
-        setup = setup_of(options)
-        return Place({}, 0, options, Outcome(key_of(setup)), num_gpus(setup))
-    except UserError as error:
-        return Place({}, 0, options, Outcome("", error=str(error)))

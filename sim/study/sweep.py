@@ -101,7 +101,11 @@ def run_study(study: Study, folder: Path, means: Means, begin: Callable[[int], T
     with told_where(folder, "name another folder"):
         write_atomically(folder / STUDY_FILE, lambda file: file.write(text))
 
-    planned = [_planned(study, point, repeat) for point in study.points for repeat in range(study.repeats)]
+    planned = [
+        place_of(dict(options_at(study, point, repeat)), point, repeat)
+        for point in study.points
+        for repeat in range(study.repeats)
+    ]
     refused = {place.outcome.error for place in planned if place.outcome.error is not None}
     if len(refused) == 1 and all(place.outcome.error is not None for place in planned):
         raise UserError(f"{study.where}: every point is refused: {refused.pop()}")
@@ -146,8 +150,8 @@ def _wanted(kept: Outcome | None, means: Means) -> bool:
     return means.retry_failed or longer
 
 
-def _planned(study: Study, point: Mapping[str, Value], repeat: int) -> Place:
-    options = dict(options_at(study, point, repeat))
+def place_of(options: dict[str, Any], point: Mapping[str, Value], repeat: int = 0) -> Place:
+    """A run that is still to be performed; where its options are refused, that is its outcome."""
     try:
         setup = setup_of(options)
         return Place(dict(point), repeat, options, Outcome(key_of(setup)), num_gpus(setup))

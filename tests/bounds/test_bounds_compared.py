@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from small_results import flags
 
 from kvtwin import main
 from sim.bounds.compared import best_bound
@@ -14,25 +15,12 @@ from sim.results.schema import Comparison
 from sim.scenario import Scenario
 from sim.simulate import Setup, prepare
 
-CROWDED = Scenario(
-    workload="sharegpt", num_prompts=60, request_rate=20.0, num_gpu_blocks_override=200, max_model_len=1024,
-    goodput=("ttft:3000", "tpot:100"), seed=1,
-)  # fmt: skip
-FLAGS = [
-    "--workload",
-    "sharegpt",
-    "--num-prompts",
-    "60",
-    "--request-rate",
-    "20",
-    "--num-gpu-blocks-override",
-    "200",
-    "--max-model-len",
-    "1024",
-    "--seed",
-    "1",
-    "--quiet",
-]
+CROWD = {
+    "workload": "sharegpt", "num_prompts": 60, "request_rate": 20.0, "num_gpu_blocks_override": 200,
+    "max_model_len": 1024, "seed": 1,
+}  # fmt: skip
+CROWDED = Scenario(**CROWD, goodput=("ttft:3000", "tpot:100"))
+FLAGS = flags(**CROWD, quiet=True)
 
 
 def setup_of(name: str, scenario: Scenario = CROWDED) -> Setup:

@@ -2,6 +2,7 @@
 
 from msgspec import UNSET, structs
 
+from sim.option_values import flag
 from sim.policy_options import parse_policy
 from sim.results.metrics import names
 from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
@@ -9,6 +10,16 @@ from sim.results.schema import Result
 from sim.scenario import Scenario
 from sim.simulate import Keep, Run, build_run, execute, prepare
 from sim.traffic import traffic
+
+
+def flags(**options: object) -> list[str]:
+    """Options as the command line's words: `num_prompts=60, quiet=True` as `--num-prompts 60 --quiet`."""
+    found: list[str] = []
+    for name, value in options.items():
+        values = [] if value is True else value if isinstance(value, tuple) else (value,)
+        found += [flag(name), *map(str, values)]
+    return found
+
 
 LATENCIES = ("ttft", "tpot", "e2el", "queue", "itl")
 CROWDED = Scenario(

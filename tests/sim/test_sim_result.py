@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_results import flags
 
 import kvtwin
 from sim.files import ParquetTable
@@ -62,8 +63,10 @@ def crowded():
     return rows
 
 
-CROWDED = ("--num-gpu-blocks-override", "60", "--num-cpu-blocks-override", "40", "--save-detailed", "--timeline")
-CROWDED += ("--goodput", f"ttft:{TTFT_MS:g}", f"tpot:{TPOT_MS:g}", f"e2el:{E2EL_MS:g}")
+CROWDED = flags(
+    num_gpu_blocks_override=60, num_cpu_blocks_override=40, save_detailed=True, timeline=True,
+    goodput=(f"ttft:{TTFT_MS:g}", f"tpot:{TPOT_MS:g}", f"e2el:{E2EL_MS:g}"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=POLICIES)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from small_results import flags
 
 import kvtwin
 import kvtwin.api
@@ -16,19 +17,8 @@ from sim.policy_options import parse_policy
 from sim.systems.layerkv import LayerKV
 
 ROOT = Path(kvtwin.__file__).parents[1]
-FLAGS = [
-    "--workload",
-    "sharegpt",
-    "--num-prompts",
-    "60",
-    "--request-rate",
-    "8",
-    "--gpu",
-    "l20",
-    "--goodput",
-    "ttft:300",
-]
-CROWD = kvtwin.Scenario(workload="sharegpt", num_prompts=60, request_rate=8.0, gpu="l20", goodput=("ttft:300",))
+OPTIONS = {"workload": "sharegpt", "num_prompts": 60, "request_rate": 8.0, "gpu": "l20", "goodput": ("ttft:300",)}
+CROWD, FLAGS = kvtwin.Scenario(**OPTIONS), flags(**OPTIONS)
 
 
 def test_a_run_in_python_is_the_command_lines(tmp_path):
