@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo-out
 
-.PHONY: demo test check bench clean
+.PHONY: demo test fuzz check bench clean
 
 $(BIN)/kvtwin: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,10 @@ demo: $(BIN)/kvtwin
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pytest --nbmake notebooks
+
+# Examples anew each time, where `test` has the same ones.
+fuzz: $(VENV)/dev
+	$(BIN)/python -m pytest -n 2 --hypothesis-profile=random
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -238,7 +238,7 @@ def test_a_file_that_is_no_samples_file_is_named(tmp_path, text, parts):
 def test_a_gzip_file_with_a_damaged_byte_is_refused(tmp_path, place):
     """In the first block's head, which makes no block; in the midst; in the checksum."""
     rows = "".join(f"launch,{i * 1.37e-5}\n" for i in range(1, 300))
-    data = bytearray(gzip.compress(f"op,latency_s\n{rows}".encode()))
+    data = bytearray(gzip.compress(f"op,latency_s\n{rows}".encode(), mtime=0))
     data[place] ^= 0x06
     assert "cannot be read" in refusal(tmp_path / "bad.csv.gz", bytes(data))
 

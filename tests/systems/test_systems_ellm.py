@@ -172,20 +172,21 @@ def test_on_an_a100_it_gains_nothing_that_its_batch_limit_alone_does_not():
     ],
 )
 def test_it_keeps_to_what_every_system_must_on_a_model_of_many_layers(text: str):
-    policy, rebuilt = parse_policy(text, {})[1], 0
+    policy = parse_policy(text, {})[1]
 
-    def one(workload: Workload) -> None:
-        nonlocal rebuilt
+    def rebuilt(workload: Workload) -> int:
         machine = linear_machine(workload.limits.block_bytes, layers=40)
         workload = replace(workload, machine=machine)
         outcome = conformance.run(policy, workload, record=True)
         conformance.check_ends(outcome, workload)
         conformance.check_gaps(outcome)
         conformance.check_jumps(policy, workload)
-        rebuilt += outcome.scheduler.counters.policy["rebuilding_iterations"]
+        return outcome.scheduler.counters.policy["rebuilding_iterations"]
 
-    conformance.over_workloads(policy, one, examples=30, shrink=False)
-    assert rebuilt > 0
+    # Four of 60 tokens each that grow to 120 each: 32 blocks in the end, where 18 are.
+    limit = conformance.limits_of(policy, limits(gpu=18, host=200, max_model_len=256), 8, None)
+    assert rebuilt(Workload(requests(*[(0.0, 60, 60)] * 4), limit, linear_machine())) > 50
+    conformance.over_workloads(policy, lambda workload: rebuilt(workload) and None, examples=30, shrink=False)
 
 
 @pytest.mark.parametrize(
