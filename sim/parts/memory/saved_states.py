@@ -166,8 +166,7 @@ class TieredStates(TieredMemory):
     ) -> None:
         super().__init__(limits, worth)
         self.split, self.state, self._cost = split, state, cost
-        self._restoring: list[tuple[Sequence, range]] = []
-        self._saved_block_s = share * worth.load_s(1)
+        self.save_s_per_block = share * worth.load_s(1)
 
     def _restore_s(self, places: range) -> float:
         times = restore_times(self._cost, self.split, len(places) * self.block_size, len(places), self.state)
@@ -177,25 +176,8 @@ class TieredStates(TieredMemory):
         begin, end = places.start * self.block_size, places.stop * self.block_size
         return self.worth.recompute_s(seq, begin, end) - self._restore_s(places)
 
-    def take(self, seq: Sequence, num_tokens: int) -> None:
-        places = self._hosted(seq)
-        super().take(seq, num_tokens)
-        if places:
-            self._restoring.append((seq, places))
-
-    def complete(self, plan: IterationPlan) -> None:
-        loading, self._loading = self._loading, []
-        super().complete(plan)
-        self._loading = loading
-        for seq, places in self._restoring:
+    def _load(self, plan: IterationPlan, loads: list[tuple[Sequence, range]]) -> None:
+        for seq, places in loads:
             restore = restore_of(seq, len(places) * self.block_size, len(places), self.split)
             self.scheduler.changes.append(restore)
             plan.mixed_restores += (restore,)
-        self._restoring.clear()
-
-    def release(self, seq: Sequence) -> None:
-        beside = self.scheduler.beside
-        before = len(beside)
-        super().release(seq)
-        if len(beside) > before:
-            beside[-1] = beside[-1]._replace(s_per_block=self._saved_block_s)

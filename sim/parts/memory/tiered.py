@@ -42,7 +42,10 @@ class TieredMemory(PrefixMemory):
         self._accesses: dict[Sequence, Access] = {}
         # The last prompt that was looked up, what both caches were then, and which blocks it would load.
         self._looked_on_host: tuple[Sequence | None, tuple[int, ...], range] = (None, (), NOWHERE)
-        self._loading: list[tuple[Access, range]] = []
+        self.save_s_per_block: float | None = None
+        """What saving a block takes where that is not its bytes over the link."""
+        # With the sequence: places of its blocks that come within the iteration.
+        self._loading: list[tuple[Sequence, Access, range]] = []
         self._saving: dict[Sequence, list[int]] = {}
 
     def bind(self, scheduler: "Scheduler") -> None:
@@ -106,7 +109,7 @@ class TieredMemory(PrefixMemory):
         if places:
             access = self._access(seq)
             self._begin_load(seq, access, places)
-            self._loading.append((access, places))
+            self._loading.append((seq, access, places))
             seq.num_computed = places.stop * self.block_size
 
     def _begin_load(self, seq: Sequence, access: Access, places: range) -> None:
@@ -118,13 +121,17 @@ class TieredMemory(PrefixMemory):
     def complete(self, plan: IterationPlan) -> None:
         super().complete(plan)
         if self._loading:
-            plan.streamed += (Streamed(1, sum(len(places) for _, places in self._loading), 0),)
+            self._load(plan, [(seq, places) for seq, _, places in self._loading])
+
+    def _load(self, plan: IterationPlan, loads: "list[tuple[Sequence, range]]") -> None:
+        """Layer by layer, while the rest is computed."""
+        plan.streamed += (Streamed(1, sum(len(places) for _, places in loads), 0),)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         return 1 if self._loading else super().holds(plan, steps)
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
-        for access, places in self._loading:
+        for _, access, places in self._loading:
             self.cache.done_reading(access.keys[place] for place in places)
         self._loading.clear()
 
@@ -148,7 +155,8 @@ class TieredMemory(PrefixMemory):
         self._saving[seq] = [access.keys[place] for place in taken]
         self.tier.stored_blocks += len(taken)
         first, end = taken[0] * self.block_size, (taken[-1] + 1) * self.block_size
-        move = Move(seq, ALL_LAYERS, first, end, Tier.GPU, Tier.HOST, len(taken), seq.num_blocks, True)
+        blocks = len(taken), seq.num_blocks
+        move = Move(seq, ALL_LAYERS, first, end, Tier.GPU, Tier.HOST, *blocks, True, s_per_block=self.save_s_per_block)
         self.scheduler.beside.append(move)
 
     def _offer(self, seq: Sequence, access: Access, num_blocks: int) -> list[int]:
