@@ -145,3 +145,12 @@ def test_parking_needs_a_batching_that_knows_who_is_due():
     _, mixed = parse_policy("vllm-recompute:order=triage,eviction=park", {})
     with pytest.raises(UserError, match="batching=paced"):
         simulate(mixed, requests((0.0, 16, 1)), limits())
+
+
+def test_who_decodes_the_last_token_that_it_had_takes_one_block_for_it():
+    """33 tokens, computed again 16 at a time: the last, generated before, is left for a decode, in the ninth block."""
+    rows = requests(*[(0.0, 1, 1)] * 4, (0.0, 30, 4), (0.0, 32, 2))
+    limit = replace(limits(17, 0, block_size=4, max_model_len=64, seqs=2), max_num_batched_tokens=16)
+    outcome = simulate(Adaptive(), rows, replace(limit, enable_chunked_prefill=True))
+    assert outcome.by_id()[5].num_preemptions == 1
+    assert outcome.scheduler.gpu.free == 17

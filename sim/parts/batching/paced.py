@@ -127,5 +127,7 @@ class Paced(Unified):
     def _start(self, plan: IterationPlan, seq: Sequence, cached: int, chunk: int, now_s: float) -> None:
         self._started = True
         decodes = seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens
-        self.paged.place_chunk(seq, cached if decodes else seq.num_tokens)
+        # The last of generated tokens may be left for a decode, which takes its block itself.
+        whole = seq.num_tokens - 1 if seq.num_generated else seq.num_tokens
+        self.paged.place_chunk(seq, cached if decodes else max(whole, cached + chunk))
         self._run(plan, seq, chunk, now_s, decodes=decodes)
