@@ -25,12 +25,14 @@ from gpu_runtime.layer_pass import BlockTables, LayerPass
 from gpu_runtime.model import backend
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.saved_states import LiveStates, StateRestore
 from gpu_runtime.warm_up import run_copies, run_kernels
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.plan import Direction, IterationPlan, Move, PrefillChunk, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
+from sim.parts.memory.saved_states import SavedStates
 from traces.request import Request
 
 PromptOf = Callable[[Request], Seq[int]]
@@ -103,15 +105,26 @@ class TorchDevice:
         scratch = gpu_blocks + scratch_blocks(scheduler)
         pin = self.device.type == "cuda"
         self.gpu = KVPool(config, scratch + spare_blocks, limits.block_size, layer_group, self.device, dtype)
-        self.host = KVPool(config, max(1, host_blocks), limits.block_size, layer_group, "cpu", dtype, pin=pin)
+        # Blocks of states are not of KV alone.
+        kv_blocks = 0 if isinstance(memory, SavedStates) else host_blocks
+        self.host = KVPool(config, max(1, kv_blocks), limits.block_size, layer_group, "cpu", dtype, pin=pin)
         self.counted = BlockIds(gpu_blocks)
         self.scratch = BlockIds(scratch)
         # The first ids are those that the scheduler counts.
         self.scratch.allocate(gpu_blocks)
         self._num_scratch = self.scratch.num_free
-        self.placement = Placement(self.counted, self.host, num_groups=self.groups, block_tokens=limits.block_size)
         self.copies = CopyEngine(self.device, inline=not pin if inline_copies is None else inline_copies)
         self._moves = KVCopies(self.copies, self.gpu, self.host, self._fail)
+        self._states = (
+            LiveStates(memory, decoder, self.gpu, self.counted, self.copies, self._moves)
+            if isinstance(memory, SavedStates)
+            else None
+        )
+        self.placement = (
+            Placement(self.counted, self.host, num_groups=self.groups, block_tokens=limits.block_size)
+            if self._states is None
+            else self._states.placement
+        )
         self._tables = BlockTables(self.placement)
         self.tokens: dict[Sequence, list[int]] = {}
         self._prompts: dict[int, list[int]] = {}
@@ -195,8 +208,12 @@ class TorchDevice:
         decodes = [(seq, num_tokens_of(seq)) for seq in plan.decodes]
         for copy in placement.replay(plan, self._settle):
             # Before the computation, as vLLM 0.5.5 swaps: the same blocks may be written next.
+            if isinstance(copy, StateRestore):
+                self._restore(copy)
+                continue
             done.add(copy)
-            self._moves.wait(copy.seq, [self._moves.start(copy)])
+            if copy.source:
+                self._moves.wait(copy.seq, [self._moves.start(copy)])
         for move in plan.beside:
             transfer, copy = placement.begin(move)
             done.add(copy)
@@ -207,6 +224,18 @@ class TorchDevice:
             self._compute_or_fail(plan, decodes)
         end_s = self.now_s()
         return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
+
+    def _restore(self, copy: StateRestore) -> None:
+        """Bring KV back from states; a sequence for which there is no memory fails at its next token."""
+        assert self._states is not None
+        try:
+            self.executed.moves.append(self._states.restore(copy, self._tokens_of(copy.seq)))
+        except torch.OutOfMemoryError as error:
+            self._fail(copy.seq, f"out of memory: {str(error).splitlines()[0]}")
+            self.executed.given_up.add(copy.seq)
+
+    def _new_pass(self) -> LayerPass:
+        return LayerPass(self.placement, self.scratch, self._moves) if self._states is None else self._states.new_pass()
 
     def _compute_or_fail(self, plan: IterationPlan, decodes: Seq[tuple[Sequence, int]]) -> None:
         """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails."""
@@ -247,7 +276,7 @@ class TorchDevice:
     def _compute(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[tuple[Sequence, int]]) -> None:
         if not chunks and self._replay(decodes):
             return
-        work = LayerPass(self.placement, self.scratch, self._moves)
+        work = self._new_pass()
         spans = [(seq, cached, cached + num_new) for seq, num_new, cached, _ in chunks]
         spans += [(seq, num_tokens - 1, num_tokens) for seq, num_tokens in decodes]
         if self._hashes is not None:
@@ -342,7 +371,7 @@ class TorchDevice:
         set-up."""
         run_kernels(self.decoder, self.gpu, self.scheduler.limits)
         run_copies(self.copies, self.gpu, self.host)
-        if self._graph_batch_sizes:
+        if self._graph_batch_sizes and self._states is None:
             self._graph = DecodeGraph(
                 self.decoder,
                 self.gpu,
@@ -358,6 +387,8 @@ class TorchDevice:
         self._graph = None
         self.gpu.release()
         self.host.release()
+        if self._states is not None:
+            self._states.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -367,7 +398,7 @@ class TorchDevice:
         """InvariantError unless the ids balance: nobody holds a block twice, and pools list each free block once."""
         self.placement.check()
         self.counted.check()
-        self.host.check()
+        self.placement.host.check()
         if self.scratch.num_free != self._num_scratch:
             raise InvariantError(f"{self._num_scratch - self.scratch.num_free} scratch blocks were not given back")
 
@@ -384,7 +415,7 @@ class TorchDevice:
         for pool, ids, reserved in (
             (memory.gpu, self.counted, 0),
             # Set aside for the coming step, and nobody's.
-            (memory.host, self.host, memory.host_reserved),
+            (memory.host, self.placement.host, memory.host_reserved),
         ):
             idle = self.placement.cached.num_blocks if ids is self.counted else 0
             used, counted = ids.num_blocks - ids.num_free - idle, pool.num_blocks - pool.free - reserved

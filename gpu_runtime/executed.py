@@ -22,8 +22,8 @@ class Moved(NamedTuple):
 class Executed:
     """Counts of the blocks that were copied, not of those that should have been."""
 
-    moves: list[Moved] = field(default_factory=list)
-    """Before and beside the computation, in the order in which they were started."""
+    moves: list[Moved | Restore] = field(default_factory=list)
+    """Before and beside the computation, in the order in which they were started; restores that compute whole."""
     behind: list[Moved] = field(default_factory=list)
     """Of prefills, while later layers were computed."""
     num_read: int = 0
@@ -39,7 +39,8 @@ class Executed:
 
     def check(self, plan: IterationPlan) -> None:
         """InvariantError unless the plan said so, block by block."""
-        _compare("copied before and beside the computation", self.moves, moves_of(plan))
+        planned = [move for move in moves_of(plan) if not isinstance(move, Restore) or move.seq not in self.given_up]
+        _compare("copied before and beside the computation", self.moves, planned)
         behind = [_moved(move) for move in plan.behind if move.seq not in self.given_up]
         _compare("sent behind the prefills", sorted(self.behind, key=_key), sorted(behind, key=_key))
         _compare("sequences that decode", self.num_decodes, plan.num_decodes)
@@ -51,13 +52,15 @@ class Executed:
         _compare("blocks written between the layers", self.num_written, written)
 
 
-def moves_of(plan: IterationPlan) -> list[Moved]:
+def moves_of(plan: IterationPlan) -> list[Moved | Restore]:
     """What a plan says is copied before and beside the computation."""
-    found: list[Moved] = []
+    found: list[Moved | Restore] = []
     for change in plan.changes:
         match change:
             case Move():
                 found.append(_moved(change))
+            case Restore() if change.computes:
+                found.append(change)
             case Restore():
                 found.append(Moved(change.seq, change.kv_groups, Direction.H2D, change.num_blocks))
             case _:

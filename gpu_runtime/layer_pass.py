@@ -141,9 +141,13 @@ class LayerPass:
             pool,
             batch.last_rows[torch.tensor(self._sampled, device=device)] if self._sampled else None,
             before_layer=self._before_layer,
-            after_layer=lambda layer, _: self._after_layer(layer),
+            after_layer=lambda layer, entered: self._computed(layer, entered, batch, pool),
         )
         return greedy(logits)
+
+    def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
+        """A layer, whose input [N, h] was `entered`, has been queued."""
+        self._after_layer(layer)
 
     def _start(self) -> None:
         """Start the copies into all slots: those of the first turn as one, then those of the second."""

@@ -87,6 +87,23 @@ class CopyEngine:
 
         return self._submit(direction, job)
 
+    def copy_rows(
+        self, src: Tensor, src_rows: Sequence[int], dst: Tensor, dst_rows: Sequence[int], direction: Direction
+    ) -> CopyHandle:
+        """Copy row `src_rows[i]` of a tensor to row `dst_rows[i]` of another. Both are kept until the copy is over."""
+        here, there = list(src_rows), list(dst_rows)
+
+        def job(stream: torch.cuda.Stream | None) -> None:
+            if stream is None:
+                dst[torch.tensor(there, dtype=torch.int64)] = src[torch.tensor(here, dtype=torch.int64)]
+                return
+            copy_now(src, here, dst, there, direction)
+            for tensor in (src, dst):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
+
+        return self._submit(direction, job)
+
     def _submit(self, direction: Direction, job: Callable[[torch.cuda.Stream | None], None]) -> CopyHandle:
         worker, spans, handle = self._workers[direction], self.spans, CopyHandle()
 

@@ -13,13 +13,38 @@ from typing import Protocol
 
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.cached_blocks import CachedBlocks
-from sim.engine.plan import Direction, Evict, IterationPlan, Keep, Move, Place, Release, Restore, Share, Split, Tier
+from sim.engine.plan import (
+    Direction,
+    Evict,
+    IterationPlan,
+    Keep,
+    Move,
+    Place,
+    Release,
+    Restore,
+    Save,
+    Share,
+    Split,
+    Tier,
+    Unsave,
+)  # fmt: skip
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
 
 class Blocks(Protocol):
     """A pool of block ids that nobody shares (`gpu_runtime.kv.pool.KVPool`)."""
+
+    num_blocks: int
+
+    @property
+    def num_free(self) -> int:
+        """Ids that can still be taken."""
+        ...
+
+    def check(self) -> None:
+        """InvariantError unless every free id is listed once."""
+        ...
 
     def allocate(self, n: int) -> list[int]:
         """Take `n` ids."""
@@ -125,6 +150,8 @@ class Placement:
                     self.cached.split(run, first, num_blocks)
                 case Evict(run, num_left):
                     self.cached.evict(run, num_left)
+                case Save() | Unsave():
+                    self._note_states(change)
         return copies
 
     def grow(self, computed: Iterable[tuple[Sequence, int]]) -> None:
@@ -134,12 +161,16 @@ class Placement:
             if num_tokens <= held.room and held.room_of == held.version:
                 continue
             blocks = self.blocks_for(num_tokens)
+            self._grown(seq, blocks)
             for tier, lists in ((self.gpu, held.gpu), (self.host, held.host)):
                 for ids in lists.values():
                     if len(ids) < blocks:
                         ids += tier.allocate(blocks - len(ids))
                         held.version += 1
             held.room, held.room_of = blocks * self.block_tokens, held.version
+
+    def _grown(self, seq: Sequence, blocks: int) -> None:
+        """A sequence has, or is about to have, so many blocks of each group."""
 
     def _held_by(self, seq: Sequence) -> Held:
         held = self.held.get(seq)
@@ -181,6 +212,9 @@ class Placement:
         if move.is_reported:
             raise InvariantError(f"{move.seq}: a copy before the computation ends with it and is not reported")
         return self._change_tier(move.seq, move.groups, move.direction, self.blocks_for(move.end_token))
+
+    def _note_states(self, change: Save | Unsave) -> None:
+        raise InvariantError(f"{change.seq}: this device keeps no states on the host")
 
     def _restore(self, restore: Restore) -> BlockCopy:
         seq, num_tokens, hidden, groups, recomputed, _ = restore

@@ -137,6 +137,21 @@ class Evict(NamedTuple):
     num_left: int
 
 
+class Save(NamedTuple):
+    """The host keeps the states of `seq` from now on (HCache), in as many blocks as `seq` has on the GPU.
+
+    Memory says so, and `Unsave`, once it is asked to (`Memory.tell_blocks`).
+    """
+
+    seq: Sequence
+
+
+class Unsave(NamedTuple):
+    """The host keeps the states of `seq`, which runs, no longer."""
+
+    seq: Sequence
+
+
 class Move(NamedTuple):
     """A copy of the KV of tokens [`first_token`, `end_token`) of `seq` in some layer groups, from tier to tier.
 
@@ -183,6 +198,11 @@ class Restore(NamedTuple):
     recomputed_groups: tuple[int, ...]
     num_blocks: int
 
+    @property
+    def computes(self) -> bool:
+        """Whether it does more than copy KV."""
+        return bool(self.hidden_groups or self.recomputed_groups)
+
 
 class Streamed(NamedTuple):
     """Layer groups that pass through the GPU during the computation, summed over the sequences that have as many.
@@ -228,7 +248,7 @@ class Rebuilt(NamedTuple):
     """For finding blocks in the map table."""
 
 
-Change = Place | Release | Move | Restore | Share | Keep | Split | Evict
+Change = Place | Release | Move | Restore | Share | Keep | Split | Evict | Save | Unsave
 
 # Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
 _chunk = cast(Callable[[tuple[Sequence, int, int, Origin]], PrefillChunk], partial(tuple.__new__, PrefillChunk))

@@ -254,7 +254,8 @@ class Memory(Part, ABC):
         """The first `num_tokens` tokens of `seq` are computed, or are about to be: what they fill can be hit."""
 
     def tell_blocks(self) -> None:
-        """From now on, before anything runs, plans say which blocks are shared and cached (`plan.Share`)."""
+        """From now on, before anything runs, plans say which blocks are shared and cached (`plan.Share`), and whose
+        states are saved (`plan.Save`)."""
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
         """The next blocks of `seq` are full, and these keys say with what: equal keys, equal content."""

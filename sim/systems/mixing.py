@@ -55,7 +55,7 @@ MEMORIES: dict[str, KnownMemory] = {
     MEMPOOL: KnownMemory(memory_builders.mempool, MemPoolOptions, can_cache_prefixes=True, runs_live=False),
     STORED: KnownMemory(memory_builders.stored, ConductorOptions),
     "layers": KnownMemory(memory_builders.layer_blocks, LayerKVOptions),
-    "saved-states": KnownMemory(memory_builders.saved_states, StatesOptions, runs_live=False),
+    "saved-states": KnownMemory(memory_builders.saved_states, StatesOptions),
     "tiered-states": KnownMemory(
         memory_builders.tiered_states, StatesOptions, runs_live=False, can_cache_prefixes=True, always_caches=True
     ),

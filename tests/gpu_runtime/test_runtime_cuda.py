@@ -11,8 +11,8 @@ from runtime_small import SMALL, Runner
 from runtime_variants import VARIANTS, policy_of
 
 from gpu_runtime.kv.copy_engine import CopyEngine
-from gpu_runtime.kv.hidden_states import HiddenStateStore
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.decode_graph import DecodeGraph
@@ -145,12 +145,12 @@ def test_blocks_survive_a_trip_to_the_host_beside_computation(scattered):
 def test_hidden_states_come_back_from_the_host():
     hidden = torch.randn(37, SMALL.hidden_size, device="cuda", dtype=torch.bfloat16)
     with CopyEngine("cuda") as engine:
-        store = HiddenStateStore(engine, SMALL, num_blocks=8, block_tokens=16, dtype=torch.bfloat16)
-        assert store.data.is_pinned()
-        ids = store.allocate(4)
-        store.save(1, hidden[:20], ids).wait()
-        store.save(1, hidden[20:], ids, first=20).wait()
-        loaded, handle = store.load(1, ids, 0, 37)
+        rows = TokenRows(engine, 8, SMALL.num_layers, 16, SMALL.hidden_size, torch.bfloat16)
+        assert rows.data.is_pinned()
+        places = token_places([3, 0, 5], 0, 37, 16)
+        rows.save(1, hidden[:20], range(20), places[:20]).wait()
+        rows.save(1, hidden, range(20, 37), places[20:]).wait()
+        loaded, handle = rows.load(1, places)
         handle.wait_in_stream()
         assert torch.equal(loaded, hidden)
 

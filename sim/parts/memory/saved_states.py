@@ -16,7 +16,7 @@ from sim.cost.restoring import LayerSplit, StateBytes, restore_times
 from sim.engine.batch import DecodeBatch
 from sim.engine.blocks import BlockPool
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Move, Restore, Tier
+from sim.engine.plan import IterationPlan, Move, Restore, Save, Tier, Unsave
 from sim.engine.sequence import Sequence
 from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
 from sim.parts.memory.tiered import TieredMemory
@@ -50,6 +50,10 @@ class SavedStates(PagedMemory):
         self.saved: dict[Sequence, None] = {}
         """Who runs and has its states on the host, the last to be placed last."""
         self._unsaved: dict[Sequence, None] = {}
+        self._tells = False
+
+    def tell_blocks(self) -> None:
+        self._tells = True
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -58,6 +62,8 @@ class SavedStates(PagedMemory):
         if seq.num_blocks <= self.host.free:
             self.host.allocate(seq.num_blocks)
             self.saved[seq] = None
+            if self._tells:
+                self.scheduler.changes.append(Save(seq))
         else:
             self._unsaved[seq] = None
 
@@ -67,6 +73,8 @@ class SavedStates(PagedMemory):
         self.host.release(self.held_blocks(seq))
         self._unsaved[seq] = None
         self.scheduler.counters.policy["unsaved"] += 1
+        if self._tells:
+            self.scheduler.changes.append(Unsave(seq))
 
     def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
         if not super().grow(batch, spare):

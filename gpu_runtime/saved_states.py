@@ -1,0 +1,280 @@
+"""States on the host while sequences run (HCache): saved behind every layer, and KV made from them when one returns.
+
+Of some layers the inputs are kept, of some the keys and values, of the first ones nothing (`sim.cost.restoring`). A
+block of states has a row for each of its tokens and of those layers (`kv.token_rows`).
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_runtime.executed import Moved
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.copies import KVCopies
+from gpu_runtime.kv.copy_engine import CopyEngine
+from gpu_runtime.kv.copy_worker import CopyHandle
+from gpu_runtime.kv.placement import BlockCopy, Placement
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.token_rows import TokenRows, token_places
+from gpu_runtime.layer_pass import BlockTables, LayerPass, Member
+from gpu_runtime.model.attention_batch import AttentionBatch
+from gpu_runtime.model.decode_graph import DecodeGraph
+from gpu_runtime.model.decoder import Decoder
+from sim.engine.plan import Direction, Move, Restore, Save, Unsave
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+from sim.parts.memory.saved_states import SavedStates
+
+AHEAD = 2
+"""Layers whose states are on their way to the GPU at a time."""
+WHOLE = (0,)
+"""The one layer group."""
+
+
+@dataclass(frozen=True)
+class StateRestore(BlockCopy):
+    """KV of the GPU blocks `target` comes back from the states in `source`, each layer in its way."""
+
+    restore: Restore
+
+
+class StatePlacement(Placement):
+    """`Placement` of whole blocks whose sequences' states, if saved, have host blocks beside those on the GPU.
+
+    Args:
+        gpu, host: ids of blocks of KV, and of states.
+    """
+
+    def __init__(self, gpu: BlockIds, host: BlockIds, block_tokens: int) -> None:
+        super().__init__(gpu, host, num_groups=1, block_tokens=block_tokens)
+        self.states: dict[Sequence, list[int]] = {}
+        """Host blocks of those whose states are saved."""
+
+    def _note_states(self, change: Save | Unsave) -> None:
+        seq = change.seq
+        if isinstance(change, Save):
+            self.states[seq] = self.host.allocate(len(self._held_by(seq).gpu[0]))
+        else:
+            self.host.free(self.states.pop(seq))
+
+    def _release(self, seq: Sequence) -> None:
+        super()._release(seq)
+        self.host.free(self.states.pop(seq, ()))
+
+    def _grown(self, seq: Sequence, blocks: int) -> None:
+        states = self.states.get(seq)
+        if states is not None and len(states) < blocks:
+            states += self.host.allocate(blocks - len(states))
+
+    def _move_at_once(self, move: Move) -> BlockCopy:
+        """Everything about it has been saved: its GPU blocks are free."""
+        seq, held = move.seq, self._held_by(move.seq)
+        if move.is_reported or move.direction is not Direction.D2H or seq not in self.states:
+            raise InvariantError(f"{seq}: {move} is not that of a sequence whose states are saved")
+        self.gpu.free(held.gpu.pop(0))
+        held.version += 1
+        return BlockCopy(seq, move.groups, move.direction, (), ())
+
+    def _restore(self, restore: Restore) -> BlockCopy:
+        seq, held = restore.seq, self._held_by(restore.seq)
+        states = self.states[seq]
+        held.gpu[0] = self.gpu.allocate(len(states))
+        held.version += 1
+        return StateRestore(seq, restore.kv_groups, Direction.H2D, tuple(states), tuple(held.gpu[0]), restore)
+
+    def _host_lists(self) -> Iterator[Seq[int]]:
+        yield from super()._host_lists()
+        yield from self.states.values()
+
+
+class LiveStates:
+    """The states of one device's sequences.
+
+    Args:
+        memory: says how each layer is restored.
+        decoder, pool: compute and hold the KV.
+        counted: ids of the pool's blocks.
+        engine, copies: make copies; of the latter whoever hears of failures.
+    """
+
+    def __init__(
+        self,
+        memory: SavedStates,
+        decoder: Decoder,
+        pool: KVPool,
+        counted: BlockIds,
+        engine: CopyEngine,
+        copies: KVCopies,
+    ) -> None:
+        config, tokens, blocks = decoder.config, pool.block_tokens, memory.host.num_blocks
+        self.split, self.share = memory.split, memory.share
+        self.decoder, self.pool, self.copies = decoder, pool, copies
+        if sum(self.split) != config.num_layers:
+            raise ValueError(f"{sum(self.split)} layers are restored, {config.name} has {config.num_layers}")
+        self._budget = memory.limits.max_num_batched_tokens
+        self.placement = StatePlacement(counted, BlockIds(blocks), tokens)
+        kv_width, kv_dtype = 2 * config.kv_size, pool.raw.dtype
+        self._inputs = TokenRows(engine, blocks, self.split.hidden, tokens, config.hidden_size, decoder.dtype)
+        self._kv = TokenRows(engine, blocks, self.split.copied, tokens, kv_width, kv_dtype)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._inputs.release()
+        self._kv.release()
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that states take."""
+        return self._inputs.data.nbytes + self._kv.data.nbytes
+
+    def new_pass(self) -> "SavingPass":
+        """A pass over the layers that saves states."""
+        return SavingPass(self)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, layer: int, entered: Tensor, slots: Tensor, rows: list[int], places: np.ndarray
+    ) -> CopyHandle | None:
+        """Save what is kept of a layer of some rows of a pass; None where nothing is.
+
+        Args:
+            layer: of the model.
+            entered: its input [N, h].
+            slots: [N] where its KV has gone: block x block_tokens + offset.
+            rows: which of the rows.
+            places: [len(rows)] where states of their tokens go.
+        """
+        recomputed, hidden, _ = self.split
+        if layer < recomputed:
+            return None
+        if layer < recomputed + hidden:
+            return self._inputs.save(layer - recomputed, entered, rows, places)
+        blocks, offsets = self._at(slots)
+        values = self.pool.raw[:, layer][blocks, :, :, offsets].flatten(1)
+        return self._kv.save(layer - recomputed - hidden, values, rows, places)
+
+    def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        slots = slots.long()
+        return slots // self.pool.block_tokens, slots % self.pool.block_tokens
+
+    # -- restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(self, copy: StateRestore, tokens: Seq[int]) -> Restore | Moved:
+        """Bring a sequence's KV back, of whose `tokens` the first are to be restored; returns what was done.
+
+        The copies of two layers are under way at a time: beside the layers that are computed again, then one another's
+        projections.
+        """
+        planned, layers = copy.restore, tuple(range(sum(self.split)))
+        copied = planned.kv_groups if planned.computes else layers
+        first, last = self.split.recomputed, self.split.recomputed + self.split.hidden
+        if (planned.recomputed_groups, planned.hidden_groups, copied) != (
+            layers[:first], layers[first:last], layers[last:],
+        ):  # fmt: skip
+            raise InvariantError(f"{copy.seq}: {planned}, but states are kept for a split of {self.split}")
+        wanted = [*planned.hidden_groups, *copied]
+        places = token_places(copy.source, 0, planned.num_tokens, self.pool.block_tokens)
+        # Whole blocks are copied, also where a prompt's are not full.
+        whole = token_places(copy.source, 0, len(copy.source) * self.pool.block_tokens, self.pool.block_tokens)
+        under_way = [self._load(layer, places, whole) for layer in wanted[:AHEAD]]
+        again = self._recompute(copy, planned, tokens)
+        projected: list[int] = []
+        written: list[int] = []
+        num_blocks = 0
+        for turn, layer in enumerate(wanted):
+            values, handle = under_way.pop(0)
+            self.copies.wait_in_stream([copy.seq], handle)
+            if layer in planned.hidden_groups:
+                self._project(layer, values, copy.target)
+                projected.append(layer)
+            else:
+                self._write(layer, values, copy.target)
+                written.append(layer)
+                num_blocks += len(values) // self.pool.block_tokens
+            if turn + AHEAD < len(wanted):
+                under_way.append(self._load(wanted[turn + AHEAD], places, whole))
+        if planned.computes:
+            return Restore(copy.seq, planned.num_tokens, tuple(projected), tuple(written), again, num_blocks)
+        return Moved(copy.seq, copy.groups, copy.direction, num_blocks // len(layers))
+
+    def _load(self, layer: int, places: np.ndarray, whole: np.ndarray) -> tuple[Tensor, CopyHandle]:
+        index = layer - self.split.recomputed
+        if index < self.split.hidden:
+            return self._inputs.load(index, places)
+        return self._kv.load(index - self.split.hidden, whole)
+
+    def _recompute(self, copy: StateRestore, planned: Restore, tokens: Seq[int]) -> tuple[int, ...]:
+        """The first layers compute again, as many tokens at a time as an iteration may have; which ones."""
+        again = planned.recomputed_groups
+        for first in range(0, planned.num_tokens if again else 0, self._budget):
+            new = list(tokens[first : min(first + self._budget, planned.num_tokens)])
+            batch = self._batch(len(new), first, copy.target)
+            hidden = self.decoder.embed(torch.tensor(new, device=self.pool.device))
+            for layer in again:
+                hidden = self.decoder.layers[layer].forward(hidden, batch, self.pool, layer)
+        return again
+
+    def _batch(self, num_new: int, cached: int, blocks: Seq[int]) -> AttentionBatch:
+        return AttentionBatch.build([num_new], [cached], [[blocks]], self.pool.block_tokens, self.pool.device)
+
+    def _project(self, layer: int, values: Tensor, blocks: Seq[int]) -> None:
+        self.decoder.layers[layer].restore_kv(values, self._batch(len(values), 0, blocks), self.pool, layer)
+
+    def _write(self, layer: int, values: Tensor, blocks: Seq[int]) -> None:
+        slots = token_places(blocks, 0, len(values), self.pool.block_tokens)
+        found, offsets = self._at(torch.from_numpy(slots).to(self.pool.device))
+        cache = self.pool.raw[:, layer]
+        cache[found, :, :, offsets] = values.unflatten(1, (2, cache.shape[2], cache.shape[4]))
+
+
+class SavingPass(LayerPass):
+    """A pass behind whose layers states leave for the host. Its end waits for them: what decodes next is saved."""
+
+    def __init__(self, states: LiveStates) -> None:
+        super().__init__(states.placement, BlockIds(0), states.copies)
+        self._states = states
+        self._rows: list[int] = []
+        self._places = np.empty(0, dtype=np.int64)
+        self._handles: list[CopyHandle] = []
+
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Tensor:
+        saved = self._choose_rows(pool.block_tokens)
+        chosen = super().run(decoder, pool, tables, graph)
+        for member in saved:
+            self._copies.wait(member.seq, self._handles)
+            if member.num_new > 1:
+                # Plans count whole blocks of KV's size, and single tokens not at all.
+                member.num_sent = ceil(self._placement.blocks_for(member.num_new) * self._states.share)
+                member.leaving = dict.fromkeys(WHOLE, self._handles[-1])
+        return chosen
+
+    def _choose_rows(self, block_tokens: int) -> list[Member]:
+        start, places = 0, [self._places]
+        states = self._states.placement.states
+        saved = [member for member in self.members if member.seq in states]
+        for member in self.members:
+            if member.seq in states:
+                self._rows += range(start, start + member.num_new)
+                end = member.cached + member.num_new
+                places.append(token_places(states[member.seq], member.cached, end, block_tokens))
+            start += member.num_new
+        self._places = np.concatenate(places)
+        return saved
+
+    def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
+        super()._computed(layer, entered, batch, pool)
+        if self._rows:
+            handle = self._states.save(layer, entered, batch.slot_mapping[0], self._rows, self._places)
+            if handle is not None:
+                self._handles.append(handle)
+
+    def abandon(self) -> None:
+        for member in self.members:
+            self._copies.wait(member.seq, self._handles)
+        super().abandon()

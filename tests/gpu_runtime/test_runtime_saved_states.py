@@ -1,0 +1,176 @@
+"""HCache live: states leave behind every layer, KV comes back from them in three ways, and no token changes."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from runtime_variants import policy_of  # noqa: E402
+
+from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
+from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
+from kvtwin.testing import live, requests  # noqa: E402
+from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
+from sim.cost.restoring import LayerSplit, StateBytes, state_share  # noqa: E402
+from sim.engine.plan import Move, Restore, Save  # noqa: E402
+from sim.errors import InvariantError  # noqa: E402
+from sim.systems import memory_builders  # noqa: E402
+
+STATE = StateBytes(SMALL.hidden_size * 4.0, BLOCK_SIZE * 2 * SMALL.kv_size * 4.0)
+"""Bytes of the small decoder's hidden state of a token, and of a block of KV of a layer."""
+SPLITS = [LayerSplit(*split) for split in ((0, 4, 0), (2, 2, 0), (1, 3, 0), (0, 2, 2), (0, 1, 3), (0, 0, 4))]
+
+
+def serve(monkeypatch, split, rows=GROWING, **sizes):
+    """Serve where layers are split so."""
+    kind, inline = sizes.pop("kind", CheckedDevice), sizes.pop("inline", False)
+    share = state_share(split, BLOCK_SIZE, STATE)
+    monkeypatch.setattr(memory_builders, "split_of", lambda deployment, limits: (split, share, STATE))
+    policy = policy_of(sizes.pop("policy", "hcache"))
+    return live.serve(policy, requests(*rows), tight_limits(policy, **sizes), kind=kind, inline_copies=inline)
+
+
+def restores(served):
+    return [change for plan, _, _ in served.plans for change in plan.changes if isinstance(change, Restore)]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_victims_come_back_from_their_states(monkeypatch, split, chunked):
+    served = serve(monkeypatch, split, gpu=20, chunked=chunked)
+    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    found = restores(served)
+    assert len(found) > 3
+    recomputed, hidden, copied = split
+    for restore in found if hidden else ():
+        assert len(restore.recomputed_groups) == recomputed
+        assert len(restore.hidden_groups) == hidden
+        assert len(restore.kv_groups) == copied
+    assert all(move.num_blocks == 0 for plan, _, _ in served.plans for move in plan.changes if isinstance(move, Move))
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_a_full_host_lets_some_run_unsaved(monkeypatch, split):
+    served = serve(monkeypatch, split, gpu=24, host=12)
+    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    assert served.counters.policy["unsaved"] > 0
+
+
+WORKLOADS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.0, 0.01]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
+).map(sorted)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=WORKLOADS,
+    split=st.sampled_from(SPLITS),
+    gpu=st.integers(17, 30),
+    host=st.sampled_from([0, 9, 80]),
+    chunked=st.booleans(),
+    seqs=st.sampled_from([2, 5]),
+    inline=st.booleans(),
+    policy=st.sampled_from(["hcache", "hcache:eviction=recompute", "hcache:batching=sarathi"]),
+)
+def test_no_workload_finds_a_token_that_a_split_changes(rows, split, **sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        served = serve(patch, split, rows, **sizes)
+    assert len(live.check_tokens(served, requests(*rows))) == len(rows)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_states_take_the_host_memory_that_the_policy_counts(monkeypatch, split):
+    sizes = []
+
+    class Measured(CheckedDevice):
+        def close(self):
+            sizes.append(self._states.num_bytes)
+            super().close()
+
+    serve(monkeypatch, split, gpu=40, host=60, kind=Measured)
+    asked = 60 * SMALL.num_layers * STATE.kv_block
+    # Room for whole blocks only.
+    assert asked - SMALL.num_layers * STATE.kv_block < sizes[0] <= asked
+
+
+def misled(monkeypatch, split, part, wrong):
+    """Serve with a mistake in every plan that it fits; how many it was made in."""
+    made = []
+
+    class Misled(CheckedDevice):
+        def execute(self, plan):
+            before = tuple(getattr(plan, part))
+            after = tuple(found for item in before if (found := wrong(item)) is not None)
+            if after != before:
+                made.append(plan)
+                setattr(plan, part, after)
+            return super().execute(plan)
+
+    serve(monkeypatch, split, gpu=20, kind=Misled)
+    return made
+
+
+MISTAKES = {
+    "a layer too few is projected": (
+        "changes", lambda c: c._replace(hidden_groups=c.hidden_groups[1:]) if isinstance(c, Restore) else c,
+    ),
+    "a layer too many is computed again": (
+        "changes", lambda c: c._replace(recomputed_groups=(1,)) if isinstance(c, Restore) else c,
+    ),
+    "a block too few is copied": (
+        "changes", lambda c: c._replace(num_blocks=c.num_blocks - 1) if isinstance(c, Restore) else c,
+    ),
+    "nothing comes back": ("changes", lambda c: None if isinstance(c, Restore) else c),
+    "nothing is saved": ("changes", lambda c: None if isinstance(c, Save) else c),
+    "a block too few is saved behind a prompt": ("behind", lambda m: m._replace(num_blocks=m.num_blocks - 1)),
+    "nothing is saved behind a prompt": ("behind", lambda m: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
+    with pytest.raises((InvariantError, KeyError)):
+        misled(monkeypatch, LayerSplit(1, 2, 1), *MISTAKES[mistake])
+
+
+def test_a_right_plan_is_not(monkeypatch):
+    assert not misled(monkeypatch, LayerSplit(1, 2, 1), "changes", lambda change: change)
+
+
+def test_copies_of_states_that_fail_end_those_whose_states_they_are(monkeypatch):
+    dice, right = random.Random(5), CopyEngine.copy_rows
+
+    def sometimes(self, *arguments):
+        handle = right(self, *arguments)
+        if dice.random() < 0.01:
+            handle.wait()
+            handle.finish(RuntimeError("the link is down"))
+        return handle
+
+    monkeypatch.setattr(CopyEngine, "copy_rows", sometimes)
+    served = serve(monkeypatch, LayerSplit(1, 2, 1), ROWS)
+    monkeypatch.undo()
+    completed = live.check_tokens(served, requests(*ROWS))
+    failed = [seq for seq in served.ended if seq.error]
+    assert failed and len(failed) + len(completed) == len(ROWS)
+    assert all("the link is down" in seq.error for seq in failed)
+
+
+def test_a_restore_that_runs_out_of_memory_ends_its_sequence_alone(monkeypatch):
+    dice, right = random.Random(2), DecoderLayer.restore_kv
+
+    def sometimes(self, *arguments):
+        if dice.random() < 0.1:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        right(self, *arguments)
+
+    monkeypatch.setattr(DecoderLayer, "restore_kv", sometimes)
+    served = serve(monkeypatch, LayerSplit(1, 2, 1), gpu=20)
+    monkeypatch.undo()
+    completed = live.check_tokens(served, requests(*GROWING))
+    failed = [seq for seq in served.ended if seq.error]
+    assert failed and len(failed) + len(completed) == len(GROWING)
+    assert all("out of memory" in seq.error for seq in failed)
