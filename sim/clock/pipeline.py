@@ -38,8 +38,11 @@ class Pipeline:
 
     def pass_through(self, plan: IterationPlan, ready_s: float) -> float:
         """Occupy the host and each stage with an iteration, from `ready_s` on; returns when it leaves the last, s."""
-        host_s = self.cost.prelude_s(plan)
-        stage_s = (self.cost.iteration_s(plan) - host_s) / self.stages
+        whole_s, host_s = self.cost.iteration_s(plan), self.cost.prelude_s(plan)
+        if not whole_s:
+            # It only pulls.
+            return ready_s
+        stage_s = (whole_s - host_s) / self.stages
         host_s += self.cost.added_host_s(plan.num_decodes + len(plan.chunks))
         hand_over_s = self.hand_over_s_per_token * (plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks)
         end_s = self.host_free_s = max(ready_s, self.host_free_s) + host_s

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests
@@ -144,6 +144,10 @@ def test_nobody_is_lost_in_pipelines(policy, rows, replicas, stages, gpu):
     host_s=st.sampled_from([0.0, 0.005]),
     most=st.sampled_from([None, 3]),
 )
+@example(
+    rows=[(0.0, 1, 5), (0.0, 145, 2), (0.0, 1, 2)],
+    pools=(1, 1), stages=(1, 4), blocks=(10, 10), seats=1, speed=300.0, host_s=0.005, most=None,
+)  # fmt: skip
 def test_nobody_is_lost_between_pipelines(policy, rows, pools, stages, blocks, seats, speed, host_s, most):
     kind, arrivals, machine = parse_policy(policy, {})[1], drawn(rows), linear_machine()
     assert isinstance(machine.cost, LinearCost)
