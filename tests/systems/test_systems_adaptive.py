@@ -8,6 +8,8 @@ import pytest
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.parts.eviction.park import Park
+from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
 from sim.parts.order.triage import FILL, Triage
 from sim.policy_options import parse_policy
 from sim.results.metrics import Goodput
@@ -154,3 +156,37 @@ def test_who_decodes_the_last_token_that_it_had_takes_one_block_for_it():
     outcome = simulate(Adaptive(), rows, replace(limit, enable_chunked_prefill=True))
     assert outcome.by_id()[5].num_preemptions == 1
     assert outcome.scheduler.gpu.free == 17
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Adaptive(), Adaptive(predictor="none"), Adaptive(predictor="oracle"), Adaptive(patience_s=10.0)],
+    ids=["bucket", "none", "oracle", "patient"],
+)
+def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
+    """`Prospects` has the formulas of `Triage` by columns: the same numbers to the bit, at every decision."""
+    judged, seen = Prospects.judged, []
+
+    def compare(self: Prospects, iteration_s: float) -> Judged:
+        found, order, park = judged(self, iteration_s), self.order, self.order.scheduler.eviction
+        assert isinstance(park, Park)
+        copied = set(park.paged.copies_of)
+        members = {
+            DECODES: set(order.batch.members),
+            LEAVING: set(park.away) & copied,
+            AWAY: set(park.away) - copied,
+            RETURNING: set(park.promoting),
+        }
+        for state, expected in members.items():
+            assert {self.seqs[row] for row in self.rows(state)} == expected
+        for seq, row in self.row.items():
+            assert found.kind[row] == order.class_of(seq, iteration_s)
+            assert found.rank_s[row] == order.rank_s(seq)
+            assert found.laxity_s[row] == order.laxity_s(seq, iteration_s)
+            seen.append(len(self.rows(AWAY)))
+        return found
+
+    monkeypatch.setattr(Prospects, "judged", compare)
+    simulate(policy, crowd(gap_s=0.07), ROOM)
+    assert len(seen) > 1000
+    assert max(seen) > 0

@@ -12,17 +12,20 @@ is copied out before the iteration or computed again, whichever costs the batch 
 move: who holds any is computed again, and finds in the cache what is left of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sim.engine.plan import Direction, IterationPlan, Move, Tier
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.memory.paged import PagedMemory
-from sim.parts.order.triage import HOPELESS, KEPT, Place, Triage
+from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
+from sim.parts.order.triage import HOPELESS, KEPT, Triage
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -55,6 +58,7 @@ class Park(Recompute):
         if not isinstance(order, Triage) or not isinstance(memory, PagedMemory):
             raise UserError("eviction=park asks order=triage for classes and moves whole sequences of memory=paged")
         self.order, self.paged = order, memory
+        self.prospects = Prospects(order)
         self.batching: Paced = scheduler.batching  # type: ignore[assignment]
         self.gpu, self.host = memory.gpu, memory.host
         self.max_num_seqs = scheduler.limits.max_num_seqs
@@ -87,9 +91,11 @@ class Park(Recompute):
         if not self.order.changed and not self._short:
             return
         iteration_s, self.num_kept = self.order.iteration_s(), 0
+        judged = first = None
         if self.away:
-            self._bring_back(iteration_s)
-        self._make_way(iteration_s)
+            judged = self.prospects.judged(iteration_s)
+            first = self._bring_back(judged, iteration_s)
+        self._make_way(iteration_s, judged, first)
         self._joined.clear()
         self._short = self._is_short()
 
@@ -97,43 +103,44 @@ class Park(Recompute):
         batch = self.batch
         return bool(batch.members) and self.gpu.free + self.paged.releasing < batch.blocks_needed(HORIZON)
 
-    def _ranked(self, iteration_s: float) -> list[tuple[Place, Sequence]]:
+    def _ranked(self, judged: Judged) -> Iterator[Sequence]:
         """The parked whose copies have ended, the first to return first."""
-        copies, places = self.paged.copies_of, []
-        self.num_kept = 0
-        for seq in self.away:
-            kind, key, number = self.order.place_of(seq, iteration_s)
-            self.num_kept += kind == KEPT
-            if seq not in copies:
-                # Of those who are kept, too, the cheapest returns first.
-                key = key if kind == HOPELESS else self.order.rank_s(seq)
-                places.append(((kind, key, number), seq))
-        return sorted(places, key=lambda entry: entry[0])
+        prospects, kind = self.prospects, judged.kind
+        self._count_kept(judged)
+        rows = prospects.rows(AWAY)
+        # Of those who are kept, too, the cheapest returns first.
+        key = np.where(kind == HOPELESS, judged.arrival_s, judged.rank_s)
+        order = np.lexsort((judged.number[rows], key[rows], kind[rows]))
+        return map(prospects.seqs.__getitem__, rows[order].tolist())
+
+    def _count_kept(self, judged: Judged) -> None:
+        self.num_kept = np.count_nonzero(judged.kind[self.prospects.rows(LEAVING, AWAY)] == KEPT)
 
     def _prompt(self) -> Sequence | None:
         """The first prompt that is kept and waits."""
         return self.order.head() if self.order.num_kept else None
 
-    def _bring_back(self, iteration_s: float) -> None:
+    def _bring_back(self, judged: Judged, iteration_s: float) -> Sequence | None:
+        """Bring back whom there is room for; returns the first of those for whom there is none."""
         prompt = self._prompt()
         reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens) if prompt is not None else 0
         prompt_s = self.order.laxity_s(prompt, iteration_s) if prompt is not None else inf
         free, seats = self.gpu.free - self.headroom(), self.seats()
-        for (kind, _, _), seq in self._ranked(iteration_s):
-            if seats <= 0:
-                return
-            blocks = self.paged.held_blocks(seq) + 1
-            first = kind == KEPT and self.order.laxity_s(seq, iteration_s) < prompt_s
-            if blocks > free - (0 if first else reserved):
-                return
+        for seq in self._ranked(judged):
+            blocks, row = self.paged.held_blocks(seq) + 1, self.prospects.row[seq]
+            is_first = judged.kind[row] == KEPT and judged.laxity_s[row] < prompt_s
+            if seats <= 0 or blocks > free - (0 if is_first else reserved):
+                return seq
             free -= blocks
             seats -= 1
             self._promote(seq)
+        return None
 
     def _promote(self, seq: Sequence) -> None:
         del self.away[seq]
         seq.status = Status.PROMOTING
         self.promoting[seq] = None
+        self.prospects.stands(seq, RETURNING)
         self.tally["returned_sequences"] += 1
         self.paged.bring_in(seq)
 
@@ -141,46 +148,56 @@ class Park(Recompute):
         if move.target is Tier.GPU:
             del self.promoting[move.seq]
             self.scheduler.join(move.seq)
+        elif move.target is Tier.HOST:
+            self.prospects.stands(move.seq, AWAY)
 
     def joined(self, seq: Sequence) -> None:
         self._joined[seq] = None
+        self.prospects.decodes(seq)
+
+    def moved(self, seq: Sequence) -> None:
+        self.prospects.moved(seq)
+
+    def left(self, seq: Sequence) -> None:
+        self.prospects.left(seq)
 
     # -- making way ---------------------------------------------------------------------------------------------------
 
-    def _make_way(self, iteration_s: float) -> None:
+    def _make_way(self, iteration_s: float, judged: Judged | None, parked: Sequence | None) -> None:
         """Park members until those who are kept and lack room have it, and the decodes will."""
-        order, batch = self.order, self.batch
-        missing, head = self._missing(iteration_s)
+        batch, prospects = self.batch, self.prospects
+        missing, head = self._missing(judged, parked)
         seats = self._seats_missing()
         short = batch.blocks_needed(HORIZON) - self.gpu.free - self.paged.releasing
         if missing <= 0 and seats <= 0 and short <= 0:
             return
-        members = [
-            (order.class_of(seq, iteration_s), order.rank_s(seq), order.laxity_s(seq, iteration_s), seq)
-            for seq in batch.members
-            if self._may_leave(seq)
-        ]
+        kind, rank_s, laxity_s, _, number = judged or prospects.judged(iteration_s)
+        if head is not None and head is parked:
+            row = prospects.row[head]
+            head_s, price_s = laxity_s[row], rank_s[row]
+            lax = (laxity_s >= head_s + MARGIN_S) & (head_s < SHORT_S)
+            fresh = [prospects.row[seq] for seq in self._joined if seq in batch.members]
+            lax[fresh] |= laxity_s[fresh] >= head_s
+        else:
+            price_s, lax = 0.0, laxity_s >= MARGIN_S
+        pays = (kind != KEPT) | ((rank_s > price_s) & lax)
+        rows = prospects.rows(DECODES)
+        if short <= 0:
+            rows = rows[pays[rows]]
         # The dearest first, and who is not kept before all others.
-        members.sort(key=lambda m: (m[0], m[1], m[3].request.request_id), reverse=True)
-        head_s = order.laxity_s(head, iteration_s) if head is not None else inf
-        price_s = order.rank_s(head) if head in self.away else 0.0
-        for kind, own_s, laxity_s, seq in members:
+        for row in rows[np.lexsort((number[rows], rank_s[rows], kind[rows]))[::-1]].tolist():
             if len(batch.members) < 2:
                 # Alone it does not help itself by leaving.
                 short = 0
             if missing <= 0 and seats <= 0 and short <= 0:
                 return
-            if not self._may_leave(seq):
-                # The host has filled up meanwhile.
-                continue
-            fresh = head in self.away and seq in self._joined and laxity_s >= head_s
-            lax = laxity_s >= MARGIN_S if head not in self.away else head_s < SHORT_S and laxity_s >= head_s + MARGIN_S
-            if kind != KEPT or (own_s > price_s and (fresh or lax)) or short > 0:
+            seq = prospects.seqs[row]
+            if (pays[row] or short > 0) and self._may_leave(seq):
                 self._park(seq)
                 freed = seq.num_blocks
                 missing, seats, short = missing - freed, seats - 1, short - freed
 
-    def _missing(self, iteration_s: float) -> tuple[int, Sequence | None]:
+    def _missing(self, judged: Judged | None, parked: Sequence | None) -> tuple[int, Sequence | None]:
         """Blocks that those who are kept lack, copies under way counted, and who of them is first."""
         free = self.gpu.free + self.paged.releasing - self.headroom()
         head = self._prompt()
@@ -194,9 +211,10 @@ class Park(Recompute):
                 if tokens >= MOST_TOKENS:
                     break
             return wanted - free, head
-        ranked = self._ranked(iteration_s) if self.away else []
-        if ranked and ranked[0][0][0] == KEPT:
-            return self.paged.held_blocks(ranked[0][1]) + 1 - free, ranked[0][1]
+        if self.away and judged is not None:
+            self._count_kept(judged)
+        if judged is not None and parked is not None and judged.kind[self.prospects.row[parked]] == KEPT:
+            return self.paged.held_blocks(parked) + 1 - free, parked
         return 0, None
 
     def _seats_missing(self) -> int:
@@ -209,13 +227,11 @@ class Park(Recompute):
 
     def _victim(self, iteration_s: float) -> Sequence | None:
         """The member to leave because decodes lack blocks now: not kept, else the dearest who can afford it."""
-        order = self.order
-        members = [
-            (order.class_of(s, iteration_s), order.laxity_s(s, iteration_s) >= MARGIN_S, order.rank_s(s), s)
-            for s in self.batch.members
-            if self._may_leave(s)
-        ]
-        return max(members, key=lambda m: (*m[:3], m[3].request.request_id))[3] if members else None
+        kind, rank_s, laxity_s, _, number = self.prospects.judged(iteration_s)
+        rows = self.prospects.rows(DECODES)
+        order = np.lexsort((number[rows], rank_s[rows], laxity_s[rows] >= MARGIN_S, kind[rows]))
+        dearest = (self.prospects.seqs[row] for row in rows[order[::-1]].tolist())
+        return next(filter(self._may_leave, dearest), None)
 
     def _park(self, seq: Sequence) -> None:
         scheduler = self.scheduler
@@ -223,6 +239,7 @@ class Park(Recompute):
         scheduler.counters.preemptions += 1
         seq.num_preemptions += 1
         self.away[seq] = None
+        self.prospects.stands(seq, LEAVING)
         scheduler.park(seq)
         self.paged.send_out(seq)
         self.tally["parked_sequences"] += 1
@@ -252,6 +269,7 @@ class Park(Recompute):
         self.paged.swap_out(seq, plan)
         seq.num_preemptions += 1
         self.away[seq] = None
+        self.prospects.stands(seq, AWAY)
         self.scheduler.park(seq)
         self.tally["late_swap_outs"] += 1
 
@@ -264,7 +282,7 @@ class Park(Recompute):
     def unblock(self) -> bool:
         """Nothing can be computed: who stands first comes back, whatever shall be free."""
         if self.away and not self.paged.copies_of:
-            ranked = self._ranked(self.order.iteration_s())
-            if self.paged.can_swap_in(ranked[0][1], 0):
-                self._promote(ranked[0][1])
+            first = next(self._ranked(self.prospects.judged(self.order.iteration_s())))
+            if self.paged.can_swap_in(first, 0):
+                self._promote(first)
         return False

@@ -12,12 +12,19 @@ Lengths come from the predictor alone: a median that is exact (it is the lower b
 mistrusted when nearly spent; without one the mean of what the last outputs had left at that point.
 """
 
-from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.cost.model import CostModel
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
+
+Floats = NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
 
 FEW_LEFT = 16
 MOST_MORE = 64
@@ -36,26 +43,37 @@ class LengthHistory:
 
     def __init__(self) -> None:
         self._last: deque[int] = deque(maxlen=HISTORY)
-        # Sorted lengths and sums of those from each on, brought up to date when asked for.
-        self._sorted: list[int] | None = None
-        self._sums: list[int] = []
+        self._changed = False
+        # Sorted, and sums of the longest 0, 1, 2... of them; brought up to date when asked for.
+        self._sorted = self._sums = np.zeros(1, np.int64)
 
     def add(self, num_tokens: int) -> None:
         """An output of so many tokens ended."""
         self._last.append(num_tokens)
-        self._sorted = None
+        self._changed = True
+
+    def _catch_up(self) -> None:
+        if self._changed:
+            self._sorted = np.sort(np.array(self._last))
+            self._sums = np.concatenate(([0], np.cumsum(self._sorted[::-1])))
+            self._changed = False
 
     def left_after(self, num_tokens: int) -> float:
         """Mean of what outputs longer than `num_tokens` had beyond them; a quarter more where none was longer."""
         if not self._last:
             return max(1.0, UNKNOWN - num_tokens)
-        if self._sorted is None:
-            self._sorted = sorted(self._last)
-            self._sums = [0]
-            for length in reversed(self._sorted):
-                self._sums.append(self._sums[-1] + length)
-        longer = len(self._sorted) - bisect_right(self._sorted, num_tokens)
-        return self._sums[longer] / longer - num_tokens if longer else max(1.0, num_tokens / 4)
+        self._catch_up()
+        longer = len(self._sorted) - int(np.searchsorted(self._sorted, num_tokens, "right"))
+        return int(self._sums[longer]) / longer - num_tokens if longer else max(1.0, num_tokens / 4)
+
+    def all_left_after(self, num_tokens: Floats) -> Floats:
+        """The same of many."""
+        if not self._last:
+            return np.maximum(1.0, UNKNOWN - num_tokens)
+        self._catch_up()
+        longer = len(self._sorted) - np.searchsorted(self._sorted, num_tokens, "right")
+        mean = self._sums[longer] / np.maximum(1, longer) - num_tokens
+        return np.where(longer > 0, mean, np.maximum(1.0, num_tokens / 4))
 
 
 class RequestPrice:
@@ -84,10 +102,20 @@ class RequestPrice:
             return max(1, left)
         return left if left >= FEW_LEFT else max(FEW_LEFT, min(num_generated / 4, MOST_MORE))
 
-    def decodes_s(self, num_tokens: float, context: float) -> float:
-        """What so many more tokens from that context on take."""
+    def all_tokens_left(self, median: Floats, is_exact: NDArray[np.bool_], num_generated: Floats) -> Floats:
+        """The same of many; `is_exact`: the median is the lower bound, too."""
+        left = median - num_generated
+        spent = np.maximum(FEW_LEFT, np.minimum(num_generated / 4, MOST_MORE))
+        left = np.where(is_exact, np.maximum(1.0, left), np.where(left >= FEW_LEFT, left, spent))
+        unknown = median == 0.0
+        if unknown.any():
+            left[unknown] = self.history.all_left_after(num_generated[unknown])
+        return left
+
+    def decodes_s(self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max) -> Number:
+        """What so many more tokens from that context on take; of arrays with `larger` of numpy."""
         mean = context + num_tokens / 2
-        share = max(mean * self._block_share + self._half_block, self._seat_share)
+        share = larger(mean * self._block_share + self._half_block, self._seat_share)
         return num_tokens * (self.step_s * share + self.context_s * mean + self.decode_s)
 
     def prefill_s(self, num_tokens: int) -> float:
