@@ -62,8 +62,6 @@ class Setup:
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
     stage = policy.names["stage"]
-    if policy.schedules_ahead and scenario.num_engines > 1:
-        raise UserError("--async-scheduling: goes with one engine; leave it out, or --replicas and pools")
     if scenario.prefill_replicas is None:
         if stage == HAND_OVER:
             raise UserError(

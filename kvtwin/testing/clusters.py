@@ -7,7 +7,7 @@ import simpy
 
 from kvtwin.testing.engines import Machine, build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
-from sim.clock.assembly import mixed_pools, routers_of, turns_of
+from sim.clock.assembly import member_class, mixed_pools, routers_of, turns_of
 from sim.clock.cluster import Cluster
 from sim.clock.conducted import Prices, conductor_of
 from sim.clock.hand_overs import HandOvers
@@ -182,7 +182,7 @@ def _add_member(
     layers, ended = machine.model.num_layers, source.ended if source.hears_ends else None
     if pipeline is None:
         hidden = machine.model.hidden_bytes_per_token_layer
-        member = Member(
+        member = member_class(engine)(
             *args, layers=layers, block_bytes=limit.block_bytes, hidden_bytes=hidden, jump=jump, ended=ended
         )
     else:

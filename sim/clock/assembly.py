@@ -12,6 +12,7 @@ from sim.clock.hand_overs import HandOvers
 from sim.clock.member import Member
 from sim.clock.pipeline import Pipeline, VirtualEngine
 from sim.cost.model import ACTIVATION_BYTES
+from sim.engine.engine import Engine
 from sim.engine.sequence import Sequence
 from sim.parts.stage.mixed import Mixed
 from sim.runs import EngineParts
@@ -129,7 +130,7 @@ def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arriv
         layers, block_bytes = setup.model.num_layers, setup.limits.block_bytes
         hidden_bytes = setup.model.hidden_bytes_per_token_layer
         if setup.pp == 1:
-            member = Member(
+            member = member_class(parts.engine)(
                 *args,
                 layers=layers,
                 block_bytes=block_bytes,
@@ -147,6 +148,15 @@ def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arriv
             )  # fmt: skip
         members.append(member)
     return members
+
+
+def member_class(engine: Engine) -> type[Member]:
+    """What drives an engine among several."""
+    if not engine.schedules_ahead:
+        return Member
+    from sim.clock.ahead import AheadMember  # noqa: PLC0415 - one system schedules ahead
+
+    return AheadMember
 
 
 def _hand_over_s_per_token(setup: "Setup") -> float:

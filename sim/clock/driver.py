@@ -107,13 +107,15 @@ class Instance:
         A plan is priced when it is made, so its tokens are counted at once; who ends with them is told when they come.
         Nothing jumps before that, so that whom a closed loop sends then is seen in time.
         """
-        env, engine, arrivals = self.env, self.engine, self.arrivals
+        env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
         flying: deque[tuple[StepTimes, list[Sequence]]] = deque()
         now_s = free_s = env.now
         while True:
             if env.peek() <= now_s:
                 yield env.timeout(now_s - env.now)
             arrivals.deliver(now_s + TIE_S, engine.add_request)
+            while transfers and transfers[0][0] <= now_s + TIE_S:
+                engine.transfer_done(heappop(transfers)[2])
             plan = engine.schedule(now_s) if len(flying) < 2 else None
             if plan is not None:
                 start_s = max(now_s, free_s)
@@ -128,10 +130,11 @@ class Instance:
                     done, ended = flying.popleft()
                     now_s = max(now_s, done.end_s)
                     engine.deliver(ended)
-                elif arrivals.next_s == inf:
-                    break
                 else:
-                    now_s = arrivals.next_s
+                    wakes_s = min(arrivals.next_s, transfers[0][0]) if transfers else arrivals.next_s
+                    if wakes_s == inf:
+                        break
+                    now_s = wakes_s
             if flying and (last_s := flying[-1][0].last_s) is not None:
                 # All iterations of a jump but the last have been scheduled with it.
                 now_s = max(now_s, free_s - last_s)
@@ -143,8 +146,8 @@ class Instance:
             yield env.timeout(now_s - env.now)
 
     def _run_ahead(self, plan: IterationPlan, start_s: float) -> StepTimes:
-        """A jump as `_run` has it, and one iteration more: that one is scheduled before the arrival is known."""
-        until_s = min(self.arrivals.next_s if plan.cut_on_arrival else inf, plan.until_s) - TIE_S
+        """A jump as `_run` has it, and one iteration more: that one is scheduled before the fact is known."""
+        until_s = self._until_s(plan) - TIE_S
         if plan.max_steps == 1 or not self.jump or until_s <= start_s:
             return self.pricer.step(plan, start_s)
         return self.pricer.run(plan, start_s, until_s, more=1)
@@ -153,12 +156,14 @@ class Instance:
         """Price like decode iterations as one event, up to the first boundary after the next fact."""
         if not self.jump:
             return self.pricer.step(plan, now_s)
+        return self.pricer.run(plan, now_s, self._until_s(plan) - TIE_S)
+
+    def _until_s(self, plan: IterationPlan) -> float:
+        """When the next fact ends a jump, s."""
         until_s = self.arrivals.next_s if plan.cut_on_arrival else inf
         if self._transfers and self._transfers[0][0] < until_s:
             until_s = self._transfers[0][0]
-        if plan.until_s < until_s:
-            until_s = plan.until_s
-        return self.pricer.run(plan, now_s, until_s - TIE_S)
+        return plan.until_s if plan.until_s < until_s else until_s
 
     def _end(self, seq: Sequence) -> None:
         self._log_end(seq)

@@ -140,12 +140,35 @@ class Member(Instance):
 
     def decide(self) -> None:
         """At the boundary `end_s`, settled: take the facts that are due and begin the next iterations."""
-        engine, inbox, facts = self.engine, self.inbox, self._facts
         self._settled = False
         now_s = self._began_s = self.end_s
-        if now_s < self.busy_until_s - TIE_S:
+        if not self._is_free(now_s):
             self.end_s = self.busy_until_s
             return
+        self._plan = plan = self._schedule(now_s)
+        if plan is None:
+            self.end_s = self._wakes_s
+        elif plan.max_steps > 1 and self.jump:
+            self._mark = self.lanes.mark()
+            self._times = self._run(plan, now_s)
+            self.end_s = self._times.end_s
+        else:
+            self._times = self.pricer.step(plan, now_s)
+            self.end_s = self._times.end_s
+            if plan.awaited:
+                self._tell_started()
+
+    @property
+    def _wakes_s(self) -> float:
+        """When an engine with nothing to do may have some again, s."""
+        inbox, facts = self.inbox, self._facts
+        return min(inbox.next_s, facts[0][0]) if facts else inbox.next_s
+
+    def _is_free(self, now_s: float) -> bool:
+        """Whether anything can be decided: takes the facts that are due, and pulls what the engine waits for."""
+        if now_s < self.busy_until_s - TIE_S:
+            return False
+        engine, inbox, facts = self.engine, self.inbox, self._facts
         self.num_decisions += 1
         due_s = now_s + TIE_S
         if inbox.next_s <= due_s:
@@ -163,26 +186,18 @@ class Member(Instance):
                 engine.transfer_done(fact)
         if engine.scheduler.stage.blocking and (moves := engine.pull(now_s)):
             ready_s = self.drained_s(now_s)
-            self.busy_until_s = self.end_s = max(self._pull(move, ready_s) for move in moves)
-            return
-        plan = engine.schedule(now_s)
-        while plan is None and self.take_back is not None and self.take_back(self, now_s):
-            plan = engine.schedule(now_s)
-        self._plan = plan
-        if plan is None:
-            self.end_s = min(inbox.next_s, facts[0][0]) if facts else inbox.next_s
-            return
-        for move in plan.pulled:
+            self.busy_until_s = max(self._pull(move, ready_s) for move in moves)
+            return False
+        return True
+
+    def _schedule(self, now_s: float, *, takes_back: bool = True) -> IterationPlan | None:
+        """The next plan, where there is any; what it pulls is on its way."""
+        plan = self.engine.schedule(now_s)
+        while plan is None and takes_back and self.take_back is not None and self.take_back(self, now_s):
+            plan = self.engine.schedule(now_s)
+        for move in () if plan is None else plan.pulled:
             self._pull(move, now_s)
-        if plan.max_steps > 1 and self.jump:
-            self._mark = self.lanes.mark()
-            self._times = self._run(plan, now_s)
-            self.end_s = self._times.end_s
-        else:
-            self._times = self.pricer.step(plan, now_s)
-            self.end_s = self._times.end_s
-            if plan.awaited:
-                self._tell_started()
+        return plan
 
     def drained_s(self, now_s: float) -> float:
         """When all that was launched by `now_s` has been computed, s."""

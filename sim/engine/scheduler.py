@@ -338,6 +338,12 @@ class Scheduler:
         for joined in self._joined:
             joined(seq)
 
+    def join_known(self, seq: Sequence) -> None:
+        """`seq` decodes from the next step on, and no token of it is in flight."""
+        self.join(seq)
+        if self.batching.schedules_ahead:
+            self.landed.add(seq)
+
     def park(self, seq: Sequence) -> None:
         """`seq`, prefilled and in no batch, waits for something else than its turn."""
         seq.status = PARKED

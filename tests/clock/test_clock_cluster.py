@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.clusters import ClusterOutcome, simulate_replicas
-from kvtwin.testing.conformance import TOLERANCE_S
+from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
 from sim.option_values import base_type, option_fields
@@ -34,7 +34,7 @@ from traces.request import Request
 FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
 """Every iteration takes 0.1 s."""
 POLICIES = ["vllm-recompute", "vllm-swap", "layerkv", "layerkv:decode=stream", "sarathi", "fastserve"]
-POLICIES += ["vllm-v1:cpu-chunks=20,blocks-per-chunk=2,offload-outputs=true"]
+POLICIES += ["vllm-v1:cpu-chunks=20,blocks-per-chunk=2,offload-outputs=true", "vllm-v1:async-scheduling=true"]
 ROWS = st.lists(
     st.tuples(
         st.sampled_from(["", "a", "b", "c"]),
@@ -230,13 +230,25 @@ def test_round_robin_over_four_is_four_runs_of_a_quarter(policy):
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=15, deadline=None)
-@given(rows=ROWS, replicas=st.integers(1, 4), gpu=st.integers(10, 24), most=st.sampled_from([None, 3]))
-def test_jumping_changes_nothing_and_nobody_is_lost(name, policy, rows, replicas, gpu, most):
+@given(
+    rows=ROWS,
+    replicas=st.integers(1, 4),
+    gpu=st.integers(10, 24),
+    most=st.sampled_from([None, 3]),
+    data=st.data(),
+)
+def test_jumping_changes_nothing_and_nobody_is_lost(name, policy, rows, replicas, gpu, most, data):
     kind, arrivals, limit = parse_policy(policy, {})[1], drawn(rows), limits(gpu, 30, max_model_len=256)
     limit = replace(limit, enable_prefix_caching=name == "prefix-affinity" and kind.can_cache_prefixes)
+    machine = linear_machine(limit.block_bytes, host=data.draw(st.sampled_from(hosts_of(kind))))
     one, other = (
         simulate_replicas(
-            [kind] * replicas, ROUTERS[name](7), ClosedLoop(arrivals, most) if most else arrivals, limit, jump=jump
+            [kind] * replicas,
+            ROUTERS[name](7),
+            ClosedLoop(arrivals, most) if most else arrivals,
+            limit,
+            machine=machine,
+            jump=jump,
         )
         for jump in (True, False)
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
-from kvtwin.testing.conformance import TOLERANCE_S
+from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
 from sim.errors import UserError
@@ -30,6 +30,8 @@ POLICIES = [
     "splitwise",
 ]
 POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
+POLICIES += ["vllm-v1:stage=hand-over", "vllm-v1:stage=hand-over,async-scheduling=true"]
+POLICIES += [f"vllm-v1:stage=hand-over,async-scheduling=true,{more}=true" for more in ("blocking-pull", "layer-wise")]
 
 
 def assert_whole(outcome: ClusterOutcome, arrivals) -> None:
@@ -145,8 +147,9 @@ ROWS = st.lists(
     host=st.sampled_from([0, 5, 40]),
     speed=st.sampled_from([10.0, 300.0, 1e9]),
     most=st.sampled_from([None, 3]),
+    data=st.data(),
 )
-def test_jumping_changes_nothing_and_memory_is_conserved(policy, rows, pools, blocks, seats, host, speed, most):
+def test_jumping_changes_nothing_and_memory_is_conserved(policy, rows, pools, blocks, seats, host, speed, most, data):
     at_s, found = 0.0, []
     for gap_s, prompt, output in rows:
         at_s += gap_s
@@ -156,6 +159,7 @@ def test_jumping_changes_nothing_and_memory_is_conserved(policy, rows, pools, bl
     limit, decode_limit = (
         limits(count, host, max_model_len=256, seqs=seats, chunked=chunked, tokens=512) for count in blocks
     )
+    machine = linear_machine(limit.block_bytes, host=data.draw(st.sampled_from(hosts_of(kind))))
     one, other = (
         simulate_pools(
             kind,
@@ -165,6 +169,7 @@ def test_jumping_changes_nothing_and_memory_is_conserved(policy, rows, pools, bl
             decode=pools[1],
             decode_limit=decode_limit,
             bytes_per_s=speed,
+            machine=machine,
             jump=jump,
         )
         for jump in (True, False)

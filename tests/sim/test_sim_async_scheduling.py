@@ -1,4 +1,4 @@
-"""`--async-scheduling`: one engine, and nothing else so far."""
+"""`--async-scheduling`: one engine, and several."""
 
 import json
 
@@ -21,11 +21,22 @@ def test_the_next_step_is_scheduled_without_the_last_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [["--replicas", "2"], ["--prefill-replicas", "1", "--decode-replicas", "1", "--link-gbps", "100"]]
+    "more",
+    [
+        ["--replicas", "2"],
+        ["--policy", "vllm-v1:stage=hand-over", "--prefill-replicas", "1", "--decode-replicas", "1"],
+    ],
 )
-def test_what_it_does_not_go_with_is_refused(tmp_path, capsys, more):
-    assert main([*BASE, "--async-scheduling", *more, "--out", str(tmp_path / "out")]) == 2
-    assert "--async-scheduling: goes with one engine" in capsys.readouterr().err
+def test_several_engines_hide_their_host_time_too(tmp_path, more):
+    tpot_ms = {}
+    more = [*more, "--link-gbps", "100"] if "--prefill-replicas" in more else more
+    for flag in ("--async-scheduling", "--no-async-scheduling"):
+        words = [*BASE, *more, flag, "--request-rate", "20", "--out", str(tmp_path / flag)]
+        assert main(words) == 0
+        result = json.loads((tmp_path / flag / "result.json").read_text())
+        assert result["completed"] == 20
+        tpot_ms[flag] = result["mean_tpot_ms"]
+    assert tpot_ms["--async-scheduling"] < tpot_ms["--no-async-scheduling"]
 
 
 def test_host_time_that_is_not_hidden_is_refused(tmp_path, capsys):

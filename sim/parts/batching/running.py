@@ -102,9 +102,7 @@ class Running(Batching):
     def _join(self, seq: Sequence) -> None:
         """`seq` decodes, and sampled nothing in the step before."""
         seq.prefilling = False
-        self.scheduler.join(seq)
-        if self.schedules_ahead:
-            self.scheduler.landed.add(seq)
+        self.scheduler.join_known(seq)
 
     def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> None:
         tokens = seq.num_computed + chunk

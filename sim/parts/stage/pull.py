@@ -62,7 +62,7 @@ class Pull(Stage):
 
     def prepare(self, now_s: float) -> None:
         while self.landed and len(self.batch.members) < self.max_num_seqs:
-            self.scheduler.join(self.landed.popleft())
+            self.scheduler.join_known(self.landed.popleft())
         while self.offered and self._may_pull():
             self._pull(self.offered.popleft())
 
