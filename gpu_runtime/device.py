@@ -21,6 +21,7 @@ from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyHandle
 from gpu_runtime.kv.placement import Placement, Transfer
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.layer_inputs import LayerInputs
 from gpu_runtime.layer_pass import BlockTables, LayerPass
 from gpu_runtime.model import backend
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
@@ -33,6 +34,7 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.parts.memory.saved_states import SavedStates
+from sim.parts.stage.partial_recompute import PartialRecompute
 from traces.request import Request
 
 PromptOf = Callable[[Request], Seq[int]]
@@ -115,16 +117,17 @@ class TorchDevice:
         self._num_scratch = self.scratch.num_free
         self.copies = CopyEngine(self.device, inline=not pin if inline_copies is None else inline_copies)
         self._moves = KVCopies(self.copies, self.gpu, self.host, self._fail)
-        self._states = (
-            LiveStates(memory, decoder, self.gpu, self.counted, self.copies, self._moves)
-            if isinstance(memory, SavedStates)
-            else None
-        )
-        self.placement = (
-            Placement(self.counted, self.host, num_groups=self.groups, block_tokens=limits.block_size)
-            if self._states is None
-            else self._states.placement
-        )
+        self.placement = Placement(self.counted, self.host, num_groups=self.groups, block_tokens=limits.block_size)
+        self._states: LiveStates | None = None
+        self._inputs: LayerInputs | None = None
+        stage = scheduler.stage
+        if isinstance(memory, SavedStates):
+            self._states = LiveStates(memory, decoder, self.gpu, self.counted, self.copies, self._moves)
+            self.placement = self._states.placement
+        elif isinstance(stage, PartialRecompute) and stage.seconds.input_share:
+            self._inputs = LayerInputs(decoder, self.host, self.placement, self.scratch, self._moves, self.copies)
+        self._beside = self._states or self._inputs
+        """What the host keeps beside KV, or in its place."""
         self._tables = BlockTables(self.placement)
         self.tokens: dict[Sequence, list[int]] = {}
         self._prompts: dict[int, list[int]] = {}
@@ -221,6 +224,8 @@ class TorchDevice:
         if plan.chunks or decodes:
             placement.grow((seq, cached + new) for seq, new, cached, _ in plan.chunks)
             placement.grow(decodes)
+            if self._inputs is not None:
+                self._inputs.begin(plan, decodes)
             self._compute_or_fail(plan, decodes)
         end_s = self.now_s()
         return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
@@ -235,7 +240,7 @@ class TorchDevice:
             self.executed.given_up.add(copy.seq)
 
     def _new_pass(self) -> LayerPass:
-        return LayerPass(self.placement, self.scratch, self._moves) if self._states is None else self._states.new_pass()
+        return LayerPass(self.placement, self.scratch, self._moves) if self._beside is None else self._beside.new_pass()
 
     def _compute_or_fail(self, plan: IterationPlan, decodes: Seq[tuple[Sequence, int]]) -> None:
         """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails."""
@@ -329,6 +334,8 @@ class TorchDevice:
         done, behind = self.executed, {move.seq: move for move in plan.behind}
         for member in work.members:
             done.num_read += member.num_read
+            done.num_projected += member.num_projected * self.block_tokens
+            done.num_saved += member.num_saved
             seq, handles, move = member.seq, list(member.leaving.values()), behind.get(member.seq)
             if move is None:
                 done.num_written += member.num_sent
@@ -371,7 +378,7 @@ class TorchDevice:
         set-up."""
         run_kernels(self.decoder, self.gpu, self.scheduler.limits)
         run_copies(self.copies, self.gpu, self.host)
-        if self._graph_batch_sizes and self._states is None:
+        if self._graph_batch_sizes and self._beside is None:
             self._graph = DecodeGraph(
                 self.decoder,
                 self.gpu,
@@ -387,8 +394,8 @@ class TorchDevice:
         self._graph = None
         self.gpu.release()
         self.host.release()
-        if self._states is not None:
-            self._states.release()
+        if self._beside is not None:
+            self._beside.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpu_runtime.kv.placement import BlockCopy
-from sim.engine.plan import Direction, IterationPlan, Move, Restore
+from sim.engine.plan import Direction, IterationPlan, Move, Projected, Restore
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
@@ -29,6 +29,10 @@ class Executed:
     num_read: int = 0
     num_written: int = 0
     """Between the layers: what was cached into the send buffers and slots, and what decodes wrote out of them."""
+    num_projected: int = 0
+    """Tokens, in whole blocks, whose KV was made between the layers from inputs, rather than read."""
+    num_saved: int = 0
+    """Inputs of single tokens and layers that went to the host beside their KV."""
     num_decodes: int = 0
     given_up: set[Sequence] = field(default_factory=set)
     """Who could not be computed for lack of memory: what they copied nobody knows."""
@@ -49,7 +53,16 @@ class Executed:
             return
         _compare("blocks read between the layers", self.num_read, sum(streamed.num_read for streamed in plan.streamed))
         written = sum(streamed.num_written for streamed in plan.streamed)
-        _compare("blocks written between the layers", self.num_written, written)
+        projected = [record for record in plan.streamed if isinstance(record, Projected)]
+        inputs = sum(record.num_inputs for record in projected)
+        _compare("blocks written between the layers", self.num_written, written - inputs)
+        tokens = sum(record.num_groups * record.num_tokens for record in projected)
+        _compare("tokens projected between the layers", self.num_projected, tokens)
+        # A block that a decode writes has one new token.
+        saved = sum(record.num_written - record.num_inputs for record in projected if record.num_inputs)
+        if plan.behind_blocks > sum(move.num_blocks for move in plan.behind):
+            saved += sum((move.end_token - move.first_token) * len(move.groups) for move in plan.behind)
+        _compare("inputs that were saved", self.num_saved, saved)
 
 
 def moves_of(plan: IterationPlan) -> list[Moved | Restore]:

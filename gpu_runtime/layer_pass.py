@@ -47,6 +47,9 @@ class Member:
     num_read: int = 0
     num_sent: int = 0
     """Blocks that were copied into the slots and out of them."""
+    num_projected: int = 0
+    num_saved: int = 0
+    """Blocks of the slots whose KV was made there, and inputs of tokens that went to the host, of all layers."""
 
     def __post_init__(self) -> None:
         self.turns = {layer: turn for turn, layer in enumerate(self.hosted)}

@@ -226,6 +226,8 @@ class Projected(NamedTuple):
     num_read: int
     num_written: int
     num_tokens: int
+    num_inputs: int
+    """Of `num_written`, what the new tokens' inputs take."""
 
 
 class Rebuilt(NamedTuple):

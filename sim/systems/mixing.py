@@ -59,7 +59,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "tiered-states": KnownMemory(
         memory_builders.tiered_states, StatesOptions, runs_live=False, can_cache_prefixes=True, always_caches=True
     ),
-    "hosted-layers": KnownMemory(memory_builders.hosted_layers, PartialRecomputeOptions, runs_live=False),
+    "hosted-layers": KnownMemory(memory_builders.hosted_layers, PartialRecomputeOptions),
     "token-wise": KnownMemory(memory_builders.token_wise_memory, TokenWiseOptions, runs_live=False),
 }
 ADMISSIONS: "dict[str, Known[Admission]]" = {

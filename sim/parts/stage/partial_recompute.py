@@ -65,8 +65,8 @@ class PartialRecompute(Stream):
     def _stream(self, plan: IterationPlan, hosted: int, cached: int, members: int, grown: int) -> None:
         projected = self.seconds.projected(cached)
         size, written = self.blocks.block_size, hosted * members
-        if self.seconds.input_share:
-            written += ceil(written * self.seconds.input_share / size)
-        plan.streamed += (Projected(hosted, hosted * (cached - projected), written, projected * size),)
+        inputs = ceil(written * self.seconds.input_share / size)
+        read = hosted * (cached - projected)
+        plan.streamed += (Projected(hosted, read, written + inputs, projected * size, inputs),)
         if grown:
             self.blocks.grow_hosted(hosted * grown)

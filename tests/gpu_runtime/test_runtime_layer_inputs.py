@@ -1,0 +1,168 @@
+"""KVPR live: inputs of layers are saved beside KV, a part of every decode's KV is made from them, no token changes."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from runtime_variants import policy_of  # noqa: E402
+
+from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
+from gpu_runtime.model.decoder import Decoder, DecoderLayer  # noqa: E402
+from kvtwin.testing import live, requests  # noqa: E402
+from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
+from sim.engine.plan import Projected  # noqa: E402
+from sim.errors import InvariantError  # noqa: E402
+from sim.parts.stage.partial_recompute import BlockSeconds  # noqa: E402
+from sim.systems import memory_builders, part_builders  # noqa: E402
+
+SHARE = SMALL.hidden_size / (2 * SMALL.kv_size)
+WAYS = {
+    "a part": BlockSeconds(0.5, 1.0, 1.0, SHARE),
+    "nearly all": BlockSeconds(0.5, 0.001, 1.0, SHARE),
+    "few": BlockSeconds(0.5, 9.0, 1.0, SHARE),
+    "none": BlockSeconds(1.0, 1.0, 1.0, SHARE),
+}
+"""What a block's inputs, projection and KV take."""
+
+
+def serve(monkeypatch, way, rows=GROWING, **sizes):
+    """Serve where a block's inputs, projection and KV take so long."""
+    kind, inline = sizes.pop("kind", CheckedDevice), sizes.pop("inline", False)
+    for builders in (memory_builders, part_builders):
+        monkeypatch.setattr(builders, "block_seconds", lambda b: WAYS[way])
+    policy = policy_of(sizes.pop("policy", "kvpr"))
+    limit = tight_limits(policy, **({"gpu": 20, "host": 200} | sizes))
+    return live.serve(policy, requests(*rows), limit, kind=kind, inline_copies=inline)
+
+
+def projections(served):
+    return [record for plan, _, _ in served.plans for record in plan.streamed if isinstance(record, Projected)]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_part_of_the_kv_is_made_from_inputs(monkeypatch, way, chunked):
+    served = serve(monkeypatch, way, chunked=chunked)
+    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    found = projections(served)
+    projected = sum(record.num_groups * record.num_tokens // BLOCK_SIZE for record in found)
+    read = sum(record.num_read for record in found)
+    assert read + projected > 1000
+    assert {
+        "a part": 0.3 < projected / (read + projected) < 0.6,
+        "nearly all": projected > 9 * read,
+        "few": 0 < projected < 0.2 * read,
+        "none": projected == 0,
+    }[way]
+    assert all(bool(record.num_inputs) == (way != "none") for record in found)
+
+
+WORKLOADS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.0, 0.01]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
+).map(sorted)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=WORKLOADS,
+    way=st.sampled_from(sorted(WAYS)),
+    gpu=st.integers(17, 30),
+    host=st.sampled_from([30, 80]),
+    chunked=st.booleans(),
+    seqs=st.sampled_from([2, 5]),
+    inline=st.booleans(),
+    policy=st.sampled_from(["kvpr", "kvpr:batching=sarathi"]),
+)
+def test_no_workload_finds_a_token_that_projections_change(rows, way, **sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        served = serve(patch, way, rows, **sizes)
+    live.check_tokens(served, requests(*rows))
+
+
+def misled(monkeypatch, changed):
+    """Serve with a mistake in the records of every plan; how many plans it was made in."""
+    made = []
+
+    class Misled(CheckedDevice):
+        def execute(self, plan):
+            before = plan.streamed
+            plan.streamed = tuple(changed(record) if isinstance(record, Projected) else record for record in before)
+            made.extend([plan] * (plan.streamed != before))
+            return super().execute(plan)
+
+    serve(monkeypatch, "a part", kind=Misled)
+    return made
+
+
+MISTAKES = {
+    "a block too few is read": lambda record: record._replace(num_read=record.num_read - 1),
+    "more is projected than is left out": lambda record: record._replace(num_tokens=record.num_tokens + BLOCK_SIZE),
+    "less is projected than is left out": lambda record: record._replace(num_tokens=0),
+    "a block too many is written": lambda record: record._replace(num_written=record.num_written + 1),
+    "the inputs are forgotten": lambda record: record._replace(num_inputs=0),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
+    with pytest.raises(InvariantError):
+        misled(monkeypatch, MISTAKES[mistake])
+
+
+def test_a_right_plan_is_not(monkeypatch):
+    assert not misled(monkeypatch, lambda record: record)
+
+
+def check_failures(served, rows, message):
+    completed = live.check_tokens(served, requests(*rows))
+    failed = [seq for seq in served.ended if seq.error]
+    assert failed and len(failed) + len(completed) == len(rows)
+    assert all(message in seq.error for seq in failed)
+
+
+def test_copies_of_inputs_that_fail_end_those_whose_inputs_they_are(monkeypatch):
+    dice, right = random.Random(5), CopyEngine.copy_rows
+
+    def sometimes(self, *arguments):
+        handle = right(self, *arguments)
+        if dice.random() < 0.002:
+            handle.wait()
+            handle.finish(RuntimeError("the link is down"))
+        return handle
+
+    monkeypatch.setattr(CopyEngine, "copy_rows", sometimes)
+    served = serve(monkeypatch, "a part", ROWS)
+    monkeypatch.undo()
+    check_failures(served, ROWS, "the link is down")
+
+
+def test_a_pass_that_does_not_fit_is_computed_in_parts(monkeypatch):
+    right = Decoder.forward
+
+    def small_memory(self, token_ids, *rest, **named):
+        if len(token_ids) > 2 and len(token_ids) < 12:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return right(self, token_ids, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "forward", small_memory)
+    served = serve(monkeypatch, "a part")
+    monkeypatch.undo()
+    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+
+
+def test_memory_that_runs_out_between_the_layers_leaves_no_copy_behind(monkeypatch):
+    dice, right = random.Random(2), DecoderLayer.restore_kv
+
+    def sometimes(self, *arguments):
+        if dice.random() < 0.05:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        right(self, *arguments)
+
+    monkeypatch.setattr(DecoderLayer, "restore_kv", sometimes)
+    served = serve(monkeypatch, "a part")
+    monkeypatch.undo()
+    check_failures(served, GROWING, "out of memory")
