@@ -15,7 +15,8 @@ from sim.cli import add_flags
 from sim.cost.kernels import KernelTables
 from sim.cost.profile import UNITS, Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
-from sim.files import make_folder, out_folder, write_atomically
+from sim.files import out_folder, write_atomically
+from sim.folders import owning
 from sim.scenario import SHAPING, Outputs
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
 from sim.specs.models import load_model
@@ -297,7 +298,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
     hardware = load_hardware(arguments.gpu)
     name = _name(arguments, hardware, arguments.status)
     report = _fit(arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form)
-    return _write(report, make_folder(arguments.out, "--out"))
+    return _write(report, arguments.out)
 
 
 def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
@@ -363,8 +364,9 @@ def run_derive(arguments: argparse.Namespace) -> int:
         reason=arguments.reason,
         memory=(memory, load_hardware(memory.gpu)) if memory else None,
     )
-    path = make_folder(arguments.out, "--out") / f"{profile.name}.json"
-    write_atomically(path, lambda file: file.write(profile.to_json()))
+    path = arguments.out / f"{profile.name}.json"
+    with owning(arguments.out):
+        write_atomically(path, lambda file: file.write(profile.to_json()))
     print(f"wrote {path}")
     return 0
 
@@ -374,11 +376,12 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     from calib.measure.run import calibrate  # noqa: PLC0415
 
     hardware = load_hardware(arguments.gpu) if arguments.gpu else _hardware_of(arguments.device)
-    out = make_folder(arguments.out, "--out")
-    calibrate(arguments.device, arguments.model, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
+    out, models = arguments.out, arguments.model
     name = _name(arguments, hardware, "measured")
-    form = arguments.form or ("linear" if arguments.device == "cpu" and len(arguments.model) == 1 else "roofline")
-    return _write(_fit([out / SAMPLES_FILE], hardware, arguments.base, name, "measured", form), out)
+    form = arguments.form or ("linear" if arguments.device == "cpu" and len(models) == 1 else "roofline")
+    with owning(out):
+        calibrate(arguments.device, models, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
+        return _write(_fit([out / SAMPLES_FILE], hardware, arguments.base, name, "measured", form), out)
 
 
 def _hardware_of(device: str) -> HardwareSpec:
@@ -400,13 +403,14 @@ def _import(
     from calib.fit import check_plausible  # noqa: PLC0415
 
     hardware = load_hardware(arguments.gpu)
-    path = _write_samples(arguments, found)
-    report = _fit([path], hardware, arguments.base, _name(arguments, hardware, "imported"), "imported")
-    check_plausible(report, hardware)
-    if kernels is not None:
-        profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)
-        report = replace(report, profile=profile)
-    return _write(report, path.parent)
+    with owning(arguments.out):
+        path = _write_samples(arguments, found)
+        report = _fit([path], hardware, arguments.base, _name(arguments, hardware, "imported"), "imported")
+        check_plausible(report, hardware)
+        if kernels is not None:
+            profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)
+            report = replace(report, profile=profile)
+        return _write(report, path.parent)
 
 
 def _write_samples(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]") -> Path:
@@ -414,8 +418,9 @@ def _write_samples(arguments: argparse.Namespace, found: "tuple[list[Sample], di
 
     samples, provenance = found
     name = _name(arguments, load_hardware(arguments.gpu), "imported")
-    path = make_folder(arguments.out, "--out") / f"{name}.csv.gz"
-    write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
+    path = arguments.out / f"{name}.csv.gz"
+    with owning(arguments.out):
+        write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
     print(f"wrote {path} ({len(samples)} samples)")
     return path
 
@@ -475,8 +480,9 @@ def _write(report: "FitReport", out: Path) -> int:
         f"{profile.name}.json": lambda file: file.write(profile.to_json()),
         f"{profile.name}.md": lambda file: file.write(fit_markdown(report).encode()),
     }
-    for file_name, write in files.items():
-        write_atomically(out / file_name, write)
-        print(f"wrote {out / file_name}")
-    print(f"wrote {save_figure(out / f'{profile.name}.png', draw_fit(report))}")
+    with owning(out):
+        for file_name, write in files.items():
+            write_atomically(out / file_name, write)
+            print(f"wrote {out / file_name}")
+        print(f"wrote {save_figure(out / f'{profile.name}.png', draw_fit(report))}")
     return 0

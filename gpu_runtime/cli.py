@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +17,11 @@ from sim.folders import clear, owning
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
 from sim.scenario import Outputs, Scenario, read_scenario
-from sim.simulate import Keep, Run, Setup, prepare
+from sim.simulate import Keep, Run, Setup, build_engine, prepare
 from sim.specs.hardware import load_hardware
 from sim.systems.base import Policy
+from sim.traffic import requests_of
+from traces.errors import TraceError
 from traces.request import Request
 
 if TYPE_CHECKING:
@@ -84,14 +87,12 @@ def _add_validate_flags(parser: argparse.ArgumentParser) -> None:
 def run_live(arguments: argparse.Namespace) -> int:
     """`kvtwin live`."""
     options, _ = _own_options(arguments)
-    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415 - needs the extra `gpu`
-
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
         raise UserError(f"live takes one --policy, {len(policies)} given")
     scenario, decoder = decoder_for(scenario, options)
     label, policy = policies[0]
-    scenario = fit_to_machine(scenario, policy, options.device, decoder)
+    scenario = _fitted(scenario, policy, options, decoder)
     with owning(folder):
         run, result = execute_live(scenario, label, policy, folder, outputs, decoder, options)
         return print_result(run, result, folder, outputs)
@@ -111,7 +112,6 @@ def run_validate(arguments: argparse.Namespace) -> int:
             vars(arguments).pop(name, None)
         return validate_against(arguments, against)
     options, own = _own_options(arguments)
-    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415 - needs the extra `gpu`
     from gpu_runtime.twin.figure import draw_twin  # noqa: PLC0415
     from gpu_runtime.twin.probe import Probe  # noqa: PLC0415
     from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: PLC0415
@@ -126,15 +126,16 @@ def run_validate(arguments: argparse.Namespace) -> int:
         raise UserError(f"--max-drift: {max_drift} is not more than 0: give a share such as 0.05")
     scenario, policies, folder, outputs = read_options(arguments)
     scenario, decoder = decoder_for(scenario, options)
+    # All are checked before anything of an earlier command goes.
+    planned = [(_fitted(scenario, policy, options, decoder), label, policy) for label, policy in policies]
     places = [folder_name(label) for label, _ in policies]
     names = ["simulated", *(f"live-{number}" for number in range(1, runs + 1))]
     with owning(folder):
-        clear(folder, below=[*(f"{place}/{name}" for place in places for name in names), *places])
         probe = Probe(scenario, decoder, options, max_drift)
+        clear(folder, below=[*(f"{place}/{name}" for place in places for name in names), *places])
         text, parts, agreed = "", [], True
-        for label, policy in policies:
+        for fitting, label, policy in planned:
             place = folder / folder_name(label)
-            fitting = fit_to_machine(scenario, policy, options.device, decoder)
             run, result = simulate(fitting, label, policy, place / "simulated", outputs, series=True)
             simulated, drawn, lived = FigureRun.of(run, result), [], []
             probe.begin()
@@ -163,6 +164,18 @@ def run_validate(arguments: argparse.Namespace) -> int:
         print(text)
         print(f"wrote {folder / 'validation.md'} and a figure for each policy")
     return 0 if agreed else 1
+
+
+def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder: "Decoder") -> Scenario:
+    """The scenario as this machine can hold it. UserError for what a run on it would refuse."""
+    from gpu_runtime.live import check_lengths  # noqa: PLC0415 - torch is slow to import
+    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+
+    fitting = fit_to_machine(scenario, policy, options.device, decoder)
+    setup = prepare(fitting, policy.name, policy)
+    with suppress(TraceError):
+        check_lengths(build_engine(setup, None, Keep()).scheduler, decoder.config, requests_of(setup))
+    return fitting
 
 
 def _write_text(path: Path, text: str) -> None:

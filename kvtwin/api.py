@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from sim.cost.changed_profile import profile_named
 from sim.errors import UserError
+from sim.folders import owning
 from sim.option_values import option_fields
 from sim.policy_options import options_of, parse_policy
 from sim.results.comparison_sentences import sentences
@@ -221,11 +222,12 @@ def sweep(
         retry_failed: run again what failed before.
 
     Raises:
-        UserError: a bad study, every point refused, or a folder that cannot be written.
+        UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.
     """
     table, where = _read(study)
     found = read_study(table, "sweep", where)
-    places = run_study(found, Path(out), Means(backend, address, jobs, max_seconds, retry_failed))
+    with owning(Path(out), "out"):
+        places = run_study(found, Path(out), Means(backend, address, jobs, max_seconds, retry_failed))
     return SweepResult(tidy(found, places), found)
 
 
@@ -266,9 +268,11 @@ def tune(
     """Search for the policy and the knobs that reach most under SLOs, as `kvtwin tune` does; arguments as of `sweep`.
 
     Raises:
-        UserError: a bad study, every candidate refused, or a folder that cannot be written.
+        UserError: a bad study, every candidate refused, or a folder that cannot be written or is another's meanwhile.
     """
-    return TuneResult(search(read_tune(*_read(study)), Path(out), Means(backend, address, jobs, max_seconds)))
+    asked = read_tune(*_read(study))
+    with owning(Path(out), "out"):
+        return TuneResult(search(asked, Path(out), Means(backend, address, jobs, max_seconds)))
 
 
 @dataclass(frozen=True)
@@ -304,10 +308,11 @@ def regime_map(
     """Run policies over two parameters and see who wins where, as `kvtwin map` does; arguments as of `sweep`.
 
     Raises:
-        UserError: a bad study, every point refused, or a folder that cannot be written.
+        UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.
     """
     regimes = read_map(*_read(study))
-    places = run_study(regimes.study, Path(out), Means(backend, address, jobs))
+    with owning(Path(out), "out"):
+        places = run_study(regimes.study, Path(out), Means(backend, address, jobs))
     return MapResult(SweepResult(tidy(regimes.study, places), regimes.study), regimes)
 
 

@@ -195,7 +195,8 @@ def _measure(bench: "Bench", plan: Plan, log: PointLog, readings: "Readings", qu
 
     begun = perf_counter()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True, force_jupyter=False)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(plan.points))
         for point in plan.points:
             progress.update(task, description=point.label)

@@ -8,7 +8,8 @@ from calib.server.fit import ServerFit, fit_server
 from sim.cli import read_options
 from sim.cost.profile import load_profile
 from sim.errors import UserError
-from sim.files import make_folder, write_atomically
+from sim.files import write_atomically
+from sim.folders import owning
 from sim.option_values import flag
 from sim.served import read_run
 from sim.simulate import prepare
@@ -33,10 +34,10 @@ def fit_bench(arguments: argparse.Namespace) -> int:
     name = own["name"] or f"{load_hardware(scenario.gpu).name}-measured-from-server"
     served = read_run(own["bench"], scenario)
     found = fit_server(prepare(scenario, *policies[0]), served, name=name, constants=own["constants"])
-    make_folder(out, "--out")
     text = report(found)
-    for file_name, data in ((f"{name}.json", found.profile.to_json()), (f"{name}.md", text.encode())):
-        write_atomically(out / file_name, lambda file, data=data: file.write(data))
+    with owning(out):
+        for file_name, data in ((f"{name}.json", found.profile.to_json()), (f"{name}.md", text.encode())):
+            write_atomically(out / file_name, lambda file, data=data: file.write(data))
     print(text)
     for note in [*found.notes, *_untold(found)]:
         print(f"kvtwin: {note}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import UserError
 from sim.files import out_folder
+from sim.folders import owning
 from sim.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -127,16 +128,17 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 
     path: Path = arguments.study
     study, means, folder = read_study(read_toml(path, "sweep"), "sweep", str(path)), means_of(arguments), arguments.out
-    with progress("sweep", arguments.quiet) as begin:
-        places = run_study(study, folder, means, begin)
-    from sim.study.tables import means as means_table  # noqa: PLC0415 - pandas is slow to import
-    from sim.study.tables import write_tables  # noqa: PLC0415
+    with owning(folder):
+        with progress("sweep", arguments.quiet) as begin:
+            places = run_study(study, folder, means, begin)
+        from sim.study.tables import means as means_table  # noqa: PLC0415 - pandas is slow to import
+        from sim.study.tables import write_tables  # noqa: PLC0415
 
-    table = write_tables(folder, study, places, arguments.table)
-    if not arguments.no_figures:
-        from sim.study.figures import write_figures  # noqa: PLC0415
+        table = write_tables(folder, study, places, arguments.table)
+        if not arguments.no_figures:
+            from sim.study.figures import write_figures  # noqa: PLC0415
 
-        write_figures(folder / "figures", study, means_table(study, table))
+            write_figures(folder / "figures", study, means_table(study, table))
     if not arguments.quiet:
         print("\n".join(_told(study.where, folder, [place.outcome.error for place in places])))
     return 0
@@ -150,13 +152,14 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
 
     folder: Path = arguments.out
     setups, means = chosen(read_setups(), arguments.paper, arguments.figure), means_of(arguments)
-    with progress("reproduce", arguments.quiet) as begin:
-        found = run_setups(setups, folder, means, begin)
-    for one in found:
-        draw(one, folder / "figures" / f"{one.setup.name}-{one.setup.figure}.png")
-    if arguments.page is not None:
-        page = fill_in(arguments.page.read_text(encoding="utf-8"), found)
-        write_atomically(arguments.page, lambda file: file.write(page.encode()))
+    with owning(folder):
+        with progress("reproduce", arguments.quiet) as begin:
+            found = run_setups(setups, folder, means, begin)
+        for one in found:
+            draw(one, folder / "figures" / f"{one.setup.name}-{one.setup.figure}.png")
+        if arguments.page is not None:
+            page = fill_in(arguments.page.read_text(encoding="utf-8"), found)
+            write_atomically(arguments.page, lambda file: file.write(page.encode()))
     if not arguments.quiet:
         for one in found:
             print(f"\n{one.setup.paper}, figure {one.setup.figure}: {one.setup.title}\n{table([one])}")
@@ -173,11 +176,12 @@ def tune_command(arguments: argparse.Namespace) -> int:
 
     path: Path = arguments.study
     asked, means, folder = read_tune(read_toml(path, "tune"), str(path)), means_of(arguments), arguments.out
-    with progress("tune", arguments.quiet) as begin:
-        found = tune(asked, folder, means, begin)
-    from sim.study.tune_report import lines, write  # noqa: PLC0415 - pandas and matplotlib are slow to import
+    with owning(folder):
+        with progress("tune", arguments.quiet) as begin:
+            found = tune(asked, folder, means, begin)
+        from sim.study.tune_report import lines, write  # noqa: PLC0415 - pandas and matplotlib are slow to import
 
-    write(folder, found)
+        write(folder, found)
     if not arguments.quiet:
         print("\n".join(lines(found)))
         print(f"Candidates, picture and runs are in {folder}")
@@ -194,9 +198,10 @@ def map_command(arguments: argparse.Namespace) -> int:
 
     path: Path = arguments.study
     regimes, means, folder = read_map(read_toml(path, "map"), str(path)), means_of(arguments), arguments.out
-    with progress("map", arguments.quiet) as begin:
-        places = run_study(regimes.study, folder, means, begin)
-    found = write(folder, regimes, means_table(regimes.study, write_tables(folder, regimes.study, places, "csv")))
+    with owning(folder):
+        with progress("map", arguments.quiet) as begin:
+            places = run_study(regimes.study, folder, means, begin)
+        found = write(folder, regimes, means_table(regimes.study, write_tables(folder, regimes.study, places, "csv")))
     if not arguments.quiet:
         print("\n".join(lines(regimes, found)))
         print("\n".join(_told(regimes.study.where, folder, [place.outcome.error for place in places])))

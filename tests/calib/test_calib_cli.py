@@ -203,7 +203,7 @@ def test_a_figure_that_cannot_be_written_leaves_the_old_one(capsys, measured, tm
     words = ["profile", "fit", measured, "--gpu", "a100-80g", "--name", "mine", "--out", tmp_path]
     status, _, error = attempt(capsys, *words)
     assert status == 2
-    assert error.endswith("kvtwin: [Errno 28] No space left on device\n")
+    assert f"cannot write into {tmp_path}" in error
     assert (tmp_path / "mine.png").read_bytes() == b"old"
     assert read_profile(tmp_path / "mine.json").name == "mine"
 

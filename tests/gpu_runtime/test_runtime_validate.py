@@ -184,6 +184,26 @@ def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):
         assert (out / policy / "twin.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("command", ["live", "validate"])
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        (["--policy", "vllm-recompute:admission=slack", "--num-gpu-blocks-override", "100000000"], "lower"),
+        (["--policy", "vllm-recompute", "--input-len", "100", "--output-len", "99"], "has 128 positions"),
+    ],
+)
+def test_what_is_refused_late_leaves_earlier_results_alone(tmp_path, capsys, command, flags, refusal):
+    config, out = tmp_path / "config.json", tmp_path / "out"
+    config.write_text(json.dumps(CONFIG))
+    out.mkdir()
+    (out / "result.json").write_text("of an earlier run")
+    more = ["--policy", "vllm-swap"] if command == "validate" else []
+    words = [command, "--device", "cpu", "--model", str(config), "--workload", "fixed", "--num-prompts", "2"]
+    assert kvtwin.main([*words, *more, *flags, "--out", str(out)]) == 2
+    assert refusal in capsys.readouterr().err
+    assert [path.read_text() for path in out.iterdir()] == ["of an earlier run"]
+
+
 @pytest.mark.parametrize("policy", ["vllm-v1", "vllm-recompute"])
 def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy):
     """Two conversations; a turn waits for the answer before, and begins with all that was said."""

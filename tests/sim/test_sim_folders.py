@@ -162,3 +162,16 @@ def test_a_full_disk_is_told_with_the_folder_and_leaves_no_part(tmp_path, pyarro
     assert done.stderr.startswith(f"kvtwin: --out: cannot write into {tmp_path} (")
     assert done.stderr.count("\n") == 1 and "too large" in done.stderr and "make room" in done.stderr
     assert not list(tmp_path.glob("*.part")) and LOCK_FILE not in files(tmp_path)
+
+
+STUDY = 'workload = "fixed"\nnum-prompts = 5\ngoodput = ["ttft:3000"]\npolicy = ["vllm-v1", "vllm-recompute"]\n'
+DERIVE = ["profile", "derive", "--gpu", "l20", "--sibling", "l40s-imported", "--reason", "a test"]
+
+
+@pytest.mark.parametrize("words", [["sweep", "s.toml"], ["tune", "s.toml"], ["map", "s.toml"], DERIVE])
+def test_what_makes_many_files_is_refused_where_another_command_writes(tmp_path, monkeypatch, capsys, other, words):
+    monkeypatch.chdir(tmp_path)
+    Path("s.toml").write_text(f"{STUDY}[{words[0]}]\n")
+    assert kvtwin.main([*words, "--out", "out"]) == 2
+    assert "another command writes into out" in capsys.readouterr().err
+    assert files(tmp_path / "out") == {LOCK_FILE}
