@@ -36,7 +36,8 @@ DOCUMENT = ROOT / "docs" / "calibration.md"
 FIGURES = ROOT / "docs" / "figures"
 CONSTANTS = (
     "flops_per_s", "attention_flops_per_s", "attention_tile_tokens", "attention_slots", "hbm_bytes_per_s",
-    "kv_bytes_per_s", "kv_padding_tokens", "fp8_flops_per_s", "fp8_roofline_exponent",
+    "kv_bytes_per_s", "kv_padding_tokens", "fp8_flops_per_s", "fp8_roofline_exponent", "fp8_quantize_bytes_per_s",
+    "fp8_layer_overhead_s", "fp8_kv_bytes_per_s", "fp8_kv_padding_tokens", "fp8_kv_layer_overhead_s",
     "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",
     "layer_overhead_s", "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s",
 )  # fmt: skip
@@ -106,15 +107,19 @@ def constants(reports: Sequence[FitReport]) -> str:
 
 
 def fp8_table(reports: Sequence[FitReport]) -> str:
-    """Errors of FP8 products, on the samples and on a model left out, and the rates reached."""
+    """Errors of FP8 weights and KV by phase: on the samples, and in bold on a model left out; rates over 16 bits'."""
+    phases = ("fp8_linear", "fp8_prefill", "fp8_decode", "fp8_kv_prefill", "fp8_kv_decode")
     rows = []
     for report in reports:
-        own = report.profile.residuals or {}
-        if "fp8_mape" in own:
-            share = report.profile.value("fp8_flops_per_s") / report.profile.value("flops_per_s")
-            errors = (percent(own[name]) for name in ("fp8_mape", "unseen_model_fp8_mape"))
-            rows.append((f"`{report.profile.name}`", f"{share:.2f}", *errors))
-    return table(("profile", "FP8 over 16 bits", "on its samples", "on a model left out"), rows)
+        own, value = report.profile.residuals or {}, report.profile.value
+        if "fp8_decode_mape" in own:
+            errors = (
+                f"{percent(own[f'{phase}_mape'])}, **{percent(own[f'unseen_model_{phase}_mape'])}**" for phase in phases
+            )
+            shares = (f"{value(f'fp8_{name}') / value(name):.2f}" for name in ("flops_per_s", "kv_bytes_per_s"))
+            rows.append((f"`{report.profile.name}`", *shares, *errors))
+    header = ("profile", "FLOP/s over 16 bits", "KV bytes/s", "products alone", "prefill", "decode")
+    return table((*header, "prefill, FP8 KV", "decode, FP8 KV"), rows)
 
 
 def papers(reports: Sequence[FitReport]) -> str:

@@ -53,8 +53,8 @@ def derive_profile(
         if name in assumed:
             value, text = assumed[name]
             found[name] = Constant(value, None, unit, text)
-        elif name == "step_overhead_s":
-            # Of the engine that was timed there.
+        elif name == "step_overhead_s" or name.startswith("fp8"):
+            # Of the engine that was timed there; of kernels that GPUs of one family need not share.
             continue
         elif name in OWN:
             if name in base.constants:

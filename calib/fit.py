@@ -100,7 +100,7 @@ def fit_profile(
     """
     models = load_models(samples, folder)
     timed = with_graphs([s for s in samples if s.op in FITTED_OPS and not s.beside])
-    chosen = [s for s in timed if not s.quantization]
+    chosen = [s for s in timed if not s.is_fp8]
     check_enough(chosen)
     terms, measured = terms_of(chosen, models), np.array([s.latency_s for s in chosen])
     estimates: dict[str, Estimate] = {}
@@ -116,11 +116,11 @@ def fit_profile(
     check_told(estimates)
     constants = complete({**fixed, **fit.values})
     errors = errors_of(constants, terms, measured)
-    quantized = fit_fp8([s for s in timed if s.quantization], models, constants)
-    if quantized is not None:
-        estimates |= quantized.fit.estimates
-        scatter |= dict.fromkeys(quantized.fit.estimates, quantized.fit.scatter)
-    papers = paper_constants(samples, models, hardware, constants)
+    quantized = fit_fp8([s for s in timed if s.is_fp8], models, constants)
+    for fit in quantized.fits:
+        estimates |= fit.estimates
+        scatter |= dict.fromkeys(fit.estimates, fit.scatter)
+    papers = paper_constants([s for s in samples if not s.is_fp8], models, hardware, constants)
     alpha = eq3_alpha(papers)
     if alpha is not None:
         estimates["alpha"] = alpha
@@ -138,7 +138,7 @@ def fit_profile(
         constants=fitted,
         provenance={**provenance, "base": f"{base.name}, for what the samples do not tell"},
         range=range_of(chosen),
-        residuals=_residuals(chosen, errors, by_model, large, found) | (quantized.residuals if quantized else {}),
+        residuals=_residuals(chosen, errors, by_model, large, found) | quantized.residuals,
         all_reduce=all_reduce_points(samples) or base.all_reduce,
     )
     return FitReport(
@@ -154,7 +154,7 @@ def with_graphs(samples: Sequence[Sample]) -> list[Sample]:
 
 def _shape(s: Sample) -> tuple[object, ...]:
     shape = s.op, s.model, s.tp, s.num_layers, s.batch_size, s.new_tokens, s.context_tokens
-    return *shape, s.quantization, s.decodes, s.decode_context_tokens
+    return *shape, s.quantization, s.kv_cache_dtype, s.decodes, s.decode_context_tokens
 
 
 def check_enough(samples: Sequence[Sample]) -> None:

@@ -77,7 +77,7 @@ def attention_s(constants: Mapping[str, float], terms: Terms) -> Array:
     return np.where((terms.row_flops > 0) & (terms.heads_per_kv > 0), compute_s + reads * read_s, apart_s)
 
 
-def ridge_s(compute_s: Array, memory_s: Array, exponent: float) -> Array:
+def ridge_s(compute_s: Array, memory_s: Array, exponent: float | Array) -> Array:
     """`sim.cost.model.ridge` over arrays; zero where both parts are."""
     most = np.maximum(compute_s, memory_s)
     ratio = np.divide(np.minimum(compute_s, memory_s), most, out=np.zeros_like(most), where=most > 0)
@@ -175,15 +175,13 @@ def complete(values: Mapping[str, float]) -> dict[str, float]:
     """All constants that `predict_s` needs: fitted ones, and what their absence means for the rest."""
     exponent = values.get("roofline_exponent") or 1.0 / values.get("overlap", 1.0 / MOST_EXPONENT)
     values = {"roofline_exponent": exponent, **values}
-    optional = {name: values[absent] if isinstance(absent, str) else absent for name, absent in OPTIONAL.items()}
-    return {
-        "attention_flops_per_s": values["flops_per_s"],
-        "layer_overhead_s": 0.0,
-        "step_overhead_s": 0.0,
-        **optional,
-        **NO_ALL_REDUCE,
-        **values,
-    }
+    found = {"attention_flops_per_s": values["flops_per_s"], "layer_overhead_s": 0.0, **NO_ALL_REDUCE}
+    found |= {name: absent for name, absent in OPTIONAL.items() if not isinstance(absent, str)}
+    found |= values
+    for name, absent in OPTIONAL.items():
+        if isinstance(absent, str):
+            found.setdefault(name, found[absent])
+    return found
 
 
 def fastest(amount: Array, measured_s: Array) -> float:

@@ -23,6 +23,7 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 | `beside` | `op` that ran on another stream or lane at the same time; empty: alone | empty |
 | `graph` | 1 if replayed from a CUDA graph | 0 |
 | `quantization` | `fp8`: weights and activations quantised to FP8, the head not; empty: neither | empty |
+| `kv_cache_dtype` | `fp8`: the KV cache is FP8; empty: the model's own | empty |
 | `dtype_bytes` | bytes of an element of weights and KV cache, where they were not the model's own | 0, the model's |
 """
 
@@ -95,12 +96,18 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     beside: str = ""
     graph: int = 0
     quantization: str = ""
+    kv_cache_dtype: str = ""
     dtype_bytes: float = 0.0
 
     @property
     def tokens(self) -> int:
         """Tokens computed, all sequences together but those that decode beside."""
         return self.batch_size * self.new_tokens
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether weights or KV cache are FP8."""
+        return bool(self.quantization or self.kv_cache_dtype)
 
     @property
     def is_decode(self) -> bool:
@@ -272,6 +279,8 @@ def _word_fault(sample: Sample) -> str:
         return f"beside = {sample.beside!r} is not an op: use one of {', '.join(OPS)}, or leave it empty"
     if sample.quantization not in QUANTIZATIONS:
         return f"quantization = {sample.quantization!r}: use fp8, or leave it empty"
+    if sample.kv_cache_dtype not in QUANTIZATIONS:
+        return f"kv_cache_dtype = {sample.kv_cache_dtype!r}: use fp8, or leave it empty"
     if sample.graph not in (0, 1):
         return f"graph = {sample.graph}: use 0 or 1"
     return ""

@@ -14,6 +14,7 @@ from calib.samples import Sample
 from sim.cost.model import ACTIVATION_BYTES
 from sim.errors import UserError
 from sim.specs.json_file import built_in_names
+from sim.specs.kv_format import KV_DTYPES
 from sim.specs.models import BUILT_IN, ModelSpec, load_model
 
 Array = NDArray[np.float64]
@@ -30,6 +31,7 @@ class Terms:
     Attributes:
         linear_flops: projections and MLP of the timed layers.
         weight_bytes, activation_bytes: what those read of weights, and read and write of activations.
+        quantized_bytes: what making their inputs FP8 reads and writes.
         elementwise_bytes: what lies between them reads and writes, where it was timed.
         row_flops, new_tokens: attention of prompts and chunks for each row of queries, and rows of each sequence.
         decode_row_flops, decodes: the same of those that decode beside them, a row each, and how many there are.
@@ -45,6 +47,7 @@ class Terms:
     linear_flops: Array
     weight_bytes: Array
     activation_bytes: Array
+    quantized_bytes: Array
     elementwise_bytes: Array
     row_flops: Array
     new_tokens: Array
@@ -96,7 +99,9 @@ def _as_timed(model: ModelSpec, sample: Sample) -> ModelSpec:
     """The model in the type its weights had."""
     if sample.dtype_bytes not in (0.0, model.dtype_bytes):
         model = model.with_dtype(sample.dtype_bytes)
-    return model.with_weights_of(1.0, sample.quantization) if sample.quantization else model
+    if sample.quantization:
+        model = model.with_weights_of(1.0, sample.quantization)
+    return model.with_kv_dtype(KV_DTYPES[sample.kv_cache_dtype]) if sample.kv_cache_dtype else model
 
 
 def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
@@ -112,9 +117,9 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         (model.head_weight_bytes + head_rows * model.head_activation_bytes_per_token) / tp if head_rows else 0.0,
     )
     if sample.op == "lm_head":
-        return (*[0.0] * 4, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+        return (*[0.0] * 5, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     if sample.op == "elementwise":
-        return (*[0.0] * 3, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0)
+        return (*[0.0] * 4, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0)
     if model.kv_layers and sample.op != "linear":
         raise UserError(f"model {model.name}: samples cannot be priced: layers differ in their KV; time another model")
     if model.mla and (sample.is_decode or sample.decodes):
@@ -124,6 +129,7 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         share * tokens * model.linear_flops_per_token / tp,
         share * model.linear_weight_bytes_read(tokens) / tp,
         share * tokens * model.linear_activation_bytes_per_token(tp),
+        share * tokens * model.fp8_input_bytes_per_token(tp),
         elementwise if is_whole else 0.0,
         *(_attention(sample, model, share) if sample.op != "linear" else NO_ATTENTION),
         *head,

@@ -9,7 +9,8 @@ attention (`products`): norms, rotary embedding and activation are not in the ta
 - Widths between two of the grid are interpolated linearly in n and k (Llama's MLP widths are not on the grid); numbers
   of tokens are not: only those on the grid become samples.
 - Attention is that of one engine, whose kernels it is. So are FP8 GEMMs, each with the quantisation of its input by a
-  given scale, and all-reduces, as the engine's CUDA graphs do them (its own kernel for small messages, NCCL's beyond).
+  given scale, attention over FP8 KV, whose queries come in FP8 already, and all-reduces, as the engine's CUDA
+  graphs do them (its own kernel for small messages, NCCL's beyond).
 """
 
 from collections import defaultdict
@@ -19,6 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+import msgspec
 
 from calib.samples import Sample, spread_s
 from sim.errors import UserError
@@ -77,8 +80,7 @@ def import_samples(
         raise UserError(f"aiconfigurator: system {system!r} is not known: use one of {', '.join(SYSTEMS)}")
     root = (folder or _package_data()) / system
     gemms = _gemm_table(_newest(root / "gemm", GEMMS))
-    prompts = _attention_table(root, engine, "context")
-    decodes = _attention_table(root, engine, "generation")
+    attention = {kv: [_attention_table(root, engine, kind, kv) for kind in KINDS] for kv in (DTYPE, FP8)}
     samples: list[Sample] = []
     for name in models:
         model = load_model(name)
@@ -86,14 +88,14 @@ def import_samples(
             raise UserError(
                 f"aiconfigurator: model {name} is not four matrices and attention over heads of {HEAD_DIM}: omit it"
             )
-        found = list(_layers(name, model, gemms, prompts, decodes))
+        found = list(_layers(name, model, _linear(model, gemms), attention[DTYPE]))
         if not found:
             raise UserError(
                 f"aiconfigurator: {system} has no attention of {model.num_heads} query and {model.num_kv_heads} KV "
                 f"heads, or no matrices of its widths (model {name}): leave it out"
             )
         samples += found
-    fp8 = list(_fp8_products(root, models, engine))
+    fp8 = list(_fp8_layers(root, models, engine, attention))
     samples += fp8
     samples += _all_reduces(root, engine)
     return samples, _provenance(root, engine, has_fp8=bool(fp8))
@@ -156,9 +158,12 @@ def _timing(values: Sequence[float]) -> Timing:
 
 AttentionKey = tuple[int, int, int, int, int]
 """Sequences, new tokens, cached tokens, query heads, KV heads."""
+AttentionTable = Mapping[AttentionKey, Sequence[float]]
+KINDS = ("context", "generation")
+"""Tables of attention: of prompts, of decodes."""
 
 
-def _attention_table(root: Path, engine: str, kind: str) -> dict[AttentionKey, list[float]]:
+def _attention_table(root: Path, engine: str, kind: str, kv_dtype: str) -> dict[AttentionKey, list[float]]:
     name = f"{kind}_attention_perf.parquet"
     paths = _of_engine(_newest(root / "attention", name), engine)
     if not paths:
@@ -167,7 +172,7 @@ def _attention_table(root: Path, engine: str, kind: str) -> dict[AttentionKey, l
     found: defaultdict[AttentionKey, list[float]] = defaultdict(list)
     for row in _read(paths[0], (*columns, "kv_cache_dtype", "latency"), ("window_size",)):
         if (
-            row["attn_dtype"] == row["kv_cache_dtype"] == DTYPE
+            (row["attn_dtype"], row["kv_cache_dtype"]) == (DTYPE, kv_dtype)
             and row["head_dim"] == HEAD_DIM
             and not row.get("window_size")
         ):
@@ -177,15 +182,11 @@ def _attention_table(root: Path, engine: str, kind: str) -> dict[AttentionKey, l
 
 
 def _layers(
-    name: str,
-    model: ModelSpec,
-    gemms: Mapping[Gemm, Timing],
-    prompts: Mapping[AttentionKey, list[float]],
-    decodes: Mapping[AttentionKey, list[float]],
+    name: str, model: ModelSpec, linear: Mapping[int, Timing], attention: Sequence[AttentionTable], tp: int = 1
 ) -> Iterator[Sample]:
-    """Samples of one layer of `model` on one GPU."""
-    linear = _linear(model, gemms)
-    heads = (model.num_heads, model.num_kv_heads)
+    """Samples of one layer of `model` on one GPU of `tp`: prompts, then decodes."""
+    heads = (model.num_heads // tp, max(1, model.num_kv_heads // tp))
+    prompts, decodes = attention
     for table in (prompts, decodes):
         for (batch, new, cached, *shape), times in sorted(table.items()):
             tokens = batch * new
@@ -202,17 +203,19 @@ def _layers(
                 spread_s=timing.spread_s,
                 repeats=timing.repeats,
                 model=name,
+                tp=tp,
                 batch_size=batch,
                 new_tokens=new,
                 context_tokens=cached,
             )
 
 
-def _linear(model: ModelSpec, gemms: Mapping[Gemm, Timing]) -> dict[int, Timing]:
-    """The four GEMMs of a layer together, by number of tokens."""
-    h, f, d = model.hidden_size, model.intermediate_size, model.head_dim
+def _linear(model: ModelSpec, gemms: Mapping[Gemm, Timing], tp: int = 1) -> dict[int, Timing]:
+    """The four GEMMs of a layer together on one GPU of `tp`, by number of tokens."""
+    h, f, d = model.hidden_size, model.intermediate_size // tp, model.head_dim
+    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
     into_mlp = (2 if model.gated_mlp else 1) * f
-    shapes = [((model.num_heads + 2 * model.num_kv_heads) * d, h), (h, model.num_heads * d), (into_mlp, h), (h, f)]
+    shapes = [((heads + 2 * kv_heads) * d, h), (h, heads * d), (into_mlp, h), (h, f)]
     widths = sorted({shape.n for shape in gemms}), sorted({shape.k for shape in gemms})
     found: dict[int, Timing] = {}
     for m in sorted({shape.m for shape in gemms}):
@@ -254,12 +257,42 @@ def _neighbours(value: int, grid: Sequence[int]) -> Iterable[tuple[int, float]]:
     return ((low, 1 - weight), (high, weight))
 
 
-def _fp8_products(root: Path, models: Sequence[str], engine: str) -> Iterator[Sample]:
-    """The four GEMMs of a layer in FP8, at every number of tokens: multiples of tiles and one more. None on an A100."""
+def _fp8_layers(
+    root: Path, models: Sequence[str], engine: str, attention: Mapping[str, Sequence[AttentionTable]]
+) -> Iterator[Sample]:
+    """A layer's FP8 GEMMs alone, over 16-bit KV and over FP8 KV, on every size of group. None on an A100.
+
+    GEMMs alone are those of multiples of tiles and of one more. Of attention, powers of four are enough.
+    """
     gemms = _gemm_table(_of_engine(_newest(root / "gemm", GEMMS), engine), FP8)
     for name in models:
-        for tokens, timing in sorted(_linear(load_model(name), gemms).items()):
-            yield Sample(op="linear", latency_s=timing.latency_s, model=name, new_tokens=tokens, quantization=FP8)
+        model = load_model(name)
+        for tp in (1, *_group_sizes(root)):
+            if not gemms or model.num_heads % tp:
+                continue
+            linear = _linear(model, gemms, tp)
+            for tokens, timing in sorted(linear.items()):
+                if _is_power(2, tokens) or _is_power(2, tokens - 1):
+                    yield Sample(
+                        op="linear", latency_s=timing.latency_s, model=name, tp=tp, new_tokens=tokens, quantization=FP8
+                    )
+            for kv_dtype, tables in attention.items():
+                for sample in _layers(name, model, linear, tables, tp):
+                    length = sample.context_tokens + 1 if sample.is_decode else sample.new_tokens
+                    if _is_power(4, sample.batch_size) and _is_power(4, length):
+                        kept = {"quantization": FP8, "kv_cache_dtype": FP8 if kv_dtype == FP8 else ""}
+                        yield msgspec.structs.replace(sample, **kept)
+
+
+def _is_power(base: int, value: int) -> bool:
+    """Whether `value` is `base` to some whole power."""
+    while value > 1 and value % base == 0:
+        value //= base
+    return value == 1
+
+
+def _group_sizes(root: Path) -> tuple[int, ...]:
+    return REDUCING_GPUS.get(root.name, (2, 4, 8))
 
 
 def _of_engine(paths: Iterable[Path], engine: str) -> list[Path]:
@@ -276,7 +309,7 @@ def _reducing(root: Path, engine: str) -> tuple[Path, str, Mapping[str, str]]:
 
 
 def _all_reduces(root: Path, engine: str) -> Iterator[Sample]:
-    allowed = REDUCING_GPUS.get(root.name, (2, 4, 8))
+    allowed = _group_sizes(root)
     path, _, wanted = _reducing(root, engine)
     for row in _read(path, (*wanted, "num_gpus", "message_size", "latency")):
         gpus, num_bytes = row["num_gpus"], row["message_size"]

@@ -90,6 +90,7 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
     ):
         elementwise_s = growing * cost.elementwise_s_per_token
         token_s = linear_c * cost.linear_s_per_token + linear_m * cost.activations_s_per_token + elementwise_s
+        token_s += cost.quantize_s_per_token
         weights_s = cost.linear_weights_s - cost.routed_weights_s * cost.idle_share
         fixed_s = linear_m * weights_s + (1.0 - growing) * cost.elementwise_least_s + cost.overhead_s + base_s
         fixed_s += head_m * cost.head_weights_s + reduce_s

@@ -21,9 +21,18 @@ RATES = (
     "attention_flops_per_s",
     "hbm_bytes_per_s",
     "kv_bytes_per_s",
+    "fp8_quantize_bytes_per_s",
+    "fp8_kv_bytes_per_s",
     "elementwise_bytes_per_s",
 )
-TIMES = ("layer_overhead_s", "elementwise_launch_s", "step_overhead_s", "alpha")
+TIMES = (
+    "layer_overhead_s",
+    "fp8_layer_overhead_s",
+    "fp8_kv_layer_overhead_s",
+    "elementwise_launch_s",
+    "step_overhead_s",
+    "alpha",
+)
 TIMES += ("prefill_base_s", "prefill_s_per_token", "prefill_s_per_square_token")
 TIMES += ("decode_base_s", "decode_s_per_sequence", "decode_s_per_context_token")
 

@@ -23,12 +23,17 @@ ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
     "fp8_flops_per_s": "FLOP/s",
     "fp8_roofline_exponent": "1",
+    "fp8_quantize_bytes_per_s": "B/s",
+    "fp8_layer_overhead_s": "s",
     "attention_flops_per_s": "FLOP/s",
     "attention_tile_tokens": "token",
     "attention_slots": "1",
     "hbm_bytes_per_s": "B/s",
     "kv_bytes_per_s": "B/s",
     "kv_padding_tokens": "token",
+    "fp8_kv_bytes_per_s": "B/s",
+    "fp8_kv_padding_tokens": "token",
+    "fp8_kv_layer_overhead_s": "s",
     "elementwise_bytes_per_s": "B/s",
     "elementwise_launch_s": "s",
     "roofline_exponent": "1",
@@ -59,10 +64,15 @@ all.
 OPTIONAL: dict[str, str | float] = {
     "fp8_flops_per_s": "flops_per_s",
     "fp8_roofline_exponent": "roofline_exponent",
+    "fp8_quantize_bytes_per_s": inf,
+    "fp8_layer_overhead_s": "layer_overhead_s",
     "attention_tile_tokens": 0.0,
     "attention_slots": 0.0,
     "kv_bytes_per_s": "hbm_bytes_per_s",
     "kv_padding_tokens": 0.0,
+    "fp8_kv_bytes_per_s": "kv_bytes_per_s",
+    "fp8_kv_padding_tokens": "kv_padding_tokens",
+    "fp8_kv_layer_overhead_s": 0.0,
     "elementwise_bytes_per_s": inf,
     "elementwise_launch_s": 0.0,
     "allreduce_chunk_s": 0.0,
@@ -85,7 +95,8 @@ LINEAR_UNITS = {
 whatever its size: a copy of one layer of a block costs it as well."""
 UNITS = {"roofline": ROOFLINE_UNITS, "table": ROOFLINE_UNITS, "paper": ROOFLINE_UNITS, "linear": LINEAR_UNITS}
 MAY_BE_ZERO = frozenset(
-    {"layer_overhead_s", "step_overhead_s", "copy_launch_s", "allreduce_latency_s", *LINEAR_UNITS}
+    {"layer_overhead_s", "fp8_layer_overhead_s", "fp8_kv_padding_tokens", "copy_launch_s", "allreduce_latency_s"}
+    | LINEAR_UNITS.keys()
     | {name for name, absent in OPTIONAL.items() if absent == 0.0}
 )
 """Constants that cost nothing at zero; the others divide or scale, and must be positive."""

@@ -3,12 +3,13 @@
 T = ridge(N c_lin / (G F), (W + N a) / (G H)) + max(launch, N e / E) + attention + LM head for sampled tokens
     + all-reduces + overhead of each layer, where ridge(c, m) = (c^p + m^p)^(1/p).
 
-- Linear layers: of FP8 weights and activations the share of c_lin that they are counts at F_FP8, with a p of its own.
-  a are the activations that they read and write for a token. Of a mixture of experts, W holds those that
-  N tokens meet. e are the bytes of what lies between them (norms, rotary embedding, activation function, residual).
+- Linear layers: of FP8 weights and activations the share of c_lin that they are counts at F_FP8, with a p and an
+  overhead of their own; making their inputs FP8 reads and writes bytes at a rate of its own, beside. a are the
+  activations that they read and write for a token. Of a mixture of experts, W holds those that N tokens meet. e are the
+  bytes of what lies between them (norms, rotary embedding, activation function, residual).
 - Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
   needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
-  (F / 16), bytes / H_kv) for each token read.
+  (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those were timed.
 - Prompts: query-context pairs / (G F_attn). Where `attention_tile_tokens` is given, one kernel does prompts and decodes
   (FlashAttention-2's for lengths that vary): a tile of so many rows costs the same however few of them are used, a
   decode's row as well; one head of one tile walks its whole context on one of `attention_slots`; and decodes' query
@@ -31,7 +32,7 @@ from sim.specs.models import ModelSpec
 
 VECTOR_SHARE = 1 / 16
 """Vector operations a second, of the tensor cores' FLOP/s (an assumption: A100 19.5 of 312 TFLOPS, H100 67 of 989).
-They dequantise KV; the fits know of no quantised KV."""
+They dequantise KV that no kernel was timed with."""
 
 
 class RooflineCost(CostModel):
@@ -57,17 +58,18 @@ class RooflineCost(CostModel):
         self.linear_s_per_token = model.linear_flops_per_token / (tp * linear_flops)
         self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
         self._set_experts(model, tp * bandwidth)
+        self.quantize_s_per_token = model.fp8_input_bytes_per_token(tp) / value("fp8_quantize_bytes_per_s")
         self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
         self.elementwise_s_per_token = model.elementwise_bytes_per_token(tp) / value("elementwise_bytes_per_s")
         self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))
-        self._set_kv(model, model.kv_format(tp), value("kv_bytes_per_s"), flops, value("attention_flops_per_s"))
+        self._set_kv(model, model.kv_format(tp), profile)
         self._set_tiles(model, profile, tp)
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
-        self.overhead_s = model.num_layers * value("layer_overhead_s")
+        overhead_s = (1 - share) * value("layer_overhead_s") + share * value("fp8_layer_overhead_s")
+        self.overhead_s = model.num_layers * (overhead_s + self.kv_layer_overhead_s)
         self.elementwise_least_s = model.num_layers * value("elementwise_launch_s")
-        self.kv_padding_s = value("kv_padding_tokens") * self.decode_s_per_context_token
         self._set_copies(hardware, profile)
         self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
         self._set_all_reduce(model, hardware, profile)
@@ -87,12 +89,18 @@ class RooflineCost(CostModel):
             self.routed_weights_s = (model.linear_weight_bytes - model.linear_weight_bytes_read(0)) / bandwidth
             self.idle_share = 1 - moe.experts_per_token / moe.num_experts
 
-    def _set_kv(self, model: ModelSpec, kv: KVFormat, bandwidth: float, flops: float, attention_flops: float) -> None:
+    def _set_kv(self, model: ModelSpec, kv: KVFormat, profile: Profile) -> None:
         """Seconds of a decode per token that the layers with and without a window read."""
         self.kv = kv
         self.last_token_share = model.last_token_share
-        compute_s = kv.flops_per_token_read / attention_flops
-        compute_s += kv.dequantize_ops_per_token_read / (VECTOR_SHARE * flops)
+        # Kernels that read FP8 were timed whole, the conversion included.
+        timed = model.fp8_kv and not model.mla and "fp8_kv_bytes_per_s" in profile.constants
+        kind = "fp8_kv" if timed else "kv"
+        bandwidth = profile.value(f"{kind}_bytes_per_s")
+        self.kv_layer_overhead_s = profile.value("fp8_kv_layer_overhead_s") if timed else 0.0
+        compute_s = kv.flops_per_token_read / profile.value("attention_flops_per_s")
+        if not timed:
+            compute_s += kv.dequantize_ops_per_token_read / (VECTOR_SHARE * profile.value("flops_per_s"))
 
         def read_s(layers: int) -> float:
             seconds = kv.token_layer_bytes * layers / bandwidth
@@ -105,6 +113,7 @@ class RooflineCost(CostModel):
         self.unread_s_per_token = max(0.0, self.full_s_per_token - computed_s)
         # Where nobody says what is in the windows, as if they held everything.
         self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
+        self.kv_padding_s = profile.value(f"{kind}_padding_tokens") * self.decode_s_per_context_token
         self.is_uniform = kv.window is None and not self.last_token_share
 
     def _set_tiles(self, model: ModelSpec, profile: Profile, tp: int) -> None:
@@ -149,6 +158,7 @@ class RooflineCost(CostModel):
         if self.routed_weights_s:
             memory -= self.routed_weights_s * self.idle_share**tokens
         seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
+        seconds += tokens * self.quantize_s_per_token
         return seconds + max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
 
     def _linear_parts_s(self, tokens: int, last_tokens: int) -> float:

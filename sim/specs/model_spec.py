@@ -120,6 +120,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.kv_layers or (KVLayers(num_layers=self.num_layers, num_stored=self.num_layers),)
 
     @property
+    def fp8_kv(self) -> bool:
+        """Whether KV is stored in eight bits and with no scales to speak of."""
+        return self.kv_dtype_bytes == 1.0
+
+    @property
     def num_stored_layers(self) -> int:
         """Layers with KV of their own."""
         return sum(layers.num_stored for layers in self.kv_classes)
@@ -378,6 +383,27 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             width += self.moe.num_moe_layers * active
         return (elements + operands * width / tp) * self.dtype_bytes
 
+    def fp8_input_bytes_per_token(self, tp: int = 1) -> float:
+        """Bytes per GPU that making one token's inputs of FP8 products FP8 reads and writes in all layers.
+
+        Inputs are the hidden state (projections of attention, MLP), attention's output and the MLP's inner width; of
+        a mixture of experts, which share the quantised hidden state, the widths of those active.
+        """
+        if not self.fp8_products:
+            return 0.0
+        self.check_tp(tp)
+        h, m = self.hidden_size, self.mla
+        attention = h + self.num_heads / tp * (m.v_head_dim if m else self.head_dim)
+        if m:
+            attention += m.kv_lora_rank + (m.q_lora_rank or 0)
+        elements = self.num_layers * attention * self._quantised_share(self.attention_dtype_bytes)
+        width = self.intermediate_size / tp
+        elements += self._num_dense_layers * (h + width) * self._quantised_share(self.mlp_dtype_bytes)
+        if self.moe:
+            width = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
+            elements += self.moe.num_moe_layers * (h + width / tp) * self._quantised_share(self.expert_dtype_bytes)
+        return elements * (self.dtype_bytes + 1.0)
+
     def _attention_inner_width(self, tp: int) -> float:
         """Elements of one token between the projections of attention: queries, keys, values, and attention's output."""
         n = self.num_heads / tp
@@ -418,17 +444,17 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Share of `linear_flops_per_token` whose weights and activations are FP8: not of what stays unquantised."""
         if not self.fp8_products:
             return 0.0
-
-        def quantised(mean_bytes: float) -> float:
-            # Means lie between one byte (scales beside it) and those of the weights left as they are.
-            return min(1.0, max(0.0, (self.dtype_bytes - mean_bytes) / (self.dtype_bytes - 1.0)))
-
         weights = self.num_layers * self._attention_weights - self._num_borrowing_layers * self._attention_kv_weights
-        weights *= quantised(self.attention_dtype_bytes)
-        weights += self._num_dense_layers * self._dense_mlp_weights * quantised(self.mlp_dtype_bytes)
+        weights *= self._quantised_share(self.attention_dtype_bytes)
+        weights += self._num_dense_layers * self._dense_mlp_weights * self._quantised_share(self.mlp_dtype_bytes)
         if self.moe:
-            weights += self.moe.num_moe_layers * self._active_expert_weights * quantised(self.expert_dtype_bytes)
+            share = self._quantised_share(self.expert_dtype_bytes)
+            weights += self.moe.num_moe_layers * self._active_expert_weights * share
         return 2.0 * weights / self.linear_flops_per_token
+
+    def _quantised_share(self, mean_bytes: float) -> float:
+        """Share of weights of `mean_bytes` that are quantised: one byte each (scales beside it), the rest as it was."""
+        return min(1.0, max(0.0, (self.dtype_bytes - mean_bytes) / (self.dtype_bytes - 1.0)))
 
     @property
     def head_flops_per_token(self) -> float:

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 
+import msgspec
 import pytest
 
 import kvtwin
@@ -316,6 +317,7 @@ def tables(tmp_path):
     root = tmp_path / "data" / "a100_sxm"
     old = [{**row, "latency": 99.0} for row in gemm_rows(0.0)]
     float8 = [{**row, "gemm_dtype": "fp8", "latency": 77.0} for row in gemm_rows(0.0)]
+    float8 += [{**row, "m": m} for row in float8 for m in (64, 96)]
     put(root, "gemm/sglang/0.5.0/gemm_perf.parquet", gemm_rows(0.05))
     # Of several versions the newest counts, and 0.10 is newer than 0.9.
     put(root, "gemm/vllm/0.9.0/gemm_perf.parquet", old)
@@ -339,6 +341,8 @@ def tables(tmp_path):
             attention_row(128, 1, 127, 2 * ms, window_size=0),
             attention_row(128, 1, 5000, 99.0, window_size=1024),
             attention_row(64, 1, 1000, 99.0, window_size=0),
+            attention_row(64, 1, 1023, 1000 * ms, window_size=0),
+            attention_row(64, 1, 1023, 2000 * ms, window_size=0, kv_cache_dtype="fp8"),
         ]
         put(root, f"attention/{engine}/1.2.0/context_attention_perf.parquet", prompts)
         put(root, f"attention/{engine}/1.2.0/generation_attention_perf.parquet", decodes)
@@ -367,7 +371,7 @@ def test_a_layer_is_four_gemms_and_attention_with_medians_over_collectors(tables
     0.05 and 0.15 ms count with 0.1.
     """
     samples, provenance = composed(tables)
-    layers = {(s.batch_size, s.new_tokens, s.context_tokens): s for s in samples if s.op == "products"}
+    layers = {(s.batch_size, s.new_tokens, s.context_tokens): s for s in samples if s.op == "products" and not s.is_fp8}
     assert sorted(layers) == [(1, 128, 0), (2, 64, 1000), (128, 1, 127), (128, 1, 1000)]
     attention_ms = {(1, 128, 0): 0.1, (2, 64, 1000): 0.2, (128, 1, 127): 0.1, (128, 1, 1000): 0.35}
     for key, sample in layers.items():
@@ -381,18 +385,38 @@ def test_a_layer_is_four_gemms_and_attention_with_medians_over_collectors(tables
     assert provenance["all_reduce"] == "NCCL 2.20.5, half precision"
 
 
-def test_fp8_products_are_the_engines_own_at_every_number_of_tokens(tables):
-    """vLLM's four GEMMs of 77 ms; the other collectors have none. Without: nothing, and it is said."""
+def test_fp8_layers_are_the_engines_own(tables):
+    """vLLM's four GEMMs of 77 ms at powers of two, and attention of 50 and 100 ms over KV of both types.
+
+    Attention only at powers of four: 128 prompt tokens and contexts of 1,001 are none. The other collectors have no
+    FP8: no sample, and it is said.
+    """
     samples, provenance = composed(tables)
-    (found,) = (s for s in samples if s.quantization)
-    assert found == Sample(
-        op="linear", latency_s=pytest.approx(4 * 77e-3), model="llama-3.1-8b", new_tokens=128, quantization="fp8"
-    )
-    assert fault_of(found) == ""
+    found = [s for s in samples if s.is_fp8]
+    given = {"model": "llama-3.1-8b", "quantization": "fp8"}
+    decode = {"op": "products", "batch_size": 64, "new_tokens": 1, "context_tokens": 1023, "repeats": 1, **given}
+    expected = [
+        Sample(op="linear", latency_s=0.308, new_tokens=64, **given),
+        Sample(op="linear", latency_s=0.308, new_tokens=128, **given),
+        Sample(latency_s=0.358, **decode),
+        Sample(latency_s=0.408, kv_cache_dtype="fp8", **decode),
+    ]
+    assert [msgspec.structs.replace(s, latency_s=round(s.latency_s, 9)) for s in found] == expected
+    assert not any(map(fault_of, found))
     assert provenance["fp8"] == "GEMMs of vllm 0.10.0"
     samples, provenance = composed(tables, engine="sglang")
-    assert not any(s.quantization for s in samples)
+    assert not any(s.is_fp8 for s in samples)
     assert provenance["fp8"] == "none in the tables"
+
+
+def test_fp8_layers_of_a_group_have_the_shapes_of_one_gpu(tables):
+    """Llama-3.1 8B on two: QKV of 3,072 columns, attention's 2,048 rows, 14,336 for gate and up, 7,168 rows."""
+    halves = {(3072, 4096): 1.0, (4096, 2048): 2.0, (14336, 4096): 4.0, (4096, 7168): 8.0}
+    rows = [{**gemm_row(64, n, k, ms), "gemm_dtype": "fp8"} for (n, k), ms in halves.items()]
+    put(tables / "a100_sxm", "gemm/vllm/0.11.0/gemm_perf.parquet", [*gemm_rows(0.01), *rows])
+    samples, _ = composed(tables)
+    (found,) = (s for s in samples if s.is_fp8)
+    assert (found.tp, found.new_tokens, found.op, found.latency_s) == (2, 64, "linear", pytest.approx(15e-3))
 
 
 def test_an_engines_own_all_reduces_are_taken_before_nccls(tables):

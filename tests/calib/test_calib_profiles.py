@@ -81,8 +81,9 @@ def test_a_fitted_profile_has_samples_range_and_residuals(name):
     assert path.name == f"{name}.csv.gz"
     assert profile.provenance["samples_sha256"] == samples_sha256(path)
     assert profile.range is not None
-    prompts = [s for s in samples if s.is_prompt and not s.beside]
-    decodes = [s for s in samples if s.is_decode and s.op == "products" and not s.beside]
+    fitted = [s for s in samples if not s.beside and not s.is_fp8]
+    prompts = [s for s in fitted if s.is_prompt]
+    decodes = [s for s in fitted if s.is_decode and s.op == "products"]
     assert profile.range.tokens == (min(s.tokens for s in prompts), max(s.tokens for s in prompts))
     assert profile.range.batch == (min(s.batch_size for s in decodes), max(s.batch_size for s in decodes))
     assert profile.residuals is not None

@@ -84,18 +84,25 @@ def with_constants(profile: Profile, **values: float) -> Profile:
 
 
 def test_fp8_products_have_a_rate_and_a_ridge_of_their_own() -> None:
-    """A prompt of 4,096 tokens of Llama-3.1 8B: weights of a byte, products at 1e15, heads and attention as before."""
+    """A prompt of 4,096 tokens of Llama-3.1 8B: weights of a byte, products at 1e15, heads and attention as before.
+
+    A layer's inputs are 2 x 4,096 of the hidden state, 4,096 of attention and 14,336 of the MLP, three bytes each.
+    """
     plain = load_model("llama-3.1-8b")
     model, hardware = plain.with_weights_of(1.0, "fp8"), load_hardware("h100")
-    profile = with_constants(load_profile("h100-imported"), fp8_flops_per_s=1e15, fp8_roofline_exponent=2.0)
+    given = {"fp8_flops_per_s": 1e15, "fp8_roofline_exponent": 2.0, "fp8_quantize_bytes_per_s": 5e11}
+    profile = with_constants(load_profile("h100-imported"), **given, fp8_layer_overhead_s=4e-5)
     cost, before = (RooflineCost(spec, hardware, profile, 1) for spec in (model, plain))
     compute_s = 4096 * model.linear_flops_per_token / 1e15
     moved = plain.linear_weight_bytes / 2 + 4096 * model.linear_activation_bytes_per_token()
     memory_s = moved / profile.value("hbm_bytes_per_s")
     between_s = 4096 * model.elementwise_bytes_per_token() / profile.value("elementwise_bytes_per_s")
-    assert cost.linear_s(4096) == pytest.approx((compute_s**2 + memory_s**2) ** 0.5 + between_s)
+    quantized_s = 4096 * 32 * 3 * (3 * 4096 + 14336) / 5e11
+    assert cost.linear_s(4096) == pytest.approx((compute_s**2 + memory_s**2) ** 0.5 + quantized_s + between_s)
     assert cost.head_s(8) == before.head_s(8)
-    assert cost.prefill_s(4096) - cost.linear_s(4096) == pytest.approx(before.prefill_s(4096) - before.linear_s(4096))
+    overhead_s = 32 * (4e-5 - profile.value("layer_overhead_s"))
+    beside_s = before.prefill_s(4096) - before.linear_s(4096) + overhead_s
+    assert cost.prefill_s(4096) - cost.linear_s(4096) == pytest.approx(beside_s)
     assert cost.project_s(100) == pytest.approx(100 * model.kv_projection_flops_per_token_layer / 1e15)
 
 
