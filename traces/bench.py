@@ -21,7 +21,7 @@ import msgspec
 
 from traces.errors import TraceError
 from traces.fields import MOST_TOKENS
-from traces.files import text_blocks
+from traces.files import pieces
 from traces.rows import Columns, Reader
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class _Result(msgspec.Struct):
 
 def read_bench(path: Path) -> list[BenchRow]:
     """The requests of a result, in file order. Raises `TraceError` for a file that is none or lacks the details."""
-    text = "".join(block for _, block in text_blocks(path))
+    text = "".join(pieces(path, 1 << 20))
     try:
         found = msgspec.json.decode(text, type=_Result)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -114,6 +114,9 @@ class CsvReader(LineReader):
     def _read_header(self, where: Where, line: str) -> None:
         self.header = split_header(where, line)
         self.index = {name: i for i, name in enumerate(self.header) if name}
+        for name in (*self.format.required, *self.format.optional):
+            if self.header.count(name) > 1:
+                raise where.error("header", line, f"has column {name!r} twice", "keep one")
         for name in self.format.required:
             if name not in self.index:
                 close = get_close_matches(name, self.header, 1, 0.6)

@@ -2,6 +2,7 @@
 
 import gzip
 import zlib
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import IO, TextIO, cast
 
 from traces.errors import TraceError
 
+MOST_LINE_CHARS = 1 << 24  # one request with a million tokens of prompt in words is a third of it
 BLOCK_CHARS = 1 << 16  # small enough that the first request comes at once, large enough that a block's overhead is not
 
 
@@ -33,23 +35,32 @@ def _open_text(path: Path) -> TextIO:
 
 def _undecodable(path: Path) -> TraceError:
     """Name the line that is not UTF-8: the text layer reads ahead and cannot tell."""
-    with _open_binary(path) as lines:
-        for number, line in enumerate(lines, 1):
+    decoder, number, column = getincrementaldecoder("utf-8")(), 1, 1
+    with _open_binary(path) as file:
+        while piece := file.readline(BLOCK_CHARS):
             try:
-                line.decode("utf-8")
+                decoder.decode(piece)
             except UnicodeDecodeError as error:
-                byte = line[error.start]
+                byte, place = error.object[error.start], column + error.start - (len(error.object) - len(piece))
                 return TraceError(
-                    f"{path}, line {number}: byte 0x{byte:02x} at column {error.start + 1} is not UTF-8 text; "
+                    f"{path}, line {number}: byte 0x{byte:02x} at column {place} is not UTF-8 text; "
                     "re-encode the file (`iconv -t UTF-8`) or check that it is a trace at all"
                 )
+            number, column = (number + 1, 1) if piece.endswith(b"\n") else (number, column + len(piece))
     return TraceError(f"{path}: not UTF-8 text; re-encode the file (`iconv -t UTF-8`)")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what the operating system, gzip or the decoder raises into a `TraceError` that names `path`."""
+    """Turn what the operating system, gzip or the decoder raises into a `TraceError` that names `path`.
+
+    Pipes and devices are refused: a trace is read more than once, and they may have no end.
+    """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise TraceError(
+                f"{path}: is a pipe or a device, and a trace is read more than once; write it to a file first"
+            )
         yield
     except FileNotFoundError:
         raise TraceError(
@@ -68,11 +79,28 @@ def reading(path: Path) -> Iterator[None]:
 def text_blocks(path: Path, chars: int = BLOCK_CHARS) -> Iterator[tuple[int, str]]:
     """Yield (number of the first line, text) for blocks of whole lines; newlines are `\\n`, no byte-order mark.
 
-    Line numbers start at 1. The last block may lack its final newline. Raises `TraceError` as `reading` does.
+    Line numbers start at 1. The last block may lack its final newline. Raises `TraceError` as `reading` does, and for
+    a line of more than `MOST_LINE_CHARS`.
     """
     with reading(path), _open_text(path) as file:
         number = 1
         while text := file.read(chars):
-            text += file.readline()
+            rest = file.readline(MOST_LINE_CHARS)
+            if len(rest) == MOST_LINE_CHARS and not rest.endswith("\n"):
+                number += text.count("\n")
+                raise TraceError(
+                    f"{path}, line {number}: is longer than {MOST_LINE_CHARS} characters; is it a trace, with a line "
+                    "a request?"
+                )
+            text += rest
             yield number, text.removeprefix("\ufeff") if number == 1 else text
             number += text.count("\n")
+
+
+def pieces(path: Path, chars: int) -> Iterator[str]:
+    """Yield the text of a file, `chars` at a time wherever lines end, as `text_blocks` does."""
+    with reading(path), _open_text(path) as file:
+        begun = False
+        while text := file.read(chars):
+            yield text if begun else text.removeprefix("\ufeff")
+            begun = True

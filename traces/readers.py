@@ -29,12 +29,13 @@ from typing import cast
 from traces.csv_reader import CSV_FORMATS, CsvReader, split_header
 from traces.errors import TraceError
 from traces.fields import Where
-from traces.files import text_blocks
+from traces.files import BLOCK_CHARS, pieces, text_blocks
 from traces.jsonl_reader import JSONL_FORMATS, JsonlReader, parse_object
 from traces.request import Request
 from traces.rows import Columns, Reader, ReadOptions, ZeroTokens
 from traces.text_reader import ShareGptReader, VllmCustomReader, load_tokenizer
 
+BENCH_KEYS = {"completed", "request_throughput"}
 FORMATS = (*CSV_FORMATS, *JSONL_FORMATS, "vllm-custom", "sharegpt", "vllm-bench")
 
 # `Request(*row)` with a third of its cost: a named tuple's own constructor is a Python function, the tuple's is not.
@@ -109,7 +110,7 @@ def _detect_jsonl(where: Where, line: str) -> str:
         return "sharegpt"
     if "prompt" in keys:
         return "vllm-custom"
-    if keys >= {"completed", "request_throughput"}:
+    if keys >= BENCH_KEYS:
         return "vllm-bench"
     known = "; ".join(f"{name}: {','.join(form.required)}" for name, form in JSONL_FORMATS.items())
     raise where.error("keys", ",".join(keys), "belong to no known format", f"they need to hold one of {known}")
@@ -133,13 +134,17 @@ def _detect_csv(where: Where, line: str) -> str:
 
 def detect(path: Path) -> str:
     """Return the name of the format of `path`, by its first line that is not blank. Raises `TraceError`."""
+    start = next(filter(None, map(str.lstrip, pieces(path, BLOCK_CHARS))), "")
+    if start.startswith("["):
+        return "sharegpt"
+    if start.startswith("{") and "\n" not in start and all(f'"{key}"' in start for key in BENCH_KEYS):
+        # On one line, which may be long.
+        return "vllm-bench"
     for number, text in text_blocks(path):
         for offset, line in enumerate(text.split("\n")):
             start = line.strip()
             if start:
                 where = Where(path, number + offset)
-                if start.startswith("["):
-                    return "sharegpt"
                 return _detect_jsonl(where, start) if start.startswith("{") else _detect_csv(where, start)
     raise TraceError(f"{path}: is empty; check that it was written to its end")
 

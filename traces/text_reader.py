@@ -10,7 +10,7 @@ from typing import Any
 
 from traces.errors import TraceError
 from traces.fields import Where
-from traces.files import text_blocks
+from traces.files import MOST_LINE_CHARS, pieces
 from traces.jsonl_reader import JsonObject, parse_object
 from traces.rows import Columns, LineReader, Reader, Row
 
@@ -90,7 +90,7 @@ class VllmCustomReader(LineReader):
 def json_objects(path: Path) -> Iterator[tuple[int, object]]:
     """Yield (line, value) for each element of a JSON array, or of a run of values, without holding the file."""
     decoder, buffer, line, missing = json.JSONDecoder(), "", 1, 0
-    blocks = text_blocks(path, 1 << 20)
+    blocks = pieces(path, 1 << 20)
     while True:
         kept = buffer.lstrip(" \t\r\n,[]")
         line += buffer.count("\n", 0, len(buffer) - len(kept))
@@ -111,8 +111,12 @@ def json_objects(path: Path) -> Iterator[tuple[int, object]]:
                 buffer, missing = buffer[end:], 0
                 continue
         block = next(blocks, None)
+        if len(buffer) > MOST_LINE_CHARS:
+            raise Where(path, line).error(
+                "element", buffer[:60], f"is longer than {MOST_LINE_CHARS} characters", "is it a trace?"
+            )
         if block is not None:
-            buffer += block[1]
+            buffer += block
         elif not buffer:
             return
         elif missing <= len(buffer):

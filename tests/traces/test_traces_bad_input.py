@@ -1,6 +1,8 @@
 """Bad input ends in one line that names file, line, field, value and remedy."""
 
 import gzip
+import json
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -157,6 +159,10 @@ def test_a_forced_format_names_the_missing_column(tmp_path):
         (b"\n\n", "is empty"),
         (OWN.splitlines()[0].encode(), "holds no request"),
         (OWN.encode() + b"1.0,5,\xff\n", r"line 3: byte 0xff at column 7 is not UTF-8.*re-encode"),
+        (
+            OWN.encode() + "é".encode() * 99_999 + b"\xff\n",
+            r"line 3: byte 0xff at column 199999 is not UTF-8.*re-encode",
+        ),
         (gzip.compress(OWN.encode() * 500, mtime=0)[:-20], "damaged gzip file"),
     ],
 )
@@ -173,6 +179,63 @@ def test_missing_files_and_folders(tmp_path):
         open_trace(tmp_path / "none.csv")
     with pytest.raises(TraceError, match="is a directory"):
         open_trace(tmp_path)
+
+
+def test_a_column_that_stands_twice_is_refused_where_it_is_read(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,prompt_tokens\n0,5,6,7\n")
+    with pytest.raises(TraceError, match=r"line 1: header .* has column 'prompt_tokens' twice; keep one"):
+        list(open_trace(path))
+    path.write_text("arrival_s,prompt_tokens,output_tokens,note,note\n0,5,6,a,b\n")
+    assert len(list(open_trace(path))) == 1
+
+
+@pytest.mark.parametrize("begin", ["0,5,", "{", '{"timestamp": 0, "input_length": 1, "output_length": 2, "x": "'])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_line_without_end_is_refused_and_not_held(tmp_path, monkeypatch, begin, rows):
+    monkeypatch.setattr("traces.files.MOST_LINE_CHARS", 1 << 18)
+    path = tmp_path / "long"
+    row = OWN if begin.startswith("0") else '{"timestamp": 0, "input_length": 1, "output_length": 2}\n'
+    with path.open("w") as file:
+        file.write(row * (rows > 0))
+        file.write(begin)
+        # A hole in the file: 10 GB that nobody can read in this test's time.
+        file.truncate(10**10)
+    number = 1 + row.count("\n") * (rows > 0)
+    with pytest.raises(TraceError, match=rf"long, line {number}: is longer than 262144 characters; is it a trace"):
+        list(open_trace(path))
+
+
+def test_an_element_without_end_is_refused_and_not_held(tmp_path, monkeypatch):
+    monkeypatch.setattr("traces.text_reader.MOST_LINE_CHARS", 1 << 18)
+    path = tmp_path / "long.json"
+    with path.open("w") as file:
+        file.write('[{"conversations": [{"value": "')
+        file.truncate(10**10)
+    with pytest.raises(TraceError, match=r"line 1: element '\{.*' is longer than 262144 characters; is it a trace"):
+        list(open_trace(path))
+
+
+def test_long_files_on_one_line_are_read(tmp_path, monkeypatch):
+    for module in ("files", "text_reader"):
+        monkeypatch.setattr(f"traces.{module}.MOST_LINE_CHARS", 1 << 18)
+    turns = json.dumps({"conversations": [{"value": "why " * 20}, {"value": "so " * 20}]})
+    (tmp_path / "sharegpt.json").write_text(f"[{', '.join([turns] * 9000)}]")
+    assert len(list(open_trace(tmp_path / "sharegpt.json", tokenizer="bytes:4"))) == 9000
+    many = 80_000
+    served = {"completed": many, "request_throughput": 1.0, "input_lens": [5] * many, "output_lens": [2] * many}
+    served |= {"ttfts": [0.1] * many, "itls": [[0.1]] * many, "start_times": [0.1] * many}
+    (tmp_path / "bench.json").write_text(json.dumps(served))
+    assert len(list(open_trace(tmp_path / "bench.json"))) == many
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
+def test_what_can_be_read_but_once_or_has_no_end_is_refused(tmp_path, name):
+    path = tmp_path / name
+    if name == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(TraceError, match=rf"{name}: is a pipe or a device, .* write it to a file first"):
+        open_trace(path)
 
 
 @pytest.mark.parametrize(
