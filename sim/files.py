@@ -31,6 +31,27 @@ def make_folder(path: Path, flag: str) -> Path:
     return path
 
 
+MOST_TEXT_BYTES = 1 << 26
+"""Of what is no regular file: pipes and devices may have no end."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, a byte-order mark at its begin left out.
+
+    Raises:
+        UserError: something without end, or not UTF-8.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read() if path.is_file() else file.read(MOST_TEXT_BYTES + 1)
+    if len(data) > MOST_TEXT_BYTES and not path.is_file():
+        raise UserError(f"{path}: more than {MOST_TEXT_BYTES >> 20} MiB came from it: name a file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+
+
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file whole or not at all: a reader never sees half of it."""
     partial = path.with_name(path.name + ".part")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sim.errors import UserError
-from sim.files import write_atomically
+from sim.files import read_text, write_atomically
 from sim.option_values import convert, flag, option_fields
 from sim.policy_options import all_policy_options, owned_option
 
@@ -193,10 +193,10 @@ def read_toml(path: Path, option: str) -> dict[str, Any]:
     import tomllib  # noqa: PLC0415 - few runs read a scenario file
 
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise UserError(f"{option}: cannot read {path} ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not a TOML file: {error}") from error
 
 
@@ -290,6 +290,8 @@ POSITIVE += ("hash_block_tokens", "default_prompt_tokens", "default_output_token
 POSITIVE += ("max_concurrency", "replicas", "prefill_replicas", "decode_replicas", "link_gbps")
 POSITIVE += ("prefill_tp", "decode_tp", "pipeline_parallel_size")
 POSITIVE += ("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
+MOST = {"num_prompts": 10**9} | dict.fromkeys(("replicas", "prefill_replicas", "decode_replicas"), 100_000)
+"""What a machine can count through in days, and hold."""
 NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
 READING = (
     "time_unit",
@@ -326,6 +328,10 @@ def _check(scenario: Scenario) -> None:
         value = getattr(scenario, name)
         if value is not None and not value > 0:
             raise OptionError(name, f"{value} is not greater than 0; give more")
+    for name, most in MOST.items():
+        value = getattr(scenario, name)
+        if value is not None and value > most:
+            raise OptionError(name, f"{value} is more than any machine simulates; give at most {most}")
     for name in NOT_NEGATIVE:
         value = getattr(scenario, name)
         if value is not None and value < 0:

@@ -94,6 +94,8 @@ LINEAR_UNITS = {
 """Constants of the form `linear`: p0, p1, p2, d0, d1, d2, seconds per swapped block, and what of those each piece costs
 whatever its size: a copy of one layer of a block costs it as well."""
 UNITS = {"roofline": ROOFLINE_UNITS, "table": ROOFLINE_UNITS, "paper": ROOFLINE_UNITS, "linear": LINEAR_UNITS}
+RANGES = {"FLOP/s": (1.0, 1e24), "B/s": (1.0, 1e24), "1": (0.01, 1e9)}
+"""Least and most of a constant, by its unit; 1e9 s, tokens or sequences is the most of all others."""
 MAY_BE_ZERO = frozenset(
     {"layer_overhead_s", "fp8_layer_overhead_s", "fp8_kv_padding_tokens", "copy_launch_s", "allreduce_latency_s"}
     | LINEAR_UNITS.keys()
@@ -266,6 +268,7 @@ def _check_all_reduce(profile: Profile, path: Path) -> None:
             raise UserError(f"{where}: give points [bytes, seconds] in order of bytes, which are more than 0")
         for _, seconds in points:
             _check_number(seconds, where, zero=False)
+            _check_range(seconds, where, "s")
 
 
 def _check_constants(profile: Profile, path: Path) -> None:
@@ -282,6 +285,7 @@ def _check_constants(profile: Profile, path: Path) -> None:
         if constant.unit != units[name]:
             raise UserError(f"{where}.unit = {constant.unit!r}: expected {units[name]!r}: convert value and stderr")
         _check_number(constant.value, f"{where}.value", zero=name in MAY_BE_ZERO)
+        _check_range(constant.value, f"{where}.value", units[name])
         if constant.stderr is not None:
             _check_number(constant.stderr, f"{where}.stderr", zero=True)
         if not constant.source:
@@ -307,6 +311,12 @@ def _check_number(value: float, where: str, *, zero: bool) -> None:
         raise UserError(f"{where} = {value} must be {'zero or more' if zero else 'more than zero'}: correct the value")
 
 
+def _check_range(value: float, where: str, unit: str) -> None:
+    least, most = RANGES.get(unit, (0.0, 1e9))
+    if value and not least <= value <= most:
+        raise UserError(f"{where} = {value} {unit} is not between {least:g} and {most:g}: is it in this unit?")
+
+
 def _short_linear(data: dict[str, Any], path: Path) -> Profile:
     """A user's own coefficients: {"form": "linear", "prefill": [3], "decode": [3], "swap_s_per_block": s}."""
     short = convert(data, ShortLinear, path)
@@ -314,6 +324,7 @@ def _short_linear(data: dict[str, Any], path: Path) -> Profile:
     fields = [f"{part}[{i}]" for part in ("prefill", "decode") for i in range(3)] + list(LINEAR_UNITS)[6:]
     for field, value in zip(fields, given, strict=True):
         _check_number(value, f"{path}: field {field}", zero=True)
+        _check_range(value, f"{path}: field {field}", "s")
     return linear_profile(path.stem, given, path.name)
 
 

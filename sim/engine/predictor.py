@@ -17,6 +17,10 @@ DEFAULT_CLASSES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049)
 """Lower bounds of the length classes, tokens."""
 
 
+ACCURACY = 0.85
+"""Probability that the predictor of classes names the right one, where nothing else is asked for."""
+
+
 class LengthPredictor(Protocol):
     """Predicts output lengths."""
 
@@ -66,6 +70,14 @@ def _uniform(seed: int, key: int) -> float:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return ((x ^ x >> 31) >> 11) / (1 << 53)
+
+
+def check_accuracy(kind: str, accuracy: float) -> None:
+    """UserError where an accuracy is asked of a predictor that has none."""
+    if kind != "bucket" and accuracy != ACCURACY:
+        raise UserError(
+            f"predictor-accuracy: {accuracy} goes with predictor=bucket, not {kind}; leave it out, or name both"
+        )
 
 
 def build_predictor(kind: str, accuracy: float, seed: int) -> LengthPredictor:

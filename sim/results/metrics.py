@@ -50,6 +50,10 @@ ENGINE_COLUMNS = ("engine", "prefill_engine")
 """What follows them where a run has several engines; the second only where some prefill for others."""
 
 
+MOST_SLO_MS = 1e12
+"""Thirty years."""
+
+
 class Goodput(msgspec.Struct, frozen=True):
     """SLOs of one request, s; None where not asked for. Written `ttft:500 tpot:50` (ms)."""
 
@@ -69,6 +73,8 @@ class Goodput(msgspec.Struct, frozen=True):
                 milliseconds = -1.0
             if name not in SLO_NAMES or not 0.0 < milliseconds < float("inf"):
                 raise UserError(f"--goodput: {word!r} is not NAME:MILLISECONDS with NAME one of {', '.join(SLO_NAMES)}")
+            if milliseconds > MOST_SLO_MS:
+                raise UserError(f"--goodput: {word!r} is longer than {MOST_SLO_MS:g} ms; leave it out")
             if f"{name}_s" in found:
                 raise UserError(f"--goodput: {name} is given twice; name each SLO once")
             found[f"{name}_s"] = milliseconds / 1e3

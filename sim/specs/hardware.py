@@ -36,6 +36,8 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp8_flops_per_s: Quantity | None = None
 
 
+MOST = 1e24
+"""Of any quantity: bytes, rates, the GPUs at a link."""
 PLAIN_FIELDS = ("name", "copies_beside_compute")
 """Fields of a hardware file that are no quantities."""
 
@@ -107,6 +109,8 @@ def _checked(quantity: Quantity, field: str, path: Path) -> float | int | None:
         return None
     if not isfinite(value) or value <= 0:
         raise UserError(f"{path}: field {field}.value = {value} must be a positive finite number")
+    if not 1.0 <= value <= MOST:
+        raise UserError(f"{path}: field {field}.value = {value} is not between 1 and {MOST:g}: is it in SI units?")
     if field == "gpus_per_pcie_link":
         if value != int(value):
             raise UserError(f"{path}: field {field}.value = {value} must be a whole number")

@@ -39,6 +39,10 @@ HARMLESS = frozenset(_HARMLESS.split())
 """Fields with such a name that change neither KV nor weights: dropouts, epsilons, outputs, prediction heads."""
 
 
+MOST = 10**9 - 1
+"""Of what a config counts; no model comes near."""
+
+
 class Fields:
     """One config's fields; every misfit is a UserError that names the file, the field and the value."""
 
@@ -60,8 +64,10 @@ class Fields:
             if default is None:
                 raise UserError(f"{self.path}: field {field} is missing: give a Hugging Face config with {field}")
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 10**9:
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise self.error(field, "must be a positive whole number")
+        if value > MOST:
+            raise self.error(field, f"is more than {MOST:,}: correct it")
         return value
 
     def size(self, field: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sim.errors import UserError
+from sim.files import read_text
 
 T = TypeVar("T")
 
@@ -19,9 +20,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     NaN and Infinity pass, so that whoever checks the values can name the field that holds them.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}): give a JSON file") from error
+        text = read_text(path)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{path}: cannot be read ({reason}): check the path and its permissions") from error

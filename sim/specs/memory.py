@@ -15,6 +15,8 @@ add up because PyTorch's allocator reuses the first's memory for the second. Pub
 No such log was found for groups of GPUs: the allowance for NCCL is an estimate.
 """
 
+from math import ceil
+
 import msgspec
 
 from sim.errors import UserError
@@ -148,6 +150,9 @@ def _too_large(model: ModelSpec, hardware: HardwareSpec, tp: int, needed: float,
         remedy = "lower --max-num-batched-tokens or --max-num-seqs, or raise --tp (tensor_parallel_size)"
     else:
         remedy = "raise --tp (tensor_parallel_size), or take a GPU with more memory"
+    share = ceil(100 * needed / hardware.memory_bytes) / 100
+    if share <= 1.0:
+        remedy = f"raise --gpu-memory-utilization to {share:.2f} or more, or {remedy.partition(', or take')[0]}"
     return UserError(
         f"{model.name} does not fit on {hardware.name} with tensor_parallel_size {tp}: needs "
         f"{needed / 1e9:.1f} GB per GPU ({weights / 1e9:.1f} GB of weights), may use {usable / 1e9:.1f} GB: {remedy}"

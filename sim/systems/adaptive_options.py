@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sim.engine.predictor import LengthPredictor, build_predictor
+from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor, check_accuracy
 from sim.errors import UserError
 from sim.systems.options import option
 
@@ -18,7 +18,7 @@ class AdaptiveOptions:
     predictor: Literal["oracle", "bucket", "none"] = option(
         "bucket", "output lengths are known, predicted by class with predictor-accuracy, or unknown"
     )
-    predictor_accuracy: float = option(0.85, "probability that the predictor names the right class")
+    predictor_accuracy: float = option(ACCURACY, "probability that the predictor names the right class")
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -29,6 +29,7 @@ class AdaptiveOptions:
         ):
             if not low <= value <= high:
                 raise UserError(f"adaptive {name}: {value} is not between {low:g} and {high:g}")
+        check_accuracy(self.predictor, self.predictor_accuracy)
 
     def length_predictor(self, seed: int) -> LengthPredictor:
         """What order and eviction are to know of output lengths."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.engine.limits import Deployment
-from sim.engine.predictor import LengthPredictor, build_predictor
+from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor, check_accuracy
 from sim.errors import UserError
 from sim.parts.admission.watermark import WATERMARK
 from sim.systems.options import option
@@ -29,7 +29,7 @@ class LayerKVOptions:
     predictor: Literal["oracle", "bucket", "none"] = option(
         "oracle", "output lengths are known, predicted by class with predictor-accuracy, or unknown"
     )
-    predictor_accuracy: float = option(0.85, "probability that the predictor names the right class")
+    predictor_accuracy: float = option(ACCURACY, "probability that the predictor names the right class")
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -40,6 +40,7 @@ class LayerKVOptions:
         ):
             if not low <= value <= high:
                 raise UserError(f"layerkv {name}: {value} is not between {low:g} and {high:g}")
+        check_accuracy(self.predictor, self.predictor_accuracy)
 
     def length_predictor(self, seed: int) -> LengthPredictor:
         """What slack and forecast are to know of output lengths."""

@@ -54,7 +54,9 @@ OPTIONS = {
         ("-3", "greater than 0"),
         ("2.5", "whole number"),
         ("x", "whole number"),
+        (str(2**62), "give at most 1000000000"),
     ],
+    "--replicas": [("1000000000", "give at most 100000")],
     "--seed": [("-1", "negative"), ("nan", "whole number"), ("1e400", "whole number"), (str(2**64), "64 bits")],
     "--tp": [("3", "choose one of [1, 2, 4, 8"), ("0", "greater than 0"), ("64", "32 attention heads")],
     "--request-rate": [("0", "greater than 0"), ("-1", "greater than 0"), ("nan", "not a number")],
@@ -87,6 +89,7 @@ OPTIONS = {
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("ttft", "ttft:x", "ttft:-1")),
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("itl:3", "ttft:nan", "ttft:0")),
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("tpot:inf", ":5", "TTFT:5")),
+        ("ttft:1e300", "longer than 1e+12 ms"),
     ],
     "--layerkv-tpot-slo-ms": [("5", "an option of layerkv, which --policy does not name")],
 }
@@ -115,6 +118,8 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag, value, part):
         ("sarathi:admission=slack,tpot-slo=3", ["'tpot_slo' is no option of sarathi", "tpot_slo_ms"]),
         ("layerkv:decode=later", ["decode: 'later' is not promote or stream"]),
         ("layerkv:predictor=bucket,predictor-accuracy=2", ["layerkv predictor-accuracy: 2.0 is not between 0 and 1"]),
+        ("layerkv:predictor-accuracy=0.5", ["predictor-accuracy: 0.5 goes with predictor=bucket, not oracle"]),
+        ("adaptive:predictor=none,predictor-accuracy=0.5", ["0.5 goes with predictor=bucket, not none"]),
         ("vllm-swap:slo-aware=true", ["'slo_aware' is no option of vllm-swap", "its options: none"]),
     ],
 )
@@ -184,6 +189,18 @@ def test_an_option_that_a_trace_cannot_have_is_refused(tmp_path, capsys, words, 
 def test_a_model_that_is_too_large_for_the_gpu_is_refused_with_its_size(tmp_path, capsys):
     words = ["--model", "llama-2-70b", "--gpu", "l20", "--policy", "vllm-swap", "--out", tmp_path / "out", *WORKLOAD]
     refused(capsys, ["run", *words], ["llama-2-70b does not fit on l20", "GB of weights", "raise --tp"])
+
+
+def test_where_a_larger_share_of_the_memory_is_enough_that_is_the_remedy(tmp_path, capsys):
+    def with_share(share):
+        words = ["--model", "llama-2-7b", "--gpu", "a100-80g", "--gpu-memory-utilization", share]
+        return command(tmp_path / "out", *WORKLOAD, *words)
+
+    _, error = attempt(capsys, with_share("0.1"))
+    assert "GPU with more memory" not in error
+    share = re.search(r"raise --gpu-memory-utilization to (0\.\d\d) or more", error)[1]
+    assert attempt(capsys, with_share(share)) == (0, "")
+    refused(capsys, with_share(f"{float(share) - 0.01:.2f}"), [f"raise --gpu-memory-utilization to {share} or more"])
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -303,6 +320,52 @@ def test_a_profile_that_is_no_json_object_is_refused(tmp_path, capsys, text, par
     path = tmp_path / "p.json"
     path.write_text(text)
     refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), [str(path), part])
+
+
+@pytest.mark.parametrize("name", ["p.json", "s.toml"])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, capsys, name):
+    texts = {"p.json": json.dumps(LINEAR), "s.toml": 'workload = "fixed"\ninput_len = 10\noutput_len = 3\n'}
+    (tmp_path / name).write_text("\ufeff" + texts[name], encoding="utf-8")
+    words = ["--profile", *WORKLOAD] if name == "p.json" else ["--scenario", "--num-prompts", "3"]
+    words.insert(1, tmp_path / name)
+    assert attempt(capsys, command(tmp_path / "out", *words)) == (0, "")
+
+
+@pytest.mark.parametrize("flag", ["--profile", "--scenario", "--model"])
+def test_a_device_without_end_is_refused(tmp_path, capsys, monkeypatch, flag):
+    monkeypatch.setattr("sim.files.MOST_TEXT_BYTES", 1 << 20)
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, flag, "/dev/zero"), ["/dev/zero: more than 1 MiB", "a file"])
+
+
+@pytest.mark.parametrize("value", [1e-300, 1e300])
+@pytest.mark.parametrize("name", ["flops_per_s", "roofline_exponent", "layer_overhead_s"])
+def test_a_constant_of_no_machine_is_refused(tmp_path, capsys, name, value):
+    profile = json.loads((ROOT / "calib" / "profiles" / "l20-derived.json").read_text())
+    profile["constants"][name]["value"] = value
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(profile))
+    arguments = command(tmp_path / "out", *WORKLOAD, "--profile", path)
+    if name.endswith("_s") and not name.endswith("per_s") and value < 1.0:
+        assert attempt(capsys, arguments) == (0, "")
+    else:
+        refused(capsys, arguments, [f"constants.{name}.value = {value}", "is not between"])
+
+
+def test_a_rate_of_no_gpu_is_refused(tmp_path, capsys):
+    gpu = json.loads((ROOT / "sim" / "specs" / "gpus" / "l20.json").read_text())
+    gpu["fp16_flops_per_s"]["value"] = 1e-300
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(gpu))
+    parts = [f"{path}: field fp16_flops_per_s.value = 1e-300 is not between 1 and 1e+24", "SI units"]
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--gpu", path), parts)
+
+
+def test_a_count_of_no_model_is_refused_as_too_large(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    config = {"model_type": "llama", "vocab_size": 128, "hidden_size": 48, "intermediate_size": 80}
+    path.write_text(json.dumps(config | {"num_hidden_layers": 10**9, "num_attention_heads": 6}))
+    parts = ["field num_hidden_layers = 1000000000 is more than 999,999,999"]
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--model", path), parts)
 
 
 def test_a_shipped_profile_without_a_constant_is_refused(tmp_path, capsys):

@@ -125,6 +125,27 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path):
     assert (tmp_path / "result.json").exists()
 
 
+INTERRUPTING = """
+import signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {name!r}:
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+from kvtwin import main
+sys.exit(main(["run", "--workload", "fixed", "--num-prompts", "1", "--out", {out!r}, "--quiet"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["argparse", "traces.cli", "sim.scenario", "simpy"])
+def test_an_interrupt_while_modules_load_is_told_in_one_line(tmp_path, name):
+    code = INTERRUPTING.format(name=name, out=str(tmp_path))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "kvtwin: interrupted\n")
+
+
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 

@@ -220,7 +220,7 @@ OTHER_WORDS |= {"threads": "512", "layers_per_block": "8", "keeps": "turns"}
 OTHER_WORDS |= {"caching": "both"}
 OTHER_WORDS |= {"kv_offloading_size": "1.5", "cpu_chunks": "30", "eviction_policy": "arc"}
 OTHER_WORDS |= {"schedule_policy": "fcfs", "load_s_per_block": "0.001", "store_s_per_block": "0.002"}
-ALONE = {"async_scheduling"}
+ALONE = {"async_scheduling", "predictor_accuracy"}
 """Options that go with some others only, and are tested by themselves."""
 
 
@@ -242,6 +242,13 @@ def test_every_policy_option_has_a_flag_and_is_in_the_result(tmp_path, name):
     assert list(found) == [own.name for own in options_of(kind)]
     assert {key for key in found if found[key] == plain[key]} <= ALONE
     assert in_place["scenario"]["policy_options"] == found
+
+
+@pytest.mark.parametrize("name", ["layerkv", "adaptive"])
+def test_an_accuracy_goes_with_its_predictor(tmp_path, name):
+    words = [flag(f"{name}_predictor=bucket"), flag(f"{name}_predictor_accuracy=0.5")]
+    found = run(tmp_path, BASE | {"policy": name}, *words)["scenario"]["policy_options"]
+    assert (found["predictor"], found["predictor_accuracy"]) == ("bucket", 0.5)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,121 @@
+"""The command line's parser, and what becomes of a command's errors."""
+
+import argparse
+import atexit
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from sim.errors import UserError
+from sim.interrupts import INTERRUPTED, exit_status, sigterm_interrupts
+from sim.version import VERSION
+from traces.errors import TraceError
+
+BROKEN_PIPE = 141
+GC_THRESHOLD = 100_000
+"""A simulation makes many objects and few cycles: looking for garbage after every 700 of them is waste."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, with exit status 2."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401
+        # Flags are spelled out: what abbreviates one of them today may mean two tomorrow.
+        super().__init__(allow_abbrev=False, **options)
+        self._fills: list[tuple[tuple[str, ...], Callable[[Parser], None]]] = []
+
+    def later(self, fill: "Callable[[Parser], None]", words: tuple[str, ...] = ()) -> None:
+        """Add the flags when they are needed: a command has dozens, and only one command runs.
+
+        `words`: only when a flag that begins as one of them is given, or help asked for.
+        """
+        self._fills.append((words, fill))
+
+    def _add_flags(self, given: Sequence[str] | None = None) -> None:
+        """Add those that `given` words need; all without any. What is added may add more."""
+        while True:
+            needed = [
+                (words, fill)
+                for words, fill in self._fills
+                if given is None or not words or any(word.startswith(words) for word in given)
+            ]
+            if not needed:
+                return
+            self._fills = [entry for entry in self._fills if entry not in needed]
+            for _, fill in needed:
+                fill(self)
+
+    def format_help(self) -> str:
+        self._add_flags()
+        return super().format_help()
+
+    def parse_known_args(  # type: ignore[override]
+        self,
+        args: Any = None,  # noqa: ANN401
+        namespace: Any = None,  # noqa: ANN401
+    ) -> tuple[Any, list[str]]:
+        """Refuse unknown flags here, where the command's own are known, with the nearest right one."""
+        self._add_flags(sys.argv[1:] if args is None else args)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._add_flags()
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {_one_line(message)} (see {self.prog} --help)\n")
+
+
+def _one_line(message: object) -> str:
+    return str(message).replace("\n", "\\n")
+
+
+def run_command(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. KeyboardInterrupt where it is interrupted before it begins."""
+    gc.set_threshold(GC_THRESHOLD, 50, 50)
+    # A process that ends gives its memory back at once: cycles need not be looked for.
+    atexit.register(gc.freeze)
+    # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from calib import cli as calib_cli  # noqa: PLC0415
+    from gpu_runtime import cli as gpu_cli  # noqa: PLC0415
+    from gpu_runtime.serve import cli as serve_cli  # noqa: PLC0415
+    from sim import cli as sim_cli  # noqa: PLC0415
+    from sim.study import cli as study_cli  # noqa: PLC0415
+    from traces import cli as traces_cli  # noqa: PLC0415
+
+    parser = Parser(prog="kvtwin", description="Which KV-cache policy for this model, GPU and traffic?")
+    parser.add_argument("--version", action="version", version=f"kvtwin {VERSION}")
+    commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    sim_cli.add_commands(commands)
+    study_cli.add_commands(commands)
+    traces_cli.add_commands(commands)
+    gpu_cli.add_commands(commands)
+    serve_cli.add_commands(commands)
+    calib_cli.add_commands(commands)
+    arguments = parser.parse_args(argv)
+    with sigterm_interrupts():
+        return exit_status(_run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        return arguments.run(arguments)
+    except (UserError, TraceError) as error:
+        print(f"kvtwin: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Whoever read our output has left; Python would complain when it flushes the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        print(f"kvtwin: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvtwin: interrupted", file=sys.stderr)
+        return INTERRUPTED
