@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import TraceError
-from traces.rates import check_rate
+from traces.rates import LEAST, check_between, check_rate
 
 CHUNK = 4096
 FloatArray = NDArray[np.float64]
@@ -101,15 +101,15 @@ def steady(rate_per_s: float, burstiness: float) -> SteadyClock:
 def ramp(start_per_s: float, end_per_s: float, requests: int) -> RampClock:
     """Return the clock of a ramp, or raise `TraceError`."""
     for rate in (start_per_s, end_per_s):
-        if not (rate > 0 and np.isfinite(rate)):
-            raise TraceError(f"ramp rate {rate} is not a positive number; give requests per second")
+        check_between("ramp rate", rate, "give requests per second")
     return RampClock(start_per_s, end_per_s, requests)
 
 
 def bursts(rate_per_s: float, factor: float, period_s: float, burst_s: float) -> BurstClock:
     """Return the clock of bursts, or raise `TraceError`."""
-    if not (rate_per_s > 0 and np.isfinite(rate_per_s) and factor > 0 and np.isfinite(factor)):
-        raise TraceError(f"burst rate {rate_per_s} times {factor} is not positive; give both above 0")
-    if not 0 < burst_s < period_s < float("inf"):
+    check_between("request rate", rate_per_s, "give requests per second")
+    check_between("burst factor", factor, "10 is ten times the rate")
+    check_between("burst period", period_s, "give seconds")
+    if not LEAST <= burst_s < period_s:
         raise TraceError(f"burst of {burst_s} s in a period of {period_s} s; give 0 < burst duration < period")
     return BurstClock(rate_per_s, factor, period_s, burst_s)

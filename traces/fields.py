@@ -8,6 +8,7 @@ from pathlib import Path
 from traces.errors import TraceError
 
 TIME_UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}  # how many of them make a second
+MOST_SECONDS = 1e12  # 30,000 years
 MOST_TOKENS = 10**9  # a longer request is a column taken for another
 ZERO_REMEDY = "correct the row, or read it with `--zero-tokens drop` or `--zero-tokens one`"
 

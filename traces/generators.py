@@ -14,7 +14,7 @@ import numpy as np
 from traces.arrivals import CHUNK, Clock, bursts, ramp, steady, unit_chunks
 from traces.errors import TraceError
 from traces.lengths import IntArray, load_model
-from traces.rates import check_rate
+from traces.rates import MOST, check_rate
 from traces.request import Request
 from traces.sessions import SessionShape, sessions
 from traces.workloads import OPTIONS, WORKLOADS
@@ -91,7 +91,7 @@ def _options(name: str, more: Mapping[str, float | None]) -> dict[str, float]:
 
 def _clock(name: str, rate: float, burstiness: float, requests: int, options: Mapping[str, float]) -> Clock:
     if name == "ramp":
-        return ramp(rate, options.get("end_rate", 4.0 * rate), requests)
+        return ramp(rate, options.get("end_rate", min(4.0 * rate, MOST)), requests)
     if name == "burst":
         return bursts(rate, options["burst_factor"], options["burst_period"], options["burst_duration"])
     return steady(rate, burstiness)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from traces.errors import TraceError
-from traces.fields import MOST_TOKENS, TIME_UNITS, Where, seconds_divisor
+from traces.fields import MOST_SECONDS, MOST_TOKENS, TIME_UNITS, Where, seconds_divisor
 from traces.files import text_blocks
 
 ZeroTokens = Literal["error", "drop", "one"]
@@ -127,6 +127,11 @@ class Reader(ABC):
             if origin or self.per_s != 1:
                 per_s = self.per_s
                 columns = columns._replace(times=[(time - origin) / per_s for time in columns.times])
+            if max(columns.times) > MOST_SECONDS:
+                raise TraceError(
+                    f"{self.path}: {self.time_field} reaches {max(columns.times):g} s, more than {MOST_SECONDS:g}; is "
+                    "`--time-unit` missing, or the column another?"
+                )
             yield columns
         if empty:
             skipped = f" ({self.skipped} rows skipped)" if self.skipped else ""

@@ -17,6 +17,7 @@ import numpy as np
 
 from traces.arrivals import unit_times
 from traces.errors import TraceError
+from traces.rates import check_between
 from traces.request import Request
 
 _DRAWS = 1024
@@ -47,12 +48,9 @@ class SessionShape:
         """Build a shape from the options of `traces.generators.generate`, or raise `TraceError`."""
         least = {"turns": 1, "shared_prefix": 0, "prefix_groups": 1, "hash_block_tokens": 1, "max_context": 2}
         for name, smallest in least.items():
-            if options[name] < smallest:
-                raise TraceError(f"{name} {options[name]} is too small; give {smallest} or more")
-        if not options["think_time"] > 0:
-            raise TraceError(f"think_time {options['think_time']} is not positive; give seconds between turns")
-        if not 0 <= options["range_ratio"] <= 1:
-            raise TraceError(f"range_ratio {options['range_ratio']} is out of range; give 0 to 1")
+            check_between(name, options[name], "correct it", smallest)
+        check_between("think_time", options["think_time"], "give seconds between turns")
+        check_between("range_ratio", options["range_ratio"], "0 is one length", 0, 1)
         ratio = options["range_ratio"]
         longest = options["shared_prefix"] + round(input_len * (1 + ratio)) + round(output_len * (1 + ratio))
         if longest > options["max_context"]:

@@ -100,7 +100,9 @@ def goodput_bound(
         # Its tokens come one after another, each in an iteration of its own.
         alone_s = np.max([work.prefill_s(p) + work.decode_s(p, 0.0, 1.0) for p in prices if not p.by_blocks], axis=0)
         span_s = float((arrivals + alone_s)[~may_fail].max() - arrivals.min())
-    mix = _best_mix(prefills, decodes, num_engines * max(span_s, float(np.median(last - arrivals))))
+    # Without deadlines, all of them one after another.
+    allowed_s = min(float(np.median(last - arrivals)), float(np.ptp(arrivals) + (prefills + decodes).max(axis=1).sum()))
+    mix = _best_mix(prefills, decodes, num_engines * max(span_s, allowed_s))
     prefill_s, decode_s = prefills @ mix, decodes @ mix
     least_s = max(span_s, float((prefills + decodes)[~may_fail].sum(axis=0).max()) / num_engines)
     good = _most_good(arrivals, first, last, prefill_s, decode_s, num_engines)

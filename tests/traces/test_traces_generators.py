@@ -1,8 +1,9 @@
 """Workloads have the statistics that they promise; the same seed gives the same requests; streams stay small."""
 
 import tracemalloc
+import warnings
 from itertools import islice, pairwise
-from math import inf
+from math import inf, isfinite, nan
 from pathlib import Path
 
 import numpy as np
@@ -264,3 +265,30 @@ def test_five_million_requests_are_not_held():
 def test_wrong_workloads_are_refused_at_once(name, options, match):
     with pytest.raises(TraceError, match=match):
         generate(name, **{"num_prompts": 10, **options})
+
+
+NUMBERS = [
+    ("fixed", "request_rate"), ("ramp", "request_rate"), ("ramp", "end_rate"), ("burst", "request_rate"),
+    ("burst", "burst_factor"), ("burst", "burst_period"), ("burst", "burst_duration"), ("sessions", "request_rate"),
+    ("sessions", "think_time"), ("sessions", "turns"), ("azure-conv-2023", "burstiness"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, nan, 1e-300, 1e300])
+@pytest.mark.parametrize(("name", "option"), NUMBERS)
+def test_a_number_that_no_traffic_has_is_refused_at_once(name, option, value):
+    with pytest.raises(TraceError, match=r"(is not positive|is not between .*|in a period of .*); "):
+        generate(name, num_prompts=10, **{option: value})
+
+
+@pytest.mark.parametrize("burstiness", [1e-4, 1.0, 1e9])
+@pytest.mark.parametrize("value", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name, option in NUMBERS if option != "burstiness"])
+def test_whatever_is_accepted_makes_times_in_order(name, option, value, burstiness):
+    if (option, value) in (("turns", 1e-9), ("burst_duration", 1e9), ("burst_period", 1e-9), ("burst_period", 1.0)):
+        pytest.skip("refused")
+    with np.errstate(all="raise", under="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        times = [r.arrival_s for r in generate(name, num_prompts=50, burstiness=burstiness, **{option: value})]
+    assert all(map(isfinite, times))
+    assert times == sorted(times) and times[0] >= 0.0

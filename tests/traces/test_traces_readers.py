@@ -311,3 +311,9 @@ def test_every_format_is_documented_in_the_module():
 
     for name in FORMATS:
         assert name in (readers.__doc__ or "")
+
+
+def test_a_time_beyond_reason_is_refused(tmp_path):
+    path = write(tmp_path, "t.csv", "arrival_s,prompt_tokens,output_tokens\n0,10,2\n1e300,20,3\n")
+    with pytest.raises(TraceError, match=r"arrival_s reaches 1e\+300 s, more than 1e\+12; is `--time-unit` missing"):
+        list(open_trace(path))
