@@ -48,7 +48,7 @@ class Park(Recompute):
         self.away: dict[Sequence, None] = {}
         self.promoting: dict[Sequence, None] = {}
         self.num_kept = 0
-        """Of those away, when last looked at."""
+        """Of those away, at this step."""
         self._joined: dict[Sequence, None] = {}
         self._short = False
 
@@ -106,15 +106,12 @@ class Park(Recompute):
     def _ranked(self, judged: Judged) -> Iterator[Sequence]:
         """The parked whose copies have ended, the first to return first."""
         prospects, kind = self.prospects, judged.kind
-        self._count_kept(judged)
+        self.num_kept = np.count_nonzero(kind[prospects.rows(LEAVING, AWAY)] == KEPT)
         rows = prospects.rows(AWAY)
         # Of those who are kept, too, the cheapest returns first.
         key = np.where(kind == HOPELESS, judged.arrival_s, judged.rank_s)
         order = np.lexsort((judged.number[rows], key[rows], kind[rows]))
         return map(prospects.seqs.__getitem__, rows[order].tolist())
-
-    def _count_kept(self, judged: Judged) -> None:
-        self.num_kept = np.count_nonzero(judged.kind[self.prospects.rows(LEAVING, AWAY)] == KEPT)
 
     def _prompt(self) -> Sequence | None:
         """The first prompt that is kept and waits."""
@@ -133,6 +130,7 @@ class Park(Recompute):
                 return seq
             free -= blocks
             seats -= 1
+            self.num_kept -= int(judged.kind[row] == KEPT)
             self._promote(seq)
         return None
 
@@ -211,8 +209,6 @@ class Park(Recompute):
                 if tokens >= MOST_TOKENS:
                     break
             return wanted - free, head
-        if self.away and judged is not None:
-            self._count_kept(judged)
         if judged is not None and parked is not None and judged.kind[self.prospects.row[parked]] == KEPT:
             return self.paged.held_blocks(parked) + 1 - free, parked
         return 0, None
