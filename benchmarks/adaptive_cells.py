@@ -1,8 +1,10 @@
-"""`adaptive` against other presets and the certified bound, cell by cell: writes a CSV, a row a run.
+"""`adaptive` against the other presets and the certified bound, cell by cell: a CSV, a row a run, and a table of it.
 
-    python benchmarks/adaptive_cells.py --out docs/adaptive-cells.csv [--num-prompts 6000] [--quick]
+    python benchmarks/adaptive_cells.py --out docs/adaptive-cells.csv [--num-prompts 6000] [--workers 1]
+    python benchmarks/adaptive_cells.py --table docs/adaptive-cells.csv
 
-A cell is a model, a GPU, a trace, a load and a PCIe link. Goodput under TTFT 3 s and TPOT 200 ms.
+A cell is a model, a GPU, a trace, a load and a PCIe link. Goodput under TTFT 3 s and TPOT 200 ms. On other links only
+those run that copy; who does not, has the goodput of the profile's own.
 """
 
 import argparse
@@ -23,48 +25,51 @@ from sim.cost.forms import build_cost
 from sim.files import write_atomically
 from sim.policy_options import parse_policy
 from sim.results.metrics import Goodput
-from sim.results.result import assemble
+from sim.results.result import Result, assemble
 from sim.scenario import Scenario
 from sim.simulate import Setup, build_run, execute, prepare
 from sim.traffic import traffic
 
 GOODPUT = ("ttft:3000", "tpot:200")
-PREDICTORS = ("adaptive", "adaptive:predictor=oracle", "adaptive:predictor=none")
-OTHERS = ("vllm-v1", "layerkv:predictor=bucket", "sarathi")
+OURS = ("adaptive", "adaptive:predictor=oracle", "adaptive:predictor=none")
+COPYING = ("layerkv:predictor=bucket", "fastserve", "vllm-swap", "cachedattention", "pensieve", "hcache")
+OTHERS = ("vllm-v1", "sarathi", "vllm-recompute", "fastgen", "radix", "orca", *COPYING)
+"""All presets of one engine but `ellm` and `kvpr`, which are slow to run and far behind, and those that need shared
+prefixes to differ."""
 TRAFFIC = (
     ("llama-2-7b", "l20", "sharegpt", (4.2, 5.0, 8.0)),
-    ("llama-2-7b", "l20", "azure-conv-2023", (2.1, 2.5)),
+    ("llama-2-7b", "l20", "azure-conv-2023", (1.8, 2.1, 2.5)),
     ("llama-3.1-8b", "a100-80g", "azure-conv-2023", (8.0, 9.5, 13.0)),
+    ("llama-3.1-8b", "a100-80g", "sharegpt", (14.0, 18.0, 25.0)),
 )
-LINKS_GBPS = (1.6, 50.0)
-"""GB/s in each direction, instead of the profile's."""
+"""Below, at and past the knee."""
+LINKS_GB_PER_S = (None, 1.6, 50.0, 1000.0)
+"""In each direction; None: the profile's. The last is as good as none: what no choice between copying and computing
+again can beat."""
 LONGEST = 0.05
 
 
 class Cell(NamedTuple):
-    """One run."""
+    """What all runs of a cell share."""
 
     model: str
     gpu: str
     trace: str
     request_rate: float
     link_gb_per_s: float | None
-    policy: str
 
 
-def cells(*, quick: bool) -> list[Cell]:
-    """All of them; `quick`: other links at the highest load alone."""
-    found = []
-    for model, gpu, trace, rates in TRAFFIC:
-        for rate in rates:
-            found += [Cell(model, gpu, trace, rate, None, policy) for policy in (*PREDICTORS, *OTHERS)]
-            if not quick or rate == rates[-1]:
-                found += [
-                    Cell(model, gpu, trace, rate, link, policy)
-                    for link in LINKS_GBPS
-                    for policy in ("adaptive", *OTHERS[: 2 if quick else None])
-                ]
-    return found
+def cells() -> list[Cell]:
+    """All of them, the profiles' own links first."""
+    traffic = [(model, gpu, trace, rate) for model, gpu, trace, rates in TRAFFIC for rate in rates]
+    return [Cell(*load, link) for link in LINKS_GB_PER_S for load in traffic]
+
+
+def policies(cell: Cell) -> tuple[str, ...]:
+    """Who runs in a cell."""
+    if cell.link_gb_per_s is None:
+        return OURS + OTHERS
+    return OURS[:1] if cell.link_gb_per_s == LINKS_GB_PER_S[-1] else (OURS[0], *COPYING[:3])
 
 
 def with_link(setup: Setup, bytes_per_s: float) -> Setup:
@@ -80,30 +85,37 @@ def with_link(setup: Setup, bytes_per_s: float) -> Setup:
     return replace(setup, profile=profile, cost=cost)
 
 
-def row(cell: Cell, num_prompts: int) -> dict[str, object]:
-    """Simulate one cell."""
+def rows(cell: Cell, num_prompts: int) -> list[dict[str, object]]:
+    """Simulate one cell; the bound is that of `adaptive`'s engine."""
     scenario = Scenario(
         workload=cell.trace, num_prompts=num_prompts, request_rate=cell.request_rate, seed=1, model=cell.model,
         gpu=cell.gpu, goodput=GOODPUT,
     )  # fmt: skip
     requests = list(traffic(scenario))
-    setup = prepare(scenario, *parse_policy(cell.policy, {}))
-    if cell.link_gb_per_s is not None:
-        setup = with_link(setup, cell.link_gb_per_s * 1e9)
     slo = Goodput.parse(list(GOODPUT))
-    bound = goodput_bound(requests, setup.limits, setup.cost, slo)
-    result = assemble(execute(build_run(setup, requests)))
-    assert bound is not None and result.ttfts is not UNSET and result.latencies is not UNSET
-    assert result.output_lens is not UNSET
+    bound, found = None, []
+    for policy in policies(cell):
+        setup = prepare(scenario, *parse_policy(policy, {}))
+        if cell.link_gb_per_s is not None:
+            setup = with_link(setup, cell.link_gb_per_s * 1e9)
+        bound = bound or goodput_bound(requests, setup.limits, setup.cost, slo)
+        assert bound is not None
+        measured = figures(assemble(execute(build_run(setup, requests))), slo, bound.goodput)
+        found.append(cell._asdict() | {"policy": policy, "num_prompts": num_prompts} | measured)
+    return found
+
+
+def figures(result: Result, slo: Goodput, bound: float) -> dict[str, object]:
+    """What is told of a run."""
+    assert result.ttfts is not UNSET and result.latencies is not UNSET and result.output_lens is not UNSET
     goodput, ttfts, outputs = result.request_goodput or 0.0, np.array(result.ttfts), np.array(result.output_lens)
     tpots = (np.array(result.latencies) - ttfts) / np.maximum(1, outputs - 1)
     good = (ttfts <= (slo.ttft_s or 0.0)) & (tpots <= (slo.tpot_s or 0.0)) & (outputs > 0)
     longest = np.argsort(outputs, kind="stable")[-max(1, int(LONGEST * len(outputs))) :]
-    return cell._asdict() | {
-        "num_prompts": num_prompts,
+    return {
         "goodput": round(goodput, 4),
-        "bound": round(bound.goodput, 4),
-        "share_of_bound": round(goodput / bound.goodput, 4),
+        "bound": round(bound, 4),
+        "share_of_bound": round(goodput / bound, 4),
         "attainment": round(result.goodput_attainment or 0.0, 4),
         "attainment_of_longest_5_percent": round(float(good[longest].mean()), 4),
         "p99_ttft_s": round((result.p99_ttft_ms or 0.0) / 1e3, 3),
@@ -113,19 +125,46 @@ def row(cell: Cell, num_prompts: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run all cells on the machine's processors."""
+    """Run all cells, or make a table of those that ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="CSV to write")
+    what.add_argument("--table", type=Path, help="CSV to print as Markdown")
     parser.add_argument("--num-prompts", type=int, default=6000)
-    parser.add_argument("--quick", action="store_true", help="other links at the highest load alone")
+    parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
-    asked = cells(quick=arguments.quick)
-    rows: dict[int, dict[str, object]] = {}
-    with ProcessPoolExecutor() as pool:
-        futures = {pool.submit(row, cell, arguments.num_prompts): i for i, cell in enumerate(asked)}
+    if arguments.table:
+        print(markdown(list(csv.DictReader(arguments.table.read_text().splitlines()))))
+        return
+    asked = cells()
+    found: dict[Cell, list[dict[str, object]]] = {}
+    with ProcessPoolExecutor(arguments.workers) as pool:
+        futures = {pool.submit(rows, cell, arguments.num_prompts): cell for cell in asked}
         for future in track(as_completed(futures), description="cells", total=len(asked)):
-            rows[futures[future]] = future.result()
-            write(arguments.out, [rows[i] for i in sorted(rows)])
+            found[futures[future]] = future.result()
+            write(arguments.out, [row for cell in asked for row in found.get(cell, [])])
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """A line a cell."""
+    runs: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row[name] for name in Cell._fields), {})[row["policy"]] = row
+    lines = [
+        "| cell | bound (1/s) | bucket | known | none | best other | SLOs met | of the longest 5% | P99 TTFT (s) |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for (model, gpu, trace, rate, link), found in runs.items():
+        ours = found[OURS[0]]
+        others = [run for name, run in {**runs[model, gpu, trace, rate, ""], **found}.items() if name not in OURS]
+        best = max(others, key=lambda run: float(run["goodput"]))
+        goodputs = [f"{float(found[name]['share_of_bound']):.0%}" if name in found else "-" for name in OURS]
+        cell = f"{gpu}, {model}, {trace}, {float(rate):g}/s" + (f", {float(link):g} GB/s" if link else "")
+        theirs = f"{float(best['goodput']) / float(ours['bound']):.0%} (`{best['policy'].partition(':')[0]}`)"
+        attained = [f"{float(ours[name]):.0%}" for name in ("attainment", "attainment_of_longest_5_percent")]
+        values = [cell, f"{float(ours['bound']):.2f}", *goodputs, theirs, *attained, f"{float(ours['p99_ttft_s']):.1f}"]
+        lines.append(f"| {' | '.join(values)} |")
+    return "\n".join(lines).replace("%", " %")
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> None:
