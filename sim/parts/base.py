@@ -272,9 +272,13 @@ class Memory(Part, ABC):
     can_receive: ClassVar[bool] = False
     """Whether KV can come from another engine; else `receive` is not called."""
 
+    def fits_received(self, seq: Sequence, keep_free: int) -> bool:
+        """`fits` for one whose KV comes from another engine."""
+        return self.fits(seq, keep_free)
+
     def receive(self, seq: Sequence) -> int:
-        """Take the blocks for the KV of a sequence that `fits` and whose last token is yet to be fed; returns how many
-        of them have to come from the other engine."""
+        """Take the blocks for the KV of a sequence that `fits_received` and whose last token is yet to be fed; returns
+        how many of them have to come from the other engine."""
         raise NotImplementedError
 
     returns_kv: bool = False

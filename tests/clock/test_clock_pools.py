@@ -1,5 +1,6 @@
 """Prefill and decode pools: KV moves once, is held on both sides until it has, and nobody is lost."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -193,3 +194,16 @@ def test_jumping_changes_nothing_and_memory_is_conserved(policy, rows, pools, bl
 def test_what_cannot_hand_over_is_refused(policy):
     with pytest.raises(UserError, match="goes with"):
         simulate_pools(parse_policy(policy, {})[1], requests((0.0, 10, 2)), limits())
+
+
+def test_who_is_pulled_needs_all_its_blocks_although_some_could_be_hit():
+    """Who was computed again where it decodes has blocks that others hit; theirs are sent nevertheless."""
+    rows = [
+        r._replace(hash_ids=(1, 2, 3, 4 + r.request_id), hash_block_tokens=16)
+        for r in requests(*((0.05 * i, 60, 20 + 15 * (i % 3)) for i in range(12)))
+    ]
+    for blocks in range(8, 24):
+        limit = replace(limits(gpu=blocks), enable_prefix_caching=True)
+        outcome = simulate_pools(Splitwise(), rows, limits(), decode_limit=limit)
+        assert sorted(outcome.by_id()) == list(range(12))
+        assert not any(seq.error for seq, _ in outcome.ended)

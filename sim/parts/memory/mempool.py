@@ -27,8 +27,8 @@ class MemPool(PrefixMemory):
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         return ((seq, Tier.GPU) for seq in self._returning)
 
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        fits = super().fits(seq, keep_free)
+    def fits_received(self, seq: Sequence, keep_free: int) -> bool:
+        fits = self.fits(seq, keep_free)
         # Who is to be pulled is never looked up otherwise.
         self._may_grow |= self._match(seq).growing
         return fits

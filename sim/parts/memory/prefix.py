@@ -122,6 +122,10 @@ class PrefixMemory(PagedMemory):
     def fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
 
+    def fits_received(self, seq: Sequence, keep_free: int) -> bool:
+        # All of it is sent, whatever could be hit.
+        return PagedMemory.fits(self, seq, keep_free)
+
     def place(self, seq: Sequence, keep_free: int) -> None:
         self.place_chunk(seq, seq.num_tokens)
 

@@ -74,7 +74,9 @@ class Pull(Stage):
         if not memory.ever_fits(seq, keep_free):
             return True
         waiting = sum(other.num_blocks for other in chain(self.coming, self.landed))
-        return waiting * memory.unit < self.waiting_share * memory.gpu.num_blocks and memory.fits(seq, keep_free)
+        return waiting * memory.unit < self.waiting_share * memory.gpu.num_blocks and memory.fits_received(
+            seq, keep_free
+        )
 
     def _waits_for(self) -> bool:
         """Whether somebody is to come back before anybody else is pulled."""
