@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import conformance, limits, linear_machine, requests, simulate
+from kvtwin.testing.clusters import simulate_pools
 from kvtwin.testing.engines import roofline_machine
 from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within, least_work
 from sim.bounds.step_price import step_prices, tangents
@@ -15,7 +16,7 @@ from sim.cost.forms import LinearCost
 from sim.cost.host import Host
 from sim.cost.model import ridge
 from sim.engine.plan import IterationPlan, Origin
-from sim.engine.sequence import Sequence
+from sim.engine.sequence import Sequence, Status
 from sim.results.metrics import Goodput
 from sim.specs.models import load_model
 from sim.systems import POLICIES
@@ -217,6 +218,43 @@ def test_no_run_exceeds_it(name, slo):
             assert good / outcome.log.duration_s <= bound.goodput * (1 + 1e-6)
 
     conformance.over_workloads(policy, one, examples=12, shrink=False)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - set(ALONE)))
+def test_nor_do_engines_that_hand_over(name):
+    """One that prefills and one that decodes do no more than two of which each does all."""
+    policy, slo, done = POLICIES[name](), Goodput(ttft_s=0.3, tpot_s=0.03), []
+
+    def one(workload: conformance.Workload) -> None:
+        outcome = simulate_pools(policy, workload.arrivals, workload.limits, machine=workload.machine)
+        bound = goodput_bound(workload.arrivals, workload.limits, workload.machine.cost, slo, num_engines=2)
+        assert bound is not None
+        good = sum(met(seq, slo) for seq, _ in outcome.ended if seq.status is Status.FINISHED)
+        assert good <= bound.good_requests + 1e-6
+        done.append(good)
+
+    conformance.over_workloads(policy, one, examples=25, shrink=False)
+    assert max(done) > 0
+
+
+def met(seq: Sequence, slo: Goodput) -> bool:
+    arrival_s, tokens = seq.request.arrival_s, seq.request.output_tokens
+    tpot_s = (seq.finish_s - seq.first_token_s) / max(1, tokens - 1)
+    return slo.met(seq.first_token_s - arrival_s, tpot_s, seq.finish_s - arrival_s)
+
+
+@settings(max_examples=15, deadline=None)
+@given(tiny, st.integers(6, 9), st.integers(1, 3), st.floats(0.01, 0.12), st.floats(0.01, 0.05))
+def test_nor_does_any_preset_on_tiny_requests(rows, blocks, seats, ttft_s, tpot_s):
+    """Where the bound is near what search finds, and a preset that computes too little would show."""
+    times = np.cumsum([gap_s for gap_s, _, _ in rows])
+    arrivals = requests(*((float(t), prompt, output) for t, (_, prompt, output) in zip(times, rows, strict=True)))
+    slo = Goodput(ttft_s=ttft_s, tpot_s=tpot_s)
+    for name in ALONE:
+        policy = POLICIES[name]()
+        limit = conformance.limits_of(policy, limits(gpu=blocks, host=100, max_model_len=64), seats, None)
+        good = simulate(policy, arrivals, limit, goodput=slo).log.good
+        assert good <= bound_of(arrivals, limit, slo=slo).good_requests + 1e-6, name
 
 
 def test_any_prices_certify():
