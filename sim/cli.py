@@ -95,7 +95,9 @@ COMPARE_HELP = (
 
 def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN401 - the command line's own parser
     """Add a flag for every field of a scenario, and `--out`, but those `without`, and every option of the policies."""
-    parser.add_argument("--scenario", type=Path, metavar="FILE", help="TOML file with these options; flags override it")
+    if "scenario" not in without:
+        text = "TOML file with these options; flags override it"
+        parser.add_argument("--scenario", type=Path, metavar="FILE", help=text)
     parser.add_argument(
         "--policy",
         action="append",

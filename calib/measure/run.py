@@ -196,7 +196,7 @@ def _measure(bench: "Bench", plan: Plan, log: PointLog, readings: "Readings", qu
     begun = perf_counter()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True, force_jupyter=False)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=len(plan.points))
         for point in plan.points:
             progress.update(task, description=point.label)

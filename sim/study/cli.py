@@ -4,14 +4,19 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim.cli import add_flags
 from sim.errors import UserError
 from sim.files import out_folder
 from sim.folders import owning
 from sim.interrupts import INTERRUPTED
+from sim.option_values import convert, flag
+from sim.policy_options import owned_option
+from sim.scenario import ALIASES, Outputs, option_named, read_toml, scenario_keys
 
 if TYPE_CHECKING:
     from sim.study.sweep import Means, Told
@@ -20,6 +25,8 @@ REPRODUCE_HELP = (
     "Run the setups of papers that ship with kvtwin: the paper's numbers beside ours with their ratio, a verdict, and "
     "the figures. What is finished is kept in --out."
 )
+NOT_OF_A_STUDY = ("scenario", "out", *(f.name for f in fields(Outputs)))
+"""Flags of `run` that a study has under another name, or has no use for."""
 SWEEP_HELP = (
     "Run every point of a study file: a scenario file with a table [sweep] of axes (docs/sweep.md). What has ended is "
     "kept; the same command goes on where it was interrupted."
@@ -58,20 +65,23 @@ def _add_reproduce_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study", type=Path, metavar="FILE.toml", help="scenario and axes")
-    add_means(parser)
+    _add_study(parser, "scenario and axes")
     parser.add_argument("--table", choices=("csv", "parquet"), default="csv", help="format of the tables (default csv)")
     parser.add_argument("--no-figures", action="store_true", help="draw nothing")
 
 
 def _add_tune_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study", type=Path, metavar="FILE.toml", help="scenario, goal, SLOs and knobs")
-    add_means(parser)
+    _add_study(parser, "scenario, goal, SLOs and knobs")
 
 
 def _add_map_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study", type=Path, metavar="FILE.toml", help="scenario, policies and axes")
+    _add_study(parser, "scenario, policies and axes")
+
+
+def _add_study(parser: argparse.ArgumentParser, holds: str) -> None:
+    parser.add_argument("study", type=Path, metavar="FILE.toml", help=f"{holds}; flags of a scenario override it")
     add_means(parser)
+    add_flags(parser, without=NOT_OF_A_STUDY)
 
 
 def add_means(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +109,18 @@ def means_of(arguments: argparse.Namespace) -> "Means":
     )  # fmt: skip
 
 
+def study_table(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+    """The table in the study's file, with what flags say in place of what the file says."""
+    known = {name for name in scenario_keys() if name not in NOT_OF_A_STUDY}
+    given: dict[str, Any] = {}
+    for name, value in vars(arguments).items():
+        if value is not None and (name in known or owned_option(name)):
+            given[name] = convert(flag(name), value, option_named(name, "flags")[1])
+    table = read_toml(arguments.study, command)
+    spelt = {key: ALIASES.get(name := key.replace("-", "_"), name) for key in table}
+    return {key: value for key, value in table.items() if spelt[key] not in given} | given
+
+
 @contextmanager
 def progress(label: str, quiet: bool) -> "Iterator[Callable[[int], Told] | None]":
     """A bar on standard error with the rate, the time left and what failed; nothing where nobody looks."""
@@ -122,12 +144,11 @@ def _goes_on(command: Callable[[argparse.Namespace], int], arguments: argparse.N
 
 def sweep_command(arguments: argparse.Namespace) -> int:
     """`kvtwin sweep`."""
-    from sim.scenario import read_toml  # noqa: PLC0415
     from sim.study.axes import read_study  # noqa: PLC0415
     from sim.study.sweep import run_study  # noqa: PLC0415
 
-    path: Path = arguments.study
-    study, means, folder = read_study(read_toml(path, "sweep"), "sweep", str(path)), means_of(arguments), arguments.out
+    study = read_study(study_table(arguments, "sweep"), "sweep", str(arguments.study))
+    means, folder = means_of(arguments), arguments.out
     with owning(folder):
         with progress("sweep", arguments.quiet) as begin:
             places = run_study(study, folder, means, begin)
@@ -171,11 +192,10 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
 
 def tune_command(arguments: argparse.Namespace) -> int:
     """`kvtwin tune`."""
-    from sim.scenario import read_toml  # noqa: PLC0415
     from sim.study.tune import read_tune, tune  # noqa: PLC0415
 
-    path: Path = arguments.study
-    asked, means, folder = read_tune(read_toml(path, "tune"), str(path)), means_of(arguments), arguments.out
+    asked = read_tune(study_table(arguments, "tune"), str(arguments.study))
+    means, folder = means_of(arguments), arguments.out
     with owning(folder):
         with progress("tune", arguments.quiet) as begin:
             found = tune(asked, folder, means, begin)
@@ -190,14 +210,13 @@ def tune_command(arguments: argparse.Namespace) -> int:
 
 def map_command(arguments: argparse.Namespace) -> int:
     """`kvtwin map`."""
-    from sim.scenario import read_toml  # noqa: PLC0415
     from sim.study.regimes import lines, read_map, write  # noqa: PLC0415
     from sim.study.sweep import run_study  # noqa: PLC0415
     from sim.study.tables import means as means_table  # noqa: PLC0415
     from sim.study.tables import write_tables  # noqa: PLC0415
 
-    path: Path = arguments.study
-    regimes, means, folder = read_map(read_toml(path, "map"), str(path)), means_of(arguments), arguments.out
+    regimes = read_map(study_table(arguments, "map"), str(arguments.study))
+    means, folder = means_of(arguments), arguments.out
     with owning(folder):
         with progress("map", arguments.quiet) as begin:
             places = run_study(regimes.study, folder, means, begin)

@@ -319,3 +319,33 @@ def test_an_outcome_has_no_arrays_and_counts_who_was_in_flight():
     assert outcome.result is not None
     assert outcome.result["max_concurrent_requests"] == 3
     assert not any(isinstance(value, list) and len(value) == 3 for value in outcome.result.values())
+
+
+def test_flags_override_the_file_under_any_of_its_names(tmp_path):
+    path = tmp_path / "s.toml"
+    fixed = 'workload = "fixed"\nnum_prompts = 9\ntensor-parallel-size = 2\npolicy = ["vllm-v1", "sarathi"]\n'
+    path.write_text(f"{fixed}[sweep.grid]\nseed = [0, 1]\n")
+    flags = ["--num-prompts", "3", "--tp", "1", "--gpu", "l20", "--policy", "layerkv", "--layerkv-threshold", "0.1"]
+    assert kvtwin.main(command(path, tmp_path / "o", "--jobs", "1", "--quiet", *flags)) == 0
+    asked = json.loads((tmp_path / "o" / "study.json").read_text())
+    assert asked["fixed"] == {
+        "workload": "fixed", "num_prompts": 3, "tp": 1, "policy": ["layerkv"], "gpu": "l20", "layerkv_threshold": 0.1,
+    }  # fmt: skip
+    assert asked["axes"] == ["seed"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        (["--num-prompts", "few"], "--num-prompts: 'few' is not a whole number"),
+        (["--seed", "3"], "'seed' is an axis and stands as a fixed value too; keep one"),
+        (["--layerkv-threshold", "0.1"], "'layerkv-threshold' is an option of layerkv, which no point runs"),
+        (["--trace", "none.csv"], "both are given"),
+    ],
+)
+def test_flags_that_do_not_fit_the_study_are_refused(tmp_path, capsys, flags, refusal):
+    path = tmp_path / "s.toml"
+    path.write_text('workload = "fixed"\n[sweep.grid]\nseed = [0, 1]\n')
+    assert kvtwin.main(command(path, tmp_path / "o", "--jobs", "1", *flags)) == 2
+    error = capsys.readouterr().err
+    assert refusal in error and error.count("\n") == 1
