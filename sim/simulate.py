@@ -262,7 +262,8 @@ def _window(
         return None, WindowLimits(kv.window)
     groups = hybrid_groups(kv)
     blocks = -(-kv.window // block_size)
-    return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks)
+    window_first = kv.layers[0].window is not None
+    return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks, window_first)
 
 
 def _prefix_caching(
@@ -270,9 +271,9 @@ def _prefix_caching(
 ) -> bool:
     """Whether prefixes are cached; UserError where that was asked for and cannot be."""
     cached = policy.prefix_caching(scenario.enable_prefix_caching)
-    if not cached or window is None or window.blocks is None:
+    if not cached or window is None or window.blocks is None or policy.has_hybrid_manager:
         return cached
-    remedy = "--disable-hybrid-kv-cache-manager keeps whole prefixes"
+    remedy = "--disable-hybrid-kv-cache-manager keeps whole prefixes, and --policy vllm-v1 caches those of windows"
     if scenario.enable_prefix_caching:
         raise UserError(f"--enable-prefix-caching: {model.name} has layers that keep a window only; {remedy}")
     warnings.append(f"prefixes are not cached: {model.name} has layers that keep a window only; {remedy}")

@@ -81,11 +81,11 @@ def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
     if policy.can_cache_prefixes and draw(st.booleans()):
         limit = replace(limit, enable_prefix_caching=True)
         named = draw(st.sampled_from([block_size, 16, 8]))
-        arrivals = [_with_prefix(request, named, draw) for request in arrivals]
+        arrivals = [with_prefix(request, named, draw) for request in arrivals]
     return Workload(arrivals, limit, machine)
 
 
-def _with_prefix(request: Request, named: int, draw: st.DrawFn) -> Request:
+def with_prefix(request: Request, named: int, draw: st.DrawFn) -> Request:
     """The request as one of a few that begin alike; what it generates may be in a later prompt, too."""
     kind, parts_at = draw(st.integers(0, 2)), draw(st.sampled_from([0, 1, 3, 1000]))
     begin = (request.request_id + 1) * 1000

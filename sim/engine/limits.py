@@ -21,12 +21,14 @@ class WindowLimits(msgspec.Struct, frozen=True):
         num_full: groups of layers of a whole block that keep the whole context.
         num_window: groups of layers that keep a window, in a ring of blocks.
         blocks: of a full ring; None: memory keeps everything for every layer, and there are no groups.
+        window_first: the model's first layer has the window.
     """
 
     tokens: int
     num_full: int = 1
     num_window: int = 0
     blocks: int | None = None
+    window_first: bool = False
 
 
 @dataclass(frozen=True)

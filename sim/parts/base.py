@@ -243,7 +243,7 @@ class Memory(Part, ABC):
     host_reserved = 0
     """Host pool blocks set aside for the coming step that nobody holds yet."""
 
-    caches_prefixes: ClassVar[bool] = False
+    caches_prefixes: bool = False
     """Whether prompts may hit blocks that others have computed."""
 
     def cached_tokens(self, seq: Sequence) -> int:

@@ -78,11 +78,14 @@ def _moe_layers(fields: Fields, layers: int) -> int:
 def read_kv_layers(fields: Fields, family: Family, layers: int) -> tuple[KVLayers, ...]:
     """Classes of layers that differ in what KV they keep and read; none where every layer keeps and reads all its own.
 
+    In the order of their first layers.
+
     UserError where the config contradicts itself, or combines what no model does.
     """
     _check_kinds(fields, layers)
     window = _window(fields)
-    num_windowed = sum(_windowed(fields, family, layers, window))
+    windowed = _windowed(fields, family, layers, window)
+    num_windowed = sum(windowed)
     if window and window >= fields.count("max_position_embeddings"):
         # No context outgrows it.
         num_windowed = 0
@@ -97,6 +100,8 @@ def read_kv_layers(fields: Fields, family: Family, layers: int) -> tuple[KVLayer
     if share == 1 and not num_windowed:
         return ()
     classes = ((layers - num_windowed, None), (num_windowed, window))
+    if windowed[0]:
+        classes = classes[::-1]
     return tuple(KVLayers(num_layers=n, num_stored=-(-n // share), window=cap) for n, cap in classes if n)
 
 

@@ -102,7 +102,7 @@ class KVFormat(msgspec.Struct, frozen=True):
     """The classes of a model's layers and what one token's KV costs in one of them, per GPU of a group.
 
     Attributes:
-        layers: the classes; at most one window among them.
+        layers: the classes, in the order of their first layers; at most one window among them.
         token_layer_bytes: one token's KV in one layer, scales included.
         flops_per_token_read: of a decode per token that a layer reads, where they matter beside the bytes (MLA).
         dequantize_ops_per_token_read: vector operations likewise.

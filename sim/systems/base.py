@@ -91,6 +91,12 @@ class Policy(ABC):
         return MEMORIES[names["memory"]].can_cache_prefixes and not EVICTIONS[names["eviction"]].moves_whole
 
     @property
+    def has_hybrid_manager(self) -> bool:
+        """Whether layers with a window have vLLM v1's KV cache manager, which caches their prefixes, too."""
+        wanted = {"batching": "unified", "memory": "paged", "eviction": "recompute", "stage": "direct"}
+        return all(self.names[kind] == name for kind, name in wanted.items())
+
+    @property
     def schedules_ahead(self) -> bool:
         """Whether a step is scheduled while the one before it runs."""
         if self.names["batching"] != "unified":

@@ -47,6 +47,15 @@ def group_memory(b: Builder) -> "Memory":
 
 
 def paged(b: Builder) -> "Memory":
+    if b.policy.has_hybrid_manager and b.limits.window is not None and b.limits.window.blocks is not None:
+        if b.offloading.offloads:
+            raise UserError(
+                f"--kv-offloading-size: {b.deployment.model.name} has layers that keep a window only; "
+                "--disable-hybrid-kv-cache-manager keeps whole prefixes"
+            )
+        from sim.parts.memory.hybrid import HybridMemory
+
+        return HybridMemory(b.limits, schedules_ahead=b.policy.schedules_ahead)
     if b.offloading.offloads:
         from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
 

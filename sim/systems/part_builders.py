@@ -245,7 +245,7 @@ def unified(b: Builder) -> "Batching":
         long_prefill_threshold=options.long_prefill_token_threshold,
         adaptive=options.long_prefill_token_threshold_adaptive,
         # vLLM counts its null block.
-        watermark_blocks=int(options.watermark * (b.limits.num_gpu_blocks + 1)),
+        watermark_blocks=int(options.watermark * (b.memory.gpu.num_blocks + 1)),
         reserve_whole_prompt=options.scheduler_reserve_full_isl,
         schedules_ahead=options.async_scheduling,
     )

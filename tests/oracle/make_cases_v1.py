@@ -37,6 +37,11 @@ OFFLOADED = (
     543, 554, 596, 602, 613, 615, 672, 684, 697, 708, 780, 782, 788, 812, 834,
 )  # fmt: skip
 """And with the OffloadingConnector, in files `...-offload`."""
+WINDOWED = (62, 72, 76, 94, 95, 104, 152, 154, 234, 435, 503, 582)
+"""With layers that have a window, in files `...-window`."""
+
+WINDOWED_AHEAD = (1, 80, 94, 105, 186, 210, 211, 218)
+"""The same with async scheduling, in files `...-window-async`."""
 
 BLOCK = 16
 TICK = 1 / 64
@@ -98,6 +103,22 @@ class Workload:
             eviction_policy=dice.choice(["lru", "lru", "arc"]),
             store_threshold=dice.choice([0, 0, 0, 1, 2, 3]),
             offload_outputs=dice.random() < 0.4,
+        )
+
+    def window_options(self, *, async_scheduling: bool) -> Options:
+        """Layers of which some or all have a window, from one token to more than anybody has."""
+        dice = self.dice
+        options = self.options()
+        num_full = dice.choice([0, 1, 1, 1, 1, 2])
+        num_window = dice.choice([1, 1, 2, 3])
+        return replace(
+            options,
+            blocks=(options.blocks - 1) * (num_full + num_window) + 1,
+            async_scheduling=async_scheduling,
+            window=dice.choice([1, 2, 16, 17, 18, 32, 33, 48, 100, 1000]),
+            num_full=num_full,
+            num_window=num_window,
+            window_first=num_full > 0 and dice.random() < 0.5,
         )
 
     def rows(self) -> list[Row]:
@@ -195,7 +216,7 @@ class Workload:
         return turn
 
 
-Kind = Literal["", "-async", "-offload"]
+Kind = Literal["", "-async", "-offload", "-window", "-window-async"]
 
 
 def make(seed: int, folder: Path, kind: Kind = "") -> str:
@@ -205,6 +226,9 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
         if kind == "-offload":
             options, rows = workload.offload_options(), workload.rows()
             answer = ask_offloading(rows, options)
+        elif kind.startswith("-window"):
+            options, rows = workload.window_options(async_scheduling=kind == "-window-async"), workload.rows()
+            answer = ask(rows, options)
         else:
             options, rows = replace(workload.options(), async_scheduling=kind == "-async"), workload.rows()
             answer = ask(rows, options)
@@ -217,7 +241,13 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
 
 def main() -> None:
     """Make the stored cases, or those named on the command line."""
-    given: dict[Kind, Iterable[int]] = {"": SEEDS, "-async": AHEAD, "-offload": OFFLOADED}
+    given: dict[Kind, Iterable[int]] = {
+        "": SEEDS,
+        "-async": AHEAD,
+        "-offload": OFFLOADED,
+        "-window": WINDOWED,
+        "-window-async": WINDOWED_AHEAD,
+    }
     folder = CASES
     if sys.argv[1:]:
         folder = Path(sys.argv[1])

@@ -46,6 +46,10 @@ def test_there_are_cases_of_every_kind() -> None:
         ("fcfs", False), ("fcfs", True), ("priority", False), ("priority", True),
     }  # fmt: skip
     assert {arg["watermark"] > 0 for arg in args} == {False, True}
+    windowed = [arg for arg in args if arg.get("window")]
+    assert {arg["window_first"] for arg in windowed} == {arg["async_scheduling"] for arg in windowed} == {False, True}
+    assert {0, 1} <= {arg["num_full"] for arg in windowed} and {1, 2} <= {arg["num_window"] for arg in windowed}
+    assert sum(answer["hit_tokens"] for answer in answers if answer["args"].get("window")) > 1000
     offloaded = [answer for answer in answers if "copies" in answer]
     args = [answer["args"] for answer in offloaded]
     for name in ("no_prefix_caching", "offload_outputs", "no_reserve_full_isl"):

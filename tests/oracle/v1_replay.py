@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtwin.testing import engines
 from sim.engine.decisions import DecisionLog
-from sim.engine.limits import Limits
+from sim.engine.limits import Limits, WindowLimits
 from sim.parts.base import Memory
 from sim.parts.batching.unified import Unified
 from sim.parts.offload.connector import OffloadingConnector
@@ -106,8 +106,12 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
     if "cpu_chunks" in args:
         options |= {name: args[name] for name in OFFLOADING}
     policy = VllmV1(**options, scheduler_reserve_full_isl=not args["no_reserve_full_isl"])
+    window = None
+    if args.get("window"):
+        blocks = -(-args["window"] // 16)
+        window = WindowLimits(args["window"], args["num_full"], args["num_window"], blocks, args["window_first"])
     limits = Limits(
-        num_gpu_blocks=args["blocks"] - 1,
+        num_gpu_blocks=(args["blocks"] - 1) // (args.get("num_full", 1) + args.get("num_window", 0)),
         num_cpu_blocks=0,
         block_size=16,
         block_bytes=1.0,
@@ -116,6 +120,7 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
         max_num_batched_tokens=args["max_batched"],
         enable_chunked_prefill=True,
         enable_prefix_caching=not args["no_prefix_caching"],
+        window=window,
     )
     costs = args["cost"] if "workload" in answer else tuple(map(float, args["cost"].split(",")))
     machine = engines.linear_machine(prefill=costs[:3], decode=costs[3:])

@@ -49,7 +49,12 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
@@ -88,7 +93,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What the scheduler and the price of a step depend on. Of `blocks` one is vLLM's null block."""
+    """What the scheduler and the price of a step depend on. Of `blocks` one is vLLM's null block.
+
+    With a `window` there are `num_window` groups of layers that have it, before or behind `num_full` groups that keep
+    all; blocks are those of one group.
+    """
 
     blocks: int
     max_model_len: int = 512
@@ -101,6 +110,10 @@ class Options:
     watermark: float = 0.0
     no_reserve_full_isl: bool = False
     async_scheduling: bool = False
+    window: int = 0
+    num_full: int = 1
+    num_window: int = 0
+    window_first: bool = False
     cost: tuple[float, ...] = (0.005, 4e-5, 2e-9, 0.02, 2e-5, 6e-7)
 
 
@@ -144,9 +157,19 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=connector,
     )
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16)
-    group = KVCacheGroupSpec(["layer"], spec)
-    kv = KVCacheConfig(num_blocks=options.blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float16}
+    specs: list[Any] = [FullAttentionSpec(**shape)] * options.num_full
+    windowed: list[Any] = [SlidingWindowSpec(**shape, sliding_window=options.window)] * options.num_window
+    groups = [
+        KVCacheGroupSpec([f"layer {i}"], spec)
+        for i, spec in enumerate(windowed + specs if options.window_first else specs + windowed)
+    ]
+    kv = KVCacheConfig(
+        num_blocks=options.blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=cache.prefix_cache_retention_interval,
+    )
     hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
     scheduler = scheduler_config.get_scheduler_cls()(
@@ -164,7 +187,7 @@ class Oracle:
     """One scheduler of vLLM with one workload."""
 
     def __init__(self, rows: Sequence[Row], options: Options) -> None:
-        if (options.blocks - 1) * BLOCK < options.max_model_len:
+        if (options.blocks - 1) // (options.num_full + options.num_window) * BLOCK < options.max_model_len:
             raise ValueError("vLLM does not start unless a request of max_model_len tokens fits")
         self.rows, self.options = rows, options
         self.tokens = [tokens_of(*row) for row in enumerate(rows)]

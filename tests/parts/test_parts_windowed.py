@@ -265,7 +265,7 @@ def setup(policy: str = "vllm-recompute", **options):
 def test_pools_of_a_model_with_windows() -> None:
     """Gemma-3-27B: 7 groups of 10 layers (52 windows in six of them), 16 tokens, 8,192 bytes a token and layer."""
     hybrid, whole = setup(), setup(disable_hybrid_kv_cache_manager=True)
-    assert hybrid.limits.window == WindowLimits(1024, 1, 6, 64)
+    assert hybrid.limits.window == WindowLimits(1024, 1, 6, 64, window_first=True)
     assert hybrid.limits.block_bytes == 16 * 70 * 2 * 16 * 128 * 2
     assert whole.limits.window == WindowLimits(1024)
     assert whole.limits.block_bytes == 16 * 62 * 2 * 16 * 128 * 2
@@ -273,7 +273,7 @@ def test_pools_of_a_model_with_windows() -> None:
     assert setup("layerkv").limits.window == WindowLimits(1024)
     # All layers of Mistral have the window: its ring needs no hybrid manager.
     mistral = setup(model="mistral-7b-v0.1", disable_hybrid_kv_cache_manager=True)
-    assert mistral.limits.window == WindowLimits(4096, 0, 1, 256)
+    assert mistral.limits.window == WindowLimits(4096, 0, 1, 256, window_first=True)
     assert setup(model="llama-3.1-8b").limits.window is None
 
 

@@ -164,6 +164,7 @@ class Running(Batching):
     def _take(self, seq: Sequence, chunk: int) -> bool:
         """Blocks for the next `chunk` tokens of one who runs; False where there are too few."""
         memory = self.paged
+        memory.drop_unread(seq)
         if seq in self.partials:
             tokens = seq.num_computed + chunk
             if memory.blocks_missing(seq, tokens) > memory.gpu.free:
@@ -171,10 +172,8 @@ class Running(Batching):
             memory.take_chunk(seq, tokens)
             memory.publish(seq, tokens)
             return True
-        blocks = memory.decode_blocks_of(seq)
-        if blocks > memory.gpu.free:
+        if not memory.take_next(seq):
             return False
-        memory.gpu.allocate(blocks)
         # What is not known yet is not hashed.
         tokens = self.batch.num_tokens_of(seq) - self.scheduler.num_unknown(seq)
         if tokens % memory.block_size == 0:

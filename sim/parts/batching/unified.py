@@ -57,9 +57,8 @@ class Unified(Running):
             self._start(plan, seq, cached, chunk, now_s)
 
     def _has_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
-        memory = self.paged
-        most = seq.num_tokens if self.reserve_whole_prompt else num_tokens
-        return memory.blocks_wanted(seq, most) + keep_free <= memory.gpu.free
+        wanted = self.paged.blocks_to_admit(seq, num_tokens, whole=self.reserve_whole_prompt)
+        return wanted + keep_free <= self.paged.gpu.free
 
     def _start(self, plan: IterationPlan, seq: Sequence, cached: int, chunk: int, now_s: float) -> None:
         decodes = seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens

@@ -77,6 +77,13 @@ class PagedMemory(Memory):
         """Free blocks that the first `num_tokens` tokens of a prompt that waits take."""
         return self.blocks_holding(num_tokens)
 
+    def blocks_to_admit(self, seq: Sequence, num_tokens: int, *, whole: bool) -> int:
+        """Free blocks that must be there when a prompt starts with `num_tokens` tokens; `whole`: with room for all."""
+        return self.blocks_wanted(seq, seq.num_tokens if whole else num_tokens)
+
+    def drop_unread(self, seq: Sequence) -> None:
+        """`seq` is about to compute on: what it no longer reads is free."""
+
     def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that a half-done prompt lacks for its first `num_tokens` tokens."""
         return self.blocks_holding(num_tokens) - self.held_blocks(seq)
@@ -88,6 +95,14 @@ class PagedMemory(Memory):
     def decode_blocks_of(self, seq: Sequence) -> int:
         """Blocks that the next token of one of them takes."""
         return int(self.batch.needs_block(seq))
+
+    def take_next(self, seq: Sequence) -> bool:
+        """Take the blocks of the next token of one of them; False where they are not free."""
+        blocks = self.decode_blocks_of(seq)
+        if blocks > self.gpu.free:
+            return False
+        self.gpu.allocate(blocks)
+        return True
 
     def take_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Take them."""
