@@ -1,5 +1,6 @@
 """Figures of a fit (measured against fitted, residuals, intervals) and of two profiles side by side."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,13 +35,19 @@ def draw_fit(report: FitReport) -> Figure:
 
 
 def _draw_prompts(ax: Axes, report: FitReport, models: Sequence[str]) -> None:
-    """Single prompts without context: points measured, lines fitted, one colour a model."""
+    """Single prompts without context: points measured, lines fitted, one colour a model.
+
+    Of several operations or sizes of group the one with most of them, so that a line goes through like samples.
+    """
     for i, model in enumerate(models):
-        chosen = [
+        alone = [
             j
             for j, s in enumerate(report.samples)
-            if s.model == model and not s.is_decode and s.op != "lm_head" and s.batch_size == 1 and not s.context_tokens
+            if s.model == model and s.is_prompt and s.batch_size == 1 and not s.context_tokens
         ]
+        kinds = Counter((report.samples[j].op, report.samples[j].tp) for j in alone)
+        kind = max(kinds, key=kinds.__getitem__, default=None)
+        chosen = [j for j in alone if (report.samples[j].op, report.samples[j].tp) == kind]
         _points_and_line(ax, report, chosen, [report.samples[j].tokens for j in chosen], COLOURS[i % 7], model)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -71,7 +78,7 @@ def _draw_decodes(ax: Axes, report: FitReport, models: Sequence[str]) -> None:
     if shown:
         ax.legend(fontsize=8, frameon=False)
     dress(ax, "context tokens of a sequence", "ms per layer")
-    set_title(ax, f"Decodes of {model}: measured (dots) and fitted (lines)", TITLE_WIDTH)
+    set_title(ax, f"Decodes of {model}, likewise", TITLE_WIDTH)
 
 
 def _points_and_line(
@@ -113,16 +120,9 @@ def _draw_intervals(ax: Axes, report: FitReport) -> None:
         low, high = (100 * (bound / estimate.value - 1) for bound in (estimate.low, estimate.high))
         ax.plot([low, high], [row, row], color=COLOURS[0], lw=2.4, solid_capstyle="butt")
         ax.plot([0.0], [row], "o", color=COLOURS[0], ms=5)
-        ax.annotate(
-            plain_text(f"{name}  {readable(estimate.value, units[name])}"),
-            (0.0, row),
-            xytext=(0, 6),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
-    ax.set_yticks([])
-    ax.set_ylim(-0.6, len(names) - 0.1)
+    shown = [plain_text(f"{n}  {readable(report.estimates[n].value, units[n])}") for n in reversed(names)]
+    ax.set_yticks(range(len(names)), shown, fontsize=8)
+    ax.set_ylim(-0.6, len(names) - 0.4)
     ax.axvline(0.0, color=FAINT, lw=0.8)
     dress(ax, "95 % interval, % of the value")
     set_title(ax, "Constants and their intervals", TITLE_WIDTH)
