@@ -117,6 +117,11 @@ def import_tables(folder: Path, model_name: str, tp: int = 1) -> KernelTables:
 
 
 def _read(folder: Path) -> tuple[dict[str, dict[int, float]], dict[Shape, float], dict[str, dict[int, float]]]:
+    if (folder / "moe.csv").exists():
+        raise UserError(f"{folder}: has moe.csv: a mixture of experts cannot be imported, give a dense model's folder")
+    below = sorted(path.parent.name for path in folder.glob("tp*/dense.csv"))
+    if below and not (folder / "dense.csv").exists():
+        raise UserError(f"{folder}: holds no dense.csv but {', '.join(below)}: give one of those")
     kernels = _curves(folder / "dense.csv", "tokens", (*PRODUCTS, "layernorm", "rotary_emb", "act_fn", *ONCE))
     heads = _curves(folder / "per_sequence.csv", "sequences", HEAD)
     columns = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")

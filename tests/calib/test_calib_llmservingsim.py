@@ -89,3 +89,14 @@ def test_a_folder_that_lacks_a_kernel_is_refused(folder, tmp_path):
         llmservingsim.import_samples(tmp_path, "llama-3.1-8b")
     with pytest.raises(UserError, match=r"dense.csv: cannot be read"):
         llmservingsim.import_samples(tmp_path / "none", "llama-3.1-8b")
+
+
+def test_the_folder_above_and_a_mixture_of_experts_are_refused_by_name(folder, tmp_path):
+    for tp in (1, 2):
+        (tmp_path / f"tp{tp}").mkdir()
+        (tmp_path / f"tp{tp}" / "dense.csv").write_text("layer,tokens,time_us")
+    with pytest.raises(UserError, match=r"holds no dense\.csv but tp1, tp2: give one of those"):
+        llmservingsim.import_samples(tmp_path, "llama-3.1-8b")
+    (tmp_path / "tp1" / "moe.csv").write_text("")
+    with pytest.raises(UserError, match=r"tp1: has moe\.csv: a mixture of experts cannot be imported"):
+        llmservingsim.import_samples(tmp_path / "tp1", "llama-3.1-8b")
