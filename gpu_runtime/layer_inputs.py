@@ -123,13 +123,17 @@ class ProjectingPass(LayerPass):
         return replace(copy, source=copy.source[blocks:], target=copy.target[blocks:])
 
     def _before_layer(self, layer: int) -> None:
-        # The slot is free once the copies into it are over, which follow those out of it.
-        super()._before_layer(layer)
         if layer in self._arriving:
             assert self._batch is not None
             values, handle = self._arriving.pop(layer)
-            self._copies.wait_in_stream([member.seq for member in self._projecting], handle)
+            # The slots are free once what they held has left; the KV of the others may still be on its way.
+            left = [
+                member.leaving[earlier] for member in self._projecting if (earlier := member.before(layer)) is not None
+            ]
+            for awaited in (*dict.fromkeys(left), handle):
+                self._copies.wait_in_stream([member.seq for member in self._projecting], awaited)
             self._decoder.layers[layer].restore_kv(values, self._batch, self._pool, layer)
+        super()._before_layer(layer)
 
     # -- going out -----------------------------------------------------------------------------------------------------
 

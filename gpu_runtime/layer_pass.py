@@ -58,6 +58,11 @@ class Member:
         """GPU blocks that a layer on the host passes through."""
         return self.slots[self.turns[layer] % len(self.slots)]
 
+    def before(self, layer: int) -> int | None:
+        """The layer that passes through the slot of a layer on the host before it; None for the first."""
+        turn = self.turns[layer] - len(self.slots)
+        return self.hosted[turn] if turn >= 0 else None
+
     def blocks(self, layer: int) -> list[int]:
         """GPU blocks of a layer: its own, or the slot."""
         own = self.held.gpu.get(layer)
@@ -171,13 +176,11 @@ class LayerPass:
         """Wait until the slots of this layer are free and hold what was cached before."""
         awaited: dict[CopyHandle, list[Sequence]] = {}
         for member in self._moving:
-            turn = member.turns.get(layer)
-            if turn is None:
+            if layer not in member.turns:
                 continue
             if member.cached:
                 awaited.setdefault(member.arriving[layer], []).append(member.seq)
-            elif turn >= len(member.slots):
-                earlier = member.hosted[turn - len(member.slots)]
+            elif (earlier := member.before(layer)) is not None:
                 awaited.setdefault(member.leaving[earlier], []).append(member.seq)
         for handle, seqs in awaited.items():
             self._copies.wait_in_stream(seqs, handle)

@@ -65,7 +65,8 @@ def graphed(monkeypatch):
     return SimpleNamespace(passes=passes, check=checked)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# One looks at what layers read, the other always streams.
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in ("hcache", "kvpr")])
 def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
     graphed.check(variant, ROWS, gpu=60)
     sizes = {kind: {size for other, size in graphed.passes if other == kind} for kind in ("graph", "decode", "prompt")}
@@ -77,9 +78,15 @@ def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
         assert sizes["decode"]
 
 
-def test_layers_that_stream_in_are_graphs_of_their_own(graphed):
+def test_who_saves_what_layers_read_runs_no_graph(graphed):
+    graphed.check("hcache", ROWS, gpu=60)
+    assert {kind for kind, _ in graphed.passes} == {"prompt", "decode"}
+
+
+@pytest.mark.parametrize("variant", [STREAM, "kvpr"])
+def test_layers_that_stream_in_are_graphs_of_their_own(variant, graphed):
     """One sequence with KV on the host does not make the others' decodes eager."""
-    graphed.check(STREAM, ROWS)
+    graphed.check(variant, ROWS)
     kinds = {kind: {size for other, size in graphed.passes if other == kind} for kind, _ in graphed.passes}
     assert kinds["graph by layer"] <= {1, 2, 4}
     # Only what is more than was captured.
