@@ -19,7 +19,8 @@ from gpu_runtime.executed import Executed, Moved
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyHandle
-from gpu_runtime.kv.placement import Placement, Transfer
+from gpu_runtime.kv.held import Transfer
+from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.layer_inputs import LayerInputs
 from gpu_runtime.layer_pass import BlockTables, LayerPass
@@ -95,6 +96,7 @@ class TorchDevice:
         spare_blocks: int = 0,
     ) -> None:
         config, limits, memory = decoder.config, scheduler.limits, scheduler.memory
+        memory.tell_blocks()
         self.decoder, self.scheduler = decoder, scheduler
         self.device = torch.device(device)
         self.prompt_of, self.on_token = prompt_of, on_token
@@ -132,7 +134,6 @@ class TorchDevice:
         self.tokens: dict[Sequence, list[int]] = {}
         self._prompts: dict[int, list[int]] = {}
         self._hashes = BlockHashes(limits.block_size) if memory.caches_prefixes else None
-        memory.tell_blocks()
         self.executed = Executed()
         """What the last iteration copied."""
         self._under_way: list[tuple[Transfer, list[CopyHandle]]] = []
@@ -183,7 +184,8 @@ class TorchDevice:
         for entry in list(self._under_way):
             transfer, handles = entry
             if _ended(handles):
-                self._moves.wait(transfer.move.seq, handles)
+                if not self._moves.wait(transfer.move.seq, handles):
+                    self.placement.hosted.lose(transfer.stored)
                 self._under_way.remove(entry)
                 self.placement.end(transfer)
                 ended.append(transfer.move)
@@ -294,9 +296,11 @@ class TorchDevice:
             chosen = work.run(self.decoder, self.gpu, self._tables, self._graph)
         except torch.OutOfMemoryError:
             work.abandon()
+            self._note_loads(work)
             raise
         if self._hashes is not None:
             self.placement.computed(spans)
+            self._note_loads(work)
         self._finish_copies(plan, work)
         self.executed.num_decodes += len(decodes)
         self._emit(work.sampled, chosen)
@@ -304,6 +308,12 @@ class TorchDevice:
             # Tokens are waited for; where there are none the iteration would seem to end with its launches.
             backend.finish(self.device)
         work.release()
+
+    def _note_loads(self, work: LayerPass) -> None:
+        """What a pass has loaded from the host's cache, or has failed to."""
+        self.executed.num_read += work.num_loaded
+        for seq, blocks in work.spoilt:
+            self.placement.spoil(seq, blocks)
 
     def _replay(self, decodes: Seq[tuple[Sequence, int]]) -> bool:
         """Compute decodes whose KV is all on the GPU in a graph; False, and nothing is done, where that cannot be."""
@@ -422,7 +432,7 @@ class TorchDevice:
         for pool, ids, reserved in (
             (memory.gpu, self.counted, 0),
             # Set aside for the coming step, and nobody's.
-            (memory.host, self.placement.host, memory.host_reserved),
+            (memory.host, self.placement.host, memory.host_reserved - memory.num_cached_on_host),
         ):
             idle = self.placement.cached.num_blocks if ids is self.counted else 0
             used, counted = ids.num_blocks - ids.num_free - idle, pool.num_blocks - pool.free - reserved

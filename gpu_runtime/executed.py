@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpu_runtime.kv.placement import BlockCopy
+from gpu_runtime.kv.held import BlockCopy
 from sim.engine.plan import Direction, IterationPlan, Move, Projected, Restore
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError

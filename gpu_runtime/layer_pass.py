@@ -4,7 +4,7 @@ Layers on the host (LayerKV, groups of one layer) pass through slots on the GPU,
 first ones start before the computation, the others as soon as the slot is free again (LayerKV section 3.1.2).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyHandle
-from gpu_runtime.kv.placement import BlockCopy, Held, Placement
+from gpu_runtime.kv.held import BlockCopy, Held
+from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
@@ -86,11 +87,22 @@ class LayerPass:
         self._moving: list[Member] = []
         self._borrowed: list[list[int]] = []
         self._only_decodes = True
+        self._loads: list[CopyHandle] = []
+        # By layer, the copy from the host's cache.
+        self._loaded: set[int] = set()
+        # The blocks that they fill.
+        self.spoilt: list[tuple[Sequence, set[int]]] = []
+        """Who has computed on blocks that a copy failed to fill, and these."""
 
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences whose next token the pass finds."""
         return [self.members[i].seq for i in self._sampled]
+
+    @property
+    def num_loaded(self) -> int:
+        """Blocks that come from the host's cache."""
+        return len(self._loaded)
 
     def add_chunk(self, seq: Sequence, num_new: int, cached: int, tokens: Seq[int]) -> None:
         """A member that computes `num_new` more of its prompt's `tokens`."""
@@ -158,7 +170,15 @@ class LayerPass:
         self._after_layer(layer)
 
     def _start(self) -> None:
-        """Start the copies into all slots: those of the first turn as one, then those of the second."""
+        """Start the copies into all slots: those of the first turn as one, then those of the second.
+
+        What comes from the host's cache comes layer by layer (CachedAttention section 3.2.1).
+        """
+        loading = self._placement.hosted.loading
+        loads = [loading.pop(member.seq) for member in self.members if member.seq in loading] if loading else []
+        if loads:
+            self._loads = self._copies.start_by_layer(*loads)
+            self._loaded = {block for load in loads for block in load.target}
         for turn in range(SEND_BUFFER_LAYERS):
             self._fetch(
                 [(m, m.hosted[turn]) for m in self._moving if m.cached and turn < min(len(m.slots), len(m.hosted))]
@@ -174,6 +194,8 @@ class LayerPass:
 
     def _before_layer(self, layer: int) -> None:
         """Wait until the slots of this layer are free and hold what was cached before."""
+        if self._loads and not self._copies.wait_in_stream(self._readers(), self._loads[layer]):
+            self.spoilt = [(seq, self._loaded) for seq in self._readers()]
         awaited: dict[CopyHandle, list[Sequence]] = {}
         for member in self._moving:
             if layer not in member.turns:
@@ -184,6 +206,10 @@ class LayerPass:
                 awaited.setdefault(member.leaving[earlier], []).append(member.seq)
         for handle, seqs in awaited.items():
             self._copies.wait_in_stream(seqs, handle)
+
+    def _readers(self) -> Iterator[Sequence]:
+        """Who reads what comes from the host's cache: those for whom it comes, and who hits that in the same pass."""
+        return (m.seq for m in self.members if not self._loaded.isdisjoint(m.held.gpu[0]))
 
     def _after_layer(self, layer: int) -> None:
         """Send what the layer has written to the host, and fetch what comes into its slots next, each as one copy."""
@@ -216,6 +242,9 @@ class LayerPass:
         """The pass broke off: wait for its copies, and give back what it borrowed."""
         for member in self._moving:
             self._copies.wait(member.seq, [*member.arriving.values(), *member.leaving.values()])
+        for seq in self._readers() if self._loads else ():
+            if not self._copies.wait(seq, self._loads):
+                self.spoilt.append((seq, self._loaded))
         self.release()
 
     def release(self) -> None:

@@ -80,9 +80,6 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
         raise UserError("--async-scheduling: runs on a device are not scheduled ahead yet; leave it out")
     if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
-    if MEMORIES[policy.names["memory"]].always_caches:
-        memory = policy.names["memory"]
-        raise UserError(f"--policy {policy.name}: runs on a device keep no prefixes on the host yet (memory={memory})")
     memory = policy.names["memory"]
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, CopyHandle
-from gpu_runtime.kv.placement import BlockCopy
+from gpu_runtime.kv.held import BlockCopy
 from gpu_runtime.kv.pool import KVPool
 from sim.engine.plan import Direction
 from sim.engine.sequence import Sequence
@@ -33,6 +33,15 @@ class KVCopies:
         target = [block for copy in copies for block in copy.target]
         return self._engine.copy_blocks(pools[0], source, pools[1], target, direction)
 
+    def start_by_layer(self, *copies: BlockCopy) -> list[CopyHandle]:
+        """Start copies to the GPU of blocks that hold all layers: one for each layer, in order."""
+        source = [block for copy in copies for block in copy.source]
+        target = [block for copy in copies for block in copy.target]
+        return [
+            self._engine.copy_layer(self._host, source, self._gpu, target, layer, Direction.H2D)
+            for layer in range(self._gpu.layer_group)
+        ]
+
     def start_after(self, before: CopyHandle, *copies: BlockCopy) -> CopyHandle:
         """Start copies as one, once `before` is over, and with it whatever that one waited for.
 
@@ -42,18 +51,26 @@ class KVCopies:
             self.wait_in_stream([copy.seq for copy in copies], before)
             return self.start(*copies)
 
-    def wait(self, seq: Sequence, handles: Iterable[CopyHandle]) -> None:
-        """Block the caller until a sequence's copies are over."""
+    def wait(self, seq: Sequence, handles: Iterable[CopyHandle]) -> bool:
+        """Block the caller until a sequence's copies are over; whether all went well."""
+        well = True
         for handle in handles:
             try:
                 handle.wait()
             except CopyFailed as error:
                 self._fail(seq, f"copy of KV blocks: {error}")
+                well = False
+        return well
 
-    def wait_in_stream(self, seqs: Iterable[Sequence], handle: CopyHandle) -> None:
-        """Let the current stream wait for a copy of some sequences' blocks; the host goes on queueing layers."""
+    def wait_in_stream(self, seqs: Iterable[Sequence], handle: CopyHandle) -> bool:
+        """Let the current stream wait for a copy of some sequences' blocks; the host goes on queueing layers.
+
+        Whether the copy went well, as far as is known.
+        """
         try:
             handle.wait_in_stream()
         except CopyFailed as error:
             for seq in seqs:
                 self._fail(seq, f"copy of KV blocks: {error}")
+            return False
+        return True

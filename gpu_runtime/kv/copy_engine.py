@@ -74,6 +74,22 @@ class CopyEngine:
         src, dst = list(src_ids), list(dst_ids)
         return self._submit(direction, lambda _: copy_now(src_pool.raw, src, dst_pool.raw, dst, direction))
 
+    def copy_layer(
+        self,
+        src_pool: KVPool,
+        src_ids: Sequence[int],
+        dst_pool: KVPool,
+        dst_ids: Sequence[int],
+        layer: int,
+        direction: Direction,
+    ) -> CopyHandle:
+        """The same of one layer of each block, from 0 to layer_group."""
+        _check(src_pool, src_ids, dst_pool, dst_ids)
+        src, dst = ([block * src_pool.layer_group + layer for block in ids] for ids in (src_ids, dst_ids))
+        return self._submit(
+            direction, lambda _: copy_now(src_pool.raw_layers, src, dst_pool.raw_layers, dst, direction)
+        )
+
     def copy_tensors(self, pairs: Sequence[tuple[Tensor, Tensor]], direction: Direction) -> CopyHandle:
         """Copy each pair's first tensor to its second. Both are kept until the copy is over."""
 

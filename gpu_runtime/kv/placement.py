@@ -8,16 +8,18 @@ Nothing is inferred: what a plan does not say does not happen, but for the block
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.cached_blocks import CachedBlocks
+from gpu_runtime.kv.held import BlockCopy, Held, Transfer
+from gpu_runtime.kv.hosted_blocks import Blocks, HostedBlocks
 from sim.engine.plan import (
     Direction,
+    Drop,
     Evict,
     IterationPlan,
     Keep,
+    Load,
     Move,
     Place,
     Release,
@@ -25,76 +27,12 @@ from sim.engine.plan import (
     Save,
     Share,
     Split,
+    Store,
     Tier,
     Unsave,
-)  # fmt: skip
+)
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-
-
-class Blocks(Protocol):
-    """A pool of block ids that nobody shares (`gpu_runtime.kv.pool.KVPool`)."""
-
-    num_blocks: int
-
-    @property
-    def num_free(self) -> int:
-        """Ids that can still be taken."""
-        ...
-
-    def check(self) -> None:
-        """InvariantError unless every free id is listed once."""
-        ...
-
-    def allocate(self, n: int) -> list[int]:
-        """Take `n` ids."""
-        ...
-
-    def free(self, ids: Iterable[int]) -> None:
-        """Give ids back."""
-        ...
-
-
-@dataclass(frozen=True)
-class BlockCopy:
-    """A copy of a sequence's blocks between the tiers, id by id."""
-
-    seq: Sequence
-    groups: tuple[int, ...]
-    direction: Direction
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-
-
-@dataclass
-class Held:
-    """What one sequence holds: ids by group on each tier; `slots` are the send buffer of a prefill, a list each."""
-
-    gpu: dict[int, list[int]] = field(default_factory=dict)
-    host: dict[int, list[int]] = field(default_factory=dict)
-    slots: list[list[int]] = field(default_factory=list)
-    version: int = 0
-    """Goes up whenever `gpu` or `host` changes."""
-    room: int = 0
-    room_of: int = -1
-    """Tokens that its blocks hold, as of that version."""
-    num_written: int = 0
-    """Tokens whose KV is there, from the first on; kept where prefixes are cached."""
-
-
-@dataclass(eq=False)
-class Transfer:
-    """A copy beside or behind the computation whose end the engine is to hear of.
-
-    `leaving` are GPU blocks that it reads and nobody holds any more: free when it ends. `arriving` are GPU blocks of
-    each group that it writes: the sequence's when it ends.
-    """
-
-    move: Move
-    held: Held
-    leaving: list[int] = field(default_factory=list)
-    arriving: dict[int, list[int]] = field(default_factory=dict)
-
 
 Span = tuple[Sequence, int, int]
 """Tokens [first, end) of a sequence."""
@@ -114,6 +52,7 @@ class Placement:
         self.num_groups, self.block_tokens = num_groups, block_tokens
         self.held: dict[Sequence, Held] = {}
         self.cached = CachedBlocks(gpu)
+        self.hosted = HostedBlocks(host)
         self._shared: dict[Sequence, list[int]] = {}
         # Cached blocks of those about to be placed.
         self.under_way: dict[Transfer, None] = {}
@@ -152,6 +91,12 @@ class Placement:
                     self.cached.evict(run, num_left)
                 case Save() | Unsave():
                     self._note_states(change)
+                case Store():
+                    self.hosted.store(change)
+                case Load():
+                    self._load(change)
+                case Drop(keys):
+                    self.hosted.drop(keys)
         return copies
 
     def grow(self, computed: Iterable[tuple[Sequence, int]]) -> None:
@@ -196,6 +141,7 @@ class Placement:
         """Everything but what is leaving: the scheduler counts that until it hears that the copy has ended."""
         held = self._held_by(seq)
         del self.held[seq]
+        self.hosted.loading.pop(seq, None)
         for ids in (*held.gpu.values(), *held.slots):
             self.gpu.free(ids)
         for ids in held.host.values():
@@ -259,6 +205,22 @@ class Placement:
         self.gpu.share(ids)
         self.cached.keep(keep.run, ids)
 
+    def _load(self, load: Load) -> None:
+        """What it fills can be hit at once: whoever reads it is computed in the same pass, or later."""
+        seq, first, keys = load
+        held, end = self._held_by(seq), first + len(keys)
+        self.cached.unwritten.update(self.hosted.load(load, held.gpu[0][first:end]))
+        if held.num_written >= first * self.block_tokens:
+            held.num_written = end * self.block_tokens
+
+    def spoil(self, seq: Sequence, blocks: set[int]) -> None:
+        """The KV of `blocks` was lost on its way here, and with it what `seq` has computed after them."""
+        held = self.held[seq]
+        ids = held.gpu[0]
+        first = next(place for place, block in enumerate(ids) if block in blocks)
+        self.cached.unwritten.update(ids[first:])
+        held.num_written = min(held.num_written, first * self.block_tokens)
+
     def _blocks_of(self, seq: Sequence, first: int, count: int) -> list[int]:
         """Some blocks of a sequence, which are or will be cached; those that it is yet to grow by among them."""
         held = self._held_by(seq)
@@ -307,6 +269,10 @@ class Placement:
         source: list[int] = []
         target: list[int] = []
         transfer = Transfer(move, held)
+        if (stored := self.hosted.begin(move, held)) is not None:
+            transfer.stored, copy = stored
+            self.under_way[transfer] = None
+            return transfer, copy
         for group in move.groups:
             if move.target is Tier.HOST:
                 ids = _whole_group(seq, held.gpu, group, blocks)
@@ -363,6 +329,7 @@ class Placement:
     def _host_lists(self) -> Iterator[Seq[int]]:
         for held in self.held.values():
             yield from held.host.values()
+        yield self.hosted.ids()
 
 
 def _whole_group(seq: Sequence, lists: dict[int, list[int]], group: int, blocks: int) -> list[int]:

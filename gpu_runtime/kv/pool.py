@@ -78,6 +78,11 @@ class KVPool:
         return raw(self.data)
 
     @property
+    def raw_layers(self) -> Tensor:
+        """`raw` as [num_blocks x layer_group, ...]: layer l of block b lies at b x layer_group + l."""
+        return self.raw.flatten(0, 1)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self.data[0].numel() * self.data.element_size()

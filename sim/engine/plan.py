@@ -152,6 +152,31 @@ class Unsave(NamedTuple):
     seq: Sequence
 
 
+class Store(NamedTuple):
+    """The host's cache gives blocks to `keys`; a `Move` of `seq` beside this plan fills them from its `places`."""
+
+    seq: Sequence
+    places: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+class Load(NamedTuple):
+    """The blocks of `seq` from `first_block` on are those of `keys` in the host's cache.
+
+    They come layer by layer while this plan is computed (`IterationPlan.streamed` counts them).
+    """
+
+    seq: Sequence
+    first_block: int
+    keys: tuple[int, ...]
+
+
+class Drop(NamedTuple):
+    """The host's cache gives up the blocks of `keys`."""
+
+    keys: tuple[int, ...]
+
+
 class Move(NamedTuple):
     """A copy of the KV of tokens [`first_token`, `end_token`) of `seq` in some layer groups, from tier to tier.
 
@@ -250,7 +275,9 @@ class Rebuilt(NamedTuple):
     """For finding blocks in the map table."""
 
 
-Change = Place | Release | Move | Restore | Share | Keep | Split | Evict | Save | Unsave
+Change = (
+    Place | Release | Move | Restore | Share | Keep | Split | Evict | Save | Unsave | Store | Load | Drop
+)
 
 # Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
 _chunk = cast(Callable[[tuple[Sequence, int, int, Origin]], PrefillChunk], partial(tuple.__new__, PrefillChunk))

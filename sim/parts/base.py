@@ -253,6 +253,9 @@ class Memory(Part, ABC):
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are computed, or are about to be: what they fill can be hit."""
 
+    num_cached_on_host = 0
+    """Host pool blocks of cached content, beside those that sequences hold."""
+
     def tell_blocks(self) -> None:
         """From now on, before anything runs, plans say which blocks are shared and cached (`plan.Share`), and whose
         states are saved (`plan.Save`)."""

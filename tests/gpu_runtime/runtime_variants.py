@@ -6,7 +6,9 @@ from sim.systems.base import Policy
 from sim.systems.mixing import MEMORIES
 
 STREAM = "layerkv:decode=stream,slo-aware=false"
-LIVE = [name for name, kind in POLICIES.items() if MEMORIES[kind.composition["memory"]].runs_live]
+NO_DISK = {"cachedattention": "cachedattention:disk-space=0"}
+"""What of a preset has no place on a device is left out."""
+LIVE = [NO_DISK.get(name, name) for name, kind in POLICIES.items() if MEMORIES[kind.composition["memory"]].runs_live]
 VARIANTS = [
     *LIVE,
     "layerkv:slo-aware=false",
@@ -18,6 +20,8 @@ VARIANTS = [
     "fastserve:memory=reserved",
     "adaptive:ttft-slo-ms=300,tpot-slo-ms=30",
 ]
+TIERED = ["cachedattention:disk-space=0", "vllm-v1:memory=tiered", "sarathi:memory=tiered"]
+"""Those that keep prefixes on the host."""
 COPYING = ["vllm-swap", "fastserve", "layerkv", STREAM]
 """Those that copy KV between the tiers on small contended workloads."""
 

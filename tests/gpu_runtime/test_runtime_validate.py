@@ -24,6 +24,7 @@ from sim.scenario import Scenario  # noqa: E402
 from sim.simulate import GIB, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.systems.builder import HAND_OVER  # noqa: E402
+from sim.systems.mixing import MEMORIES  # noqa: E402
 from traces.request import Request  # noqa: E402
 from traces.writers import write_trace  # noqa: E402
 
@@ -57,10 +58,10 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
 
 def test_pools_that_fit_stay_as_they_are(free_bytes):
     free_bytes(400 * GIB)
-    alone = [POLICIES[name] for name in LIVE if POLICIES[name].composition["stage"] != HAND_OVER]
-    for policy in alone:
+    kinds = [POLICIES[name.partition(":")[0]] for name in LIVE]
+    for policy in (kind for kind in kinds if kind.composition["stage"] != HAND_OVER):
         # Memories whose plans do not say which blocks are shared run without a cache.
-        shares = policy.composition["memory"] == "paged" or not policy.default_prefix_caching
+        shares = MEMORIES[policy.composition["memory"]].tells_blocks or not policy.default_prefix_caching
         expected = SCENARIO if shares else replace(SCENARIO, enable_prefix_caching=False)
         assert fit_to_machine(SCENARIO, policy(), "cpu") == expected
 
@@ -70,7 +71,6 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
     [
         ("vllm-v1", "async_scheduling", "--async-scheduling: runs on a device"),
         ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
-        ("cachedattention", "memory", "memory=tiered"),
         ("ellm", "memory", "memory=token-wise yet: simulate it"),
         ("pensieve", "memory", "memory=retained"),
         ("radix", "enable_prefix_caching", "--enable-prefix-caching: runs on a device"),

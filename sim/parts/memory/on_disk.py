@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, Move, Tier
 from sim.engine.sequence import Sequence
+from sim.errors import UserError
 from sim.parts.memory.paged import ALL_LAYERS
 from sim.parts.memory.tiered import TieredMemory
 from sim.parts.offload.disk import Disk
@@ -50,6 +51,11 @@ class DiskTieredMemory(TieredMemory):
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
         scheduler.counters.tiers["disk"] = self.disk_tier
+
+    def tell_blocks(self) -> None:
+        raise UserError(
+            "disk-space: runs on a device have no disk below the host yet: give disk-space=0, or simulate it"
+        )
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ slower than computing it all, by price. Only blocks that the trace names are sav
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.limits import Limits, TierCounters
-from sim.engine.plan import IterationPlan, Move, StepTimes, Streamed, Tier
+from sim.engine.plan import IterationPlan, Load, Move, StepTimes, Store, Streamed, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.paged import ALL_LAYERS
@@ -47,6 +47,7 @@ class TieredMemory(PrefixMemory):
         # With the sequence: places of its blocks that come within the iteration.
         self._loading: list[tuple[Sequence, Access, range]] = []
         self._saving: dict[Sequence, list[int]] = {}
+        self._tells = False
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -56,6 +57,21 @@ class TieredMemory(PrefixMemory):
 
     def holders(self) -> "Iterable[tuple[Sequence, Tier]]":
         return ((seq, Tier.GPU) for seq in self._saving)
+
+    def tell_blocks(self) -> None:
+        super().tell_blocks()
+        from sim.parts.memory.telling_cache import TellingCache  # noqa: PLC0415
+
+        self.cache, self._tells = TellingCache(self.cache.num_chunks, self.scheduler), True
+
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        super().name_blocks(seq, keys)
+        access = self._access(seq)
+        access.keys = self.keys.extended(access.keys, keys)
+
+    @property
+    def num_cached_on_host(self) -> int:
+        return self.cache.num_chunks - self.cache.num_free
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -108,6 +124,8 @@ class TieredMemory(PrefixMemory):
         super().take(seq, num_tokens)
         if places:
             access = self._access(seq)
+            if self._tells:
+                self.scheduler.changes.append(Load(seq, places.start, access.keys[places.start : places.stop]))
             self._begin_load(seq, access, places)
             self._loading.append((seq, access, places))
             seq.num_computed = places.stop * self.block_size
@@ -121,7 +139,9 @@ class TieredMemory(PrefixMemory):
     def complete(self, plan: IterationPlan) -> None:
         super().complete(plan)
         if self._loading:
-            self._load(plan, [(seq, places) for seq, _, places in self._loading])
+            # But for those who have lost their blocks in this step.
+            if loads := {seq: places for seq, _, places in self._loading if seq.num_blocks}:
+                self._load(plan, list(loads.items()))
 
     def _load(self, plan: IterationPlan, loads: "list[tuple[Sequence, range]]") -> None:
         """Layer by layer, while the rest is computed."""
@@ -139,7 +159,7 @@ class TieredMemory(PrefixMemory):
 
     def release(self, seq: Sequence) -> None:
         ended = seq.num_generated >= seq.output_tokens
-        if not ended or not seq.request.hash_ids:
+        if not ended or not (seq.request.hash_ids or seq in self._accesses):
             super().release(seq)
             return
         access = self._access(seq)
@@ -152,7 +172,9 @@ class TieredMemory(PrefixMemory):
             super().release(seq)
             return
         self.publish(seq, full * self.block_size)
-        self._saving[seq] = [access.keys[place] for place in taken]
+        keys = self._saving[seq] = [access.keys[place] for place in taken]
+        if self._tells:
+            self.scheduler.changes.append(Store(seq, tuple(taken), tuple(keys)))
         self.tier.stored_blocks += len(taken)
         first, end = taken[0] * self.block_size, (taken[-1] + 1) * self.block_size
         blocks = len(taken), seq.num_blocks

@@ -16,11 +16,15 @@ class NamedChain(BlockKeys):
         self._links: dict[tuple[int, int], int] = {}
 
     def of(self, request: Request) -> tuple[int, ...]:
-        links, found, last = self._links, [], 0
-        for key in super().of(request):
+        return self.extended((), super().of(request))
+
+    def extended(self, chained: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]:
+        """Keys of a sequence's first blocks, and those of the blocks that follow."""
+        links, found, last = self._links, [], chained[-1] if chained else 0
+        for key in keys:
             last = links.setdefault((last, key), len(links) + 1)
             found.append(last)
-        return tuple(found)
+        return (*chained, *found)
 
 
 class BlockChain:

@@ -91,7 +91,7 @@ class HostCache:
         self._saw(access, sorted((*taken, *ready)), ready)
         lacking = len(taken) - self.num_free
         if lacking > 0:
-            if lacking > self.num_idle or not self._evict(lacking, access, places, wanted, before):
+            if lacking > self.num_idle or not self.evict(lacking, access, places, wanted, before):
                 return None
             self.num_idle -= lacking
             self.num_free += lacking
@@ -103,9 +103,10 @@ class HostCache:
         access.inserted.update(taken)
         return taken
 
-    def _evict(
+    def evict(
         self, count: int, access: Access, places: Sequence[int], wanted: Mapping[int, int] | None, before: int
-    ) -> bool:
+    ) -> list[int]:
+        """Let so many give way to what `offer` is offered; their keys, none if there are too few."""
         protected = (access.keys[place] for place in places)
         if not wanted:
             return self._chunks.evict(count, protected)

@@ -66,8 +66,8 @@ class Replacement:
         """The request has ended."""
         raise NotImplementedError
 
-    def evict(self, count: int, protected: Iterable[int]) -> bool:
-        """Give up `count` idle chunks, none of the keys `protected`; False, and nothing is given up, if too few are."""
+    def evict(self, count: int, protected: Iterable[int]) -> list[int]:
+        """Give up `count` idle chunks, none of the keys `protected`; which. None of them if there are too few."""
         raise NotImplementedError
 
 
@@ -131,7 +131,7 @@ class Lru(Replacement):
             if key in self._chunks:
                 self._rank(key, (self._next_rank(), 0))
 
-    def evict(self, count: int, protected: Iterable[int]) -> bool:
+    def evict(self, count: int, protected: Iterable[int]) -> list[int]:
         if self._heap is None:
             self._heap = [(self._ranks[key], key) for key in self._idle]
             heapify(self._heap)
@@ -151,11 +151,9 @@ class Lru(Replacement):
             passed += [(rank, key) for key, rank in chosen.items()]
         for entry in passed:
             heappush(heap, entry)
-        if enough:
-            self._drop(chosen)
-        return enough
+        return self._drop(chosen) if enough else []
 
-    def evict_unwanted(self, count: int, protected: Iterable[int], wanted: Mapping[int, int], before: int) -> bool:
+    def evict_unwanted(self, count: int, protected: Iterable[int], wanted: Mapping[int, int], before: int) -> list[int]:
         """As `evict`, those that somebody in a queue wants after all others, the farthest from its head first.
 
         Who stands at most `before` places from the head keeps them.
@@ -163,15 +161,14 @@ class Lru(Replacement):
         kept = set(protected)
         candidates = (key for key in self._idle if key not in kept and wanted.get(key, inf) > before)
         chosen = nsmallest(count, candidates, key=lambda key: (-wanted.get(key, inf), self._ranks[key]))
-        if len(chosen) < count:
-            return False
-        self._drop(chosen)
-        return True
+        return self._drop(chosen) if len(chosen) == count else []
 
-    def _drop(self, keys: Iterable[int]) -> None:
-        for key in keys:
+    def _drop(self, keys: Iterable[int]) -> list[int]:
+        dropped = list(keys)
+        for key in dropped:
             self._idle.remove(key)
             del self._chunks[key], self._ranks[key]
+        return dropped
 
 
 class Arc(Replacement):
@@ -222,7 +219,7 @@ class Arc(Replacement):
                 elif key in self._often:
                     self._often.move_to_end(key)
 
-    def evict(self, count: int, protected: Iterable[int]) -> bool:
+    def evict(self, count: int, protected: Iterable[int]) -> list[int]:
         kept = set(protected)
 
         def candidates(chunks: OrderedDict[int, Chunk]) -> Iterator[int]:
@@ -238,7 +235,7 @@ class Arc(Replacement):
             if key is None:
                 key, from_once = next(once, None), True
             if key is None:
-                return False
+                return []
             num_once -= from_once
             chosen.append((key, from_once))
         for key, from_once in chosen:
@@ -248,7 +245,7 @@ class Arc(Replacement):
         for gone in (self._gone_once, self._gone_often):
             while len(gone) > self._num_chunks:
                 gone.popitem(last=False)
-        return True
+        return [key for key, _ in chosen]
 
 
 Named = Literal["lru", "arc"]

@@ -1,0 +1,27 @@
+"""`TellingCache`: a host's cache that puts into the plan what it gives up, for those who keep its blocks."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sim.engine.plan import Drop
+from sim.parts.offload.host_cache import HostCache
+from sim.parts.offload.replacement import Access
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+
+
+class TellingCache(HostCache):
+    """Appends to the scheduler's changes, before what takes the room."""
+
+    def __init__(self, num_chunks: int, scheduler: "Scheduler") -> None:
+        super().__init__(num_chunks)
+        self._scheduler = scheduler
+
+    def evict(
+        self, count: int, access: Access, places: Sequence[int], wanted: Mapping[int, int] | None, before: int
+    ) -> list[int]:
+        dropped = super().evict(count, access, places, wanted, before)
+        if dropped:
+            self._scheduler.changes.append(Drop(tuple(dropped)))
+        return dropped

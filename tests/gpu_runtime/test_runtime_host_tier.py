@@ -1,0 +1,315 @@
+"""KV of ended turns on the host changes no token: whatever is saved, given up, loaded layer by layer or lost."""
+# ruff: noqa: E402 (torch may be absent)
+
+import random
+from collections import Counter
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_variants import TIERED, policy_of
+
+from gpu_runtime.device import TorchDevice
+from gpu_runtime.driver import LiveInstance
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.copies import KVCopies
+from gpu_runtime.kv.copy_engine import CopyEngine
+from gpu_runtime.kv.hosted_blocks import HostedBlocks
+from gpu_runtime.kv.placement import Placement
+from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.trace_prompts import TracePrompts
+from kvtwin.testing import live, requests
+from kvtwin.testing.engines import build_engine, linear_machine
+from kvtwin.testing.live import ALIKE, SMALL, alike, continuation, tight_limits
+from sim.clock.closed_loop import ClosedLoop
+from sim.engine.plan import Direction, Drop, IterationPlan, Load, Move, Place, Release, Share, Store, Tier
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError, UserError
+from sim.parts.offload.worth import Worth
+from traces.request import Request
+
+
+def spread(rows, gap_s=0.02):
+    """The requests, one after the other, of so many kinds that the GPU has given up one's blocks when it comes again.
+
+    However fast they are served: what ends is saved while others come, or beside none.
+    """
+    return alike(requests(*((i * gap_s, prompt, output) for i, (_, prompt, output) in enumerate(rows))), kinds=6)
+
+
+@pytest.fixture
+def worthwhile(monkeypatch):
+    """Loads are always worth it: what they take is not the question here."""
+    monkeypatch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("variant", TIERED)
+def test_tokens_are_those_of_each_request_alone(variant, chunked):
+    policy, arrivals = policy_of(variant), spread(ALIKE)
+    served = live.serve(policy, arrivals, tight_limits(policy, chunked=chunked, gpu=18, host=40))
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+    tier = served.counters.tiers["host"]
+    assert min(tier.hit_tokens, tier.num_loads, tier.stored_blocks, tier.evicted_blocks) > 0
+    # What the plans said was loaded is what the device has copied; each of the model's layers apart.
+    assert tier.hit_tokens <= served.counters.prefix_hit_tokens + served.counters.prefix_rehit_tokens
+
+
+ROWS = st.lists(st.tuples(st.just(0.0), st.integers(1, 30), st.integers(1, 24)), min_size=2, max_size=12)
+
+
+@pytest.mark.parametrize("variant", TIERED)
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=ROWS, gap_s=st.sampled_from([0.0, 0.005, 0.02]), gpu=st.integers(17, 40), host=st.sampled_from([0, 5, 30]),
+    seqs=st.sampled_from([2, 5]), chunked=st.booleans(), kinds=st.integers(1, 3), common=st.integers(1, 8),
+    inline=st.booleans(),
+)  # fmt: skip
+def test_no_workload_finds_a_token_that_the_host_changes(
+    variant, rows, gap_s, gpu, host, seqs, chunked, kinds, common, inline
+):
+    policy = policy_of(variant)
+    arrivals = alike(requests(*((i * gap_s, *row[1:]) for i, row in enumerate(rows))), kinds, common)
+    limit = tight_limits(policy, gpu=gpu, host=host, seqs=seqs, chunked=chunked)
+    live.check_tokens(live.serve(policy, arrivals, limit, inline_copies=inline), arrivals)
+
+
+@pytest.mark.usefixtures("worthwhile")
+def test_a_layer_waits_for_its_own_blocks_alone(monkeypatch):
+    """CachedAttention section 3.2.1: while layer l computes, the layers behind it may still be on their way."""
+    order, right = [], KVCopies.wait_in_stream
+
+    def by_layer(self, *copies):
+        handles = started(self, *copies)
+        assert len(handles) == SMALL.num_layers
+        order.append(("start", handles))
+        return handles
+
+    def waits(self, seqs, handle):
+        order.append(("wait", handle))
+        return right(self, seqs, handle)
+
+    started, before = KVCopies.start_by_layer, LayerPass._before_layer
+
+    def enters(self, layer):
+        before(self, layer)
+        order.append(("compute", layer))
+
+    monkeypatch.setattr(KVCopies, "start_by_layer", by_layer)
+    monkeypatch.setattr(KVCopies, "wait_in_stream", waits)
+    monkeypatch.setattr(LayerPass, "_before_layer", enters)
+    policy, arrivals = policy_of(TIERED[0]), spread(ALIKE)
+    live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=40))
+    starts = [i for i, (what, _) in enumerate(order) if what == "start"]
+    assert starts
+    for i in starts:
+        handles = order[i][1]
+        steps = [step for layer, handle in enumerate(handles) for step in (("wait", handle), ("compute", layer))]
+        assert order[i + 1 : i + 1 + len(steps)] == steps
+
+
+# -- conversations ---------------------------------------------------------------------------------------------------
+
+
+def turns():
+    """A conversation of two turns, 10 + 12 and 26 + 5 tokens in blocks of 4, and one that takes the GPU's blocks
+    between them."""
+    ids = tuple(range(50, 57))
+    first = Request(0, 0.0, 10, 12, "s", ids[:3], 4, ids[3:6])
+    other = Request(1, 0.05, 40, 20, "t", tuple(range(200, 210)), 4, ())
+    return [first, other, Request(2, 0.6, 26, 5, "s", ids[:7], 4, ())]
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", TIERED)
+def test_the_next_turn_loads_what_was_really_said(variant):
+    policy, prompts = policy_of(variant), TracePrompts(SMALL.vocab_size, 0)
+    limit, ended, said, asked = tight_limits(policy, gpu=17, host=40), [], {}, {}
+    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=SMALL.num_layers), ended.append)
+
+    def hear(seq, token, time_s):
+        said.setdefault(seq.request.request_id, []).append(token)
+        prompts.hear(seq, token, time_s)
+
+    def prompt_of(request):
+        asked[request.request_id] = prompts(request)
+        return asked[request.request_id]
+
+    device = live.build_device(engine.scheduler, prompt_of=prompt_of, on_token=hear)
+    loop = ClosedLoop(turns(), by_session=True)
+    device.start()
+    with torch.inference_mode():
+        LiveInstance(engine, device, loop, ended=loop.ended).serve()
+    device.close()
+    live.check_nothing_held(device)
+    assert asked[2][:22] == asked[0] + said[0]
+    for request in turns():
+        number = request.request_id
+        assert tuple(said[number]) == continuation(tuple(asked[number]), request.output_tokens)
+    # 21 of the first turn's 22 tokens have KV: five blocks, of prompt and answer. The other has left one on the GPU
+    # at most: it took 15 of 17 blocks.
+    assert {seq.request.request_id: seq.num_cached_tokens for seq in ended}[2] == 20
+    assert 12 <= engine.scheduler.counters.tiers["host"].hit_tokens <= 20
+    # Of 59 tokens with KV the other has saved 14 blocks, the second turn of 30 the two that were new.
+    assert device.placement.hosted.num_blocks == 5 + 14 + 2
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch, method, chance):
+    """Copies of some kind go wrong now and then, and leave nonsense where they were to write."""
+    dice, right, failed = random.Random(1), getattr(CopyEngine, method), []
+
+    def sometimes(self, src_pool, src_ids, dst_pool, dst_ids, *rest):
+        handle = right(self, src_pool, src_ids, dst_pool, dst_ids, *rest)
+        if dice.random() < chance:
+            handle.wait()
+            for block in dst_ids:
+                dst_pool.data[block].fill_(1e4)
+            handle.finish(RuntimeError("the link is down"))
+            failed.append(handle)
+        return handle
+
+    monkeypatch.setattr(CopyEngine, method, sometimes)
+    return failed
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", TIERED)
+def test_what_could_not_be_saved_is_computed_again(variant, monkeypatch):
+    failing(monkeypatch, "copy_blocks", 0.5)
+    right, missed = HostedBlocks.load, []
+
+    def load(self, load, ids):
+        found = right(self, load, ids)
+        missed.extend(found)
+        return found
+
+    monkeypatch.setattr(HostedBlocks, "load", load)
+    policy, arrivals = policy_of(variant), spread(ALIKE * 3)
+    served = live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=60), kind=TorchDevice)
+    monkeypatch.undo()
+    assert missed
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", TIERED)
+def test_a_load_that_fails_ends_who_reads_it_and_nobody_else(variant, monkeypatch):
+    failed = failing(monkeypatch, "copy_layer", 0.1)
+    policy, arrivals = policy_of(variant), spread(ALIKE * 3)
+    served = live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=60), kind=TorchDevice)
+    monkeypatch.undo()
+    completed = live.check_tokens(served, arrivals)
+    errors = [seq.error for seq in served.ended if seq.error]
+    assert failed
+    assert 0 < len(errors) < len(arrivals) == len(completed) + len(errors)
+    assert all("the link is down" in error for error in errors)
+
+
+def test_a_disk_below_the_host_is_refused_by_name():
+    policy = policy_of("cachedattention:disk-space=1")
+    with pytest.raises(UserError, match="disk-space"):
+        live.serve(policy, [], tight_limits(policy))
+
+
+# -- facts one by one --------------------------------------------------------------------------------------------------
+
+
+class Facts:
+    """A placement of eight blocks on the GPU and four on the host."""
+
+    def __init__(self):
+        self.gpu, self.host = BlockIds(8), BlockIds(4)
+        self.placement = Placement(self.gpu, self.host, num_groups=1, block_tokens=4)
+        self.seqs = {}
+
+    def seq(self, name):
+        return self.seqs.setdefault(name, Sequence(Request(len(self.seqs), 0.0, 10, 5)))
+
+    def replay(self, *changes):
+        plan = IterationPlan()
+        plan.changes = changes
+        self.placement.replay(plan, lambda seq: None)
+        self.placement.check()
+
+    def save(self, name, places, keys):
+        seq = self.seq(name)
+        self.replay(Store(seq, places, keys))
+        first, end = places[0] * 4, (places[-1] + 1) * 4
+        return self.placement.begin(Move(seq, (0,), first, end, Tier.GPU, Tier.HOST, len(places), 3, True))
+
+
+def test_blocks_on_the_host_outlive_their_sequence_and_come_back():
+    facts = Facts()
+    a, b = facts.seq("a"), facts.seq("b")
+    facts.replay(Place(a, (0,), 3, 0))
+    own = facts.placement.held[a].gpu[0]
+    transfer, copy = facts.save("a", (0, 2), (70, 72))
+    assert (copy.direction, copy.source) == (Direction.D2H, (own[0], own[2]))
+    assert Counter(copy.target) == Counter(facts.placement.hosted.ids())
+    facts.placement.end(transfer)
+    facts.replay(Release(a))
+    assert (facts.gpu.num_free, facts.host.num_free) == (8, 2)
+    facts.replay(Place(b, (0,), 3, 0), Load(b, 1, (72, 70)))
+    load = facts.placement.hosted.loading[b]
+    assert load.direction is Direction.H2D
+    assert load.source == copy.target[::-1]
+    assert load.target == tuple(facts.placement.held[b].gpu[0][1:])
+    # Its first block is yet to be computed, so that nothing counts as there.
+    assert facts.placement.held[b].num_written == 0
+    facts.replay(Release(b), Drop((70, 72)))
+    assert not facts.placement.hosted.loading
+    assert (facts.gpu.num_free, facts.host.num_free) == (8, 4)
+
+
+def test_blocks_that_hold_nothing_are_computed_by_who_would_load_them():
+    facts = Facts()
+    a, b = facts.seq("a"), facts.seq("b")
+    facts.replay(Place(a, (0,), 3, 0))
+    facts.save("a", (0, 1), (70, 71))
+    facts.placement.hosted.lose((71,))
+    facts.replay(Place(b, (0,), 3, 0), Load(b, 0, (70, 71)))
+    assert len(facts.placement.hosted.loading[b].source) == 1
+    assert facts.placement.to_compute([(b, 8, 10)]) == [(b, 4, 10)]
+    # What is stored anew under that key is whole.
+    facts.replay(Drop((71,)))
+    facts.save("a", (1,), (71,))
+    assert facts.placement.hosted.load(Load(b, 0, (71,)), [0]) == []
+
+
+def test_what_is_computed_on_a_load_that_failed_is_nobodys_to_hit():
+    facts = Facts()
+    a, b, c = (facts.seq(name) for name in "abc")
+    facts.replay(Place(a, (0,), 4, 0))
+    placement = facts.placement
+    placement.computed([(a, 0, 16)])
+    facts.replay(Share(b, 3, a), Place(b, (0,), 4, 0))
+    # Of its four blocks the second was never filled.
+    placement.spoil(a, {placement.held[a].gpu[0][1]})
+    assert placement.held[a].num_written == 4
+    assert placement.to_compute([(b, 12, 14)]) == [(b, 4, 14)]
+    placement.computed([(b, 4, 14)])
+    facts.replay(Share(c, 3, b), Place(c, (0,), 4, 0))
+    assert placement.to_compute([(c, 12, 14)]) == [(c, 12, 14)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda a: [Store(a, (0,), (70,)), Store(a, (1,), (70,))],
+        lambda a: [Load(a, 0, (70,))],
+        lambda a: [Drop((70,))],
+    ],
+)
+def test_facts_that_cannot_be_are_refused(changes):
+    facts = Facts()
+    a = facts.seq("a")
+    facts.replay(Place(a, (0,), 3, 0))
+    with pytest.raises(InvariantError, match=r"have blocks there|is not there"):
+        facts.replay(*changes(a))
