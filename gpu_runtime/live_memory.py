@@ -3,7 +3,6 @@
 Pools of a policy's own default size are cut to what is free, those that were asked for are refused if they do not fit.
 """
 
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -83,14 +82,6 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     memory = policy.names["memory"]
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
-    if policy.prefix_caching(scenario.enable_prefix_caching) and not MEMORIES[memory].tells_blocks:
-        if scenario.enable_prefix_caching:
-            raise UserError(
-                f"--enable-prefix-caching: runs on a device share blocks with memory=paged, not with memory={memory} "
-                "yet; leave it out"
-            )
-        print(f"kvtwin: warning: {policy.name} runs without its prefix cache: not yet on a device", file=sys.stderr)
-        scenario = replace(scenario, enable_prefix_caching=False)
     setup = prepare(scenario, "", policy)
     limits, cuda = setup.limits, device == "cuda"
     working = 0 if decoder is None else working_bytes(decoder.config, decoder.dtype, limits, graphs=cuda)

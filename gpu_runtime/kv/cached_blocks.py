@@ -1,4 +1,4 @@
-"""`CachedBlocks`: the block ids of cached runs that nobody holds (`plan.Keep`), which the scheduler counts as free."""
+"""`CachedBlocks`: the block ids of cached runs (`plan.Keep`); those that nobody holds count as free."""
 
 from collections.abc import Iterable
 
@@ -20,14 +20,14 @@ class CachedBlocks:
     @property
     def num_blocks(self) -> int:
         """Blocks that are cached and that nobody holds."""
-        return sum(map(len, self._ids.values()))
+        return sum(self._pool.num_users(block) == 1 for ids in self._ids.values() for block in ids)
 
     def lists(self) -> Iterable[list[int]]:
         """The ids of each run."""
         return self._ids.values()
 
     def keep(self, run: object, ids: list[int]) -> None:
-        """A run that nobody holds any more; its blocks count one more user already."""
+        """A run that stays when its sequence goes; its blocks count one more user already."""
         if run in self._ids:
             raise InvariantError(f"cached run of blocks {self._ids[run]} is kept twice")
         self._ids[run] = ids
@@ -39,6 +39,20 @@ class CachedBlocks:
             raise InvariantError(f"cached run of blocks {ids}: {num_blocks} are to be taken")
         del self._ids[run]
         return ids
+
+    def hit(self, run: object, num_blocks: int) -> list[int]:
+        """Somebody else holds a run that stays cached: its ids, and one more use of them."""
+        ids = self._of(run)
+        if len(ids) != num_blocks:
+            raise InvariantError(f"cached run of blocks {ids}: {num_blocks} are hit")
+        self._pool.share(ids)
+        return list(ids)
+
+    def renumber(self, numbers: dict[int, int]) -> None:
+        """Blocks have other ids from now on."""
+        for ids in self._ids.values():
+            ids[:] = [numbers.get(block, block) for block in ids]
+        self.unwritten = {numbers.get(block, block) for block in self.unwritten}
 
     def split(self, run: object, first: object, num_blocks: int) -> None:
         """The first blocks of a run become one of their own."""

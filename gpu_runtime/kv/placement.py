@@ -14,9 +14,11 @@ from gpu_runtime.kv.cached_blocks import CachedBlocks
 from gpu_runtime.kv.held import BlockCopy, Held, Transfer
 from gpu_runtime.kv.hosted_blocks import Blocks, HostedBlocks
 from sim.engine.plan import (
+    Adopt,
     Direction,
     Drop,
     Evict,
+    Hit,
     IterationPlan,
     Keep,
     Load,
@@ -70,6 +72,8 @@ class Placement:
         `settle` waits for the copies of a sequence, which is about to give its blocks back.
         """
         copies: list[BlockCopy] = []
+        # A radix tree evicts once a step, for all that the step has given out (`RadixPool.settle`).
+        self.gpu.borrows = any(type(change) is Evict for change in plan.changes)
         for change in plan.changes:
             match change:
                 case Place():
@@ -91,13 +95,30 @@ class Placement:
                     self.cached.evict(run, num_left)
                 case Save() | Unsave():
                     self._note_states(change)
+                case Hit(seq, num_blocks, run):
+                    self._shared.setdefault(seq, []).extend(self.cached.hit(run, num_blocks))
+                case Adopt():
+                    self._adopt(change)
                 case Store():
                     self.hosted.store(change)
                 case Load():
                     self._load(change)
                 case Drop(keys):
                     self.hosted.drop(keys)
+        if self.gpu.borrows:
+            self._repay()
         return copies
+
+    def _repay(self) -> None:
+        """Blocks that were taken before others were given up have the ids of these."""
+        numbers = self.gpu.repay()
+        if numbers:
+            for held in self.held.values():
+                for ids in held.gpu.values():
+                    if not numbers.keys().isdisjoint(ids):
+                        ids[:] = [numbers.get(block, block) for block in ids]
+                        held.version += 1
+            self.cached.renumber(numbers)
 
     def grow(self, computed: Iterable[tuple[Sequence, int]]) -> None:
         """Take the blocks that sequences lack for the tokens they have once these are computed, where each group is."""
@@ -204,6 +225,14 @@ class Placement:
         ids = self._blocks_of(keep.seq, keep.first_block, keep.num_blocks)
         self.gpu.share(ids)
         self.cached.keep(keep.run, ids)
+
+    def _adopt(self, adopt: Adopt) -> None:
+        seq, first, num_blocks, run = adopt
+        held, end = self._held_by(seq), first + num_blocks
+        own = held.gpu[0][first:end]
+        held.gpu[0][first:end] = self.cached.hit(run, num_blocks)
+        held.version += 1
+        self.gpu.free(own)
 
     def _load(self, load: Load) -> None:
         """What it fills can be hit at once: whoever reads it is computed in the same pass, or later."""

@@ -28,7 +28,6 @@ from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
 from sim.systems.base import Policy
-from sim.systems.mixing import MEMORIES
 from traces.request import Request
 
 SMALL = DecoderConfig(
@@ -170,7 +169,7 @@ def alike(arrivals: Iterable[Request], kinds: int = 3, common: int = 3) -> list[
 def check(policy: Policy) -> None:
     """Serve workloads that contend for memory and for seats, prompts in chunks and whole, with copies beside the
     computation and in its thread; where prefixes can be cached, with such that begin alike."""
-    if policy.can_cache_prefixes and MEMORIES[policy.names["memory"]].tells_blocks:
+    if policy.can_cache_prefixes:
         for chunked in (False, True):
             arrivals = alike(requests(*ALIKE))
             limit = replace(tight_limits(policy, chunked=chunked), enable_prefix_caching=True)

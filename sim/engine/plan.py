@@ -137,6 +137,26 @@ class Evict(NamedTuple):
     num_left: int
 
 
+class Hit(NamedTuple):
+    """The next `num_blocks` blocks of `seq`, about to be placed, are those of a cached `run`, which stays cached.
+
+    So say memories that keep content once (`RadixMemory`), whose runs are cached from the first `Keep` to `Evict`.
+    """
+
+    seq: Sequence
+    num_blocks: int
+    run: object
+
+
+class Adopt(NamedTuple):
+    """`num_blocks` blocks of `seq` from `first_block` on give way to those of a cached `run`, of the same content."""
+
+    seq: Sequence
+    first_block: int
+    num_blocks: int
+    run: object
+
+
 class Save(NamedTuple):
     """The host keeps the states of `seq` from now on (HCache), in as many blocks as `seq` has on the GPU.
 
@@ -276,7 +296,7 @@ class Rebuilt(NamedTuple):
 
 
 Change = (
-    Place | Release | Move | Restore | Share | Keep | Split | Evict | Save | Unsave | Store | Load | Drop
+    Place | Release | Move | Restore | Share | Keep | Split | Evict | Hit | Adopt | Save | Unsave | Store | Load | Drop
 )
 
 # Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.

@@ -101,9 +101,7 @@ class KnownMemory(Known["Memory"], frozen=True):
     can_cache_prefixes: bool = False
     always_caches: bool = False
     runs_live: bool = True
-    """Whether a device can carry out its plans."""
-    tells_blocks: bool = False
-    """Whether plans can say which blocks are shared, as a device needs to know."""
+    """Whether a device can carry out its plans, which say where prefixes are cached which blocks are shared."""
 
 
 class KnownEviction(Known["Eviction"], frozen=True):

@@ -41,13 +41,11 @@ ORDERS: "dict[str, Known[Order]]" = {
     "prefix-groups": Known(part_builders.prefix_groups),
 }
 MEMORIES: dict[str, KnownMemory] = {
-    "paged": KnownMemory(memory_builders.paged, can_cache_prefixes=True, tells_blocks=True),
+    "paged": KnownMemory(memory_builders.paged, can_cache_prefixes=True),
     "radix": KnownMemory(memory_builders.radix, can_cache_prefixes=True),
     "chunks": KnownMemory(memory_builders.chunks, can_cache_prefixes=True),
     "prefix-groups": KnownMemory(memory_builders.group_memory, can_cache_prefixes=True),
-    "tiered": KnownMemory(
-        memory_builders.tiered, TieredOptions, can_cache_prefixes=True, always_caches=True, tells_blocks=True
-    ),
+    "tiered": KnownMemory(memory_builders.tiered, TieredOptions, can_cache_prefixes=True, always_caches=True),
     "retained": KnownMemory(
         memory_builders.retained, RetentionOptions, can_cache_prefixes=True, always_caches=True, runs_live=False
     ),

@@ -22,6 +22,8 @@ VARIANTS = [
 ]
 TIERED = ["cachedattention:disk-space=0", "vllm-v1:memory=tiered", "sarathi:memory=tiered"]
 """Those that keep prefixes on the host."""
+TREES = ["radix", "vllm-v1:memory=radix", "chunkattention", "batchllm"]
+"""Those that keep content once, in a tree."""
 COPYING = ["vllm-swap", "fastserve", "layerkv", STREAM]
 """Those that copy KV between the tiers on small contended workloads."""
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
-from runtime_variants import policy_of
+from runtime_variants import TREES, policy_of
 
 from gpu_runtime.block_hashes import hash_blocks
 from gpu_runtime.driver import LiveInstance
@@ -56,7 +56,7 @@ ROWS = st.lists(
 ).map(sorted)
 
 
-@pytest.mark.parametrize("variant", CACHING)
+@pytest.mark.parametrize("variant", [*CACHING, *TREES, "vllm-v1:scheduling-policy=priority,memory=radix"])
 @settings(max_examples=12, deadline=None)
 @given(
     rows=ROWS, gpu=st.integers(17, 40), seqs=st.sampled_from([2, 5]), chunked=st.booleans(), kinds=st.integers(1, 3),
@@ -69,7 +69,7 @@ def test_no_workload_finds_a_token_that_a_cache_changes(variant, rows, gpu, seqs
     live.check_tokens(served, arrivals)
 
 
-@pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute", "sarathi"])
+@pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute", "sarathi", *TREES])
 def test_what_tokens_say_is_what_the_trace_says(variant):
     """Named by their content, blocks are hit and evicted as in a simulation that knows the trace's names alone."""
     policy, arrivals = policy_of(variant), alike(requests(*ALIKE))

@@ -24,7 +24,6 @@ from sim.scenario import Scenario  # noqa: E402
 from sim.simulate import GIB, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.systems.builder import HAND_OVER  # noqa: E402
-from sim.systems.mixing import MEMORIES  # noqa: E402
 from traces.request import Request  # noqa: E402
 from traces.writers import write_trace  # noqa: E402
 
@@ -60,10 +59,7 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
     free_bytes(400 * GIB)
     kinds = [POLICIES[name.partition(":")[0]] for name in LIVE]
     for policy in (kind for kind in kinds if kind.composition["stage"] != HAND_OVER):
-        # Memories whose plans do not say which blocks are shared run without a cache.
-        shares = MEMORIES[policy.composition["memory"]].tells_blocks or not policy.default_prefix_caching
-        expected = SCENARIO if shares else replace(SCENARIO, enable_prefix_caching=False)
-        assert fit_to_machine(SCENARIO, policy(), "cpu") == expected
+        assert fit_to_machine(SCENARIO, policy(), "cpu") == SCENARIO
 
 
 @pytest.mark.parametrize(
@@ -73,14 +69,11 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
         ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
         ("ellm", "memory", "memory=token-wise yet: simulate it"),
         ("pensieve", "memory", "memory=retained"),
-        ("radix", "enable_prefix_caching", "--enable-prefix-caching: runs on a device"),
     ],
 )
 def test_what_a_device_cannot_do_yet_is_refused(name, option, refusal):
     policy, scenario = POLICIES[name](), SCENARIO
-    if option == "enable_prefix_caching":
-        scenario = replace(scenario, enable_prefix_caching=True)
-    elif option != "memory":
+    if option != "memory":
         policy = replace(policy, **{option: 1.0 if option == "kv_offloading_size" else True})
     with pytest.raises(UserError, match=refusal):
         fit_to_machine(scenario, policy, "cpu")

@@ -77,6 +77,17 @@ class RadixMemory(PagedMemory):
         self._prefixes: dict[Sequence, Prefix] = {}
         # A trace has no negative ids.
         self._next_private_key = -1
+        # Keys of what was generated, of those who run, where they are known by content.
+        self._named: dict[Sequence, Keys] = {}
+
+    def tell_blocks(self) -> None:
+        # Runs that nobody executes have no ids to keep.
+        from sim.parts.memory.telling_tree import TellingTree  # noqa: PLC0415
+
+        self.tree = self.pool.tree = TellingTree(self.scheduler)
+
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        self._named[seq] = self._named.get(seq, ()) + keys
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
@@ -135,7 +146,7 @@ class RadixMemory(PagedMemory):
     def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
         prefix = self.match(seq)
         blocks = seq.num_blocks = self.blocks_holding(num_tokens)
-        self.pool.take_idle(self.tree.lock(prefix.node))
+        self.pool.take_idle(self.tree.lock_for(seq, prefix.node))
         self.pool.allocate(blocks - prefix.num_blocks)
         seq.num_computed = prefix.num_blocks * self.block_size
         self.count_hits(seq, seq.num_computed)
@@ -149,12 +160,12 @@ class RadixMemory(PagedMemory):
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are computed. What is generated waits for its end."""
         if seq not in self.batch.members:
-            self._insert(self._prefix(seq), num_tokens // self.block_size)
+            self._insert(seq, self._prefix(seq), num_tokens // self.block_size)
 
-    def _insert(self, prefix: Prefix, num_blocks: int) -> None:
+    def _insert(self, seq: Sequence, prefix: Prefix, num_blocks: int) -> None:
         end = min(num_blocks, len(prefix.keys))
         if end > prefix.num_blocks:
-            prefix.node, used = self.tree.insert(prefix.keys, prefix.node, prefix.num_blocks, end)
+            prefix.node, used = self.tree.insert_for(seq, prefix.keys, prefix.node, prefix.num_blocks, end)
             prefix.num_blocks = end
             # Of what others use, the own copy is free; what was idle takes its own copy's place.
             self.pool.release(used)
@@ -186,20 +197,24 @@ class RadixMemory(PagedMemory):
     def release(self, seq: Sequence) -> None:
         prefix = self._prefix(seq)
         ended = seq.num_generated >= seq.output_tokens
+        if named := self._named.get(seq):
+            first = seq.request.prompt_tokens // self.block_size
+            prefix.keys = (*prefix.keys[:first], *named, *prefix.keys[first + len(named) :])
         if ended:
             # The last token's KV was never computed.
-            self._insert(prefix, (seq.num_tokens - 1) // self.block_size)
+            self._insert(seq, prefix, (seq.num_tokens - 1) // self.block_size)
         own = seq.num_blocks - prefix.num_blocks
         self.pool.release(own + self.tree.unlock(prefix.node))
         seq.num_blocks = 0
         if ended:
-            del self._prefixes[seq]
+            self.forget(seq)
         else:
             prefix.node, prefix.num_blocks, prefix.version = self.tree.root, 0, -1
         self.scheduler.changes.append(make_release((seq,)))
 
     def forget(self, seq: Sequence) -> None:
         self._prefixes.pop(seq, None)
+        self._named.pop(seq, None)
 
     @property
     def num_evicted(self) -> int:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
+from sim.engine.sequence import Sequence
 from sim.parts.memory.prefix_index import Keys, common
 
 
@@ -95,6 +96,14 @@ class RadixTree:
             node = _parent(node)
         self.num_idle -= taken
         return taken
+
+    def lock_for(self, seq: Sequence, node: Node) -> int:
+        """`lock` for a sequence that is about to be placed."""
+        return self.lock(node)
+
+    def insert_for(self, seq: Sequence, keys: Keys, node: Node, depth: int, end: int) -> tuple[Node, int]:
+        """`insert` of what a sequence has computed."""
+        return self.insert(keys, node, depth, end)
 
     def unlock(self, node: Node) -> int:
         """One less; how many of its blocks are idle now."""
@@ -191,9 +200,8 @@ class RadixTree:
                 self._queue(leaf)
                 continue
             evicted += len(leaf.keys)
-            leaf.alive = False
             parent = _parent(leaf)
-            del parent.children[leaf.keys[0]]
+            self._drop(leaf)
             if parent is not self.root and not parent.children and not parent.lock_ref:
                 self._queue(parent)
         if evicted:
@@ -201,6 +209,10 @@ class RadixTree:
             self.num_evicted += evicted
             self.clock += 1
             self.version += 1
+
+    def _drop(self, leaf: Node) -> None:
+        leaf.alive = False
+        del _parent(leaf).children[leaf.keys[0]]
 
     def nodes(self) -> list[Node]:
         """All of them but the root. For recounts."""

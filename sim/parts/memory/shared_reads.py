@@ -21,6 +21,9 @@ class SharedReads(RadixMemory):
         # Who decodes, and where what the tree has of it ends.
         self._reading: dict[Sequence, Node] = {}
 
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        """Nobody hits what is generated."""
+
     def joined(self, seq: Sequence) -> None:
         if seq not in self._reading:
             node = self._reading[seq] = self._prefix(seq).node

@@ -138,10 +138,9 @@ class TieredMemory(PrefixMemory):
 
     def complete(self, plan: IterationPlan) -> None:
         super().complete(plan)
-        if self._loading:
-            # But for those who have lost their blocks in this step.
-            if loads := {seq: places for seq, _, places in self._loading if seq.num_blocks}:
-                self._load(plan, list(loads.items()))
+        # But for those who have lost their blocks in this step.
+        if self._loading and (loads := {seq: places for seq, _, places in self._loading if seq.num_blocks}):
+            self._load(plan, list(loads.items()))
 
     def _load(self, plan: IterationPlan, loads: "list[tuple[Sequence, range]]") -> None:
         """Layer by layer, while the rest is computed."""

@@ -1,0 +1,187 @@
+"""Content that is kept once, in a radix tree: tokens, ids and token-granular hits, on a device."""
+# ruff: noqa: E402 (torch may be absent)
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_variants import TREES, policy_of
+from test_runtime_prefix_ids import ALIKE as NAMED
+from test_runtime_prefix_ids import Facts, Followed, arrivals_of
+
+from gpu_runtime.driver import LiveInstance
+from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.trace_prompts import TracePrompts
+from kvtwin.testing import live, requests
+from kvtwin.testing.conformance import limits_of
+from kvtwin.testing.engines import build_engine, limits, linear_machine, simulate
+from kvtwin.testing.live import ALIKE, SMALL, alike, continuation, tight_limits
+from sim.clock.closed_loop import ClosedLoop
+from sim.engine.plan import Adopt, Evict, Hit, Keep, Place, Release, Split
+from traces.request import Request
+
+PRIORITY = "vllm-v1:scheduling-policy=priority,memory=radix"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("variant", TREES)
+def test_tokens_are_equal_with_and_without_a_tree(variant, chunked):
+    policy, arrivals = policy_of(variant), alike(requests(*ALIKE))
+    plain, cached = (
+        live.serve(policy, arrivals, replace(tight_limits(policy, gpu=22, chunked=chunked), enable_prefix_caching=on))
+        for on in (False, True)
+    )
+    assert plain.tokens == cached.tokens
+    assert len(live.check_tokens(cached, arrivals)) == len(arrivals)
+    assert cached.counters.prefix_hit_tokens > 0 == plain.counters.prefix_hit_tokens
+
+
+def token_limits(policy, **sizes):
+    """Blocks of one token, as SGLang's."""
+    limit = tight_limits(policy, **sizes)
+    return replace(limit, block_size=1, block_bytes=limit.block_bytes / 4, enable_prefix_caching=True)
+
+
+def test_prompts_share_to_the_token():
+    """Eleven and nine tokens of the same twelve: all of the nine but the last, which is computed."""
+    one, two = Request(0, 0.0, 11, 4, "", (7, 8, 9), 4), Request(1, 0.0, 9, 4, "", (7, 8, 9), 4)
+    three = Request(2, 0.0, 10, 4, "", (7, 8, 6), 4)
+    policy = policy_of("radix:schedule-policy=fcfs")
+    served = live.serve(policy, [one, two, three], token_limits(policy, gpu=64, seqs=1))
+    assert {seq.request.request_id: seq.num_cached_tokens for seq in served.ended} == {0: 0, 1: 8, 2: 8}
+    assert len(live.check_tokens(served, [one, two, three])) == 3
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.just(0.0), st.integers(1, 30), st.integers(1, 24)), min_size=2, max_size=10),
+    gpu=st.integers(66, 120), seqs=st.sampled_from([2, 5]), kinds=st.integers(1, 3), common=st.integers(1, 8),
+)  # fmt: skip
+def test_no_workload_finds_a_token_that_a_tree_of_tokens_changes(rows, gpu, seqs, kinds, common):
+    policy, arrivals = policy_of("radix"), alike(requests(*rows), kinds, common)
+    live.check_tokens(live.serve(policy, arrivals, token_limits(policy, gpu=gpu, seqs=seqs)), arrivals)
+
+
+def test_the_next_turn_hits_the_answer_to_the_token():
+    ids = tuple(range(50, 57))
+    turns = [Request(0, 0.0, 10, 12, "s", ids[:3], 4, ids[3:6]), Request(1, 0.0, 26, 5, "s", ids, 4, ())]
+    policy, prompts, ended, said, asked = policy_of("radix"), TracePrompts(SMALL.vocab_size, 0), [], {}, {}
+    limit = token_limits(policy, gpu=80)
+    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=SMALL.num_layers), ended.append)
+
+    def hear(seq, token, time_s):
+        said.setdefault(seq.request.request_id, []).append(token)
+        prompts.hear(seq, token, time_s)
+
+    def prompt_of(request):
+        asked[request.request_id] = prompts(request)
+        return asked[request.request_id]
+
+    device = live.build_device(engine.scheduler, prompt_of=prompt_of, on_token=hear)
+    loop = ClosedLoop(turns, by_session=True)
+    device.start()
+    with torch.inference_mode():
+        LiveInstance(engine, device, loop, ended=loop.ended).serve()
+    device.close()
+    live.check_nothing_held(device)
+    # Of 22 tokens the last has no KV.
+    assert ended[1].num_cached_tokens == 21
+    assert [tuple(said[i]) for i in (0, 1)] == [continuation(tuple(asked[i]), turns[i].output_tokens) for i in (0, 1)]
+
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+
+class FollowedTree(Followed):
+    """The same where blocks in the tree are cached while somebody holds them."""
+
+    num_borrowed = 0
+
+    def check(self):
+        placement, pool = self.placement, self.scheduler.gpu
+        users = Counter(i for held in placement.held.values() for i in held.gpu[0])
+        cached = Counter(i for ids in placement.cached.lists() for i in ids)
+        assert max(cached.values(), default=1) == 1
+        assert all(self.gpu.num_users(i) == (users + cached)[i] for i in range(self.gpu.num_blocks))
+        assert len(users) == pool.num_blocks - pool.free
+        assert placement.cached.num_blocks == self.scheduler.memory.tree.num_idle
+        placement.check()
+        self.gpu.check()
+
+
+@pytest.mark.parametrize("variant", [*TREES, PRIORITY])
+def test_every_block_holds_what_its_sequences_hit_there(variant, monkeypatch):
+    policy, followed, borrowed, right = policy_of(variant), [], [], BlockIds.repay
+
+    def repay(self):
+        numbers = right(self)
+        borrowed.extend(numbers)
+        return numbers
+
+    monkeypatch.setattr(BlockIds, "repay", repay)
+
+    def observe(scheduler):
+        followed.append(FollowedTree(scheduler))
+        return followed[-1].observe
+
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @given(rows=NAMED, gpu=st.integers(18, 60), seqs=st.sampled_from([2, 4, 8]), chunked=st.booleans())
+    def follow(rows, gpu, seqs, chunked):
+        limit = limits_of(policy, limits(gpu, 0, block_size=4, max_model_len=72), seqs, 16 if chunked else None)
+        simulate(policy, arrivals_of(rows), replace(limit, enable_prefix_caching=True), jump=False, observe=observe)
+
+    follow()
+    assert sum(one.scheduler.counters.prefix_hit_tokens for one in followed) > 300
+    evicted = sum(one.scheduler.memory.tree.num_evicted for one in followed)
+    assert evicted > 30
+    # Where chunks go with their last user, nothing is evicted late.
+    assert bool(borrowed) == (variant != "chunkattention")
+
+
+@pytest.fixture
+def tree():
+    """Sequence `a` has three blocks of four tokens, two of them in the tree."""
+    found = Facts()
+    a = found.seq("a")
+    found.replay(Place(a, (0,), 3, 0), Keep(a, 0, 2, "node"))
+    found.placement.computed([(a, 0, 12)])
+    return found
+
+
+def test_a_node_stays_cached_from_keep_to_evict(tree):
+    a, b = tree.seq("a"), tree.seq("b")
+    first, second, _ = tree.ids("a")
+    assert tree.placement.cached.num_blocks == 0
+    tree.replay(Split("node", "head", 1), Hit(b, 1, "head"), Place(b, (0,), 2, 0), Release(a))
+    assert tree.ids("b")[0] == first
+    assert list(tree.placement.cached.lists()) == [[second], [first]]
+    assert (tree.gpu.num_free, tree.placement.cached.num_blocks) == (5, 1)
+    tree.replay(Evict("node", 0), Release(b), Evict("head", 0))
+    assert tree.gpu.num_free == 8
+
+
+def test_the_own_copy_gives_way_to_the_trees(tree):
+    b = tree.seq("b")
+    tree.replay(Place(b, (0,), 3, 0))
+    last = tree.ids("b")[2]
+    tree.replay(Adopt(b, 0, 2, "node"))
+    assert tree.ids("b") == [*tree.ids("a")[:2], last]
+    assert tree.gpu.num_free == 4
+
+
+def test_blocks_are_given_out_before_those_given_up_come_free(tree):
+    """Of eight blocks three are taken and two of these idle: seven fit, once the tree has given them up."""
+    a, b = tree.seq("a"), tree.seq("b")
+    tree.replay(Release(a), Place(b, (0,), 7, 0), Keep(b, 5, 2, "late"), Evict("node", 0))
+    assert len(set(tree.ids("b"))) == 7 <= max(tree.ids("b")) + 1 <= 8
+    assert list(tree.placement.cached.lists()) == [tree.ids("b")[5:]]
+    assert tree.placement.cached.unwritten == set(tree.ids("b")[5:])
+    assert tree.gpu.num_free == 1
+    tree.gpu.check()
+    with pytest.raises(OutOfBlocks):
+        tree.replay(Place(tree.seq("c"), (0,), 4, 0), Release(b), Place(tree.seq("d"), (0,), 5, 0), Evict("late", 0))
