@@ -47,7 +47,7 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     listing = commands.add_parser("list", help="list the shipped profiles")
     listing.set_defaults(run=run_list)
     show = commands.add_parser("show", help="show a profile: constants, errors, range and where it comes from")
-    show.add_argument("profile", help="name of a shipped profile, or a file")
+    show.add_argument("profile", help="name of a shipped profile, of a GPU (its default), or a file")
     show.add_argument("--samples", type=Path, metavar="FILE", help="samples it was fitted to (default: shipped)")
     show.add_argument("--figure", type=Path, metavar="FILE.png", help="draw measured against fitted")
     show.set_defaults(run=run_show)
@@ -219,7 +219,9 @@ def run_show(arguments: argparse.Namespace) -> int:
     """Print a profile; draw it where its samples are at hand."""
     from calib.report import readable, table  # noqa: PLC0415
 
-    profile = load_profile(arguments.profile)
+    name = arguments.profile.lower()
+    # A GPU's name stands for its default profile, as in --gpu.
+    profile = load_profile(gpu=name) if name in built_in_hardware() else load_profile(arguments.profile)
     print(f"{profile.name}: {profile.gpu}, {profile.status}, form {profile.form}, {profile.content_hash[:12]}\n")
     rows = []
     for name, constant in profile.constants.items():

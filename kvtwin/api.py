@@ -11,6 +11,7 @@ Scenarios have the fields of the command line's flags, policies the texts of `--
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class RunResult:
 
     Attributes:
         result: everything that result.json holds (`docs/results.md`); times are in ms or, where the name says so, s.
-        requests: a row for each request in order of its end, with the columns of the per-request table; times in s.
+        requests: a row for each request in order of the trace, with the columns of the per-request table; times in s.
         series: queues, pools and lanes over time (`time_s`), of several engines with a column `engine`; empty where
             the run kept none.
     """
@@ -388,7 +389,9 @@ def _checked(scenario: Scenario) -> Scenario:
 
 def _requests(rows: _Rows) -> pd.DataFrame:
     columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS)
-    return pd.DataFrame(rows, columns=pd.Index(columns[: len(rows[0]) if rows else len(TABLE_COLUMNS)]))
+    return pd.DataFrame(
+        sorted(rows, key=itemgetter(0)), columns=pd.Index(columns[: len(rows[0]) if rows else len(TABLE_COLUMNS)])
+    )
 
 
 def _series(engines: "list[EngineParts]") -> pd.DataFrame:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
-from sim.files import CsvTable, ParquetTable, folder_name, out_folder
+from sim.files import CsvTable, InOrder, ParquetTable, folder_name, out_folder
 from sim.folders import clear, owning
 from sim.interrupts import INTERRUPTED
 from sim.option_values import base_type, flag, option_fields
@@ -329,7 +329,7 @@ def record(
         parquet = find_spec("pyarrow") is not None
         places = 0 if scenario.num_engines * setup.pp == 1 else 1 if scenario.prefill_replicas is None else 2
         columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS[:places])
-        table = (ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns)
+        table = InOrder((ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns))
         if not outputs.quiet and sys.stderr.isatty():
             requests = _with_progress(requests, label, scenario)
         try:
@@ -345,6 +345,8 @@ def record(
             write_series(folder, kept)
         if outputs.timeline:
             write_timeline(folder, run)
+        if result.complete and not result.completed:
+            print(f"kvtwin: {label}: no request completed: {result.ignored} were given up", file=sys.stderr)
         for warning in result.warnings:
             print(f"kvtwin: {label}: warning: {warning}", file=sys.stderr)
         if run.error:

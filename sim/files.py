@@ -98,6 +98,30 @@ class CsvTable:
         self._file.close()
 
 
+class InOrder:
+    """Rows in order of their first values, 0, 1, 2 and so on, however they come: those that come early are held."""
+
+    def __init__(self, table: "CsvTable | ParquetTable") -> None:
+        self._table = table
+        self._next = 0
+        self._held: dict[int, tuple[object, ...]] = {}
+
+    def write(self, row: tuple[Any, ...]) -> None:
+        """Take a row, and write those that are due."""
+        held = self._held
+        held[row[0]] = row
+        while (due := held.pop(self._next, None)) is not None:
+            self._table.write(due)
+            self._next += 1
+
+    def close(self) -> None:
+        """Write what is held, whoever is missing before it."""
+        for _, row in sorted(self._held.items()):
+            self._table.write(row)
+        self._held.clear()
+        self._table.close()
+
+
 class ParquetTable:
     """Rows to a Parquet file (zstd) in row groups; needs pyarrow (the extra `parquet`).
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
@@ -49,11 +50,11 @@ def _cells(length: LengthSummary) -> list[str]:
 def print_catalogue(entries: Sequence[Entry]) -> None:
     """Print the public traces, their licences and whether they can be verified."""
     console = Console()
-    table = Table(Column("name", no_wrap=True), "what", Column("rows", justify="right"), "licence", "checksum")
     for entry in entries:
-        rows = f"{entry.rows:,}" if entry.rows else ""
-        table.add_row(entry.name, entry.about, rows, entry.licence, "known" if entry.sha256 else "give --sha256")
-    console.print(table)
+        rows = f"{entry.rows:,} requests, " if entry.rows else ""
+        checksum = "can be verified" if entry.sha256 else "needs --sha256"
+        console.print(f"[bold]{entry.name}[/]: {rows}{entry.licence}, {checksum}", highlight=False)
+        console.print(Padding(entry.about, (0, 0, 0, 2)))
     console.print("URLs, citations and checksums: kvtwin trace list --json")
 
 

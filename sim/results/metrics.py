@@ -110,7 +110,7 @@ _make_ended = cast(
 
 
 class RequestLog:
-    """Counts, sums and the floats that exact percentiles need: 28 bytes a finished request.
+    """Counts, sums and the floats that exact percentiles and the most in flight need: 36 bytes a finished request.
 
     Each request's own figures are kept beside them up to `ARRAY_LIMIT` requests.
     """
@@ -135,6 +135,8 @@ class RequestLog:
         self.ttft_s = array("d")
         self.tpot_s = array("d")
         self.e2el_s = array("d")
+        self.arrival_s = array("d")
+        """Of those completed, in order of their end."""
         # Half precision would do for no percentile; single does for this one, which vLLM's names do not include.
         self.queue_s = array("f")
         self.requests: list[EndedRequest] | None = []
@@ -171,6 +173,7 @@ class RequestLog:
         self.output_tokens += num_output
         if finish_s > self.last_finish_s:
             self.last_finish_s = finish_s
+        self.arrival_s.append(arrival_s)
         self.ttft_s.append(ttft_s)
         self.e2el_s.append(e2el_s)
         self.queue_s.append(queue_s)
@@ -207,6 +210,19 @@ class RequestLog:
         """`count` a second of the duration; 0 without one."""
         duration_s = self.duration_s
         return count / duration_s if duration_s > 0.0 else 0.0
+
+    def max_concurrent_requests(self) -> int:
+        """Most of those completed that were in flight at once, from arrival up to their last token (as vLLM counts).
+
+        Ask before `latencies`, which sorts what this needs.
+        """
+        if not self.completed:
+            return 0
+        arrivals = np.frombuffer(self.arrival_s, dtype=np.float64)
+        ends = np.sort(arrivals + np.frombuffer(self.e2el_s, dtype=np.float64))
+        arrivals = np.sort(arrivals)
+        # Who ends as another arrives is gone.
+        return int((np.arange(1, len(arrivals) + 1) - np.searchsorted(ends, arrivals, side="right")).max())
 
     def latencies(self) -> dict[str, float | None]:
         """The statistics of TTFT, TPOT, E2EL and queueing under vLLM's names (ms)."""

@@ -15,7 +15,7 @@ from sim.cost.pricing import Lanes
 from sim.engine.limits import Counters, TierCounters, TierName
 from sim.files import write_atomically
 from sim.policy_options import options_of
-from sim.results.metrics import PERCENTILES, EndedRequest, gap_statistics
+from sim.results.metrics import PERCENTILES, EndedRequest, RequestLog, gap_statistics
 from sim.results.parts import (
     Counts,
     EngineUse,
@@ -59,11 +59,14 @@ def assemble(run: Run) -> Result:
         duration=log.duration_s,
         completed=log.completed,
         ignored=log.ignored,
+        failed=log.ignored,
         total_input_tokens=log.prompt_tokens,
         total_output_tokens=log.output_tokens,
         request_throughput=log.rate(log.completed),
         output_throughput=log.rate(log.output_tokens),
         total_token_throughput=log.rate(log.prompt_tokens + log.output_tokens),
+        max_output_tokens_per_s=_most_tokens_per_s(log, run.detailed),
+        max_concurrent_requests=log.max_concurrent_requests(),
         request_goodput=log.rate(log.good) if goodput else None,
         goodput_attainment=log.good / log.ended if goodput and log.ended else None,
         **log.latencies(),
@@ -100,6 +103,18 @@ def assemble(run: Run) -> Result:
         decisions_sha256=_decisions(run),
         **_arrays(log.requests, run.detailed),
     )
+
+
+def _most_tokens_per_s(log: RequestLog, detailed: dict[int, list[float]] | None) -> int | UnsetType:
+    """As `vllm bench serve` counts them, in seconds since the first arrival of a request that completed."""
+    if detailed is None or log.requests is None:
+        return UNSET
+    done = [row for row in log.requests if not row.error]
+    first_s = min((row.arrival_s for row in done), default=0.0)
+    # The client's clock, as all times of the log.
+    shift_s = log.front_end_s - first_s
+    seconds = Counter(int(time_s + shift_s) for row in done for time_s in detailed.get(row.request_id, ()))
+    return max(seconds.values(), default=0)
 
 
 def _latency_parts(run: Run) -> LatencyParts | UnsetType:

@@ -49,6 +49,8 @@ class Result(Struct, kw_only=True, frozen=True):
     """Requests that got all their tokens."""
     ignored: int
     """Requests given up: they can never fit, were cancelled or failed."""
+    failed: int
+    """The same number under vLLM's name: requests that did not complete."""
     total_input_tokens: int
     """Prompt tokens of the requests completed."""
     total_output_tokens: int
@@ -59,6 +61,11 @@ class Result(Struct, kw_only=True, frozen=True):
     """Output tokens over duration, 1/s."""
     total_token_throughput: float
     """Prompt and output tokens over duration, 1/s."""
+    max_output_tokens_per_s: int | UnsetType = UNSET
+    """Most tokens that came within one of the seconds since the first arrival; only where every token's time was kept,
+    and of requests completed alone."""
+    max_concurrent_requests: int
+    """Most requests in flight at once, of those completed: from arrival up to their last token."""
     request_goodput: float | None
     """Requests that met every SLO over duration, 1/s; None without SLOs."""
     goodput_attainment: float | None

@@ -85,6 +85,10 @@ def test_list_shows_every_profile_its_errors_and_which_is_the_default(capsys):
     assert found["l20-derived"].endswith("no measured errors  (default)")
 
 
+def test_a_gpus_name_shows_its_default_profile(capsys):
+    assert attempt(capsys, "profile", "show", "A100-80G") == attempt(capsys, "profile", "show", "a100-80g-imported")
+
+
 @pytest.mark.parametrize("name", ["l20-derived", "h200-imported"])
 def test_show_prints_constants_provenance_errors_and_range(capsys, name):
     status, out, error = attempt(capsys, "profile", "show", name)

@@ -64,11 +64,11 @@ def small_result(**changes: object) -> Result:
     nothing = {name: None for latency in LATENCIES for name in names(latency)}
     values = Result(
         backend="kvtwin-sim", model_id="llama-2-7b", policy="vllm-recompute", num_prompts=0, request_rate=6.0,
-        complete=True, error=UNSET, duration=0.0, completed=0, ignored=0, total_input_tokens=0, total_output_tokens=0,
-        request_throughput=0.0, output_throughput=0.0, total_token_throughput=0.0, request_goodput=None,
-        goodput_attainment=None, **nothing, itl_percentiles="exact", makespan_s=0.0, num_iterations=0,
-        num_preemptions=0, counters=counts(), lanes=lanes(), warnings=[], scenario=scenario(), profile=PROFILE,
-        versions=Versions(kvtwin="0"),
+        complete=True, error=UNSET, duration=0.0, completed=0, ignored=0, failed=0, total_input_tokens=0,
+        total_output_tokens=0, request_throughput=0.0, output_throughput=0.0, total_token_throughput=0.0,
+        max_concurrent_requests=0, request_goodput=None, goodput_attainment=None, **nothing, itl_percentiles="exact",
+        makespan_s=0.0, num_iterations=0, num_preemptions=0, counters=counts(), lanes=lanes(), warnings=[],
+        scenario=scenario(), profile=PROFILE, versions=Versions(kvtwin="0"),
     )  # fmt: skip
     return structs.replace(values, **changes)
 

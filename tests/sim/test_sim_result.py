@@ -89,7 +89,7 @@ def test_the_names_of_vllm_bench_serve_are_there(crowd):
     names = {"backend", "model_id", "num_prompts", "request_rate", "duration", "completed", "total_input_tokens"}
     names |= {"total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput"}
     names |= {"request_goodput", "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times"}
-    names |= {"queue_times", "errors"}
+    names |= {"queue_times", "errors", "failed", "max_output_tokens_per_s", "max_concurrent_requests"}
     for metric in ("ttft", "tpot", "itl", "e2el"):
         names |= {f"{statistic}_{metric}_ms" for statistic in ("mean", "median", "std", "p50", "p90", "p95", "p99")}
     assert names <= set(result)
@@ -131,6 +131,36 @@ def test_throughputs_count_from_the_first_arrival_to_the_last_token(crowd):
     assert result["request_throughput"] == pytest.approx(59 / seconds)
     assert result["output_throughput"] == pytest.approx(output.sum() / seconds)
     assert result["total_token_throughput"] == pytest.approx((output.sum() + prompts) / seconds)
+
+
+def test_peaks_are_those_that_the_arrays_show(crowd):
+    result, _ = crowd
+    ttft, latency, _ = completed(result)
+    done = np.array([not error for error in result["errors"]])
+    starts = np.array(result["start_times"])[done]
+    in_flight = [int(np.sum((starts <= start) & (start < starts + latency))) for start in starts]
+    assert result["max_concurrent_requests"] == max(in_flight) > 1
+    gaps = [gaps for gaps, is_done in zip(result["itls"], done, strict=True) if is_done]
+    times = [start + first + np.cumsum([0.0, *own]) for start, first, own in zip(starts, ttft, gaps, strict=True)]
+    seconds = np.floor(np.concatenate(times) - starts.min()).astype(int)
+    assert result["max_output_tokens_per_s"] == np.bincount(seconds).max() > 1
+    assert result["failed"] == result["ignored"] == np.sum(~done) == 1
+
+
+def test_who_ends_as_another_arrives_is_no_longer_in_flight():
+    log = metrics.RequestLog()
+    log.completed = 3
+    log.arrival_s.extend([0.0, 1.0, 2.0])
+    log.e2el_s.extend([2.0, 1.5, 1.0])
+    assert log.max_concurrent_requests() == 2
+    assert metrics.RequestLog().max_concurrent_requests() == 0
+
+
+def test_tokens_are_counted_only_where_each_has_a_time(tmp_path):
+    rows = [(0.0, 10, 60), (0.5, 10, 60)]
+    assert "max_output_tokens_per_s" not in simulate(tmp_path, rows)
+    # 20 ms and 2 to 20 ms more for each iteration: some 20 iterations of both a second.
+    assert 20 < simulate(tmp_path, rows, "--save-detailed")["max_output_tokens_per_s"] < 100
 
 
 def test_goodput_counts_the_requests_that_meet_every_slo(crowd):
@@ -192,9 +222,10 @@ def test_the_table_agrees_with_the_arrays(crowd):
     result, folder = crowd
     rows = read_table(folder)
     assert list(rows[0]) == list(metrics.TABLE_COLUMNS)
-    assert sorted(row["request_id"] for row in rows) == result["request_ids"]
+    assert [row["request_id"] for row in rows] == result["request_ids"]
+    # In order of the trace, which is not that of the ends.
     ends = [row["arrival_s"] + row["e2el_s"] for row in rows if row["status"] == "completed"]
-    assert ends == pytest.approx(sorted(ends))
+    assert ends != sorted(ends)
     pairs = {"arrival_s": "start_times", "prompt_tokens": "input_lens", "output_tokens": "output_lens"}
     pairs |= {"queue_s": "queue_times", "ttft_s": "ttfts", "e2el_s": "latencies"}
     for row in rows:
@@ -261,7 +292,7 @@ def test_the_series_has_its_columns_and_time_goes_forward(crowd):
 def test_gap_percentiles_do_not_need_the_gaps_themselves(tmp_path):
     detailed = simulate(tmp_path, crowded(), *CROWDED)
     plain = simulate(tmp_path, crowded(), *(word for word in CROWDED if word != "--save-detailed"))
-    assert detailed.pop("itls")
+    assert detailed.pop("itls") and detailed.pop("max_output_tokens_per_s")
     assert plain == detailed
 
 
@@ -347,7 +378,10 @@ def test_no_request_completed(tmp_path, capsys):
     assert (result["completed"], result["ignored"], result["duration"], result["request_throughput"]) == (0, 2, 0, 0)
     assert result["mean_ttft_ms"] is result["p99_itl_ms"] is result["mean_tpot_ms"] is None
     assert len(read_table(tmp_path / "out")) == 2
-    assert "2 requests ignored" in capsys.readouterr().err
+    assert (result["failed"], result["max_concurrent_requests"]) == (2, 0)
+    errors = capsys.readouterr().err
+    assert "2 requests ignored" in errors
+    assert "kvtwin: vllm-recompute: no request completed: 2 were given up\n" in errors
 
 
 def test_an_infinite_rate_is_written_as_vllm_writes_it(tmp_path):

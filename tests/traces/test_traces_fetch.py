@@ -9,6 +9,7 @@ import pytest
 from traces import catalogue
 from traces.catalogue import entries, entry, fetch
 from traces.errors import TraceError
+from traces.tables import print_catalogue
 
 DATA = bytes(range(256)) * 1500
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -158,6 +159,19 @@ def test_the_catalogue_is_whole():
         assert item.citation
         assert item.sha256 is None or len(item.sha256) == 64
     assert catalogue.CATALOGUE.name == "catalogue.json"
+
+
+def test_the_list_of_traces_reads_at_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    print_catalogue(entries())
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    # A line, and below it, set off, what it is: nothing is cut short.
+    heads = [line for line in text.splitlines()[:-1] if not line.startswith("  ")]
+    for item, head in zip(entries(), heads, strict=True):
+        assert head.startswith(f"{item.name}: ") and item.licence in head
+        assert ("can be verified" in head) is (item.sha256 is not None)
+        assert item.about in " ".join(text.split())
 
 
 def test_known_checksums_are_those_of_the_files(request):
