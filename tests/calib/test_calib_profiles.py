@@ -189,3 +189,11 @@ def test_a_derived_profile_serves_where_nothing_better_ships():
     for gpu in built_in_hardware():
         named = [f"{gpu}-{status}" for status in ("measured", "imported", "derived")]
         assert default_profile(gpu).name == next(name for name in named if name in shipped_profiles())
+
+
+@pytest.mark.parametrize(("gpu", "bound"), [("h100", 0.055), ("h200", 0.055), ("l40s", 0.09)])
+def test_layers_of_fp8_of_models_not_seen_are_priced_within_bounds(gpu, bound):
+    """Prefill and decode, over KV of both types; what docs/calibration.md says of them."""
+    residuals = load_profile(f"{gpu}-imported").residuals or {}
+    phases = ("fp8_prefill", "fp8_decode", "fp8_kv_prefill", "fp8_kv_decode")
+    assert max(residuals[f"unseen_model_{phase}_mape"] for phase in phases) < bound
