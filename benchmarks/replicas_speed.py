@@ -1,9 +1,12 @@
 """How long a cluster takes to simulate: 64 replicas and 100,000 requests under each router.
 
+ShareGPT's lengths; `prefix-affinity` needs prompts with hash ids and gets conversations of such turns, with caches.
+
 python benchmarks/replicas_speed.py [--replicas N] [--num-prompts N] [--rate REQUESTS_PER_S_AND_REPLICA]
 """
 
 import argparse
+import sys
 from time import perf_counter
 
 from sim.policy_options import parse_policy
@@ -22,8 +25,13 @@ def main() -> None:
     parser.add_argument("--policy", default="vllm-recompute")
     given = parser.parse_args()
     for router in ROUTERS:
+        named = router == "prefix-affinity"
         scenario = Scenario(
-            workload="sharegpt",
+            workload="sessions" if named else "sharegpt",
+            input_len=161 if named else None,
+            output_len=338 if named else None,
+            enable_prefix_caching=True if named else None,
+            clip=4096 if named else None,
             num_prompts=given.num_prompts,
             request_rate=given.rate * given.replicas,
             model="llama-3.1-8b",
@@ -36,6 +44,8 @@ def main() -> None:
         begun_s = perf_counter()
         execute(run)
         took_s = perf_counter() - begun_s
+        if run.error is not None:
+            sys.exit(f"{router}: {run.error}")
         iterations = sum(instance.iterations for instance in run.instances)
         ttft_ms = run.log.latencies()["mean_ttft_ms"]
         print(

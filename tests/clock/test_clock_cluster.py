@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.clusters import ClusterOutcome, simulate_replicas
-from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
+from kvtwin.testing.conformance import TOLERANCE_S, hosts_of, limits_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
 from sim.option_values import base_type, option_fields
 from sim.policy_options import parse_policy
 from sim.scenario import Scenario
+from sim.systems import POLICIES as PRESET_NAMES
+from sim.systems.builder import HAND_OVER
 from sim.systems.vllm055 import VllmRecompute
 from sim.topology import ROUTERS
 from sim.topology.prefix_tree import PrefixTree
@@ -225,6 +227,30 @@ def test_round_robin_over_four_is_four_runs_of_a_quarter(policy):
             assert outcome.places()[key] == place
             assert outcome.by_id()[key].finish_s == pytest.approx(seq.finish_s, abs=1e-9)
             assert outcome.by_id()[key].first_token_s == pytest.approx(seq.first_token_s, abs=1e-9)
+
+
+PRESETS = [name for name in PRESET_NAMES if parse_policy(name, {})[1].names["stage"] != HAND_OVER]
+"""Those that need no pools; `test_clock_pools`, `_mooncake` and `_memserve` have the others."""
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+@settings(max_examples=8, deadline=None)
+@given(rows=ROWS, gpu=st.integers(10, 40), cached=st.booleans())
+def test_every_preset_serves_beside_its_like_and_shares_prefixes(policy, rows, gpu, cached):
+    """Three engines in turn: as three runs of a third of the requests, whoever ends, jumped or stepped."""
+    kind, arrivals = parse_policy(policy, {})[1], drawn(rows)
+    limit = limits_of(kind, limits(gpu, 30, max_model_len=256), 8, None)
+    limit = replace(limit, enable_prefix_caching=cached and kind.can_cache_prefixes)
+    one, other = (simulate_replicas([kind] * 3, RoundRobin(), arrivals, limit, jump=jump) for jump in (True, False))
+    assert_whole(one, arrivals)
+    assert_equal(one, other)
+    for place in range(3):
+        for key, seq in simulate(kind, arrivals[place::3], limit).by_id().items():
+            found = one.by_id()[key]
+            assert (one.places()[key], found.status) == (place, seq.status)
+            assert found.num_cached_tokens == seq.num_cached_tokens
+            assert found.first_token_s == pytest.approx(seq.first_token_s, abs=TOLERANCE_S)
+            assert found.finish_s == pytest.approx(seq.finish_s, abs=TOLERANCE_S)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
