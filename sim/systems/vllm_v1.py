@@ -3,7 +3,7 @@
 One token budget for prompts and decodes, running before waiting, blocks taken chunk by chunk, preemption by
 recomputation, prefix caching. `tests/oracle` holds it to vLLM's own scheduler. Limits are the API server's on the GPU.
 
-Assumed: full attention, one KV group, no speculative decoding; of connectors the OffloadingConnector alone
+Assumed: at most one window among the layers, no speculative decoding; of connectors the OffloadingConnector alone
 (`--kv-offloading-size`). Async scheduling, vLLM's default, must be asked for here.
 """
 

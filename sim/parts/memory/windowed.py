@@ -2,8 +2,8 @@
 
 As vLLM's hybrid KV cache manager: layers of one kind are cut into groups of as many layers, a block holds `block_size`
 tokens of one group, and any block serves any group. A sequence of B blocks holds B for every group that keeps all, and
-min(B, ceil(window / block_size)) for every group with a window: vLLM 0.5.5's ring, which vLLM 1 replaces by freeing
-blocks that have left the window, one more where the window is not aligned. A prompt holds no more than the ring.
+min(B, ceil(window / block_size)) for every group with a window: vLLM 0.5.5's ring, of which a prompt holds no more than
+one. `HybridMemory` has vLLM 1's way, which frees blocks that have left the window.
 """
 
 from sim.engine.batch import DecodeBatch
