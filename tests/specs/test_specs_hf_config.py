@@ -197,6 +197,31 @@ def test_an_fp8_router_is_no_product():
     assert fp8.fp8_flops_share == pytest.approx(1 - 2 * 26 * 2048 * 64 / plain.linear_flops_per_token)
 
 
+@pytest.mark.parametrize(
+    ("kept", "tp", "elements"),
+    [
+        # 64 into attention and into the MLP, 8 heads of 8 and 96 of the MLP out of them.
+        ([], 1, 64 + 64 + 64 + 96),
+        ([], 2, 64 + 32 + 64 + 48),
+        (["self_attn"], 2, 64 + 48),
+        (["mlp"], 1, 64 + 64),
+    ],
+)
+def test_inputs_of_fp8_products_are_read_in_two_bytes_and_written_in_one(tmp_path, kept, tp, elements):
+    quantization = {"quant_method": "fp8", "modules_to_not_convert": kept}
+    model = read(tmp_path, LLAMA | {"quantization_config": quantization})
+    assert model.fp8_input_bytes_per_token(tp) == pytest.approx(2 * 3 * elements)
+    assert read(tmp_path, LLAMA).fp8_input_bytes_per_token(tp) == 0.0
+
+
+def test_a_mixture_quantises_the_hidden_state_once_and_each_active_width():
+    """DeepSeek-V2-Lite: 2,048 and a latent of 512 into attention, 16 heads of 128 out of it; a dense layer, 26 mixtures
+    of six experts of 1,408 and shared ones of 2,816."""
+    model = load_model("deepseek-v2-lite").with_weights_of(1.0, "fp8")
+    elements = 27 * (2048 + 512 + 16 * 128) + (2048 + 10944) + 26 * (2048 + 6 * 1408 + 2816)
+    assert model.fp8_input_bytes_per_token() == pytest.approx(3 * elements)
+
+
 def test_the_quantisation_file_beside_the_config_counts_too(tmp_path):
     model = read(tmp_path, LLAMA, beside={"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"})
     assert (model.mlp_dtype_bytes, model.kv_bytes_per_token_layer()) == (1, 2 * 2 * 8)
