@@ -207,6 +207,8 @@ def _panel(axis: Any, found: Found, case: str, metric: str) -> None:  # noqa: AN
         if setup.x == "input_len":
             axis.set_xscale("log", base=2)
             axis.set_xticks(setup.values, [f"{value:,}" for value in setup.values], rotation=20)
+        elif max(setup.values) > 30 * min(setup.values):
+            axis.set_xscale("log")
         axis.set_xlabel(NAMES.get(setup.x, setup.x), fontsize=8)
     values = [y for points in known.values() for _, y in points if y > 0.0]
     if values and max(values) > 30 * min(values):

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from sim.errors import UserError
+from sim.scenario import scenario_values
 
 SETUPS = Path(__file__).parent / "setups"
 
@@ -73,9 +74,12 @@ def read_setups(folder: Path = SETUPS) -> list[PaperSetup]:
 
 def _read(path: Path) -> PaperSetup:
     try:
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), PaperSetup)
+        setup = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), PaperSetup)
     except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise UserError(f"{path}: {error}; see the setups that ship with kvtwin") from error
+    for options in (setup.scenario, *setup.cases.values()):
+        scenario_values({name: value for name, value in options.items() if name != "slo"}, str(path))
+    return setup
 
 
 def chosen(setups: list[PaperSetup], paper: str | None, figure: str | None) -> list[PaperSetup]:

@@ -7,6 +7,7 @@ import kvtwin
 from sim.errors import UserError
 from sim.study.points import setup_of
 from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, fill_in, rows_of, table
+from sim.study.setup_files import SETUPS as SETUPS_FOLDER
 from sim.study.setup_files import Claim, PaperSetup, chosen, read_setups, value_of
 
 SETUPS = read_setups()
@@ -24,6 +25,13 @@ def test_every_setup_resolves_and_its_claims_name_what_it_runs(setup: PaperSetup
         assert claim.over is None or claim.over in setup.policies
         assert claim.case is None or claim.case in setup.cases
         assert claim.at is None or claim.at in setup.values
+
+
+def test_options_that_no_run_has_are_refused(tmp_path):
+    text = (SETUPS_FOLDER / "kvpr-1.toml").read_text()
+    (tmp_path / "one.toml").write_text(text.replace("[scenario]", "[scenario]\nrange_ratio = 0.3"))
+    with pytest.raises(UserError, match="unknown key 'range_ratio'"):
+        read_setups(tmp_path)
 
 
 def test_papers_and_figures_are_found_by_name():
