@@ -146,24 +146,23 @@ def main() -> None:
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """A line a cell."""
+    """A line a load, over the profiles' own links."""
     runs: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in rows:
-        runs.setdefault(tuple(row[name] for name in Cell._fields), {})[row["policy"]] = row
+        if not row["link_gb_per_s"]:
+            load = row["model"], row["gpu"], row["trace"], f"{float(row['request_rate']):g}/s"
+            runs.setdefault(load, {})[row["policy"]] = row
     lines = [
         "| cell | bound (1/s) | bucket | known | none | best other | SLOs met | of the longest 5% | P99 TTFT (s) |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for (model, gpu, trace, rate, link), found in runs.items():
-        ours = found[OURS[0]]
-        others = [run for name, run in {**runs[model, gpu, trace, rate, ""], **found}.items() if name not in OURS]
-        best = max(others, key=lambda run: float(run["goodput"]))
-        goodputs = [f"{float(found[name]['share_of_bound']):.0%}" if name in found else "-" for name in OURS]
-        cell = f"{gpu}, {model}, {trace}, {float(rate):g}/s" + (f", {float(link):g} GB/s" if link else "")
-        theirs = f"{float(best['goodput']) / float(ours['bound']):.0%} (`{best['policy'].partition(':')[0]}`)"
-        attained = [f"{float(ours[name]):.0%}" for name in ("attainment", "attainment_of_longest_5_percent")]
-        values = [cell, f"{float(ours['bound']):.2f}", *goodputs, theirs, *attained, f"{float(ours['p99_ttft_s']):.1f}"]
-        lines.append(f"| {' | '.join(values)} |")
+    for load, found in runs.items():
+        ours, best = found[OURS[0]], max((found[name] for name in OTHERS), key=lambda run: float(run["goodput"]))
+        values = [", ".join(load), f"{float(ours['bound']):.2f}"]
+        values += [f"{float(found[name]['share_of_bound']):.0%}" for name in OURS]
+        values += [f"{float(best['share_of_bound']):.0%} (`{best['policy'].partition(':')[0]}`)"]
+        values += [f"{float(ours[name]):.0%}" for name in ("attainment", "attainment_of_longest_5_percent")]
+        lines.append(f"| {' | '.join(values)} | {float(ours['p99_ttft_s']):.1f} |")
     return "\n".join(lines).replace("%", " %")
 
 
