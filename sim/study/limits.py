@@ -57,6 +57,9 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
         router = setup.scenario.router or "least-loaded"
         gpus = "one GPU more" if setup.tp == 1 else f"one engine more ({setup.tp} GPUs)"
         found.append(Change(gpus, "purchase", {"replicas": engines, "router": router}))
+    for role in ("prefill", "decode") if setup.decode is not None else ():
+        engines = getattr(setup.scenario, f"{role}_replicas") + 1
+        found.append(Change(f"one {role} engine more", "purchase", {f"{role}_replicas": engines}))
     if setup.scenario.kv_cache_dtype == "auto":
         found.append(Change("fp8 KV", "purchase", {"kv_cache_dtype": _fp8(setup)}))
     if setup.policy.name == "vllm-v1" and not options.get("kv_offloading_size"):

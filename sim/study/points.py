@@ -25,6 +25,7 @@ from sim.scenario import PREEMPTION_MODE, build_scenario
 from sim.simulate import Setup, build_run, execute, prepare
 from sim.study.shared_trace import SharedTrace
 from sim.systems import DEFAULT_POLICY
+from sim.systems.base import Policy
 from sim.traffic import requests_of
 from traces.errors import TraceError
 
@@ -64,14 +65,19 @@ class OutOfTimeError(Exception):
     """A run took longer than it may."""
 
 
+def policy_of(options: Mapping[str, Any]) -> tuple[str, Policy]:
+    """The policy of a run, and its label. UserError where there is none such."""
+    texts = options.get("policy", DEFAULT_POLICY)
+    text = texts if isinstance(texts, str) else texts[0]
+    if (mode := options.get(PREEMPTION_MODE)) is not None and text in PREEMPTION_MODES.values():
+        text = with_preemption_mode(text, mode)
+    return parse_policy(text, options)
+
+
 def setup_of(options: Mapping[str, Any]) -> Setup:
     """What the options of a run resolve to. UserError where they are bad."""
-    values = dict(options)
-    texts = values.pop("policy", DEFAULT_POLICY)
-    text = texts if isinstance(texts, str) else texts[0]
-    if (mode := values.pop(PREEMPTION_MODE, None)) is not None and text in PREEMPTION_MODES.values():
-        text = with_preemption_mode(text, mode)
-    label, policy = parse_policy(text, values)
+    label, policy = policy_of(options)
+    values = {name: value for name, value in options.items() if name not in ("policy", PREEMPTION_MODE)}
     return prepare(build_scenario(values), label, policy)
 
 

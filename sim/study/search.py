@@ -21,6 +21,7 @@ PRECISION = 0.02
 """Loads are found to within this share."""
 MOST_DOUBLINGS = 12
 MOST_ENGINES = 1024
+STAGES = "pipeline_parallel_size"
 NO_LOAD = 2.0**-MOST_DOUBLINGS
 
 
@@ -149,6 +150,43 @@ def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[He
             break
         else:
             count = (good[0] + bad[0]) // 2
+    return Held(*good, *bad)
+
+
+def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Held]:
+    """The fewest GPUs of engines that prefill and engines that decode, of all splits; `most` is their number.
+
+    As many of each are doubled until they hold; then splits of fewer GPUs are tried, by prefill engines. It takes for
+    granted that one engine more, of either kind, breaks nothing that held.
+    """
+
+    def engines(prefill: int, decode: int) -> dict[str, Any]:
+        return {**options, "prefill_replicas": prefill, "decode_replicas": decode}
+
+    weights = [
+        (options.get(f"{role}_tp") or options.get("tp", 1))
+        * (options.get(f"{role}_{STAGES}") or options.get(STAGES) or 1)
+        for role in ("prefill", "decode")
+    ]
+    good: tuple[int, Ran | None] = (0, None)
+    bad: tuple[int, Ran | None] = (0, None)
+    count = 1
+    while good[1] is None and count <= MOST_ENGINES:
+        ran = yield engines(count, count)
+        if ran.outcome.error is not None and count == 1:
+            return Held(0.0, None, ran.num_gpus, ran)
+        if holds(ran, slos):
+            good = (ran.num_gpus, ran)
+        else:
+            bad = (ran.num_gpus, ran)
+        count *= 2
+    prefill = 1
+    while (decode := (good[0] - 1 - prefill * weights[0]) // weights[1]) > 0:
+        ran = yield engines(prefill, decode)
+        if holds(ran, slos):
+            good = (ran.num_gpus, ran)
+        else:
+            bad, prefill = (ran.num_gpus, ran), prefill + 1
     return Held(*good, *bad)
 
 

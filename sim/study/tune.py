@@ -12,14 +12,16 @@ from msgspec import Struct
 
 from sim.errors import UserError
 from sim.option_values import convert
-from sim.scenario import Scenario
+from sim.scenario import GOES_WITH, Scenario
 from sim.study.axes import Study, Value, options_at, read_study
 from sim.study.limits import Change, binding, changes
-from sim.study.points import setup_of
-from sim.study.search import Held, Ran, Search, Slo, answers, fewest_engines, most_load, worst_of
+from sim.study.points import policy_of, setup_of
+from sim.study.search import Held, Ran, Search, Slo, answers, fewest_engines, fewest_pools, most_load, worst_of
 from sim.study.sweep import Means, Store, Told
+from sim.systems.builder import HAND_OVER
 
 Goal = Literal["load", "gpus", "cost", "goodput"]
+ENGINES = ("replicas", "prefill_replicas", "decode_replicas")
 GOALS: tuple[Goal, ...] = get_args(Goal)
 EXTRA = {"goal": str, "slo": tuple[str, ...], "trials": int, "storage": str}
 DEFAULT_SLO = "goodput_attainment:0.99"
@@ -141,10 +143,14 @@ def _prices(given: object, study: Study) -> dict[str, float]:
 
 
 def _check_engines(study: Study) -> None:
-    for name in ("replicas", "prefill_replicas", "decode_replicas"):
+    for name in ENGINES:
         if name in study.fixed or name in study.axes:
             shown = name.replace("_", "-")
             raise UserError(f"{study.where}: {shown!r} is what the goal looks for; leave it out")
+    for name in ("prefill_gpu", "decode_gpu"):
+        if study.extra.get("goal") == "cost" and (name in study.fixed or name in study.axes):
+            shown = name.replace("_", "-")
+            raise UserError(f"{study.where}: {shown!r}: goal = 'cost' prices one kind of GPU; leave it out")
 
 
 def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] | None = None) -> Tuned:
@@ -186,8 +192,8 @@ def _explained(
         raise UserError("nothing was found")
     engines: dict[str, Any] = {}
     if asked.goal in ("gpus", "cost"):
-        engines = {name: best.ran.options[name] for name in ("replicas", "router") if name in best.ran.options}
-    base = {**dict(options_at(asked.study, best.point, 0)), **engines}
+        engines = {name: best.ran.options[name] for name in (*ENGINES, "router") if name in best.ran.options}
+    base = _options(asked, best.point, 0, engines)
     what_if = [change for change in changes(base) if change.options.get("profile") != ":pcie_bytes_per_s=0.0"]
     setup = setup_of(base)
     error = SPEED_ERRORS[setup.profile.status]
@@ -214,17 +220,34 @@ def _faster(options: Mapping[str, Any], factor: float) -> str:
     return f"{base},gpu_speed={factor!r}" if "=" in base else f"{base}:gpu_speed={factor!r}"
 
 
+def _hands_over(options: Mapping[str, Any]) -> bool:
+    try:
+        return policy_of(options)[1].names["stage"] == HAND_OVER
+    except UserError:
+        # As the run will say.
+        return False
+
+
+def _options(asked: Asked, point: Mapping[str, Value], repeat: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run. Where engines are searched, those of pools are left to the policies that hand over."""
+    found = {**dict(options_at(asked.study, point, repeat)), **more}
+    if asked.goal not in ("gpus", "cost") or _hands_over(found):
+        return found
+    return {name: value for name, value in found.items() if GOES_WITH.get(name) != "prefill_replicas"}
+
+
 def _search(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Held]:
     """The goal's search for a candidate, the worst of its seeds."""
-    given = [{**dict(options_at(asked.study, point, r)), **more} for r in range(asked.study.repeats)]
     if asked.goal in ("gpus", "cost"):
-        return worst_of([fewest_engines(options, asked.slos) for options in given], lambda a, b: a < b)
+        given = [_options(asked, point, r, more) for r in range(asked.study.repeats)]
+        fewest = fewest_pools if _hands_over(given[0]) else fewest_engines
+        return worst_of([fewest(options, asked.slos) for options in given], lambda a, b: a < b)
     return _loaded(asked, point, more)
 
 
 def _loaded(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Held]:
     """How much load a deployment holds, or its goodput where that is the goal."""
-    given = [{**dict(options_at(asked.study, point, r)), **more} for r in range(asked.study.repeats)]
+    given = [_options(asked, point, r, more) for r in range(asked.study.repeats)]
     if asked.goal == "goodput":
         return worst_of([_goodput(options) for options in given], lambda a, b: a > b)
     return worst_of([most_load(options, asked.slos) for options in given], lambda a, b: a > b)

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from sim.files import write_atomically
 from sim.results.figures.style import FAINT, dress, new_figure, plain_text, policy_colour, save_figure, set_title
 from sim.study.limits import BINDS, MORE
+from sim.study.search import Ran
 from sim.study.sweep import told_where
 from sim.study.tables import Frame
 from sim.study.tune import Candidate, Gain, Tuned
@@ -87,15 +88,24 @@ def lines(tuned: Tuned) -> Iterator[str]:
 def _reached(tuned: Tuned, candidate: Candidate) -> str:
     value = candidate.value or 0.0
     ran = candidate.ran
-    engines = ran.options.get("replicas", 1) if ran is not None else 1
     if tuned.goal == "gpus":
         gpus = f"{value:.0f} GPU{'s' if value > 1 else ''}"
-        return gpus if value == engines else f"{gpus} ({engines} engines)"
+        engines = _engines(ran)
+        return gpus if engines.split()[0] == f"{value:.0f}" else f"{gpus} ({engines})"
     if tuned.goal == "cost":
         return f"{value:.2f} an hour ({ran.num_gpus if ran else 0} GPUs)"
     if tuned.goal == "goodput":
         return f"{value:.3g} requests/s within the SLOs of the scenario"
     return f"{value:.3g} requests/s, {candidate.held.most:.3g} times the traffic"
+
+
+def _engines(ran: Ran | None) -> str:
+    """The engines of a run: `3 engines`, or `1 prefill and 2 decode engines`."""
+    options = ran.options if ran is not None else {}
+    if "prefill_replicas" in options:
+        return f"{options['prefill_replicas']} prefill and {options['decode_replicas']} decode engines"
+    count = options.get("replicas", 1)
+    return f"{count} engine{'s' if count > 1 else ''}"
 
 
 def _measured(slos: Sequence[Any], result: Mapping[str, Any] | None) -> str:
@@ -111,8 +121,7 @@ def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
     text = f"There {_measured(tuned.slos, held.ran.result)}"
     if held.failing is not None and held.least_failing:
         few = held.least_failing
-        engines = f"{few:.0f} engine{'s' if few > 1 else ''}"
-        where = f"{few:.3g} times the traffic" if tuned.goal == "load" else engines
+        where = f"{few:.3g} times the traffic" if tuned.goal == "load" else _engines(held.failing)
         text += f"; with {where} {_measured(tuned.slos, held.failing.result)}"
     yield text + "."
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 import kvtwin
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
-from sim.study.search import PRECISION, Ran, Slo, fewest_engines, most_load
+from sim.study.search import PRECISION, Ran, Slo, fewest_engines, fewest_pools, most_load
 from sim.study.tune import read_tune
 from sim.study.tune_report import on_front
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
 
 
-def driven(search, ttft_ms):
+def driven(search, ttft_ms, gpus=lambda options: 1):
     """The answer of a search whose runs have the TTFT that a function of their options gives, and how many it made."""
     count, ran = 0, None
     while True:
@@ -27,7 +27,7 @@ def driven(search, ttft_ms):
             return end.value, count
         count += 1
         result = {"p99_ttft_ms": ttft_ms(options), "completed": 10, "num_prompts": 10}
-        ran = Ran(options, 1, Outcome("k", result))
+        ran = Ran(options, gpus(options), Outcome("k", result))
 
 
 @given(st.floats(0.01, 1000.0), st.floats(0.1, 10.0))
@@ -46,6 +46,23 @@ def test_the_fewest_engines_are_found_exactly(threshold):
     held, count = driven(fewest_engines({}, SLOS), lambda options: 50.0 if options["replicas"] >= threshold else 150.0)
     assert held.most == threshold and held.least_failing == threshold - 1
     assert count <= 21
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1), st.integers(1, 4), st.integers(1, 4))
+def test_the_fewest_gpus_of_two_pools_are_those_of_the_cheapest_split(least, prefill_tp, decode_tp):
+    """What holds is at least one of `least` in both pools, which any monotone rule is."""
+
+    def gpus(options):
+        return options["prefill_replicas"] * prefill_tp + options["decode_replicas"] * decode_tp
+
+    def ttft_ms(options):
+        held = any(options["prefill_replicas"] >= p and options["decode_replicas"] >= d for p, d in least)
+        return 50.0 if held else 150.0
+
+    search = fewest_pools({"tp": prefill_tp, "decode_tp": decode_tp}, SLOS)
+    held, count = driven(search, ttft_ms, gpus)
+    assert held.most == min(p * prefill_tp + d * decode_tp for p, d in least) == gpus(held.ran.options)
+    assert ttft_ms(held.ran.options) == 50.0 and count <= 150
 
 
 def test_a_load_that_nothing_holds_and_one_that_everything_holds():
@@ -146,6 +163,26 @@ def test_the_fewest_gpus_are_those_that_a_scan_finds(tmp_path, capsys):
     }  # fmt: skip
 
 
+def test_the_fewest_gpus_of_two_pools_are_those_that_a_scan_finds(tmp_path):
+    study = FIXED | {
+        "input-len": 3000,
+        "output-len": 40,
+        "gpu": "t4",
+        "model": "qwen3-0.6b",
+        "link-gbps": 100,
+        "request-rate": 16,
+    }
+    study |= {"policy": ["distserve", "vllm-v1"], "tune": {"goal": "gpus", "slo": TTFT}}
+    found = kvtwin.tune(study, tmp_path, jobs=1)
+    pools, together = sorted(found.tuned.candidates, key=lambda c: c.point["policy"])
+    scan = {"prefill-replicas": [1, 2, 3, 4, 5], "decode-replicas": [1, 2, 3]}
+    alone = {name: value for name, value in study.items() if name != "tune"}
+    rows = kvtwin.sweep(alone | {"policy": "distserve", "sweep": {"grid": scan}}, tmp_path, jobs=1).table
+    assert pools.value == rows.loc[rows["p99_ttft_ms"] <= 2000, "num_gpus"].min() > 2
+    assert f"{pools.ran.options['prefill_replicas']} prefill and" in found.text
+    assert "replicas" in together.ran.options or together.value == 1
+
+
 def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
     study = FIXED | {"goodput": ["ttft:500"], "request-rate": 2}
     study |= {"tune": {"goal": "goodput", "repeats": 2, "grid": {"max-num-seqs": [1, 4]}}}
@@ -193,6 +230,7 @@ def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
         ({"slo": TTFT, "goal": "cost", "price": 0.0}, "l20 has none above 0"),
         ({"slo": TTFT, "goal": "cost", "price": {"h100": 3.0}}, "l20 has none above 0"),
         ({"slo": TTFT, "goal": "gpus", "grid": {"replicas": [1, 2]}}, "'replicas' is what the goal looks for"),
+        ({"slo": TTFT, "goal": "cost", "price": 1.0, "grid": {"decode-gpu": ["l20"]}}, "prices one kind of GPU"),
         ({"slo": TTFT, "trials": 0}, "tune.trials = 0"),
         ({"slo": TTFT, "storage": "sqlite://"}, "give trials, or leave it out"),
         ({"slo": TTFT, "trial": 3}, "unknown key tune.trial"),
