@@ -43,8 +43,9 @@ class Series:
     def observe(self, plan: IterationPlan, now_s: float, times: StepTimes) -> None:
         """Take a row, unless this iteration falls between samples."""
         self.time_use.observe(plan, now_s, times)
+        is_between = self._seen % self._every
         self._seen += 1
-        if self._seen % self._every:
+        if is_between:
             return
         scheduler, lanes = self._scheduler, self._lanes
         row = (

@@ -43,6 +43,7 @@ def test_binned_percentiles_stay_within_their_bound(found: list[tuple[float, flo
     assert statistics.exact == (len(found) < 4)
     assert statistics.count == len(values)
     assert statistics.mean == pytest.approx(values.mean())
+    assert statistics.std == pytest.approx(values.std(), abs=1e-6)
     for percentile, value in statistics.percentiles.items():
         # Interpolation between two values may fall anywhere between their bins.
         rank = percentile / 100 * (len(values) - 1)

@@ -120,6 +120,26 @@ def test_the_book_is_the_minimum_of_equation_1(
         assert not book.is_blocked(prefill_s, now_s, tpot_s, 0)
 
 
+@pytest.mark.parametrize("count", [256, 257, 600])
+def test_the_book_holds_as_many_as_there_are(count: int) -> None:
+    """Slots grow by doubling: none may be lost, and those that are given back are used again."""
+    book = SlackBook(0.2, drop_irrecoverable=True)
+    seqs = [decoding(50, 10, float(i)) for i in range(count)]
+    for seq in seqs:
+        book.update(seq, decoding=False)
+    now_s = count + 1.0
+    for _ in range(2):
+        for first in (0, count // 2, count - 1):
+            slacks = [by_equation_1(seq, now_s, 0.05, 0.2) for seq in seqs[first:]]
+            # Those before it are away.
+            for seq in seqs[:first]:
+                book.remove(seq)
+            assert book.least_s(0.0, now_s, 0.05, 0) == pytest.approx(min([s for s in slacks if s >= 0.0], default=inf))
+        for seq in seqs:
+            book.update(seq, decoding=False)
+        now_s = 2.0
+
+
 def test_prefills_wait_while_a_decoding_request_has_no_slack() -> None:
     """SLO 25 ms a token at about 20 ms a step leaves 0.1 s over 20 tokens; a prefill of 0.5 s must wait its turn."""
     machine = linear_machine(64.0, prefill=(0.0, 1e-3, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.0)

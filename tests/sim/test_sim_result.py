@@ -14,7 +14,7 @@ import pytest
 from small_results import flags
 
 import kvtwin
-from sim.files import ParquetTable
+from sim.files import CsvTable, InOrder, ParquetTable
 from sim.results import metrics
 from sim.results.series import COLUMNS
 
@@ -289,6 +289,27 @@ def test_the_series_has_its_columns_and_time_goes_forward(crowd):
     assert rows[-1]["compute_busy_s"] == pytest.approx(result["lanes"]["GPU compute"]["busy_s"], rel=1e-8)
 
 
+def test_a_series_that_is_thinned_keeps_every_second_fourth_or_eighth_row(tmp_path, monkeypatch):
+    def rows_of(limit):
+        monkeypatch.setattr("sim.runs.LEAST_SAMPLES", 1)
+        monkeypatch.setattr("sim.runs.SAMPLE_LIMIT", limit)
+        simulate(tmp_path, crowded(), *CROWDED, "--figures", "--step")
+        return (tmp_path / "out" / "series.csv").read_text().splitlines()[1:]
+
+    whole = rows_of(10**6)
+    assert len(whole) > 200
+    thinned = rows_of(40)
+    assert 20 <= len(thinned) < 40
+    places = [whole.index(row) for row in thinned]
+    (apart,) = set(np.diff(places))
+    assert apart in (4, 8, 16) and places[0] == 0
+
+
+def test_without_slos_there_is_no_goodput(tmp_path):
+    result = simulate(tmp_path, [(0.0, 10, 2)])
+    assert result["request_goodput"] is result["goodput_attainment"] is None
+
+
 def test_gap_percentiles_do_not_need_the_gaps_themselves(tmp_path):
     detailed = simulate(tmp_path, crowded(), *CROWDED)
     plain = simulate(tmp_path, crowded(), *(word for word in CROWDED if word != "--save-detailed"))
@@ -302,6 +323,27 @@ def test_a_run_leaves_no_file_of_an_earlier_one(tmp_path):
     simulate(tmp_path, [(0.0, 10, 3)])
     left = {path.name.partition(".")[0] for path in (tmp_path / "out").iterdir()}
     assert left == {"result", "requests", "scenario"}
+
+
+def test_rows_are_written_in_order_as_soon_as_they_can_be(tmp_path):
+    table = InOrder(CsvTable(path := tmp_path / "t.csv", ["id"]))
+    table._table.write = (written := []).append
+    for number, expected in (
+        (1, []),
+        (0, [0, 1]),
+        (4, [0, 1]),
+        (3, [0, 1]),
+        (2, [0, 1, 2, 3, 4]),
+        (9, None),
+        (7, None),
+    ):
+        table.write((number,))
+        if expected is not None:
+            assert [row[0] for row in written] == expected
+    table.close()
+    # Who never ended is left out.
+    assert [row[0] for row in written] == [0, 1, 2, 3, 4, 7, 9]
+    assert path.read_text() == "id\n"
 
 
 def test_parquet_columns_keep_their_types_over_row_groups(tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from traces import readers
+from traces.csv_reader import CsvReader
 from traces.errors import TraceError
+from traces.jsonl_reader import JsonlReader
 from traces.readers import FORMATS, detect, open_trace
 from traces.request import Request
 from traces.summary import summarize
@@ -117,6 +119,39 @@ def test_odd_but_right_files_read_the_same(tmp_path, variant):
         "blank lines": b"\n" + text.replace("1.5", "\n1.5").encode() + b"\n\n",
     }[variant]
     assert rows(write(tmp_path, "t.csv", data)) == [(0.5, 10, 2), (1.5, 20, 3)]
+
+
+PLAIN = {
+    "kvtwin": "arrival_s,prompt_tokens,output_tokens,session_id,hash_ids,hash_block_tokens\n"
+    + "".join(f"{i * 0.5},33,2,s{i},1 2 {i},16\n" for i in range(5000)),
+    "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    + "".join(f"2023-11-16 18:{i // 60:02}:{i % 60:02}.6805900,374,44\n" for i in range(2000)),
+    "mooncake": "".join(
+        f'{{"timestamp": {i}, "input_length": 600, "output_length": 2, "hash_ids": [1, {i}]}}\n' for i in range(3000)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_files_are_read_a_block_at_once(tmp_path, monkeypatch, name):
+    """Row by row takes ten times as long, and would give the same."""
+
+    def refuse(*_):
+        raise AssertionError("read by rows")
+
+    for reader in (CsvReader, JsonlReader):
+        monkeypatch.setattr(reader, "row", refuse)
+    assert len(rows(write(tmp_path, "t", PLAIN[name]))) == PLAIN[name].count("\n") - (name != "mooncake")
+
+
+@pytest.mark.parametrize("cells", ["0,5", '"0","5"', '5,"0"'])
+def test_zero_tokens_are_what_was_asked_for_quoted_or_not(tmp_path, cells):
+    path = write(tmp_path, "t.csv", f"arrival_s,prompt_tokens,output_tokens\n0,{cells}\n1,7,8\n")
+    with pytest.raises(TraceError, match="zero-tokens"):
+        rows(path)
+    assert rows(path, zero_tokens="drop") == [(1.0, 7, 8)]
+    one = (0.0, 5, 1) if cells.startswith("5") else (0.0, 1, 5)
+    assert rows(path, zero_tokens="one") == [one, (1.0, 7, 8)]
 
 
 def test_numbers_as_pandas_writes_them_and_quotes_are_read(tmp_path):

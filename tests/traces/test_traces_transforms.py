@@ -141,6 +141,14 @@ def test_merge_tells_the_prefixes_and_sessions_of_traces_apart():
     assert list(merge(one)) == one
 
 
+def test_merge_tells_prefixes_apart_where_there_are_no_sessions():
+    one, two = ([Request(0, time, 32, 17, "", (1, 2), 16, (3,))] for time in (0.0, 1.0))
+    first, second = merge(one, two)
+    assert not {*first.hash_ids, *first.output_hash_ids} & {*second.hash_ids, *second.output_hash_ids}
+    assert first.session_id == second.session_id == ""
+    assert len({*second.hash_ids, *second.output_hash_ids}) == 3
+
+
 def test_head():
     assert len(list(head(requests_at(0.0, 1.0, 2.0), 2))) == 2
 
