@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gpu_runtime.twin.twin import JUDGED, Agreement
+from gpu_runtime.twin.twin import JUDGED, TOLERANCE, Agreement
 from sim.results.figures.data import FigureRun
 from sim.results.figures.style import COLOURS, FAINT, dress, new_figure, plain_text, set_title
 
@@ -42,7 +42,7 @@ def _draw_memory(ax: Axes, simulated: FigureRun, live: Sequence[FigureRun]) -> N
 
 def _draw_errors(ax: Axes, found: Sequence[Agreement]) -> None:
     for row, agreement in enumerate(reversed(found)):
-        allowed = 100 * agreement.allowed
+        allowed = 100 * TOLERANCE
         ax.barh(row, 2 * allowed, left=-allowed, height=0.7, color="#E4E4E4")
         colour = SIMULATED if agreement.agrees else LIVE
         ax.plot([100 * agreement.error], [row], "o", color=colour, ms=7)

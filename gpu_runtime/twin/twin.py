@@ -21,8 +21,9 @@ METRICS = (
 JUDGED = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "request_throughput")
 """The metrics that decide whether the twin agrees."""
 TOLERANCE = 0.10
-SPREADS = 2.0
-"""The twin may be off by this share, or by this many times the live runs' own spread, whichever is more."""
+"""The twin may be off by this share of the live runs' mean, however much they differ among themselves."""
+MOST_SPREAD = TOLERANCE / 2
+"""Live runs that differ by more than this share weaken the verdict."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Agreement:
         simulated, live: value, and mean of the live runs.
         spread: largest minus smallest of the live runs, over their mean.
         error: (simulated - live) / live.
-        allowed: the error that still counts as agreement.
     """
 
     field: str
@@ -43,12 +43,11 @@ class Agreement:
     live: float
     spread: float
     error: float
-    allowed: float
 
     @property
     def agrees(self) -> bool:
         """Whether the simulator is within what is allowed."""
-        return abs(self.error) <= self.allowed
+        return abs(self.error) <= TOLERANCE
 
 
 def agreements(simulated: Result, live: Sequence[Result]) -> list[Agreement]:
@@ -63,8 +62,7 @@ def agreements(simulated: Result, live: Sequence[Result]) -> list[Agreement]:
         if middle <= 0:
             continue
         spread = (max(numbers) - min(numbers)) / middle
-        allowed = max(TOLERANCE, SPREADS * spread)
-        found.append(Agreement(field, name, unit, mine, middle, spread, mine / middle - 1, allowed))
+        found.append(Agreement(field, name, unit, mine, middle, spread, mine / middle - 1))
     return found
 
 
@@ -75,12 +73,12 @@ def verdict(found: Sequence[Agreement]) -> bool:
 
 
 def _caution(found: Sequence[Agreement]) -> list[str]:
-    """What weakens the verdict: errors that only the live runs' own disagreement excuses."""
-    excused = [a for a in found if a.field in JUDGED and a.agrees and abs(a.error) > TOLERANCE]
-    if not excused:
+    """What weakens the verdict: live runs that disagree among themselves."""
+    uneven = [a for a in found if a.field in JUDGED and a.spread > MOST_SPREAD]
+    if not uneven:
         return []
-    names = ", ".join(f"{a.name} ({a.error:+.0%}, spread {a.spread:.0%})" for a in excused)
-    return [f"Excused by the live runs' own spread alone: {names}. Repeat on a quieter machine to know more."]
+    names = ", ".join(f"{a.name} ({a.error:+.0%}, spread {a.spread:.0%})" for a in uneven)
+    return [f"Live runs differ by more than {MOST_SPREAD:.0%}: {names}. Repeat on a quieter machine to know more."]
 
 
 def markdown(label: str, found: Sequence[Agreement], runs: int, slowness: Sequence[float], disturbed: int) -> str:
@@ -105,17 +103,16 @@ def markdown(label: str, found: Sequence[Agreement], runs: int, slowness: Sequen
         f"## {label}",
         "",
         f"The twin {'agrees' if verdict(found) else '**does not agree**'}: judged are metrics marked *, each within "
-        f"{TOLERANCE:.0%} or {SPREADS:g} times the spread of {runs} live runs, whichever is more.",
+        f"{TOLERANCE:.0%} of {runs} live runs' mean.",
         *_caution(found),
         machine,
         "",
-        "| metric | simulated | live | spread of live runs | error | allowed |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| metric | simulated | live | spread of live runs | error |",
+        "|---|--:|--:|--:|--:|",
     ]
     for a in found:
         star = " *" if a.field in JUDGED else ""
         lines.append(
-            f"| {a.name}, {a.unit}{star} | {a.simulated:.4g} | {a.live:.4g} | {a.spread:.1%} | {a.error:+.1%} | "
-            f"{a.allowed:.1%} |"
+            f"| {a.name}, {a.unit}{star} | {a.simulated:.4g} | {a.live:.4g} | {a.spread:.1%} | {a.error:+.1%} |"
         )
     return "\n".join(lines) + "\n"
