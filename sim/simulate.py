@@ -273,7 +273,9 @@ def _prefix_caching(
     cached = policy.prefix_caching(scenario.enable_prefix_caching)
     if not cached or window is None or window.blocks is None or policy.has_hybrid_manager:
         return cached
-    remedy = "--disable-hybrid-kv-cache-manager keeps whole prefixes, and --policy vllm-v1 caches those of windows"
+    remedy = "--policy vllm-v1 caches those"
+    if window.num_full:
+        remedy += ", --disable-hybrid-kv-cache-manager keeps whole prefixes"
     if scenario.enable_prefix_caching:
         raise UserError(f"--enable-prefix-caching: {model.name} has layers that keep a window only; {remedy}")
     warnings.append(f"prefixes are not cached: {model.name} has layers that keep a window only; {remedy}")
