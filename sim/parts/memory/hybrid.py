@@ -315,8 +315,8 @@ class HybridMemory(PagedMemory):
     # -- the way out -------------------------------------------------------------------------------------------------
 
     def hold(self, seq: Sequence) -> None:
+        # What is known of it has been published.
         self._tables[seq].due = NOT_DUE
-        self._publish(self._tables[seq], (seq.num_tokens - 2) // self.block_size)
 
     def release(self, seq: Sequence) -> None:
         table = self._tables[seq]
