@@ -90,6 +90,7 @@ def run_live(arguments: argparse.Namespace) -> int:
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
         raise UserError(f"live takes one --policy, {len(policies)} given")
+    options = replace(options, seed=scenario.seed)
     scenario, decoder = decoder_for(scenario, options)
     label, policy = policies[0]
     scenario = _fitted(scenario, policy, options, decoder)
@@ -125,6 +126,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if max_drift is not None and max_drift <= 0:
         raise UserError(f"--max-drift: {max_drift} is not more than 0: give a share such as 0.05")
     scenario, policies, folder, outputs = read_options(arguments)
+    options = replace(options, seed=scenario.seed)
     scenario, decoder = decoder_for(scenario, options)
     # All are checked before anything of an earlier command goes.
     planned = [(_fitted(scenario, policy, options, decoder), label, policy) for label, policy in policies]
@@ -228,7 +230,7 @@ def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str,
     own = {name: vars(arguments).pop(name, None) for name in OWN}
     check_device(own["device"])
     name_gpu(arguments, own["device"])
-    return LiveOptions(own["device"], own["weights"], arguments.seed or 0), own
+    return LiveOptions(own["device"], own["weights"]), own
 
 
 def name_gpu(arguments: argparse.Namespace, device: str) -> None:

@@ -195,8 +195,22 @@ def test_what_is_refused_late_leaves_earlier_results_alone(tmp_path, capsys, com
     assert [path.read_text() for path in out.iterdir()] == ["of an earlier run"]
 
 
-@pytest.mark.parametrize("policy", ["vllm-v1", "vllm-recompute"])
-def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy):
+BLOCKS_HIT = (2 + 5) * 16
+"""All but the block that the turn before did not fill: 2 and 5 of 3 and 6 blocks, in each conversation."""
+TOKENS_HIT = 47 + 95
+"""All that the turns before said, of 48 and 96 tokens, but the last token, whose KV nobody has."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "hit"),
+    [
+        ("vllm-v1", BLOCKS_HIT),
+        ("vllm-recompute", BLOCKS_HIT),
+        ("cachedattention:disk-space=0", BLOCKS_HIT),
+        ("radix", TOKENS_HIT),
+    ],
+)
+def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy, hit):
     """Two conversations; a turn waits for the answer before, and begins with all that was said."""
     config, trace, ids = tmp_path / "config.json", tmp_path / "turns.csv", iter(range(100, 200))
     config.write_text(json.dumps(CONFIG | {"max_position_embeddings": 256}))
@@ -214,13 +228,13 @@ def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy):
     for command in (["run"], ["live", "--device", "cpu"]):
         out = tmp_path / command[0]
         words = ["--model", str(config), "--gpu", "cpu", "--trace", str(trace), "--closed-sessions", "--policy", policy]
-        words += ["--enable-prefix-caching", "--num-gpu-blocks-override", "64", "--swap-space", "0", "--out", str(out)]
+        words += ["--enable-prefix-caching", "--num-gpu-blocks-override", str(64 * (1 if hit == BLOCKS_HIT else 16))]
+        words += ["--swap-space", "0", "--seed", "3", "--out", str(out)]
         assert kvtwin.main([*command, *words]) == 0, capsys.readouterr().err
         result = json.loads((out / "result.json").read_text())
         assert result["completed"] == 6
         hits.append(result["counters"]["prefix_hit_tokens"])
-    # All but the block that the turn before did not fill: 2 and 5 of 3 and 6 blocks, in each conversation.
-    assert hits == [2 * (2 + 5) * 16] * 2
+    assert hits == [2 * hit] * 2
 
 
 @pytest.mark.parametrize("command", ["live", "validate", "serve"])

@@ -65,9 +65,10 @@ class TieredMemory(PrefixMemory):
         self.cache, self._tells = TellingCache(self.cache.num_chunks, self.scheduler), True
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
-        super().name_blocks(seq, keys)
         access = self._access(seq)
+        known = len(access.keys)
         access.keys = self.keys.extended(access.keys, keys)
+        super().name_blocks(seq, access.keys[known:])
 
     @property
     def num_cached_on_host(self) -> int:
