@@ -81,6 +81,8 @@ MIXES = [
     "sarathi:memory=tiered",
     "sarathi:memory=retained,swap-out-threshold=0.5",
     "vllm-v1:memory=tiered",
+    "vllm-v1:memory=tiered,async-scheduling=true",
+    "vllm-v1:memory=tiered,disk-space=5e-8,disk-block-us=100,async-scheduling=true",
 ]
 
 

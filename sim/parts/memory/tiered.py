@@ -51,8 +51,8 @@ class TieredMemory(PrefixMemory):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if scheduler.batching.schedules_ahead or scheduler.stage.hands_over or scheduler.stage.pulls:
-            raise UserError("memory=tiered: not with --async-scheduling or engines that hand sequences over yet")
+        if scheduler.stage.hands_over or scheduler.stage.pulls:
+            raise UserError("memory=tiered: not with engines that hand sequences over yet")
         scheduler.counters.tiers["host"] = self.tier
 
     def holders(self) -> "Iterable[tuple[Sequence, Tier]]":
