@@ -23,7 +23,8 @@ class VllmV1Options:
         True, "admit a prompt only where all of it fits, not only its first chunk"
     )
     async_scheduling: bool = vllm_option(
-        False, "schedule an iteration while the one before it runs, its tokens not yet known"
+        False,
+        "schedule an iteration while the one before it runs, its host time hidden; vLLM 0.33's default is to do so",
     )
 
     def __post_init__(self) -> None:
