@@ -40,7 +40,7 @@ def overload(result: Result) -> Overload | None:
 
     It grew if, in the second half of the arrivals, more requests joined those waiting for their prefill, or those that
     have not ended, than chance explains. The latter counts only if requests stay for less than a quarter of the
-    arrivals: until then more come than end in any engine.
+    arrivals on average: until then more come than end in any engine.
     """
     if result.errors is UNSET:
         return None
@@ -63,7 +63,7 @@ def overload(result: Result) -> Overload | None:
     num_ended = within(arrival_s + e2el_s)
     noise = NOISE * sqrt(num_arrived)
     early = arrival_s <= first_s + quarter_s
-    is_steady = float(np.median((e2el_s - queue_s)[early])) < quarter_s
+    is_steady = float(np.mean((e2el_s - queue_s)[early])) < quarter_s
     unended = num_arrived - num_ended if is_steady and num_ended < KEPT_UP * num_arrived else 0
     waiting = num_arrived - within(arrival_s + queue_s)
     if max(unended, waiting) <= noise:

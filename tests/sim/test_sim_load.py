@@ -40,6 +40,11 @@ def test_constant_latency_is_no_overload_however_long():
         assert overload(result_of(EVENLY_S, 0, e2el_s)) is None
 
 
+def test_a_few_long_answers_are_no_overload():
+    """Nine of ten end at once; the tenth stays for longer than the arrivals last, so that only more of them come."""
+    assert overload(result_of(np.arange(10_001) / 100.0, 0, np.where(np.arange(10_001) % 10, 1.0, 900.0))) is None
+
+
 def test_a_growing_queue_is_one_even_where_nobody_has_ended():
     assert overload(result_of(EVENLY_S, EVENLY_S, EVENLY_S + 1000.0)).ended_per_s == 0.0
 
