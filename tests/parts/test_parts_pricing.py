@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import linear_machine
 from sim.clock.arrivals import TIE_S
+from sim.cost.forms import LinearCost
 from sim.cost.lanes import restored_s, streamed_s
 from sim.cost.model import LayerTimes
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import load_profile
 from sim.cost.roofline import RooflineCost, projection_flops
-from sim.engine.plan import IterationPlan, Restore, Streamed
+from sim.engine.plan import IterationPlan, Move, Restore, Streamed, Tier
 from sim.engine.sequence import Sequence
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
@@ -293,3 +294,86 @@ def test_a_streamed_jump_is_its_iterations_one_by_one(
     assert lanes.h2d.busy_s == pytest.approx(steps * num_read * block_s)
     assert lanes.d2h.busy_s == pytest.approx(steps * num_written * block_s)
     assert lanes.compute.busy_s == pytest.approx(sum(base + per_token * (context + 3 * i) for i in range(steps)))
+
+
+# -- all-reduces on the PCIe lane ------------------------------------------------------------------------------------
+
+
+class SharingCost(LinearCost):
+    """A prompt token takes 10 ms, of which 2 are its ten all-reduces; a MiB takes 10 ms."""
+
+    def __init__(self) -> None:
+        super().__init__((0.0, 0.01, 0.0), (0.0, 0.0, 0.0), 0.04, 4 << 20)
+        self.all_reduce_on_pcie, self.num_all_reduces = True, 10
+
+    def all_reduce_s(self, num_tokens: int) -> float:
+        return 0.002 * num_tokens
+
+
+def sharing(**options: float) -> tuple[Pricer, Lanes, list[float]]:
+    """Four layers in four groups, of which a block is a MiB; the ends of copies."""
+    lanes, ends = Lanes(), []
+    pricer = Pricer(
+        SharingCost(), lanes, lambda end_s, _: ends.append(end_s), layers=4, num_groups=4, block_bytes=4 << 20,
+        **options,
+    )  # fmt: skip
+    return pricer, lanes, ends
+
+
+def hundred_tokens(blocks_behind: int = 0, blocks_beside: int = 0, decodes: int = 0) -> IterationPlan:
+    """A prompt of 100 tokens; so many blocks of each of its four layers leave behind it, and others beside it."""
+    plan, seq = IterationPlan(), sequence(100)
+    plan.prefill_tokens, plan.num_decodes = 100, decodes
+    if blocks_behind:
+        plan.behind = (Move(seq, (0, 1, 2, 3), 0, 100, Tier.GPU, Tier.HOST, 4 * blocks_behind, 0, True),)
+        plan.behind_groups, plan.behind_blocks = 4, 4 * blocks_behind
+    if blocks_beside:
+        plan.beside = (Move(seq, (0,), 0, 100, Tier.GPU, Tier.HOST, blocks_beside, 0, True),)
+    return plan
+
+
+def test_a_pass_waits_for_half_a_unit_of_a_mib_and_its_copies_for_all_reduces() -> None:
+    """1 s, of which all-reduces take 0.2: copies take 1 / 0.8 as long. Eight MiB take 0.08 s, so that 0.8 all-reduces
+    meet a unit, and wait 5 ms. A layer takes 0.251 s, its copy 0.025: the last ends 0.226 s before the pass's."""
+    pricer, lanes, ends = sharing()
+    assert pricer.step(hundred_tokens(blocks_behind=2), 1.0).end_s == pytest.approx(2.004, rel=1e-12)
+    assert lanes.d2h.busy_s == pytest.approx(0.1, rel=1e-12)
+    assert [lanes.d2h.free_s] == ends == [pytest.approx(2.004 - 0.251 + 0.025, rel=1e-12)]
+
+
+def test_units_of_half_a_mib_are_waited_for_half_as_long() -> None:
+    pricer, _, _ = sharing(copy_unit_bytes=1 << 19)
+    assert pricer.step(hundred_tokens(blocks_behind=2), 1.0).end_s == pytest.approx(2.002, rel=1e-12)
+
+
+def test_every_all_reduce_waits_where_copies_take_longer_than_the_pass() -> None:
+    """320 MiB take 3.2 s, 4 beside all-reduces: 1.05 s of computing, a layer 0.2625, a copy 1. Layers end at 0.2625
+    and 0.525; the third, once the first copy has left its buffer at 1.2625, at 1.525, the fourth at 2.525."""
+    pricer, lanes, ends = sharing()
+    assert pricer.step(hundred_tokens(blocks_behind=80), 1.0).end_s == pytest.approx(3.525, rel=1e-12)
+    assert [lanes.d2h.free_s] == ends == [pytest.approx(1.0 + 0.2625 + 4.0, rel=1e-12)]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tokens_of_decodes_are_all_reduced_too_and_copies_of_every_kind_share(streamed: bool) -> None:
+    """125 tokens of all-reduces take 0.25 s: copies take 4/3. Two MiB take 20 ms: 0.2 all-reduces wait, 5 ms each.
+
+    Streamed, the first of four layers waits for its quarter of 26.67 ms.
+    """
+    pricer, lanes, ends = sharing()
+    plan = hundred_tokens(blocks_beside=0 if streamed else 2, decodes=25)
+    if streamed:
+        plan.streamed = (Streamed(1, 2, 0),)
+    more_s = 0.02 * 4 / 3 / 4 if streamed else 0.0
+    assert pricer.step(plan, 1.0).end_s == pytest.approx(2.001 + more_s, rel=1e-12)
+    lane = lanes.h2d if streamed else lanes.d2h
+    assert lane.busy_s == pytest.approx(0.02 * 4 / 3, rel=1e-12)
+    assert ends == ([] if streamed else [pytest.approx(1.0 + 0.02 * 4 / 3, rel=1e-12)])
+
+
+def test_less_than_a_unit_is_waited_for_as_long_as_it_takes() -> None:
+    """One of four quarters of a MiB: 2.5 ms, of which all-reduces meet 1/400 of ten, and wait 1.25 ms."""
+    lanes = Lanes()
+    pricer = Pricer(SharingCost(), lanes, lambda *_: None, layers=4, num_groups=4, block_bytes=1 << 20)
+    end_s = pricer.step(hundred_tokens(blocks_beside=1), 1.0).end_s
+    assert end_s == pytest.approx(2.0 + 10 * 0.0025 * 0.00125, rel=1e-12)

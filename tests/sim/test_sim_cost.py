@@ -177,12 +177,15 @@ def test_all_reduces_on_the_pcie_lane_stretch_copies_and_wait_for_units_on_their
     assert cost.all_reduce_on_pcie and reduce_s > 0
     num_bytes = 125 * 16 * load_model("yi-34b-200k").kv_bytes_per_token(2)
     copy_s = cost.copy_s(num_bytes, 2 * 60 * 125, Direction.D2H)
-    lanes, seconds = lanes_after("yi-34b-200k", 2, 1 << 20)
-    unit_s = cost.copy_s(1 << 20, 1, Direction.D2H)
-    assert alone_s < seconds <= alone_s + 120 * unit_s / 2
-    assert lanes.d2h.busy_s == pytest.approx(copy_s * seconds / (seconds - reduce_s), rel=0.05)
-    _, finer = lanes_after("yi-34b-200k", 2, 1 << 16)
-    assert alone_s < finer < seconds
+    for unit_bytes in (1 << 20, 1 << 16):
+        lanes, seconds = lanes_after("yi-34b-200k", 2, unit_bytes)
+        pieces = int(num_bytes / unit_bytes)
+        share = cost.copy_s(num_bytes, pieces, Direction.D2H) / alone_s
+        unit_s = cost.copy_s(unit_bytes, 1, Direction.D2H)
+        assert seconds == pytest.approx(alone_s + 120 * share * unit_s / 2, rel=1e-12)
+        assert lanes.d2h.busy_s == pytest.approx(copy_s * alone_s / (alone_s - reduce_s), rel=1e-12)
+        # The last of 60 layers leaves when it is computed.
+        assert lanes.d2h.free_s == pytest.approx(seconds + (lanes.d2h.busy_s - seconds) / 60, rel=1e-4)
 
 
 def test_a_step_that_only_copies_shares_the_lane_with_nobody() -> None:
