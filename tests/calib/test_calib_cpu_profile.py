@@ -23,7 +23,9 @@ CONFIG = {
     "torch_dtype": "float32", "hidden_act": "silu",
 }  # fmt: skip
 MOST_ERROR = 0.2
-"""Of the typical iteration, where two timings agree better than that: the form is a straight line, they are not."""
+"""Of the typical iteration: the form is a straight line, the iterations are not."""
+MOST_APART = 0.1
+"""Between two timings of the typical iteration; a busier machine tells nothing about the form."""
 
 
 def calibrate(folder: Path, model: Path) -> dict[tuple[int, int, int], Sample]:
@@ -52,5 +54,7 @@ def test_the_profile_predicts_iterations_timed_another_time(tmp_path):
     assert len(keys) >= 9
     predicted = dict(zip(keys, predict_s(values, [second[key] for key in keys]), strict=True))
     apart = median(abs(first[key].latency_s / second[key].latency_s - 1) for key in keys)
+    if apart > MOST_APART:
+        pytest.skip(f"two timings of the same iterations are {100 * apart:.0f} % apart: the machine is busy")
     error = median(abs(predicted[key] / second[key].latency_s - 1) for key in keys)
-    assert error <= max(MOST_ERROR, 2 * apart), (error, apart)
+    assert error <= MOST_ERROR, (error, apart)

@@ -104,6 +104,8 @@ class Replay:
     decisions: list[tuple[float, list[int], int]]
     scheduler: Scheduler
     iterations: int
+    preemptions: list[int]
+    """Up to each decision."""
 
 
 def replay(case: Case, *, jump: bool) -> Replay:
@@ -112,11 +114,13 @@ def replay(case: Case, *, jump: bool) -> Replay:
     )
     ended: dict[int, Sequence] = {}
     decisions: list[tuple[float, list[int], int]] = []
+    preemptions: list[int] = []
 
     def observe(plan: IterationPlan, now_s: float, times: StepTimes) -> None:
         chunks = sorted(plan.chunks, key=lambda chunk: chunk.origin is not Origin.ADMITTED)
         order = [chunk.seq for chunk in chunks] + list(plan.decodes)
         decisions.append((now_s, [seq.request.request_id for seq in order], len(chunks)))
+        preemptions.append(engine.scheduler.counters.preemptions)
 
     env = simpy.Environment()
     policy = VllmSwap() if case.swap else VllmRecompute()
@@ -126,14 +130,19 @@ def replay(case: Case, *, jump: bool) -> Replay:
         env, engine, machine.cost, arrivals, Lanes(), layers=1, block_bytes=1.0, jump=jump, observer=observe
     )
     env.run(until=env.process(instance.serve()))
-    return Replay(ended, decisions, engine.scheduler, instance.iterations)
+    return Replay(ended, decisions, engine.scheduler, instance.iterations, preemptions)
 
 
 def check(case: Case) -> None:
     stepped = replay(case, jump=False)
-    for (clock, ids, prefills), (now_s, our_ids, our_prefills) in zip(case.decisions, stepped.decisions, strict=False):
+    # After vLLM has aborted we go on.
+    ours = stepped.decisions if case.aborted_at is None else stepped.decisions[: case.iterations]
+    for (clock, ids, prefills), (now_s, our_ids, our_prefills) in zip(case.decisions, ours, strict=True):
         assert now_s == pytest.approx(clock, abs=TOLERANCE_S)
         assert (our_ids, our_prefills) == (ids, prefills), f"at {clock} s"
+    if case.aborted_at is not None:
+        # The preemption that finds no swap space counts in vLLM.
+        assert stepped.preemptions[case.iterations - 1] == case.preemptions - 1
     for run in (stepped, replay(case, jump=True)):
         check_ends(case, run)
 
@@ -152,6 +161,11 @@ def check_ends(case: Case, run: Replay) -> None:
         assert run.scheduler.counters.preemptions == case.preemptions
         assert run.iterations == case.iterations
     else:
+        reached_s = case.aborted_at + TOLERANCE_S
+        finished = {i for i, seq in run.ended.items() if seq.status is Status.FINISHED and seq.finish_s <= reached_s}
+        assert finished == {i for i, finish_s in enumerate(case.finish) if finish_s is not None}
+        started = {i for i, seq in run.ended.items() if 0.0 < seq.first_token_s <= reached_s}
+        assert started == {i for i, first_s in enumerate(case.first) if first_s is not None}
         # vLLM leaks the host blocks of what it ignores at swap-in; there it may run out where we do not.
         assert run.scheduler.counters.swap_space_exhausted > 0 or any(case.ignored)
 

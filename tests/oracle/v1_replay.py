@@ -170,6 +170,8 @@ def differences(found: Replay, answer: dict, *, stepped: bool = False) -> list[s
     if found.sha256 != answer["decisions_sha256"]:
         wrong.append(f"decisions: {len(found.lines)} steps where vLLM has {answer['iterations']}")
     if stepped and "steps" in answer:
+        if len(found.pools) != len(answer["steps"]):
+            wrong.append(f"{len(found.pools)} steps where vLLM has {len(answer['steps'])}")
         for (_, line, free, evictions), pool in zip(answer["steps"], found.pools, strict=False):
             if pool != (free, evictions):
                 wrong.append(f"free blocks, evictions: {pool} where vLLM has {free}, {evictions} after {line}")

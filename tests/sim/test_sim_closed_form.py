@@ -1,5 +1,6 @@
 """The simulator against results that a formula gives."""
 
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -35,13 +36,15 @@ def test_one_token_requests_one_at_a_time_queue_as_an_m_d_1() -> None:
         generate("fixed", num_prompts=60_000, request_rate=load / service_s, seed=5, input_len=10, output_len=1)
     )
     machine = linear_machine(prefill=(service_s, 0.0, 0.0), swap_s_per_block=0.0)
-    outcome = simulate(VllmRecompute(), arrivals, limits(seqs=1), machine=machine, checked=False)
+    # A budget of one prompt: the usual one would batch what waits.
+    one_each = limits(seqs=1, max_model_len=10, tokens=10)
+    outcome = simulate(VllmRecompute(), arrivals, one_each, machine=machine, checked=False)
     waited = np.frombuffer(outcome.log.queue_s, dtype=np.float32)
-    # One prompt an iteration: the token budget of 4,096 would batch what waits, so give each its own.
-    alone = simulate(
-        VllmRecompute(), arrivals, limits(seqs=1, max_model_len=10, tokens=10), machine=machine, checked=False
-    )  # fmt: skip
-    waited = np.frombuffer(alone.log.queue_s, dtype=np.float32)
+    # Lindley's recursion: who comes waits for what is left of the work before it.
+    expected = [0.0]
+    for before, after in pairwise(request.arrival_s for request in arrivals):
+        expected.append(max(0.0, expected[-1] + service_s - (after - before)))
+    np.testing.assert_allclose(waited, expected, rtol=1e-6, atol=1e-6)
     assert waited.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.04)
 
 

@@ -229,12 +229,24 @@ def test_the_forecast_offloads_half_and_then_all_of_the_latest_parked() -> None:
 
 
 def test_streaming_pays_the_link_every_step() -> None:
+    """Prompts take 5 ms, decodes 20, a layer's block 1. Two layers of two blocks stay on the host, and never come back.
+
+    The second prompt is computed from 25 ms to 30; the next step goes without it, as its layers are yet on their way.
+    Its three decodes read four blocks and write two: 5 + 1 + 0.5 ms for one layer, then 5 for each of the other three.
+    """
+    machine = linear_machine(prefill=(0.005, 0.0, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.004)
     arrivals = requests((0.0, 130, 12), (0.01, 30, 4))
-    promoted = simulate(LayerKV(), arrivals, limits(gpu=10))
-    streamed = simulate(LayerKV(decode="stream"), arrivals, limits(gpu=10))
-    assert streamed.scheduler.counters.policy["streamed_sequences"] >= 1
-    assert streamed.by_id()[1].finish_s < promoted.by_id()[1].finish_s
-    assert streamed.lanes.h2d.busy_s > promoted.lanes.h2d.busy_s
+    outcome = simulate(LayerKV(decode="stream"), arrivals, limits(gpu=12), machine=machine)
+    first, second = (outcome.by_id()[i] for i in (0, 1))
+    assert (first.first_token_s, second.first_token_s) == pytest.approx((0.005, 0.030))
+    assert second.finish_s == pytest.approx(0.050 + 3 * 0.0215)
+    assert first.finish_s == pytest.approx(0.1145 + 6 * 0.020)
+    assert outcome.lanes.h2d.busy_s == pytest.approx(3 * 0.004)
+    assert outcome.lanes.d2h.busy_s == pytest.approx(0.004 + 3 * 0.002)
+    counters = {name: count for name, count in outcome.scheduler.counters.policy.items() if count}
+    assert counters == {
+        "parked": 1, "prefills_offloaded": 1, "offloaded_at_prefill_layer_blocks": 4, "streamed_sequences": 1
+    }  # fmt: skip
 
 
 def test_nobody_forecasts_with_one_who_was_dropped_since() -> None:
