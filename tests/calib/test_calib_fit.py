@@ -678,6 +678,16 @@ def test_no_prompts_and_decodes_at_all_are_refused(samples, tmp_path):
         fitted(samples, tmp_path)
 
 
+def test_heads_are_neither_prompts_nor_in_the_range_of_their_tokens(tmp_path):
+    """The LM head has one new token a row: many rows are no long prompt."""
+    decodes = [s for s in shapes() if s.is_decode]
+    heads = [Sample(op="lm_head", latency_s=1.0, model="llama-2-7b", new_tokens=1, batch_size=b) for b in (1, 64, 9000)]
+    with pytest.raises(UserError, match="prompts by tokens: none, needed are 3"):
+        fitted(planted([*decodes, *heads]), tmp_path)
+    covered = fitted(planted([*shapes(), *heads]), tmp_path).profile.range
+    assert (covered.tokens, covered.batch) == ((16, 8192), (1, 256))
+
+
 def test_a_rate_that_no_time_depends_on_is_refused(tmp_path):
     """Prompts of 2 to 8 tokens wait for weights whatever the FLOP/s: any value fits, so none is given."""
     samples = noisy(planted(shapes(("llama-2-7b",), prompts=(2, 4, 8), batches=(1, 4, 16))))

@@ -127,6 +127,27 @@ def test_several_tokens_an_iteration_after_one_that_left_somebody_out() -> None:
     assert [batch.num_generated_of(seq) for seq in seqs] == [6, 5]
 
 
+def test_who_was_left_out_has_one_long_gap_the_others_short_ones() -> None:
+    """Two, then three, of the three members have a token at 0.4, 0.7 and 1.2 s; the last waits for 1.2 s."""
+    batch, gaps = logged()
+    seqs = [member(batch, i, 5, 9) for i in range(3)]
+    batch.advance_some(seqs[:2], 0.4)
+    assert list(batch.members) == [seqs[2], *seqs[:2]]
+    batch.advance_some(seqs[:1], 0.7)
+    batch.advance(StepTimes(1, 1.2, 0.0, 0.0, 1.2, 1))
+    found = gaps.statistics((0.0, 100.0))
+    assert found is not None
+    each = [0.4, 0.4, 0.3, 0.5, 0.8, 1.2]
+    assert (found.count, found.mean, found.std) == pytest.approx((6, np.mean(each), np.std(each)))
+    assert found.percentiles == pytest.approx({0.0: 0.3, 100.0: 1.2})
+    # Nobody is late any more.
+    batch.advance(StepTimes(1, 1.3, 0.0, 0.0, 1.3, 1))
+    found = gaps.statistics((0.0,))
+    assert found is not None
+    assert (found.count, found.percentiles[0.0]) == pytest.approx((9, 0.1))
+    assert [batch.num_generated_of(seq) for seq in seqs] == [5, 4, 3]
+
+
 def test_a_plan_may_end_with_a_member_but_not_go_past_it() -> None:
     batch, _ = logged()
     seq = member(batch, 0, 3, 5)

@@ -1,0 +1,106 @@
+"""The real clock's loop without anything real: when failures are reported, and what counts as an iteration."""
+
+import pytest
+
+from gpu_runtime.driver import LiveInstance
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.held import Held
+from gpu_runtime.kv.placement import Placement
+from kvtwin.testing import build_engine, limits, linear_machine, requests
+from kvtwin.testing.pretended import PretendedDevice
+from sim.clock.arrivals import Arrivals
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+from sim.systems.vllm055 import VllmRecompute
+
+
+class Failing(PretendedDevice):
+    """Says that requests failed when it is next asked, but for the first `asked` times."""
+
+    def __init__(self, *words, asked=0):
+        super().__init__(*words)
+        self.broken, self.asked, self.executed = [], asked, 0
+
+    def failures(self):
+        if self.asked:
+            self.asked -= 1
+            return []
+        found, self.broken = self.broken, []
+        return found
+
+    def execute(self, plan):
+        self.executed += 1
+        return super().execute(plan)
+
+
+class Hearing(LiveInstance):
+    """Breaks who arrives."""
+
+    def _add(self, request):
+        seq = super()._add(request)
+        if request.request_id in self.device.fails:
+            self.device.broken.append((seq, "the link is down"))
+        return seq
+
+
+def serve(rows, broken=(), *, asked=0):
+    """Who ended, the instance, and its device, which fails the requests `broken` after it was `asked` so often."""
+    ended = []
+    machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0))
+    engine = build_engine(VllmRecompute(), limits(seqs=1), machine, ended.append)
+    device = Failing(machine, engine.scheduler, asked=asked)
+    device.fails = broken
+    instance = Hearing(engine, device, Arrivals(requests(*rows)))
+    instance.serve()
+    return {seq.request.request_id: seq for seq in ended}, instance, device
+
+
+def test_iterations_are_counted_one_by_one_and_the_last_release_is_none():
+    ended, instance, device = serve([(0.0, 10, 4), (0.0, 10, 3)])
+    assert instance.iterations == 7
+    assert device.executed == instance.iterations + 1
+    assert [ended[i].finish_s for i in (0, 1)] == pytest.approx([0.4, 0.7])
+
+
+def test_what_fails_before_the_first_plan_is_in_none():
+    ended, instance, _ = serve([(0.0, 10, 4)], broken=(0,))
+    assert instance.iterations == 0
+    assert ended[0].error == "failed: the link is down"
+
+
+@pytest.mark.parametrize(("asked", "iterations"), [(0, 3), (1, 4), (2, 5), (3, 5)])
+def test_a_failure_is_heard_of_before_a_plan_and_after_it(asked, iterations):
+    """Who waits never runs. Who runs ends with the first or second iteration; the other request takes three."""
+    ended, instance, _ = serve([(0.0, 10, 4), (0.0, 10, 3)], broken=(0,), asked=asked)
+    assert ended[0].error and not ended[1].error
+    assert instance.iterations == iterations
+
+
+def placement():
+    return Placement(BlockIds(4), BlockIds(4), num_groups=1, block_tokens=4)
+
+
+def sequences():
+    return [Sequence(request) for request in requests((0.0, 4, 1), (0.0, 4, 1))]
+
+
+@pytest.mark.parametrize(("tier", "ids"), [("gpu", [1]), ("host", [1])])
+def test_a_block_that_two_hold_and_one_took_is_found(tier, ids):
+    found = placement()
+    for seq in sequences():
+        found.held[seq] = Held(**{tier: {0: ids}})
+    found.gpu.allocate(2)
+    with pytest.raises(InvariantError, match=rf"^{tier} blocks \[1(, 1)?\] are held by more or fewer"):
+        found.check()
+
+
+def test_a_block_that_two_share_is_none():
+    found = placement()
+    ids = found.gpu.allocate(2)
+    for seq in sequences():
+        found.held[seq] = Held(gpu={0: ids})
+    found.gpu.share(ids)
+    found.check()
+    found.gpu.free(ids)
+    with pytest.raises(InvariantError, match="gpu blocks"):
+        found.check()
