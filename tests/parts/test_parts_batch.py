@@ -134,6 +134,7 @@ def test_who_was_left_out_has_one_long_gap_the_others_short_ones() -> None:
     batch.advance_some(seqs[:2], 0.4)
     assert list(batch.members) == [seqs[2], *seqs[:2]]
     batch.advance_some(seqs[:1], 0.7)
+    assert [batch.last_token_s_of(seq) for seq in seqs] == [0.7, 0.4, 0.0]
     batch.advance(StepTimes(1, 1.2, 0.0, 0.0, 1.2, 1))
     found = gaps.statistics((0.0, 100.0))
     assert found is not None

@@ -1,10 +1,12 @@
 """The simulator against results that a formula gives."""
 
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf, nextafter
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtwin.testing import DECODE, PREFILL, limits, linear_machine, requests, roofline_machine, simulate
 from sim.cost.forms import LinearCost, build_cost
@@ -119,6 +121,22 @@ def test_steps_until_is_the_first_boundary_at_or_after_the_target(first_s: float
         steps = steps_until(target, first_s, slope_s, 500)
         assert run_s(first_s, slope_s, steps) >= target or steps == 500
         assert steps == 1 or run_s(first_s, slope_s, steps - 1) < target
+
+
+@settings(max_examples=300)
+@given(
+    first_s=st.sampled_from([1e-4, 0.02, 0.5]),
+    slope_s=st.sampled_from([0.0, 1e-12, 1e-9, 1e-6, 0.01]),
+    steps=st.integers(1, 499),
+)
+def test_an_end_that_is_the_target_counts_and_a_hair_before_it_does_not(
+    first_s: float, slope_s: float, steps: int
+) -> None:
+    end_s = run_s(first_s, slope_s, steps)
+    assert steps_until(end_s, first_s, slope_s, 500) == steps
+    assert steps_until(nextafter(end_s, inf), first_s, slope_s, 500) == steps + 1
+    assert steps_until(nextafter(end_s, inf), first_s, slope_s, steps) == steps
+    assert steps_until(1.0, 0.0, 0.0, steps) == steps
 
 
 def test_linear_cost_matches_its_definition() -> None:
