@@ -219,12 +219,13 @@ class Runner:
             self._usual_s[test] = time.monotonic() - began_s if is_good else None
         return self._usual_s[test]
 
-    def try_out(self, fault: Fault, tests: list[str], most: int) -> tuple[str | None, int]:
-        """Which of the nearest `most` test files that pass without the fault noticed it, and how many ran."""
-        ran = 0
+    def try_out(self, fault: Fault, tests: list[str], most: int) -> tuple[str | None, int, list[str]]:
+        """Which of the nearest `most` test files noticed the fault, how many ran, and which nearer ones cannot tell."""
+        ran, left_out = 0, []
         for test in tests:
             usual_s = self.usual_s(test)
             if usual_s is None:
+                left_out.append(test)
                 continue
             target = self.tree / fault.path
             text = target.read_text()
@@ -235,10 +236,10 @@ class Runner:
                 target.write_text(text)
             ran += 1
             if end != "passed":
-                return f"{test} ({end})", ran
+                return f"{test} ({end})", ran, left_out
             if ran == most:
                 break
-        return None, ran
+        return None, ran, left_out
 
 
 def main() -> None:
@@ -247,7 +248,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="faults to draw (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--files", type=int, default=8, help="nearest test files to run over each (default: 8)")
-    parser.add_argument("--most-seconds", type=float, default=60.0, help="slower test files are left out (default: 60)")
+    parser.add_argument(
+        "--most-seconds", type=float, default=300.0, help="slower test files are left out (default: 300)"
+    )
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="the journal (default: mutants.jsonl)")
     arguments = parser.parse_args()
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
@@ -264,14 +267,15 @@ def main() -> None:
         runner = Runner(copy_tree(files, Path(folder)), arguments.most_seconds)
         for fault in track(drawn, "faults"):
             if fault.name not in known:
-                by, ran = runner.try_out(fault, nearest[fault.path], arguments.files)
-                known[fault.name] = {"fault": fault.name, "caught_by": by, "files": ran}
+                by, ran, left_out = runner.try_out(fault, nearest[fault.path], arguments.files)
+                known[fault.name] = {"fault": fault.name, "caught_by": by, "files": ran, "left_out": left_out}
                 with arguments.out.open("a") as journal:
                     journal.write(json.dumps(known[fault.name]) + "\n")
     rows = [known[fault.name] for fault in drawn]
     missed = [row for row in rows if row["caught_by"] is None]
     for row in missed:
-        print(f"missed by {row['files']} test files, or without effect: {row['fault']}")
+        unasked = f" ({', '.join(row['left_out'])}: slow, or failing without it)" if row["left_out"] else ""
+        print(f"missed by {row['files']} test files, or without effect: {row['fault']}{unasked}")
     print(
         f"{len(rows) - len(missed)} of {len(rows)} faults caught, drawn from {len(faults)} with seed {arguments.seed}"
     )

@@ -74,9 +74,9 @@ def test_what_the_test_notices_is_caught_and_the_tree_is_whole_again(small, tmp_
     runner = mutants.Runner(tree, 60.0)
     faults = {fault.text: fault for fault in mutants.faults_of("sim/half.py")}
     ends = {text: runner.try_out(faults[text], nearest["sim/half.py"], 1) for text in ("n / 2 -> n * 2", "3 -> 4")}
-    assert ends == dict.fromkeys(ends, ("tests/test_half.py (failed)", 1))
+    assert ends == dict.fromkeys(ends, ("tests/test_half.py (failed)", 1, []))
     # Nobody asks for the default.
-    assert runner.try_out(faults["5 -> 6"], nearest["sim/half.py"], 1) == (None, 1)
+    assert runner.try_out(faults["5 -> 6"], nearest["sim/half.py"], 1) == (None, 1, [])
     assert (tree / "sim/half.py").read_text() == SOURCE
 
 
@@ -84,7 +84,11 @@ def test_a_test_that_fails_without_a_fault_notices_none(small, tmp_path_factory)
     (small / "tests/test_half.py").write_text(TEST.format(refused=3))
     files = ["sim/half.py", "tests/test_half.py"]
     runner = mutants.Runner(mutants.copy_tree(files, tmp_path_factory.mktemp("copy")), 60.0)
-    assert runner.try_out(mutants.faults_of("sim/half.py")[0], ["tests/test_half.py"], 1) == (None, 0)
+    assert runner.try_out(mutants.faults_of("sim/half.py")[0], ["tests/test_half.py"], 1) == (
+        None,
+        0,
+        ["tests/test_half.py"],
+    )
 
 
 def test_presets_that_are_imported_by_name_have_nearest_tests():
