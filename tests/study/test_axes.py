@@ -58,6 +58,13 @@ def test_random_draws_are_within_their_range_and_repeatable():
     assert found.drawn == ("request_rate", "max_num_seqs", "seed")
 
 
+def test_a_linear_draw_is_even_between_its_ends():
+    found = study("[sweep.random]\nsamples = 50\nrequest-rate = { linear = [90, 100] }")
+    rates = [point["request_rate"] for point in found.points]
+    assert 90 <= min(rates) < 92 and 98 < max(rates) <= 100
+    assert 15 <= sum(rate < 95 for rate in rates) <= 35
+
+
 def test_repeats_move_the_seed_and_changed_constants_join_the_profile():
     found = study(
         'seed = 5\nprofile = "l20-derived:beta=2"\n[sweep]\nrepeats = 2\n[sweep.grid]\nprofile-pcie-bytes-per-s = [5e9]'
