@@ -20,12 +20,13 @@ from sim.errors import InvariantError
 from sim.parts.base import Memory
 from sim.parts.memory.block_cache import BlockCache, CachedBlock, chained
 from sim.parts.memory.block_keys import BlockKeys
+from sim.parts.memory.caching import CachingMemory
 from sim.parts.memory.hybrid_table import NOT_DUE, NOTHING, Match, Table
-from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
+from sim.parts.memory.paged import ALL_LAYERS
 from sim.parts.memory.prefix import CachingPool
 
 
-class HybridMemory(PagedMemory):
+class HybridMemory(CachingMemory):
     """Pool blocks are those of one group; `unit` is a whole block's, one for each group."""
 
     can_swap = False
@@ -130,16 +131,6 @@ class HybridMemory(PagedMemory):
         windowed = max(0, min(blocks, self._most_in_window) - match.num_blocks)
         full = blocks - match.num_blocks
         return max(wanted, len(self._full) * full + len(self._windowed) * windowed + match.num_idle)
-
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
-
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        self.place_chunk(seq, seq.num_tokens)
-
-    def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        self.take(seq, num_tokens)
-        self.count_hits(seq, seq.num_computed)
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
         match, table = self._match(seq), self._table(seq)

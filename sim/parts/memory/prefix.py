@@ -12,6 +12,7 @@ from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, make_place, make_release
 from sim.engine.sequence import Sequence
 from sim.parts.memory.block_keys import BlockKeys
+from sim.parts.memory.caching import CachingMemory
 from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
 from sim.parts.memory.prefix_index import Holding, Match, PrefixIndex
 
@@ -48,7 +49,7 @@ class CachingPool(BlockPool):
             self.index.evict(self.index.num_idle - self.free)
 
 
-class PrefixMemory(PagedMemory):
+class PrefixMemory(CachingMemory):
     """Blocks on demand, shared where prefixes are."""
 
     can_swap = False
@@ -119,24 +120,14 @@ class PrefixMemory(PagedMemory):
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
-
     def fits_received(self, seq: Sequence, keep_free: int) -> bool:
         # All of it is sent, whatever could be hit.
         return PagedMemory.fits(self, seq, keep_free)
-
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        self.place_chunk(seq, seq.num_tokens)
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         match, blocks = self._match(seq), -(-num_tokens // self.block_size)
         # Idle hits are free blocks as well, until they are taken.
         return blocks - match.num_blocks + match.num_idle
-
-    def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        self.take(seq, num_tokens)
-        self.count_hits(seq, seq.num_computed)
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
         match = self._match(seq)

@@ -14,7 +14,8 @@ from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, make_place, make_release
 from sim.engine.sequence import Sequence
 from sim.parts.memory.block_keys import BlockKeys
-from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
+from sim.parts.memory.caching import CachingMemory
+from sim.parts.memory.paged import ALL_LAYERS
 from sim.parts.memory.prefix_index import Keys
 from sim.parts.memory.radix_tree import Node, RadixTree
 
@@ -63,7 +64,7 @@ class Prefix:
         """Of the tree, when it was looked up."""
 
 
-class RadixMemory(PagedMemory):
+class RadixMemory(CachingMemory):
     """Blocks on demand, shared through a radix tree."""
 
     can_swap = False
@@ -133,12 +134,6 @@ class RadixMemory(PagedMemory):
         return self.tree.num_idle_until(self.match(seq).node)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
-
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
-
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        self.place_chunk(seq, seq.num_tokens)
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         return self.blocks_holding(num_tokens) - self.match(seq).num_blocks + self.num_idle_hits(seq)

@@ -14,7 +14,8 @@ from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, Move, Origin, PrefillChunk, Release, StepTimes, Streamed, Tier, make_place
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
+from sim.parts.memory.caching import CachingMemory
+from sim.parts.memory.paged import ALL_LAYERS
 from sim.parts.memory.prefix import CachingPool
 from sim.parts.memory.retained_chunks import DIRTY, Chunk, ChunkStore
 from sim.parts.offload.block_chain import FIRST_PRIVATE_KEY, BlockChain
@@ -38,7 +39,7 @@ class Found(NamedTuple):
 NOTHING = Found((), (), 0)
 
 
-class RetentionMemory(PagedMemory):
+class RetentionMemory(CachingMemory):
     """Blocks on demand; those of a conversation outlive its turns one by one."""
 
     can_swap = False
@@ -127,16 +128,6 @@ class RetentionMemory(PagedMemory):
         return [*found, (begin, seq.num_tokens)]
 
     # -- prompts -----------------------------------------------------------------------------------------------------
-
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
-
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        self.place_chunk(seq, seq.num_tokens)
-
-    def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        self.take(seq, num_tokens)
-        self.count_hits(seq, seq.num_computed)
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         found = self._find(seq)
