@@ -473,16 +473,16 @@ def _write(report: "FitReport", out: Path) -> int:
     from sim.results.figures.style import save_figure  # noqa: PLC0415
 
     profile = report.profile
-    print(f"\n{constants_table(report)}\n\n{errors_table(report)}\n")
-    if report.papers:
-        print(f"The papers' constants:\n{papers_table(report)}\n")
-    if report.carried:
-        print(f"not measured, carried over: {', '.join(report.carried)}", file=sys.stderr)
-    files: dict[str, Callable[[Any], object]] = {
-        f"{profile.name}.json": lambda file: file.write(profile.to_json()),
-        f"{profile.name}.md": lambda file: file.write(fit_markdown(report).encode()),
-    }
     with owning(out):
+        print(f"\n{constants_table(report)}\n\n{errors_table(report)}\n")
+        if report.papers:
+            print(f"The papers' constants:\n{papers_table(report)}\n")
+        if report.carried:
+            print(f"not measured, carried over: {', '.join(report.carried)}", file=sys.stderr)
+        files: dict[str, Callable[[Any], object]] = {
+            f"{profile.name}.json": lambda file: file.write(profile.to_json()),
+            f"{profile.name}.md": lambda file: file.write(fit_markdown(report).encode()),
+        }
         for file_name, write in files.items():
             write_atomically(out / file_name, write)
             print(f"wrote {out / file_name}")
