@@ -72,8 +72,9 @@ class Placement:
         `settle` waits for the copies of a sequence, which is about to give its blocks back.
         """
         copies: list[BlockCopy] = []
-        # A radix tree evicts once a step, for all that the step has given out (`RadixPool.settle`).
-        self.gpu.borrows = any(type(change) is Evict for change in plan.changes)
+        # A radix tree evicts once a step, for all that the step has given out (`RadixPool.settle`), less own copies
+        # of what somebody computes in the same step.
+        self.gpu.borrows = any(type(change) in (Evict, Adopt) for change in plan.changes)
         for change in plan.changes:
             match change:
                 case Place():

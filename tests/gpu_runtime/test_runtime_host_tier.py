@@ -10,21 +10,18 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime_turns import converse
 from runtime_variants import TIERED, policy_of
 
 from gpu_runtime.device import TorchDevice
-from gpu_runtime.driver import LiveInstance
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.hosted_blocks import HostedBlocks
 from gpu_runtime.kv.placement import Placement
 from gpu_runtime.layer_pass import LayerPass
-from gpu_runtime.trace_prompts import TracePrompts
 from kvtwin.testing import live, requests
-from kvtwin.testing.engines import build_engine, linear_machine
-from kvtwin.testing.live import ALIKE, SMALL, alike, continuation, tight_limits
-from sim.clock.closed_loop import ClosedLoop
+from kvtwin.testing.live import ALIKE, SMALL, alike, tight_limits
 from sim.engine.plan import Direction, Drop, IterationPlan, Load, Move, Place, Release, Share, Store, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
@@ -127,35 +124,15 @@ def turns():
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize("variant", TIERED)
 def test_the_next_turn_loads_what_was_really_said(variant):
-    policy, prompts = policy_of(variant), TracePrompts(SMALL.vocab_size, 0)
-    limit, ended, said, asked = tight_limits(policy, gpu=17, host=40), [], {}, {}
-    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=SMALL.num_layers), ended.append)
-
-    def hear(seq, token, time_s):
-        said.setdefault(seq.request.request_id, []).append(token)
-        prompts.hear(seq, token, time_s)
-
-    def prompt_of(request):
-        asked[request.request_id] = prompts(request)
-        return asked[request.request_id]
-
-    device = live.build_device(engine.scheduler, prompt_of=prompt_of, on_token=hear)
-    loop = ClosedLoop(turns(), by_session=True)
-    device.start()
-    with torch.inference_mode():
-        LiveInstance(engine, device, loop, ended=loop.ended).serve()
-    device.close()
-    live.check_nothing_held(device)
-    assert asked[2][:22] == asked[0] + said[0]
-    for request in turns():
-        number = request.request_id
-        assert tuple(said[number]) == continuation(tuple(asked[number]), request.output_tokens)
+    policy = policy_of(variant)
+    held = converse(policy, tight_limits(policy, gpu=17, host=40), turns())
+    assert held.asked[2][:22] == held.asked[0] + held.said[0]
     # 21 of the first turn's 22 tokens have KV: five blocks, of prompt and answer. The other has left one on the GPU
     # at most: it took 15 of 17 blocks.
-    assert {seq.request.request_id: seq.num_cached_tokens for seq in ended}[2] == 20
-    assert 12 <= engine.scheduler.counters.tiers["host"].hit_tokens <= 20
+    assert {seq.request.request_id: seq.num_cached_tokens for seq in held.ended}[2] == 20
+    assert 12 <= held.engine.scheduler.counters.tiers["host"].hit_tokens <= 20
     # Of 59 tokens with KV the other has saved 14 blocks, the second turn of 30 the two that were new.
-    assert device.placement.hosted.num_blocks == 5 + 14 + 2
+    assert held.device.placement.hosted.num_blocks == 5 + 14 + 2
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -8,20 +8,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
+from runtime_turns import converse
 from runtime_variants import TREES, policy_of
 
 from gpu_runtime.block_hashes import hash_blocks
-from gpu_runtime.driver import LiveInstance
 from gpu_runtime.kv.stored import FLOAT8
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.trace_prompts import TracePrompts
 from kvtwin.testing import live, requests, simulate
-from kvtwin.testing.engines import build_engine, linear_machine
-from kvtwin.testing.live import ALIKE, alike, continuation, tight_limits
-from sim.clock.closed_loop import ClosedLoop
+from kvtwin.testing.live import ALIKE, alike, tight_limits
 from sim.engine.sequence import Sequence
 from traces.request import Request
 
@@ -61,6 +59,14 @@ ROWS = st.lists(
 @given(
     rows=ROWS, gpu=st.integers(17, 40), seqs=st.sampled_from([2, 5]), chunked=st.booleans(), kinds=st.integers(1, 3),
     common=st.integers(1, 8),
+)  # fmt: skip
+@example(
+    # At 26 blocks two start in a step with the same block, and one of them gives its own back in it.
+    rows=[
+        (0.0, 4, 21), (0.0, 5, 2), (0.0, 25, 11), (0.0, 26, 22), (0.0, 28, 1), (0.01, 16, 20), (0.01, 23, 13),
+        (0.02, 5, 2), (0.02, 20, 8),
+    ],
+    gpu=26, seqs=5, chunked=True, kinds=2, common=5,
 )  # fmt: skip
 def test_no_workload_finds_a_token_that_a_cache_changes(variant, rows, gpu, seqs, chunked, kinds, common):
     policy = policy_of(variant)
@@ -133,30 +139,12 @@ def turns():
 @pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute"])
 @pytest.mark.parametrize("caches", [False, True])
 def test_the_next_turn_goes_on_from_what_was_really_said(variant, caches):
-    policy, prompts = policy_of(variant), TracePrompts(SMALL.vocab_size, 0)
-    limit, ended, said, asked = limits_of(policy, caches=caches, gpu=60), [], {}, {}
-    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=SMALL.num_layers), ended.append)
-
-    def hear(seq, token, time_s):
-        said.setdefault(seq.request.request_id, []).append(token)
-        prompts.hear(seq, token, time_s)
-
-    def prompt_of(request):
-        asked[request.request_id] = prompts(request)
-        return asked[request.request_id]
-
-    device = live.build_device(engine.scheduler, prompt_of=prompt_of, on_token=hear)
-    loop = ClosedLoop(turns(), by_session=True)
-    device.start()
-    with torch.inference_mode():
-        LiveInstance(engine, device, loop, ended=loop.ended).serve()
-    device.close()
-    live.check_nothing_held(device)
+    policy = policy_of(variant)
+    held = converse(policy, limits_of(policy, caches=caches, gpu=60), turns())
     # Of the answer's twelve tokens the second prompt names all; two more are its own.
-    assert asked[1][:22] == asked[0] + said[0]
-    assert [tuple(said[i]) for i in (0, 1)] == [continuation(tuple(asked[i]), turns()[i].output_tokens) for i in (0, 1)]
+    assert held.asked[1][:22] == held.asked[0] + held.said[0]
     # 21 of the first turn's 22 tokens have KV: five blocks.
-    assert ended[1].num_cached_tokens == (20 if caches else 0)
+    assert held.ended[1].num_cached_tokens == (20 if caches else 0)
 
 
 def test_prompts_hold_the_same_tokens_where_they_have_the_same_names():

@@ -10,18 +10,16 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime_turns import converse
 from runtime_variants import TREES, policy_of
 from test_runtime_prefix_ids import ALIKE as NAMED
 from test_runtime_prefix_ids import Facts, Followed, arrivals_of
 
-from gpu_runtime.driver import LiveInstance
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
-from gpu_runtime.trace_prompts import TracePrompts
 from kvtwin.testing import live, requests
 from kvtwin.testing.conformance import limits_of
-from kvtwin.testing.engines import build_engine, limits, linear_machine, simulate
-from kvtwin.testing.live import ALIKE, SMALL, alike, continuation, tight_limits
-from sim.clock.closed_loop import ClosedLoop
+from kvtwin.testing.engines import limits, simulate
+from kvtwin.testing.live import ALIKE, alike, tight_limits
 from sim.engine.plan import Adopt, Evict, Hit, Keep, Place, Release, Split
 from traces.request import Request
 
@@ -70,28 +68,11 @@ def test_no_workload_finds_a_token_that_a_tree_of_tokens_changes(rows, gpu, seqs
 def test_the_next_turn_hits_the_answer_to_the_token():
     ids = tuple(range(50, 57))
     turns = [Request(0, 0.0, 10, 12, "s", ids[:3], 4, ids[3:6]), Request(1, 0.0, 26, 5, "s", ids, 4, ())]
-    policy, prompts, ended, said, asked = policy_of("radix"), TracePrompts(SMALL.vocab_size, 0), [], {}, {}
-    limit = token_limits(policy, gpu=80)
-    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=SMALL.num_layers), ended.append)
-
-    def hear(seq, token, time_s):
-        said.setdefault(seq.request.request_id, []).append(token)
-        prompts.hear(seq, token, time_s)
-
-    def prompt_of(request):
-        asked[request.request_id] = prompts(request)
-        return asked[request.request_id]
-
-    device = live.build_device(engine.scheduler, prompt_of=prompt_of, on_token=hear)
-    loop = ClosedLoop(turns, by_session=True)
-    device.start()
-    with torch.inference_mode():
-        LiveInstance(engine, device, loop, ended=loop.ended).serve()
-    device.close()
-    live.check_nothing_held(device)
+    policy = policy_of("radix")
+    held = converse(policy, token_limits(policy, gpu=80), turns)
     # Of 22 tokens the last has no KV.
-    assert ended[1].num_cached_tokens == 21
-    assert [tuple(said[i]) for i in (0, 1)] == [continuation(tuple(asked[i]), turns[i].output_tokens) for i in (0, 1)]
+    assert held.ended[1].num_cached_tokens == 21
+    assert held.asked[1][:22] == held.asked[0] + held.said[0]
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
