@@ -63,8 +63,8 @@ class GapCollector:
     def _fold(self) -> None:
         values, weights = self._expanded()
         self._count += int(weights.sum())
-        self._sum += float(values @ weights)
-        self._sum_squares += float((values * values) @ weights)
+        self._sum += float((values * weights).sum())
+        self._sum_squares += float((values * values * weights).sum())
         bins = np.floor(np.log(np.maximum(values, 1e-12)) / np.log(BIN_RATIO)).astype(np.int64)
         keys, inverse = np.unique(bins, return_inverse=True)
         for key, weight in zip(keys.tolist(), np.bincount(inverse, weights).tolist(), strict=True):
@@ -76,7 +76,7 @@ class GapCollector:
         exact = not self._bins
         if exact:
             values, weights = self._expanded()
-            count, total = int(weights.sum()), float(values @ weights)
+            count, total = int(weights.sum()), float((values * weights).sum())
         else:
             self._fold()
             keys = np.array(sorted(self._bins))
@@ -87,7 +87,7 @@ class GapCollector:
             return None
         mean = total / count
         if exact:
-            variance = float((values - mean) ** 2 @ weights) / count
+            variance = float(((values - mean) ** 2 * weights).sum()) / count
         else:
             variance = max(0.0, self._sum_squares / count - mean * mean)
         return GapStatistics(count, mean, sqrt(variance), weighted_percentiles(values, weights, percentiles), exact)

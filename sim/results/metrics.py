@@ -265,7 +265,7 @@ def _std(values: NDArray[np.floating], mean: float) -> float:
     total = 0.0
     for start in range(0, len(values), STD_PIECE):
         piece = values[start : start + STD_PIECE].astype(np.float64) - mean
-        total += float(piece @ piece)
+        total += float((piece * piece).sum())
     return sqrt(total / len(values))
 
 
