@@ -16,6 +16,7 @@ from sim.errors import UserError
 from sim.files import read_text, write_atomically
 from sim.option_values import convert, flag, option_fields
 from sim.policy_options import all_policy_options, owned_option
+from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_help, takers
 
 Options = TypeVar("Options")
 
@@ -35,7 +36,7 @@ class Scenario:
     trace_format: str | None = _flag(None, "format of --trace, where it cannot be told from the file", "NAME")
     time_unit: str | None = _flag(None, "unit of the trace's timestamps, where the format leaves it open", "UNIT")
     hash_block_tokens: int | None = _flag(
-        None, "tokens of a block of the trace's hash ids (Mooncake: 512, Bailian: 16)", "N"
+        None, "tokens of a block of the trace's hash ids (Mooncake: 512, Bailian: 16; --workload sessions: 16)", "N"
     )
     zero_tokens: Literal["error", "drop", "one"] | None = _flag(
         None, "rows of the trace with 0 prompt or output tokens: refuse (the default), drop, or read as 1 token"
@@ -45,11 +46,7 @@ class Scenario:
     )
     default_prompt_tokens: int | None = _flag(None, "length of the trace's prompts that have none", "N")
     default_output_tokens: int | None = _flag(None, "length of the trace's outputs that have none", "N")
-    workload: str | None = _flag(
-        None,
-        "generated traffic instead of a trace: sharegpt, azure-conv-2023, fixed, uniform, ramp, burst, sessions",
-        "NAME",
-    )
+    workload: str | None = _flag(None, f"generated traffic instead of a trace: {', '.join(WORKLOADS)}", "NAME")
     num_prompts: int | None = _flag(None, "requests to take (trace: all, workload: 1000)", "N")
     request_rate: float | None = _flag(None, "requests/s; with --trace replaces its arrival times", "R")
     burstiness: float = _flag(1.0, "gamma shape of the arrivals of --request-rate; 1 is Poisson, less is burstier", "B")
@@ -57,8 +54,18 @@ class Scenario:
     clip: int | None = _flag(
         None, "cut requests to this context length: output up to half of it, then the prompt", "TOKENS"
     )
-    input_len: int | None = _flag(None, "prompt tokens of workloads that take a length", "N")
-    output_len: int | None = _flag(None, "output tokens of workloads that take a length", "N")
+    input_len: int | None = _flag(None, "prompt tokens of the workload: of each request, or their mean", "N")
+    output_len: int | None = _flag(None, "output tokens of the workload, likewise", "N")
+    range_ratio: float | None = _flag(None, option_help("range_ratio"), "X")
+    end_rate: float | None = _flag(None, option_help("end_rate"), "R")
+    burst_factor: float | None = _flag(None, option_help("burst_factor"), "X")
+    burst_period: float | None = _flag(None, option_help("burst_period"), "S")
+    burst_duration: float | None = _flag(None, option_help("burst_duration"), "S")
+    turns: float | None = _flag(None, option_help("turns"), "X")
+    think_time: float | None = _flag(None, option_help("think_time"), "S")
+    shared_prefix: int | None = _flag(None, option_help("shared_prefix"), "N")
+    prefix_groups: int | None = _flag(None, option_help("prefix_groups"), "N")
+    max_context: int | None = _flag(None, option_help("max_context"), "N")
     max_concurrency: int | None = _flag(
         None, "most requests in flight: the next is sent when one ends, or at its arrival if that is later", "N"
     )
@@ -302,10 +309,13 @@ READING = (
     "default_output_tokens",
 )
 """Options of a trace's reader, named as `traces.readers.open_trace` names them."""
+OF_WORKLOADS = tuple(name for name in ABOUT if name not in READING)
+"""Options of some workloads alone (`traces.workloads.OPTIONS`)."""
 SHAPING = ("workload", "num_prompts", "request_rate", "burstiness", "rate_scale", "clip", "input_len", "output_len")
-SHAPING += ("max_concurrency", "closed_sessions")
+SHAPING += (*OF_WORKLOADS, "max_concurrency", "closed_sessions")
 """Options that make other traffic than what a trace holds."""
-GOES_WITH = dict.fromkeys(("trace_format", *READING), "trace") | dict.fromkeys(("input_len", "output_len"), "workload")
+GOES_WITH = {"trace_format": "trace"} | {name: "trace" for name in READING if name not in ABOUT}
+GOES_WITH |= dict.fromkeys(("input_len", "output_len"), "workload")
 GOES_WITH |= {"prefill_replicas": "decode_replicas"}
 GOES_WITH |= dict.fromkeys(("decode_replicas", "link_gbps", "prefill_tp", "decode_tp"), "prefill_replicas")
 GOES_WITH |= dict.fromkeys(("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size"), "prefill_replicas")
@@ -320,6 +330,11 @@ def _check(scenario: Scenario) -> None:
         value = getattr(scenario, name)
         if value is not None and getattr(scenario, owner) is None:
             raise OptionError(name, f"{value} goes with {flag(owner)}, which is not given; leave it out, or give both")
+    for name in ABOUT:
+        value = getattr(scenario, name)
+        if value is not None and not _takes(scenario, name):
+            owners = ["--trace"] * (name in READING) + [f"--workload {taker}" for taker in takers(name)]
+            raise OptionError(name, f"{value} goes with {' or '.join(owners)}; leave it out")
     if scenario.burstiness != 1.0 and scenario.trace is not None and scenario.request_rate is None:
         raise OptionError("burstiness", "shapes the arrivals of --request-rate, which is not given; leave it out")
     if scenario.closed_sessions and scenario.workload not in (None, "sessions"):
@@ -347,6 +362,13 @@ def _check(scenario: Scenario) -> None:
         raise OptionError("gpu_memory_utilization", f"{value} is not in (0, 1]; vLLM's default is 0.9")
     if scenario.clip is not None and scenario.clip < 2:
         raise OptionError("clip", f"{scenario.clip} leaves no room for a prompt and an output; give 2 or more")
+
+
+def _takes(scenario: Scenario, option: str) -> bool:
+    """Whether the traffic has an option of workloads. Who names none that is known hears so of the generator."""
+    if scenario.workload is None:
+        return option in READING
+    return scenario.workload not in WORKLOADS or option in OPTIONS.get(scenario.workload, ())
 
 
 def _check_pools(scenario: Scenario) -> None:

@@ -10,6 +10,7 @@ from sim.scenario import READING, Scenario
 from sim.systems.builder import STORED
 from traces import readers, transforms
 from traces.request import Request
+from traces.workloads import ABOUT
 
 if TYPE_CHECKING:
     from sim.simulate import Setup
@@ -110,14 +111,16 @@ def _left_out(trace: ReadTrace, warnings: list[str]) -> Iterator[Request]:
 def _generated(scenario: Scenario) -> Iterator[Request]:
     from traces.generators import generate  # noqa: PLC0415 - numpy is slow to import and replays do not need it
 
-    lengths = {"input_len": scenario.input_len, "output_len": scenario.output_len}
+    own = {name: value for name in ABOUT if (value := getattr(scenario, name)) is not None}
     return generate(
         scenario.workload or "",
         num_prompts=scenario.num_prompts or DEFAULT_WORKLOAD_PROMPTS,
         request_rate=scenario.request_rate,
         burstiness=scenario.burstiness,
         seed=scenario.seed,
-        **lengths,
+        input_len=scenario.input_len,
+        output_len=scenario.output_len,
+        **own,
     )
 
 

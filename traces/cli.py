@@ -13,7 +13,7 @@ from traces.readers import FORMATS, Trace, open_trace
 from traces.request import Request
 from traces.rows import ZERO_TOKENS
 from traces.transforms import at_request_rate, clip, head, merge, scale_rate, spread_ties, window
-from traces.workloads import OPTIONS, WORKLOADS
+from traces.workloads import ABOUT, WORKLOADS, option_help, option_type
 from traces.writers import STANDARD_OUTPUT, write_trace
 
 _FORMAT_HELP = "\n".join(
@@ -132,25 +132,11 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--input-len", type=int, metavar="TOKENS", help="prompt length, or its mean")
     parser.add_argument("--output-len", type=int, metavar="TOKENS", help="output length, or its mean")
     group = parser.add_argument_group("by workload")
-    helps = {
-        "range_ratio": "lengths within 1 +- this of the mean",
-        "end_rate": "requests/s at the end of a ramp (default: 4 times the first)",
-        "burst_factor": "rate in a burst over that outside",
-        "burst_period": "seconds from burst to burst",
-        "burst_duration": "seconds that a burst lasts",
-        "turns": "mean turns of a session",
-        "think_time": "mean seconds from a turn to the next",
-        "shared_prefix": "tokens of a system prompt",
-        "prefix_groups": "how many system prompts there are",
-        "max_context": "sessions end before exceeding this many tokens",
-        "hash_block_tokens": "tokens of a prefix block",
-    }
-    for name, about in helps.items():
-        takers = [workload for workload, options in OPTIONS.items() if name in options]
-        default = OPTIONS[takers[0]][name]
-        note = f"{about} ({', '.join(takers)}{'' if default is None else f'; default {default:g}'})"
-        group.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=note)
-    parser.set_defaults(run=run_generate, more=tuple(helps))
+    for name in ABOUT:
+        kind = option_type(name)
+        metavar = "N" if kind is int else "X"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=option_help(name))
+    parser.set_defaults(run=run_generate, more=tuple(ABOUT))
 
 
 def _add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

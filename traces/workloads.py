@@ -30,3 +30,33 @@ OPTIONS: Mapping[str, Mapping[str, float | None]] = {
         "hash_block_tokens": 16,
     },
 }
+ABOUT: Mapping[str, str] = {
+    "range_ratio": "lengths within 1 +- this of the mean",
+    "end_rate": "requests/s at the end of a ramp, by default 4 times the first",
+    "burst_factor": "rate in a burst over that outside",
+    "burst_period": "seconds from burst to burst",
+    "burst_duration": "seconds that a burst lasts",
+    "turns": "mean turns of a session",
+    "think_time": "mean seconds from a turn to the next",
+    "shared_prefix": "tokens of a system prompt",
+    "prefix_groups": "how many system prompts there are",
+    "max_context": "sessions end before exceeding this many tokens",
+    "hash_block_tokens": "tokens of a prefix block",
+}
+
+
+def takers(option: str) -> list[str]:
+    """The workloads that take an option."""
+    return [name for name, options in OPTIONS.items() if option in options]
+
+
+def option_help(option: str) -> str:
+    """What an option is, who takes it, and its default."""
+    names = takers(option)
+    default = OPTIONS[names[0]][option]
+    return f"{ABOUT[option]} ({', '.join(names)}{'' if default is None else f'; default {default:g}'})"
+
+
+def option_type(option: str) -> type:
+    """`int` or `float`."""
+    return int if isinstance(OPTIONS[takers(option)[0]][option], int) else float

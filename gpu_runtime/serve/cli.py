@@ -11,14 +11,14 @@ from sim.cli import add_flags, print_result, read_options, record
 from sim.errors import UserError
 from sim.folders import owning
 from sim.option_values import flag
-from sim.scenario import READING, read_scenario
+from sim.scenario import OF_WORKLOADS, READING, read_scenario
 from sim.simulate import Run, Setup, prepare
 
 API_KEY = "KVTWIN_API_KEY"
 HTTP = "http"
 """What a served run names as its workload."""
 TRAFFIC = ("trace", "trace_format", *READING, "workload", "num_prompts", "request_rate", "burstiness", "rate_scale")
-TRAFFIC += ("clip", "input_len", "output_len", "max_concurrency", "closed_sessions")
+TRAFFIC += ("clip", "input_len", "output_len", *OF_WORKLOADS, "max_concurrency", "closed_sessions")
 """Options that say which requests come, and when: here that is the clients' business."""
 FAILED = 1
 HELP = (

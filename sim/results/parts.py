@@ -187,7 +187,7 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     time_unit: str | None
     """Unit of the trace's timestamps, where it was given."""
     hash_block_tokens: int | None
-    """Tokens of a block of the trace's hash ids, where they were given."""
+    """Tokens of a block of the hash ids, where they were given."""
     zero_tokens: str | None
     """What rows of 0 tokens were; None: refused."""
     tokenizer: str | None
@@ -212,6 +212,26 @@ class ResolvedScenario(Struct, kw_only=True, frozen=True):
     """Prompt tokens of the workload."""
     output_len: int | None
     """Output tokens of the workload."""
+    range_ratio: float | UnsetType = UNSET
+    """Lengths lay within 1 +- this of the mean; absent, as those that follow, where not given."""
+    end_rate: float | UnsetType = UNSET
+    """Requests/s at the end of a ramp."""
+    burst_factor: float | UnsetType = UNSET
+    """Rate in a burst over that outside."""
+    burst_period: float | UnsetType = UNSET
+    """From burst to burst, s."""
+    burst_duration: float | UnsetType = UNSET
+    """Length of a burst, s."""
+    turns: float | UnsetType = UNSET
+    """Mean turns of a session."""
+    think_time: float | UnsetType = UNSET
+    """Mean time from a turn to the next, s."""
+    shared_prefix: int | UnsetType = UNSET
+    """Tokens of a system prompt."""
+    prefix_groups: int | UnsetType = UNSET
+    """System prompts."""
+    max_context: int | UnsetType = UNSET
+    """Tokens that no session exceeded."""
     max_concurrency: int | UnsetType = UNSET
     """Most requests in flight; absent: any number."""
     closed_sessions: bool | UnsetType = UNSET

@@ -260,7 +260,8 @@ def _scenario(setup: Setup) -> ResolvedScenario:
     }
     asked = setup.scenario.as_dict()
     for name in OMITTED:
-        if not asked[name]:
+        # 0 was given: a workload without a shared prefix.
+        if asked[name] is None or asked[name] is False:
             del asked[name]
     return ResolvedScenario(
         **(asked | resolved),

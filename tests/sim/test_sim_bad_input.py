@@ -79,6 +79,8 @@ OPTIONS = {
     "--workload": [("fixd", "did you mean 'fixed'?"), ("", "give one of fixed")],
     "--cost-form": [("foo", "choose from"), ("linear", "'l20-derived' of form 'roofline'")],
     "--trace-format": [("azure", "goes with --trace")],
+    "--range-ratio": [("0.5", "goes with --workload uniform or --workload sessions; leave it out"), ("x", "a number")],
+    "--prefix-groups": [("2", "goes with --workload sessions"), ("1.5", "whole number")],
     "--time-unit": [("s", "goes with --trace")],
     "--hash-block-tokens": [("16", "goes with --trace"), ("x", "whole number")],
     "--zero-tokens": [("drop", "goes with --trace"), ("two", "choose from")],

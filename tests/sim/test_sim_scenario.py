@@ -13,14 +13,16 @@ import pytest
 import kvtwin
 from sim import systems
 from sim.errors import UserError
-from sim.option_values import convert, flag
+from sim.option_values import base_type, convert, flag, option_fields
 from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
-from sim.scenario import Outputs, Scenario, build_scenario, read_scenario
+from sim.scenario import OF_WORKLOADS, Outputs, Scenario, build_scenario, read_scenario
 from sim.specs.models import load_model
 from sim.systems import POLICIES, policy_named
 from sim.systems.builder import HAND_OVER
 from sim.systems.options import option
 from sim.systems.vllm055 import VllmRecompute
+from traces.generators import generate
+from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_type, takers
 
 ROOT = Path(kvtwin.__file__).parents[1]
 BASE = {"workload": "fixed", "num-prompts": 4, "input-len": 20, "output-len": 3, "request-rate": 5.0, "gpu": "l20"}
@@ -193,8 +195,39 @@ def test_the_flags_of_the_contract_are_there_with_their_defaults():
         "default_output_tokens", "block_size",
         "max_concurrency", "replicas", "router", "prefill_replicas", "decode_replicas", "link_gbps", "prefill_tp",
         "decode_tp", "prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile", "pipeline_parallel_size",
-        "prefill_pipeline_parallel_size", "decode_pipeline_parallel_size",
+        "prefill_pipeline_parallel_size", "decode_pipeline_parallel_size", *OF_WORKLOADS,
     }  # fmt: skip
+
+
+OWN_VALUES = {
+    "range_ratio": 0.0, "end_rate": 9.0, "burst_factor": 3.0, "burst_period": 20.0, "burst_duration": 2.0,
+    "turns": 1.5, "think_time": 2.0, "shared_prefix": 0, "prefix_groups": 3, "max_context": 900, "hash_block_tokens": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("workload", OPTIONS)
+def test_a_workload_has_its_options_in_run_as_in_the_library(tmp_path, workload):
+    own = {name: OWN_VALUES[name] for name in OPTIONS[workload]}
+    general = {"num_prompts": 30, "request_rate": 4.0, "seed": 2, "input_len": 40, "output_len": 6}
+    asked = {"workload": workload, "gpu": "l20", **general, **own}
+    found = run(tmp_path / "flags", {name.replace("_", "-"): value for name, value in asked.items()})
+    wanted = list(generate(workload, **general, **own))
+    assert found["start_times"] == pytest.approx([request.arrival_s for request in wanted])
+    assert found["input_lens"] == [request.prompt_tokens for request in wanted]
+    assert {name: found["scenario"][name] for name in own} == own
+    again = run(tmp_path / "file", {}, "--scenario", str(scenario_file(tmp_path, asked | {"policy": "vllm-recompute"})))
+    assert again == found
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_an_option_of_other_workloads_is_refused(name):
+    for workload in WORKLOADS.keys() - takers(name):
+        with pytest.raises(UserError, match=f"{flag(name)}: 3.* goes with .*--workload {takers(name)[0]}"):
+            build_scenario({"workload": workload, name: 3})
+    if name != "hash_block_tokens":
+        with pytest.raises(UserError, match=f"{flag(name)}: 3.* goes with --workload"):
+            build_scenario({"trace": "t.csv", name: 3})
+    assert option_type(name) is {f.name: base_type(hint) for f, hint in option_fields(Scenario)}[name]
 
 
 def other_values(kind):
