@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from sim.files import make_folder
 from sim.results.figures.style import (
@@ -17,6 +18,7 @@ from sim.results.figures.style import (
     new_figure,
     plain_text,
     policy_colour,
+    policy_marker,
     save_figure,
     set_title,
     short_label,
@@ -34,11 +36,29 @@ X_RANGE, Y_RANGE = 4.0, 12.0
 """Values that span such a factor are drawn on a logarithmic axis."""
 MILLION = 1e6
 NAMES = {metric.key: metric.name for metric in METRICS}
+UNITS: dict[str, str] = dict.fromkeys(
+    ("input_len", "output_len", "clip", "shared_prefix", "max_context", "block_size"), "tokens"
+)
+UNITS |= dict.fromkeys(("max_model_len", "max_num_batched_tokens", "long_prefill_token_threshold"), "tokens")
+UNITS |= dict.fromkeys(("request_rate", "end_rate"), "requests/s") | dict.fromkeys(
+    ("tp", "prefill_tp", "decode_tp"), "GPUs"
+)
+UNITS |= dict.fromkeys(("think_time", "burst_period", "burst_duration"), "s") | {"link_gbps": "Gbit/s"}
+UNITS |= {"swap_space": "GiB a GPU", "kv_offloading_size": "GiB"}
+"""Of axes whose names do not say it."""
+CONSTANTS = {"pcie": "PCIe bandwidth", "h2d": "PCIe bandwidth to the GPU", "d2h": "PCIe bandwidth to the host"}
+NAMES |= {f"profile_{lane}_bytes_per_s": name for lane, name in CONSTANTS.items()}
+UNITS |= {f"profile_{lane}_bytes_per_s": "bytes/s" for lane in CONSTANTS}
 
 
 def shown(name: str) -> str:
     """An axis or a metric as people read it."""
     return NAMES.get(name, name.replace("_", " "))
+
+
+def with_unit(name: str) -> str:
+    """An axis with what it is counted in."""
+    return f"{shown(name)} ({UNITS[name]})" if name in UNITS else shown(name)
 
 
 def write_figures(folder: Path, study: Study, table: Frame) -> list[Path]:
@@ -71,13 +91,13 @@ def draw(study: Study, table: Frame, metric: str) -> Figure:
         for place, value in enumerate(lines):
             own = part if line is None else part[part[line] == value]
             _curve(ax, own, x, metric, place, points_only=bool(study.drawn))
-        if ax.get_yscale() == "linear" and not (table[metric] < 0).any():
-            ax.set_ylim(bottom=0.0)
-        dress(ax, shown(x) if x else "", shown(metric))
+        first = ax in grid[:, 0]
+        dress(ax, with_unit(x) if x else "", shown(metric) if first else "")
         if label:
             set_title(ax, plain_text(label), 48)
         if not part[metric].notna().any():
             show_nothing(ax, "no run ended")
+    _limit(grid.flat[0], table[metric])
     for ax in list(grid.flat)[len(panels) :]:
         ax.set_visible(False)
     _legend(figure, line, lines, left)
@@ -87,7 +107,7 @@ def draw(study: Study, table: Frame, metric: str) -> Figure:
 def _roles(study: Study, table: Frame) -> tuple[str | None, str | None, list[str]]:
     """The axis along which is drawn, the one that lines are for, and the others."""
     counts = {name: table[name].nunique(dropna=False) for name in study.axes}
-    numeric = [name for name in study.axes if pd.api.types.is_numeric_dtype(table[name]) and counts[name] > 1]
+    numeric = [name for name in study.axes if _numeric(table[name]) and counts[name] > 1]
     others = [name for name in study.axes if name not in numeric]
     x = max(numeric or others, key=lambda name: counts[name], default=None)
     rest = [name for name in study.axes if name != x]
@@ -112,15 +132,27 @@ def _parts(table: Frame, axes: list[str]) -> Iterator[tuple[str, Frame]]:
         yield ", ".join(f"{shown(name)} {value}" for name, value in zip(axes, values, strict=True)), part
 
 
+def _numeric(column: Frame) -> bool:
+    """Whether an axis has numbers, not names or yes and no."""
+    return pd.api.types.is_numeric_dtype(column) and not pd.api.types.is_bool_dtype(column)
+
+
 def _curve(ax: Axes, part: Frame, x: str | None, metric: str, place: int, *, points_only: bool) -> None:
     part = part[part[metric].notna()]
     if part.empty:
         return
-    part = part.sort_values(x) if x else part
     where = part[x] if x else pd.Series([""] * len(part))
-    across = np.asarray(where, dtype=float) if pd.api.types.is_numeric_dtype(where) else where.astype(str).tolist()
+    if _numeric(where):
+        part = part.sort_values(x)
+        across = np.sort(np.asarray(where, dtype=float))
+    else:
+        across = where.astype(str).tolist()
     up = np.asarray(part[metric], dtype=float)
-    ax.plot(across, up, "o" if points_only else "o-", ms=3.5, lw=1.8, color=policy_colour(place))
+    # Nothing lies between names, nor between draws whose other axes differ too.
+    line = "none" if points_only or isinstance(across, list) else "-"
+    # Of equal values the first still shows as a rim.
+    size = max(3.0, 7.0 - 0.8 * place)
+    ax.plot(across, up, ls=line, lw=1.8, marker=policy_marker(place), ms=size, color=policy_colour(place))
     error = np.asarray(part.get(f"{metric}_ci95", np.nan * up), dtype=float)
     if np.isfinite(error).any() and not points_only:
         # On a logarithmic axis nothing lies below 0.
@@ -132,7 +164,7 @@ def _scale(ax: Axes, x: Frame | None, metric: Frame) -> None:
     """Logarithmic where values span much; ticks as plain numbers, at the values themselves where they are few."""
     along, up = (x, X_RANGE, ax.set_xscale, ax.xaxis), (metric, Y_RANGE, ax.set_yscale, ax.yaxis)
     for values, most, set_scale, axis in (along, up):
-        if values is None or not pd.api.types.is_numeric_dtype(values):
+        if values is None or not _numeric(values):
             continue
         numbers = np.unique(np.asarray(values.dropna(), dtype=float))
         if len(numbers) and numbers[0] > 0 and numbers[-1] >= most * numbers[0]:
@@ -146,9 +178,20 @@ def _scale(ax: Axes, x: Frame | None, metric: Frame) -> None:
         axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if 1000 <= value < MILLION else f"{value:.3g}")
 
 
+def _limit(ax: Axes, metric: Frame) -> None:
+    """From 0, once all panels, which share the axis, have their curves; whole numbers have no ticks between them."""
+    if ax.get_yscale() != "linear":
+        return
+    values = metric.dropna()
+    if not (values < 0).any():
+        ax.set_ylim(bottom=0.0, top=None if values.any() else 1.0)
+    if (values % 1 == 0).all():
+        ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
 def _legend(figure: Figure, line: str | None, lines: Sequence[object], left: int) -> None:
     if line is not None and len(lines) > 1:
-        handles = [figure.axes[0].plot([], [], "o-", color=policy_colour(i))[0] for i in range(len(lines))]
+        handles = [Line2D([], [], marker=policy_marker(i), color=policy_colour(i)) for i in range(len(lines))]
         words = [short_label(str(value), 60) for value in lines]
         # Policies say what they are; values of other options do not.
         words = words if line == "policy" else [f"{shown(line)} {word}" for word in words]

@@ -22,7 +22,7 @@ from sim.files import write_atomically
 from sim.results.figures.style import FAINT, INK, new_figure, plain_text, policy_colour, save_figure, set_title
 from sim.results.report import METRICS
 from sim.study.axes import Study, read_study
-from sim.study.figures import shown
+from sim.study.figures import shown, with_unit
 from sim.study.sweep import told_where
 from sim.study.tables import Frame
 
@@ -129,6 +129,7 @@ def draw(regimes: Regimes, found: Mapping[tuple[object, ...], Cell]) -> Figure:
     grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)
     for ax, panel in zip(grid.flat, panels, strict=True):
         _panel(ax, regimes, found, xs, ys, panel, policies)
+    grid[0, 0].set_ylabel(with_unit(regimes.y), fontsize=9, color=INK)
     handles = [Patch(color=policy_colour(i), label=plain_text(policy)) for i, policy in enumerate(policies)]
     handles.append(Patch(color="#EEEEEE", label=f"nobody ahead by {TIE:.0%}"))
     figure.legend(handles=handles, fontsize=9, frameon=False, loc="outside lower left", ncols=4)
@@ -154,8 +155,7 @@ def _panel(
     ax.imshow(image, origin="lower", aspect="auto")
     ax.set_xticks(range(len(xs)), [_tick(x) for x in xs], rotation=30, fontsize=8.5)
     ax.set_yticks(range(len(ys)), [_tick(y) for y in ys], fontsize=8.5)
-    ax.set_xlabel(shown(regimes.x), fontsize=9, color=INK)
-    ax.set_ylabel(shown(regimes.y), fontsize=9, color=INK)
+    ax.set_xlabel(with_unit(regimes.x), fontsize=9, color=INK)
     if panel is not None:
         set_title(ax, plain_text(f"{shown(regimes.panel or '')} {panel}"), 40)
 

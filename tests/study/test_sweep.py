@@ -314,6 +314,24 @@ def test_a_figure_shows_every_value_of_its_table(metric, tmp_path):
     assert figure.legends[0].get_texts()[1].get_text() == "layerkv"
 
 
+def test_panels_share_an_axis_that_has_room_for_all_of_them(tmp_path):
+    study = {"workload": "fixed", "num-prompts": 10, "policy": ["vllm-v1", "vllm-recompute"]}
+    study["sweep"] = {"grid": {"output-len": [3, 5, 9], "input-len": [10, 400]}}
+    figure = kvtwin.sweep(study, tmp_path, jobs=1).figure("duration")
+    left, right = figure.axes
+    assert (left.get_xlabel(), left.get_ylabel(), right.get_ylabel()) == ("output len (tokens)", "Duration (s)", "")
+    top = max(value for ax in figure.axes for line in ax.lines for value in line.get_ydata())
+    assert left.get_ylim() == right.get_ylim() and left.get_ylim()[0] == 0 and left.get_ylim()[1] > top
+
+
+def test_counts_have_whole_ticks_and_names_no_lines_between_them(tmp_path):
+    study = {"workload": "fixed", "num-prompts": 3, "sweep": {"grid": {"gpu": ["l20", "h100", "a100-80g"]}}}
+    ax = kvtwin.sweep(study, tmp_path, jobs=1).figure("num_preemptions").axes[0]
+    assert [tick for tick in ax.get_yticks() if tick % 1] == [] and ax.get_ylim() == (0, 1)
+    assert ax.lines[0].get_linestyle() == "None"
+    assert list(ax.lines[0].get_xdata()) == ["l20", "h100", "a100-80g"]
+
+
 def test_an_outcome_has_no_arrays_and_counts_who_was_in_flight():
     outcome = perform(Task("k", {"workload": "fixed", "num_prompts": 3, "request_rate": float("inf")}, None), None)
     assert outcome.result is not None

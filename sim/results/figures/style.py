@@ -19,6 +19,7 @@ from sim.results.figures.data import FigureRun, Floats
 DPI = 160
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, which colour-blind readers tell apart, without its yellow (too pale for lines on white)."""
+MARKERS = "os^DvPX"
 INK, FAINT = "#222222", "#6E6E6E"
 LOG_RANGE = 30.0
 """Values that span more than this factor are drawn on a logarithmic axis."""
@@ -38,6 +39,11 @@ def save_figure(path: Path, figure: Figure) -> Path:
 def policy_colour(index: int) -> str:
     """The colour of the policy with that place in the comparison."""
     return COLOURS[index % len(COLOURS)]
+
+
+def policy_marker(index: int) -> str:
+    """Its marker: lines are told apart without colours too."""
+    return MARKERS[index % len(MARKERS)]
 
 
 def policy_width(index: int) -> float:
