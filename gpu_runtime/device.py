@@ -287,7 +287,7 @@ class TorchDevice:
         spans = [(seq, cached, cached + num_new) for seq, num_new, cached, _ in chunks]
         spans += [(seq, num_tokens - 1, num_tokens) for seq, num_tokens in decodes]
         if self._hashes is not None:
-            spans = self.placement.to_compute(spans)
+            spans = self.placement.prefixes.to_compute(spans)
         for seq, first, end in spans[: len(chunks)]:
             work.add_chunk(seq, end - first, first, self._tokens_of(seq))
         for seq, first, end in spans[len(chunks) :]:
@@ -299,7 +299,7 @@ class TorchDevice:
             self._note_loads(work)
             raise
         if self._hashes is not None:
-            self.placement.computed(spans)
+            self.placement.prefixes.computed(spans)
             self._note_loads(work)
         self._finish_copies(plan, work)
         self.executed.num_decodes += len(decodes)
@@ -313,7 +313,7 @@ class TorchDevice:
         """What a pass has loaded from the host's cache, or has failed to."""
         self.executed.num_read += work.num_loaded
         for seq, blocks in work.spoilt:
-            self.placement.spoil(seq, blocks)
+            self.placement.prefixes.spoil(seq, blocks)
 
     def _replay(self, decodes: Seq[tuple[Sequence, int]]) -> bool:
         """Compute decodes whose KV is all on the GPU in a graph; False, and nothing is done, where that cannot be."""
@@ -327,7 +327,7 @@ class TorchDevice:
         tokens = [self._tokens_of(seq)[length - 1] for seq, length in decodes]
         chosen = greedy(graph.run(tokens, lengths, rows))
         if self._hashes is not None:
-            self.placement.computed([(seq, length - 1, length) for seq, length in decodes])
+            self.placement.prefixes.computed([(seq, length - 1, length) for seq, length in decodes])
         self.executed.num_decodes += len(decodes)
         self._emit(seqs, chosen)
         return True

@@ -13,6 +13,7 @@ from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.cached_blocks import CachedBlocks
 from gpu_runtime.kv.held import BlockCopy, Held, Transfer
 from gpu_runtime.kv.hosted_blocks import Blocks, HostedBlocks
+from gpu_runtime.kv.prefix_blocks import PrefixBlocks
 from sim.engine.plan import (
     Adopt,
     Direction,
@@ -36,9 +37,6 @@ from sim.engine.plan import (
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
-Span = tuple[Sequence, int, int]
-"""Tokens [first, end) of a sequence."""
-
 
 class Placement:
     """Block ids of all sequences of one instance.
@@ -55,8 +53,7 @@ class Placement:
         self.held: dict[Sequence, Held] = {}
         self.cached = CachedBlocks(gpu)
         self.hosted = HostedBlocks(host)
-        self._shared: dict[Sequence, list[int]] = {}
-        # Cached blocks of those about to be placed.
+        self.prefixes = PrefixBlocks(gpu, self.cached, self.hosted, self._held_by, block_tokens)
         self.under_way: dict[Transfer, None] = {}
         """Copies that have begun and not been ended, in order."""
 
@@ -87,23 +84,23 @@ class Placement:
                 case Restore():
                     copies.append(self._restore(change))
                 case Share():
-                    self._share(change)
+                    self.prefixes.share(change)
                 case Keep():
-                    self._keep(change)
+                    self.prefixes.keep(change)
                 case Split(run, first, num_blocks):
                     self.cached.split(run, first, num_blocks)
                 case Evict(run, num_left):
                     self.cached.evict(run, num_left)
                 case Save() | Unsave():
                     self._note_states(change)
-                case Hit(seq, num_blocks, run):
-                    self._shared.setdefault(seq, []).extend(self.cached.hit(run, num_blocks))
+                case Hit():
+                    self.prefixes.hit(change)
                 case Adopt():
-                    self._adopt(change)
+                    self.prefixes.adopt(change)
                 case Store():
                     self.hosted.store(change)
                 case Load():
-                    self._load(change)
+                    self.prefixes.load(change)
                 case Drop(keys):
                     self.hosted.drop(keys)
         if self.gpu.borrows:
@@ -150,7 +147,7 @@ class Placement:
         if seq in self.held:
             raise InvariantError(f"{seq} is given blocks and holds some already")
         held = self.held[seq] = Held()
-        shared = self._shared.pop(seq, [])
+        shared = self.prefixes.take(seq)
         held.num_written = len(shared) * self.block_tokens
         for group in range(self.num_groups):
             if group in gpu_groups:
@@ -209,87 +206,6 @@ class Placement:
             here_pool.free(ids)
         held.version += 1
         return BlockCopy(seq, groups, direction, tuple(source), tuple(target))
-
-    # -- cached blocks, each of all layers -----------------------------------------------------------------------------
-
-    def _share(self, share: Share) -> None:
-        seq, num_blocks, source = share
-        shared = self._shared.setdefault(seq, [])
-        if isinstance(source, Sequence):
-            ids = self._blocks_of(source, len(shared), num_blocks)
-            self.gpu.share(ids)
-        else:
-            ids = self.cached.take(source, num_blocks)
-        shared += ids
-
-    def _keep(self, keep: Keep) -> None:
-        ids = self._blocks_of(keep.seq, keep.first_block, keep.num_blocks)
-        self.gpu.share(ids)
-        self.cached.keep(keep.run, ids)
-
-    def _adopt(self, adopt: Adopt) -> None:
-        seq, first, num_blocks, run = adopt
-        held, end = self._held_by(seq), first + num_blocks
-        own = held.gpu[0][first:end]
-        held.gpu[0][first:end] = self.cached.hit(run, num_blocks)
-        held.version += 1
-        self.gpu.free(own)
-
-    def _load(self, load: Load) -> None:
-        """What it fills can be hit at once: whoever reads it is computed in the same pass, or later."""
-        seq, first, keys = load
-        held, end = self._held_by(seq), first + len(keys)
-        self.cached.unwritten.update(self.hosted.load(load, held.gpu[0][first:end]))
-        if held.num_written >= first * self.block_tokens:
-            held.num_written = end * self.block_tokens
-
-    def spoil(self, seq: Sequence, blocks: set[int]) -> None:
-        """The KV of `blocks` was lost on its way here, and with it what `seq` has computed after them."""
-        held = self.held[seq]
-        ids = held.gpu[0]
-        first = next(place for place, block in enumerate(ids) if block in blocks)
-        self.cached.unwritten.update(ids[first:])
-        held.num_written = min(held.num_written, first * self.block_tokens)
-
-    def _blocks_of(self, seq: Sequence, first: int, count: int) -> list[int]:
-        """Some blocks of a sequence, which are or will be cached; those that it is yet to grow by among them."""
-        held = self._held_by(seq)
-        ids, end = held.gpu[0], first + count
-        if len(ids) < end:
-            ids += self.gpu.allocate(end - len(ids))
-            held.version += 1
-        # A prompt's blocks can be hit before they are computed, in the same iteration.
-        self.cached.unwritten.update(ids[max(first, held.num_written // self.block_tokens) : end])
-        return ids[first:end]
-
-    def to_compute(self, spans: list[Span]) -> list[Span]:
-        """The spans that sequences are to compute, each begun early enough that all it reads is there.
-
-        What a plan leaves out as cached may never have been computed: whoever was to do so was preempted in the same
-        step, or failed.
-        """
-        unwritten = self.cached.unwritten
-        if not unwritten:
-            return spans
-        now = {block for seq, first, end in spans for block in self._written_by(seq, first, end)}
-        missing = unwritten - now
-        found: list[Span] = []
-        for seq, first, end in spans:
-            before = self.held[seq].gpu[0][: first // self.block_tokens]
-            early = next((i * self.block_tokens for i, block in enumerate(before) if block in missing), first)
-            found.append((seq, early, end))
-        return found
-
-    def computed(self, spans: list[Span]) -> None:
-        """These spans have been computed: their KV is there."""
-        for seq, first, end in spans:
-            held = self.held[seq]
-            if held.num_written >= first:
-                held.num_written = max(end, held.num_written)
-                self.cached.unwritten.difference_update(self._written_by(seq, first, end))
-
-    def _written_by(self, seq: Sequence, first: int, end: int) -> list[int]:
-        return self.held[seq].gpu[0][first // self.block_tokens : self.blocks_for(end)]
 
     # -- copies beside and behind the computation ------------------------------------------------------------------
 

@@ -253,7 +253,7 @@ def test_blocks_that_hold_nothing_are_computed_by_who_would_load_them():
     facts.placement.hosted.lose((71,))
     facts.replay(Place(b, (0,), 3, 0), Load(b, 0, (70, 71)))
     assert len(facts.placement.hosted.loading[b].source) == 1
-    assert facts.placement.to_compute([(b, 8, 10)]) == [(b, 4, 10)]
+    assert facts.placement.prefixes.to_compute([(b, 8, 10)]) == [(b, 4, 10)]
     # What is stored anew under that key is whole.
     facts.replay(Drop((71,)))
     facts.save("a", (1,), (71,))
@@ -265,15 +265,15 @@ def test_what_is_computed_on_a_load_that_failed_is_nobodys_to_hit():
     a, b, c = (facts.seq(name) for name in "abc")
     facts.replay(Place(a, (0,), 4, 0))
     placement = facts.placement
-    placement.computed([(a, 0, 16)])
+    placement.prefixes.computed([(a, 0, 16)])
     facts.replay(Share(b, 3, a), Place(b, (0,), 4, 0))
     # Of its four blocks the second was never filled.
-    placement.spoil(a, {placement.held[a].gpu[0][1]})
+    placement.prefixes.spoil(a, {placement.held[a].gpu[0][1]})
     assert placement.held[a].num_written == 4
-    assert placement.to_compute([(b, 12, 14)]) == [(b, 4, 14)]
-    placement.computed([(b, 4, 14)])
+    assert placement.prefixes.to_compute([(b, 12, 14)]) == [(b, 4, 14)]
+    placement.prefixes.computed([(b, 4, 14)])
     facts.replay(Share(c, 3, b), Place(c, (0,), 4, 0))
-    assert placement.to_compute([(c, 12, 14)]) == [(c, 12, 14)]
+    assert placement.prefixes.to_compute([(c, 12, 14)]) == [(c, 12, 14)]
 
 
 @pytest.mark.parametrize(

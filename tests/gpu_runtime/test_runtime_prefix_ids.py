@@ -51,13 +51,13 @@ class Followed:
         spans += [(seq, tokens - 1, tokens) for seq, tokens in zip(plan.decodes, lengths, strict=True)]
         placement.grow((seq, end) for seq, _, end in spans)
         self.num_in_flight += len(placement.cached.unwritten)
-        planned, spans = spans, placement.to_compute(spans)
+        planned, spans = spans, placement.prefixes.to_compute(spans)
         self.num_early += spans != planned
         # All of a layer's KV is written before its attention reads any.
         for seq, first, end in spans:
             for place in range(first // size, placement.blocks_for(end)):
                 self.holds[placement.held[seq].gpu[0][place]] = self.content(seq, place)
-        placement.computed(spans)
+        placement.prefixes.computed(spans)
         for seq, _, end in spans:
             ids = placement.held[seq].gpu[0][: placement.blocks_for(end)]
             assert [self.holds[i] for i in ids] == [self.content(seq, place) for place in range(len(ids))], seq
@@ -157,7 +157,7 @@ def facts():
     found = Facts()
     a = found.seq("a")
     found.replay(Place(a, (0,), 3, 0))
-    found.placement.computed([(a, 0, 12)])
+    found.placement.prefixes.computed([(a, 0, 12)])
     return found
 
 
@@ -193,13 +193,13 @@ def test_what_is_hit_before_it_is_computed_is_computed_by_who_needs_it(facts):
     placement.grow((seq, end) for seq, _, end in both)
     assert facts.ids("a") == facts.ids("b")[:5]
     # Together `a` writes them; alone `b` has to.
-    assert placement.to_compute(both) == both
-    assert placement.to_compute([(b, 20, 24)]) == [(b, 12, 24)]
+    assert placement.prefixes.to_compute(both) == both
+    assert placement.prefixes.to_compute([(b, 20, 24)]) == [(b, 12, 24)]
     # One who failed has written nothing that it goes on from.
-    placement.computed([(a, 20, 21)])
-    assert placement.to_compute([(b, 20, 24)]) == [(b, 12, 24)]
-    placement.computed([(b, 12, 24)])
-    assert placement.to_compute([(b, 24, 25)]) == [(b, 24, 25)]
+    placement.prefixes.computed([(a, 20, 21)])
+    assert placement.prefixes.to_compute([(b, 20, 24)]) == [(b, 12, 24)]
+    placement.prefixes.computed([(b, 12, 24)])
+    assert placement.prefixes.to_compute([(b, 24, 25)]) == [(b, 24, 25)]
     assert not placement.cached.unwritten
 
 

@@ -130,7 +130,7 @@ def tree():
     found = Facts()
     a = found.seq("a")
     found.replay(Place(a, (0,), 3, 0), Keep(a, 0, 2, "node"))
-    found.placement.computed([(a, 0, 12)])
+    found.placement.prefixes.computed([(a, 0, 12)])
     return found
 
 

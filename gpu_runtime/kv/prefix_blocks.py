@@ -1,0 +1,133 @@
+"""`PrefixBlocks`: blocks that sequences share with each other and with the caches, and what of them is yet to compute.
+
+Blocks here hold all layers, and a sequence's are those of its one group.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.cached_blocks import CachedBlocks
+from gpu_runtime.kv.held import Held
+from gpu_runtime.kv.hosted_blocks import HostedBlocks
+from sim.engine.plan import Adopt, Hit, Keep, Load, Share
+from sim.engine.sequence import Sequence
+
+Span = tuple[Sequence, int, int]
+"""Tokens [first, end) of a sequence."""
+
+
+class PrefixBlocks:
+    """Carries out the changes of a plan that share blocks.
+
+    Args:
+        gpu: the pool of ids.
+        cached, hosted: what is cached of that pool, and of the host's.
+        held_by: what a sequence holds; InvariantError if nothing.
+        block_tokens: tokens a block holds.
+    """
+
+    def __init__(
+        self,
+        gpu: BlockIds,
+        cached: CachedBlocks,
+        hosted: HostedBlocks,
+        held_by: Callable[[Sequence], Held],
+        block_tokens: int,
+    ) -> None:
+        self._gpu, self._cached, self._hosted, self._held_by = gpu, cached, hosted, held_by
+        self._block_tokens = block_tokens
+        self._shared: dict[Sequence, list[int]] = {}
+        # Blocks of those about to be placed.
+
+    def take(self, seq: Sequence) -> list[int]:
+        """The blocks with which a sequence begins that is placed now."""
+        return self._shared.pop(seq, [])
+
+    def share(self, share: Share) -> None:
+        """A sequence about to be placed begins with blocks of another one, or with a run that is no longer cached."""
+        seq, num_blocks, source = share
+        shared = self._shared.setdefault(seq, [])
+        if isinstance(source, Sequence):
+            ids = self._blocks_of(source, len(shared), num_blocks)
+            self._gpu.share(ids)
+        else:
+            ids = self._cached.take(source, num_blocks)
+        shared += ids
+
+    def hit(self, hit: Hit) -> None:
+        """A sequence about to be placed begins with a run that stays cached."""
+        self._shared.setdefault(hit.seq, []).extend(self._cached.hit(hit.run, hit.num_blocks))
+
+    def keep(self, keep: Keep) -> None:
+        """Blocks of a sequence are cached."""
+        ids = self._blocks_of(keep.seq, keep.first_block, keep.num_blocks)
+        self._gpu.share(ids)
+        self._cached.keep(keep.run, ids)
+
+    def adopt(self, adopt: Adopt) -> None:
+        """A sequence takes a cached run in place of its own blocks."""
+        seq, first, num_blocks, run = adopt
+        held, end = self._held_by(seq), first + num_blocks
+        own = held.gpu[0][first:end]
+        held.gpu[0][first:end] = self._cached.hit(run, num_blocks)
+        held.version += 1
+        self._gpu.free(own)
+
+    def load(self, load: Load) -> None:
+        """What it fills can be hit at once: whoever reads it is computed in the same pass, or later."""
+        seq, first, keys = load
+        held, end = self._held_by(seq), first + len(keys)
+        self._cached.unwritten.update(self._hosted.load(load, held.gpu[0][first:end]))
+        if held.num_written >= first * self._block_tokens:
+            held.num_written = end * self._block_tokens
+
+    def _blocks_of(self, seq: Sequence, first: int, count: int) -> list[int]:
+        """Some blocks of a sequence, which are or will be cached; those that it is yet to grow by among them."""
+        held = self._held_by(seq)
+        ids, end = held.gpu[0], first + count
+        if len(ids) < end:
+            ids += self._gpu.allocate(end - len(ids))
+            held.version += 1
+        # A prompt's blocks can be hit before they are computed, in the same iteration.
+        self._cached.unwritten.update(ids[max(first, held.num_written // self._block_tokens) : end])
+        return ids[first:end]
+
+    # -- what is computed --------------------------------------------------------------------------------------------
+
+    def to_compute(self, spans: Seq[Span]) -> Seq[Span]:
+        """The spans that sequences are to compute, each begun early enough that all it reads is there.
+
+        What a plan leaves out as cached may never have been computed: whoever was to do so was preempted in the same
+        step, or failed.
+        """
+        unwritten = self._cached.unwritten
+        if not unwritten:
+            return spans
+        size = self._block_tokens
+        missing = unwritten - {block for span in spans for block in self._written_by(*span)}
+        found: list[Span] = []
+        for seq, first, end in spans:
+            before = self._held_by(seq).gpu[0][: first // size]
+            early = next((i * size for i, block in enumerate(before) if block in missing), first)
+            found.append((seq, early, end))
+        return found
+
+    def computed(self, spans: Seq[Span]) -> None:
+        """These spans have been computed: their KV is there."""
+        for seq, first, end in spans:
+            held = self._held_by(seq)
+            if held.num_written >= first:
+                held.num_written = max(end, held.num_written)
+                self._cached.unwritten.difference_update(self._written_by(seq, first, end))
+
+    def _written_by(self, seq: Sequence, first: int, end: int) -> list[int]:
+        return self._held_by(seq).gpu[0][first // self._block_tokens : -(-end // self._block_tokens)]
+
+    def spoil(self, seq: Sequence, blocks: set[int]) -> None:
+        """The KV of `blocks` was lost on its way here, and with it what `seq` has computed after them."""
+        held = self._held_by(seq)
+        ids = held.gpu[0]
+        first = next(place for place, block in enumerate(ids) if block in blocks)
+        self._cached.unwritten.update(ids[first:])
+        held.num_written = min(held.num_written, first * self._block_tokens)
