@@ -150,7 +150,7 @@ def perform(
     profiler = Profiler(device.device) if keep.timeline else None
     if profiler is not None:
         setup.warnings.append(WARNING)
-    observe = recorder(parts.lanes, parts.observer, device.copies.spans, profiler)
+    observe = recorder(parts.lanes, parts.observer, device.memory.engine.spans, profiler)
     arrivals = arrivals_of(setup.scenario, requests)
     ended = arrivals.ended if arrivals.hears_ends else None
     instance = LiveInstance(parts.engine, device, arrivals, observer=observe, ended=ended)
@@ -163,8 +163,8 @@ def perform(
             else:
                 profiler.start(device.start)
             instance.serve()
-        device.check()
-        device.check_counts()
+        device.memory.check()
+        device.memory.check_counts()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         run.interrupted = True
@@ -172,7 +172,7 @@ def perform(
         run.error = str(error)
     finally:
         device.close()
-        record_copies(parts.lanes, device.copies.spans)
+        record_copies(parts.lanes, device.memory.engine.spans)
         if profiler is not None:
             run.trace_events = profiler.events()
     return run

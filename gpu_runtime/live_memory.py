@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from gpu_runtime.device import scratch_blocks
+from gpu_runtime.device_memory import scratch_blocks
 from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder

@@ -54,7 +54,7 @@ class EngineThread:
         """Accepted, and without a first token."""
         self.unfinished: set[Ticket] = set()
         self.ready, self.finished = asyncio.Event(), asyncio.Event()
-        self._record = recorder(lanes, None if series is None else series.observe, device.copies.spans)
+        self._record = recorder(lanes, None if series is None else series.observe, device.memory.engine.spans)
         self._arrived: deque[Ticket] = deque()
         self._left: deque[Ticket] = deque()
         self._closed = self._aborted = False
@@ -247,8 +247,8 @@ class EngineThread:
     def _check_nothing_is_held(self) -> None:
         """After the last request: InvariantError unless every block of every pool is free again."""
         device, scheduler = self.device, self.scheduler
-        device.check()
-        device.check_counts()
+        device.memory.check()
+        device.memory.check_counts()
         held = [pool.num_blocks - pool.free for pool in (scheduler.gpu, scheduler.host)]
-        if any(held) or device.placement.held or device.tokens:
+        if any(held) or device.memory.placement.held or device.tokens:
             raise InvariantError(f"{held[0]} GPU and {held[1]} host blocks are held after the last request has ended")

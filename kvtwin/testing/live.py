@@ -130,10 +130,10 @@ def check_nothing_held(device: TorchDevice) -> None:
     """AssertionError or InvariantError unless every block, id and token of every sequence has been given back."""
     for pool in (device.scheduler.gpu, device.scheduler.host):
         assert pool.free == pool.num_blocks
-    device.check()
-    device.check_counts()
-    assert not device.placement.held
-    assert not device.placement.under_way
+    device.memory.check()
+    device.memory.check_counts()
+    assert not device.memory.placement.held
+    assert not device.memory.placement.under_way
     assert not device.tokens
 
 

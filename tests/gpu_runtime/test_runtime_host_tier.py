@@ -132,7 +132,7 @@ def test_the_next_turn_loads_what_was_really_said(variant):
     assert {seq.request.request_id: seq.num_cached_tokens for seq in held.ended}[2] == 20
     assert 12 <= held.engine.scheduler.counters.tiers["host"].hit_tokens <= 20
     # Of 59 tokens with KV the other has saved 14 blocks, the second turn of 30 the two that were new.
-    assert held.device.placement.hosted.num_blocks == 5 + 14 + 2
+    assert held.device.memory.placement.hosted.num_blocks == 5 + 14 + 2
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

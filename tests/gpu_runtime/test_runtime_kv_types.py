@@ -101,7 +101,7 @@ def test_tokens_survive_the_way_to_the_host_and_back(policy, dtype):
     ample = limits(400, 400, block_size=BLOCK_SIZE, max_model_len=64)
     alone, tight = (serve(preset, arrivals, limit, dtype=dtype) for limit in (ample, tight_limits(preset)))
     assert tight.tokens == alone.tokens
-    assert tight.device.gpu.data.dtype is tight.device.host.data.dtype is dtype
+    assert tight.device.memory.gpu.data.dtype is tight.device.memory.host.data.dtype is dtype
     counters = tight.counters
     assert counters.swap_out_blocks or counters.policy["prefills_offloaded"]
     assert not alone.counters.swap_out_blocks

@@ -79,4 +79,4 @@ def test_pools_and_graphs_are_gone_when_a_run_is_over(tensors, fails, monkeypatc
     finally:
         gc.enable()
     assert finished.error == ("no more of it" if fails else None)
-    assert finished.instances[0].device.gpu.num_blocks == 41
+    assert finished.instances[0].device.memory.gpu.num_blocks == 41

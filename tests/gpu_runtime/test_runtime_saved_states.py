@@ -87,7 +87,7 @@ def test_states_take_the_host_memory_that_the_policy_counts(monkeypatch, split):
 
     class Measured(CheckedDevice):
         def close(self):
-            sizes.append(self._states.num_bytes)
+            sizes.append(self.memory.states.num_bytes)
             super().close()
 
     serve(monkeypatch, split, gpu=40, host=60, kind=Measured)

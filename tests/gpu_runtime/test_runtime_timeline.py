@@ -58,7 +58,7 @@ def test_a_served_workload_leaves_its_copies_as_spans():
     rows = [(0.0, 9 + i, 12) for i in range(8)]
     policy = LayerKV()
     served = testing_live.serve(policy, requests(*rows), testing_live.tight_limits(policy, gpu=12))
-    spans = served.device.copies.spans.take()
+    spans = served.device.memory.engine.spans.take()
     assert {span.direction for span in spans} == set(Direction)
 
 

@@ -1,0 +1,127 @@
+"""`DeviceMemory`: the KV blocks of one device on both tiers, who holds which, and the copies between them."""
+
+from collections.abc import Callable
+
+import torch
+
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.copies import KVCopies
+from gpu_runtime.kv.copy_engine import CopyEngine
+from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.layer_inputs import LayerInputs
+from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.saved_states import LiveStates
+from sim.engine.layers import SEND_BUFFER_LAYERS
+from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+from sim.parts.memory.saved_states import SavedStates
+from sim.parts.stage.partial_recompute import PartialRecompute
+
+
+def scratch_blocks(scheduler: Scheduler) -> int:
+    """GPU blocks beyond the scheduler's through which decodes with layers on the host pass.
+
+    Each that may stream needs two layers' blocks, or one's where it has one layer on the host only.
+    """
+    if not scheduler.stage.streams:
+        return 0
+    limits = scheduler.limits
+    longest = -(-limits.max_model_len // limits.block_size)
+    # Who streams holds all its blocks, here or there.
+    whole = min(limits.num_gpu_blocks + limits.num_cpu_blocks, limits.max_num_seqs * longest)
+    return min(SEND_BUFFER_LAYERS * whole, scheduler.host.num_blocks)
+
+
+class DeviceMemory:
+    """As many blocks as a scheduler counts, of as many layers as its memory's blocks hold.
+
+    Args:
+        decoder: whose KV they hold.
+        scheduler: of the engine; its parts say what else the host keeps.
+        device: of the GPU's tier.
+        dtype: of the KV.
+        inline_copies: whether the computing thread copies, as it does on a CPU by default.
+        spare_blocks: more GPU blocks, which nobody is given.
+        fail: hears of each sequence whose KV a failed copy has lost, and why.
+
+    Raises:
+        ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        scheduler: Scheduler,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        inline_copies: bool | None,
+        spare_blocks: int,
+        fail: Callable[[Sequence, str], None],
+    ) -> None:
+        config, memory, stage = decoder.config, scheduler.memory, scheduler.stage
+        block_tokens = scheduler.limits.block_size
+        layer_group, left_over = divmod(config.num_layers, memory.num_groups)
+        if left_over:
+            raise ValueError(f"{config.num_layers} layers of {config.name} in {memory.num_groups} equal groups")
+        self._counts = memory
+        gpu_blocks, host_blocks = memory.gpu.num_blocks, memory.host.num_blocks
+        scratch = gpu_blocks + scratch_blocks(scheduler)
+        pin = device.type == "cuda"
+        self.gpu = KVPool(config, scratch + spare_blocks, block_tokens, layer_group, device, dtype)
+        # Blocks of states are not of KV alone.
+        kv_blocks = 0 if isinstance(memory, SavedStates) else host_blocks
+        self.host = KVPool(config, max(1, kv_blocks), block_tokens, layer_group, "cpu", dtype, pin=pin)
+        self.counted = BlockIds(gpu_blocks)
+        self.scratch = BlockIds(scratch)
+        # The first ids are those that the scheduler counts.
+        self.scratch.allocate(gpu_blocks)
+        self._num_scratch = self.scratch.num_free
+        self.engine = CopyEngine(device, inline=not pin if inline_copies is None else inline_copies)
+        self.copies = KVCopies(self.engine, self.gpu, self.host, fail)
+        self.states: LiveStates | None = None
+        self.inputs: LayerInputs | None = None
+        if isinstance(memory, SavedStates):
+            self.states = LiveStates(memory, decoder, self.gpu, self.counted, self.engine, self.copies)
+            self.placement: Placement = self.states.placement
+        else:
+            groups = memory.num_groups
+            self.placement = Placement(self.counted, self.host, num_groups=groups, block_tokens=block_tokens)
+            if isinstance(stage, PartialRecompute) and stage.seconds.input_share:
+                self.inputs = LayerInputs(decoder, self.host, self.placement, self.scratch, self.copies, self.engine)
+        self.beside = self.states or self.inputs
+        """What the host keeps beside KV, or in its place."""
+
+    def new_pass(self) -> LayerPass:
+        """A pass over the layers that leaves on the host what is to be kept there."""
+        return LayerPass(self.placement, self.scratch, self.copies) if self.beside is None else self.beside.new_pass()
+
+    def release(self) -> None:
+        """End the copy threads and give memory back."""
+        self.engine.close()
+        for owner in (self.gpu, self.host, self.beside):
+            if owner is not None:
+                owner.release()
+
+    def check(self) -> None:
+        """InvariantError unless the ids balance: nobody holds a block twice, and pools list each free block once."""
+        self.placement.check()
+        self.counted.check()
+        self.placement.host.check()
+        if self.scratch.num_free != self._num_scratch:
+            raise InvariantError(f"{self._num_scratch - self.scratch.num_free} scratch blocks were not given back")
+
+    def check_counts(self) -> None:
+        """InvariantError unless as many ids are in use as the scheduler counts. When it has no changes to tell."""
+        memory = self._counts
+        for pool, ids, idle, reserved in (
+            (memory.gpu, self.counted, self.placement.cached.num_blocks, 0),
+            # Set aside for the coming step, and nobody's.
+            (memory.host, self.placement.host, 0, memory.host_reserved - memory.num_cached_on_host),
+        ):
+            used, counted = ids.num_blocks - ids.num_free - idle, pool.num_blocks - pool.free - reserved
+            if used != counted:
+                raise InvariantError(f"{pool.name}: {used} ids are in use, {counted} blocks are counted")
