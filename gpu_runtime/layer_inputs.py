@@ -14,7 +14,8 @@ from torch import Tensor
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyHandle
-from gpu_runtime.kv.placement import BlockCopy, Placement
+from gpu_runtime.kv.held import BlockCopy
+from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.layer_pass import BlockTables, LayerPass, Member
@@ -139,17 +140,11 @@ class ProjectingPass(LayerPass):
 
     def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
         super()._computed(layer, entered, batch, pool)
-        start, rows = 0, list[int]()
-        places: list[np.ndarray] = []
-        for member in self.members:
-            if layer in member.turns:
-                end = member.cached + member.num_new
-                rows += range(start, start + member.num_new)
-                places.append(token_places(member.held.host[layer], member.cached, end, pool.block_tokens))
-                member.num_saved += member.num_new
-            start += member.num_new
+        rows, places = self._new_tokens(lambda member: member.held.host.get(layer))
         if rows:
-            self._handles.append(self._rows.save(0, entered, rows, np.concatenate(places)))
+            for member in self._moving:
+                member.num_saved += member.num_new if layer in member.turns else 0
+            self._handles.append(self._rows.save(0, entered, rows, places))
 
     def abandon(self) -> None:
         arriving: Seq[CopyHandle] = [handle for _, handle in self._arriving.values()]

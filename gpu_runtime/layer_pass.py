@@ -18,6 +18,7 @@ from gpu_runtime.kv.copy_engine import CopyHandle
 from gpu_runtime.kv.held import BlockCopy, Held
 from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.token_rows import token_places
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
@@ -168,6 +169,21 @@ class LayerPass:
     def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
         """A layer, whose input [N, h] was `entered`, has been queued."""
         self._after_layer(layer)
+
+    def _new_tokens(self, blocks_of: Callable[[Member], list[int] | None]) -> tuple[list[int], np.ndarray]:
+        """The rows of the pass that tokens of members have, and the places of these in blocks on the host.
+
+        `blocks_of` a member are the blocks, in order; None leaves it out. Places [rows] are those of `token_places`.
+        """
+        start, rows, places = 0, list[int](), [np.empty(0, dtype=np.int64)]
+        for member in self.members:
+            blocks = blocks_of(member)
+            if blocks is not None:
+                rows += range(start, start + member.num_new)
+                end = member.cached + member.num_new
+                places.append(token_places(blocks, member.cached, end, self._placement.block_tokens))
+            start += member.num_new
+        return rows, np.concatenate(places)
 
     def _start(self) -> None:
         """Start the copies into all slots: those of the first turn as one, then those of the second.

@@ -18,10 +18,11 @@ from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.copy_worker import CopyHandle
-from gpu_runtime.kv.placement import BlockCopy, Placement
+from gpu_runtime.kv.held import BlockCopy
+from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
-from gpu_runtime.layer_pass import BlockTables, LayerPass, Member
+from gpu_runtime.layer_pass import BlockTables, LayerPass
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
@@ -126,11 +127,6 @@ class LiveStates:
         """Give the memory back."""
         self._inputs.release()
         self._kv.release()
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory that states take."""
-        return self._inputs.data.nbytes + self._kv.data.nbytes
 
     def new_pass(self) -> "SavingPass":
         """A pass over the layers that saves states."""
@@ -244,28 +240,18 @@ class SavingPass(LayerPass):
         self._handles: list[CopyHandle] = []
 
     def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Tensor:
-        saved = self._choose_rows(pool.block_tokens)
+        states = self._states.placement.states
+        self._rows, self._places = self._new_tokens(lambda member: states.get(member.seq))
         chosen = super().run(decoder, pool, tables, graph)
-        for member in saved:
+        for member in self.members:
+            if member.seq not in states:
+                continue
             self._copies.wait(member.seq, self._handles)
             if member.num_new > 1:
                 # Plans count whole blocks of KV's size, and single tokens not at all.
                 member.num_sent = ceil(self._placement.blocks_for(member.num_new) * self._states.share)
                 member.leaving = dict.fromkeys(WHOLE, self._handles[-1])
         return chosen
-
-    def _choose_rows(self, block_tokens: int) -> list[Member]:
-        start, places = 0, [self._places]
-        states = self._states.placement.states
-        saved = [member for member in self.members if member.seq in states]
-        for member in self.members:
-            if member.seq in states:
-                self._rows += range(start, start + member.num_new)
-                end = member.cached + member.num_new
-                places.append(token_places(states[member.seq], member.cached, end, block_tokens))
-            start += member.num_new
-        self._places = np.concatenate(places)
-        return saved
 
     def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
         super()._computed(layer, entered, batch, pool)

@@ -87,7 +87,8 @@ def test_states_take_the_host_memory_that_the_policy_counts(monkeypatch, split):
 
     class Measured(CheckedDevice):
         def close(self):
-            sizes.append(self.memory.states.num_bytes)
+            states = self.memory.states
+            sizes.append(states._inputs.data.nbytes + states._kv.data.nbytes)
             super().close()
 
     serve(monkeypatch, split, gpu=40, host=60, kind=Measured)
