@@ -90,19 +90,6 @@ class CopyEngine:
             direction, lambda _: copy_now(src_pool.raw_layers, src, dst_pool.raw_layers, dst, direction)
         )
 
-    def copy_tensors(self, pairs: Sequence[tuple[Tensor, Tensor]], direction: Direction) -> CopyHandle:
-        """Copy each pair's first tensor to its second. Both are kept until the copy is over."""
-
-        def job(stream: torch.cuda.Stream | None) -> None:
-            for src, dst in pairs:
-                dst.copy_(src, non_blocking=True)
-                for tensor in (src, dst):
-                    if tensor.is_cuda and stream is not None:
-                        # Its memory shall not be given out again before the stream is through with it.
-                        tensor.record_stream(stream)
-
-        return self._submit(direction, job)
-
     def copy_rows(
         self, src: Tensor, src_rows: Sequence[int], dst: Tensor, dst_rows: Sequence[int], direction: Direction
     ) -> CopyHandle:
@@ -116,6 +103,7 @@ class CopyEngine:
             copy_now(src, here, dst, there, direction)
             for tensor in (src, dst):
                 if tensor.is_cuda:
+                    # Its memory shall not be given out again before the stream is through with it.
                     tensor.record_stream(stream)
 
         return self._submit(direction, job)

@@ -36,7 +36,7 @@ def test_spans_are_those_of_the_copies(inline):
             direction = Direction.D2H if i % 3 else Direction.H2D
             engine.copy_blocks(pools[0], [i], pools[1], [i + 1], direction).wait()
         with pytest.raises(CopyFailed):
-            engine.copy_tensors([(torch.zeros(2), torch.zeros(3))], Direction.H2D).wait()
+            engine.copy_rows(torch.zeros(2), [0], torch.zeros(3), [3], Direction.H2D).wait()
     lasted = time.perf_counter() - begun
     spans = engine.spans.take()
     assert [sum(span.direction is d for span in spans) for d in (Direction.H2D, Direction.D2H)] == [7, 13]
