@@ -110,9 +110,7 @@ class HybridMemory(CachingMemory):
     # -- prompts -----------------------------------------------------------------------------------------------------
 
     def blocks_for(self, seq: Sequence) -> int:
-        return self._most_blocks(-(-seq.num_tokens // self.block_size))
-
-    def _most_blocks(self, blocks: int) -> int:
+        blocks = -(-seq.num_tokens // self.block_size)
         return len(self._full) * blocks + len(self._windowed) * min(blocks, self._most_in_window)
 
     def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
