@@ -212,10 +212,7 @@ class RequestLog:
         return count / duration_s if duration_s > 0.0 else 0.0
 
     def max_concurrent_requests(self) -> int:
-        """Most of those completed that were in flight at once, from arrival up to their last token (as vLLM counts).
-
-        Ask before `latencies`, which sorts what this needs.
-        """
+        """Most of those completed that were in flight at once, from arrival up to their last token (as vLLM counts)."""
         if not self.completed:
             return 0
         arrivals = np.frombuffer(self.arrival_s, dtype=np.float64)
@@ -251,10 +248,10 @@ def _named(latency: str, figures_s: list[float]) -> dict[str, float | None]:
 
 
 def summary(values_s: NDArray[np.floating] | None, name: str) -> dict[str, float | None]:
-    """Statistics of values in s, by `names`; sorts them in place; None without any."""
+    """Statistics of values in s, by `names`; None without any."""
     if values_s is None:
         return dict.fromkeys(names(name))
-    values_s.sort()
+    values_s = np.sort(values_s)
     percentiles = [sorted_percentile(values_s, p) for p in PERCENTILES]
     mean = float(values_s.mean(dtype=np.float64))
     return _named(name, [mean, percentiles[0], _std(values_s, mean), *percentiles])

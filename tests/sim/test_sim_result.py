@@ -156,6 +156,16 @@ def test_who_ends_as_another_arrives_is_no_longer_in_flight():
     assert metrics.RequestLog().max_concurrent_requests() == 0
 
 
+def test_most_in_flight_does_not_depend_on_what_was_asked_before():
+    log = metrics.RequestLog()
+    log.completed = 3
+    log.arrival_s.extend([0.0, 1.0, 2.0])
+    log.e2el_s.extend([9.0, 0.5, 0.5])
+    assert log.max_concurrent_requests() == 2
+    assert log.latencies() == log.latencies()
+    assert log.max_concurrent_requests() == 2
+
+
 def test_tokens_are_counted_only_where_each_has_a_time(tmp_path):
     rows = [(0.0, 10, 60), (0.5, 10, 60)]
     assert "max_output_tokens_per_s" not in simulate(tmp_path, rows)
