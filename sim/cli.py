@@ -256,7 +256,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
         for setup, requests in planned:
             place = folder / folder_name(setup.label)
             try:
-                run, result = record(setup, place, outputs, _perform(outputs), series=True, requests=requests)
+                run, result = record(setup, place, outputs, simulator(outputs), series=True, requests=requests)
             except KeyboardInterrupt:
                 # Before a run or behind it: what is there is compared.
                 if not results:
@@ -292,14 +292,14 @@ def simulate(
     series: bool = False,
 ) -> tuple[Run, Result]:
     """One simulated run with its files."""
-    return record(prepare(scenario, label, policy), folder, outputs, _perform(outputs), series=series)
+    return record(prepare(scenario, label, policy), folder, outputs, simulator(outputs), series=series)
 
 
 Perform = Callable[[Setup, Iterable[Request], TableSink, Keep], Run]
 """Carries a run out on one of the clocks."""
 
 
-def _perform(outputs: Outputs) -> Perform:
+def simulator(outputs: Outputs) -> Perform:
     """Carries a run out on the simulated clock."""
 
     def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:

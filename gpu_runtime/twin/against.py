@@ -1,23 +1,21 @@
 """`kvtwin validate --against`: a simulation beside what a server's client measured of the same requests."""
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from sim.cli import print_result, read_options, record
+from sim.cli import print_result, read_options, record, simulator
 from sim.files import folder_name, write_atomically
 from sim.folders import clear, owning
-from sim.results.metrics import TableSink, summary
+from sim.results.metrics import summary
 from sim.results.report import METRICS
 from sim.results.schema import Result
 from sim.served import Times, measured_times, read_run, times_in
-from sim.simulate import Keep, Run, Setup, build_run, execute, prepare
+from sim.simulate import prepare
 from sim.systems import DEFAULT_POLICY
-from traces.request import Request
 from traces.served import ServedRun
 
 WORST = 10
@@ -84,12 +82,8 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
     with owning(folder):
         clear(folder, below=[folder_name(setup.label) for setup in setups])
         for setup in setups:
-
-            def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
-                return execute(build_run(setup, requests, table=table, keep=keep, jump=not outputs.step))
-
             place = folder / folder_name(setup.label)
-            run, result = record(setup, place, outputs, perform, requests=served.requests)
+            run, result = record(setup, place, outputs, simulator(outputs), requests=served.requests)
             if run.interrupted or run.error:
                 return print_result(run, result, place, outputs)
             beside = Beside(setup.label, served, times_in(run.log, served), measured_times(served))
@@ -129,7 +123,7 @@ def measured_metrics(served: ServedRun, measured: Times) -> dict[str, float]:
     for name in ("ttft", "tpot", "itl", "e2el"):
         values = latencies.get(name)
         if values is not None and values.size:
-            known = summary(values.copy(), name)
+            known = summary(values, name)
             found |= {key: value for s in STATISTICS if (value := known[key := f"{s}_{name}_ms"]) is not None}
     arrivals_s = np.array([request.arrival_s for request in served.requests])
     duration_s = float(np.max(arrivals_s + measured.e2el_s))
