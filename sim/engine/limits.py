@@ -46,6 +46,11 @@ class Limits:
     enable_prefix_caching: bool = False
     window: WindowLimits | None = None
 
+    @property
+    def has_window_groups(self) -> bool:
+        """Whether memory keeps a window of some groups of layers, in rings of blocks."""
+        return self.window is not None and self.window.blocks is not None
+
 
 Role = Literal["both", "prefill", "decode"]
 """What an engine of several does with a request."""

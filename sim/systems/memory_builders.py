@@ -17,6 +17,7 @@ from sim.systems.tiered_options import RetentionOptions, TieredOptions
 if TYPE_CHECKING:
     from sim.parts.base import Memory
     from sim.parts.offload.connector import OffloadingConnector
+    from sim.parts.offload.worth import Worth
     from sim.parts.stage.partial_recompute import BlockSeconds
 
 
@@ -47,42 +48,35 @@ def group_memory(b: Builder) -> "Memory":
 
 
 def paged(b: Builder) -> "Memory":
-    if b.policy.has_hybrid_manager and b.limits.window is not None and b.limits.window.blocks is not None:
-        if b.offloading.offloads:
-            raise UserError(
-                f"--kv-offloading-size: {b.deployment.model.name} has layers that keep a window only; "
-                "--disable-hybrid-kv-cache-manager keeps whole prefixes"
-            )
-        from sim.parts.memory.hybrid import HybridMemory
-
-        return HybridMemory(b.limits, schedules_ahead=b.policy.schedules_ahead)
     if b.offloading.offloads:
         from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
 
         kind = OffloadingMemory if b.limits.enable_prefix_caching else OffloadingPaged
         return kind(b.limits, connector(b, b.offloading))
+    if b.policy.has_hybrid_manager and b.limits.has_window_groups:
+        from sim.parts.memory.hybrid import HybridMemory
+
+        return HybridMemory(b.limits, schedules_ahead=b.policy.schedules_ahead)
     if b.limits.enable_prefix_caching:
         from sim.parts.memory.prefix import PrefixMemory
 
         return PrefixMemory(b.limits, in_flight_hits=b.names["batching"] in UNIFIED)
-    from sim.parts.memory.paged import PagedMemory
-
-    if b.limits.window is not None and b.limits.window.blocks is not None:
+    if b.limits.has_window_groups:
         from sim.parts.memory.windowed import WindowedMemory
 
         return WindowedMemory(b.limits)
+    from sim.parts.memory.paged import PagedMemory
+
     return PagedMemory(b.limits)
 
 
 def tiered(b: Builder) -> "Memory":
     from sim.parts.memory.tiered import TieredMemory
-    from sim.parts.offload.worth import Worth
 
     if b.offloading.offloads:
         raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
-    if b.limits.window is not None and b.limits.window.blocks is not None:
-        raise UserError(f"memory=tiered: {b.deployment.model.name} has layers that keep a window only")
-    worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
+    no_layer_keeps_a_window(b, "memory=tiered")
+    worth = worth_of(b)
     options, in_flight_hits = b.options(TieredOptions), b.names["batching"] in UNIFIED
     block_bytes = b.limits.block_bytes * b.deployment.tensor_parallel_size
     num_blocks = options.num_disk_blocks(block_bytes)
@@ -104,12 +98,9 @@ def tiered(b: Builder) -> "Memory":
 
 def retained(b: Builder) -> "Memory":
     from sim.parts.memory.retained import RetentionMemory
-    from sim.parts.offload.worth import Worth
 
-    if b.limits.window is not None and b.limits.window.blocks is not None:
-        raise UserError(f"memory=retained: {b.deployment.model.name} has layers that keep a window only")
-    worth = Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers)
-    return RetentionMemory(b.limits, worth, b.options(RetentionOptions).swap_out_threshold)
+    no_layer_keeps_a_window(b, "memory=retained")
+    return RetentionMemory(b.limits, worth_of(b), b.options(RetentionOptions).swap_out_threshold)
 
 
 def saved_states(b: Builder) -> "Memory":
@@ -124,13 +115,11 @@ def saved_states(b: Builder) -> "Memory":
 
 def tiered_states(b: Builder) -> "Memory":
     from sim.parts.memory.saved_states import TieredStates
-    from sim.parts.offload.worth import Worth
 
     each_layer_keeps_all(b)
-    cost = b.deployment.cost
     split, share, state = split_of(b.deployment, b.limits)
     limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / share))
-    return TieredStates(limits, Worth(cost, limits, b.deployment.model.num_layers), cost, split, share, state)
+    return TieredStates(limits, worth_of(b), b.deployment.cost, split, share, state)
 
 
 def each_layer_keeps_all(b: Builder) -> None:
@@ -138,6 +127,19 @@ def each_layer_keeps_all(b: Builder) -> None:
     model = b.deployment.model
     if model.num_stored_layers < model.num_layers or b.limits.window is not None:
         raise UserError(f"memory={b.names['memory']}: layers of {model.name} share their KV or keep a window")
+
+
+def no_layer_keeps_a_window(b: Builder, asked: str, remedy: str = "") -> None:
+    """UserError for models of which some layers have rings of blocks, where `asked` keeps whole prefixes."""
+    if b.limits.has_window_groups:
+        raise UserError(f"{asked}: {b.deployment.model.name} has layers that keep a window only{remedy}")
+
+
+def worth_of(b: Builder, load_s_per_block: float | None = None) -> "Worth":
+    """Prices of copies to the GPU and of what they replace; `load_s_per_block` in place of the link's."""
+    from sim.parts.offload.worth import Worth
+
+    return Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers, load_s_per_block)
 
 
 def hosted_layers(b: Builder) -> "Memory":
@@ -166,13 +168,9 @@ def block_seconds(b: Builder) -> "BlockSeconds":
 def connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
     from sim.parts.offload.connector import OffloadingConnector
     from sim.parts.offload.host_cache import HostCache
-    from sim.parts.offload.worth import Worth
 
-    if b.limits.window is not None and b.limits.window.blocks is not None:
-        remedy = "--disable-hybrid-kv-cache-manager keeps whole prefixes"
-        raise UserError(f"--kv-offloading-size: {b.deployment.model.name} has layers that keep a window only; {remedy}")
+    no_layer_keeps_a_window(b, "--kv-offloading-size", "; --disable-hybrid-kv-cache-manager keeps whole prefixes")
     num_chunks = options.num_chunks(b.limits.block_bytes * b.deployment.tensor_parallel_size)
-    layers = b.deployment.model.num_layers
     return OffloadingConnector(
         HostCache(num_chunks, options.eviction_policy, options.store_threshold),
         b.limits.block_size,
@@ -181,7 +179,7 @@ def connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
         shares_loads=b.limits.enable_prefix_caching,
         load_s_per_block=options.load_s_per_block,
         store_s_per_block=options.store_s_per_block,
-        worth=Worth(b.deployment.cost, b.limits, layers, options.load_s_per_block),
+        worth=worth_of(b, options.load_s_per_block),
     )
 
 
@@ -203,8 +201,7 @@ def mempool(b: Builder) -> "Memory":
         return PagedMemory(b.limits)
     from sim.parts.memory.mempool import MemPool
 
-    if b.limits.window is not None and b.limits.window.blocks is not None:
-        raise UserError(f"memory=mempool: {b.deployment.model.name} has layers that keep a window only")
+    no_layer_keeps_a_window(b, "memory=mempool")
     return MemPool(b.limits, returns=options.caching == "return", in_flight_hits=b.names["batching"] == "unified")
 
 
