@@ -32,7 +32,7 @@ fuzz: $(VENV)/dev
 # Hours; goes on where it was interrupted. Other faults with another seed: `make mutants SEED=2`.
 SEED ?= 1
 mutants: $(VENV)/dev
-	$(BIN)/python benchmarks/mutants.py --count 100 --seed $(SEED) --out mutants-$(SEED).jsonl
+	$(BIN)/python benchmarks/mutants.py --seed $(SEED) --out mutants-$(SEED).jsonl
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

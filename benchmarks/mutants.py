@@ -1,38 +1,42 @@
-"""Random faults in a copy of the tree: do the nearest tests notice?
+"""Random faults in a copy of the tree: do the tests notice?
 
-    python benchmarks/mutants.py [--count 100] [--seed 0] [--files 8] [--out mutants.jsonl]
+    python benchmarks/mutants.py [--count 436] [--seed 1] [--jobs 1] [--out mutants.jsonl] [--cache FOLDER]
 
 A fault is one operator, comparison, constant or condition changed, or one statement left out. It is drawn from all such
-places of sim/, traces/, calib/ and gpu_runtime/. The test files nearest to its module run over it, one after the other,
-until one fails or takes far longer than without it. Near is who imports the module over few others and is called alike.
+places of the packages. What executes its line is run over it: a few fast tests first, then the others, each file's
+fastest before its slower ones, until one fails, takes far longer than without it, or `--seconds` are used.
 
-What these do not notice is missed, or has no effect, or is noticed by a test farther off: a reader has to say which.
-Every fault is a line of the journal; a run that was interrupted goes on. Only the copy is changed.
+What no test notices is missed or has no effect: a reader has to say which. Where tests were left out it is undecided.
+Every fault is a line of the journal; a run that was interrupted goes on. Only copies in the cache folder are changed.
 """
 
 import argparse
 import ast
 import json
+import multiprocessing
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections import deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import forked_pytest
+import hypothesis
+import pytest
+from hypothesis import Phase
+from line_tests import LineTests
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
-FAULTY = ("sim", "traces", "calib", "gpu_runtime")
-PACKAGES = (*FAULTY, "kvtwin", "tests")
+FAULTY = ("sim", "traces", "calib", "gpu_runtime", "kvtwin")
 OTHERS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -40,10 +44,10 @@ OTHERS = {
     ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 """What stands in for an operator."""
-FAR = 10
-"""Steps to what a test does not import."""
-MOST_BYTES = 8 << 30
-"""Of memory for a test run: a fault may have a loop that never ends."""
+FIRST_S, FIRST_FILES = 5.0, 6
+"""Of tests that run first: most faults need no others."""
+SLACK_S, SLACK = 30.0, 5.0
+"""A run that takes longer than so many times its usual seconds, and these beside, does not end."""
 
 
 class Fault(NamedTuple):
@@ -54,6 +58,12 @@ class Fault(NamedTuple):
     line: int
     column: int
     text: str
+    lines: range
+    """Of its statement: without the statements inside, but for those of a function or class."""
+    is_imported: bool
+    """Whether its statement is executed when its module is imported."""
+    names: tuple[str, ...] = ()
+    """That such a statement gives."""
 
     @property
     def name(self) -> str:
@@ -63,7 +73,7 @@ class Fault(NamedTuple):
 
 def places(tree: ast.Module) -> Iterator[tuple[ast.AST, str, ast.AST]]:
     """Every node that a fault may replace, the field of its parent it stands in, and its parent."""
-    skipped: set[int] = set()
+    skipped = {id(node) for node in ast.walk(tree) if says_nothing(node)}
     for parent in ast.walk(tree):
         if id(parent) in skipped:
             skipped |= {id(child) for child in ast.iter_child_nodes(parent)}
@@ -72,11 +82,25 @@ def places(tree: ast.Module) -> Iterator[tuple[ast.AST, str, ast.AST]]:
             for node in value if isinstance(value, list) else (value,):
                 if not isinstance(node, ast.AST):
                     continue
-                # Annotations say nothing when the program runs.
-                if field in ("annotation", "returns"):
+                if field in ("annotation", "returns") or id(node) in skipped:
                     skipped.add(id(node))
                 elif replacement(node) is not None:
                     yield node, field, parent
+
+
+def says_nothing(node: ast.AST) -> bool:
+    """Whether no test can tell it from another: slots, exported names, what only a type checker reads."""
+    match node:
+        case ast.Assign(targets=[ast.Name("__slots__" | "__all__")]):
+            return True
+        case ast.Assign(value=ast.Call(func=ast.Name("TypeVar" | "ParamSpec" | "NewType"))):
+            return True
+        case ast.keyword(arg="slots" | "gc" | "frozen" | "kw_only" | "repr" | "strict"):
+            return True
+        case ast.If(test=ast.Name("TYPE_CHECKING")):
+            return True
+        case _:
+            return False
 
 
 def replacement(node: ast.AST) -> ast.AST | None:
@@ -102,14 +126,51 @@ def replacement(node: ast.AST) -> ast.AST | None:
             return None
 
 
+def statements(tree: ast.Module) -> dict[int, tuple[ast.stmt, bool]]:
+    """By id of each node: the innermost statement around it, and whether an import executes that."""
+    around: dict[int, tuple[ast.stmt, bool]] = {}
+
+    def visit(node: ast.AST, statement: ast.stmt | None, is_imported: bool) -> None:
+        statement = node if isinstance(node, ast.stmt) else statement
+        if statement is not None:
+            around[id(node)] = statement, is_imported
+        for field, value in ast.iter_fields(node):
+            inside = field == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in value if isinstance(value, list) else (value,):
+                if isinstance(child, ast.AST):
+                    visit(child, statement, is_imported and not inside)
+
+    visit(tree, None, True)
+    return around
+
+
+def names_of(statement: ast.stmt) -> tuple[str, ...]:
+    """That a statement gives."""
+    match statement:
+        case ast.ClassDef():
+            return (statement.name,)
+        case ast.Assign() | ast.AnnAssign():
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            return tuple(node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+        case _:
+            return ()
+
+
 def faults_of(path: str) -> list[Fault]:
     """All of a file."""
-    found = []
-    for place, (node, _, _) in enumerate(places(ast.parse((ROOT / path).read_text()))):
+    found, tree = [], ast.parse((ROOT / path).read_text())
+    around = statements(tree)
+    for place, (node, _, _) in enumerate(places(tree)):
         new = replacement(node)
         assert new is not None
         text = " -> ".join(" ".join(ast.unparse(ast.fix_missing_locations(n)).split())[:200] for n in (node, new))
-        found.append(Fault(path, place, getattr(node, "lineno", 0), getattr(node, "col_offset", 0), text))
+        statement, is_imported = around[id(node)]
+        lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            body = getattr(statement, "body", None)
+            lines = range(lines.start, max(body[0].lineno, lines.start + 1)) if body else lines
+        at = getattr(node, "lineno", statement.lineno), getattr(node, "col_offset", 0)
+        found.append(Fault(path, place, *at, text, lines, is_imported, names_of(statement) if is_imported else ()))
     return found
 
 
@@ -124,161 +185,189 @@ def faulty(fault: Fault, text: str) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-# -- the nearest tests -------------------------------------------------------------------------------------------------
+# -- which tests -------------------------------------------------------------------------------------------------------
 
 
-def module_of(path: str) -> str:
-    """Its dotted name; test files import each other by the last part alone."""
-    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    return name.rsplit(".", 1)[-1] if name.startswith("tests.") else name
+def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]:
+    """Tests that execute a fault's statement, or lines with the names that it gives; each file's fastest first."""
+    found = set() if fault.is_imported else known.tests_of(fault.path, [fault.line])
+    found = found or known.tests_of(fault.path, fault.lines)
+    if fault.names:
+        is_named = re.compile(rf"\b({'|'.join(fault.names)})\b")
+        for path, text in texts.items():
+            lines = [i for i, line in enumerate(text.splitlines(), 1) if is_named.search(line)]
+            if lines:
+                found |= known.tests_of(path, lines)
+    if fault.is_imported:
+        found = found or known.tests_of(fault.path)
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(found, key=lambda test: (known.seconds[test], test)):
+        by_file[file_of(test)].append(test)
+    ranked = [(rank, known.seconds[test], test) for tests in by_file.values() for rank, test in enumerate(tests)]
+    return [test for _, _, test in sorted(ranked)]
 
 
-def imports_of(path: str, modules: dict[str, str]) -> set[str]:
-    """Files that a file imports, names of modules and of what they hold alike."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {modules[name] for name in names if name in modules}
+def file_of(test: str) -> str:
+    """Of a test."""
+    return test.partition("::")[0]
 
 
-def words_of(path: str) -> set[str]:
-    """Of a path, but for those that say nothing."""
-    return {word.rstrip("s") for word in re.split(r"[/_.]", path)} - {"py", "test", "sim", "init", ""}
+def first_few(tests: list[str], seconds: dict[str, float]) -> list[str]:
+    """The fastest, of few files."""
+    few, files, left_s = [], set(), FIRST_S
+    for test in sorted(tests, key=lambda test: (seconds[test], test)):
+        left_s -= seconds[test]
+        if left_s < 0.0 and few:
+            break
+        if len(files | {file_of(test)}) <= FIRST_FILES:
+            files.add(file_of(test))
+            few.append(test)
+    return few
 
 
-def nearest_tests(files: list[str]) -> dict[str, list[str]]:
-    """Test files for each other file, the nearest first."""
-    modules = {module_of(path): path for path in files}
-    imported = {path: imports_of(path, modules) for path in files}
-    away: dict[str, list[tuple[int, str]]] = {path: [] for path in files}
-    for test in files:
-        if not Path(test).name.startswith("test_"):
-            continue
-        steps, queue = {test: 0}, deque([test])
-        while queue:
-            path = queue.popleft()
-            for other in imported[path] - steps.keys():
-                steps[other] = steps[path] + 1
-                queue.append(other)
-        for path in files:
-            # Presets are imported by name, when they are asked for.
-            near = 2 * len(words_of(path) & words_of(test))
-            away[path].append((steps.get(path, FAR) - near, test))
-    return {path: [test for _, test in sorted(tests)] for path, tests in away.items()}
+def within(tests: list[str], seconds: dict[str, float], most_s: float) -> list[str]:
+    """As many of them, in their order, as fit."""
+    fitting = []
+    for test in tests:
+        if seconds[test] <= most_s:
+            most_s -= seconds[test]
+            fitting.append(test)
+    return fitting
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def copy_tree(files: list[str], folder: Path) -> Path:
-    """The working tree's files in a folder, with reference material beside it where there is any."""
-    tree = folder / "tree"
+class Chosen:
+    """Runs some tests of the files that were collected, file by file, and notes the first that failed."""
+
+    def __init__(self, tests: list[str], note: Path) -> None:
+        files = {file: i for i, file in enumerate(dict.fromkeys(map(file_of, tests)))}
+        self._order = {test: (files[file_of(test)], i) for i, test in enumerate(tests)}
+        self._note = note
+        self.files = list(files)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        # A failure is enough, and need not be a small one.
+        phases = (Phase.explicit, Phase.generate)
+        hypothesis.settings.register_profile("mutants", hypothesis.settings.default, phases=phases)
+        hypothesis.settings.load_profile("mutants")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self._order), key=lambda item: self._order[item.nodeid]
+        )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._note.write_text(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._note.write_text(f"{report.nodeid} (collection)")
+
+
+def copy_tree(files: list[str], tree: Path) -> Path:
+    """The working tree's files, with reference material beside them where there is any."""
+    shutil.rmtree(tree, ignore_errors=True)
     for name in files:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
-    if (ROOT.parent / "shared").is_dir():
-        (folder / "shared").symlink_to(ROOT.parent / "shared")
+    with suppress(FileExistsError):
+        if (ROOT.parent / "shared").is_dir():
+            (tree.parent / "shared").symlink_to((ROOT.parent / "shared").resolve())
     return tree
 
 
-def end_of(tree: Path, test: str, limit_s: float) -> str:
-    """How a test file ends: "passed", "failed" or "late"."""
-    # Files change within a second: compiled ones would be taken for theirs.
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test],
-        cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES)),
-    )  # fmt: skip
+def try_out(fault: Fault, tests: list[str], seconds: dict[str, float], most_s: float, tree: Path) -> dict[str, object]:
+    """Run tests over a tree with the fault; a row of the journal."""
+    few = first_few(tests, seconds)
+    more = within([test for test in tests if test not in set(few)], seconds, most_s)
+    target, note = tree / fault.path, tree.with_suffix(".note")
+    row: dict[str, object] = {"fault": fault.name, "tests": len(tests), "left_out": len(tests) - len(few) - len(more)}
+    target.write_text(faulty(fault, target.read_text()))
+    # Compiled files are told by the time of their source: no two faults of a file have the same.
+    os.utime(target, (fault.place + 1, fault.place + 1))
     try:
-        # 5: no test was collected, as where torch is absent.
-        return "passed" if child.wait(limit_s) in (0, 5) else "failed"
-    except subprocess.TimeoutExpired:
-        return "late"
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-
-
-class Runner:
-    """Runs test files over a copy of the tree, and knows how long they take without a fault."""
-
-    def __init__(self, tree: Path, most_s: float) -> None:
-        self.tree, self.most_s = tree, most_s
-        self._usual_s: dict[str, float | None] = {}
-
-    def usual_s(self, test: str) -> float | None:
-        """Seconds without a fault; None where the file fails, or takes too long."""
-        if test not in self._usual_s:
-            began_s = time.monotonic()
-            is_good = end_of(self.tree, test, self.most_s) == "passed"
-            self._usual_s[test] = time.monotonic() - began_s if is_good else None
-        return self._usual_s[test]
-
-    def try_out(self, fault: Fault, tests: list[str], most: int) -> tuple[str | None, int, list[str]]:
-        """Which of the nearest `most` test files noticed the fault, how many ran, and which nearer ones cannot tell."""
-        ran, left_out = 0, []
-        for test in tests:
-            usual_s = self.usual_s(test)
-            if usual_s is None:
-                left_out.append(test)
-                continue
-            target = self.tree / fault.path
-            text = target.read_text()
-            target.write_text(faulty(fault, text))
-            try:
-                end = end_of(self.tree, test, 20 + 4 * usual_s)
-            finally:
-                target.write_text(text)
-            ran += 1
+        for chosen in filter(None, (few, more)):
+            note.write_text("")
+            plugin = Chosen(chosen, note)
+            limit_s = SLACK_S + SLACK * sum(seconds[test] for test in chosen)
+            end = forked_pytest.run(tree, plugin.files, plugin, limit_s, "-x")
             if end != "passed":
-                return f"{test} ({end})", ran, left_out
-            if ran == most:
-                break
-        return None, ran, left_out
+                return {**row, "end": "caught" if end == "failed" else end, "by": note.read_text()}
+    finally:
+        shutil.copy2(ROOT / fault.path, target)
+    return {**row, "end": "not executed" if not tests else "undecided" if row["left_out"] else "missed"}
+
+
+# -- several at a time -------------------------------------------------------------------------------------------------
+
+_tree = Path()
+"""Of this process."""
+
+
+def start(trees: "multiprocessing.SimpleQueue[Path]") -> None:
+    """Take a tree; end as told, with what was started."""
+    global _tree
+    _tree = trees.get()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def try_out_here(task: tuple[Fault, list[str]], seconds: dict[str, float], most_s: float) -> dict[str, object]:
+    """`try_out` in this process's tree."""
+    return try_out(*task, seconds, most_s, _tree)
 
 
 def main() -> None:
     """Draw, run, and say what was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100, help="faults to draw (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument("--files", type=int, default=8, help="nearest test files to run over each (default: 8)")
-    parser.add_argument(
-        "--most-seconds", type=float, default=300.0, help="slower test files are left out (default: 300)"
-    )
+    parser.add_argument("--count", type=int, default=436, help="faults to draw (default: 436)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of tests for each fault (default: 240)")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="the journal (default: mutants.jsonl)")
+    cache = Path.home() / ".cache/kvtwin-mutants"
+    parser.add_argument("--cache", type=Path, default=cache, help=f"folder for what tests execute (default: {cache})")
     arguments = parser.parse_args()
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
-        "\n"
-    )
-    files = [name for name in listed if name and (ROOT / name).is_file()]
-    sources = [name for name in files if name.endswith(".py") and name.split("/")[0] in PACKAGES]
-    faults = [fault for name in sources if name.split("/")[0] in FAULTY for fault in faults_of(name)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = [name for name in listed.split("\n") if name and (ROOT / name).is_file()]
+    sources = [name for name in files if name.endswith(".py") and name.split("/")[0] in FAULTY]
+    tests = [name for name in files if name.startswith("tests/") and Path(name).name.startswith("test_")]
+    faults = [fault for name in sources for fault in faults_of(name)]
     drawn = random.Random(arguments.seed).sample(faults, min(arguments.count, len(faults)))
-    nearest = nearest_tests(sources)
-    lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
-    known = {row["fault"]: row for row in map(json.loads, lines)}
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(copy_tree(files, Path(folder)), arguments.most_seconds)
-        for fault in track(drawn, "faults"):
-            if fault.name not in known:
-                by, ran, left_out = runner.try_out(fault, nearest[fault.path], arguments.files)
-                known[fault.name] = {"fault": fault.name, "caught_by": by, "files": ran, "left_out": left_out}
-                with arguments.out.open("a") as journal:
-                    journal.write(json.dumps(known[fault.name]) + "\n")
-    rows = [known[fault.name] for fault in drawn]
-    missed = [row for row in rows if row["caught_by"] is None]
-    for row in missed:
-        unasked = f" ({', '.join(row['left_out'])}: slow, or failing without it)" if row["left_out"] else ""
-        print(f"missed by {row['files']} test files, or without effect: {row['fault']}{unasked}")
-    print(
-        f"{len(rows) - len(missed)} of {len(rows)} faults caught, drawn from {len(faults)} with seed {arguments.seed}"
-    )
+    known = LineTests(arguments.cache / "map", copy_tree(files, arguments.cache.resolve() / "tree"), FAULTY)
+    forked_pytest.preload()
+    fork = multiprocessing.get_context("fork")
+    trees = fork.SimpleQueue()
+    for i in range(arguments.jobs):
+        trees.put(copy_tree(files, arguments.cache.resolve() / f"tree-{i}"))
+    # A fork of a process with threads may hang: the bar has none.
+    bar = partial(track, auto_refresh=False)
+    with fork.Pool(arguments.jobs, start, (trees,)) as pool:
+        for _ in bar(pool.imap_unordered(known.gather, tests), "test files", total=len(tests)):
+            pass
+        known.load(tests)
+        texts = {name: (ROOT / name).read_text() for name in sources}
+        rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
+        done = {row["fault"] for row in rows}
+        tasks = ((fault, tests_of(fault, known, texts)) for fault in drawn if fault.name not in done)
+        work = partial(try_out_here, seconds=known.seconds, most_s=arguments.seconds)
+        for row in bar(pool.imap_unordered(work, tasks), "faults", total=sum(f.name not in done for f in drawn)):
+            rows.append(row)
+            with arguments.out.open("a") as journal:
+                journal.write(json.dumps(row) + "\n")
+    names = {fault.name for fault in drawn}
+    rows = [row for row in rows if row["fault"] in names]
+    for row in sorted(rows, key=lambda row: (row["end"], row["fault"])):
+        if row["end"] not in ("caught", "late"):
+            print(f"{row['end']}, {row['tests']} tests, {row['left_out']} left out: {row['fault']}")
+    ends = Counter(row["end"] for row in rows)
+    counts = ", ".join(f"{count} {end}" for end, count in ends.most_common())
+    print(f"{len(rows)} faults drawn from {len(faults)} with seed {arguments.seed}: {counts}")
 
 
 if __name__ == "__main__":

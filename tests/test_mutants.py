@@ -1,22 +1,34 @@
 """`benchmarks/mutants.py`: a fault is one node of a file and no more; tests are told that notice it from others."""
 
 import ast
-import importlib.util
+import importlib
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
 
-spec = importlib.util.spec_from_file_location("mutants", Path(__file__).parents[1] / "benchmarks/mutants.py")
-mutants = importlib.util.module_from_spec(spec)
-sys.modules["mutants"] = mutants
-spec.loader.exec_module(mutants)
+pytest.importorskip("coverage")
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def mutants():
+    """Scripts import what stands beside them."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("mutants")
+    sys.path.remove(str(BENCHMARKS))
+
 
 SOURCE = '''"""Half of a number and one more."""
 
 LIMIT: int = 3
+__all__ = ["half"]
 
 
 def half(n: int = 5) -> float:
@@ -38,27 +50,36 @@ def test_half():
 """
 
 
+def lay(root: Path, source: str = SOURCE, test: str = TEST.format(refused=4)) -> None:
+    """A tree of one module, its test, and the scripts."""
+    for name, text in {"sim/half.py": source, "sim/__init__.py": "", "tests/test_half.py": test}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "benchmarks").mkdir()
+    for script in ("mutants", "line_tests", "forked_pytest"):
+        (root / f"benchmarks/{script}.py").write_text((BENCHMARKS / f"{script}.py").read_text())
+    for command in (("init", "-q"), ("add", ".")):
+        subprocess.run(["git", *command], cwd=root, check=True)
+
+
 @pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A tree of one module and its test."""
-    (tmp_path / "sim").mkdir()
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "sim/half.py").write_text(SOURCE)
-    (tmp_path / "tests/test_half.py").write_text(TEST.format(refused=4))
-    monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    return tmp_path
+def small(mutants, tmp_path, monkeypatch):
+    root = tmp_path / "root"
+    lay(root)
+    monkeypatch.setattr(mutants, "ROOT", root)
+    return root
 
 
-def test_every_fault_by_hand(small):
+def test_every_fault_by_hand(mutants, small):
     texts = {(fault.line, fault.text) for fault in mutants.faults_of("sim/half.py")}
     assert texts == {
-        (3, "3 -> 4"), (6, "5 -> 6"), (8, "not n or n > LIMIT -> not n and n > LIMIT"), (8, "not n -> n"),
-        (8, "n > LIMIT -> n >= LIMIT"), (9, "raise ValueError(n) -> pass"), (10, "n += 1 -> n -= 1"), (10, "1 -> 2"),
-        (11, "n / 2 -> n * 2"), (11, "2 -> 3"),
+        (3, "3 -> 4"), (7, "5 -> 6"), (9, "not n or n > LIMIT -> not n and n > LIMIT"), (9, "not n -> n"),
+        (9, "n > LIMIT -> n >= LIMIT"), (10, "raise ValueError(n) -> pass"), (11, "n += 1 -> n -= 1"), (11, "1 -> 2"),
+        (12, "n / 2 -> n * 2"), (12, "2 -> 3"),
     }  # fmt: skip
 
 
-def test_a_fault_is_in_one_line(small):
+def test_a_fault_is_in_one_line(mutants, small):
     plain = ast.unparse(ast.parse(SOURCE)).splitlines()
     for fault in mutants.faults_of("sim/half.py"):
         found = mutants.faulty(fault, SOURCE).splitlines()
@@ -66,36 +87,60 @@ def test_a_fault_is_in_one_line(small):
         assert [(i2 - i1, j2 - j1) for _, i1, i2, j1, j2 in changed] == [(1, 1)], fault
 
 
-def test_what_the_test_notices_is_caught_and_the_tree_is_whole_again(small, tmp_path_factory):
-    files = ["sim/half.py", "tests/test_half.py"]
-    nearest = mutants.nearest_tests(files)
-    assert nearest["sim/half.py"] == ["tests/test_half.py"]
-    tree = mutants.copy_tree(files, tmp_path_factory.mktemp("copy"))
-    runner = mutants.Runner(tree, 60.0)
-    faults = {fault.text: fault for fault in mutants.faults_of("sim/half.py")}
-    ends = {text: runner.try_out(faults[text], nearest["sim/half.py"], 1) for text in ("n / 2 -> n * 2", "3 -> 4")}
-    assert ends == dict.fromkeys(ends, ("tests/test_half.py (failed)", 1, []))
+def test_lines_and_names_that_a_fault_is_looked_up_by(mutants, small):
+    """A default is a fault of the whole function; a constant of the module is one of whoever names it."""
+    by_line = {fault.line: fault for fault in mutants.faults_of("sim/half.py")}
+    assert {line: (list(fault.lines), fault.is_imported, fault.names) for line, fault in by_line.items()} == {
+        3: ([3], True, ("LIMIT",)), 7: ([*range(7, 13)], True, ()), 9: ([9], False, ()), 10: ([10], False, ()),
+        11: ([11], False, ()), 12: ([12], False, ()),
+    }  # fmt: skip
+
+
+def run(root: Path, *more: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "benchmarks/mutants.py", "--cache", str(root.parent / "cache"), "--out", "found.jsonl", *more],
+        cwd=root, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+
+
+def test_faults_are_decided_and_the_tree_is_whole_again(tmp_path):
+    root = tmp_path / "root"
+    lay(root)
+    child = run(root, "--count", "3")
+    told = child.communicate(timeout=300)[0]
+    assert child.returncode == 0
+    rows = [json.loads(line) for line in (root / "found.jsonl").read_text().splitlines()]
+    assert {row["by"] for row in rows if row["end"] == "caught"} == {"tests/test_half.py::test_half"}
     # Nobody asks for the default.
-    assert runner.try_out(faults["5 -> 6"], nearest["sim/half.py"], 1) == (None, 1, [])
-    assert (tree / "sim/half.py").read_text() == SOURCE
+    assert [row["fault"].partition(": ")[2] for row in rows if row["end"] == "missed"] == ["5 -> 6"]
+    assert told.splitlines()[-1] == "3 faults drawn from 10 with seed 1: 2 caught, 1 missed"
+    assert (root / "sim/half.py").read_text() == (tmp_path / "cache/tree-0/sim/half.py").read_text() == SOURCE
 
 
-def test_a_test_that_fails_without_a_fault_notices_none(small, tmp_path_factory):
-    (small / "tests/test_half.py").write_text(TEST.format(refused=3))
-    files = ["sim/half.py", "tests/test_half.py"]
-    runner = mutants.Runner(mutants.copy_tree(files, tmp_path_factory.mktemp("copy")), 60.0)
-    assert runner.try_out(mutants.faults_of("sim/half.py")[0], ["tests/test_half.py"], 1) == (
-        None,
-        0,
-        ["tests/test_half.py"],
-    )
+WAITING = """
+import os, time
+from pathlib import Path
+from sim.half import half
 
 
-def test_presets_that_are_imported_by_name_have_nearest_tests():
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=mutants.ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    files = [name for name in listed.stdout.split() if name.split("/")[0] in mutants.PACKAGES]
-    nearest = mutants.nearest_tests(files)
-    assert "tests/parts/test_parts_pricing.py" in nearest["sim/cost/pricing.py"][:2]
-    assert all(nearest[name] for name in files)
+def test_half():
+    Path({note!r}).write_text(str(os.getpid()))
+    time.sleep(600 * (half(3) != 2))
+"""
+
+
+def test_told_to_end_it_leaves_no_process(tmp_path):
+    """`half` with a fault does not end: the process is at work when it is told."""
+    note = tmp_path / "note"
+    lay(tmp_path / "root", test=WAITING.format(note=str(note)))
+    child = run(tmp_path / "root")
+    pids: set[str] = set()
+    # One process without a fault, and then one for each.
+    while len(pids) < 2 and child.poll() is None:
+        pids |= {note.read_text()} - {""} if note.exists() else set()
+        time.sleep(0.02)
+    time.sleep(0.5)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=60)
+    assert child.returncode == 143
+    assert not Path(f"/proc/{note.read_text()}").exists()

@@ -75,6 +75,15 @@ def test_what_comes_back_and_finds_no_room_is_dropped():
     assert_whole(outcome, [FIRST, SECOND, big])
 
 
+@pytest.mark.parametrize(("blocks", "returned"), [(17, 1), (18, 0)])
+def test_what_comes_back_may_take_the_last_block(blocks, returned):
+    """20 blocks: beside the third one that comes back, the first two are cached and have to stay."""
+    big = Request(2, 1.25, 16 * blocks, 2)
+    outcome = run(FIRST, big, SECOND._replace(arrival_s=9.0))
+    assert counted(outcome, "returned_blocks") == returned
+    assert_whole(outcome, [FIRST, SECOND, big])
+
+
 def test_prompts_follow_their_prefixes_to_both_kinds_of_engines():
     other = Request(2, 0.0, 40, 10, "other", (7, 8, 9), 16, (10,))
     turns = [FIRST, other, SECOND._replace(arrival_s=3.0), other._replace(request_id=3, arrival_s=3.0)]
