@@ -183,6 +183,24 @@ def test_hits_and_evictions_are_those_of_single_blocks(lazy, seed, num_blocks):
     assert both.pool.free == num_blocks
 
 
+def test_a_look_up_stays_true_while_only_private_blocks_give_way():
+    """Two blocks with keys and then five private ones are given back; the private ones were so first."""
+    both = Both(8, lazy=False)
+    both.admit((), 0, 5, 0)
+    both.admit((1, 2), 1, 2, 2)
+    both.full[both.running[0][0].seq] = 5
+    both.end(0)
+    both.end(0)
+    looked_up = both.index.version
+    both.admit((), 0, 4, 0)
+    both.check()
+    # The one change is that somebody was admitted.
+    assert both.index.num_evicted == 3 and both.index.version == looked_up + 1
+    both.admit((), 0, 4, 0)
+    both.check()
+    assert both.index.match((1, 2), 2).num_blocks == 0
+
+
 def test_the_tail_of_the_longest_unused_goes_first():
     """Two prompts of four blocks share two; a pool of six keeps them all until three more are wanted."""
     both = Both(6, lazy=False)

@@ -101,7 +101,8 @@ class PagedMemory(Memory):
         blocks = self.decode_blocks_of(seq)
         if blocks > self.gpu.free:
             return False
-        self.gpu.allocate(blocks)
+        if blocks:
+            self.gpu.allocate(blocks)
         return True
 
     def take_chunk(self, seq: Sequence, num_tokens: int) -> None:

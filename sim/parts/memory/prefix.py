@@ -44,9 +44,10 @@ class CachingPool(BlockPool):
         self.index = index
 
     def allocate(self, count: int) -> None:
-        super().allocate(count)
-        if self.free < self.index.num_idle:
-            self.index.evict(self.index.num_idle - self.free)
+        BlockPool.allocate(self, count)
+        num_lacking = self.index.num_idle - self.free
+        if num_lacking > 0:
+            self.index.evict(num_lacking)
 
 
 class PrefixMemory(CachingMemory):
@@ -141,8 +142,10 @@ class PrefixMemory(CachingMemory):
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
     def complete(self, plan: IterationPlan) -> None:
-        for seq, num_new, num_cached, _ in plan.chunks:
-            self.publish(seq, num_cached + num_new)
+        # What can be hit in the iteration that computes it was published when that was decided.
+        if self._holdings and not self.in_flight_hits:
+            for seq, num_new, num_cached, _ in plan.chunks:
+                self.publish(seq, num_cached + num_new)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are computed: what they fill can be hit."""
@@ -159,10 +162,9 @@ class PrefixMemory(CachingMemory):
 
     def catch_up(self) -> None:
         """From now on the batch may not grow in step: publish what it has filled so far."""
-        holdings, late = self._holdings, []
-        for seq in self.batch.members if holdings else ():
-            holding = holdings.get(seq)
-            if holding is not None and holding.num_blocks < len(holding.keys):
+        members, late = self.batch.members, []
+        for seq, holding in self._holdings.items():
+            if holding.num_blocks < len(holding.keys) and seq in members:
                 full, tokens = self.published(seq)
                 if full > holding.num_blocks:
                     late.append((-tokens, holding.number, full, holding))

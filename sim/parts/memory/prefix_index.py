@@ -326,6 +326,11 @@ class PrefixIndex:
         """Give up idle blocks, the longest idle first."""
         self.num_idle -= num_blocks
         self.num_evicted += num_blocks
+        oldest = self._lru.after
+        if oldest.node is DEAD and oldest.num_blocks > num_blocks:
+            # Nobody could match any of these.
+            oldest.num_blocks -= num_blocks
+            return
         self.version += 1
         while num_blocks:
             run = self._lru.after
