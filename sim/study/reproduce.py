@@ -185,6 +185,10 @@ def draw(found: Found, path: Path) -> None:
 
 
 def _panel(axis: Any, found: Found, case: str, metric: str) -> None:  # noqa: ANN401 - matplotlib's
+    import numpy as np  # noqa: PLC0415 - slow to import
+
+    from sim.results.figures.style import log_ticks, policy_colour, policy_marker  # noqa: PLC0415
+
     setup = found.setup
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize=7)
@@ -199,20 +203,23 @@ def _panel(axis: Any, found: Found, case: str, metric: str) -> None:  # noqa: AN
     }
     if setup.x is None:
         bars = {label: values[0][1] for label, values in known.items() if values}
-        axis.bar(range(len(bars)), list(bars.values()), color=[f"C{i}" for i in range(len(bars))])
+        axis.bar(range(len(bars)), list(bars.values()), color=[policy_colour(i) for i in range(len(bars))])
         axis.set_xticks(range(len(bars)), list(bars), rotation=20, ha="right")
     else:
-        for label, values in known.items():
-            axis.plot([x for x, _ in values], [y for _, y in values], marker="o", markersize=3.5, label=label)
+        for i, (label, values) in enumerate(known.items()):
+            style = {"marker": policy_marker(i), "markersize": 3.5, "color": policy_colour(i), "label": label}
+            axis.plot([x for x, _ in values], [y for _, y in values], **style)
         if setup.x == "input_len":
             axis.set_xscale("log", base=2)
             axis.set_xticks(setup.values, [f"{value:,}" for value in setup.values], rotation=20)
         elif max(setup.values) > 30 * min(setup.values):
             axis.set_xscale("log")
+            log_ticks(axis.xaxis, [np.array([min(setup.values), max(setup.values)])])
         axis.set_xlabel(NAMES.get(setup.x, setup.x), fontsize=8)
     values = [y for points in known.values() for _, y in points if y > 0.0]
     if values and max(values) > 30 * min(values):
         axis.set_yscale("log")
+        log_ticks(axis.yaxis, [np.array([min(values), max(values)])])
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -4,15 +4,18 @@ import asyncio
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import browser
 import numpy as np
 import pytest
+from msgspec import structs
 from small_results import scenario, small_result
 
 import kvtwin
 from sim.errors import UserError
 from sim.results.figures.data import FigureRun
+from sim.results.figures.style import percent_text, seconds_text
 from sim.results.page.charts import charts
 from sim.results.page.page import render
 from sim.results.page.saved import Section, read_run, read_sections
@@ -103,6 +106,27 @@ def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):
     (tmp_path / "a" / "series.csv").unlink()
     assert [chart.name for chart in charts([read_run(tmp_path / "a")])] == ["parts", "ttft", "tpot", "arrivals"]
     assert "What was asked" in render(read_sections([tmp_path / "a"]))
+
+
+def test_a_far_slo_leaves_the_curves_room_and_rounding_reads_as_nothing(compared):
+    (section,) = read_sections([compared])
+    run = section.runs[0]
+    far = structs.replace(run.result, scenario=structs.replace(run.result.scenario, goodput=["ttft:900000"]))
+    (ttft,) = [chart for chart in charts([replace(run, result=far)]) if chart.name == "ttft"]
+    assert ttft.layout["xaxis"]["type"] == "log" and ttft.layout["shapes"][0]["x0"] == 900.0
+    assert (seconds_text(7e-13), percent_text(9e-15)) == ("0\xa0ms", "0\xa0%")
+    assert (seconds_text(6e-6), percent_text(2e-5)) == ("0.006\xa0ms", "0.002\xa0%")
+
+
+def test_several_engines_have_a_figure_of_theirs(tmp_path):
+    words = ["--policy", "distserve", "--prefill-replicas", "1", "--decode-replicas", "2", "--link-gbps", "100"]
+    assert kvtwin.main(["run", *WORDS, *words, "--out", str(tmp_path)]) == 0
+    (engines,) = [chart for chart in charts([read_run(tmp_path)]) if chart.name == "engines"]
+    assert engines.data[0]["x"] == ["0 prefill", "1 decode", "2 decode"]
+    result = read_run(tmp_path).result
+    assert [row[2] for row in engines.rows] == [f"{one.num_prompts}" for one in result.engines]
+    busy = [one.lanes.compute.busy_s / result.makespan_s for one in result.engines]
+    assert engines.data[0]["y"] == pytest.approx([100 * share for share in busy], abs=1e-3)
 
 
 def test_nothing_completed_is_a_page_too():

@@ -29,8 +29,8 @@ def test_every_setup_resolves_and_its_claims_name_what_it_runs(setup: PaperSetup
 
 def test_options_that_no_run_has_are_refused(tmp_path):
     text = (SETUPS_FOLDER / "kvpr-1.toml").read_text()
-    (tmp_path / "one.toml").write_text(text.replace("[scenario]", "[scenario]\nrange_ratio = 0.3"))
-    with pytest.raises(UserError, match="unknown key 'range_ratio'"):
+    (tmp_path / "one.toml").write_text(text.replace("[scenario]", "[scenario]\nrate_ratio = 0.3"))
+    with pytest.raises(UserError, match="unknown key 'rate_ratio'"):
         read_setups(tmp_path)
 
 

@@ -25,21 +25,26 @@ LANES = {
     "d2h_busy_s": "PCIe device to host",
 }
 """Columns of the time series and the names of the lanes in a result."""
+COPIES = dict(list(LANES.items())[1:])
+"""Those that a run may never use; then they are not drawn."""
 
 
 def draw_lanes(runs: Sequence[FigureRun]) -> Figure:
     """How busy each lane is over time: a row a policy, a column a lane."""
     figure = new_figure(12, 1.3 + 1.75 * len(runs))
-    axes = figure.subplots(len(runs), len(LANES), sharex=True, sharey="col", squeeze=False)
+    never = [title for name, title in COPIES.items() if not any(_lane_total(run, name, title) for run in runs)]
+    drawn = {name: title for name, title in LANES.items() if title not in never}
+    axes = figure.subplots(len(runs), len(drawn), sharex=True, sharey="col", squeeze=False)
     unit_s, unit, end = clock(runs)
     edges = np.linspace(0.0, end * unit_s, LANE_BINS + 1)
-    for column, (name, title) in enumerate(LANES.items()):
+    for column, (name, title) in enumerate(drawn.items()):
         top = 0.0
         for i, run in enumerate(runs):
             ax = axes[i, column]
             dress(ax, f"time, {unit}" if i == len(runs) - 1 else "", "busy, % of the time" if not column else "")
             if not i:
-                set_title(ax, title, 44)
+                unused = f" (never used: {', '.join(never)})" if never and not column else ""
+                set_title(ax, title + unused, 44 * len(LANES) // len(drawn))
             if run.series is None or not has_series(run):
                 show_nothing(ax, "no time series was kept")
                 continue
@@ -78,7 +83,7 @@ def _use(total_s: float, makespan_s: float) -> str:
 def _lane_total(run: FigureRun, name: str, title: str) -> float:
     """Busy seconds over the whole run: the result's, or the last sample's."""
     told_s = run.result.lanes.by_name()[title].busy_s
-    return max(told_s, float(run.series[name][-1])) if run.series is not None else told_s
+    return max(told_s, float(run.series[name][-1])) if has_series(run) and run.series is not None else told_s
 
 
 def busy_shares(run: FigureRun, name: str, title: str, edges_s: Floats) -> Floats:

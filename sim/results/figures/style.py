@@ -17,7 +17,7 @@ from sim.files import write_atomically
 from sim.results.figures.data import FigureRun, Floats
 
 DPI = 160
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")
 """Okabe and Ito's palette, which colour-blind readers tell apart, without its yellow (too pale for lines on white)."""
 MARKERS = "os^DvPX"
 INK, FAINT = "#222222", "#6E6E6E"
@@ -123,8 +123,13 @@ def log_ticks(axis: Axis, found: list[Floats]) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+LEAST_S, LEAST_SHARE = 5e-7, 5e-6
+"""Less is rounding, of sums that cancel, and reads as 0."""
+
+
 def seconds_text(value_s: float) -> str:
     """A duration as one reads it; the unit does not part from its number where a title is broken into lines."""
+    value_s = value_s if abs(value_s) >= LEAST_S else 0.0
     if abs(value_s) < 0.9995:
         return f"{value_s * 1e3:.3g}\xa0ms"
     return f"{value_s:.3g}\xa0s" if value_s < 999.5 else f"{value_s:,.0f}\xa0s"
@@ -132,7 +137,7 @@ def seconds_text(value_s: float) -> str:
 
 def percent_text(value: float) -> str:
     """A share as a percentage; the sign does not part from its number."""
-    return f"{value * 100:.3g}\xa0%"
+    return f"{value * 100 if abs(value) >= LEAST_SHARE else 0.0:.3g}\xa0%"
 
 
 def ranking(what: str, values: Sequence[tuple[str, float]], text: Callable[[float], str]) -> str:

@@ -22,6 +22,8 @@ Json = dict[str, Any]
 POINTS = 1000
 DOTS = 1500
 TIME_BINS = 120
+MOST_ROOM = 2.0
+"""An SLO further from the longest latency than this factor would leave the curves no room on a linear axis."""
 WAITS = {
     "memory": "waiting for KV memory",
     "seats": "waiting for a seat (max-num-seqs)",
@@ -52,6 +54,7 @@ class Chart:
 def charts(runs: Sequence[FigureRun]) -> list[Chart]:
     """All figures that the runs have data for."""
     drawn = [_time_parts(runs), _limits(runs), *_distributions(runs), _arrivals(runs), *_memory(runs), _lanes(runs)]
+    drawn.append(_engines(runs))
     return [chart for chart in drawn if chart is not None]
 
 
@@ -219,8 +222,10 @@ def _cdf(
             }
         )
     axis: Json = {"title": {"text": f"{title}, {unit}"}}
-    if wants_log([values for *_, values in shown]):
-        axis |= _log_axis(min(float(v[0]) for *_, v in shown) / unit_s, longest_s / unit_s)
+    kept_s = [values for *_, values in shown] + ([] if slo_s is None else [np.array([slo_s])])
+    if wants_log(kept_s) or (slo_s is not None and slo_s > MOST_ROOM * longest_s):
+        least_s, most_s = min(float(v[0]) for v in kept_s), max(float(v[-1]) for v in kept_s)
+        axis |= _log_axis(least_s / unit_s, most_s / unit_s)
     layout: Json = {"xaxis": axis, "yaxis": {"title": {"text": "requests, %"}, "range": [0, 101]}, "height": 330}
     if slo_s is not None:
         at = slo_s / unit_s
@@ -375,6 +380,46 @@ def _lanes(runs: Sequence[FigureRun]) -> Chart | None:
     }
     caption = "How busy the GPU and each direction of PCIe are. A lane that is never used is not drawn."
     return Chart("lanes", "GPU and PCIe", caption, data, layout, ["busy", *LANES.values()], rows)
+
+
+def _engines(runs: Sequence[FigureRun]) -> Chart | None:
+    data: list[Json] = []
+    rows = []
+    for place, run in enumerate(runs):
+        if run.result.engines is UNSET:
+            continue
+        makespan_s = run.result.makespan_s or 1.0
+        names, shares = [], []
+        for engine in run.result.engines:
+            names.append(f"{engine.engine} {engine.role}" if engine.role != "both" else f"{engine.engine}")
+            shares.append(min(1.0, engine.lanes.compute.busy_s / makespan_s))
+            links = (engine.links if engine.links is not UNSET else {}).values()
+            link = percent_text(max(lane.busy_s for lane in links) / makespan_s) if links else NONE
+            cells = [engine.gpu if engine.tp == 1 else f"{engine.tp} {engine.gpu}", f"{engine.num_prompts:,}"]
+            cells += [f"{engine.num_gpu_blocks:,}", f"{engine.num_preemptions:,}", percent_text(shares[-1]), link]
+            rows.append([f"{run.label}: {names[-1]}", *cells])
+        data.append(
+            {
+                "type": "bar",
+                "name": run.label,
+                "meta": place,
+                "x": names,
+                "y": [round(share * 100.0, 3) for share in shares],
+                "marker": {"color": f"@p{place}"},
+                "hovertemplate": "engine %{x}: %{y:.3~g} %",
+            }
+        )
+    if not data:
+        return None
+    layout = {
+        "barmode": "group",
+        "xaxis": {"title": {"text": "engine"}, "type": "category"},
+        "yaxis": {"title": {"text": "GPU busy, % of the time"}, "range": [0, 102]},
+        "height": 260,
+    }
+    caption = "How busy each engine's GPUs are. Unlike bars: the router, or one pool, is what holds the others up."
+    columns = ["engine", "GPU", "requests", "KV blocks", "preemptions", "GPU busy", "busier link"]
+    return Chart("engines", "Engines", caption, data, layout, columns, rows)
 
 
 def _rounded(values: Floats, digits: int = 4) -> list[float]:

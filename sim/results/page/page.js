@@ -4,8 +4,8 @@
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const still = window.matchMedia("(prefers-reduced-motion: reduce)");
   // Okabe and Ito's palette, which colour-blind readers tell apart; lighter where the page is dark.
-  const light = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#3f95c9", "#333333"];
-  const bright = ["#56b4e9", "#ff9f45", "#2fcf9f", "#e6a3c8", "#f0d060", "#8fc7ff", "#dddddd"];
+  const light = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#333333", "#3f95c9"];
+  const bright = ["#56b4e9", "#ff9f45", "#2fcf9f", "#e6a3c8", "#f0d060", "#f2f2f2", "#9a8cff"];
   // Queueing, prefill, decode, recompute, copies, engine, others, preempted.
   const parts = ["#d55e00", "#e69f00", "#0072b2", "#a0403c", "#8a63d2", "#6b7785", "#56b4e9", "#cc79a7"];
   // Memory, seats, tokens, SLOs, policy, copies, engine, computation, idle.
@@ -36,7 +36,7 @@
       font: { color: ink, size: 13, family: "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif" },
       margin: { l: 8, r: 12, t: 24, b: 8 }, hovermode: "closest",
       hoverlabel: { font: { size: 13 } }, dragmode: width < 600 ? false : "zoom",
-      legend: { orientation: "h", yanchor: "top", y: -0.2, x: 0, xanchor: "left", yref: "paper", traceorder: "normal" },
+      legend: { font: { size: width < 600 ? 11 : 13 }, orientation: "h", yanchor: "top", y: -0.2, x: 0, xanchor: "left", yref: "paper", traceorder: "normal" },
       ...found, ...(width ? { width } : {}),
     };
   };
