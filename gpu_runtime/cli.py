@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sim.cli import add_flags, print_result, read_options, record, simulate
 from sim.cost.engine_profile import OURS, shipped_engines
 from sim.cost.profile import load_profile
@@ -25,6 +27,7 @@ from traces.errors import TraceError
 from traces.request import Request
 
 if TYPE_CHECKING:
+    from gpu_runtime.driver import Observer
     from gpu_runtime.live import LiveOptions
     from gpu_runtime.model.decoder import Decoder
 
@@ -114,8 +117,9 @@ def run_validate(arguments: argparse.Namespace) -> int:
         return validate_against(arguments, against)
     options, own = _own_options(arguments)
     from gpu_runtime.twin.figure import draw_twin  # noqa: PLC0415
+    from gpu_runtime.twin.iterations import IterationLog, compare, in_words, write_csv  # noqa: PLC0415
     from gpu_runtime.twin.probe import Probe  # noqa: PLC0415
-    from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: PLC0415
+    from gpu_runtime.twin.twin import TOLERANCE, Validation, agreements, markdown, verdict  # noqa: PLC0415
     from sim.results.figures import FigureRun  # noqa: PLC0415
     from sim.results.figures.style import save_figure  # noqa: PLC0415
     from sim.results.timeline import TIMELINE_FILE, merge_timelines  # noqa: PLC0415
@@ -135,37 +139,50 @@ def run_validate(arguments: argparse.Namespace) -> int:
     with owning(folder):
         probe = Probe(scenario, decoder, options, max_drift)
         clear(folder, below=[*(f"{place}/{name}" for place in places for name in names), *places])
-        text, parts, agreed = "", [], True
+        text, parts, validations = "", [], list[Validation]()
         for fitting, label, policy in planned:
             place = folder / folder_name(label)
-            run, result = simulate(fitting, label, policy, place / "simulated", outputs, series=True)
+            twin, logs = IterationLog(), list[IterationLog]()
+            run, result = simulate(
+                fitting, label, policy, place / "simulated", outputs, series=True, watch=twin.observe
+            )
             simulated, drawn, lived = FigureRun.of(run, result), [], []
             probe.begin()
             for _ in range(runs if max_drift is None else runs * ATTEMPTS):
+                log = IterationLog()
                 run, live = execute_live(
-                    fitting, label, policy, place / f"live-{len(lived) + 1}", outputs, decoder, options, series=True
+                    *(fitting, label, policy, place / f"live-{len(lived) + 1}", outputs, decoder, options),
+                    series=True,
+                    watch=log.observe,
                 )
                 if run.interrupted or run.error:
                     return print_result(run, live, place, outputs)
                 if not probe.counts():
                     continue
                 lived.append(live)
+                logs.append(log)
                 drawn.append(FigureRun.of(run, live))
                 if len(lived) == runs:
                     break
             found = agreements(result, lived)
-            agreed = agreed and len(lived) == runs and verdict(found)
+            iterations, pairs = compare(twin.iterations, [log.iterations for log in logs])
+            agrees = verdict(found) if len(lived) == runs else None
+            validations.append(Validation(label, agrees, probe.slowness, probe.disturbed, found, iterations))
             parts.append(markdown(label, found, runs, probe.slowness, probe.disturbed))
+            if agrees is not None:
+                parts.append(in_words(iterations, TOLERANCE))
+            write_csv(place / "iterations.csv", pairs)
             if outputs.timeline and lived:
                 merge_timelines(place / TIMELINE_FILE, (place / "simulated", place / "live-1"))
-            save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found))
+            save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found, pairs))
             # After each policy: what comes later may be interrupted.
             text = "# Simulated and live\n\n" + "\n".join(parts)
             _write_text(folder / "validation.md", text)
+            _write_text(folder / "validation.json", msgspec.json.format(msgspec.json.encode(validations)).decode())
     if not outputs.quiet:
         print(text)
         print(f"wrote {folder / 'validation.md'} and a figure for each policy")
-    return 0 if agreed else 1
+    return 0 if all(validation.agrees for validation in validations) else 1
 
 
 def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder: "Decoder") -> Scenario:
@@ -194,14 +211,15 @@ def execute_live(
     options: "LiveOptions",
     *,
     series: bool = False,
+    watch: "Observer | None" = None,
 ) -> tuple[Run, Result]:
-    """One live run with its files."""
+    """One live run with its files; `watch` hears of every plan."""
     from gpu_runtime.live import perform  # noqa: PLC0415 - torch is slow to import
 
     def on_device(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
         return perform(setup, requests, table, keep, decoder, options)
 
-    return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series)
+    return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series, watch=watch)
 
 
 def of_our_engine(scenario: Scenario) -> Scenario:

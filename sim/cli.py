@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from sim.clock.driver import Observer
 from sim.errors import UserError
 from sim.files import CsvTable, InOrder, ParquetTable, folder_name, out_folder
 from sim.folders import clear, owning
@@ -290,9 +291,10 @@ def simulate(
     outputs: Outputs,
     *,
     series: bool = False,
+    watch: Observer | None = None,
 ) -> tuple[Run, Result]:
-    """One simulated run with its files."""
-    return record(prepare(scenario, label, policy), folder, outputs, simulator(outputs), series=series)
+    """One simulated run with its files; `watch` hears of every plan."""
+    return record(prepare(scenario, label, policy), folder, outputs, simulator(outputs), series=series, watch=watch)
 
 
 Perform = Callable[[Setup, Iterable[Request], TableSink, Keep], Run]
@@ -316,6 +318,7 @@ def record(
     *,
     series: bool = False,
     requests: Iterable[Request] | None = None,
+    watch: Observer | None = None,
 ) -> tuple[Run, Result]:
     """One run with its files: result.json, the per-request table and what else was asked for.
 
@@ -333,9 +336,8 @@ def record(
         if not outputs.quiet and sys.stderr.isatty():
             requests = _with_progress(requests, label, scenario)
         try:
-            run = perform(
-                setup, requests, table, Keep(outputs.timeline, series or outputs.figures, outputs.save_detailed)
-            )
+            keep = Keep(outputs.timeline, series or outputs.figures, outputs.save_detailed, watch)
+            run = perform(setup, requests, table, keep)
         finally:
             table.close()
         result = assemble(run)

@@ -15,7 +15,7 @@ LOCK_FILE = ".kvtwin.lock"
 RESULT_FILES = (
     *("result.json", "series.csv", "timeline.json.gz", "requests.csv", "requests.parquet", "scenario.toml"),
     *("comparison.json", "comparison.md", "report.html", "crash.txt"),
-    *("validation.md", "twin.png", "against.json", "against.png"),
+    *("validation.md", "validation.json", "twin.png", "iterations.csv", "against.json", "against.png"),
     *(f"figures/{name}.png" for name in ("ttft_tpot", "queueing", "memory", "lanes", "engines")),
 )
 """What `run`, `compare`, `report`, `live`, `serve` and `validate` write into a folder."""

@@ -48,6 +48,7 @@ class EngineParts(msgspec.Struct, kw_only=True):
     gaps: GapCollector
     detailed: dict[int, list[float]] | None = None
     """Times of every token by request id, s, where they are kept."""
+    watch: Observer | None = None
     place: int = 0
     prefilled_by: dict[Sequence, int] = msgspec.field(default_factory=dict)
     """Where those came from that another engine prefilled."""
@@ -55,13 +56,15 @@ class EngineParts(msgspec.Struct, kw_only=True):
     @property
     def observer(self) -> Observer | None:
         """What hears of every plan."""
-        series, journal = self.series, self.journal
-        if series is None or journal is None:
-            return None if series is None else series.observe
+        observers: list[Observer] = [kept.observe for kept in (self.series, self.journal) if kept is not None]
+        if self.watch is not None:
+            observers.append(self.watch)
+        if len(observers) < 2:
+            return observers[0] if observers else None
 
         def observe(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
-            series.observe(plan, start_s, times)
-            journal.observe(plan, start_s, times)
+            for hear in observers:
+                hear(plan, start_s, times)
 
         return observe
 
@@ -107,6 +110,8 @@ class Keep(msgspec.Struct, frozen=True):
     timeline: bool = False
     series: bool = False
     detailed: bool = False
+    watch: Observer | None = None
+    """Hears of every plan, too."""
 
 
 def build_engine(setup: "Setup", table: TableSink | None, keep: Keep) -> EngineParts:
@@ -148,6 +153,7 @@ def _engines(setups: "list[Setup]", table: TableSink | None, keep: Keep) -> list
             log=log,
             gaps=gaps,
             detailed=detailed,
+            watch=keep.watch,
             place=place,
         )
         if len(setups) > 1:

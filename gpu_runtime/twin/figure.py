@@ -1,4 +1,4 @@
-"""The simulated twin over the live one: KV blocks in use over time, TTFT and TPOT of every request, errors."""
+"""The simulated twin over the live one: KV blocks over time, errors, TTFT and TPOT of every request, iterations."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,39 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gpu_runtime.twin.iterations import KINDS, Pair
 from gpu_runtime.twin.twin import JUDGED, TOLERANCE, Agreement
 from sim.results.figures.data import FigureRun
-from sim.results.figures.style import COLOURS, FAINT, dress, new_figure, plain_text, set_title
+from sim.results.figures.style import (
+    COLOURS,
+    FAINT,
+    LOG_RANGE,
+    dress,
+    log_ticks,
+    new_figure,
+    plain_text,
+    set_title,
+    show_nothing,
+)
 
 SIMULATED, LIVE = COLOURS[0], COLOURS[1]
 
 
-def draw_twin(label: str, simulated: FigureRun, live: Sequence[FigureRun], found: Sequence[Agreement]) -> Figure:
-    """Four panels for one policy."""
-    figure = new_figure(12.0, 8.0)
-    axes = figure.subplots(2, 2)
+def draw_twin(
+    label: str,
+    simulated: FigureRun,
+    live: Sequence[FigureRun],
+    found: Sequence[Agreement],
+    iterations: Sequence[Pair],
+) -> Figure:
+    """Six panels for one policy."""
+    figure = new_figure(17.0, 8.0)
+    axes = figure.subplots(2, 3)
     _draw_memory(axes[0][0], simulated, live)
     _draw_errors(axes[0][1], found)
     _draw_distribution(axes[1][0], simulated.ttft_s, [run.ttft_s for run in live], "TTFT, ms", "Time to first token")
     _draw_distribution(axes[1][1], simulated.tpot_s, [run.tpot_s for run in live], "TPOT, ms", "Time per output token")
+    _draw_iterations(axes[0][2], axes[1][2], iterations)
     figure.suptitle(
         plain_text(f"twin:  {label}  |  {len(live)} live runs"), fontsize=8.5, color=FAINT, x=0.01, ha="left"
     )
@@ -62,6 +80,38 @@ def _draw_distribution(ax: Axes, simulated_s: np.ndarray, live_s: Sequence[np.nd
     _legend_once(ax)
     dress(ax, x, "% of requests")
     set_title(ax, title, 60)
+
+
+def _draw_iterations(against: Axes, errors: Axes, pairs: Sequence[Pair]) -> None:
+    """Those that both runs decided alike: one against the other, and how their errors are distributed."""
+    set_title(against, "Iteration against iteration, of the same decision", 60)
+    set_title(errors, "Errors of iterations", 60)
+    aligned = [(p.live.kind, 1e3 * p.live.duration_s, 1e3 * p.simulated.duration_s) for p in pairs if p.simulated]
+    if not aligned:
+        for ax in (against, errors):
+            show_nothing(ax, "no decision is common to both")
+        return
+    all_ms = np.array([times for _, *times in aligned])
+    ends = [float(all_ms.min()), float(all_ms.max())]
+    against.plot(ends, ends, color=FAINT, lw=0.8)
+    errors.axvspan(-100 * TOLERANCE, 100 * TOLERANCE, color="#E4E4E4")
+    for kind, colour in zip(KINDS, COLOURS[2:], strict=False):
+        live_ms, simulated_ms = np.array([times for name, *times in aligned if name == kind]).reshape(-1, 2).T
+        if not len(live_ms):
+            continue
+        against.plot(live_ms, simulated_ms, ".", color=colour, ms=4, alpha=0.6, label=kind)
+        error = np.sort(100 * (simulated_ms / live_ms - 1))
+        share = 100 * (np.arange(len(error)) + 1) / len(error)
+        errors.step(error, share, where="post", color=colour, lw=1.3, label=f"{kind}, {len(error)}")
+    if ends[1] / ends[0] > LOG_RANGE:
+        against.set_xscale("log")
+        against.set_yscale("log")
+        for axis in (against.xaxis, against.yaxis):
+            log_ticks(axis, [np.array(ends)])
+    against.legend(fontsize=8.5, frameon=False)
+    errors.legend(fontsize=8.5, frameon=False)
+    dress(against, "live, ms", "simulated, ms")
+    dress(errors, "simulated over live, % (grey: 10 %)", "% of iterations")
 
 
 def _legend_once(ax: Axes) -> None:

@@ -1,9 +1,11 @@
 """How well the simulated twin agrees with the live one: errors of every metric against the live runs' own spread."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean
 
+import msgspec
+
+from gpu_runtime.twin.iterations import IterationAgreement
 from sim.results.report import number
 from sim.results.schema import Result
 
@@ -26,8 +28,7 @@ MOST_SPREAD = TOLERANCE / 2
 """Live runs that differ by more than this share weaken the verdict."""
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(msgspec.Struct, frozen=True):
     """One metric: what the simulator says, what the live runs say, and by how much they differ.
 
     Attributes:
@@ -48,6 +49,23 @@ class Agreement:
     def agrees(self) -> bool:
         """Whether the simulator is within what is allowed."""
         return abs(self.error) <= TOLERANCE
+
+
+class Validation(msgspec.Struct, frozen=True):
+    """What `validation.json` holds of one policy.
+
+    Attributes:
+        agrees: whether every metric that is judged does; None: too few live runs count.
+        slowness: a probe's seconds over the profile's, before and after each live run that counts.
+        disturbed_runs: live runs that do not count.
+    """
+
+    policy: str
+    agrees: bool | None
+    slowness: list[float]
+    disturbed_runs: int
+    metrics: list[Agreement]
+    iterations: IterationAgreement
 
 
 def agreements(simulated: Result, live: Sequence[Result]) -> list[Agreement]:

@@ -1,11 +1,13 @@
 """Pools that fit the machine, the twin's verdict, and `kvtwin validate` from end to end."""
 
+import csv
 import json
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +175,34 @@ def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):
         assert [r["completed"] for r in results] == [12, 12, 12]
         assert len({(r["scenario"]["num_gpu_blocks"], r["scenario"]["num_cpu_blocks"]) for r in results}) == 1
         assert (out / policy / "twin.png").stat().st_size > 10_000
+        check_iterations(out, policy, [r["num_iterations"] for r in results])
+
+
+def check_iterations(out, policy, counts):
+    """Every iteration that computes is in the table, and what is told of them all is what the table says."""
+    with (out / policy / "iterations.csv").open() as file:
+        table = list(csv.DictReader(file))
+    (found,) = (row for row in json.loads((out / "validation.json").read_text()) if row["policy"] == policy)
+    told = found["iterations"]
+    assert told["live"] == len(table)
+    aligned = [row for row in table if row["simulated_iteration"]]
+    assert told["aligned"] == len(aligned) > 0
+    for number, count in enumerate(counts[1:], start=1):
+        run = [row for row in table if row["live_run"] == str(number)]
+        # LayerKV has plans that only copy.
+        assert 0 < len(run) <= count
+        assert policy == "layerkv" or len(run) == count
+        starts_s = [float(row["start_s"]) for row in run]
+        assert starts_s == sorted(starts_s)
+        # The first prompt to come is decided upon alone on both clocks.
+        assert (run[0]["kind"], run[0]["simulated_iteration"]) == ("prefill", "1")
+    for row in told["kinds"]:
+        mine = [r for r in aligned if row["kind"] in (r["kind"], "all")]
+        assert row["aligned"] == len(mine)
+        assert row["measured_s"] == pytest.approx(sum(float(r["measured_s"]) for r in mine))
+        errors = [float(r["simulated_s"]) / float(r["measured_s"]) - 1 for r in mine]
+        assert row["median_error"] == pytest.approx(median(errors))
+    assert f"decision of {len(aligned)} of {len(table)} live iterations" in (out / "validation.md").read_text()
 
 
 @pytest.mark.parametrize("command", ["live", "validate"])

@@ -10,6 +10,9 @@ import pytest
 from small_results import CROWDED, finished
 
 from gpu_runtime.twin.against import Against, Compared, WorstRequest
+from gpu_runtime.twin.iterations import COLUMNS as ITERATION_COLUMNS
+from gpu_runtime.twin.iterations import Difference, IterationAgreement, KindAgreement
+from gpu_runtime.twin.twin import Agreement, Validation
 from sim.cli import TABLE_FILES
 from sim.results.figures import FIGURES
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
@@ -36,7 +39,7 @@ from sim.simulate import Keep
 ROOT = Path(__file__).parents[2]
 FILES = [RESULT_FILE, *TABLE_FILES, SERIES_FILE, TIMELINE_FILE, "figures/"]
 FILES += ["scenario.toml", "comparison.json", "comparison.md", "report.html"]
-FILES += ["validation.md", "twin.png", "against.json", "against.png", "crash.txt"]
+FILES += ["validation.md", "validation.json", "iterations.csv", "twin.png", "against.json", "against.png", "crash.txt"]
 NAMES = {
     "Files": FILES,
     "result.json": Result.__struct_encode_fields__,
@@ -57,6 +60,12 @@ NAMES = {
     "figures/": FIGURES,
     "comparison.json": Comparison.__struct_encode_fields__,
     "metrics": [metric.key for metric in METRICS],
+    "validation.json": Validation.__struct_encode_fields__,
+    "each metric of validate": Agreement.__struct_encode_fields__,
+    "iterations of validate": IterationAgreement.__struct_encode_fields__,
+    "each kind": KindAgreement.__struct_encode_fields__,
+    "each difference": Difference.__struct_encode_fields__,
+    "iterations.csv": ITERATION_COLUMNS,
     "against.json": Against.__struct_encode_fields__,
     "each metric": Compared.__struct_encode_fields__,
     "each request": WorstRequest.__struct_encode_fields__,
