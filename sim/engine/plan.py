@@ -43,7 +43,7 @@ class Origin(Enum):
 # For the hot path: CPython 3.11 takes ten times as long to find a member of an enumeration as a name of a module.
 GPU, HOST, PEER = Tier.GPU, Tier.HOST, Tier.PEER
 D2H, H2D = Direction.D2H, Direction.H2D
-ADMITTED = Origin.ADMITTED
+ADMITTED, CONTINUED, SWAPPED_IN = Origin.ADMITTED, Origin.CONTINUED, Origin.SWAPPED_IN
 
 
 class PrefillChunk(NamedTuple):

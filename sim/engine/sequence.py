@@ -22,7 +22,7 @@ class Status(Enum):
 
 
 # For the hot path, as those of `sim.engine.plan`.
-RUNNING, PARKED, PROMOTING = Status.RUNNING, Status.PARKED, Status.PROMOTING
+WAITING, RUNNING, PARKED, PROMOTING = Status.WAITING, Status.RUNNING, Status.PARKED, Status.PROMOTING
 FINISHED, IGNORED = Status.FINISHED, Status.IGNORED
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
@@ -86,7 +86,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.prefilling = True
-        self.status = Status.WAITING
+        self.status = WAITING
         self.first_scheduled_s = -1.0
         self.first_token_s = -1.0
         self.last_token_s = -1.0
@@ -105,5 +105,5 @@ class Sequence:
         self.num_computed = 0
         self.num_blocks = 0
         self.prefilling = True
-        self.status = Status.WAITING
+        self.status = WAITING
         self.num_preemptions += 1

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.decisions import DecisionLog
-from sim.engine.plan import ADMITTED, IterationPlan, Origin, PrefillChunk, Tier
+from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, PrefillChunk, Tier
 from sim.engine.sequence import Sequence
 from sim.parts.base import Eviction, Part, overrides
 
@@ -149,7 +149,7 @@ class Batching(Part, ABC):
             chunk = min(seq.num_tokens - seq.num_computed, budget)
             if not chunk:
                 break
-            plan.add_chunk(seq, chunk, Origin.CONTINUED)
+            plan.add_chunk(seq, chunk, CONTINUED)
             budget -= chunk
         return budget
 

@@ -5,7 +5,7 @@ Everybody in order of admission: at the common step by counts alone, else one by
 
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import IterationPlan, Origin
+from sim.engine.plan import CONTINUED, IterationPlan, Origin
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.batching.base import Batching
@@ -107,8 +107,9 @@ class Running(Batching):
     def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> None:
         tokens = seq.num_computed + chunk
         self.paged.take_chunk(seq, tokens)
-        self._add_chunk(plan, seq, chunk, Origin.CONTINUED)
-        self.memory.publish(seq, tokens)
+        self._add_chunk(plan, seq, chunk, CONTINUED)
+        if self._caches:
+            self.memory.publish(seq, tokens)
 
     @staticmethod
     def _add_chunk(plan: IterationPlan, seq: Sequence, chunk: int, origin: Origin) -> None:
@@ -210,7 +211,7 @@ class Running(Batching):
         decodes = []
         for seq, chunk in done.items():
             if seq in self.partials:
-                self._add_chunk(plan, seq, chunk, Origin.CONTINUED)
+                self._add_chunk(plan, seq, chunk, CONTINUED)
             else:
                 decodes.append(seq)
                 plan.decode_context_tokens += batch.num_tokens_of(seq)

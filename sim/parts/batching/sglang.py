@@ -12,7 +12,7 @@ stays. Constants and rules are those of its code (`PolicyScheduler`, `PrefillAdd
 
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import IterationPlan, Origin, StepTimes
+from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
@@ -153,7 +153,7 @@ class Sglang(Batching):
             chunk = min(seq.num_tokens - cached, budget)
             self.paged.place_chunk(seq, cached + chunk)
             scheduler.start(seq, now_s, placed=True)
-            plan.add_chunk(seq, chunk, Origin.ADMITTED)
+            plan.add_chunk(seq, chunk, ADMITTED)
             is_whole = cached + chunk == seq.num_tokens
             room -= idle + (wanted if is_whole else self._tokens(cached + chunk) - cached)
             budget -= chunk
@@ -174,7 +174,7 @@ class Sglang(Batching):
         tokens = seq.num_computed + chunk
         taken = self.paged.blocks_missing(seq, tokens) * self.block_size
         self.paged.take_chunk(seq, tokens)
-        plan.add_chunk(seq, chunk, Origin.CONTINUED)
+        plan.add_chunk(seq, chunk, CONTINUED)
         if tokens < seq.num_tokens:
             return taken
         return taken + min(self._new_tokens(seq) - seq.num_generated, CLIP_NEW_TOKENS)

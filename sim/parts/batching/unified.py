@@ -5,7 +5,7 @@ admission, then for those that wait. Blocks are taken for what a step computes, 
 preempts the last of those that run, or the least urgent; a step that preempted admits nobody.
 """
 
-from sim.engine.plan import IterationPlan, Origin, StepTimes
+from sim.engine.plan import ADMITTED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.running import Running
@@ -79,8 +79,9 @@ class Unified(Running):
             plan.decode_context_tokens += batch.num_tokens_of(seq)
             plan.decodes = batch.members
             return
-        self._add_chunk(plan, seq, chunk, Origin.ADMITTED)
-        memory.publish(seq, seq.num_computed + chunk)
+        self._add_chunk(plan, seq, chunk, ADMITTED)
+        if self._caches:
+            memory.publish(seq, seq.num_computed + chunk)
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 

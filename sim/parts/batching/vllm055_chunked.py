@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from sim.engine.plan import IterationPlan, Origin, PrefillChunk, Restore, StepTimes
+from sim.engine.plan import ADMITTED, CONTINUED, SWAPPED_IN, IterationPlan, PrefillChunk, Restore, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.batching.base import Batching
 
@@ -57,7 +57,7 @@ class Vllm055Chunked(Batching):
                 return False
             self.decode_all(plan)
         if partial is not None:
-            plan.add_chunk(partial, chunk, Origin.CONTINUED)
+            plan.add_chunk(partial, chunk, CONTINUED)
             self._front = None
         return True
 
@@ -87,7 +87,7 @@ class Vllm055Chunked(Batching):
             else:
                 budget -= num_new
                 if seq is self.partial:
-                    plan.add_chunk(seq, num_new, Origin.CONTINUED)
+                    plan.add_chunk(seq, num_new, CONTINUED)
                     self._front = None
                     continue
                 decoded.append(seq)
@@ -136,15 +136,15 @@ class Vllm055Chunked(Batching):
             if seq.num_computed < seq.num_tokens:
                 self.partials[seq] = None
                 self.partial = seq
-                self._front = 0 if origin is Origin.ADMITTED else None
+                self._front = 0 if origin is ADMITTED else None
                 continue
             if seq is self.partial:
                 self.drop_partial(seq)
             if not scheduler.emit_token(seq, end_s):
                 continue
-            if origin is Origin.SWAPPED_IN:
+            if origin is SWAPPED_IN:
                 returned.append(seq)
-            elif origin is Origin.ADMITTED:
+            elif origin is ADMITTED:
                 fresh.append(seq)
             else:
                 stage.enter(seq)

@@ -86,7 +86,7 @@ class PagedMemory(Memory):
 
     def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that a half-done prompt lacks for its first `num_tokens` tokens."""
-        return self.blocks_holding(num_tokens) - self.held_blocks(seq)
+        return -(-num_tokens // self.block_size) - seq.num_blocks
 
     def decode_blocks(self) -> int:
         """Blocks that the next token of everybody in the batch takes."""

@@ -45,6 +45,9 @@ class WindowedMemory(PagedMemory):
     def place(self, seq: Sequence, keep_free: int) -> None:
         self.place_chunk(seq, seq.num_tokens)
 
+    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
+        return self.blocks_holding(num_tokens) - self.held_blocks(seq)
+
     def decode_blocks(self) -> int:
         return self._needed(1)
 
