@@ -63,3 +63,18 @@ def _remedy(block_field: str) -> str:
         if block_field
         else "give the right `--hash-block-tokens`, or correct the row"
     )
+
+
+def num_shared(left: Ids, at: int, right: Ids, begin: int, end: int) -> int:
+    """Return how many ids `left` from `at` on and `right[begin:end]` share at their beginning."""
+    most = min(len(left) - at, end - begin)
+    if left[at : at + most] == right[begin : begin + most]:
+        return most
+    low = 0
+    while low + 1 < most:
+        middle = (low + most) // 2
+        if left[at + low : at + middle] == right[begin + low : begin + middle]:
+            low = middle
+        else:
+            most = middle
+    return low

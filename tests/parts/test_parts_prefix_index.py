@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sim.engine.sequence import Sequence
 from sim.parts.memory.block_keys import BlockKeys
 from sim.parts.memory.prefix import CachingPool
-from sim.parts.memory.prefix_index import Holding, PrefixIndex, common
+from sim.parts.memory.prefix_index import Holding, PrefixIndex
+from traces.hash_ids import num_shared
 from traces.request import Request
 
 
@@ -228,7 +229,7 @@ def test_the_tail_of_the_longest_unused_goes_first():
     ],
 )
 def test_how_much_two_lists_of_keys_share(left, at, right, begin, end, shared):
-    assert common(left, at, right, begin, end) == shared
+    assert num_shared(left, at, right, begin, end) == shared
 
 
 @pytest.mark.parametrize(

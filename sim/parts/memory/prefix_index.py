@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sim.engine.sequence import Sequence
+from traces.hash_ids import num_shared
 
 Keys = tuple[int, ...]
 
@@ -73,21 +74,6 @@ class Match(NamedTuple):
     """Whether somebody who decodes may lengthen it."""
 
 
-def common(left: Keys, at: int, right: Keys, begin: int, end: int) -> int:
-    """How many keys `left` from `at` on and `right[begin:end]` share at their beginning."""
-    most = min(len(left) - at, end - begin)
-    if left[at : at + most] == right[begin : begin + most]:
-        return most
-    low = 0
-    while low + 1 < most:
-        middle = (low + most) // 2
-        if left[at + low : at + middle] == right[begin + low : begin + middle]:
-            low = middle
-        else:
-            most = middle
-    return low
-
-
 class PrefixIndex:
     """The cached blocks of one pool.
 
@@ -122,7 +108,7 @@ class PrefixIndex:
             self._publish_growing(child)
             # That may have split it.
             node = node.children[keys[found]]
-            shared = common(node.keys, 0, keys, found, limit)
+            shared = num_shared(node.keys, 0, keys, found, limit)
             path.append((node, shared))
             found += shared
             idle += _idle_within(node, shared)
@@ -197,7 +183,7 @@ class PrefixIndex:
                 continue
             child = node.children.get(keys[begin])
             if child is not None:
-                self._add_run(holding, child, common(child.keys, 0, keys, begin, end))
+                self._add_run(holding, child, num_shared(child.keys, 0, keys, begin, end))
             elif last is not None and not node.children and len(last.holders) == 1:
                 node.keys += keys[begin:end]
                 last.num_blocks += end - begin
@@ -210,7 +196,7 @@ class PrefixIndex:
     def _publish_inside(self, holding: Holding, node: Node, offset: int, end: int) -> None:
         """The node goes on beyond the last run of `holding`: grow along it, or part from it."""
         last = holding.runs[-1]
-        shared = common(node.keys, offset, holding.keys, holding.num_blocks, end)
+        shared = num_shared(node.keys, offset, holding.keys, holding.num_blocks, end)
         younger = node.runs[node.runs.index(last) + 1 :]
         # Blocks that a younger run has already are older there than those to come.
         if shared and len(last.holders) == 1 and all(run.num_blocks <= offset for run in younger):

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from sim.engine.sequence import Sequence
-from sim.parts.memory.prefix_index import Keys, common
+from sim.parts.memory.prefix_index import Keys
+from traces.hash_ids import num_shared
 
 
 class Node:
@@ -62,7 +63,7 @@ class RadixTree:
             child = node.children.get(keys[depth])
             if child is None:
                 break
-            shared = common(child.keys, 0, keys, depth, limit)
+            shared = num_shared(child.keys, 0, keys, depth, limit)
             depth += shared
             if shared < len(child.keys):
                 return self._split(child, shared), depth

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.block_keys import BlockKeys
-from sim.parts.memory.prefix_index import Keys, common
+from sim.parts.memory.prefix_index import Keys
 from sim.parts.memory.shared_reads import GroupMemory
 from sim.parts.order.fcfs import Fcfs
+from traces.hash_ids import num_shared
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -57,7 +58,7 @@ def one_level(prompts: list[Keys]) -> list[Group]:
     before: Keys = ()
     for i in sorted(range(len(prompts)), key=prompts.__getitem__):
         keys = prompts[i]
-        shared = common(before, 0, keys, 0, len(keys))
+        shared = num_shared(before, 0, keys, 0, len(keys))
         while stack[-1].depth > shared:
             node = stack.pop()
             if stack[-1].depth < shared:
