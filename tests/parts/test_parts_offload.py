@@ -10,7 +10,7 @@ from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.engines import Outcome
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.offload.block_chain import BlockChain
+from sim.parts.offload.block_chain import BlockChain, NamedChain
 from sim.parts.offload.fences import Fence, FencedStack
 from sim.parts.offload.host_cache import HostCache
 from sim.parts.offload.jobs import Job, Offloaded, ranges_of
@@ -219,6 +219,30 @@ def test_keys_name_a_block_and_all_before_it():
     assert keys[0][:2] == keys[1][:2]
     assert len({key for row in keys for key in row}) == sum(map(len, keys)) - 2
     assert [len(row) for row in keys] == [5, 5, 5]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 3)), max_size=30))
+def test_a_chain_forgets_what_nobody_uses_and_no_more(prompts):
+    """A prefix in use keeps its keys, and so do those before it; no key ever stands for two prefixes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", 0)
+        check_forgetting(prompts)
+
+
+def check_forgetting(prompts: list[tuple[list[int], int]]) -> None:
+    chain, meaning, kept = NamedChain(16), dict[int, tuple[int, ...]](), dict[tuple[int, ...], int]()
+    for ids, num_used in prompts:
+        for end, key in enumerate(chain.of(named(0, 0.0, tuple(ids))), 1):
+            prefix = tuple(ids[:end])
+            assert meaning.setdefault(key, prefix) == prefix
+            assert kept.setdefault(prefix, key) == key
+        used = list(kept)[-num_used:] if num_used else []
+        in_use = [kept[prefix] for prefix in used]
+        chain.forget(lambda in_use=in_use: in_use)
+        if len(chain) < len(kept):
+            kept = {prefix[:end]: kept[prefix[:end]] for prefix in used for end in range(1, len(prefix) + 1)}
+        assert len(chain) == len(kept)
 
 
 def test_jobs_read_the_blocks_of_their_chunks():

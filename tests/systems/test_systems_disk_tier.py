@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_systems_cachedattention import A, B, C, turn
 
 from kvtwin.testing import limits, linear_machine, simulate
@@ -151,3 +152,27 @@ def test_conversations_keep_to_what_every_system_must(text):
 def test_drives_that_cannot_be_are_refused(text, words):
     with pytest.raises(UserError, match=words):
         parse_policy(text, {})
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), disk_blocks=st.sampled_from([0, 100]))
+def test_names_of_what_is_gone_are_forgotten_and_no_hit_with_them(data, disk_blocks):
+    policy = disk(disk_blocks) if disk_blocks else CachedAttention(disk_space=0.0)
+    workload = data.draw(conversations(policy))
+    found = []
+    for fewest in (0, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", fewest)
+            outcome = simulate(policy, workload.arrivals, workload.limits, machine=workload.machine)
+        hits = {name: tier.hit_tokens for name, tier in outcome.scheduler.counters.tiers.items()}
+        found.append((hits, [(seq.request.request_id, seq.finish_s) for seq in outcome.ended]))
+    assert found[0] == found[1]
+
+
+def test_names_do_not_pile_up(monkeypatch):
+    """400 prompts of 4 blocks that nobody else has: 6 of them fit on the GPU, 20 on the host, 30 on the disk."""
+    monkeypatch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", 0)
+    turns = (turn(i, 0.1 * i, tuple(range(4 * i, 4 * i + 4))) for i in range(400))
+    outcome = run(disk(30), *turns, host=20)
+    # Twice what is kept, and the blocks of one more prompt.
+    assert len(outcome.scheduler.memory.keys) <= 2 * (6 + 20 + 30 + 4) + 4

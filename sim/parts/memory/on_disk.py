@@ -8,7 +8,7 @@ A prompt admitted before that waits for what it needs of the disk, where that is
 all reads that are under way count as if they had just begun.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,10 @@ class DiskTieredMemory(TieredMemory):
     @property
     def versions(self) -> tuple[int, ...]:
         return (*super().versions, self.disk.cache.version, len(self._reads))
+
+    def _keys_in_use(self) -> Iterator[int]:
+        yield from super()._keys_in_use()
+        yield from self.disk.cache.keys()
 
     # -- loads -------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ LRU list; a sequence gives its blocks back from the last to the first, so that t
 is cached is always closed under prefixes. Costs go with runs, not with blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sim.engine.sequence import Sequence
@@ -94,6 +94,14 @@ class PrefixIndex:
         self._num_taken = 0
 
     # -- looking up --------------------------------------------------------------------------------------------------
+
+    def keys(self) -> Iterator[int]:
+        """Of all blocks that are cached."""
+        nodes = [self.root]
+        while nodes:
+            node = nodes.pop()
+            yield from node.keys
+            nodes += node.children.values()
 
     def match(self, keys: Keys, limit: int) -> Match:
         """The longest cached prefix of `keys[:limit]`."""

@@ -19,7 +19,7 @@ from sim.parts.offload.replacement import Access
 from sim.parts.offload.worth import Worth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from sim.engine.scheduler import Scheduler
 
@@ -162,6 +162,7 @@ class TieredMemory(PrefixMemory):
         if not ended or not (seq.request.hash_ids or seq in self._accesses):
             super().release(seq)
             return
+        self.keys.forget(self._keys_in_use)
         access = self._access(seq)
         del self._accesses[seq]
         full = self.full_blocks(seq)
@@ -192,3 +193,10 @@ class TieredMemory(PrefixMemory):
     def forget(self, seq: Sequence) -> None:
         super().forget(seq)
         self._accesses.pop(seq, None)
+
+    def _keys_in_use(self) -> "Iterator[int]":
+        """Of all that is cached, and of sequences that have not ended."""
+        yield from self.index.keys()
+        yield from self.cache.keys()
+        for known in (*self._accesses.values(), *self._holdings.values()):
+            yield from known.keys

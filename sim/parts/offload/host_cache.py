@@ -37,6 +37,11 @@ class HostCache:
         """The chunk of that key, perhaps still being written."""
         return self._chunks.get(key)
 
+    def keys(self) -> Iterable[int]:
+        """Of all chunks, and of those given up that may still count as seen."""
+        yield from self._chunks.keys()
+        yield from self._offers
+
     # -- to the GPU --------------------------------------------------------------------------------------------------
 
     def read(self, access: Access, places: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ rank. Within a request tails go before heads. Chunks that are being copied stay.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, nsmallest
+from itertools import chain
 from math import inf
 from typing import Literal
 
@@ -44,6 +45,10 @@ class Replacement:
 
     def get(self, key: int) -> Chunk | None:
         """The chunk of that key, if it is there."""
+        raise NotImplementedError
+
+    def keys(self) -> Iterable[int]:
+        """Of the chunks, and of those whose absence is remembered."""
         raise NotImplementedError
 
     def insert(self, access: Access, place: int) -> None:
@@ -84,6 +89,9 @@ class Lru(Replacement):
 
     def get(self, key: int) -> Chunk | None:
         return self._chunks.get(key)
+
+    def keys(self) -> Iterable[int]:
+        return self._chunks
 
     def insert(self, access: Access, place: int) -> None:
         key = access.keys[place]
@@ -185,6 +193,9 @@ class Arc(Replacement):
 
     def get(self, key: int) -> Chunk | None:
         return self._once.get(key) or self._often.get(key)
+
+    def keys(self) -> Iterable[int]:
+        return chain(self._once, self._often, self._gone_once, self._gone_often)
 
     def insert(self, access: Access, place: int) -> None:
         key = access.keys[place]
