@@ -1,5 +1,7 @@
 """The systems that tests of the live half run over: every preset that a device can carry out, LayerKV's ways, mixes."""
 
+from hypothesis import strategies as st
+
 from sim.policy_options import parse_policy
 from sim.systems import POLICIES
 from sim.systems.base import Policy
@@ -26,6 +28,10 @@ TREES = ["radix", "vllm-v1:memory=radix", "chunkattention", "batchllm"]
 """Those that keep content once, in a tree."""
 COPYING = ["vllm-swap", "fastserve", "layerkv", STREAM]
 """Those that copy KV between the tiers on small contended workloads."""
+WORKLOADS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.0, 0.01]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
+).map(sorted)
+"""Arrivals, s, with tokens of prompt and output that fit the tight limits."""
 
 
 def policy_of(variant: str) -> Policy:

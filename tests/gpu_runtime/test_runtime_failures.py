@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from runtime_mistakes import check_failures, failing_copies  # noqa: E402
 from runtime_variants import COPYING, VARIANTS, policy_of  # noqa: E402
 
-from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import ROWS, small_decoder, tight_limits  # noqa: E402
@@ -29,23 +29,11 @@ def check(served):
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("variant", COPYING)
-def test_a_failed_copy_ends_the_sequence_whose_blocks_it_moved(variant, chunked, monkeypatch):
-    dice = random.Random(5)
-    right = CopyEngine.copy_blocks
-
-    def sometimes(self, src_pool, src_ids, dst_pool, dst_ids, direction):
-        handle = right(self, src_pool, src_ids, dst_pool, dst_ids, direction)
-        if dice.random() < 0.05:
-            handle.wait()
-            handle.finish(RuntimeError("the link is down"))
-        return handle
-
-    monkeypatch.setattr(CopyEngine, "copy_blocks", sometimes)
-    served = serve(variant, chunked=chunked)
-    monkeypatch.undo()
-    failed = check(served)
-    assert 0 < len(failed) < len(ROWS)
-    assert all("the link is down" in seq.error for seq in failed)
+def test_a_failed_copy_ends_the_sequence_whose_blocks_it_moved(variant, chunked):
+    with failing_copies("copy_blocks", 0.05):
+        served = serve(variant, chunked=chunked)
+    failed = check_failures(served, ROWS, "the link is down")
+    assert len(failed) < len(ROWS)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -1,16 +1,14 @@
 """KVPR live: inputs of layers are saved beside KV, a part of every decode's KV is made from them, no token changes."""
 
-import random
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from runtime_variants import policy_of  # noqa: E402
+from runtime_mistakes import check_failures, failing_copies, misled, running_out  # noqa: E402
+from runtime_variants import WORKLOADS, policy_of  # noqa: E402
 
-from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.model.decoder import Decoder, DecoderLayer  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
@@ -61,11 +59,6 @@ def test_part_of_the_kv_is_made_from_inputs(monkeypatch, way, chunked):
     assert all(bool(record.num_inputs) == (way != "none") for record in found)
 
 
-WORKLOADS = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.0, 0.01]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
-).map(sorted)
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     rows=WORKLOADS,
@@ -83,19 +76,13 @@ def test_no_workload_finds_a_token_that_projections_change(rows, way, **sizes):
     live.check_tokens(served, requests(*rows))
 
 
-def misled(monkeypatch, changed):
-    """Serve with a mistake in the records of every plan; how many plans it was made in."""
-    made = []
+def mistaken(monkeypatch, changed):
+    """Serve with a mistake in the records of every plan; in how many."""
 
-    class Misled(CheckedDevice):
-        def execute(self, plan):
-            before = plan.streamed
-            plan.streamed = tuple(changed(record) if isinstance(record, Projected) else record for record in before)
-            made.extend([plan] * (plan.streamed != before))
-            return super().execute(plan)
+    def wrong(record):
+        return changed(record) if isinstance(record, Projected) else record
 
-    serve(monkeypatch, "a part", kind=Misled)
-    return made
+    return misled(lambda kind: serve(monkeypatch, "a part", kind=kind), "streamed", wrong)
 
 
 MISTAKES = {
@@ -110,33 +97,16 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
     with pytest.raises(InvariantError):
-        misled(monkeypatch, MISTAKES[mistake])
+        mistaken(monkeypatch, MISTAKES[mistake])
 
 
 def test_a_right_plan_is_not(monkeypatch):
-    assert not misled(monkeypatch, lambda record: record)
-
-
-def check_failures(served, rows, message):
-    completed = live.check_tokens(served, requests(*rows))
-    failed = [seq for seq in served.ended if seq.error]
-    assert failed and len(failed) + len(completed) == len(rows)
-    assert all(message in seq.error for seq in failed)
+    assert not mistaken(monkeypatch, lambda record: record)
 
 
 def test_copies_of_inputs_that_fail_end_those_whose_inputs_they_are(monkeypatch):
-    dice, right = random.Random(5), CopyEngine.copy_rows
-
-    def sometimes(self, *arguments):
-        handle = right(self, *arguments)
-        if dice.random() < 0.002:
-            handle.wait()
-            handle.finish(RuntimeError("the link is down"))
-        return handle
-
-    monkeypatch.setattr(CopyEngine, "copy_rows", sometimes)
-    served = serve(monkeypatch, "a part", ROWS)
-    monkeypatch.undo()
+    with failing_copies("copy_rows", 0.002):
+        served = serve(monkeypatch, "a part", ROWS)
     check_failures(served, ROWS, "the link is down")
 
 
@@ -155,14 +125,6 @@ def test_a_pass_that_does_not_fit_is_computed_in_parts(monkeypatch):
 
 
 def test_memory_that_runs_out_between_the_layers_leaves_no_copy_behind(monkeypatch):
-    dice, right = random.Random(2), DecoderLayer.restore_kv
-
-    def sometimes(self, *arguments):
-        if dice.random() < 0.05:
-            raise torch.OutOfMemoryError("tried to allocate too much")
-        right(self, *arguments)
-
-    monkeypatch.setattr(DecoderLayer, "restore_kv", sometimes)
-    served = serve(monkeypatch, "a part")
-    monkeypatch.undo()
+    with running_out(DecoderLayer, "restore_kv", 0.05):
+        served = serve(monkeypatch, "a part")
     check_failures(served, GROWING, "out of memory")

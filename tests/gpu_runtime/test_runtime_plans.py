@@ -4,35 +4,24 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from runtime_mistakes import misled  # noqa: E402
 from runtime_variants import STREAM, policy_of  # noqa: E402
 
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks  # noqa: E402
 from gpu_runtime.kv.placement import Placement  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
-from kvtwin.testing.live import GROWING, ROWS, CheckedDevice, tight_limits  # noqa: E402
+from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
 from sim.engine.plan import IterationPlan, Move, Place, Release, Restore, Tier  # noqa: E402
 from sim.engine.sequence import Sequence  # noqa: E402
 from sim.errors import InvariantError  # noqa: E402
 from traces.request import Request  # noqa: E402
 
 
-def misled(variant, mistake, rows=ROWS, **sizes):
-    """Serve with a mistake in every plan that it fits; how many it was made in."""
-    part, wrong = mistake
-    made = []
-
-    class Misled(CheckedDevice):
-        def execute(self, plan):
-            before = tuple(getattr(plan, part))
-            after = tuple(found for item in before if (found := wrong(item)) is not None)
-            if after != before:
-                made.append(plan)
-                setattr(plan, part, after)
-            return super().execute(plan)
-
+def mistaken(variant, mistake, rows=ROWS, **sizes):
+    """Serve with a mistake in every plan that it fits; in how many."""
     policy = policy_of(variant)
-    live.serve(policy, requests(*rows), tight_limits(policy, **sizes), kind=Misled)
-    return len(made)
+    limit = tight_limits(policy, **sizes)
+    return misled(lambda kind: live.serve(policy, requests(*rows), limit, kind=kind), *mistake)
 
 
 def on(kind, **changed):
@@ -88,7 +77,7 @@ MISTAKES = {
 def test_a_wrong_plan_is_found_out(mistake):
     variant, *wrong = MISTAKES[mistake]
     with pytest.raises((InvariantError, OutOfBlocks)):
-        misled(variant, wrong)
+        mistaken(variant, wrong)
 
 
 def test_a_retained_layer_that_stays_is_missed():
@@ -96,16 +85,16 @@ def test_a_retained_layer_that_stays_is_missed():
         return move if move.target is Tier.GPU else move._replace(groups=move.groups[1:])
 
     with pytest.raises(InvariantError, match="copied before and beside the computation"):
-        misled("layerkv", ("beside", stays), GROWING, gpu=20, seqs=4)
+        mistaken("layerkv", ("beside", stays), GROWING, gpu=20, seqs=4)
 
 
 def test_what_a_chunk_reads_back_is_counted():
     with pytest.raises(InvariantError, match="read between the layers"):
-        misled("layerkv", ("streamed", on(tuple, num_read=less)), chunked=True)
+        mistaken("layerkv", ("streamed", on(tuple, num_read=less)), chunked=True)
 
 
 def test_a_right_plan_is_not():
-    assert misled("layerkv", ("changes", lambda change: change)) == 0
+    assert mistaken("layerkv", ("changes", lambda change: change)) == 0
 
 
 # -- block ids alone -----------------------------------------------------------------------------------------------

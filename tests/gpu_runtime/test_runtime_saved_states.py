@@ -1,16 +1,14 @@
 """HCache live: states leave behind every layer, KV comes back from them in three ways, and no token changes."""
 
-import random
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from runtime_variants import policy_of  # noqa: E402
+from runtime_mistakes import check_failures, failing_copies, misled, running_out  # noqa: E402
+from runtime_variants import WORKLOADS, policy_of  # noqa: E402
 
-from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
@@ -22,6 +20,7 @@ from sim.systems import memory_builders  # noqa: E402
 STATE = StateBytes(SMALL.hidden_size * 4.0, BLOCK_SIZE * 2 * SMALL.kv_size * 4.0)
 """Bytes of the small decoder's hidden state of a token, and of a block of KV of a layer."""
 SPLITS = [LayerSplit(*split) for split in ((0, 4, 0), (2, 2, 0), (1, 3, 0), (0, 2, 2), (0, 1, 3), (0, 0, 4))]
+SPLIT = LayerSplit(1, 2, 1)
 
 
 def serve(monkeypatch, split, rows=GROWING, **sizes):
@@ -59,11 +58,6 @@ def test_a_full_host_lets_some_run_unsaved(monkeypatch, split):
     assert served.counters.policy["unsaved"] > 0
 
 
-WORKLOADS = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.0, 0.01]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
-).map(sorted)
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     rows=WORKLOADS,
@@ -97,21 +91,9 @@ def test_states_take_the_host_memory_that_the_policy_counts(monkeypatch, split):
     assert asked - SMALL.num_layers * STATE.kv_block < sizes[0] <= asked
 
 
-def misled(monkeypatch, split, part, wrong):
-    """Serve with a mistake in every plan that it fits; how many it was made in."""
-    made = []
-
-    class Misled(CheckedDevice):
-        def execute(self, plan):
-            before = tuple(getattr(plan, part))
-            after = tuple(found for item in before if (found := wrong(item)) is not None)
-            if after != before:
-                made.append(plan)
-                setattr(plan, part, after)
-            return super().execute(plan)
-
-    serve(monkeypatch, split, gpu=20, kind=Misled)
-    return made
+def mistaken(monkeypatch, part, wrong):
+    """Serve with a mistake in every plan that it fits; in how many."""
+    return misled(lambda kind: serve(monkeypatch, SPLIT, gpu=20, kind=kind), part, wrong)
 
 
 MISTAKES = {
@@ -134,44 +116,20 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
     with pytest.raises((InvariantError, KeyError)):
-        misled(monkeypatch, LayerSplit(1, 2, 1), *MISTAKES[mistake])
+        mistaken(monkeypatch, *MISTAKES[mistake])
 
 
 def test_a_right_plan_is_not(monkeypatch):
-    assert not misled(monkeypatch, LayerSplit(1, 2, 1), "changes", lambda change: change)
+    assert not mistaken(monkeypatch, "changes", lambda change: change)
 
 
 def test_copies_of_states_that_fail_end_those_whose_states_they_are(monkeypatch):
-    dice, right = random.Random(5), CopyEngine.copy_rows
-
-    def sometimes(self, *arguments):
-        handle = right(self, *arguments)
-        if dice.random() < 0.01:
-            handle.wait()
-            handle.finish(RuntimeError("the link is down"))
-        return handle
-
-    monkeypatch.setattr(CopyEngine, "copy_rows", sometimes)
-    served = serve(monkeypatch, LayerSplit(1, 2, 1), ROWS)
-    monkeypatch.undo()
-    completed = live.check_tokens(served, requests(*ROWS))
-    failed = [seq for seq in served.ended if seq.error]
-    assert failed and len(failed) + len(completed) == len(ROWS)
-    assert all("the link is down" in seq.error for seq in failed)
+    with failing_copies("copy_rows", 0.01):
+        served = serve(monkeypatch, SPLIT, ROWS)
+    check_failures(served, ROWS, "the link is down")
 
 
 def test_a_restore_that_runs_out_of_memory_ends_its_sequence_alone(monkeypatch):
-    dice, right = random.Random(2), DecoderLayer.restore_kv
-
-    def sometimes(self, *arguments):
-        if dice.random() < 0.1:
-            raise torch.OutOfMemoryError("tried to allocate too much")
-        right(self, *arguments)
-
-    monkeypatch.setattr(DecoderLayer, "restore_kv", sometimes)
-    served = serve(monkeypatch, LayerSplit(1, 2, 1), gpu=20)
-    monkeypatch.undo()
-    completed = live.check_tokens(served, requests(*GROWING))
-    failed = [seq for seq in served.ended if seq.error]
-    assert failed and len(failed) + len(completed) == len(GROWING)
-    assert all("out of memory" in seq.error for seq in failed)
+    with running_out(DecoderLayer, "restore_kv", 0.1):
+        served = serve(monkeypatch, SPLIT, gpu=20)
+    check_failures(served, GROWING, "out of memory")
