@@ -2,28 +2,23 @@
 
 import argparse
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from sim.cli import add_flags, print_result, read_options, record, simulate
+from sim.cli import add_flags, print_result, read_options, record
 from sim.cost.engine_profile import OURS, shipped_engines
 from sim.cost.profile import load_profile
 from sim.errors import UserError
-from sim.files import folder_name, write_atomically
+from sim.files import folder_name
 from sim.folders import clear, owning
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
 from sim.scenario import Outputs, Scenario, read_scenario
-from sim.simulate import Keep, Run, Setup, build_engine, prepare
+from sim.simulate import Keep, Run, Setup, prepare
 from sim.specs.hardware import load_hardware
 from sim.systems.base import Policy
-from sim.traffic import requests_of
-from traces.errors import TraceError
 from traces.request import Request
 
 if TYPE_CHECKING:
@@ -33,8 +28,6 @@ if TYPE_CHECKING:
 
 OWN = ("device", "weights", "runs", "max_drift")
 """Flags that are not a scenario's."""
-ATTEMPTS = 5
-"""Live runs at most for each that is to count."""
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
@@ -116,13 +109,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
             vars(arguments).pop(name, None)
         return validate_against(arguments, against)
     options, own = _own_options(arguments)
-    from gpu_runtime.twin.figure import draw_twin  # noqa: PLC0415
-    from gpu_runtime.twin.iterations import IterationLog, compare, in_words, write_csv  # noqa: PLC0415
     from gpu_runtime.twin.probe import Probe  # noqa: PLC0415
-    from gpu_runtime.twin.twin import TOLERANCE, Validation, agreements, markdown, verdict  # noqa: PLC0415
-    from sim.results.figures import FigureRun  # noqa: PLC0415
-    from sim.results.figures.style import save_figure  # noqa: PLC0415
-    from sim.results.timeline import TIMELINE_FILE, merge_timelines  # noqa: PLC0415
+    from gpu_runtime.twin.validate import BrokenOff, Validator  # noqa: PLC0415
 
     runs, max_drift = own["runs"], own["max_drift"]
     if runs < 1:
@@ -139,50 +127,22 @@ def run_validate(arguments: argparse.Namespace) -> int:
     with owning(folder):
         probe = Probe(scenario, decoder, options, max_drift)
         clear(folder, below=[*(f"{place}/{name}" for place in places for name in names), *places])
-        text, parts, validations = "", [], list[Validation]()
-        for fitting, label, policy in planned:
-            place = folder / folder_name(label)
-            twin, logs = IterationLog(), list[IterationLog]()
-            run, result = simulate(
-                fitting, label, policy, place / "simulated", outputs, series=True, watch=twin.observe
-            )
-            simulated, drawn, lived = FigureRun.of(run, result), [], []
-            probe.begin()
-            for _ in range(runs if max_drift is None else runs * ATTEMPTS):
-                log = IterationLog()
-                run, live = execute_live(
-                    *(fitting, label, policy, place / f"live-{len(lived) + 1}", outputs, decoder, options),
-                    series=True,
-                    watch=log.observe,
-                )
-                if run.interrupted or run.error:
-                    return print_result(run, live, place, outputs)
-                if not probe.counts():
-                    continue
-                lived.append(live)
-                logs.append(log)
-                drawn.append(FigureRun.of(run, live))
-                if len(lived) == runs:
-                    break
-            found = agreements(result, lived)
-            iterations, pairs = compare(twin.iterations, [log.iterations for log in logs])
-            agrees = verdict(found) if len(lived) == runs else None
-            validations.append(Validation(label, agrees, probe.slowness, probe.disturbed, found, iterations))
-            parts.append(markdown(label, found, runs, probe.slowness, probe.disturbed))
-            if agrees is not None:
-                parts.append(in_words(iterations, TOLERANCE))
-            write_csv(place / "iterations.csv", pairs)
-            if outputs.timeline and lived:
-                merge_timelines(place / TIMELINE_FILE, (place / "simulated", place / "live-1"))
-            save_figure(place / "twin.png", draw_twin(label, simulated, drawn, found, pairs))
-            # After each policy: what comes later may be interrupted.
-            text = "# Simulated and live\n\n" + "\n".join(parts)
-            _write_text(folder / "validation.md", text)
-            _write_text(folder / "validation.json", msgspec.json.format(msgspec.json.encode(validations)).decode())
+
+        def execute(
+            fitting: Scenario, label: str, policy: Policy, place: Path, watch: "Observer"
+        ) -> tuple[Run, Result]:
+            return execute_live(fitting, label, policy, place, outputs, decoder, options, series=True, watch=watch)
+
+        validator = Validator(folder, outputs, runs, probe, execute)
+        try:
+            for fitting, label, policy in planned:
+                validator.validate(fitting, label, policy)
+        except BrokenOff as end:
+            return print_result(end.run, end.result, end.folder, outputs)
     if not outputs.quiet:
-        print(text)
+        print(validator.text)
         print(f"wrote {folder / 'validation.md'} and a figure for each policy")
-    return 0 if all(validation.agrees for validation in validations) else 1
+    return 0 if validator.agrees else 1
 
 
 def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder: "Decoder") -> Scenario:
@@ -191,14 +151,8 @@ def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder:
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
 
     fitting = fit_to_machine(scenario, policy, options.device, decoder)
-    setup = prepare(fitting, policy.name, policy)
-    with suppress(TraceError):
-        check_lengths(build_engine(setup, None, Keep()).scheduler, decoder.config, requests_of(setup))
+    check_lengths(prepare(fitting, policy.name, policy), decoder.config)
     return fitting
-
-
-def _write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def execute_live(

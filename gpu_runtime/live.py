@@ -118,19 +118,24 @@ def record_copies(lanes: Lanes, copies: CopySpans) -> None:
         lanes.of(span.direction).run(span.start_s, span.end_s - span.start_s, "KV copy")
 
 
-def check_lengths(scheduler: Scheduler, config: DecoderConfig, requests: Iterable[Request]) -> None:
-    """UserError for a request that would outgrow the model's positions, under a policy that does not stop there."""
-    if scheduler.batching.stops_at_max_model_len:
+def check_lengths(setup: Setup, config: DecoderConfig) -> None:
+    """UserError for a request that would outgrow the model's positions, under a policy that does not stop there.
+
+    Before `perform`, which computes whatever it is given. Reads the traffic, if need be, as far as it can be read.
+    """
+    if build_engine(setup, None, Keep()).scheduler.batching.stops_at_max_model_len:
         return
     positions = config.max_position_embeddings
-    for request in requests:
-        length = request.prompt_tokens + request.output_tokens
-        if request.prompt_tokens <= scheduler.limits.max_model_len and length > positions:
-            raise UserError(
-                f"request {request.request_id}: {request.prompt_tokens} + {request.output_tokens} tokens, "
-                f"{config.name} has {positions} positions and the policy does not stop there: give --clip {positions}, "
-                "or a policy of vLLM v1's"
-            )
+    # A trace that turns out bad is served as far as it goes.
+    with suppress(TraceError):
+        for request in traffic(setup.scenario):
+            length = request.prompt_tokens + request.output_tokens
+            if request.prompt_tokens <= setup.limits.max_model_len and length > positions:
+                raise UserError(
+                    f"request {request.request_id}: {request.prompt_tokens} + {request.output_tokens} tokens, "
+                    f"{config.name} has {positions} positions and the policy does not stop there: "
+                    f"give --clip {positions}, or a policy of vLLM v1's"
+                )
 
 
 def perform(
@@ -143,9 +148,6 @@ def perform(
 ) -> Run:
     """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
     parts = build_engine(setup, table, keep)
-    # A trace that cannot be read to its end is served as far as it goes.
-    with suppress(TraceError):
-        check_lengths(parts.scheduler, decoder.config, traffic(setup.scenario))
     device = build_device(parts.scheduler, decoder, options, setup.scenario.kv_cache_dtype)
     profiler = Profiler(device.device) if keep.timeline else None
     if profiler is not None:

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
-from gpu_runtime.live import LiveOptions, perform  # noqa: E402
+from gpu_runtime.live import LiveOptions, check_lengths, perform  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
@@ -23,6 +23,7 @@ SCENARIO = Scenario(
 
 def run(name, scenario=SCENARIO):
     setup = prepare(scenario, "", POLICIES[name]())
+    check_lengths(setup, small_decoder().config)
     return perform(setup, traffic(scenario), None, Keep(), small_decoder(), LiveOptions("cpu"))
 
 
