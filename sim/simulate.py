@@ -21,7 +21,7 @@ from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import ModelSpec, load_model
-from sim.systems.base import Asked, Policy
+from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.builder import HAND_OVER, STORED, options_among
 from sim.systems.hand_over_options import MixedPoolOptions
 from sim.traffic import arrivals_of
@@ -97,28 +97,9 @@ def _routed(setup: Setup) -> Setup:
 
 def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:
     warnings: list[str] = []
-    model = load_model(scenario.model)
-    if scenario.dtype != "auto":
-        model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
-    if scenario.quantization is not None:
-        model = model.with_weights_of(1.0, scenario.quantization)
     hardware = load_hardware(scenario.gpu)
     profile = profile_named(scenario.profile, hardware)
-    if scenario.kv_cache_dtype != "auto":
-        model = model.with_kv_dtype(kv_dtype(scenario.kv_cache_dtype, hardware))
-        if profile.form == "linear":
-            warnings.append(
-                f"--kv-cache-dtype: times of profile {profile.name} are those of the KV it was measured with"
-            )
-    if (
-        model.fp8_products
-        and hardware.fp8_flops_per_s
-        and (scenario.cost_form or profile.form) == "roofline"
-        and "fp8_flops_per_s" not in profile.constants
-    ):
-        warnings.append(
-            f"FP8 products are priced at the rate of 16 bits: profile {profile.name} has no fp8_flops_per_s"
-        )
+    model = _model(scenario, hardware, profile, warnings)
     max_model_len = scenario.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         warnings.append(
@@ -135,11 +116,62 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     engine = policy.engine_limits(asked)
     warnings += engine.warnings
     Goodput.parse(list(scenario.goodput))
+    pp = _stages(scenario, model, policy, label)
+    limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, warnings)
+    engine_profile = _engine_profile(scenario, profile, policy)
+    if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
+        raise UserError(
+            f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
+            "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-0.5)"
+        )
+    block_bytes = limits.block_bytes * pp
+    cost = build_cost(model, hardware, profile, scenario.tp, block_bytes, scenario.cost_form, engine_profile)
+    return Setup(
+        asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
+        pp=pp, warnings=warnings,
+    )  # fmt: skip
+
+
+def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warnings: list[str]) -> ModelSpec:
+    """The model in the types that are asked for; `warnings` get what the profile does not know of these."""
+    model = load_model(scenario.model)
+    if scenario.dtype != "auto":
+        model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
+    if scenario.quantization is not None:
+        model = model.with_weights_of(1.0, scenario.quantization)
+    if scenario.kv_cache_dtype != "auto":
+        model = model.with_kv_dtype(kv_dtype(scenario.kv_cache_dtype, hardware))
+        if profile.form == "linear":
+            warnings.append(
+                f"--kv-cache-dtype: times of profile {profile.name} are those of the KV it was measured with"
+            )
+    if (
+        model.fp8_products
+        and hardware.fp8_flops_per_s
+        and (scenario.cost_form or profile.form) == "roofline"
+        and "fp8_flops_per_s" not in profile.constants
+    ):
+        warnings.append(
+            f"FP8 products are priced at the rate of 16 bits: profile {profile.name} has no fp8_flops_per_s"
+        )
+    return model
+
+
+def _limits(
+    scenario: Scenario,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    policy: Policy,
+    max_model_len: int,
+    engine: EngineLimits,
+    pp: int,
+    warnings: list[str],
+) -> Limits:
+    """Pools as vLLM sizes them, of one of `pp` virtual engines, and the engine's limits."""
     swap_space = scenario.swap_space
     if swap_space is None:
         swap_space = default_swap_space_gib(scenario, policy, hardware)
     block_size = scenario.block_size or policy.default_block_size
-    pp = _stages(scenario, model, policy, label)
     groups, window = _window(scenario, model, policy, block_size)
     pool = kv_cache_blocks(
         model,
@@ -157,7 +189,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     host_blocks = scenario.num_cpu_blocks_override
     if host_blocks is None:
         host_blocks = pool.num_cpu_blocks
-    limits = Limits(
+    return Limits(
         # vLLM 0.5.5 gives each virtual engine its share.
         num_gpu_blocks=pool.num_gpu_blocks // pp - policy.num_null_blocks,
         num_cpu_blocks=host_blocks // pp,
@@ -170,17 +202,6 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         enable_prefix_caching=_prefix_caching(scenario, model, policy, window, warnings),
         window=window,
     )
-    engine_profile = _engine_profile(scenario, profile, policy)
-    if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
-        raise UserError(
-            f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
-            "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-0.5)"
-        )
-    cost = build_cost(model, hardware, profile, scenario.tp, pool.block_bytes * pp, scenario.cost_form, engine_profile)
-    return Setup(
-        asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
-        pp=pp, warnings=warnings,
-    )  # fmt: skip
 
 
 def default_swap_space_gib(scenario: Scenario, policy: Policy, hardware: HardwareSpec) -> float:
