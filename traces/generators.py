@@ -13,7 +13,7 @@ import numpy as np
 
 from traces.arrivals import CHUNK, Clock, bursts, ramp, steady, unit_chunks
 from traces.errors import TraceError
-from traces.lengths import IntArray, load_model
+from traces.lengths import IntArray, load_model, uniform_lengths
 from traces.rates import MOST, check_rate
 from traces.request import Request
 from traces.sessions import SessionShape, sessions
@@ -124,10 +124,7 @@ def _around(input_len: int, output_len: int, ratio: float, seed: int) -> LengthC
 
 def _uniform(input_len: int, output_len: int, ratio: float, random: np.random.Generator) -> LengthChunks:
     while True:
-        prompts, outputs = (
-            random.integers(max(1, round(mean * (1 - ratio))), round(mean * (1 + ratio)), CHUNK, endpoint=True)
-            for mean in (input_len, output_len)
-        )
+        prompts, outputs = (uniform_lengths(random, mean, ratio, CHUNK) for mean in (input_len, output_len))
         yield prompts, outputs
 
 

@@ -32,6 +32,11 @@ _TAIL = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.035)
 KNOTS = (*_TAIL, *(round(0.025 * i, 3) for i in range(2, 39)), *(round(1 - p, 4) for p in reversed(_TAIL)))
 
 
+def uniform_lengths(random: np.random.Generator, mean: int, ratio: float, count: int) -> IntArray:
+    """Draw `count` lengths in tokens, uniform within 1 +- `ratio` of `mean`, each at least 1."""
+    return random.integers(max(1, round(mean * (1 - ratio))), round(mean * (1 + ratio)), count, endpoint=True)
+
+
 @dataclass(frozen=True, slots=True)
 class LengthModel:
     """Joint distribution of prompt and output tokens; the scores are the knots' normal scores."""

@@ -80,36 +80,31 @@ def read_served(path: Path, trace: Sequence[Request] | None = None) -> ServedRun
     rows = read_bench(path) if is_result else list(_table(path))
     if trace is not None:
         rows = list(_beside(path, rows, trace))
-    kept = []
-    for i, row in enumerate(rows):
-        if row.failed:
-            continue
-        if row.arrival_s is None:
-            lacks = (
-                f"field start_times is missing; {NO_TIMES}" if is_result else f"no column {' or '.join(ARRIVAL)}; add"
-            )
-            raise TraceError(f"{path}: {lacks}, or give a trace with the arrivals")
-        if row.prompt_tokens is None or row.output_tokens is None:
-            raise TraceError(f"{path}: no columns {PROMPT[0]},{OUTPUT[0]}; add them, or give the trace that was sent")
-        more = trace[i] if trace is not None else None
-        kept.append((row.arrival_s, row.prompt_tokens, row.output_tokens, row, more))
+    pairs = zip(rows, [None] * len(rows) if trace is None else trace, strict=True)
+    kept = [(_sent(path, is_result, row, known), row) for row, known in pairs if not row.failed]
     if not kept:
         raise TraceError(f"{path}: holds no request that did not fail; see its errors")
-    kept.sort(key=lambda found: found[0])
-    origin_s = kept[0][0]
-    requests = []
-    for i, (arrival_s, prompt, output, _, more) in enumerate(kept):
-        request = more or Request(i, 0.0, prompt, output)
-        requests.append(request._replace(request_id=i, arrival_s=arrival_s - origin_s, output_tokens=output))
-    ordered = [row for *_, row, _ in kept]
+    kept.sort(key=lambda found: found[0].arrival_s)
+    origin_s = kept[0][0].arrival_s
     return ServedRun(
         path,
-        requests,
-        [row.ttft_s for row in ordered],
-        [row.e2el_s for row in ordered],
-        [row.gaps_s for row in ordered],
+        [sent._replace(request_id=i, arrival_s=sent.arrival_s - origin_s) for i, (sent, _) in enumerate(kept)],
+        [row.ttft_s for _, row in kept],
+        [row.e2el_s for _, row in kept],
+        [row.gaps_s for _, row in kept],
         len(rows) - len(kept),
     )
+
+
+def _sent(path: Path, is_result: bool, row: BenchRow, known: Request | None) -> Request:
+    """The request of a row, `known` from a trace or not; TraceError where neither says enough."""
+    if row.arrival_s is None:
+        lacks = f"field start_times is missing; {NO_TIMES}" if is_result else f"no column {' or '.join(ARRIVAL)}; add"
+        raise TraceError(f"{path}: {lacks}, or give a trace with the arrivals")
+    if row.prompt_tokens is None or row.output_tokens is None:
+        raise TraceError(f"{path}: no columns {PROMPT[0]},{OUTPUT[0]}; add them, or give the trace that was sent")
+    request = known or Request(0, 0.0, row.prompt_tokens, row.output_tokens)
+    return request._replace(arrival_s=row.arrival_s, output_tokens=row.output_tokens)
 
 
 def _beside(path: Path, rows: list[BenchRow], trace: Sequence[Request]) -> Iterable[BenchRow]:

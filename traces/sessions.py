@@ -17,6 +17,7 @@ import numpy as np
 
 from traces.arrivals import unit_times
 from traces.errors import TraceError
+from traces.lengths import uniform_lengths
 from traces.rates import check_between
 from traces.request import Request
 
@@ -83,15 +84,11 @@ class _Draws:
 
     def __init__(self, shape: SessionShape, seed: int) -> None:
         inputs, outputs, turns, groups, thinks = (np.random.default_rng([seed, kind]) for kind in range(1, 6))
-        self.inputs = _endless(partial(_uniform, inputs, shape.input_tokens, shape.range_ratio))
-        self.outputs = _endless(partial(_uniform, outputs, shape.output_tokens, shape.range_ratio))
+        self.inputs = _endless(partial(uniform_lengths, inputs, shape.input_tokens, shape.range_ratio, _DRAWS))
+        self.outputs = _endless(partial(uniform_lengths, outputs, shape.output_tokens, shape.range_ratio, _DRAWS))
         self.turns = _endless(partial(turns.geometric, 1.0 / shape.turns, _DRAWS))
         self.groups = _endless(partial(groups.integers, 0, shape.prefix_groups, _DRAWS))
         self.thinks = _endless(partial(thinks.exponential, shape.think_time_s, _DRAWS))
-
-
-def _uniform(random: np.random.Generator, mean: int, ratio: float) -> np.ndarray:
-    return random.integers(max(1, round(mean * (1 - ratio))), round(mean * (1 + ratio)), _DRAWS, endpoint=True)
 
 
 def _endless(draw: Callable[[], np.ndarray]) -> Iterator[Any]:

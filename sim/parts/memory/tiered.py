@@ -5,7 +5,7 @@ whose prefix goes on there is loaded layer by layer while its rest is computed, 
 slower than computing it all, by price. Only blocks that the trace names are saved: nobody else could hit them.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, Load, Move, StepTimes, Store, Streamed, Tier
@@ -28,8 +28,6 @@ NOWHERE = range(0)
 
 class TieredMemory(PrefixMemory):
     """The GPU's prefix cache, and the host's behind it."""
-
-    keeps_on_host: ClassVar[bool] = True
 
     def __init__(self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False) -> None:
         """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`."""
