@@ -8,7 +8,7 @@ import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Generator, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -107,7 +107,8 @@ class LineTests:
                     self._read(data, notes["sources"])
 
     def _read(self, data: Path, sources: dict[str, str]) -> None:
-        with closing(sqlite3.connect(data)) as database:
+        # What was killed may leave half a file.
+        with closing(sqlite3.connect(data)) as database, suppress(sqlite3.DatabaseError):
             for path, test, bits in database.execute(
                 "select path, context, numbits from line_bits join file on file.id = file_id "
                 "join context on context.id = context_id"
