@@ -84,6 +84,13 @@ def test_tangents_lie_below_the_ridge(exponent, compute_s, memory_s):
         assert a * compute_s + b * memory_s <= ridge(compute_s, memory_s, exponent) * (1 + 1e-9)
 
 
+def test_tangents_by_hand():
+    """The longer alone: lines between the two corners; all of both at once: the gradient where both are equal."""
+    assert tangents(np.inf, 3) == [(0.0, 1.0), (0.5, 0.5), (1.0, 0.0)]
+    (_, (a, b), _) = tangents(2.0, 3)
+    assert (a, b) == pytest.approx((2**-0.5, 2**-0.5))
+
+
 MACHINES = {
     "linear": lambda: linear_machine(),
     "linear, host": lambda: linear_machine(host=Host(0.004, 1e-4, False)),

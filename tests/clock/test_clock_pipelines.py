@@ -50,6 +50,7 @@ def test_an_iteration_passes_through_the_stages_and_two_batches_share_them():
     assert outcome.by_id()[0].finish_s == pytest.approx(0.3 + 12 * H, abs=3 * H)
     assert outcome.by_id()[1].finish_s == pytest.approx(0.35 + 12 * H, abs=3 * H)
     assert [member.lanes.compute.busy_s for member in outcome.members] == pytest.approx([0.3, 0.3])
+    assert [member.iterations for member in outcome.members] == [3, 3]
 
 
 def test_the_host_launches_one_batch_after_the_other():

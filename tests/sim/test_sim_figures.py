@@ -11,9 +11,9 @@ from small_results import lanes, scenario, small_result
 
 import sim.results.figures.style
 from sim.results.figures import FIGURES, FigureRun, write_figures
-from sim.results.figures.data import waiting
+from sim.results.figures.data import held, waiting
 from sim.results.figures.lanes import busy_shares
-from sim.results.figures.memory import host_in_use_gib
+from sim.results.figures.memory import draw_memory, host_in_use_gib
 from sim.results.metrics import EndedRequest
 from sim.results.series import COLUMNS
 
@@ -222,3 +222,28 @@ def test_ticks_of_logarithmic_axes_are_plain_numbers():
         texts = [tick.get_text() for tick in (*axis.get_ticklabels(), *axis.get_ticklabels(minor=True))]
         assert {"0.1", "0.2", "0.5", "1"} <= set(texts)
         assert not any("$" in text for text in texts)
+
+
+def test_a_column_is_held_from_sample_to_sample_and_pools_are_free_before_the_first():
+    """The first iteration, at 1 s, has taken 3 GPU blocks and given 1 back: 10 were free before, 8 after it."""
+    engine = {name: np.array([0.0, 0.0]) for name in COLUMNS} | {
+        "time_s": np.array([1.0, 2.0]), "gpu_free_blocks": np.array([8.0, 4.0]),
+        "host_free_blocks": np.array([5.0, 6.0]), "gpu_allocated_blocks": np.array([3.0, 7.0]),
+        "gpu_released_blocks": np.array([1.0, 2.0]),
+        "num_decoding": np.array([2.0, 3.0]),
+    }  # fmt: skip
+    times = np.array([0.5, 1.0, 1.5, 2.0, 9.0])
+    assert held(engine, "gpu_free_blocks", times).tolist() == [10.0, 8.0, 8.0, 4.0, 4.0]
+    assert held(engine, "host_free_blocks", times).tolist() == [5.0, 5.0, 5.0, 6.0, 6.0]
+    assert held(engine, "num_decoding", times).tolist() == [0.0, 2.0, 2.0, 3.0, 3.0]
+    nothing = {name: np.empty(0) for name in engine}
+    assert held(nothing, "num_decoding", times).tolist() == [0.0] * 5
+
+
+def test_the_axis_of_what_never_happened_ends_at_one_and_others_where_their_values_do():
+    nobody = figure_run(series=series_of(2))
+    assert draw_memory([nobody]).axes[1].get_ylim() == (0.0, 1.0)
+    some = figure_run(series=series_of(2, num_decoding=[0.0, 50.0]))
+    for runs in ([some], [nobody, some], [some, nobody]):
+        low, high = draw_memory(runs).axes[1].get_ylim()
+        assert low == 0.0 and 50.0 <= high < 60.0

@@ -62,6 +62,13 @@ def test_the_page_has_tables_figures_provenance_and_the_way_back(compared):
     assert not re.search(r'(src|href)="(?!#|data:)', page.replace("'", '"').partition("<script>")[0])
 
 
+def test_a_run_with_a_time_series_has_a_line_in_each_chart_of_memory(compared):
+    page = figures_of((compared / "report.html").read_text())
+    names = ["vllm-recompute", "layerkv:slo-aware=false"]
+    for number in range(5):
+        assert [line["name"] for line in page[f"0-memory{number}"]["data"] if line.get("name")] == names
+
+
 def test_the_same_runs_give_the_same_page(compared):
     assert render(read_sections([compared])) == (compared / "report.html").read_text()
 
@@ -102,6 +109,9 @@ def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):
     shutil.copytree(compared / "vllm-recompute", tmp_path / "b")
     (section,) = read_sections([tmp_path / "a", tmp_path / "b"])
     assert [run.label for run in section.runs] == ["vllm-recompute (a)", "vllm-recompute (b)"]
+    # One whose label nobody else has keeps it.
+    (section,) = read_sections([tmp_path / "a", compared / "layerkv_slo-aware=false"])
+    assert [run.label for run in section.runs] == ["vllm-recompute", "layerkv:slo-aware=false"]
     # A run without a time series has the figures that need none.
     (tmp_path / "a" / "series.csv").unlink()
     assert [chart.name for chart in charts([read_run(tmp_path / "a")])] == ["parts", "ttft", "tpot", "arrivals"]

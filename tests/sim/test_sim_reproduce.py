@@ -67,6 +67,7 @@ TWO = {("a", 1): 300.0, ("b", 1): 100.0, ("a", 2): 50.0, ("b", 2): 100.0}
         ({"paper": 1.0, "kind": "least", "pick": "min"}, 0.5, NOT),
         ({"paper": 4.0, "kind": "most"}, 3.0, REPRODUCED),
         ({"paper": 150.0, "kind": "difference"}, 200.0, REPRODUCED),
+        ({"paper": 0.4, "kind": "difference", "pick": "min", "at": 1, "of": "b", "over": "b"}, 0.0, NOT),
         ({"paper": 2.0, "kind": "capacity", "limit": 60.0}, None, "no result"),
         ({"paper": 2.0, "kind": "capacity", "limit": 100.0}, None, "no result"),
     ],

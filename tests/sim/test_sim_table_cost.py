@@ -93,6 +93,14 @@ def test_iterations_by_hand() -> None:
     assert cost.iteration_s(plan_of([(128, 0), (128, 0)])) == pytest.approx(pair * US)
 
 
+def test_a_prompt_alone_is_an_iteration_of_its_own() -> None:
+    """A first token is an output head of one row more than a chunk that does not end its prompt."""
+    for tokens in (16, 100, 128, 700):
+        assert COST.prefill_s(tokens) == pytest.approx(COST.iteration_s(plan_of([(tokens, 0)])) + 1000 * US)
+    lone = 32 * (500 + 128) + 32 * attention_us(128, 0, 0, 0) + 4 + 36 * 127 / 1023 + 1000
+    assert COST.prefill_s(128) == pytest.approx(lone * US)
+
+
 @settings(max_examples=60, deadline=None)
 @given(decodes=st.integers(1, 40), context=st.integers(1, 3000))
 def test_durations_are_straight_for_as_many_iterations_as_it_says(decodes: int, context: int) -> None:
