@@ -110,17 +110,19 @@ class Instance:
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
         flying: deque[tuple[StepTimes, list[Sequence]]] = deque()
         now_s = free_s = env.now
+        reports_copies = engine.scheduler.batching.reports_copies
         while True:
             if env.peek() <= now_s:
                 yield env.timeout(now_s - env.now)
             arrivals.deliver(now_s + TIE_S, engine.add_request)
-            while transfers and transfers[0][0] <= now_s + TIE_S:
-                engine.transfer_done(heappop(transfers)[2])
+            self._tell_ended(now_s)
             plan = engine.schedule(now_s) if len(flying) < 2 else None
             if plan is not None:
                 start_s = max(now_s, free_s)
                 times = self._run_ahead(plan, start_s)
                 free_s = times.end_s
+                if reports_copies:
+                    now_s = self._launched_s(plan, now_s)
                 self.iterations += times.iterations
                 if self.observer is not None:
                     self.observer(plan, start_s, times)
@@ -171,9 +173,19 @@ class Instance:
 
     def _tell_started(self) -> None:
         """The computation waited for copies: tell of those that have ended when it began, before it ends."""
-        due_s = self.pricer.started_s + TIE_S
-        while self._transfers and self._transfers[0][0] <= due_s:
-            self.engine.transfer_done(heappop(self._transfers)[2])
+        self._tell_ended(self.pricer.started_s)
+
+    def _launched_s(self, plan: IterationPlan, now_s: float) -> float:
+        """Until when the host waits to launch an iteration, s; it is told of the copies that have ended by then."""
+        if plan.awaited:
+            now_s = max(now_s, self._ends_at(plan.awaited))
+        self._tell_ended(now_s)
+        return now_s
+
+    def _tell_ended(self, now_s: float) -> None:
+        transfers, due_s = self._transfers, now_s + TIE_S
+        while transfers and transfers[0][0] <= due_s:
+            self.engine.transfer_done(heappop(transfers)[2])
 
     def _ends_at(self, moves: Collection[Move]) -> float:
         return max((end_s for end_s, _, move in self._transfers if move in moves), default=0.0)

@@ -42,6 +42,7 @@ class Scheduler:
         "_admitted",
         "_committed",
         "_complete",
+        "_delivered",
         "_fill",
         "_frees_in_order",
         "_holds",
@@ -52,6 +53,7 @@ class Scheduler:
         "_parked",
         "_prepare",
         "_refusal",
+        "_reports_copies",
         "_reserve",
         "_transferred",
         "_windowed",
@@ -118,6 +120,7 @@ class Scheduler:
         self._complete = [part.complete for part in self.parts if overrides(part, "complete")]
         self._holds = [part.holds for part in self.parts if overrides(part, "holds")]
         self._committed = [part.committed for part in self.parts if overrides(part, "committed")]
+        self._delivered = [part.delivered for part in self.parts if overrides(part, "delivered")]
         self._joined = [part.joined for part in self.parts if overrides(part, "joined")]
         self._parked = [part.parked for part in self.parts if overrides(part, "parked")]
         self._moved = [part.moved for part in self.parts if overrides(part, "moved")]
@@ -127,6 +130,7 @@ class Scheduler:
         self._refusal = self.batching.refusal if overrides(self.batching, "refusal", Batching) else None
         self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
         self._frees_in_order = self.batching.frees_in_order
+        self._reports_copies = self.batching.reports_copies
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -151,6 +155,10 @@ class Scheduler:
             if plan.num_decodes or plan.chunks or plan.swapped_out_blocks or plan.awaited or plan.after:
                 for complete in self._complete:
                     complete(plan)
+                break
+            if self._reports_copies:
+                if not self.changed and not self.beside:
+                    return None
                 break
             if self.in_flight:
                 return None
@@ -223,6 +231,8 @@ class Scheduler:
                 # Preempted with its last token in flight.
                 self.order.remove(seq)
                 self._finish(seq, seq.last_token_s)
+        for delivered in self._delivered:
+            delivered()
 
     def _end_in_order(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
         """Who decoded and who was prefilled may end together: they give back their blocks as they ran."""

@@ -9,9 +9,10 @@ One step of the scheduler asks them in this order:
 3. `holds(plan, steps)` of every part that has one, where the plan could repeat itself: for how many iterations the
    answers just given stay the same. The scheduler takes the least.
 4. `complete(plan)` of every part that has one: what else is copied.
-5. After the iteration: `committed(plan, times)`. As it happens: `joined` (a sequence enters the decode batch), `parked`
-   (it has its first token and waits outside), `moved` (it got a token more than the batch), `left` (it ended, or is to
-   be computed again), `transferred` (a copy has ended).
+5. After the iteration: `committed(plan, times)`; of one scheduled ahead `delivered()`, `committed` when it is launched.
+   As it happens: `joined` (a sequence enters the decode batch), `parked` (it has its first token and waits outside),
+   `moved` (it got a token more than the batch), `left` (it ended, or is to be computed again), `transferred` (a copy
+   has ended).
 
 Predicates (`admits`, `fits`, `ever_fits`, `can_append`) change nothing. Only `Memory` touches the pools. A hook that a
 part does not override is never called.
@@ -65,6 +66,9 @@ class Part:
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         """The plan was carried out."""
+
+    def delivered(self) -> None:
+        """Of the plans that are committed ahead the oldest was carried out; who ended with it has left."""
 
     def joined(self, seq: Sequence) -> None:
         """`seq` is in the decode batch from now on."""

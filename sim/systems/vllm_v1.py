@@ -38,8 +38,6 @@ class VllmV1(OffloadOptions, VllmV1Options, Policy):
     def __post_init__(self) -> None:
         VllmV1Options.__post_init__(self)
         OffloadOptions.__post_init__(self)
-        if self.offloads and self.async_scheduling:
-            raise UserError("--kv-offloading-size: not with --async-scheduling yet; leave one of them out")
 
     @property
     def names(self) -> dict[str, str]:

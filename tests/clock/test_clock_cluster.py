@@ -37,6 +37,7 @@ FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
 """Every iteration takes 0.1 s."""
 POLICIES = ["vllm-recompute", "vllm-swap", "layerkv", "layerkv:decode=stream", "sarathi", "fastserve"]
 POLICIES += ["vllm-v1:cpu-chunks=20,blocks-per-chunk=2,offload-outputs=true", "vllm-v1:async-scheduling=true"]
+POLICIES += ["vllm-v1:async-scheduling=true,cpu-chunks=20,offload-outputs=true,store-s-per-block=0.01"]
 ROWS = st.lists(
     st.tuples(
         st.sampled_from(["", "a", "b", "c"]),

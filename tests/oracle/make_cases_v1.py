@@ -37,6 +37,13 @@ OFFLOADED = (
     543, 554, 596, 602, 613, 615, 672, 684, 697, 708, 780, 782, 788, 812, 834,
 )  # fmt: skip
 """And with the OffloadingConnector, in files `...-offload`."""
+
+OFFLOADED_AHEAD = (
+    3, 24, 38, 1016, 1067, 1234, 1270, 1319, 1353, 1365, 1372, 1403, 1404, 1431, 1452, 2095, 2172, 2277, 2278, 2387,
+    2403, 2644, 2671, 2686,
+)  # fmt: skip
+"""The same with async scheduling, in files `...-offload-async`."""
+
 WINDOWED = (62, 72, 76, 94, 95, 104, 152, 154, 234, 435, 503, 582)
 """With layers that have a window, in files `...-window`."""
 
@@ -216,16 +223,16 @@ class Workload:
         return turn
 
 
-Kind = Literal["", "-async", "-offload", "-window", "-window-async"]
+Kind = Literal["", "-async", "-offload", "-offload-async", "-window", "-window-async"]
 
 
 def make(seed: int, folder: Path, kind: Kind = "") -> str:
     """Ask vLLM about one seed and store the answer; what to say of it."""
     workload = Workload(seed)
     try:
-        if kind == "-offload":
-            options, rows = workload.offload_options(), workload.rows()
-            answer = ask_offloading(rows, options)
+        if kind.startswith("-offload"):
+            offloading, rows = workload.offload_options(), workload.rows()
+            answer = ask_offloading(rows, replace(offloading, async_scheduling=kind == "-offload-async"))
         elif kind.startswith("-window"):
             options, rows = workload.window_options(async_scheduling=kind == "-window-async"), workload.rows()
             answer = ask(rows, options)
@@ -245,6 +252,7 @@ def main() -> None:
         "": SEEDS,
         "-async": AHEAD,
         "-offload": OFFLOADED,
+        "-offload-async": OFFLOADED_AHEAD,
         "-window": WINDOWED,
         "-window-async": WINDOWED_AHEAD,
     }

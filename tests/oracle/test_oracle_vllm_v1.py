@@ -52,7 +52,7 @@ def test_there_are_cases_of_every_kind() -> None:
     assert sum(answer["hit_tokens"] for answer in answers if answer["args"].get("window")) > 1000
     offloaded = [answer for answer in answers if "copies" in answer]
     args = [answer["args"] for answer in offloaded]
-    for name in ("no_prefix_caching", "offload_outputs", "no_reserve_full_isl"):
+    for name in ("no_prefix_caching", "offload_outputs", "no_reserve_full_isl", "async_scheduling"):
         assert {arg[name] for arg in args} == {False, True}
     assert {arg["eviction_policy"] for arg in args} == {"lru", "arc"}
     assert {arg["blocks_per_chunk"] for arg in args} == {1, 2, 3, 4}

@@ -6,6 +6,12 @@ that are to be flushed; the step waits for what is to be flushed; transfers that
 its output; the computation runs; loads start when it ends. Each direction is a lane of its own, first come, first
 served, `load_s_per_block` and `store_s_per_block` a block. A step without tokens takes no time.
 
+With async scheduling the same happens when a step is launched, as ``UniProcExecutor`` launches it: two steps are in
+flight, those without tokens among them (``EngineCore.step_with_batch_queue``). Copies start when all that was launched
+before them is computed; the host, not the device, waits for what is to be flushed; and what is reported with a step had
+ended when it was launched, however late its output is looked at. A token comes when it is computed, though a host that
+waits for a flush takes it later. The engine's pause of 1 ms after a step without tokens is left out.
+
 vLLM hands those that ended in one step to the connector as a set, whose order depends on the process. Here they come in
 the order in which they ran.
 
@@ -16,6 +22,7 @@ tokens by request.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +110,7 @@ class OffloadOracle(Oracle):
             output, price = self._schedule(now)
             meta = output.kv_connector_metadata
             self._tell(before, meta)
-            start = self._begin(meta, now)
+            start = self._begin(meta, now, now)
             busy = bool(output.num_scheduled_tokens)
             if not busy:
                 self._submit_all("load", meta.load_jobs, start)
@@ -126,6 +133,59 @@ class OffloadOracle(Oracle):
                 elif self.scheduler.has_unfinished_requests():
                     raise RuntimeError("requests wait for ever")
 
+    def run_async(self) -> float:
+        now = free_at = 0.0
+        flying: deque[tuple[float, Any, dict[str, int | None], Any]] = deque()
+        sampled: dict[str, int] = {}
+        ended: list[str] = []
+        silent = 0
+        while True:
+            self._arrive(now)
+            if self.scheduler.has_requests():
+                self._loads.clear()
+                before = len(self.steps)
+                self.scheduler.finished_req_ids = dict.fromkeys(ended)
+                output, price = self._schedule(now)
+                meta = output.kv_connector_metadata
+                self._tell(before, meta)
+                busy = bool(output.num_scheduled_tokens)
+                told = bool(self._unsubmitted or meta.load_jobs or meta.store_jobs or meta.jobs_to_flush or ended)
+                ended = []
+                now = self._begin(meta, now, max(now, free_at))
+                free_at = max(now, free_at) + price
+                self._submit_all("load", meta.load_jobs, free_at)
+                reported = self._poll(now)
+                self._unsubmitted.update(meta.store_jobs)
+                sampling: dict[str, int | None] = {}
+                for key in output.num_scheduled_tokens:
+                    sampling[key] = None
+                    if not self.scheduler.requests[key].is_prefill_chunk:
+                        sampling[key] = sampled.get(key, 0)
+                        sampled[key] = sampled.get(key, 0) + 1
+                flying.append((free_at if busy else now, output, sampling, reported))
+                silent = 0 if busy or told or reported or self._victims else silent + 1
+                if len(flying) < 2 and (busy or self.scheduler.has_requests()):
+                    continue
+            elif not flying:
+                if self.next >= len(self.rows):
+                    return now
+                now = max(now, self.rows[self.next].arrival_s)
+                continue
+            end, output, sampling, reported = flying.popleft()
+            now = max(now, end)
+            for key, which in sampling.items():
+                if which is not None:
+                    sampling[key] = min(which, self.rows[int(key)].output_tokens - 1)
+            ended = self._deliver(output, sampling, end, reported)
+            if silent > 2 and self.scheduler.has_requests():
+                # Those in flight are silent as well: nothing changes before a copy ends or a request arrives.
+                later = [end for end, *_ in self._flying]
+                if self.next < len(self.rows):
+                    later.append(self.rows[self.next].arrival_s)
+                if not later:
+                    raise RuntimeError("requests wait for ever")
+                now, silent = max(now, min(later)), 0
+
     def _tell(self, before: int, meta: Any) -> None:
         text = ""
         if self._loads:
@@ -142,13 +202,13 @@ class OffloadOracle(Oracle):
 
     # -- the worker --------------------------------------------------------------------------------------------------
 
-    def _begin(self, meta: Any, now: float) -> float:
-        """Start what is to start with the step; when its computation may begin."""
+    def _begin(self, meta: Any, now: float, computed_at: float) -> float:
+        """Start what is to start with the step once all before it is computed; until when the host waits."""
         flushed = meta.jobs_to_flush or ()
         for number in sorted(flushed):
             if number in meta.store_jobs:
                 self._unsubmitted[number] = meta.store_jobs.pop(number)
-        self._submit_all("store", self._unsubmitted, now)
+        self._submit_all("store", self._unsubmitted, computed_at)
         self._unsubmitted = {}
         return max([now, *(end for end, number, *_ in self._flying if number in flushed)])
 

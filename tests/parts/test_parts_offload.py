@@ -44,11 +44,12 @@ def first_tokens(outcome: Outcome) -> list[float]:
 A, B, C = named(0, 0.0, (1, 2, 3, 4)), named(1, 1.0, (5, 6, 7, 8, 9, 10)), named(2, 2.0, (1, 2, 3, 4))
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("jump", [True, False])
-def test_what_left_the_gpu_is_loaded_from_the_host(caching, jump):
+def test_what_left_the_gpu_is_loaded_from_the_host(caching, jump, ahead):
     """A takes 64 ms, B takes all six blocks for 96 ms; C finds A's four blocks on the host: 20 ms, and one token."""
-    outcome = run(A, B, C, caching=caching, jump=jump)
+    outcome = run(A, B, C, caching=caching, jump=jump, async_scheduling=ahead)
     assert first_tokens(outcome) == pytest.approx([0.064, 1.096, 2.021], abs=1e-12)
     tier = outcome.scheduler.counters.tiers["host"]
     assert (tier.hit_tokens, tier.num_loads, tier.stored_blocks, tier.evicted_blocks) == (63, 1, 4 + 6, 0)
@@ -71,6 +72,23 @@ def test_who_takes_blocks_whose_store_is_under_way_waits_for_it():
     # Two blocks are enough for it: those that A has not used.
     outcome = run(A, named(1, 0.07, (5, 6)))
     assert first_tokens(outcome)[1] == pytest.approx(0.070 + 0.032, abs=1e-12)
+
+
+@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize(("ahead", "first_s"), [(False, 1.034), (True, 1.037)])
+def test_scheduled_ahead_a_load_begins_and_is_seen_later(ahead, first_s, jump):
+    """The GPU has lost A's blocks; D decodes from 1016 ms on, a millisecond a step; C comes during that from 1020.
+
+    Serial: the step from 1021 to 1022 sees C, whose 10 ms begin when it ends. That from 1032 hears of their end and
+    C computes its last token in that from 1033. Ahead: all is decided a step before it begins, so C's load begins with
+    1023; the step decided at 1033 is over at 1035, and C computes in what is decided then, from 1036 on.
+    """
+    d, c = named(3, 1.0, (30,), output=40), C._replace(request_id=4, arrival_s=1.0205)
+    fillers = named(1, 0.3, (5, 6, 7, 8, 9, 10)), named(2, 0.6, (11, 12, 13, 14))
+    outcome = run(A, *fillers, d, c, gpu=8, load_s_per_block=0.0025, async_scheduling=ahead, jump=jump)
+    assert outcome.scheduler.counters.tiers["host"].num_loads == 1
+    assert outcome.by_id()[3].first_token_s == pytest.approx(1.016, abs=1e-12)
+    assert outcome.by_id()[4].first_token_s == pytest.approx(first_s, abs=1e-12)
 
 
 def test_who_finds_its_prefix_being_stored_waits_for_that():
@@ -112,7 +130,6 @@ def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("vllm-v1:cpu-chunks=5,async-scheduling=true", "--async-scheduling"),
         ("vllm-v1:cpu-chunks=-5", "cpu-chunks: -5"),
         ("vllm-v1:blocks-per-chunk=0", "blocks-per-chunk: 0"),
         ("vllm-v1:kv-offloading-size=1,load-s-per-block=-1", "load-s-per-block: -1"),

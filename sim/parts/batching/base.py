@@ -31,6 +31,8 @@ class Batching(Part, ABC):
     """Whether a request ends when it has so many tokens, whatever it asked for."""
     schedules_ahead = False
     """Whether a step is scheduled while the one before it runs (vLLM's async scheduling)."""
+    reports_copies = False
+    """Whether each step, one without work too, is in flight with the copies that had ended when it was launched."""
     frees_in_order: ClassVar[bool] = False
     """Whether those who end in one step give their blocks back in the order in which they ran (`in_order`)."""
 

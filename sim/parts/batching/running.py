@@ -73,12 +73,13 @@ class Running(Batching):
             return self.budget
         batch, memory = self.batch, self.paged
         # At the common step everybody decodes, but perhaps for one prompt, the last to be admitted.
-        if not self.threshold and len(self.partials) <= 1:
-            for seq in list(self.partials):
+        partials = self.partials
+        if not self.threshold and (not partials or (len(partials) == 1 and next(reversed(self.running)) in partials)):
+            for seq in list(partials):
                 self._join_if_decode(seq)
             budget = self.budget - len(batch.members)
             chunk = wanted = 0
-            for seq in self.partials:
+            for seq in partials:
                 chunk = min(seq.num_tokens - seq.num_computed, budget)
                 wanted = memory.blocks_missing(seq, seq.num_computed + chunk)
             needed = memory.decode_blocks() if batch.members else 0
@@ -87,7 +88,7 @@ class Running(Batching):
                     memory.grow(batch, 0)
                     memory.decodes_taken()
                     self.decode_all(plan)
-                for seq in self.partials:
+                for seq in partials:
                     if chunk > 0:
                         self._continue(plan, seq, chunk)
                 return budget - chunk
@@ -141,16 +142,18 @@ class Running(Batching):
                 if 0 < longest < chunk:
                     chunk = longest
                 chunk = min(chunk, budget)
-            while not self._take(seq, chunk):
+            while not (taken := self._take(seq, chunk)):
                 victim = self._victim()
+                if not self._may_preempt(victim):
+                    break
                 scheduled = done.pop(victim, 0)
                 budget += scheduled
                 preempted.append(victim)
                 self._preempt(victim, plan, scheduled)
                 if victim is seq:
                     break
-            if seq not in self.running:
-                if self.by_priority:
+            if not taken:
+                if self.by_priority and seq not in self.running:
                     continue
                 break
             done[seq] = chunk
@@ -183,6 +186,10 @@ class Running(Batching):
 
     def _victim(self) -> Sequence:
         return max(self.running, key=lambda seq: urgency(seq)[:2]) if self.by_priority else next(reversed(self.running))
+
+    def _may_preempt(self, victim: Sequence) -> bool:
+        """Whether a victim's blocks are free at once; else nobody is preempted."""
+        return True
 
     def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:
         """Take a running sequence out. `scheduled` of its tokens were in this step: vLLM has hashed them."""

@@ -77,7 +77,8 @@ class Unified(Running):
             memory.publish(seq, batch.num_tokens_of(seq))
             plan.num_decodes += 1
             plan.decode_context_tokens += batch.num_tokens_of(seq)
-            plan.decodes = batch.members
+            # Some of those who run may find no room and preempt nobody.
+            plan.decodes = batch.members if plan.num_decodes == len(batch.members) else [*plan.decodes, seq]
             return
         self._add_chunk(plan, seq, chunk, ADMITTED)
         if self._caches:

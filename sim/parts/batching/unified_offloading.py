@@ -2,12 +2,16 @@
 
 Who is to load a prefix takes its blocks and waits for the copy beside the queue (vLLM's `kv_holding_waiting`), first in
 line once it has come. Whom the connector puts off is passed by those behind.
+
+With async scheduling, a step hears of the copies that have ended when it is launched, and the scheduler with that
+step's tokens. Steps without work are launched, too. Nobody is preempted whose step is in flight.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import IterationPlan, StepTimes, Tier
+from sim.engine.plan import IterationPlan, Move, StepTimes, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.batching.base import NEVER_FITS
@@ -30,6 +34,7 @@ class UnifiedOffloading(Unified):
             raise UserError("--kv-offloading-size: not with engines that hand sequences over; leave it out")
         self.offloading = scheduler.memory
         self.connector = scheduler.memory.connector
+        self.connector.schedules_ahead = self.schedules_ahead
         scheduler.counters.tiers["host"] = self.connector.tier
         self.kv_holding: dict[Sequence, int] = {}
         """Who loads, or has loaded and waits; how many tokens of each are computed then."""
@@ -37,6 +42,12 @@ class UnifiedOffloading(Unified):
         self._unsure = False
         # Whether some request was refused whom no other may pass.
         self._stopped = False
+        # Steps in flight, each with the copies that had ended when it was launched.
+        self._in_flight: deque[tuple[IterationPlan, list[Move]]] = deque()
+
+    @property
+    def reports_copies(self) -> bool:
+        return self.schedules_ahead
 
     @property
     def num_paused(self) -> int:
@@ -65,17 +76,23 @@ class UnifiedOffloading(Unified):
         plan.cut_on_arrival = not (self._stopped and self.order.sticky) or self._arrivals_help
         if not plan.chunks and not plan.num_decodes:
             # A step without work takes no time: what had ended is seen, and stores begin, at once.
-            if not plan.awaited and not plan.after and (connector.report() or connector.stores):
+            if self.schedules_ahead:
+                scheduler.changed |= bool(connector.has_told or connector.stores)
+            elif not plan.awaited and not plan.after and (connector.report(connector.heard()) or connector.stores):
                 scheduler.changed = True
-        elif not (plan.chunks or self.partials or preempted or plan.after or plan.awaited):
+        elif not (plan.chunks or self.partials or preempted or plan.after or plan.awaited or scheduler.held):
             scheduler.allow_jump(plan)
 
     def _scheduled(self, plan: IterationPlan) -> Iterator[tuple[Sequence, int]]:
         """Who computes in this step, in order, and how many of their tokens are computed then."""
         after = {chunk.seq: chunk.num_cached + chunk.num_new for chunk in plan.chunks}
         for seq in plan.decodes:
-            after[seq] = self.batch.num_tokens_of(seq)
+            after[seq] = self._num_known(seq)
         return ((seq, after[seq]) for seq in self.running if seq in after)
+
+    def _num_known(self, seq: Sequence) -> int:
+        """Tokens of a member of the batch, but for one that is in flight."""
+        return self.batch.num_tokens_of(seq) - self.scheduler.num_unknown(seq)
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
         """First those who hold blocks, then those who wait; both until one of them finds no room."""
@@ -180,6 +197,16 @@ class UnifiedOffloading(Unified):
         super()._run(plan, seq, chunk, now_s, decodes=decodes)
         self.connector.admitted(seq)
 
+    def _may_preempt(self, victim: Sequence) -> bool:
+        # What a step in flight writes to must not be loaded into (vLLM's `defer_block_free`).
+        scheduler = self.scheduler
+        for plan, _ in self._in_flight:
+            if victim in scheduler.held or any(chunk.seq is victim for chunk in plan.chunks):
+                return False
+            if plan.num_decodes and victim in self.batch.members and victim not in scheduler.landed:
+                return False
+        return True
+
     def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:
         super()._preempt(victim, plan, scheduled)
         self.connector.preempted(victim)
@@ -188,9 +215,15 @@ class UnifiedOffloading(Unified):
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         super().committed(plan, times)
-        self.connector.report()
+        if self.schedules_ahead:
+            self._in_flight.append((plan, self.connector.heard()))
+        else:
+            self.connector.report(self.connector.heard())
+
+    def delivered(self) -> None:
+        self.connector.report(self._in_flight.popleft()[1])
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        if self._unsure:
+        if self._unsure or any(heard for _, heard in self._in_flight):
             return 1
-        return self.connector.holds(steps, plan.decodes, self.batch.num_tokens_of)
+        return self.connector.holds(steps, plan.decodes, self._num_known)

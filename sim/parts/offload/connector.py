@@ -52,6 +52,8 @@ class OffloadingConnector:
         self.chunk_tokens = block_size * blocks_per_chunk
         self.prompts_only, self.shares_loads = prompts_only, shares_loads
         self.load_s_per_block, self.store_s_per_block = load_s_per_block, store_s_per_block
+        self.schedules_ahead = False
+        """Whether copies wait for steps that are in flight when they are decided."""
         self.chain = BlockChain(block_size)
         self.worth = worth
         self.tier = TierCounters(num_blocks=cache.num_chunks * blocks_per_chunk)
@@ -223,7 +225,7 @@ class OffloadingConnector:
     def _started(self, jobs: list[Job], s_per_block: float | None) -> list[Move]:
         """The copies that begin with the computation, but for those that take no time: they have ended by then."""
         moves = [job.move for job in jobs if job.move is not None]
-        if s_per_block == 0.0:
+        if s_per_block == 0.0 and not self.schedules_ahead:
             self._told += moves
             return []
         return moves
@@ -272,11 +274,19 @@ class OffloadingConnector:
         """A copy has ended; the scheduler does not see it before the step is over."""
         self._told.append(move)
 
-    def report(self) -> bool:
-        """The step is over: let the scheduler see which copies had ended when it began; whether any had."""
-        if not self._told:
-            return False
-        for move in self._told:
+    @property
+    def has_told(self) -> bool:
+        """Whether copies have ended of which no step has heard."""
+        return bool(self._told)
+
+    def heard(self) -> list[Move]:
+        """The copies that have ended; a step hears of them."""
+        heard, self._told = self._told, []
+        return heard
+
+    def report(self, heard: list[Move]) -> bool:
+        """That step is over: let the scheduler see them; whether there were any."""
+        for move in heard:
             job = self._jobs.pop(move)
             del job.owner.jobs[job]
             self.fenced.pop(job, None)
@@ -286,8 +296,7 @@ class OffloadingConnector:
                 self.cache.done_reading(job.keys)
                 self._being_loaded.difference_update(job.keys)
                 self.loaded.add(move.seq)
-        self._told = []
-        return True
+        return bool(heard)
 
     def holds(self, steps: int, running: Iterable[Sequence], num_tokens_of: Callable[[Sequence], int]) -> int:
         """For how many steps of `running`, who all decode, nothing is stored and no copy is seen to end."""

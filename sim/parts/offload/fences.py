@@ -67,7 +67,9 @@ class FencedIndex(PrefixIndex):
     def hit(self, holding: Holding) -> None:
         """All blocks of `holding` are handed to it: to vLLM those that it hits are no different."""
         for run in holding.runs:
-            self._cut(run, 0)
+            for fence in self.fences.get(run, ()):
+                # It stays: until the scheduler sees the store's end, who hits them next waits as well.
+                self._reused(fence.job, range(fence.begin + fence.shift, fence.end + fence.shift))
 
     def _cut(self, run: Run, num_blocks: int) -> None:
         if run in self.fences:
