@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from small_results import counts, lanes, small_result
 
@@ -97,6 +98,22 @@ def test_missing_numbers_print_as_dashes(tmp_path, result):
     text = "\n".join(run_lines(result, tmp_path))
     assert "None" not in text
     assert "nan" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "said"),
+    [
+        ({"async_scheduling": False}, "kvtwin-sim", True),
+        ({"async_scheduling": True}, "kvtwin-sim", False),
+        ({"async_scheduling": False}, "kvtwin-live", False),
+        ({}, "kvtwin-sim", False),
+    ],
+)
+def test_a_run_in_series_names_the_flag_for_what_vllm_does_by_default(tmp_path, options, backend, said):
+    result = result_of("vllm-v1", backend=backend)
+    result = msgspec.structs.replace(result, scenario=msgspec.structs.replace(result.scenario, policy_options=options))
+    lines = [line for line in run_lines(result, tmp_path) if "--async-scheduling" in line]
+    assert lines == ["Scheduling:                       serial; vLLM's default is --async-scheduling"] * said
 
 
 def test_interrupted_run_says_so(tmp_path):
