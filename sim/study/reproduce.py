@@ -140,7 +140,7 @@ def _verdict(claim: Claim, ours: float | None) -> str:
 
 def digits(value: float) -> str:
     """Three significant digits, no exponent."""
-    return f"{value:.3g}" if 0.001 <= abs(value) < 1000 or not value else f"{value:,.0f}"
+    return f"{value:.3g}" if 0.001 <= abs(value) < 999.5 or not value else f"{value:,.0f}"
 
 
 def table(found: Iterable[Found]) -> str:

@@ -4,17 +4,23 @@ import numpy as np
 import pytest
 from calib_small import A100, BASE, HARDWARE, planted, shapes
 
-from calib.figure import draw_fit
+from calib.figure import draw_diff, draw_fit
 from calib.fit import fit_profile
+from sim.cost.profile import load_profile
 
 
 @pytest.fixture(scope="module")
-def axes(tmp_path_factory):
+def report(tmp_path_factory):
     between = {"elementwise_bytes_per_s": 1e12, "elementwise_launch_s": 1e-5}
     chosen = [*shapes(op="products"), *shapes(("llama-2-7b",), "elementwise", batches=())]
     samples = planted(chosen, A100 | between)
     given = {"name": "mine", "status": "measured", "provenance": {}}
-    return draw_fit(fit_profile(samples, tmp_path_factory.mktemp("fit"), HARDWARE, BASE, **given)).axes
+    return fit_profile(samples, tmp_path_factory.mktemp("fit"), HARDWARE, BASE, **given)
+
+
+@pytest.fixture(scope="module")
+def axes(report):
+    return draw_fit(report).axes
 
 
 def test_lines_of_prompts_hold_no_other_operation(axes):
@@ -30,3 +36,27 @@ def test_every_constant_has_a_row_and_its_name_beside_it(axes):
     names = [label.get_text().split()[0] for label in axes[3].get_yticklabels()]
     assert len(names) == len(set(names)) == len(axes[3].get_yticks())
     assert {"flops_per_s", "hbm_bytes_per_s", "layer_overhead_s"} <= set(names)
+
+
+def test_axes_say_what_they_show(axes):
+    assert [(ax.get_xlabel(), ax.get_ylabel()) for ax in axes] == [
+        ("tokens of one prompt", "ms per layer"), ("context tokens of a sequence", "ms per layer"),
+        ("measured ms per layer", "predicted over measured, %"), ("95 % interval, % of the value", ""),
+    ]  # fmt: skip
+    compared = draw_diff(load_profile("l20-derived"), load_profile("rtx-4090-imported"), "llama-3.1-8b").axes
+    assert [(ax.get_xlabel(), ax.get_ylabel()) for ax in compared] == [
+        ("second over first", ""), ("tokens of one prompt", "ms per iteration"),
+        ("sequences, each with 1,024 tokens of context", "ms per iteration"),
+    ]  # fmt: skip
+
+
+def test_residuals_and_intervals_are_where_they_were_measured(report, axes):
+    dots = [line for line in axes[2].get_lines() if line.get_marker() == "o"]
+    shown = sorted((x, y) for line in dots for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True))
+    layers = np.array([sample.num_layers for sample in report.samples])
+    measured = sorted(zip(1e3 * report.measured_s / layers, 100 * report.errors, strict=True))
+    assert np.asarray(shown) == pytest.approx(np.asarray(measured))
+    centres = [line.get_xdata().tolist() if hasattr(line.get_xdata(), "tolist") else list(line.get_xdata())
+               for line in axes[3].get_lines() if line.get_marker() == "o"]  # fmt: skip
+    rows = [line.get_ydata()[0] for line in axes[3].get_lines() if line.get_marker() == "o"]
+    assert centres == [[0.0]] * len(rows) and rows == list(range(len(axes[3].get_yticks())))

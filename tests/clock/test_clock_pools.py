@@ -13,6 +13,7 @@ from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
 from sim.errors import UserError
+from sim.parts.stage.pull import Pull
 from sim.policy_options import parse_policy
 from sim.systems.distserve import DistServe
 from sim.systems.splitwise import Splitwise
@@ -120,6 +121,27 @@ def test_a_full_decode_pool_holds_prefills_up():
     seqs = [outcome.by_id()[i] for i in range(4)]
     assert [seq.finish_s for seq in seqs] == pytest.approx([1.1, 2.1, 3.1, 4.1])
     assert [seq.first_token_s for seq in seqs] == pytest.approx([0.1, 0.2, 0.3, 1.2])
+
+
+@pytest.mark.parametrize(("share", "second_s"), [(0.24, 0.3), (0.25, 0.3), (0.26, 0.1)])
+def test_who_waits_to_decode_holds_less_than_its_share_when_another_is_pulled(share, second_s, monkeypatch):
+    """Two prompts of 2 blocks, prefilled beside each other until 0.1; a copy takes 0.2 s. Of the decode engine's 8
+    blocks a quarter is what the first holds until it has landed."""
+    pulled, pull = {}, Pull._pull
+
+    def noted(self, seq):
+        pulled[seq.request.request_id] = self.scheduler.now_s
+        pull(self, seq)
+
+    monkeypatch.setattr(Pull, "_pull", noted)
+    policy = DistServe(blocking_pull=False, waiting_share=share)
+    rows = requests((0.0, 32, 2), (0.0, 32, 2))
+    outcome = simulate_pools(
+        policy, rows, limits(), prefill=2, bytes_per_s=10.0, machine=linear_machine(**FLAT), decode_limit=limits(8)
+    )
+    assert_whole(outcome, rows)
+    assert pulled == pytest.approx({0: 0.1, 1: second_s})
+    assert [outcome.by_id()[i].finish_s for i in (0, 1)] == pytest.approx([0.4, 0.6])
 
 
 def test_a_prompt_that_the_decode_engine_can_never_hold_is_ignored():

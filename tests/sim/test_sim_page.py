@@ -16,6 +16,7 @@ import kvtwin
 from sim.errors import UserError
 from sim.results.figures.data import FigureRun
 from sim.results.figures.style import percent_text, seconds_text
+from sim.results.page import saved
 from sim.results.page.charts import charts
 from sim.results.page.page import render
 from sim.results.page.saved import Section, read_run, read_sections
@@ -137,6 +138,25 @@ def test_several_engines_have_a_figure_of_theirs(tmp_path):
     assert [row[2] for row in engines.rows] == [f"{one.num_prompts}" for one in result.engines]
     busy = [one.lanes.compute.busy_s / result.makespan_s for one in result.engines]
     assert engines.data[0]["y"] == pytest.approx([100 * share for share in busy], abs=1e-3)
+
+
+def test_a_table_in_parquet_is_read_as_one_in_csv(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {name: [1.5, 2.5] for name in ("ttft_s", "queue_s", "arrival_s", "e2el_s")} | {"output_tokens": [3, 4]}
+    parquet.write_table(pa.table(columns), tmp_path / "requests.parquet")
+    found = saved._table(tmp_path)
+    expected = {
+        "ttft": [1.5, 2.5],
+        "queue": [1.5, 2.5],
+        "arrival": [1.5, 2.5],
+        "e2el": [1.5, 2.5],
+        "tokens": [3.0, 4.0],
+    }
+    assert {name: values.tolist() for name, values in found.items()} == expected
+    monkeypatch.setattr(saved, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="is read with pyarrow"):
+        saved._table(tmp_path)
 
 
 def test_nothing_completed_is_a_page_too():

@@ -6,7 +6,7 @@ import pytest
 import kvtwin
 from sim.errors import UserError
 from sim.study.points import setup_of
-from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, fill_in, rows_of, table
+from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, digits, fill_in, rows_of, table
 from sim.study.setup_files import SETUPS as SETUPS_FOLDER
 from sim.study.setup_files import Claim, PaperSetup, chosen, read_setups, value_of
 
@@ -66,6 +66,9 @@ TWO = {("a", 1): 300.0, ("b", 1): 100.0, ("a", 2): 50.0, ("b", 2): 100.0}
         ({"paper": 2.5, "pick": "min"}, 0.5, NOT),
         ({"paper": 1.0, "kind": "least", "pick": "min"}, 0.5, NOT),
         ({"paper": 4.0, "kind": "most"}, 3.0, REPRODUCED),
+        ({"paper": 3.0, "kind": "most"}, 3.0, REPRODUCED),
+        ({"paper": 2.9, "kind": "most"}, 3.0, NOT),
+        ({"paper": 0.5, "kind": "least", "pick": "min"}, 0.5, REPRODUCED),
         ({"paper": 150.0, "kind": "difference"}, 200.0, REPRODUCED),
         ({"paper": 0.4, "kind": "difference", "pick": "min", "at": 1, "of": "b", "over": "b"}, 0.0, NOT),
         ({"paper": 2.0, "kind": "capacity", "limit": 60.0}, None, "no result"),
@@ -79,6 +82,11 @@ def test_claims_by_hand(more, ours, verdict):
     (row,) = rows_of(found(claim, TWO))
     assert row.ours == (pytest.approx(ours) if ours is not None else None)
     assert row.verdict == verdict
+
+
+def test_three_digits_and_no_exponent():
+    values = {0.0: "0", 0.001: "0.001", 0.12345: "0.123", -2.5: "-2.5", 999.4: "999", 999.7: "1,000", 1234.5: "1,234"}
+    assert {value: digits(value) for value in values} == values
 
 
 def test_numbers_made_of_several():
