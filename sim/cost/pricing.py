@@ -230,9 +230,11 @@ class Pricer:
         read_s, written_s = self._streams(plan)
         wait_s = max(0.0, lanes.h2d.free_s - start_s)
         if isinstance(record := plan.streamed[-1], Rebuilt):
-            # Windows of layers are many and alike: theirs overlap as their sums do.
             copied_s = lanes.h2d.reserve(start_s, read_s * stretch, "stream KV") - start_s if read_s else 0.0
-            return record.lookup_s + (max(compute_s, copied_s) if record.overlapped else compute_s + copied_s)
+            seconds = self._rebuilt_s(plan, record, compute_s, read_s * stretch, copied_s)
+            if written_s:
+                written_s = lanes.d2h.reserve(start_s, written_s * stretch, "stream KV") - start_s
+            return record.lookup_s + max(seconds, written_s)
         seconds = streamed_s(compute_s, self.layers, read_s * stretch, written_s * stretch, wait_s)
         lanes.h2d.reserve(start_s, read_s * stretch, "stream KV")
         if written_s:
@@ -249,6 +251,19 @@ class Pricer:
             elif isinstance(record, Projected):
                 compute_s += record.num_groups * self.unit_layers * self.cost.project_s(record.num_tokens)
         return compute_s
+
+    def _rebuilt_s(
+        self, plan: IterationPlan, record: Rebuilt, compute_s: float, read_s: float, copied_s: float
+    ) -> float:
+        """Duration of a pass that brings KV back between its layers; copies that take `read_s` end after `copied_s`."""
+        if record.overlapped and record.after:
+            from sim.cost.rebuilding import contiguous_s  # noqa: PLC0415 - few systems have it
+
+            decode_s = min(compute_s, self.cost.iteration_s(plan))
+            again_s, wait_s = compute_s - decode_s, copied_s - read_s
+            return contiguous_s(record, decode_s, again_s, read_s, wait_s, self.layers, self.unit_layers)
+        # Windows of layers are many and alike: theirs overlap as their sums do.
+        return max(compute_s, copied_s) if record.overlapped else compute_s + copied_s
 
     def _streams(self, plan: IterationPlan) -> tuple[float, float]:
         """Seconds of the copies in and out between the layers, alone on their lanes."""

@@ -275,28 +275,61 @@ class Projected(NamedTuple):
     """Of `num_written`, what the new tokens' inputs take."""
 
 
-class Rebuilt(NamedTuple):
-    """KV of decodes that is on no GPU before this pass nor after it: brought back between the layers (eLLM).
+class Uncache(NamedTuple):
+    """The first `num_tokens` tokens of `seq`, whole blocks, have no GPU blocks from now on; those after them do (eLLM).
 
-    `tokens` says of how many of each sequence, its first. Of the model's layers `num_recomputed` compute it again; for
-    the others `num_read` pool blocks come from the host. `num_groups` and `num_written` are as in `Streamed`, 0.
+    Their KV passes through `num_scratch` lots of as many GPU blocks. The host keeps it in `groups`, the last ones, and
+    for this `num_blocks` pool blocks are copied there from the GPU. KV that is on no GPU yet is there after the next
+    pass (`Rebuilt`), and comes from blocks that the host keeps until then. Said before a prompt's `Place`, too.
+    """
+
+    seq: Sequence
+    num_tokens: int
+    num_scratch: int
+    groups: tuple[int, ...]
+    num_blocks: int
+
+
+class Rebuilt(NamedTuple):
+    """KV of decodes that is on no GPU before this pass: brought back between the layers, and not kept (eLLM).
+
+    `tokens` says of how many of each sequence, its first. The `recomputed` layers of the model compute it again; for
+    the others `num_read` pool blocks come from the host, and `num_written` go there as `after` says. `num_groups` is as
+    in `Streamed`, 0.
     """
 
     num_groups: int
     num_read: int
     num_written: int
     tokens: tuple[tuple[Sequence, int], ...]
-    num_recomputed: int
+    recomputed: tuple[int, ...]
     fused_loss: float | None
     """By how much kernels that compute again and decode at once last longer for lack of threads; None: in turn."""
     overlapped: bool
     """Whether copies run beside the kernels."""
     lookup_s: float
     """For finding blocks in the map table."""
+    after: tuple[Uncache, ...] = ()
+    """Where the `recomputed` layers are the first, so that this can be executed: what is uncached after the pass."""
 
 
 Change = (
-    Place | Release | Move | Restore | Share | Keep | Split | Evict | Hit | Adopt | Save | Unsave | Store | Load | Drop
+    Place
+    | Release
+    | Move
+    | Restore
+    | Share
+    | Keep
+    | Split
+    | Evict
+    | Hit
+    | Adopt
+    | Save
+    | Unsave
+    | Store
+    | Load
+    | Drop
+    | Uncache
 )
 
 # Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.

@@ -260,6 +260,9 @@ class Memory(Part, ABC):
     num_cached_on_host = 0
     """Host pool blocks of cached content, beside those that sequences hold."""
 
+    unexecutable: ClassVar[str] = ""
+    """Why a device cannot carry out its plans, and what to do about it; empty where one can."""
+
     def tell_blocks(self) -> None:
         """From now on, before anything runs, plans say which blocks are shared and cached (`plan.Share`), and whose
         states are saved (`plan.Save`)."""

@@ -17,6 +17,10 @@ class TokenWiseOptions:
 
     tpot_slo_ms: float = option(200.0, "TPOT that the choice of batch size and uncached ratio keeps to (Eq. 1), ms")
     equations: Literal["corrected", "paper"] = option("corrected", "Eq. 2-9 corrected, or as printed")
+    layer_order: Literal["interleaved", "contiguous"] = option(
+        "interleaved",
+        "layers that compute uncached KV again: between copied ones, as in the paper, or the first, as a device can",
+    )
     layers_per_block: int = option(4, "layers in a block (F)")
     fused: bool = option(True, "compute uncached KV again in the kernels that decode, not before them")
     overlapped: bool = option(True, "copy uncached KV in beside the kernels, not after them")

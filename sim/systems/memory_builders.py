@@ -231,7 +231,10 @@ def token_wise_memory(b: Builder) -> "Memory":
     each_layer_keeps_all(b)
     times = options.step_times(b.deployment, b.limits.block_size)
     kernels = Kernels(times, options.fused, options.overlapped, options.threads, options.map_lookup_us / 1e6)
-    return TokenWiseMemory(
+    kind = TokenWiseMemory
+    if options.layer_order == "contiguous":
+        from sim.parts.memory.first_layers import FirstLayersAgain as kind
+    return kind(
         b.limits, model.num_layers, options.layers_per_block, kernels,
         least_ratio=options.least_uncached_ratio, by_longest=options.printed,
     )  # fmt: skip

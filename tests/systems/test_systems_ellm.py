@@ -7,8 +7,10 @@ import pytest
 
 from kvtwin.testing import conformance, limits, linear_machine, requests, roofline_machine, simulate
 from kvtwin.testing.conformance import Workload
-from sim.engine.plan import IterationPlan, Rebuilt, StepTimes
+from sim.cost.rebuilding import contiguous_s
+from sim.engine.plan import IterationPlan, Rebuilt, StepTimes, Uncache
 from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.token_wise import TokenWiseMemory
 from sim.policy_options import parse_policy
@@ -88,7 +90,7 @@ def test_a_pass_lasts_as_the_kernels_and_copies_say():
     steps, _ = small(options)
     second = [step for step in steps if step.ratio > 0.0][1]
     assert second.record is not None
-    assert second.record.num_recomputed == 5
+    assert second.record.recomputed == (0, 2, 4, 6, 8)
     assert second.record.fused_loss == pytest.approx(64 / 52)
     assert second.end_s - second.start_s == pytest.approx(fused_s + 5 * 0.001)
     # In turn: another pass of 20 ms and 100 tokens over half of the layers.
@@ -130,6 +132,43 @@ def test_the_kv_of_uncached_tokens_comes_back_once_more_before_it_is_cached_agai
     assert steps[last].host_used == 0
 
 
+def test_contiguous_layers_leave_whole_blocks_uncached_and_say_which():
+    options = Ellm(layers_per_block=2, tpot_slo_ms=100.0, layer_order="contiguous")
+    steps, outcome = small(options)
+    first, second = (step for step in steps if step.ratio > 0.0 and step.end_s < 0.66)
+    # 62 and 38 tokens, of which 3 and 2 blocks of 16 are whole.
+    assert second.uncached == {0: 48, 1: 32}
+    # (7 - 3) x 5 and (5 - 2) x 5 blocks of cached tokens, scratch for 3 + 2 blocks.
+    assert second.gpu_free == 55 - (20 + 15 + 5 * 2)
+    # Layers 5 to 9 are copied, in 3 blocks of 2 layers; layer 4, in the first of them, computes again.
+    assert first.swapped_out == first.host_used == second.host_used == 5 * 3
+    assert second.record is not None
+    assert second.record.recomputed == (0, 1, 2, 3, 4)
+    assert second.record.num_read == 5 * 3
+    assert [(after.num_tokens, after.groups) for after in second.record.after] == [(48, (2, 3, 4)), (32, (2, 3, 4))]
+    assert outcome.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("scratch", "wait_s", "seconds"),
+    [
+        # Layers 0 and 1 are through at 4 s; the copies of 2 and 3 have come at 2 and 4 s.
+        (3, 0.0, 6.0),
+        (0, 0.0, 6.0),
+        (3, 5.0, 10.0),
+        # One lot for both: the second copy waits until layer 2 is through, at 5 s.
+        (2, 0.0, 8.0),
+        # One for all: the first copy waits for layer 1.
+        (1, 0.0, 10.0),
+    ],
+)
+def test_copies_of_contiguous_layers_run_ahead_as_far_as_scratch_goes(scratch, wait_s, seconds):
+    after = (Uncache(Sequence(requests((0.0, 9, 9))[0]), 8, scratch, (2, 3), 0),)
+    record = Rebuilt(0, 2, 0, (), (0, 1), None, True, 0.0, after)
+    # Four layers of 1 s, two of which compute for another second each; a copy takes 2 s.
+    assert contiguous_s(record, 4.0, 2.0, 4.0, wait_s, 4, 1) == pytest.approx(seconds)
+
+
 # -- what it claims, and what it must not show -----------------------------------------------------------------------
 
 
@@ -169,6 +208,9 @@ def test_on_an_a100_it_gains_nothing_that_its_batch_limit_alone_does_not():
         "ellm:layers-per-block=2,tpot-slo-ms=100",
         "ellm:layers-per-block=8,equations=paper,fused=false",
         "ellm:layers-per-block=1,least-uncached-ratio=0.5,overlapped=false",
+        "ellm:layer-order=contiguous,layers-per-block=2,tpot-slo-ms=100",
+        "ellm:layer-order=contiguous,equations=paper,fused=false",
+        "ellm:layer-order=contiguous,layers-per-block=1,least-uncached-ratio=0.5",
     ],
 )
 def test_it_keeps_to_what_every_system_must_on_a_model_of_many_layers(text: str):

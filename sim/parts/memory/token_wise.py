@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Move, Rebuilt, Tier, make_place, make_release
+from sim.engine.plan import IterationPlan, Move, Rebuilt, Tier, Uncache, make_place, make_release
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.base import Memory
@@ -43,6 +43,11 @@ class TokenWiseMemory(Memory):
         least_ratio: of tokens that is uncached in any case.
         by_longest: whether room for scratch is planned as for sequences as long as the longest.
     """
+
+    unexecutable = (
+        "ellm layer-order: interleaved layers cannot compute uncached KV again on a device, since their inputs are the "
+        "outputs of the copied layers between them: give layer-order=contiguous, or simulate it"
+    )
 
     def __init__(
         self,
@@ -200,30 +205,55 @@ class TokenWiseMemory(Memory):
             return
         for seq, num_new, _, _ in plan.chunks:
             if blocks := self._hosted_blocks.get(seq, 0):
-                plan.behind += (Move(seq, self.all_groups, 0, num_new, Tier.GPU, Tier.HOST, blocks, 0, False),)
+                groups, end = self._sent_behind(seq, num_new)
+                plan.behind += (Move(seq, groups, 0, end, Tier.GPU, Tier.HOST, blocks, 0, False),)
                 plan.behind_blocks += blocks
                 plan.behind_groups = self._hosted
         if plan.num_decodes:
             self._rebuild(plan)
 
+    def _sent_behind(self, seq: Sequence, num_tokens: int) -> tuple[tuple[int, ...], int]:
+        """Layer groups of a prompt that leave behind it, and the end of the tokens whose KV does."""
+        return self.all_groups, num_tokens
+
     def _rebuild(self, plan: IterationPlan) -> None:
-        kernels, now, before = self.kernels, self.configuration, self._before or self.configuration
-        tokens = sum(self.lacking.values())
-        # Layers that were computed again so far have nothing on the host.
-        recomputed = sum(now.is_recomputed(i) or before.is_recomputed(i) for i in range(self.num_layers))
-        hosted = -((self.num_layers - recomputed) // -self.layers_per_block)
-        read = sum(-(lacking // -self.block_size) for lacking in self.lacking.values()) * hosted
+        kernels = self.kernels
+        lacking = {seq: tokens for seq, tokens in self.lacking.items() if seq in self.batch.members}
+        if not lacking:
+            return
+        tokens, recomputed = sum(lacking.values()), self._recomputed(lacking)
+        hosted = -((self.num_layers - len(recomputed)) // -self.layers_per_block)
+        read = sum(-(count // -self.block_size) for count in lacking.values()) * hosted
         loss = None
         if kernels.fused:
-            squares = sum(lacking * lacking for lacking in self.lacking.values())
+            squares = sum(count * count for count in lacking.values())
             again = kernels.times.recompute_s * tokens + kernels.times.square_s * squares
             own = kernels.times.decode_s * plan.num_decodes + kernels.times.context_s * plan.decode_context_tokens
-            loss = warp_loss(again * now.recomputed_share, own, kernels.threads)
-        lookup_s, lacking = kernels.lookup_s * self.num_groups, tuple(self.lacking.items())
-        plan.streamed = (*plan.streamed, Rebuilt(0, read, 0, lacking, recomputed, loss, kernels.overlapped, lookup_s))
+            loss = warp_loss(again * self.configuration.recomputed_share, own, kernels.threads)
         self._tally(plan, tokens)
+        written, after = self._settle(lacking)
+        record = Rebuilt(
+            0, read, written, tuple(lacking.items()), recomputed, loss, kernels.overlapped,
+            kernels.lookup_s * self.num_groups, after,
+        )  # fmt: skip
+        plan.streamed = (*plan.streamed, record)
+        for seq in lacking:
+            if uncached := self.uncached.get(seq, 0):
+                self.lacking[seq] = uncached
+            else:
+                del self.lacking[seq]
+
+    def _recomputed(self, lacking: dict[Sequence, int]) -> tuple[int, ...]:
+        """The layers that compute the KV of these tokens again.
+
+        Layers that did so in the last pass have nothing on the host.
+        """
+        now, before = self.configuration, self._before or self.configuration
+        return tuple(i for i in range(self.num_layers) if now.is_recomputed(i) or before.is_recomputed(i))
+
+    def _settle(self, lacking: dict[Sequence, int]) -> tuple[int, tuple[Uncache, ...]]:
+        """The pass brings this KV back: the host keeps what stays uncached. Blocks that go there, and what is said."""
         self._before = None
-        self.lacking = dict(self.uncached)
         for seq, held in list(self._hosted_blocks.items()):
             kept = self._host_blocks(self.uncached.get(seq, 0))
             self.host.release(held - kept)
@@ -231,6 +261,7 @@ class TokenWiseMemory(Memory):
                 self._hosted_blocks[seq] = kept
             else:
                 del self._hosted_blocks[seq]
+        return 0, ()
 
     def _tally(self, plan: IterationPlan, rebuilt: int) -> None:
         tally, cached = self.scheduler.counters.policy, plan.decode_context_tokens - sum(self.uncached.values())
