@@ -56,6 +56,7 @@ class TorchDevice:
 
     Raises:
         ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
+        UserError: a memory whose plans cannot be executed.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class TorchDevice:
     def execute(self, plan: IterationPlan) -> StepTimes:
         done = self.executed = Executed()
         num_tokens_of, placement = self.scheduler.batch.num_tokens_of, self.memory.placement
-        copies, inputs = self.memory.copies, self.memory.inputs
+        copies, inputs, uncached = self.memory.copies, self.memory.inputs, self.memory.uncached
         decodes = [(seq, num_tokens_of(seq)) for seq in plan.decodes]
         for copy in placement.replay(plan, self._settle):
             # Before the computation, as vLLM 0.5.5 swaps: the same blocks may be written next.
@@ -170,7 +171,11 @@ class TorchDevice:
             placement.grow(decodes)
             if inputs is not None:
                 inputs.begin(plan, decodes)
+            if uncached is not None:
+                uncached.begin(plan)
             self._compute_or_fail(plan, decodes)
+            if uncached is not None:
+                uncached.end()
         end_s = self.now_s()
         return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
 
@@ -278,6 +283,7 @@ class TorchDevice:
         for member in work.members:
             done.num_read += member.num_read
             done.num_projected += member.num_projected * self.memory.gpu.block_tokens
+            done.num_rebuilt += member.num_rebuilt
             done.num_saved += member.num_saved
             seq, handles, move = member.seq, list(member.leaving.values()), behind.get(member.seq)
             if move is None:

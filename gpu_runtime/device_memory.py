@@ -13,10 +13,12 @@ from gpu_runtime.layer_inputs import LayerInputs
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.saved_states import LiveStates
+from gpu_runtime.uncached_tokens import UncachedPlacement, UncachedTokens
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
-from sim.errors import InvariantError
+from sim.errors import InvariantError, UserError
+from sim.parts.memory.first_layers import FirstLayersAgain
 from sim.parts.memory.saved_states import SavedStates
 from sim.parts.stage.partial_recompute import PartialRecompute
 
@@ -49,6 +51,7 @@ class DeviceMemory:
 
     Raises:
         ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
+        UserError: a memory whose plans cannot be executed.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class DeviceMemory:
         fail: Callable[[Sequence, str], None],
     ) -> None:
         config, memory, stage = decoder.config, scheduler.memory, scheduler.stage
+        if memory.unexecutable:
+            raise UserError(memory.unexecutable)
         block_tokens = scheduler.limits.block_size
         layer_group, left_over = divmod(config.num_layers, memory.num_groups)
         if left_over:
@@ -84,16 +89,21 @@ class DeviceMemory:
         self.copies = KVCopies(self.engine, self.gpu, self.host, fail)
         self.states: LiveStates | None = None
         self.inputs: LayerInputs | None = None
+        self.uncached: UncachedTokens | None = None
+        groups = memory.num_groups
         if isinstance(memory, SavedStates):
             self.states = LiveStates(memory, decoder, self.gpu, self.counted, self.engine, self.copies)
             self.placement: Placement = self.states.placement
+        elif isinstance(memory, FirstLayersAgain):
+            placement = UncachedPlacement(self.counted, self.host, num_groups=groups, block_tokens=block_tokens)
+            budget = scheduler.limits.max_num_batched_tokens
+            self.placement, self.uncached = placement, UncachedTokens(placement, self.copies, layer_group, budget)
         else:
-            groups = memory.num_groups
             self.placement = Placement(self.counted, self.host, num_groups=groups, block_tokens=block_tokens)
             if isinstance(stage, PartialRecompute) and stage.seconds.input_share:
                 self.inputs = LayerInputs(decoder, self.host, self.placement, self.scratch, self.copies, self.engine)
-        self.beside = self.states or self.inputs
-        """What the host keeps beside KV, or in its place."""
+        self.beside = self.states or self.inputs or self.uncached
+        """What the host keeps beside KV, in its place, or of some tokens alone."""
 
     def new_pass(self) -> LayerPass:
         """A pass over the layers that leaves on the host what is to be kept there."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpu_runtime.kv.held import BlockCopy
-from sim.engine.plan import Direction, IterationPlan, Move, Projected, Restore
+from sim.engine.plan import Direction, IterationPlan, Move, Projected, Rebuilt, Restore, Uncache
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
@@ -31,6 +31,8 @@ class Executed:
     """Between the layers: what was cached into the send buffers and slots, and what decodes wrote out of them."""
     num_projected: int = 0
     """Tokens, in whole blocks, whose KV was made between the layers from inputs, rather than read."""
+    num_rebuilt: int = 0
+    """Tokens of single layers whose KV was computed again between the layers."""
     num_saved: int = 0
     """Inputs of single tokens and layers that went to the host beside their KV."""
     num_decodes: int = 0
@@ -58,6 +60,13 @@ class Executed:
         _compare("blocks written between the layers", self.num_written, written - inputs)
         tokens = sum(record.num_groups * record.num_tokens for record in projected)
         _compare("tokens projected between the layers", self.num_projected, tokens)
+        again = sum(
+            n * len(record.recomputed)
+            for record in plan.streamed
+            if isinstance(record, Rebuilt)
+            for _, n in record.tokens
+        )
+        _compare("tokens computed again between the layers", self.num_rebuilt, again)
         # A block that a decode writes has one new token.
         saved = sum(record.num_written - record.num_inputs for record in projected if record.num_inputs)
         if plan.behind_blocks > sum(move.num_blocks for move in plan.behind):
@@ -74,6 +83,8 @@ def moves_of(plan: IterationPlan) -> list[Moved | Restore]:
                 found.append(_moved(change))
             case Restore() if change.computes:
                 found.append(change)
+            case Uncache() if change.num_blocks:
+                found.append(Moved(change.seq, change.groups, Direction.D2H, change.num_blocks))
             case Restore():
                 found.append(Moved(change.seq, change.kv_groups, Direction.H2D, change.num_blocks))
             case _:

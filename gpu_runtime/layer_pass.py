@@ -52,6 +52,8 @@ class Member:
     num_projected: int = 0
     num_saved: int = 0
     """Blocks of the slots whose KV was made there, and inputs of tokens that went to the host, of all layers."""
+    num_rebuilt: int = 0
+    """Tokens of single layers whose KV was computed again."""
 
     def __post_init__(self) -> None:
         self.turns = {layer: turn for turn, layer in enumerate(self.hosted)}

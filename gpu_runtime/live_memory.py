@@ -83,10 +83,12 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
     setup = prepare(scenario, "", policy)
+    scheduler = build_engine(setup, None, Keep()).scheduler
+    if reason := scheduler.memory.unexecutable:
+        raise UserError(reason)
     limits, cuda = setup.limits, device == "cuda"
     working = 0 if decoder is None else working_bytes(decoder.config, decoder.dtype, limits, graphs=cuda)
     if cuda and decoder is not None:
-        scheduler = build_engine(setup, None, Keep()).scheduler
         scratch = scratch_blocks(scheduler) * limits.block_bytes / scheduler.memory.num_groups
         scenario = _fit_gpu(scenario, limits, free_bytes(device), working + scratch)
     host_bytes = free_bytes("cpu") - (0 if cuda else working)

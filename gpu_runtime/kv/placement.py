@@ -32,6 +32,7 @@ from sim.engine.plan import (
     Split,
     Store,
     Tier,
+    Uncache,
     Unsave,
 )
 from sim.engine.sequence import Sequence
@@ -103,6 +104,8 @@ class Placement:
                     self.prefixes.load(change)
                 case Drop(keys):
                     self.hosted.drop(keys)
+                case Uncache():
+                    copies += self._uncache(change)
         if self.gpu.borrows:
             self._repay()
         return copies
@@ -180,6 +183,9 @@ class Placement:
 
     def _note_states(self, change: Save | Unsave) -> None:
         raise InvariantError(f"{change.seq}: this device keeps no states on the host")
+
+    def _uncache(self, change: Uncache) -> list[BlockCopy]:
+        raise InvariantError(f"{change.seq}: this device keeps KV of all tokens")
 
     def _restore(self, restore: Restore) -> BlockCopy:
         seq, num_tokens, hidden, groups, recomputed, _ = restore

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -57,9 +58,10 @@ prompt_of = TracePrompts(SMALL.vocab_size, 0)
 
 
 @lru_cache
-def small_decoder() -> Decoder:
+def small_decoder(num_layers: int = SMALL.num_layers) -> Decoder:
     """Random weights in single precision on the CPU, always the same."""
-    return Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=3)
+    config = msgspec.structs.replace(SMALL, num_layers=num_layers)
+    return Decoder.random(config, device="cpu", dtype=torch.float32, seed=3)
 
 
 class CheckedDevice(TorchDevice):
@@ -110,7 +112,8 @@ def serve(policy: Policy, arrivals: Iterable[Request], limit: Limits, **options:
     `options` are those of `build_device`.
     """
     ended: list[Sequence] = []
-    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=SMALL.num_layers), ended.append)
+    layers = options.get("decoder", small_decoder()).config.num_layers
+    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=layers), ended.append)
     scheduler = engine.scheduler
     device = build_device(scheduler, **options)
     served = Served(scheduler, device, LiveInstance(engine, device, Arrivals(arrivals)), ended)
@@ -144,7 +147,7 @@ def check_tokens(served: Served, arrivals: Iterable[Request]) -> list[Sequence]:
     completed = [seq for seq in served.ended if seq.status is Status.FINISHED and not seq.error]
     for seq in completed:
         number = seq.request.request_id
-        assert served.tokens[number] == tokens_alone(by_id[number]), seq
+        assert served.tokens[number] == tokens_alone(by_id[number], served.device.decoder), seq
     return completed
 
 
@@ -194,16 +197,16 @@ def check(policy: Policy) -> None:
 # -- one request alone ---------------------------------------------------------------------------------------------
 
 
-def tokens_alone(request: Request) -> list[int]:
-    """The greedy continuation of a request's prompt by the small decoder, computed with nobody else there."""
-    return list(continuation(tuple(prompt_of(request)), request.output_tokens))
+def tokens_alone(request: Request, decoder: Decoder | None = None) -> list[int]:
+    """The greedy continuation of a request's prompt, by the small decoder unless told, with nobody else there."""
+    return list(continuation(tuple(prompt_of(request)), request.output_tokens, decoder))
 
 
 @lru_cache(maxsize=10_000)
-def continuation(prompt: tuple[int, ...], output_tokens: int) -> tuple[int, ...]:
-    """The greedy continuation of a prompt by the small decoder, computed with nobody else there."""
+def continuation(prompt: tuple[int, ...], output_tokens: int, decoder: Decoder | None = None) -> tuple[int, ...]:
+    """The greedy continuation of a prompt, by the small decoder unless told, with nobody else there."""
     with torch.inference_mode():
-        return tuple(_continue(small_decoder(), list(prompt), output_tokens))
+        return tuple(_continue(decoder or small_decoder(), list(prompt), output_tokens))
 
 
 def _continue(decoder: Decoder, prompt: list[int], output_tokens: int) -> list[int]:

@@ -58,7 +58,7 @@ MEMORIES: dict[str, KnownMemory] = {
         memory_builders.tiered_states, StatesOptions, runs_live=False, can_cache_prefixes=True, always_caches=True
     ),
     "hosted-layers": KnownMemory(memory_builders.hosted_layers, PartialRecomputeOptions),
-    "token-wise": KnownMemory(memory_builders.token_wise_memory, TokenWiseOptions, runs_live=False),
+    "token-wise": KnownMemory(memory_builders.token_wise_memory, TokenWiseOptions),
 }
 ADMISSIONS: "dict[str, Known[Admission]]" = {
     "watermark": Known(part_builders.watermark),

@@ -8,9 +8,10 @@ from sim.systems.base import Policy
 from sim.systems.mixing import MEMORIES
 
 STREAM = "layerkv:decode=stream,slo-aware=false"
-NO_DISK = {"cachedattention": "cachedattention:disk-space=0"}
+CONTIGUOUS = "ellm:layer-order=contiguous"
+EXECUTABLE = {"cachedattention": "cachedattention:disk-space=0", "ellm": CONTIGUOUS}
 """What of a preset has no place on a device is left out."""
-LIVE = [NO_DISK.get(name, name) for name, kind in POLICIES.items() if MEMORIES[kind.composition["memory"]].runs_live]
+LIVE = [EXECUTABLE.get(name, name) for name, kind in POLICIES.items() if MEMORIES[kind.composition["memory"]].runs_live]
 VARIANTS = [
     *LIVE,
     "layerkv:slo-aware=false",

@@ -1,0 +1,252 @@
+"""eLLM live: uncached KV is computed again or copied in between the layers of every decode, and no token changes."""
+
+import random
+from itertools import repeat
+from math import inf
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from runtime_variants import CONTIGUOUS, policy_of  # noqa: E402
+
+from gpu_runtime.kv.block_ids import OutOfBlocks  # noqa: E402
+from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
+from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
+from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
+from kvtwin.testing import live, requests  # noqa: E402
+from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, CheckedDevice, small_decoder, tight_limits  # noqa: E402
+from sim.engine.plan import Rebuilt, Uncache  # noqa: E402
+from sim.errors import InvariantError, UserError  # noqa: E402
+from sim.parts.admission.token_wise import BatchAndRatio  # noqa: E402
+from sim.parts.token_wise.equations import CONFIGURATIONS  # noqa: E402
+from sim.parts.token_wise.solver import Batch  # noqa: E402
+from sim.scenario import Scenario  # noqa: E402
+
+LAYERS = 16
+"""Of the decoder: more than the widest configuration has in scratch."""
+
+
+def serve(monkeypatch, choices, rows=GROWING, *, layers_per_block=2, blind=False, **sizes):
+    """Serve with the first feasible configuration and the least ratio of those that `choices` gives, step by step.
+
+    Where `blind`, they are chosen as if the host had room for everything.
+    """
+    kind, inline = sizes.pop("kind", CheckedDevice), sizes.pop("inline", True)
+
+    def choose(self, lengths, budget_s, first):
+        configurations, least = next(choices)
+        self.room = self.token_wise.room._replace(least_ratio=least)
+        if blind:
+            self.room = self.room._replace(host_tokens=inf)
+        batch = Batch(lengths, self.memory.block_size)
+        found = (self._largest(batch, budget_s, first, configuration, 1.0) for configuration in configurations)
+        return next(filter(None, found), None)
+
+    monkeypatch.setattr(BatchAndRatio, "_best", choose)
+    # Not 0, so that it is chosen in every step.
+    text = f"{CONTIGUOUS},layers-per-block={layers_per_block},tpot-slo-ms=1e8,least-uncached-ratio=1e-9"
+    policy, decoder = policy_of(text), small_decoder(num_layers=LAYERS)
+    limit = tight_limits(policy, **({"gpu": 20, "host": 200} | sizes))
+    return live.serve(policy, requests(*rows), limit, kind=kind, inline_copies=inline, decoder=decoder)
+
+
+def at_random(seed):
+    """A configuration that often stays, and a least ratio that often is 0."""
+    dice = random.Random(seed)
+    configuration = CONFIGURATIONS[0]
+    while True:
+        if dice.random() < 0.3:
+            configuration = dice.choice(CONFIGURATIONS)
+        yield (configuration, *CONFIGURATIONS), dice.choice((0.0, 0.0, dice.random(), 1.0))
+
+
+def records(served):
+    return [record for plan, _, _ in served.plans for record in plan.streamed if isinstance(record, Rebuilt)]
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_uncached_tokens_come_back_in_every_configuration(monkeypatch, configuration, least):
+    served = serve(monkeypatch, repeat(((configuration,), least)))
+    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    found = records(served)
+    assert len(found) > 40
+    assert {record.recomputed for record in found} == {tuple(range(configuration.recomputed_layers(LAYERS)))}
+    hosted = -((LAYERS - configuration.recomputed_layers(LAYERS)) // -2)
+    for record in found:
+        assert record.num_read == sum(tokens // BLOCK_SIZE for _, tokens in record.tokens) * hosted
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_may_change_in_every_step(monkeypatch, seed):
+    served = serve(monkeypatch, at_random(seed))
+    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    found = records(served)
+    assert len({record.recomputed for record in found}) > 1
+    assert any(record.num_written for record in found)
+    left = [change for plan, _, _ in served.plans for change in plan.changes if isinstance(change, Uncache)]
+    assert any(change.num_blocks for change in left)
+    # Some become cached again, all of them or a part.
+    pairs = [pair for record in found for pair in zip(record.tokens, record.after, strict=True)]
+    kept = [(tokens, after.num_tokens) for (_, tokens), after in pairs]
+    assert any(tokens > after == 0 for tokens, after in kept)
+    assert any(tokens > after > 0 for tokens, after in kept)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_host_has_no_room_for_is_computed_again(monkeypatch, seed):
+    served = serve(monkeypatch, at_random(seed), host=14, blind=True)
+    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    own = {configuration.recomputed_layers(LAYERS) for configuration in CONFIGURATIONS}
+    assert any(len(record.recomputed) not in own for record in records(served))
+
+
+WORKLOADS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.0, 0.01]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
+).map(sorted)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=WORKLOADS,
+    seed=st.integers(0, 2**16),
+    gpu=st.integers(17, 30),
+    host=st.sampled_from([14, 30, 80]),
+    seqs=st.sampled_from([2, 5]),
+    inline=st.booleans(),
+    layers_per_block=st.sampled_from([1, 2, 4, 16]),
+    blind=st.booleans(),
+)
+def test_no_workload_finds_a_token_that_is_changed(rows, seed, **sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        served = serve(patch, at_random(seed), rows, **sizes)
+    live.check_tokens(served, requests(*rows))
+
+
+# -- plans that are wrong, machines that fail -------------------------------------------------------------------------
+
+
+def misled(monkeypatch, part, wrong):
+    """Serve with a mistake in every plan that it fits; how many it was made in."""
+    made = []
+
+    class Misled(CheckedDevice):
+        def execute(self, plan):
+            before = tuple(getattr(plan, part))
+            after = tuple(found for item in before if (found := wrong(item)) is not None)
+            if after != before:
+                made.append(plan)
+                setattr(plan, part, after)
+            return super().execute(plan)
+
+    serve(monkeypatch, at_random(1), kind=Misled)
+    return made
+
+
+def rebuilt(**changes):
+    def change(record):
+        return record._replace(**{name: value(record) for name, value in changes.items()})
+
+    return "streamed", change
+
+
+def uncached(**changes):
+    def change(item):
+        if not isinstance(item, Uncache) or not item.num_blocks:
+            return item
+        return item._replace(**{name: value(item) for name, value in changes.items()})
+
+    return "changes", change
+
+
+MISTAKES = {
+    "a layer too few computes again": rebuilt(recomputed=lambda r: r.recomputed[:-1]),
+    "too many layers compute again": rebuilt(recomputed=lambda r: tuple(range(len(r.recomputed) + 2))),
+    "layers between copied ones compute again": rebuilt(recomputed=lambda r: tuple(range(0, 2 * len(r.recomputed), 2))),
+    "fewer tokens come back": rebuilt(tokens=lambda r: tuple((seq, tokens - 1) for seq, tokens in r.tokens)),
+    "nobody's tokens come back": rebuilt(tokens=lambda r: ()),
+    "a block too many is read": rebuilt(num_read=lambda r: r.num_read + 1),
+    "a block too many is written": rebuilt(num_written=lambda r: r.num_written + 1),
+    "all stay uncached": rebuilt(
+        after=lambda r: tuple(a._replace(num_tokens=n) for a, (_, n) in zip(r.after, r.tokens, strict=True))
+    ),
+    "nothing comes back": ("streamed", lambda record: None),
+    "a block too few leaves": uncached(num_blocks=lambda c: c.num_blocks - 1),
+    "a layer group too few leaves": uncached(groups=lambda c: c.groups[1:]),
+    "a block fewer is uncached": uncached(num_tokens=lambda c: c.num_tokens - BLOCK_SIZE),
+    "there is no scratch": uncached(num_scratch=lambda c: 0),
+    "nothing leaves": ("changes", lambda c: None if isinstance(c, Uncache) else c),
+    "a block too few leaves behind a prompt": ("behind", lambda move: move._replace(num_blocks=move.num_blocks - 1)),
+    "nothing leaves behind a prompt": ("behind", lambda move: None),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
+    with pytest.raises((InvariantError, KeyError, OutOfBlocks)):
+        misled(monkeypatch, *MISTAKES[mistake])
+
+
+@pytest.mark.parametrize("part", ["streamed", "changes", "behind"])
+def test_a_right_plan_is_not(monkeypatch, part):
+    assert not misled(monkeypatch, part, lambda item: item)
+
+
+def check_failures(served, message):
+    completed = live.check_tokens(served, requests(*GROWING))
+    failed = [seq for seq in served.ended if seq.error]
+    assert failed and len(failed) + len(completed) == len(GROWING)
+    assert all(message in seq.error for seq in failed)
+
+
+def test_copies_that_fail_end_those_whose_kv_they_carry(monkeypatch):
+    dice, right = random.Random(5), CopyEngine.copy_blocks
+
+    def sometimes(self, *arguments):
+        handle = right(self, *arguments)
+        if dice.random() < 0.01:
+            handle.wait()
+            handle.finish(RuntimeError("the link is down"))
+        return handle
+
+    monkeypatch.setattr(CopyEngine, "copy_blocks", sometimes)
+    check_failures(serve(monkeypatch, at_random(2), inline=False), "the link is down")
+
+
+def test_a_pass_that_does_not_fit_is_computed_in_parts(monkeypatch):
+    right = DecoderLayer.forward
+
+    def small_memory(self, hidden, *rest):
+        if len(hidden) > 60:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return right(self, hidden, *rest)
+
+    monkeypatch.setattr(DecoderLayer, "forward", small_memory)
+    served = serve(monkeypatch, repeat((CONFIGURATIONS[:1], 1.0)))
+    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+
+
+def test_memory_that_runs_out_between_the_layers_leaves_no_copy_behind(monkeypatch):
+    dice, right = random.Random(2), DecoderLayer.restore_kv
+
+    def sometimes(self, *arguments):
+        if dice.random() < 0.1:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        right(self, *arguments)
+
+    monkeypatch.setattr(DecoderLayer, "restore_kv", sometimes)
+    check_failures(serve(monkeypatch, at_random(3), inline=False), "out of memory")
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_compute_again_between_copied_ones_are_refused():
+    policy = policy_of("ellm")
+    with pytest.raises(UserError, match=r"ellm layer-order: interleaved .* layer-order=contiguous"):
+        live.serve(policy, requests(*ROWS), tight_limits(policy))
+    with pytest.raises(UserError, match=r"ellm layer-order: interleaved .* layer-order=contiguous"):
+        fit_to_machine(Scenario(model="opt-13b"), policy, "cpu")
