@@ -12,8 +12,8 @@ What the paper leaves open, and what is done here:
 - Who runs goes on: b is chosen from there up. Where no b keeps to the SLO nobody is admitted; where memory holds those
   who run with no r whose T keeps to it, the last of them is computed again. One alone always goes on.
 - Uncached tokens are computed again in the interleaved layers that the paper draws, though these need the output of the
-  layers between. With `layer_order="contiguous"` the first layers compute and the last are copied, in whole blocks: that
-  runs live as well, and waits for copies of which few can run ahead.
+  layers between. With `layer_order="contiguous"` the first layers compute and the last are copied, in whole blocks.
+  That runs live as well, and waits for copies, of which few can run ahead.
 - Newly uncached tokens leave before the step; those that are cached again are brought back once more.
 - Sequences lose the rest of their last block and of that at which their uncached tokens end.
 """
