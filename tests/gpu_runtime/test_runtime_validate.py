@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
-from runtime_variants import LIVE  # noqa: E402
+from runtime_variants import LIVE, policy_of  # noqa: E402
 from small_results import small_result  # noqa: E402
 
 import kvtwin  # noqa: E402
@@ -59,9 +59,8 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
 
 def test_pools_that_fit_stay_as_they_are(free_bytes):
     free_bytes(400 * GIB)
-    kinds = [POLICIES[name.partition(":")[0]] for name in LIVE]
-    for policy in (kind for kind in kinds if kind.composition["stage"] != HAND_OVER):
-        assert fit_to_machine(SCENARIO, policy(), "cpu") == SCENARIO
+    for policy in (policy for policy in map(policy_of, LIVE) if policy.composition["stage"] != HAND_OVER):
+        assert fit_to_machine(SCENARIO, policy, "cpu") == SCENARIO
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
     [
         ("vllm-v1", "async_scheduling", "--async-scheduling: runs on a device"),
         ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
-        ("ellm", "memory", "memory=token-wise yet: simulate it"),
+        ("ellm", "memory", "give layer-order=contiguous, or simulate it"),
         ("pensieve", "memory", "memory=retained"),
     ],
 )
