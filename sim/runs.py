@@ -143,10 +143,12 @@ def _engines(setups: "list[Setup]", table: TableSink | None, keep: Keep) -> list
             scheduler.record_tokens(detailed)
             scheduler.record_decisions()
         series = Series(scheduler, lanes, samples) if keep.series or keep.timeline else None
+        engine = Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end)
+        engine.on_idle = None if series is None else series.rest
         parts = EngineParts(
             setup=setup,
             scheduler=scheduler,
-            engine=Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end),
+            engine=engine,
             lanes=lanes,
             series=series,
             journal=Journal(scheduler, series.time_use) if series is not None and keep.timeline else None,

@@ -16,13 +16,15 @@ from traces.request import Request
 class Engine:
     """One serving instance: a scheduler, what it predicts of output lengths, and who hears of ended sequences."""
 
-    __slots__ = ("_ended", "_predict", "on_end", "scheduler")
+    __slots__ = ("_ended", "_predict", "on_end", "on_idle", "scheduler")
 
     def __init__(self, scheduler: Scheduler, predictor: LengthPredictor, on_end: Callable[[Sequence], None]) -> None:
         self.scheduler = scheduler
         self._predict = predictor.predict
         self.on_end = on_end
         self._ended = scheduler.finished
+        self.on_idle: Callable[[float], None] | None = None
+        """Hears when nothing can be done until another fact arrives."""
 
     def add_request(self, request: Request) -> Sequence:
         """Fact: `request` arrived."""
@@ -46,6 +48,8 @@ class Engine:
         plan = self.scheduler.schedule(now_s)
         if self._ended:
             self._report_ended()
+        if plan is None and self.on_idle is not None:
+            self.on_idle(now_s)
         return plan
 
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from math import isclose
 
+import numpy as np
 import pytest
 from msgspec import UNSET, structs
 from small_results import CROWDED, finished
@@ -119,3 +120,29 @@ def test_what_cannot_be_told_is_left_out():
     assert assemble(finished("vllm-recompute", Keep(), CROWDED)).latency_parts is UNSET
     piped = options_for("vllm-recompute", pipeline_parallel_size=2)
     assert assemble(finished("vllm-recompute", SERIES, piped)).latency_parts is UNSET
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("vllm-recompute", {}),
+        ("layerkv", {"num_gpu_blocks_override": 100}),
+        ("vllm-v1:async-scheduling=true", {}),
+        ("distserve", {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": 10.0}),
+    ],
+)
+def test_the_series_of_idle_engines_has_nobody_in_it(text, options):
+    quiet = Scenario(workload="fixed", num_prompts=12, request_rate=0.2, gpu="l20", input_len=900, **options)
+    setup = prepare(quiet, *parse_policy(text, {}))
+    run = execute(build_run(setup, traffic(quiet), keep=SERIES))
+    result = assemble(run)
+    present_s = 0.0
+    for parts in run.engines:
+        columns = {name: np.array(values) for name, values in parts.series.columns.items()}
+        assert (np.diff(columns["time_s"]) > 0.0).all()
+        here = sum(columns[f"num_{what}"] for what in ("waiting", "decoding", "swapped"))
+        free = columns["gpu_free_blocks"] + columns["gpu_allocated_blocks"] - columns["gpu_released_blocks"]
+        assert here[-1] == 0 and columns["gpu_free_blocks"][-1] == free[-1]
+        present_s += float((here[:-1] * np.diff(columns["time_s"])).sum())
+    # Little's law: requests present over time are their latencies, but for the front end and what waits for a boundary.
+    assert present_s == pytest.approx(result.completed * result.mean_e2el_ms / 1e3, rel=0.05)
