@@ -32,7 +32,7 @@ from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
 from sim.results.schema import Result
 from sim.scenario import Scenario, build_scenario, read_toml
-from sim.simulate import Keep, build_run, execute, prepare
+from sim.simulate import Keep, build_run, execute, prepare, with_one_swap_space
 from sim.study.axes import Study, read_study
 from sim.study.backends import Backend
 from sim.study.figures import draw
@@ -166,14 +166,18 @@ def simulate(scenario: Scenario, policy: str | Policy = DEFAULT_POLICY) -> RunRe
 def compare(scenario: Scenario, policies: Sequence[str | Policy]) -> ComparisonResult:
     """Simulate several policies on the same traffic.
 
+    All have the same host memory, the largest of their defaults, unless the scenario says how much.
+
     >>> crowd = Scenario(workload="sharegpt", num_prompts=60, request_rate=8.0, gpu="l20", goodput=("ttft:3000",))
     >>> both = compare(crowd, ["vllm-recompute", "layerkv"])
     >>> list(both.table.columns)
     ['vllm-recompute', 'layerkv']
     """
-    labels = [_named(policy)[0] for policy in policies]
+    named = [_named(policy) for policy in policies]
+    labels = [label for label, _ in named]
     if not labels or len(set(labels)) != len(labels):
         raise UserError(f"policies: {', '.join(labels) or 'none'}; name one or more, each once")
+    scenario = with_one_swap_space(scenario, [policy for _, policy in named])
     return ComparisonResult(tuple(simulate(scenario, policy) for policy in policies))
 
 

@@ -56,6 +56,7 @@ def test_a_comparison_has_metrics_by_policy_sentences_and_figures():
     assert list(both.table.columns) == ["vllm-recompute", "layerkv:slo-aware=false"]
     ttft = both["layerkv:slo-aware=false"].result.mean_ttft_ms
     assert both.table.loc["Mean TTFT (ms)", "layerkv:slo-aware=false"] == ttft
+    assert set(both.table.loc["Host KV memory (GiB/GPU)"]) == {256.0}
     assert len(both.sentences) == 1
     assert all(isinstance(both.figure(name), Figure) for name in ("ttft_tpot", "queueing", "memory", "lanes"))
 
