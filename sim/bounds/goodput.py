@@ -8,7 +8,8 @@ into bins, a price y >= 0 for a second of each bin bounds how many can:
 
 with the least y of the bins where its prefill, and where its decode may be. This holds for any y (weak duality), so
 the solver that finds good ones (HiGHS) need not be trusted. The run lasts until the last has arrived and had its own
-iterations, and until the work of all is done: goodput is at most that count over the longer of the two.
+iterations, and until the work of all is done: goodput is at most that count over the longer of the two. That holds for
+runs that serve everybody who fits: no engine takes prompts beyond `max_model_len`, which count neither way.
 
 Who decodes holds blocks or streams them from the host, and a seat. Not covered: restoring from hidden states, and
 decoding several tokens at a time.
@@ -91,6 +92,7 @@ def goodput_bound(
     if not prices or not requests or slo == Goodput():
         return None
     work, may_fail = least_work(requests, limits, cost)
+    served = np.array([request.prompt_tokens <= limits.max_model_len for request in requests])
     prefills, decodes = priced(work, prices, limits, cost)
     arrivals = np.array([request.arrival_s for request in requests])
     outputs = np.array([request.output_tokens for request in requests])
@@ -105,7 +107,10 @@ def goodput_bound(
     mix = _best_mix(prefills, decodes, num_engines * max(span_s, allowed_s))
     prefill_s, decode_s = prefills @ mix, decodes @ mix
     least_s = max(span_s, float((prefills + decodes)[~may_fail].sum(axis=0).max()) / num_engines)
-    good = _most_good(arrivals, first, last, prefill_s, decode_s, num_engines)
+    good = 0.0
+    if served.any():
+        windows = arrivals[served], first[served], last[served]
+        good = _most_good(*windows, prefill_s[served], decode_s[served], num_engines)
     return GoodputBound(good, least_s)
 
 
@@ -122,7 +127,7 @@ def deadlines(arrivals: Floats, outputs: Ints, slo: Goodput) -> tuple[Floats, Fl
 
 
 def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> tuple[Work, NDArray[np.bool_]]:
-    """What each request needs at least, and who might be refused, so that nobody need wait for it.
+    """What each request needs at least, and who might be refused at once, so that nobody need wait for it.
 
     Blocks that stand in several requests may be computed by another, and read together.
     """
@@ -132,8 +137,7 @@ def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> 
     shared = _shared_tokens(requests)
     # Some engines end a sequence at the longest context.
     decodes = np.maximum(1, np.minimum(outputs, limits.max_model_len - prompts)) - 1
-    whole = prompts + outputs
-    may_fail = (whole > limits.max_model_len) | (-(-whole // size) + 1 >= limits.num_gpu_blocks)
+    may_fail = (prompts >= limits.max_model_len) | (-(-(prompts + outputs) // size) + 1 >= limits.num_gpu_blocks)
     cached = np.minimum(shared, prompts - 1)
     contexts = _sum_to(prompts + decodes) - _sum_to(prompts)
     blocks = _blocks_to(prompts + decodes, size) - _blocks_to(prompts, size) - decodes * (shared // size)

@@ -52,6 +52,23 @@ def test_seats_and_blocks_share_what_an_iteration_costs_however_small():
     assert blocks.least_duration_s == pytest.approx(10 * 10 * 0.1 * 8 / 40)
 
 
+def test_prompts_that_no_engine_takes_count_neither_way():
+    """Beside three prompts of 10 tokens, 0.1 s each, one that is longer than the context."""
+    machine = linear_machine(prefill=(0.0, 0.01, 0.0), decode=(0.0, 0.0, 0.0))
+    fit = requests(*[(0.0, 10, 1)] * 3)
+    limit = limits(max_model_len=40)
+    bound = bound_of([*fit, Request(3, 0.0, 41, 1)], limit, machine)
+    assert bound == bound_of(fit, limit, machine)
+    assert bound.good_requests == pytest.approx(3.0)
+    assert bound.least_duration_s == pytest.approx(0.3)
+
+
+def test_who_ends_at_the_longest_context_has_to_be_served():
+    """An answer of 30 tokens ends with the tenth: 9 decodes at 0.1 s."""
+    machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)
+    assert bound_of(requests((0.0, 30, 30)), limits(seqs=1, max_model_len=40), machine).least_duration_s == 0.9
+
+
 def test_what_others_may_have_computed_is_no_work():
     ids = requests((0.0, 32, 2), (0.0, 32, 2), (0.0, 32, 2))
     shared = [r._replace(hash_ids=(1, 2 + r.request_id), hash_block_tokens=16) for r in ids[:2]] + ids[2:]
