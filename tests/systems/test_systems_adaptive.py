@@ -1,18 +1,21 @@
 """`adaptive` by hand, what it claims, and what it must not do."""
 
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 import pytest
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
+from kvtwin.testing.engines import roofline_machine
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.eviction.park import Park
 from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
-from sim.parts.order.triage import FILL, Triage
+from sim.parts.order.triage import CHANCE, FILL, PROMPT_SHARE, Triage, first_beyond
 from sim.policy_options import parse_policy
 from sim.results.metrics import Goodput
+from sim.specs.models import load_model
 from sim.systems.adaptive import Adaptive
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -50,6 +53,50 @@ def test_theta_is_the_price_up_to_which_arrivals_fit_their_span():
             break
     assert total_s > FILL * 3.9
     assert order.theta_s == pytest.approx(expected_s, rel=0.01)
+
+
+def test_first_beyond_is_the_value_that_breaks_the_limit():
+    assert first_beyond([3.0, 1.0, 2.0], 2.9) == 2.0
+    assert first_beyond([3.0, 1.0, 2.0], 3.0) == 3.0
+    assert first_beyond([3.0, 1.0, 2.0], 6.0) == np.inf
+
+
+@pytest.mark.parametrize(("prompt", "gap_s"), [(16, 0.1), (768, 0.5)])
+def test_prompts_of_the_dear_are_computed_as_far_as_they_take_little_time(prompt, gap_s):
+    """Forty requests; the longest answers are dear. Short prompts go by theta alone, of long ones few are computed."""
+    outcome = simulate(Adaptive(predictor="oracle"), requests((0.0, 16, 1)), limits())
+    order = outcome.scheduler.order
+    assert isinstance(order, Triage)
+    for i in range(1, 41):
+        seq = Sequence(Request(i, i * gap_s, prompt, 100 * i))
+        seq.predicted_lower_tokens = seq.predicted_median_tokens = 100 * i
+        order.add(seq)
+    dear = [one for one in order._arrivals if one.work_s > order.theta_s]
+    span_s = order._arrivals[-1].arrival_s - order._arrivals[0].arrival_s
+    assert len(dear) > 5
+    if prompt == 16:
+        assert order.most_prompt_s == PROMPT_SHARE * order.theta_s > dear[0].prompt_s
+    else:
+        assert sum(one.prompt_s for one in dear) > CHANCE * span_s
+        assert order.most_prompt_s == dear[0].prompt_s < PROMPT_SHARE * order.theta_s
+
+
+@pytest.mark.parametrize(("context", "alone"), [(200, False), (9000, True)])
+def test_chunks_go_alone_where_decodes_cost_more_beside_them(context, alone):
+    """L20's kernel computes tiles of rows: over long contexts decodes beside a chunk cost more than the weights."""
+    model = load_model("llama-3.1-8b")
+    machine = roofline_machine("l20", 16 * 131072.0, model=model)
+    limit = limits(gpu=12_000, max_model_len=131_072, tokens=2048, chunked=True, block_bytes=16 * 131072.0)
+    arrivals = requests(*((0.1 * i, context, 200) for i in range(30)))
+    outcomes = [simulate(Adaptive(), arrivals, limit, machine=machine, jump=jump) for jump in (True, False)]
+    plans = [plan for plan, _, _ in outcomes[0].plans]
+    mixed = [plan for plan in plans if plan.chunks and plan.num_decodes]
+    # There are no decodes yet when the first prompt is computed.
+    lonely = sum(bool(plan.chunks and not plan.num_decodes) for plan in plans) - ceil(context / 2048)
+    assert max(plan.num_decodes for plan in plans) > 12
+    assert lonely > len(mixed) if alone else mixed and not lonely
+    ends = [[(seq.request.request_id, seq.first_token_s, seq.finish_s) for seq in one.ended] for one in outcomes]
+    assert np.allclose(ends[0], ends[1], rtol=0, atol=1e-6)
 
 
 def test_whose_first_token_is_late_lets_others_pass():

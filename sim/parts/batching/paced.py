@@ -6,7 +6,10 @@ Everybody who decodes takes a token first. Of the token budget, prompts get
 
 at least `LEAST_CHUNK`: larger chunks would only lengthen everybody's iterations. A prompt from the shelf (`Triage`)
 starts when nobody who is kept waits or is parked and no prompt is half done, and leaves blocks free for those to come.
-A prompt takes all its blocks when it starts.
+Its chunks are `SHELF_AHEAD` times those in which prompts spread evenly over the decodes. A prompt takes all its blocks
+when it starts.
+
+Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
 """
 
 from collections.abc import Iterator
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
 
 LEAST_CHUNK = 128
+SHELF_AHEAD = 1.5
+LEAST_SHELF_CHUNK = 256
 AHEAD = 1.25
 """Of the rate at which kept prompts arrive, what is computed of them."""
 DEFERRED_FREE, LATE_FREE, QUIET_FREE = 0.05, 0.3, 0.02
@@ -52,14 +57,40 @@ class Paced(Unified):
         self._worth, self._num_thetas = 1, 0
         # Whether this step has started anybody.
         self._started = False
+        # Whether prompts are computed by themselves in this step.
+        self._alone = False
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
-        self._started = False
+        self._started = self._alone = False
         self.park.make_room(plan)
         if self.order.waiting or self.partials:
             members = len(self.batch.members)
-            self.budget = min(self.limit, members + self._chunk(now_s)) if members else self.limit
+            self.budget = self.limit
+            if members:
+                chunk = min(self._chunk(now_s), self.limit)
+                self._alone = chunk > 0 and self._added_s(chunk) > self._alone_s(chunk)
+                self.budget = chunk if self._alone else min(self.limit, members + chunk)
         super().fill(plan, now_s)
+
+    def _run_running(self, plan: IterationPlan) -> int:
+        if not self._alone:
+            return super()._run_running(plan)
+        budget = self.budget
+        for seq in list(self.partials):
+            self._join_if_decode(seq)
+        for seq in self.partials:
+            chunk = min(seq.num_tokens - seq.num_computed, budget)
+            if chunk > 0:
+                self._continue(plan, seq, chunk)
+                budget -= chunk
+        return budget
+
+    def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
+        super()._admit(plan, now_s, budget)
+        if self._alone and not plan.chunks:
+            # No prompt found room: the decodes need not wait.
+            self._alone = False
+            super()._run_running(plan)
 
     def _chunk(self, now_s: float) -> int:
         """Prompt tokens of this iteration."""
@@ -74,7 +105,9 @@ class Paced(Unified):
         if not only_shelved and not self.is_due():
             return 0
         worth = self._worth
-        least = self.limit // 2 if only_shelved else tokens if tokens <= 2 * worth else max(worth, LEAST_CHUNK)
+        if only_shelved:
+            return max(worth, LEAST_SHELF_CHUNK, ceil(SHELF_AHEAD * order.tokens_per_iteration))
+        least = tokens if tokens <= 2 * worth else max(worth, LEAST_CHUNK)
         busy = rate * order.price.token_s
         if busy >= 1.0:
             return self.limit
@@ -94,17 +127,26 @@ class Paced(Unified):
         if self._num_thetas != order.num_thetas and self.batch.members:
             self._num_thetas = order.num_thetas
             # The least chunk whose tokens cost about as little as any chunk's beside the decodes of the day.
-            prices = [max(0.0, self._added_s(tokens)) / tokens for tokens in CHUNKS]
+            prices = [max(0.0, min(self._added_s(tokens), self._alone_s(tokens))) / tokens for tokens in CHUNKS]
             self._worth = next(t for t, s in zip(CHUNKS, prices, strict=True) if s <= NEAR * min(prices))
         return sum(seq.num_tokens - seq.num_computed for seq in self.pending()) >= self._worth
 
     def _added_s(self, tokens: int) -> float:
         """By how much a chunk lengthens an iteration of this batch."""
-        batch, cost, plan = self.batch, self.order.cost, IterationPlan()
+        batch, cost, plan = self.batch, self.order.cost, self._plan_of(tokens)
         plan.num_decodes, plan.decode_context_tokens = len(batch.members), batch.context_tokens
         plan.decode_window = batch.windowed
-        plan.add_chunk(Sequence(Request(-1, 0.0, tokens, 1)), tokens, Origin.ADMITTED)
         return cost.iteration_s(plan) - cost.decode_run(len(batch.members), batch.context_tokens, batch.windowed)[0]
+
+    def _alone_s(self, tokens: int) -> float:
+        """What an iteration of a chunk alone takes."""
+        return self.order.cost.iteration_s(self._plan_of(tokens))
+
+    @staticmethod
+    def _plan_of(tokens: int) -> IterationPlan:
+        plan = IterationPlan()
+        plan.add_chunk(Sequence(Request(-1, 0.0, tokens, 1)), tokens, Origin.ADMITTED)
+        return plan
 
     def _has_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
         park, order = self.park, self.order

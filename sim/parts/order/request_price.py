@@ -114,9 +114,15 @@ class RequestPrice:
 
     def decodes_s(self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max) -> Number:
         """What so many more tokens from that context on take; of arrays with `larger` of numpy."""
-        mean = context + num_tokens / 2
-        share = larger(mean * self._block_share + self._half_block, self._seat_share)
-        return num_tokens * (self.step_s * share + self.context_s * mean + self.decode_s)
+        iterations = self.iterations(num_tokens, context, larger)
+        return self.step_s * iterations + num_tokens * (self.context_s * (context + num_tokens / 2) + self.decode_s)
+
+    def iterations(
+        self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max
+    ) -> Number:
+        """Of a full batch, how many iterations they are: each is a share of one, by blocks or by seat."""
+        share = larger((context + num_tokens / 2) * self._block_share + self._half_block, self._seat_share)
+        return num_tokens * share
 
     def prefill_s(self, num_tokens: int) -> float:
         """What a prompt takes in batches that others share."""

@@ -4,8 +4,12 @@ Requests are worth the same and cost differently, so goodput is greatest where t
 time: `theta` is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their span.
 
 - Hopeless: its first token is late, or will be; or the tokens expected of it no longer fit its TPOT.
-- Deferred: it costs more than theta, and its prompt a good part of that; once prefilled, what is left of it does.
+- Deferred: it costs more than theta, and its prompt too much to be computed on the chance that there will be time;
+  once prefilled, what is left of it does.
 - Kept: all others, first come first served.
+
+A first token is cheap: prompts of up to `PROMPT_SHARE` of theta are computed whatever their request costs, the cheapest
+of them, as far as they fill `CHANCE` of the span.
 
 The shelf has the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for classes and
 laxities. All of it changes with facts and every `TICK_S` alone, so that jumps end there.
@@ -13,9 +17,9 @@ laxities. All of it changes with facts and every `TICK_S` alone, so that jumps e
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import floor, inf
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -36,12 +40,36 @@ EVERY = 20
 """theta is anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
 FILL = 0.92
 PROMPT_SHARE = 0.2
-"""Of theta, that a prompt must cost for its request to be deferred before it has started: a first token is cheap."""
+"""Of theta, that a prompt must cost for its request to be deferred before it has started."""
+CHANCE = 0.04
+"""Of the time, that prompts may take whose requests cost more than theta."""
 PREFILL_MARGIN = 1.3
 """A prompt must fit so many times before the first token's deadline."""
 QUIET_S = 10.0
 URGENT = 1 / 3
 FOREVER_S = 1e12
+
+
+def first_beyond(values: Iterable[float], limit: float) -> float:
+    """The value that takes the sum of the least ones beyond `limit`; inf if all are within it."""
+    total = 0.0
+    for value in sorted(values):
+        total += value
+        if total > limit:
+            return value
+    return inf
+
+
+class Arrival(NamedTuple):
+    """What theta is found of."""
+
+    arrival_s: float
+    work_s: float
+    prompt_tokens: int
+    prompt_s: float
+    iterations: float
+    """Of the batch, that its decodes fill."""
+    kept: bool
 
 
 class Triage(Order):
@@ -59,9 +87,11 @@ class Triage(Order):
         self._queue: list[tuple[Place, Sequence]] = []
         self._place: dict[Sequence, Place] = {}
         self.waiting = self._queue
-        self._arrivals: deque[tuple[float, float, int]] = deque(maxlen=ARRIVALS)
+        self._arrivals: deque[Arrival] = deque(maxlen=ARRIVALS)
         self._num_arrivals = 0
-        self.theta_s = inf
+        self.theta_s = self.most_prompt_s = inf
+        self.tokens_per_iteration = 0.0
+        """Prompt tokens of the last `ARRIVALS`, for each iteration that their decodes fill."""
         self.kept_tokens_per_s = 0.0
         """Prompt tokens of those who were kept as they arrived, of the last `ARRIVALS`."""
         self.num_kept = 0
@@ -130,7 +160,7 @@ class Triage(Order):
             return HOPELESS
         if self.remaining_s(seq) <= self.theta_s:
             return KEPT
-        if seq.first_token_s < 0.0 and self.price.prefill_s(seq.num_tokens) <= PROMPT_SHARE * self.theta_s:
+        if seq.first_token_s < 0.0 and self.price.prefill_s(seq.num_tokens) <= self.most_prompt_s:
             return KEPT
         return DEFERRED
 
@@ -145,25 +175,26 @@ class Triage(Order):
     def add(self, seq: Sequence) -> None:
         self._stale = True
         work_s = self.remaining_s(seq)
-        kept = self._insert(seq) == KEPT
-        self._arrivals.append((seq.request.arrival_s, work_s, kept * seq.num_tokens))
+        kept, price, num_tokens = self._insert(seq) == KEPT, self.price, seq.num_tokens
+        iterations = price.iterations(price.tokens_left(seq, 0), num_tokens)
+        prompt_s = price.prefill_s(num_tokens)
+        self._arrivals.append(Arrival(seq.request.arrival_s, work_s, num_tokens, prompt_s, iterations, kept))
         self._num_arrivals += 1
         if self._num_arrivals % EVERY == 0:
             self._find_theta()
 
     def _find_theta(self) -> None:
-        """The price up to which the last arrivals fit their span, cheapest first."""
-        span_s = self._arrivals[-1][0] - self._arrivals[0][0]
+        """The price up to which the last arrivals fit their span, cheapest first; then the prompts of the others."""
+        arrivals = self._arrivals
+        span_s = arrivals[-1].arrival_s - arrivals[0].arrival_s
         if span_s <= 0.0:
             return
         self.num_thetas += 1
-        self.kept_tokens_per_s = sum(tokens for _, _, tokens in self._arrivals) / span_s
-        total_s, self.theta_s = 0.0, inf
-        for work_s in sorted(work_s for _, work_s, _ in self._arrivals):
-            total_s += work_s
-            if total_s > FILL * span_s:
-                self.theta_s = work_s
-                break
+        self.kept_tokens_per_s = sum(one.prompt_tokens for one in arrivals if one.kept) / span_s
+        self.tokens_per_iteration = sum(one.prompt_tokens for one in arrivals) / sum(one.iterations for one in arrivals)
+        self.theta_s = first_beyond((one.work_s for one in arrivals), FILL * span_s)
+        prompts = (one.prompt_s for one in arrivals if one.work_s > self.theta_s)
+        self.most_prompt_s = min(PROMPT_SHARE * self.theta_s, first_beyond(prompts, CHANCE * span_s))
 
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
