@@ -3,8 +3,9 @@
     python benchmarks/adaptive_cells.py --out docs/adaptive-cells.csv [--num-prompts 6000] [--workers 1]
     python benchmarks/adaptive_cells.py --table docs/adaptive-cells.csv
 
-A cell is a model, a GPU, a trace, a load and a PCIe link. Goodput under TTFT 3 s and TPOT 200 ms. On other links only
-those run that copy; who does not, has the goodput of the profile's own.
+A cell is a model, a GPU, a trace, a load, a PCIe link and a seed. Goodput under TTFT 3 s and TPOT 200 ms. On other
+links only those run that copy; who does not, has the goodput of the profile's own. Uniform lengths are on slow links
+alone, of `UNIFORM_PROMPTS` requests; with the second seed `adaptive` and vLLM run.
 """
 
 import argparse
@@ -46,6 +47,16 @@ TRAFFIC = (
 LINKS_GB_PER_S = (None, 1.6, 50.0, 1000.0)
 """In each direction; None: the profile's. The last is as good as none: what no choice between copying and computing
 again can beat."""
+UNIFORM = (
+    ("llama-2-7b", "l20", "uniform 3000 600", (0.7, 1.0, 1.5)),
+    ("llama-3.1-8b", "l20", "uniform 8000 400", (0.35, 0.8)),
+    ("llama-2-13b", "a100-80g", "uniform 1500 1500", (0.8, 1.5)),
+    ("qwen3-14b", "a100-80g", "uniform 4000 1000", (1.0, 2.0)),
+)
+"""With the means of prompt and answer; both are within 50 % of them."""
+UNIFORM_LINKS_GB_PER_S = (1.6, 8.0)
+UNIFORM_PROMPTS = 1000
+SEEDS = (1, 2)
 LONGEST = 0.05
 
 
@@ -57,16 +68,26 @@ class Cell(NamedTuple):
     trace: str
     request_rate: float
     link_gb_per_s: float | None
+    seed: int
 
 
 def cells() -> list[Cell]:
     """All of them, the profiles' own links first."""
-    traffic = [(model, gpu, trace, rate) for model, gpu, trace, rates in TRAFFIC for rate in rates]
-    return [Cell(*load, link) for link in LINKS_GB_PER_S for load in traffic]
+    chat, uniform = (
+        [(model, gpu, trace, rate) for model, gpu, trace, rates in loads for rate in rates]
+        for loads in (TRAFFIC, UNIFORM)
+    )
+    found = [Cell(*load, link, SEEDS[0]) for link in LINKS_GB_PER_S for load in chat]
+    found += [Cell(*load, link, SEEDS[0]) for link in UNIFORM_LINKS_GB_PER_S for load in uniform]
+    return found + [Cell(*load, None, SEEDS[1]) for load in chat]
 
 
 def policies(cell: Cell) -> tuple[str, ...]:
     """Who runs in a cell."""
+    if cell.seed != SEEDS[0]:
+        return OURS[0], "vllm-v1"
+    if cell.trace.startswith("uniform"):
+        return *OURS[:2], "vllm-v1", "layerkv:predictor=bucket", "vllm-swap"
     if cell.link_gb_per_s is None:
         return OURS + OTHERS
     return OURS[:1] if cell.link_gb_per_s == LINKS_GB_PER_S[-1] else (OURS[0], *COPYING[:3])
@@ -87,9 +108,13 @@ def with_link(setup: Setup, bytes_per_s: float) -> Setup:
 
 def rows(cell: Cell, num_prompts: int) -> list[dict[str, object]]:
     """Simulate one cell; the bound is that of `adaptive`'s engine."""
+    workload, *lengths = cell.trace.split()
+    if lengths:
+        num_prompts = min(num_prompts, UNIFORM_PROMPTS)
+    input_len, output_len = map(int, lengths) if lengths else (None, None)
     scenario = Scenario(
-        workload=cell.trace, num_prompts=num_prompts, request_rate=cell.request_rate, seed=1, model=cell.model,
-        gpu=cell.gpu, goodput=GOODPUT,
+        workload=workload, num_prompts=num_prompts, request_rate=cell.request_rate, seed=cell.seed, model=cell.model,
+        gpu=cell.gpu, goodput=GOODPUT, input_len=input_len, output_len=output_len,
     )  # fmt: skip
     requests = list(traffic(scenario))
     slo = Goodput.parse(list(GOODPUT))
@@ -149,7 +174,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
     """A line a load, over the profiles' own links."""
     runs: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in rows:
-        if not row["link_gb_per_s"]:
+        if not row["link_gb_per_s"] and row["seed"] == str(SEEDS[0]):
             load = row["model"], row["gpu"], row["trace"], f"{float(row['request_rate']):g}/s"
             runs.setdefault(load, {})[row["policy"]] = row
     lines = [

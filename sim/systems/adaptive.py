@@ -5,7 +5,8 @@ serves in time the cheapest that fit the load, in order of arrival, and leaves t
 
 - Order `triage`: classes by price, prediction and laxity; theta, the price up to which the load fits.
 - Eviction `park`: whole sequences leave for the host beside the computation, and return by rank.
-- Batching `paced`: vLLM v1's unified batches, decodes first, prompts in chunks as large as first tokens need.
+- Batching `paced`: vLLM v1's unified batches, decodes first, prompts in chunks as large as first tokens need; alone
+  where decodes beside them cost more.
 - Memory `paged`, with vLLM v1's prefix cache beside it.
 
 What it costs: past the knee who is hopeless or dear waits long, so that P99 of TTFT rises; `patience-s` bounds it.
