@@ -184,7 +184,8 @@ def _decoding(
         others_s += overlap_s if not step["args"]["decodes"] else 0.0
     tpot_s = (found.e2el_s - found.ttft_s) / (found.output_tokens - 1)
     stalled = f"; {_time(others_s)} went to prefills of others, during which nobody decoded" if others_s else ""
-    size = f", with {batch / weight:.0f} requests decoding at a time" if weight else ""
+    mean = f"{batch / weight:.0f}" if weight else ""
+    size = f", with {mean} request{'s' * (mean != '1')} decoding at a time" if mean else ""
     yield f"Its tokens came {_time(tpot_s)} apart{size}{stalled}."
 
 
