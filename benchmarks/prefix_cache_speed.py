@@ -35,15 +35,15 @@ def processor_s(command: list[str]) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def instructions(command: list[str]) -> float:
-    """Instructions of a whole process, which must succeed; hashes are made the same from run to run."""
+def giga_instructions(command: list[str]) -> float:
+    """Billions of instructions of a whole process, which must succeed; hashes are made the same from run to run."""
     counted = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null", *command]
     env = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(counted, check=True, capture_output=True, text=True, cwd=ROOT, env=env)
     found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
     if found is None:
         sys.exit(f"valgrind printed no count: {done.stderr}")
-    return float(found[1].replace(",", ""))
+    return float(found[1].replace(",", "")) / 1e9
 
 
 def main() -> None:
@@ -56,6 +56,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.instructions and shutil.which("valgrind") is None:
         parser.error("--instructions: valgrind is not installed; leave it out to take processor time")
+    measure, unit, num_pairs = processor_s, "s", given.pairs
+    if given.instructions:
+        measure, unit, num_pairs = giga_instructions, "G", 1
     with tempfile.TemporaryDirectory() as folder:
         private, shared = given.trace, Path(folder) / "sessions.csv"
         if private is None:
@@ -67,20 +70,12 @@ def main() -> None:
             for name, trace, setting in (("nothing shared", private, SETTING), ("sessions", shared, SESSIONS)):
                 run = [sys.executable, "-m", "kvtwin", "run", *setting.split(), "--trace", str(trace.resolve())]
                 run += ["--policy", policy, "--out", str(Path(folder) / "out")]
-                measure = instructions if given.instructions else processor_s
-                pairs = [
-                    [measure([*run, flag]) for flag in FLAGS] for _ in range(1 if given.instructions else given.pairs)
-                ]
+                pairs = [[measure([*run, flag]) for flag in FLAGS] for _ in range(num_pairs)]
                 ratios = [cached / plain for cached, plain in pairs]
                 cached, plain = (statistics.median(found) for found in zip(*pairs, strict=True))
-                values = (
-                    f"{cached / 1e9:.2f} and {plain / 1e9:.2f} G"
-                    if given.instructions
-                    else f"{cached:.2f} and {plain:.2f} s"
-                )
                 print(
-                    f"{policy:16s} {name:16s} with and without: {values}; ratio {statistics.median(ratios):.3f} "
-                    f"({min(ratios):.2f}-{max(ratios):.2f})",
+                    f"{policy:16s} {name:16s} with and without: {cached:.2f} and {plain:.2f} {unit}; "
+                    f"ratio {statistics.median(ratios):.3f} ({min(ratios):.2f}-{max(ratios):.2f})",
                     flush=True,
                 )
 

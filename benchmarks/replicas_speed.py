@@ -3,6 +3,7 @@
 ShareGPT's lengths; `prefix-affinity` needs prompts with hash ids and gets conversations of such turns, with caches.
 
 python benchmarks/replicas_speed.py [--replicas N] [--num-prompts N] [--rate REQUESTS_PER_S_AND_REPLICA]
+    [--router NAME]...
 """
 
 import argparse
@@ -23,8 +24,9 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=100_000)
     parser.add_argument("--rate", type=float, default=5.0, help="requests/s for each replica")
     parser.add_argument("--policy", default="vllm-recompute")
+    parser.add_argument("--router", action="append", choices=tuple(ROUTERS), default=None)
     given = parser.parse_args()
-    for router in ROUTERS:
+    for router in given.router or ROUTERS:
         named = router == "prefix-affinity"
         scenario = Scenario(
             workload="sessions" if named else "sharegpt",
