@@ -15,7 +15,7 @@ another order.
 import argparse
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -100,6 +100,53 @@ def table(load: float, slos: str, there: dict[str, float], here: dict[str, list[
     return "\n".join(rows) + "\n"
 
 
+def scenario_of(config: Path, profile: Path, num_prompts: int) -> Scenario:
+    """All requests at once, on the CPU."""
+    return of_our_engine(
+        Scenario(
+            model=str(config), gpu="cpu", dtype="float32", profile=str(profile), workload="sharegpt", clip=CLIP, seed=1,
+            num_prompts=num_prompts, num_gpu_blocks_override=BLOCKS, max_num_seqs=SEATS, swap_space=0.5,
+            request_rate=inf,
+        )
+    )  # fmt: skip
+
+
+@dataclass
+class Load:
+    """One load: its scenario, goodput by policy as simulated and of each live run, 1/s, and how slow the machine was.
+
+    `factor` is of the drain rate; `slowness` of the machine over its profile, before and after each live run.
+    """
+
+    factor: float
+    scenario: Scenario
+    there: dict[str, float]
+    here: dict[str, list[float]]
+    slowness: list[float] = field(default_factory=list)
+
+    def live(self, policy: str, decoder: Decoder, options: LiveOptions) -> None:
+        """One more live run, between two probes."""
+        before = machine_slowness(self.scenario, decoder, options)
+        self.here[policy].append(lived(self.scenario, policy, decoder, options))
+        self.slowness += [before, machine_slowness(self.scenario, decoder, options)]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the medians of live runs rank as simulated."""
+        return order({policy: median(runs) for policy, runs in self.here.items()}) == order(self.there)
+
+
+def run(loads: list[Load], slos: str, runs: int, out: Path, decoder: Decoder, options: LiveOptions) -> str:
+    """Run every policy at every load in turns, and keep the report up to date; returns it."""
+    turns = [(load, policy) for _ in range(runs) for load in loads for policy in load.here]
+    text = ""
+    for load, policy in track(turns, description="live runs"):
+        load.live(policy, decoder, options)
+        text = "\n".join(table(at.factor, slos, at.there, at.here, at.slowness) for at in loads if at.slowness)
+        write_atomically(out / "ranking.md", lambda file, text=text: file.write(text.encode()))
+    return text
+
+
 def main() -> int:
     """Run every load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,7 +157,6 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=[1.5, 4.0])
     arguments = parser.parse_args()
     out: Path = arguments.out
-    loads: list[float] = arguments.loads
     out.mkdir(parents=True, exist_ok=True)
     config = out / "config.json"
     write_atomically(config, lambda file: file.write(msgspec.json.encode(CONFIG)))
@@ -121,13 +167,7 @@ def main() -> int:
         if kvtwin(command):
             return 1
         profile = calibrated / "cpu-measured.json"
-    base = of_our_engine(
-        Scenario(
-            model=str(config), gpu="cpu", dtype="float32", profile=str(profile), workload="sharegpt", clip=CLIP, seed=1,
-            num_prompts=arguments.num_prompts, num_gpu_blocks_override=BLOCKS, max_num_seqs=SEATS, swap_space=0.5,
-            request_rate=inf,
-        )
-    )  # fmt: skip
+    base = scenario_of(config, profile, arguments.num_prompts)
     options = LiveOptions("cpu")
     decoder = load_decoder(str(config), "float32", options)
     _, drained = simulated(base, "vllm-v1")
@@ -136,28 +176,14 @@ def main() -> int:
     policies = (
         f"adaptive:ttft-slo-ms={ttft_ms},tpot-slo-ms={tpot_ms}", f"layerkv:tpot-slo-ms={tpot_ms}", "vllm-v1"
     )  # fmt: skip
-    there: dict[float, dict[str, float]] = {}
-    here: dict[float, dict[str, list[float]]] = {}
-    slowness: dict[float, list[float]] = {load: [] for load in loads}
-    scenarios = {
-        load: replace(base, request_rate=load * drained, goodput=(f"ttft:{ttft_ms}", f"tpot:{tpot_ms}"))
-        for load in loads
-    }
-    for load, scenario in scenarios.items():
-        there[load] = {policy: simulated(scenario, policy)[0] for policy in policies}
-        here[load] = {policy: [] for policy in policies}
-    turns = [(load, policy) for _ in range(arguments.runs) for load in loads for policy in policies]
-    text = ""
-    for load, policy in track(turns, description="live runs"):
-        before = machine_slowness(scenarios[load], decoder, options)
-        here[load][policy].append(lived(scenarios[load], policy, decoder, options))
-        slowness[load] += [before, machine_slowness(scenarios[load], decoder, options)]
-        slos = f"TTFT {ttft_ms} ms, TPOT {tpot_ms} ms"
-        text = "\n".join(table(at, slos, there[at], here[at], slowness[at]) for at in loads if slowness[at])
-        write_atomically(out / "ranking.md", lambda file, text=text: file.write(text.encode()))
-    print(text)
-    medians = {load: {policy: median(runs) for policy, runs in found.items()} for load, found in here.items()}
-    return int(any(order(medians[load]) != order(there[load]) for load in loads))
+    loads = []
+    for factor in arguments.loads:
+        goodput = (f"ttft:{ttft_ms}", f"tpot:{tpot_ms}")
+        scenario = replace(base, request_rate=factor * drained, goodput=goodput)
+        there = {policy: simulated(scenario, policy)[0] for policy in policies}
+        loads.append(Load(factor, scenario, there, {policy: [] for policy in policies}))
+    print(run(loads, f"TTFT {ttft_ms} ms, TPOT {tpot_ms} ms", arguments.runs, out, decoder, options))
+    return int(not all(load.agrees for load in loads))
 
 
 if __name__ == "__main__":
