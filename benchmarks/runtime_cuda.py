@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,11 +28,15 @@ from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.live import DTYPES, check_device, describe_machine  # noqa: E402
 from gpu_runtime.live_memory import check_weights, free_bytes  # noqa: E402
 from gpu_runtime.model.attention_batch import AttentionBatch  # noqa: E402
+from gpu_runtime.model.backend import check_backend  # noqa: E402
 from gpu_runtime.model.config import DecoderConfig  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
+from gpu_runtime.model.flashinfer_kernels import build_kernels  # noqa: E402
+from gpu_runtime.model.kernels import Kernels  # noqa: E402
 from gpu_runtime.threads import use_fastest_threads  # noqa: E402
 from sim.engine.plan import Direction  # noqa: E402
+from sim.errors import UserError  # noqa: E402
 from sim.specs.models import load_model  # noqa: E402
 
 BLOCK = 16
@@ -77,6 +82,14 @@ def timed(device: torch.device, work: Callable[[], object], repeats: int = REPEA
     return median(seconds)
 
 
+def regrouped(pool: KVPool, layers: int) -> KVPool:
+    """The memory of a pool of one-layer blocks as blocks of all layers, which share one block table."""
+    whole = copy(pool)
+    whole.num_blocks, whole.layer_group, whole.num_groups = pool.num_blocks // layers, layers, 1
+    whole.data = pool.data[: whole.num_blocks * layers].view(whole.num_blocks, layers, *pool.data.shape[2:])
+    return whole
+
+
 class Rig:
     """One decoder, a pool of one-layer blocks on each tier, a copy engine, and a stream beside the current one."""
 
@@ -84,6 +97,7 @@ class Rig:
         self.decoder, self.device = decoder, decoder.device
         config, on_cuda = decoder.config, self.device.type == "cuda"
         self.gpu = KVPool(config, gpu_blocks, BLOCK, 1, self.device, decoder.dtype)
+        self.whole = regrouped(self.gpu, config.num_layers)
         self.host = KVPool(config, host_blocks, BLOCK, 1, "cpu", decoder.dtype, pin=on_cuda)
         self.copies = CopyEngine(self.device)
         # One for all repeats: the allocator keeps memory for each stream, and a new one would pay for its own.
@@ -134,15 +148,22 @@ class Rig:
 
         return timed(self.device, run, 5)
 
-    def decode_s(self, sequences: int, context: int) -> float:
-        """Seconds of a decode step, on CUDA as a graph."""
-        layers, blocks = self.decoder.config.num_layers, blocks_of(context + 1)
-        ids = torch.arange(layers * sequences * blocks, dtype=torch.int32).view(layers, sequences, blocks).numpy()
+    def whole_prefill_s(self, tokens: int) -> float:
+        """Seconds of a prompt that is kept, all layers in one block table."""
+        batch = AttentionBatch.build([tokens], [0], [[list(range(blocks_of(tokens)))]], BLOCK, self.device)
+        ids = torch.randint(0, self.decoder.config.vocab_size, (tokens,), device=self.device)
+        return timed(self.device, lambda: self.decoder.forward(ids, batch, self.whole), 5)
+
+    def decode_s(self, sequences: int, context: int, *, whole: bool = False) -> float:
+        """Seconds of a decode step, on CUDA as a graph; `whole`: all layers in one block table."""
+        pool, blocks = self.whole if whole else self.gpu, blocks_of(context + 1)
+        groups = pool.num_groups
+        ids = torch.arange(groups * sequences * blocks, dtype=torch.int32).view(groups, sequences, blocks).numpy()
         if self.device.type != "cuda":
             batch = AttentionBatch.build([1] * sequences, [context] * sequences, ids, BLOCK, self.device)
             tokens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
-            return timed(self.device, lambda: self.decoder.forward(tokens, batch, self.gpu))
-        graph = DecodeGraph(self.decoder, self.gpu, [sequences], blocks)
+            return timed(self.device, lambda: self.decoder.forward(tokens, batch, pool))
+        graph = DecodeGraph(self.decoder, pool, [sequences], blocks)
         tables = [ids[:, i] for i in range(sequences)]
         return timed(self.device, lambda: graph.run([0] * sequences, [context + 1] * sequences, tables))
 
@@ -205,6 +226,10 @@ class Figures:
     def leave_out(self, name: str, needed: int, there: int) -> None:
         self._put(name, {"left_out": f"needs {needed} bytes of KV blocks, there are {there}"})
         print(f"| {name} | left out: needs {needed / 2**30:.1f} GiB of KV, there are {there / 2**30:.1f} | | |")
+
+    def refuse(self, name: str, why: str) -> None:
+        self._put(name, {"left_out": why})
+        print(f"| {name} | left out: {why} | | |", flush=True)
 
     def _put(self, name: str, entry: dict[str, object]) -> None:
         self.found[name] = entry
@@ -311,6 +336,9 @@ def decode(rig: Rig, sequences: int, context: int, rate: list[float], figures: F
     seconds, bound_s = rig.decode_s(sequences, context), read / rate[0]
     verdict = f"{seconds / bound_s:.2f}x the bandwidth bound at {rate[0] / 1e12:.2f} TB/s"
     figures.add(f"decode {sequences} x {context}", seconds * 1e3, bound_s * 1e3, "ms", verdict)
+    with_flashinfer(
+        rig, figures, f"decode {sequences} x {context}", lambda: rig.decode_s(sequences, context, whole=True)
+    )
 
 
 def prefill(rig: Rig, tokens: int, rate: list[float], figures: Figures) -> None:
@@ -322,10 +350,28 @@ def prefill(rig: Rig, tokens: int, rate: list[float], figures: Figures) -> None:
     kept_s, bound_s = rig.prefill_s(tokens, offload=False), flops / rate[0]
     verdict = f"{kept_s / bound_s:.2f}x the compute bound at {rate[0] / 1e12:.4g} TFLOP/s"
     figures.add(f"prefill {tokens}", kept_s * 1e3, bound_s * 1e3, "ms", verdict)
+    with_flashinfer(rig, figures, f"prefill {tokens}", lambda: rig.whole_prefill_s(tokens))
     left_s = rig.prefill_s(tokens, offload=True)
     figures.add(
         f"prefill {tokens}, every layer offloaded", left_s * 1e3, kept_s * 1e3, "ms", f"{left_s / kept_s:.3f}x kept"
     )
+
+
+def with_flashinfer(rig: Rig, figures: Figures, name: str, measured_s: Callable[[], float]) -> None:
+    """The same with ours and with flashinfer's kernels, all layers in one block table; where it cannot, why."""
+    decoder = rig.decoder
+    try:
+        check_backend("flashinfer", decoder.device.type, decoder.dtype, decoder.config.head_dim)
+    except UserError as error:
+        figures.refuse(f"{name}, flashinfer", str(error))
+        return
+    ours_s = measured_s()
+    decoder.compute_with(build_kernels("flashinfer", decoder.config.num_heads, decoder.dtype, decoder.device))
+    try:
+        theirs_s = measured_s()
+    finally:
+        decoder.compute_with(Kernels())
+    figures.add(f"{name}, flashinfer", theirs_s * 1e3, ours_s * 1e3, "ms", f"{ours_s / theirs_s:.2f}x as fast as ours")
 
 
 def layer_weights(config: DecoderConfig) -> int:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from gpu_runtime.live import LiveOptions
     from gpu_runtime.model.decoder import Decoder
 
-OWN = ("device", "weights", "runs", "max_drift")
+OWN = ("device", "weights", "attention_backend", "runs", "max_drift")
 """Flags that are not a scenario's."""
+ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch")
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
@@ -59,6 +60,13 @@ def add_device_flags(parser: argparse.ArgumentParser, *, required: bool = True) 
     """The flags of every command that executes plans."""
     parser.add_argument("--device", choices=("cuda", "cpu"), required=required, help="what executes the plans")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="checkpoint folder (default: random weights)")
+    parser.add_argument(
+        "--attention-backend",
+        choices=ATTENTION_BACKENDS,
+        default="auto",
+        help="kernels beside the products of matrices: auto is triton on CUDA and torch on a CPU; flashinfer has not "
+        "been measured yet (%(default)s)",
+    )
 
 
 def _add_validate_flags(parser: argparse.ArgumentParser) -> None:
@@ -202,7 +210,7 @@ def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str,
     own = {name: vars(arguments).pop(name, None) for name in OWN}
     check_device(own["device"])
     name_gpu(arguments, own["device"])
-    return LiveOptions(own["device"], own["weights"]), own
+    return LiveOptions(own["device"], own["weights"], attention_backend=own["attention_backend"]), own
 
 
 def name_gpu(arguments: argparse.Namespace, device: str) -> None:

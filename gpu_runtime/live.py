@@ -16,9 +16,11 @@ from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
 from gpu_runtime.live_memory import check_weights
 from gpu_runtime.live_timeline import WARNING, Profiler
+from gpu_runtime.model.backend import check_backend
 from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.flashinfer_kernels import build_kernels
 from gpu_runtime.threads import use_fastest_threads
 from gpu_runtime.trace_prompts import TracePrompts
 from sim.cost.pricing import Lanes
@@ -45,11 +47,13 @@ class LiveOptions:
         device: cuda or cpu.
         weights: folder with config.json and *.safetensors; None: random weights of the scenario's model and seed.
         seed: of random weights and of prompts.
+        attention_backend: what `--attention-backend` takes.
     """
 
     device: str
     weights: Path | None = None
     seed: int = 0
+    attention_backend: str = "auto"
 
 
 def check_device(device: str) -> None:
@@ -68,17 +72,21 @@ def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
         dtype: a key of `DTYPES`.
 
     Raises:
-        UserError: a model that the runtime does not compute, or whose weights do not fit.
+        UserError: a model that the runtime does not compute, or whose weights do not fit; a backend that cannot.
     """
     check_device(options.device)
     built_in = options.weights is None and model.lower() in built_in_names(BUILT_IN)
     config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(options.weights or model)
+    check_backend(options.attention_backend, options.device, DTYPES[dtype], config.head_dim)
     check_weights(config, DTYPES[dtype], options.device)
     if options.device == "cpu":
         use_fastest_threads(config, DTYPES[dtype])
     if options.weights is not None:
-        return Decoder.from_safetensors(options.weights, options.device, DTYPES[dtype])
-    return Decoder.random(config, device=options.device, dtype=DTYPES[dtype], seed=options.seed)
+        decoder = Decoder.from_safetensors(options.weights, options.device, DTYPES[dtype])
+    else:
+        decoder = Decoder.random(config, device=options.device, dtype=DTYPES[dtype], seed=options.seed)
+    decoder.compute_with(build_kernels(options.attention_backend, config.num_heads, decoder.dtype, decoder.device))
+    return decoder
 
 
 def build_device(

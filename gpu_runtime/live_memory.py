@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from gpu_runtime.device_memory import scratch_blocks
-from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE
+from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
 from sim.engine.limits import Limits
@@ -88,8 +88,15 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
         raise UserError(reason)
     limits, cuda = setup.limits, device == "cuda"
     working = 0 if decoder is None else working_bytes(decoder.config, decoder.dtype, limits, graphs=cuda)
+    groups = scheduler.memory.num_groups
+    if decoder is not None and decoder.kernels.one_table and groups > 1:
+        raise UserError(
+            f"--attention-backend flashinfer: {policy.name} keeps {groups} block tables a sequence, and each would "
+            "be planned on the host in every iteration: use triton"
+        )
     if cuda and decoder is not None:
-        scratch = scratch_blocks(scheduler) * limits.block_bytes / scheduler.memory.num_groups
+        working += decoder.kernels.working_bytes(len(capture_sizes(limits.max_num_seqs)))
+        scratch = scratch_blocks(scheduler) * limits.block_bytes / groups
         scenario = _fit_gpu(scenario, limits, free_bytes(device), working + scratch)
     host_bytes = free_bytes("cpu") - (0 if cuda else working)
     held = [("host", "num_cpu_blocks_override", limits.num_cpu_blocks, scenario.swap_space is not None)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import NOWHERE, AttentionBatch
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.kernels import PlanDecodes
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Makes of a computation on tensors that stay where they are one that repeats it with what is in them then."""
@@ -102,10 +103,13 @@ class DecodeGraph:
         self._logits = torch.empty(largest, config.vocab_size, dtype=decoder.dtype, device=pool.device)
         self._hidden = torch.zeros(largest, config.hidden_size, dtype=decoder.dtype, device=pool.device)
 
+        self._plans: dict[int, PlanDecodes | None] = {}
+        self._replays: dict[int, list[Callable[[], object]]] = {}
         # Larger ones first, so that smaller ones fit in the memory they share.
-        self._replays = {
-            size: [capture(part) for part in self._parts(self._batch(size))] for size in reversed(self._sizes)
-        }
+        for size in reversed(self._sizes):
+            batch = self._batch(size)
+            self._plans[size] = decoder.kernels.planner(batch, pool)
+            self._replays[size] = [capture(part) for part in self._parts(batch)]
 
     def _metadata(self, buffer: Tensor, size: int) -> Metadata:
         return Metadata(buffer, size, self._pool.num_groups, self._max_blocks)
@@ -190,6 +194,9 @@ class DecodeGraph:
         size = self.size_of(count)
         used = self._stage(self._on_host[size], tokens, seq_lens, tables)
         self._buffer[:used].copy_(self._staged[:used], non_blocking=True)
+        plan = self._plans[size]
+        if plan is not None:
+            plan(self._on_host[size].seq_lens.numpy(), self._on_host[size].tables.numpy()[:, 0])
         for place, replay in enumerate(self._replays[size], start=-1):
             is_layer = 0 <= place < len(self._decoder.layers)
             if is_layer and before_layer is not None:

@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, linear
 
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.model import backend
-from gpu_runtime.model.attention import AttentionBatch, paged_attention
+from gpu_runtime.model.attention import AttentionBatch
 from gpu_runtime.model.checkpoint import Checkpoint
 from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.kernels import Kernels
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights, RandomWeights
 
@@ -24,17 +24,18 @@ class DecoderLayer:
         self._config = config
         self.weights = weights
         self._rotary = rotary
+        self.kernels = Kernels()
 
     def forward(self, hidden: Tensor, batch: AttentionBatch, pool: KVPool, layer_index: int) -> Tensor:
         """The layer's output [N, h] for its input [N, h], which is left as it is; new KV is written to the pool."""
-        c, w = self._config, self.weights
-        normed = rms_norm(hidden, (c.hidden_size,), w.input_norm, c.rms_norm_eps)
+        c, w, kernels = self._config, self.weights, self.kernels
+        normed = kernels.rms_norm(hidden, w.input_norm, c.rms_norm_eps)
         projected = linear(normed, w.qkv, w.qkv_bias)
         query, key, value = self._rotary.rotate_and_write(projected, w.q_norm, w.k_norm, pool, layer_index, batch)
-        attended = paged_attention(query, pool, layer_index, batch, (key, value))
+        attended = kernels.attend(query, pool, layer_index, batch, (key, value))
         hidden = hidden + linear(attended.flatten(1), w.output)
-        normed = rms_norm(hidden, (c.hidden_size,), w.post_norm, c.rms_norm_eps)
-        return hidden + linear(silu_and_mul(linear(normed, w.gate_up)), w.down)
+        normed = kernels.rms_norm(hidden, w.post_norm, c.rms_norm_eps)
+        return hidden + linear(kernels.silu_and_mul(linear(normed, w.gate_up)), w.down)
 
     def restore_kv(self, hidden: Tensor, batch: AttentionBatch, pool: KVPool, layer_index: int) -> None:
         """Write the KV of all N tokens from the layer's saved inputs [N, h]: no attention, no MLP.
@@ -42,7 +43,7 @@ class DecoderLayer:
         What HCache (Gao et al. 2025) and KVPR (Jiang et al. 2024) do in place of a copy or of a recomputation.
         """
         c, w = self._config, self.weights
-        normed = rms_norm(hidden, (c.hidden_size,), w.input_norm, c.rms_norm_eps)
+        normed = self.kernels.rms_norm(hidden, w.input_norm, c.rms_norm_eps)
         bias = None if w.qkv_bias is None else w.qkv_bias[c.q_size :]
         projected = linear(normed, w.qkv[c.q_size :], bias)
         self._rotary.rotate_and_write(projected, w.q_norm, w.k_norm, pool, layer_index, batch)
@@ -59,6 +60,12 @@ class Decoder:
         rotary = RotaryEmbedding(config, device)
         self.layers = [DecoderLayer(config, weights, rotary) for weights in layers]
         self._ends = ends
+        self.kernels = Kernels()
+
+    def compute_with(self, kernels: Kernels) -> None:
+        """Use these kernels from now on; graphs that were captured keep theirs."""
+        for part in (self, *self.layers):
+            part.kernels = kernels
 
     @classmethod
     def random(
@@ -138,20 +145,10 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, V] of the last layer's outputs [rows, h]."""
-        normed = rms_norm(hidden, (self.config.hidden_size,), self.ends.final_norm, self.config.rms_norm_eps)
+        normed = self.kernels.rms_norm(hidden, self.ends.final_norm, self.config.rms_norm_eps)
         return linear(normed, self.ends.head)
 
 
 def greedy(logits: Tensor) -> Tensor:
     """The likeliest token of each row, [rows]."""
     return logits.argmax(dim=-1)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[N, f] of [N, 2 f]: SiLU of the left half times the right one (SwiGLU, Shazeer 2020)."""
-    if backend.uses_triton(gate_up):
-        from gpu_runtime.model import triton_layer  # noqa: PLC0415 (CUDA only)
-
-        return triton_layer.silu_and_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up

@@ -84,7 +84,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if len(policies) != 1:
         raise UserError(f"serve takes one --policy, {len(policies)} given")
     check_device(arguments.device)
-    live = LiveOptions(arguments.device, arguments.weights, scenario.seed)
+    live = LiveOptions(arguments.device, arguments.weights, scenario.seed, arguments.attention_backend)
     bound = bind(arguments.host, arguments.port)
     if is_public(bound) and api_key is None:
         print(

@@ -17,6 +17,7 @@ from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
+from gpu_runtime.model.flashinfer_kernels import build_kernels
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights
 from kvtwin.testing import live, requests
@@ -84,6 +85,28 @@ def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype, by_layer):
         expected = decoder.forward(ids, batch, runner.pool)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
         torch.testing.assert_close(written, runner.pool.data, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flashinfer_gives_the_logits_of_our_kernels(dtype, kv_dtype):
+    """Prompts, chunks and decodes eagerly, then decodes from graphs, padded and not."""
+    pytest.importorskip("flashinfer")
+    config, device = CONFIGS["gqa"], torch.device("cuda")
+    both = [Decoder.random(config, device=device, dtype=dtype, seed=3) for _ in range(2)]
+    both[1].compute_with(build_kernels("flashinfer", config.num_heads, dtype, device))
+    ours, theirs = (Runner(decoder, config.num_layers, block_tokens=16, kv_dtype=kv_dtype) for decoder in both)
+    graphs = [DecodeGraph(runner.decoder, runner.pool, [1, 2, 4], max_blocks=30) for runner in (ours, theirs)]
+    for step in STEPS:
+        new = {seq: list(tokens) for seq, tokens in step.items()}
+        expected, logits = ours.step(new), theirs.step(new)
+        for seq in new:
+            torch.testing.assert_close(logits[seq], expected[seq], atol=TOLERANCE[dtype], rtol=0)
+    for new in ({0: [1], 1: [2], 2: [3]}, {1: [9]}, {2: [4], 0: [8]}):
+        expected, logits = (
+            graph.run(*runner.decodes(new)) for graph, runner in zip(graphs, (ours, theirs), strict=True)
+        )
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
 
 
 class WarmedUp(CheckedDevice):

@@ -15,7 +15,8 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.stored import FLOAT8
 from gpu_runtime.model import backend, decode_graph, torch_attention, triton_attention, triton_layer
 from gpu_runtime.model.attention import AttentionBatch
-from gpu_runtime.model.decoder import Decoder, silu_and_mul
+from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.kernels import silu_and_mul
 from gpu_runtime.model.rotary import RotaryEmbedding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

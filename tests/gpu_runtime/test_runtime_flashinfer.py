@@ -1,0 +1,214 @@
+"""flashinfer's kernels behind our interface, with a stand-in that has its documented semantics on a CPU."""
+# ruff: noqa: E402 (torch may be absent)
+
+import importlib.util
+import inspect
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+import flashinfer_stand_in as stand_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_small import SMALL, Runner
+
+from gpu_runtime.cli import ATTENTION_BACKENDS
+from gpu_runtime.live_memory import fit_to_machine
+from gpu_runtime.model import backend, flashinfer_kernels
+from gpu_runtime.model.decode_graph import DecodeGraph
+from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.flashinfer_kernels import build_kernels
+from gpu_runtime.model.kernels import Kernels
+from kvtwin import main
+from kvtwin.testing.live import small_decoder
+from sim.errors import UserError
+from sim.scenario import Scenario
+from sim.systems import POLICIES
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def stands_in(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    monkeypatch.setattr(flashinfer_kernels, "WORKSPACE_BYTES", 1 << 10)
+
+
+def decoders(dtype=torch.float32):
+    """Two of the same weights: with our kernels, and with flashinfer's."""
+    ours, theirs = (Decoder.random(SMALL, device="cpu", dtype=dtype, seed=0) for _ in range(2))
+    theirs.compute_with(build_kernels("flashinfer", SMALL.num_heads, dtype, CPU))
+    return ours, theirs
+
+
+def runners(kv_dtype=None, block_tokens=4):
+    return (Runner(d, SMALL.num_layers, block_tokens, seed=s, kv_dtype=kv_dtype) for s, d in enumerate(decoders()))
+
+
+STEPS = st.lists(
+    st.dictionaries(st.integers(0, 4), st.one_of(st.just(1), st.integers(1, 12)), min_size=1), min_size=1, max_size=6
+)
+
+
+@settings(deadline=None, max_examples=20)
+@given(steps=STEPS, block_tokens=st.integers(1, 5), kv_dtype=st.sampled_from([None, torch.float8_e4m3fn]))
+def test_any_iterations_give_the_logits_of_plain_torch(steps, block_tokens, kv_dtype):
+    """Prompts, further chunks and decodes in any mix; KV in fewer bits too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flashinfer", stand_in)
+        patch.setattr(flashinfer_kernels, "WORKSPACE_BYTES", 1 << 10)
+        ours, theirs = runners(kv_dtype, block_tokens)
+    for number, step in enumerate(steps):
+        new = {seq: [(7 * seq + 3 * number + i) % SMALL.vocab_size for i in range(n)] for seq, n in step.items()}
+        expected, found = ours.step(new), theirs.step(new)
+        for seq in new:
+            torch.testing.assert_close(found[seq], expected[seq], atol=2e-5, rtol=1e-4)
+
+
+def test_an_iteration_is_planned_once_for_all_layers():
+    _, runner = runners()
+    kernels = runner.decoder.kernels
+    runner.step({0: [1, 2, 3, 4, 5], 1: [6]})
+    assert (kernels._chunks.plans, kernels._decodes.plans) == (1, 0)
+    assert kernels._chunks.queries.tolist() == [0, 5, 6]
+    assert kernels._chunks.indptr.tolist() == [0, 2, 3]
+    assert kernels._chunks.last_page_len.tolist() == [1, 1]
+    assert kernels._chunks.indices.tolist() == [*runner.tables[0][0], *runner.tables[1][0]]
+    runner.step({1: [7], 0: [8]})
+    assert (kernels._chunks.plans, kernels._decodes.plans) == (1, 1)
+    assert kernels._decodes.last_page_len.tolist() == [2, 2]
+    assert kernels._decodes.shape == (SMALL.num_heads, SMALL.num_kv_heads, SMALL.head_dim, 4)
+
+
+def test_graphs_are_planned_anew_before_each_run():
+    """Two sizes: buffers stay where the graph knows them, and padding has a block to read."""
+    ours, theirs = runners()
+    graph = DecodeGraph(theirs.decoder, theirs.pool, [2, 4], 12, capture=lambda compute: compute)
+    # Interpreted, padding would write to the last block: nobody may have it.
+    theirs.pool._ids._free.remove(theirs.pool.num_blocks - 1)
+    captured = {len(batch.num_new): wrapper for batch, wrapper in theirs.decoder.kernels._captured.items()}
+    places = {size: (w.indptr.data_ptr(), w.indices.data_ptr()) for size, w in captured.items()}
+    assert sorted(captured) == [2, 4]
+    assert [w.plans for w in captured.values()] == [1, 1]
+    prompts = {0: list(range(19)), 1: [3], 2: list(range(30, 40))}
+    ours.step(prompts)
+    theirs.step(prompts)
+    for new in ({0: [1], 1: [2], 2: [3]}, {1: [4], 0: [9]}, {2: [5], 0: [6]}, {0: [7], 1: [8], 2: [9]}):
+        expected, logits = ours.step(new), graph.run(*theirs.decodes(new))
+        for row, seq in zip(logits, new, strict=True):
+            torch.testing.assert_close(row, expected[seq][0], atol=2e-5, rtol=1e-4)
+    assert captured[4].last_page_len.tolist() == [(19 + 4 - 1) % 4 + 1, (1 + 3 - 1) % 4 + 1, (10 + 3 - 1) % 4 + 1, 1]
+    assert [captured[size].plans for size in (4, 2)] == [3, 3]
+    assert {size: (w.indptr.data_ptr(), w.indices.data_ptr()) for size, w in captured.items()} == places
+
+
+def test_graphs_that_went_take_their_plans_along():
+    _, runner = runners()
+    graph = DecodeGraph(runner.decoder, runner.pool, [2], 4, capture=lambda compute: compute)
+    assert len(runner.decoder.kernels._captured) == 1
+    del graph
+    assert len(runner.decoder.kernels._captured) == 0
+
+
+def test_pools_with_a_table_for_each_layer_are_refused():
+    _, theirs = decoders()
+    with pytest.raises(ValueError, match="one block table for all layers, the pool has 4"):
+        Runner(theirs, 1).step({0: [1]})
+    scenario = Scenario(model="qwen3-0.6b", gpu="cpu", num_gpu_blocks_override=9, num_cpu_blocks_override=9)
+    assert fit_to_machine(scenario, POLICIES["vllm-recompute"](), "cpu", theirs) == scenario
+    with pytest.raises(UserError, match=r"flashinfer: layerkv keeps 28 block tables a sequence.*use triton"):
+        fit_to_machine(scenario, POLICIES["layerkv"](), "cpu", theirs)
+
+
+def test_what_they_hold_is_counted(monkeypatch):
+    monkeypatch.undo()
+    theirs = flashinfer_kernels.FlashinferKernels.working_bytes
+    assert theirs(None, 0) == 394 * 2**20 + 2 * 8 * 2**20
+    assert theirs(None, 51) - theirs(None, 0) == 51 * 8 * 2**20
+    assert Kernels().working_bytes(51) == 0
+
+
+def test_who_chooses_nothing_gets_what_was_measured():
+    for name in ("auto", "triton", "torch"):
+        assert type(build_kernels(name, 4, torch.float32, CPU)) is Kernels
+    assert {name for names in backend.OF_DEVICE.values() for name in names} == set(ATTENTION_BACKENDS)
+    assert type(Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=0).kernels) is Kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "changes", "refusal"),
+    [
+        ("flashinfer", "cpu", {}, "does not run on --device cpu: use one of auto, torch"),
+        ("triton", "cpu", {}, "does not run on --device cpu"),
+        ("torch", "cuda", {}, "does not run on --device cuda: use one of auto, triton, flashinfer"),
+        ("flashinfer", "cuda", {"absent": True}, r"pip install 'kvtwin\[flashinfer\]'"),
+        ("flashinfer", "cuda", {"dtype": torch.float32}, "16 bits, not in torch.float32: give --dtype bfloat16"),
+        ("flashinfer", "cuda", {"head_dim": 80}, "heads of 80 elements, it has kernels for 64, 128, 256"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused(monkeypatch, name, device, changes, refusal):
+    absent = changes.pop("absent", False)
+    monkeypatch.setattr(backend, "find_spec", lambda _: None if absent else object())
+    with pytest.raises(UserError, match=refusal):
+        backend.check_backend(name, device, **{"dtype": torch.bfloat16, "head_dim": 128} | changes)
+
+
+def test_the_option_reaches_the_decoder(tmp_path, capsys):
+    words = ["live", "--device", "cpu", "--model", "qwen3-0.6b", "--policy", "vllm-recompute", "--workload", "fixed"]
+    assert main([*words, "--attention-backend", "flashinfer", "--out", str(tmp_path)]) == 2
+    assert "--attention-backend flashinfer: does not run on --device cpu" in capsys.readouterr().err
+
+
+def test_the_benchmark_prints_both(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("runtime_cuda", ROOT / "benchmarks/runtime_cuda.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "check_backend", lambda *_: None)
+    computed_with, forward = [], Decoder.forward
+
+    def counted(self, *facts, **hooks):
+        computed_with.append(type(self.kernels))
+        return forward(self, *facts, **hooks)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    decoder, figures = small_decoder(), benchmark.Figures(tmp_path / "found")
+    with torch.inference_mode():
+        benchmark.measure(decoder, [32], [(2, 20)], figures, ["decode", "prefill"], quick=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name in ("decode 2 x 20", "prefill 32"):
+        ours, theirs = found[name], found[f"{name}, flashinfer"]
+        assert ours["value"] > 0 and theirs["value"] > 0
+        ratio = theirs["against"] / theirs["value"]
+        assert theirs["verdict"] == f"{ratio:.2f}x as fast as ours"
+    assert set(computed_with) == {Kernels, flashinfer_kernels.FlashinferKernels}
+    assert type(decoder.kernels) is Kernels
+
+
+def function(module, name):
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+@pytest.mark.parametrize("name", stand_in.PARAMETERS)
+def test_the_stand_in_takes_what_flashinfer_takes(name):
+    own = [parameter for parameter in inspect.signature(function(stand_in, name)).parameters if parameter != "self"]
+    recorded = stand_in.PARAMETERS[name]
+    assert own[: len(recorded)] == recorded
+
+
+@pytest.mark.parametrize("name", stand_in.PARAMETERS)
+def test_flashinfer_itself_takes_them(monkeypatch, name):
+    monkeypatch.undo()
+    if find_spec("flashinfer") is None:
+        pytest.skip("flashinfer is not installed")
+    theirs = inspect.signature(function(pytest.importorskip("flashinfer"), name)).parameters
+    recorded = stand_in.PARAMETERS[name]
+    assert [parameter for parameter in theirs if parameter != "self"][: len(recorded)] == recorded
