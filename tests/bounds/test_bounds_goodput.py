@@ -42,6 +42,14 @@ def test_by_hand():
     assert bound.goodput == pytest.approx(0.25, abs=1e-5)
 
 
+def test_time_is_split_into_half_seconds():
+    """Prompts of 0.5 s. Four have 0.3 s, for which the first half-second counts: one can; so can the last to come."""
+    machine = linear_machine(prefill=(0.0, 0.05, 0.0), decode=(0.0, 0.0, 0.0))
+    arrivals = requests(*[(0.0, 10, 1)] * 4, (1.7, 10, 1))
+    bound = bound_of(arrivals, limits(), machine, Goodput(ttft_s=0.3))
+    assert bound.good_requests == pytest.approx(2.0, abs=1e-5)
+
+
 def test_seats_and_blocks_share_what_an_iteration_costs_however_small():
     """Ten decodes each; an iteration lasts 0.1 s. With 2 seats a decode costs 0.05 s, with 8 of 40 blocks 0.02 s."""
     machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import time
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("aiohttp")
 from runtime_server import serving, token_ids
 from runtime_variants import VARIANTS
 
+from gpu_runtime.serve.metrics import EngineState, Metrics
 from kvtwin.testing.live import continuation, prompt_of, tokens_alone
 from sim.engine.sequence import Status
 from traces.request import Request
@@ -270,6 +272,19 @@ def test_a_failed_computation_ends_its_request_alone():
                 assert token_ids(events) == tokens_alone(ROWS[number])
 
     asyncio.run(run())
+
+
+def test_buckets_of_latencies_end_where_dashboards_look_them_up():
+    page = Metrics().text(EngineState(), 0)
+    ends = {"time_to_first_token": [], "inter_token_latency": []}
+    for name, end in re.findall(r'^kvtwin_(\w+)_seconds_bucket{le="(.*)"} 0$', page, re.MULTILINE):
+        ends[name].append(end)
+    assert " ".join(ends["time_to_first_token"]) == (
+        "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 +Inf"
+    )
+    assert " ".join(ends["inter_token_latency"]) == (
+        "0.001 0.0025 0.005 0.01 0.015 0.02 0.025 0.03 0.05 0.075 0.1 0.15 0.2 0.3 0.5 1.0 2.5 5.0 +Inf"
+    )
 
 
 def test_metrics_count_what_happened():

@@ -126,6 +126,18 @@ def test_beyond_the_tables_times_grow_as_the_rooflines_do() -> None:
     assert cost.decode_run(64, 64 * 257)[0] > cost.decode_run(16, 16 * 257)[0]
 
 
+@pytest.mark.parametrize(
+    ("new", "cached", "at_edge", "growth"),
+    [(1024, 512, (512, 512), 1024 * (512 + 1025 / 2) / (512 * (512 + 513 / 2))), (128, 2048, (128, 512), 2176 / 640)],
+    ids=["pairs", "walk"],
+)
+def test_beyond_the_tables_a_chunk_alone_grows_as_the_roofline(new, cached, at_edge, growth) -> None:
+    """A long chunk as its query-context pairs do; a short one as the keys that it walks over."""
+    linear = 32 * (500 + new) + 4 + 36 * (new - 1) / 1023
+    attention = 32 * attention_us(*at_edge, 0, 0)
+    assert COST.iteration_s(plan_of([(new, cached)])) == pytest.approx((linear + growth * attention) * US)
+
+
 def test_jumps_are_exact_across_the_bends() -> None:
     rows = [(0.01 * i, 20 + 37 * i % 300, 30 + 61 * i % 400) for i in range(24)]
     limit = limits(gpu=600, seqs=16, block_bytes=16 * 131072.0)

@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 
 import kvtwin
 from sim.results.figures.style import policy_colour
-from sim.study.regimes import DEFAULT_AXES, MUCH, NOBODY, cells, draw, read_map
+from sim.study.regimes import DEFAULT_AXES, MUCH, NOBODY, cells, draw, lines, read_map
 
 FIXED = {"workload": "fixed", "num-prompts": 30, "output-len": 20, "request-rate": 2, "gpu": "l20"}
 STUDY = FIXED | {"policy": ["vllm-v1", "vllm-recompute"]}
@@ -47,6 +47,20 @@ def test_of_goodput_more_is_better_and_nothing_beats_nothing():
     assert found[1, 2].winner == NOBODY
     assert (found[2, 1].winner, found[2, 1].ratio) == ("b", math.inf)
     assert draw(asked, found).axes
+
+
+def test_a_winner_is_told_with_its_largest_lead():
+    """a leads twice, once by 3; b leads once, where a has no run; one place is even."""
+    rows = [
+        ("a", 100, 1, 10.0), ("b", 100, 1, 30.0), ("a", 100, 16, 10.0), ("b", 100, 16, 12.0),
+        ("a", 800, 1, math.nan), ("b", 800, 1, 10.0), ("a", 800, 16, 10.0), ("b", 800, 16, 10.0),
+    ]  # fmt: skip
+    assert list(lines(regimes(), cells(regimes(), means_of(rows, "mean_ttft_ms")))) == [
+        "Mean TTFT (ms) over 4 places:",
+        "  a: 2, at most 3 times the second (input len 100, max num seqs 1)",
+        "  b: 1, where no other has any (input len 800, max num seqs 1)",
+        "  nobody ahead by more than 1%: 1",
+    ]
 
 
 def test_a_map_is_that_of_its_sweep(tmp_path, capsys):

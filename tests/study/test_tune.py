@@ -11,8 +11,8 @@ import kvtwin
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Ran, Slo, fewest_engines, fewest_pools, most_load
-from sim.study.tune import read_tune
-from sim.study.tune_report import on_front
+from sim.study.tune import Candidate, Tuned, read_tune
+from sim.study.tune_report import draw, on_front
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
 
@@ -197,6 +197,15 @@ def test_nothing_that_holds_is_said(tmp_path):
     found = kvtwin.tune(FIXED | {"tune": {"slo": ["p99_ttft_ms:0.001"]}}, tmp_path, jobs=1)
     assert found.tuned.best is None
     assert found.text.startswith("No candidate holds p99_ttft_ms <= 0.001")
+
+
+def test_bars_are_as_long_as_what_candidates_reach():
+    """Who reaches nothing has a bar of no length, who never holds the SLOs has none."""
+    asked = read_tune(FIXED | {"tune": {"slo": TTFT}}, "t")
+    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
+    candidates = [Candidate({}, held, value) for value in (2.5, 0.0, None)]
+    tuned = Tuned(asked.study, "load", asked.slos, candidates, [], None, None, 0.1, None)
+    assert [bar.get_width() for bar in draw(tuned).axes[0].patches] == [2.5, 0.0]
 
 
 def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
