@@ -57,6 +57,29 @@ def test_what_left_the_gpu_is_loaded_from_the_host(caching, jump, ahead):
     assert outcome.by_id()[2].num_cached_tokens == 63
 
 
+@pytest.mark.parametrize(
+    ("rest", "seqs", "output", "chunks"),
+    [
+        (32, 256, 1, [[(4, 32)], [(2, 32)], [(3, 32)]]),
+        (31, 256, 1, [[(4, 32)], [(2, 31), (3, 1)], [(3, 30)]]),
+        (8, 1, 4, [[(4, 32)], [(2, 8)], [], [], [], [(3, 8)]]),
+    ],
+    ids=["none left of the budget", "one token left", "one seat"],
+)
+def test_loaded_prompts_start_as_far_as_budget_and_seats_go(rest, seqs, output, chunks):
+    """While 4 computes 32 tokens, 64 of prompts 2 and 3 are loaded; `rest` are left of each. A step has 32."""
+    loads = [
+        named(number, 2.0, (*held, *range(10 * number, 10 * number + 4)), answer)._replace(prompt_tokens=64 + rest)
+        for number, held, answer in ((2, A.hash_ids, output), (3, (5, 6, 7, 8), 1))
+    ]
+    arrivals = A, named(1, 0.5, (5, 6, 7, 8)), *loads, Request(4, 2.019, 32, 1)
+    policy = VllmV1(cpu_chunks=100, load_s_per_block=0.005, store_s_per_block=0.01, async_scheduling=False)
+    limit = limits(gpu=40, max_model_len=128, tokens=32, seqs=seqs, chunked=True)
+    outcome = simulate(policy, arrivals, replace(limit, enable_prefix_caching=False), machine=MACHINE, jump=False)
+    steps = [plan for plan, start_s, _ in outcome.plans if start_s > 2.0 and (plan.chunks or plan.num_decodes)]
+    assert [[(chunk.seq.request.request_id, chunk.num_new) for chunk in plan.chunks] for plan in steps] == chunks
+
+
 def test_vllm_loads_at_any_price_and_the_run_says_what_that_cost():
     """C waits 200 ms for what would be computed in 63."""
     outcome = run(A, B, C, load_s_per_block=0.05)

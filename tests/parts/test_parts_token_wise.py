@@ -173,6 +173,19 @@ def test_slsqp_is_never_better(instance, b, r):
         assert found.s_per_token <= other.s_per_token * (1 + 1e-9)
 
 
+def test_slsqp_copies_what_is_not_recomputed():
+    """Configuration (3, 2) recomputes two fifths; the link is slow, so that the copies of the rest take longest."""
+    times = CORRECTED._replace(swap_s=1e-3)
+    batch, room = Batch([700]), Memory(500.0, (SCRATCH[CONFIGURATIONS.index(FIRST)],))
+    found = solve(times, batch, room, 10.0, (1.0, 0.6), configuration=FIRST)
+    assert found is not None and found.ratio > 0.25
+    copied = 0.6 * found.ratio * 700
+    assert found.step_s == pytest.approx(CORRECTED.fixed_s + copied * 1e-3)
+    for share, fits in ((1.001, True), (0.999, False)):
+        held = solve(times, batch, room._replace(host_tokens=share * copied), 10.0, (1.0, 0.6), configuration=FIRST)
+        assert (held is not None) is fits
+
+
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.floats(0.1, 1.0))
 def test_the_largest_batch_is_feasible_and_one_more_is_not(lengths, share):
     batch, room = Batch(lengths), memory(share * sum(lengths))

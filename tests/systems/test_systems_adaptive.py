@@ -12,7 +12,7 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.eviction.park import Park
 from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
-from sim.parts.order.triage import CHANCE, FILL, PROMPT_SHARE, Triage, first_beyond
+from sim.parts.order.triage import CHANCE, FILL, KEPT, PROMPT_SHARE, Triage, first_beyond
 from sim.policy_options import parse_policy
 from sim.results.metrics import Goodput
 from sim.specs.models import load_model
@@ -237,3 +237,19 @@ def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
     simulate(policy, crowd(gap_s=0.07), ROOM)
     assert len(seen) > 1000
     assert max(seen) > 0
+
+
+def test_those_away_who_are_kept_are_counted(monkeypatch):
+    """Those whose copies are under way, too; who returns at this step no longer is."""
+    bring_back, seen = Park._bring_back, []
+
+    def compare(self, judged, iteration_s):
+        first = bring_back(self, judged, iteration_s)
+        kept = [seq for seq in self.away if self.order.class_of(seq, iteration_s) == KEPT]
+        assert self.num_kept == len(kept)
+        seen.append((len(kept), len(self.away), any(seq in self.paged.copies_of for seq in kept)))
+        return first
+
+    monkeypatch.setattr(Park, "_bring_back", compare)
+    simulate(Adaptive(), crowd(gap_s=0.07), ROOM, machine=linear_machine(swap_s_per_block=0.02))
+    assert any(0 < kept < away for kept, away, _ in seen) and any(leaving for *_, leaving in seen)

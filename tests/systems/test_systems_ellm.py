@@ -8,7 +8,7 @@ import pytest
 from kvtwin.testing import conformance, limits, linear_machine, requests, roofline_machine, simulate
 from kvtwin.testing.conformance import Workload
 from sim.cost.rebuilding import contiguous_s
-from sim.engine.plan import IterationPlan, Rebuilt, StepTimes, Uncache
+from sim.engine.plan import IterationPlan, Move, Rebuilt, StepTimes, Tier, Uncache
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
@@ -80,6 +80,20 @@ def test_tokens_are_uncached_when_memory_runs_out_and_no_more_than_it_asks_for()
     assert first.swapped_out == first.host_used == second.host_used == 7 * 3
     assert second.swapped_out == 0
     assert outcome.scheduler.counters.preemptions == 0
+
+
+def test_what_becomes_uncached_leaves_in_blocks_that_the_host_does_not_have_yet():
+    """Three layer groups of each block: 62 and 38 tokens fill 4 and 3, with 77 and 50 each has one block more."""
+    machine = linear_machine(layers=10, prefill=AFFINE, decode=AFFINE, swap_s_per_block=0.002)
+    limit = limits(gpu=11, host=100, block_size=16, max_model_len=512)
+    policy = Ellm(layers_per_block=2, tpot_slo_ms=100.0, map_lookup_us=1000.0)
+    outcome = simulate(policy, requests((0.0, 90, 31), (0.0, 50, 31)), limit, machine=machine)
+    moves = [move for plan, *_ in outcome.plans for move in plan.changes if isinstance(move, Move)]
+    seqs = outcome.by_id()
+    assert moves == [
+        Move(seqs[number], (0, 1, 2, 3, 4), 0, end, Tier.GPU, Tier.HOST, blocks, 0, False)
+        for number, end, blocks in ((0, 62, 4 * 3), (1, 38, 3 * 3), (0, 77, 3), (1, 50, 3))
+    ]
 
 
 def test_a_pass_lasts_as_the_kernels_and_copies_say():

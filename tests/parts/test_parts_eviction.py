@@ -1,0 +1,48 @@
+"""`Swap` and `Park` at their bounds: who is given up, and how far a jump may go."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvtwin.testing import limits, linear_machine, requests
+from kvtwin.testing.engines import build_engine
+from sim.engine.batch import DecodeBatch
+from sim.engine.itl import GapCollector
+from sim.engine.sequence import Sequence, Status
+from sim.parts.eviction.park import HORIZON, Park
+from sim.parts.eviction.swap import Swap
+from sim.systems.vllm055 import VllmSwap
+
+
+@pytest.mark.parametrize(
+    ("prefilling", "rest", "again"),
+    [(True, 32, False), (True, 33, True), (False, 33, False)],
+    ids=["fits the budget", "exceeds it", "decodes"],
+)
+def test_who_is_out_for_ever_is_given_up_unless_its_prompt_no_longer_fits_a_step(prefilling, rest, again):
+    """A budget of 32 tokens, and 64 tokens whose KV is on the host."""
+    scheduler = build_engine(
+        VllmSwap(), limits(tokens=32, seqs=32, chunked=True), linear_machine(), lambda seq: None
+    ).scheduler
+    swap = scheduler.eviction
+    assert isinstance(swap, Swap)
+    seq = Sequence(requests((0.0, 64 + rest, 5))[0])
+    seq.num_computed, seq.num_blocks, seq.prefilling, seq.status = 64, 4, prefilling, Status.SWAPPED
+    scheduler.host.allocate(4)
+    swap.swapped.append(seq)
+    assert swap.unblock()
+    assert not swap.swapped and scheduler.host.free == scheduler.host.num_blocks
+    assert seq.status is (Status.WAITING if again else Status.IGNORED)
+    assert list(scheduler.order) == [seq] * again
+    assert (seq.num_computed, scheduler.counters.preemptions) == ((0, 1) if again else (64, 0))
+
+
+def test_a_jump_goes_as_far_as_free_and_coming_blocks_go_but_for_the_horizon():
+    """Two members begin blocks in the first and second iteration, and every 16 later: the tenth block in the 66th."""
+    batch = DecodeBatch(16, GapCollector())
+    for request in requests((0.0, 17, 1000), (0.0, 16, 1000)):
+        batch.add(Sequence(request))
+    park = Park()
+    park.batch, park.gpu, park.paged = batch, SimpleNamespace(free=5), SimpleNamespace(releasing=3)
+    assert park.holds(None, 1000) == 65 - HORIZON
+    assert park.holds(None, 10) == 10
