@@ -141,11 +141,3 @@ class ProactiveSwap(Recompute):
             self.away[seq] = None
             self.order.idle_since_s.setdefault(seq, self.scheduler.now_s)
             self.scheduler.counters.policy["late_swap_outs"] += 1
-
-    def unblock(self) -> bool:
-        """Nothing can be computed: who stands first comes back whatever shall be free."""
-        if self.away and not self.memory.copies_of and not self.batching.paused:
-            seq = next(s for s in self.order.in_order() if s in self.away)
-            if self.memory.can_swap_in(seq, 0):
-                self.call_back(seq)
-        return False
