@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_parts_windowed import setup, windowed_workloads
 
 from kvtwin.testing.conformance import Workload, check_ends, check_gaps, check_jumps, run, with_prefix
-from kvtwin.testing.engines import limits, simulate
+from kvtwin.testing.engines import build_engine, limits, linear_machine, simulate
 from sim.engine.limits import WindowLimits
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
@@ -67,6 +67,15 @@ def test_models_whose_layers_all_have_the_window() -> None:
     """The last window of a prompt is all that it takes: blocks before it need not be there."""
     all_windowed = WindowLimits(33, 0, 1, 3)
     assert hits((0.0, 100, 5, ids(1, 7)), (9.0, 100, 5, ids(1, 7)), window=all_windowed) == [0, 96]
+
+
+def test_who_leaves_no_prefix_has_no_junction() -> None:
+    """Nothing is cached: groups that keep all have no prefix that those with a window lack, or there are none."""
+    for window in (WINDOW, WindowLimits(33, 0, 1, 3)):
+        limit = replace(limits(gpu=40, window=window), enable_prefix_caching=True)
+        memory = build_engine(VllmV1(), limit, linear_machine(), lambda seq: None).scheduler.memory
+        assert isinstance(memory, HybridMemory)
+        assert memory._match(Sequence(Request(0, 0.0, 100, 5, "", ids(1, 7), 16))).junction == 0
 
 
 def test_what_leaves_the_window_is_free_by_hand() -> None:
