@@ -234,7 +234,7 @@ def _warnings(setup: Setup, counters: Counters) -> list[str]:
     for pool in (setup, setup.decode):
         warnings += _beyond_range(pool) if pool is not None else []
     for reason, count in sorted(counters.ignored.items()):
-        warnings.append(f"{count} requests ignored: {reason}")
+        warnings.append(f"{count} request{'s' * (count != 1)} ignored: {reason}")
     return warnings
 
 

@@ -211,7 +211,7 @@ def test_a_request_that_never_fits_is_ignored_counted_and_named(crowd):
     assert "ignored" in result["errors"][TOO_LONG]
     assert result["ignored"] == sum(result["counters"]["ignored"].values()) == 1
     assert result["num_prompts"] == 60
-    assert any(warning.startswith("1 requests ignored: ") for warning in result["warnings"])
+    assert any(warning.startswith("1 request ignored: ") for warning in result["warnings"])
     assert [row["request_id"] for row in read_table(folder) if row["status"] == "ignored"] == [TOO_LONG]
 
 
