@@ -13,6 +13,7 @@ from systems_steps import by_hand, machine, steps_of, token_times, work
 
 from kvtwin.testing import Outcome, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, workloads
+from sim.engine.limits import WindowLimits
 from sim.engine.plan import IterationPlan, Move, StepTimes, Tier
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
@@ -663,3 +664,11 @@ def test_nobody_is_sent_out_and_called_back_for_ever() -> None:
     limit = limits(gpu=7, seqs=3, max_model_len=256)
     outcome = simulate(policy, requests(*rows), limit, machine=linear_machine(), most_plans=5000)
     assert len(outcome.ended) == len(rows)
+
+
+def test_blocks_taken_from_others_are_counted_in_groups() -> None:
+    """Two groups of layers, 14 pool blocks: what others give up is less than as many whole blocks."""
+    limit = limits(gpu=7, host=100, seqs=2, max_model_len=256, window=WindowLimits(33, 1, 1, 3))
+    rows = ((0.0, 35, 9), (0.02, 47, 19), (0.02, 86, 8))
+    outcome = simulate(FastServe(), requests(*rows), limit, machine=linear_machine())
+    assert all(not seq.error for seq in outcome.by_id().values()) and len(outcome.ended) == 3

@@ -171,7 +171,7 @@ class Quanta(Batching):
         if fits(seq, keep_free):
             return True
         self._may_take = False
-        if fits(seq, keep_free - memory.releasing):
+        if fits(seq, keep_free - memory.releasing // memory.unit):
             return False
         victims: list[Sequence] = []
         taken, room = 0, self.eviction.room()
@@ -180,7 +180,7 @@ class Quanta(Batching):
             taken += memory.held_blocks(victim)
             if taken > room or memory.outgrew_gpu(victim):
                 return False
-            if fits(seq, keep_free - taken):
+            if fits(seq, keep_free - taken // memory.unit):
                 break
         else:
             return False
