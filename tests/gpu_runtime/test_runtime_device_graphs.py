@@ -65,8 +65,11 @@ def graphed(monkeypatch):
     return SimpleNamespace(passes=passes, check=checked)
 
 
-# One looks at what layers read, the other always streams.
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in ("hcache", "kvpr")])
+# One looks at what layers read, one always streams, and one computes uncached tokens again.
+NO_GRAPHS = ("hcache", "kvpr", "ellm")
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if not variant.startswith(NO_GRAPHS)])
 def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
     graphed.check(variant, ROWS, gpu=60)
     sizes = {kind: {size for other, size in graphed.passes if other == kind} for kind in ("graph", "decode", "prompt")}
@@ -78,8 +81,9 @@ def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
         assert sizes["decode"]
 
 
-def test_who_saves_what_layers_read_runs_no_graph(graphed):
-    graphed.check("hcache", ROWS, gpu=60)
+@pytest.mark.parametrize("variant", ["hcache", "ellm:layer-order=contiguous"])
+def test_who_needs_more_than_blocks_runs_no_graph(variant, graphed):
+    graphed.check(variant, ROWS, gpu=60)
     assert {kind for kind, _ in graphed.passes} == {"prompt", "decode"}
 
 
