@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from runtime_mistakes import check_failures, failing_copies, misled, running_out  # noqa: E402
 from runtime_variants import CONTIGUOUS, policy_of  # noqa: E402
 
 from gpu_runtime.kv.block_ids import OutOfBlocks  # noqa: E402
-from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
@@ -129,23 +129,6 @@ def test_no_workload_finds_a_token_that_is_changed(rows, seed, **sizes):
 # -- plans that are wrong, machines that fail -------------------------------------------------------------------------
 
 
-def misled(monkeypatch, part, wrong):
-    """Serve with a mistake in every plan that it fits; how many it was made in."""
-    made = []
-
-    class Misled(CheckedDevice):
-        def execute(self, plan):
-            before = tuple(getattr(plan, part))
-            after = tuple(found for item in before if (found := wrong(item)) is not None)
-            if after != before:
-                made.append(plan)
-                setattr(plan, part, after)
-            return super().execute(plan)
-
-    serve(monkeypatch, at_random(1), kind=Misled)
-    return made
-
-
 def rebuilt(**changes):
     def change(record):
         return record._replace(**{name: value(record) for name, value in changes.items()})
@@ -187,33 +170,18 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
     with pytest.raises((InvariantError, KeyError, OutOfBlocks)):
-        misled(monkeypatch, *MISTAKES[mistake])
+        misled(lambda kind: serve(monkeypatch, at_random(1), kind=kind), *MISTAKES[mistake])
 
 
 @pytest.mark.parametrize("part", ["streamed", "changes", "behind"])
 def test_a_right_plan_is_not(monkeypatch, part):
-    assert not misled(monkeypatch, part, lambda item: item)
-
-
-def check_failures(served, message):
-    completed = live.check_tokens(served, requests(*GROWING))
-    failed = [seq for seq in served.ended if seq.error]
-    assert failed and len(failed) + len(completed) == len(GROWING)
-    assert all(message in seq.error for seq in failed)
+    assert not misled(lambda kind: serve(monkeypatch, at_random(1), kind=kind), part, lambda item: item)
 
 
 def test_copies_that_fail_end_those_whose_kv_they_carry(monkeypatch):
-    dice, right = random.Random(5), CopyEngine.copy_blocks
-
-    def sometimes(self, *arguments):
-        handle = right(self, *arguments)
-        if dice.random() < 0.01:
-            handle.wait()
-            handle.finish(RuntimeError("the link is down"))
-        return handle
-
-    monkeypatch.setattr(CopyEngine, "copy_blocks", sometimes)
-    check_failures(serve(monkeypatch, at_random(2), inline=False), "the link is down")
+    with failing_copies("copy_blocks", 0.01):
+        served = serve(monkeypatch, at_random(2), inline=False)
+    check_failures(served, GROWING, "the link is down")
 
 
 def test_a_pass_that_does_not_fit_is_computed_in_parts(monkeypatch):
@@ -230,15 +198,9 @@ def test_a_pass_that_does_not_fit_is_computed_in_parts(monkeypatch):
 
 
 def test_memory_that_runs_out_between_the_layers_leaves_no_copy_behind(monkeypatch):
-    dice, right = random.Random(2), DecoderLayer.restore_kv
-
-    def sometimes(self, *arguments):
-        if dice.random() < 0.1:
-            raise torch.OutOfMemoryError("tried to allocate too much")
-        right(self, *arguments)
-
-    monkeypatch.setattr(DecoderLayer, "restore_kv", sometimes)
-    check_failures(serve(monkeypatch, at_random(3), inline=False), "out of memory")
+    with running_out(DecoderLayer, "restore_kv", 0.1):
+        served = serve(monkeypatch, at_random(3), inline=False)
+    check_failures(served, GROWING, "out of memory")
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
