@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from sim.results.figures.style import (
     COLOURS,
     FAINT,
-    LOG_RANGE,
+    draw_diagonal,
     dress,
     log_ticks,
     new_figure,
@@ -62,13 +62,7 @@ def _over_arrivals(ax: Axes, arrivals_s: list[float], ours: Times, theirs: Times
 
 def _against(ax: Axes, simulated_s: Array, measured_s: Array) -> None:
     both = np.concatenate([simulated_s, measured_s])
-    ends = [float(both[both > 0].min()), float(both.max())] if (both > 0).any() else [1.0, 1.0]
-    ax.plot(ends, ends, color=FAINT, lw=0.8)
+    draw_diagonal(ax, both[both > 0] if (both > 0).any() else np.ones(1))
     ax.plot(measured_s, simulated_s, ".", color=SIMULATED, ms=4, alpha=0.7)
-    if ends[1] / ends[0] > LOG_RANGE:
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        for axis in (ax.xaxis, ax.yaxis):
-            log_ticks(axis, [np.array(ends)])
     dress(ax, "measured end to end, s", "simulated end to end, s")
     set_title(ax, "Request against request", WIDTH)

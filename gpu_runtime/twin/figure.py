@@ -12,9 +12,8 @@ from sim.results.figures.data import FigureRun
 from sim.results.figures.style import (
     COLOURS,
     FAINT,
-    LOG_RANGE,
+    draw_diagonal,
     dress,
-    log_ticks,
     new_figure,
     plain_text,
     set_title,
@@ -91,9 +90,7 @@ def _draw_iterations(against: Axes, errors: Axes, pairs: Sequence[Pair]) -> None
         for ax in (against, errors):
             show_nothing(ax, "no decision is common to both")
         return
-    all_ms = np.array([times for _, *times in aligned])
-    ends = [float(all_ms.min()), float(all_ms.max())]
-    against.plot(ends, ends, color=FAINT, lw=0.8)
+    draw_diagonal(against, np.array([times for _, *times in aligned]))
     errors.axvspan(-100 * TOLERANCE, 100 * TOLERANCE, color="#E4E4E4")
     for kind, colour in zip(KINDS, COLOURS[2:], strict=False):
         live_ms, simulated_ms = np.array([times for name, *times in aligned if name == kind]).reshape(-1, 2).T
@@ -103,11 +100,6 @@ def _draw_iterations(against: Axes, errors: Axes, pairs: Sequence[Pair]) -> None
         error = np.sort(100 * (simulated_ms / live_ms - 1))
         share = 100 * (np.arange(len(error)) + 1) / len(error)
         errors.step(error, share, where="post", color=colour, lw=1.3, label=f"{kind}, {len(error)}")
-    if ends[1] / ends[0] > LOG_RANGE:
-        against.set_xscale("log")
-        against.set_yscale("log")
-        for axis in (against.xaxis, against.yaxis):
-            log_ticks(axis, [np.array(ends)])
     against.legend(fontsize=8.5, frameon=False)
     errors.legend(fontsize=8.5, frameon=False)
     dress(against, "live, ms", "simulated, ms")

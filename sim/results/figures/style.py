@@ -123,6 +123,17 @@ def log_ticks(axis: Axis, found: list[Floats]) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def draw_diagonal(ax: Axes, values: Floats) -> None:
+    """Where two runs agree, over the range of `values`; both axes logarithmic where that is long."""
+    ends = np.array([values.min(), values.max()])
+    ax.plot(ends, ends, color=FAINT, lw=0.8)
+    if wants_log([ends]):
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        for axis in (ax.xaxis, ax.yaxis):
+            log_ticks(axis, [ends])
+
+
 LEAST_S, LEAST_SHARE = 5e-7, 5e-6
 """Less is rounding, of sums that cancel, and reads as 0."""
 
