@@ -104,12 +104,7 @@ class OffloadOracle(Oracle):
                     return now
                 now = max(now, self.rows[self.next].arrival_s)
                 continue
-            self._loads.clear()
-            before = len(self.steps)
-            self.scheduler.finished_req_ids = dict.fromkeys(ended)
-            output, price = self._schedule(now)
-            meta = output.kv_connector_metadata
-            self._tell(before, meta)
+            output, price, meta = self._step(now, ended)
             start = self._begin(meta, now, now)
             busy = bool(output.num_scheduled_tokens)
             if not busy:
@@ -125,10 +120,7 @@ class OffloadOracle(Oracle):
                 sampling[key] = None if request.is_prefill_chunk else request.num_output_tokens
             ended = self._deliver(output, sampling, now, reported)
             if not (busy or reported or self._unsubmitted or self._victims or ended):
-                later = [end for end, *_ in self._flying]
-                if self.next < len(self.rows):
-                    later.append(self.rows[self.next].arrival_s)
-                if later:
+                if later := self._next_facts():
                     now = max(now, min(later))
                 elif self.scheduler.has_unfinished_requests():
                     raise RuntimeError("requests wait for ever")
@@ -142,12 +134,7 @@ class OffloadOracle(Oracle):
         while True:
             self._arrive(now)
             if self.scheduler.has_requests():
-                self._loads.clear()
-                before = len(self.steps)
-                self.scheduler.finished_req_ids = dict.fromkeys(ended)
-                output, price = self._schedule(now)
-                meta = output.kv_connector_metadata
-                self._tell(before, meta)
+                output, price, meta = self._step(now, ended)
                 busy = bool(output.num_scheduled_tokens)
                 told = bool(self._unsubmitted or meta.load_jobs or meta.store_jobs or meta.jobs_to_flush or ended)
                 ended = []
@@ -179,12 +166,23 @@ class OffloadOracle(Oracle):
             ended = self._deliver(output, sampling, end, reported)
             if silent > 2 and self.scheduler.has_requests():
                 # Those in flight are silent as well: nothing changes before a copy ends or a request arrives.
-                later = [end for end, *_ in self._flying]
-                if self.next < len(self.rows):
-                    later.append(self.rows[self.next].arrival_s)
-                if not later:
+                if not (later := self._next_facts()):
                     raise RuntimeError("requests wait for ever")
                 now, silent = max(now, min(later)), 0
+
+    def _step(self, now: float, ended: list[str]) -> tuple[Any, float, Any]:
+        """Schedule; what is to be computed, how long that takes, and what the connector is to do."""
+        self._loads.clear()
+        before = len(self.steps)
+        self.scheduler.finished_req_ids = dict.fromkeys(ended)
+        output, price = self._schedule(now)
+        self._tell(before, output.kv_connector_metadata)
+        return output, price, output.kv_connector_metadata
+
+    def _next_facts(self) -> list[float]:
+        """When copies under way end, and when the next request arrives."""
+        arrivals = [row.arrival_s for row in self.rows[self.next : self.next + 1]]
+        return [*(end for end, *_ in self._flying), *arrivals]
 
     def _tell(self, before: int, meta: Any) -> None:
         text = ""
