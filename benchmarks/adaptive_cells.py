@@ -25,10 +25,11 @@ from sim.bounds.goodput import goodput_bound
 from sim.cost.forms import build_cost
 from sim.files import write_atomically
 from sim.policy_options import parse_policy
+from sim.prepare import Setup, prepare
 from sim.results.metrics import Goodput
 from sim.results.result import Result, assemble
 from sim.scenario import Scenario
-from sim.simulate import Setup, build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.traffic import traffic
 
 GOODPUT = ("ttft:3000", "tpot:200")

@@ -20,8 +20,9 @@ from tempfile import TemporaryDirectory
 
 from sim.cost.forms import LinearCost
 from sim.policy_options import parse_policy
+from sim.prepare import Setup, prepare
 from sim.scenario import Scenario
-from sim.simulate import Setup, build_run, execute, prepare
+from sim.simulate import build_run, execute
 from traces.request import Request
 
 FITS_MS = {

@@ -33,9 +33,11 @@ from kvtwin import main as kvtwin
 from sim.engine.plan import IterationPlan
 from sim.files import write_atomically
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
 from sim.results.result import assemble
+from sim.runs import Keep
 from sim.scenario import Scenario
-from sim.simulate import Keep, build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.traffic import traffic
 
 CONFIG = {

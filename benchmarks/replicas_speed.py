@@ -11,8 +11,9 @@ import sys
 from time import perf_counter, process_time
 
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.topology import ROUTERS
 from sim.traffic import traffic
 

@@ -24,8 +24,9 @@ from calib.fit import fit_profile
 from calib.importers.llmservingsim import import_samples, import_tables, is_whole
 from sim.cost.profile import Profile, load_profile
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.specs.hardware import load_hardware
 from sim.traffic import traffic
 

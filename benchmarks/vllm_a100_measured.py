@@ -16,8 +16,9 @@ from statistics import fmean
 from distserve_measured import Measured, read, row
 
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare
+from sim.simulate import build_run, execute
 
 POLICY = "vllm-recompute"
 TPOT_TARGET, TTFT_TARGET = 0.10, 0.25

@@ -18,8 +18,9 @@ from random import Random
 from statistics import fmean, median
 
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare
+from sim.simulate import build_run, execute
 from traces.request import Request
 
 MODEL = "Llama-3.1-70B"

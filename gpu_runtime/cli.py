@@ -13,10 +13,11 @@ from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import folder_name
 from sim.folders import clear, owning
+from sim.prepare import Setup, prepare
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
+from sim.runs import Keep, Run
 from sim.scenario import Outputs, Scenario, read_scenario
-from sim.simulate import Keep, Run, Setup, prepare
 from sim.specs.hardware import load_hardware
 from sim.systems.base import Policy
 from traces.request import Request

@@ -27,9 +27,10 @@ from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.errors import UserError
+from sim.prepare import Setup
 from sim.results.metrics import TableSink
 from sim.results.parts import Machine
-from sim.simulate import Keep, Run, Setup, build_engine
+from sim.runs import Keep, Run, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
 from sim.traffic import arrivals_of, traffic

@@ -16,8 +16,9 @@ from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
 from sim.engine.limits import Limits
 from sim.errors import UserError
+from sim.prepare import GIB, prepare
+from sim.runs import Keep, build_engine
 from sim.scenario import Scenario
-from sim.simulate import GIB, Keep, build_engine, prepare
 from sim.systems.base import Policy
 from sim.systems.builder import options_among
 from sim.systems.mixing import MEMORIES

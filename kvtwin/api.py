@@ -24,6 +24,7 @@ from sim.errors import UserError
 from sim.folders import owning
 from sim.option_values import option_fields
 from sim.policy_options import options_of, parse_policy
+from sim.prepare import prepare, with_one_swap_space
 from sim.results.comparison_sentences import sentences
 from sim.results.figures import FIGURES, FigureRun
 from sim.results.figures.data import together
@@ -31,8 +32,9 @@ from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
 from sim.results.schema import Result
+from sim.runs import Keep
 from sim.scenario import Scenario, build_scenario, read_toml
-from sim.simulate import Keep, build_run, execute, prepare, with_one_swap_space
+from sim.simulate import build_run, execute
 from sim.study.axes import Study, read_study
 from sim.study.backends import Backend
 from sim.study.figures import draw

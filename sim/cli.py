@@ -15,10 +15,12 @@ from sim.folders import clear, owning
 from sim.interrupts import INTERRUPTED
 from sim.option_values import base_type, flag, option_fields
 from sim.policy_options import PREEMPTION_MODES, options_of, owned_option, parse_policy, with_preemption_mode
+from sim.prepare import Setup, prepare, with_one_swap_space
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
 from sim.results.result import assemble, write_result, write_series
 from sim.results.schema import Result
 from sim.results.timeline import write_timeline
+from sim.runs import Keep, Run
 from sim.scenario import (
     PREEMPTION_MODE,
     Outputs,
@@ -28,7 +30,7 @@ from sim.scenario import (
     read_scenario,
     write_asked,
 )
-from sim.simulate import Keep, Run, Setup, build_run, execute, prepare, with_one_swap_space
+from sim.simulate import build_run, execute
 from sim.systems import DEFAULT_POLICY, POLICIES
 from sim.systems.base import Policy
 from sim.traffic import requests_of

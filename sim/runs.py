@@ -1,7 +1,7 @@
 """`Run`: engines and what they leave, on either clock; everything a result is made from."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -13,14 +13,12 @@ from sim.engine.limits import Deployment
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.prepare import Setup
 from sim.results.journal import Journal
 from sim.results.metrics import Goodput, RequestLog, TableSink
 from sim.results.parts import Machine
 from sim.results.schema import Backend
 from sim.results.series import SAMPLE_LIMIT, Series
-
-if TYPE_CHECKING:
-    from sim.simulate import Setup
 
 LEAST_SAMPLES = 500
 """Rows of its time series that an engine keeps at least, however many there are."""
@@ -37,7 +35,7 @@ class HasIterations(Protocol):
 class EngineParts(msgspec.Struct, kw_only=True):
     """One engine of a run, the same on both clocks, and what all engines of the run share."""
 
-    setup: "Setup"
+    setup: Setup
     scheduler: Scheduler
     engine: Engine
     lanes: Lanes
@@ -84,7 +82,7 @@ class Run(msgspec.Struct, kw_only=True):
     """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
 
     @property
-    def setup(self) -> "Setup":
+    def setup(self) -> Setup:
         """What the scenario resolved to, for the first engine."""
         return self.engines[0].setup
 
@@ -114,12 +112,12 @@ class Keep(msgspec.Struct, frozen=True):
     """Hears of every plan, too."""
 
 
-def build_engine(setup: "Setup", table: TableSink | None, keep: Keep) -> EngineParts:
+def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> EngineParts:
     """Put together the one engine of a run, as both clocks have it."""
     return _engines([setup], table, keep)[0]
 
 
-def build_engines(setup: "Setup", table: TableSink | None, keep: Keep) -> list[EngineParts]:
+def build_engines(setup: Setup, table: TableSink | None, keep: Keep) -> list[EngineParts]:
     """Put together the engines of a cluster, which share their books."""
     scenario = setup.scenario
     if setup.decode is None:
@@ -128,7 +126,7 @@ def build_engines(setup: "Setup", table: TableSink | None, keep: Keep) -> list[E
     return _engines([setup] * prefills + [setup.decode] * decodes, table, keep)
 
 
-def _engines(setups: "list[Setup]", table: TableSink | None, keep: Keep) -> list[EngineParts]:
+def _engines(setups: list[Setup], table: TableSink | None, keep: Keep) -> list[EngineParts]:
     scenario = setups[0].scenario
     log = RequestLog(table, Goodput.parse(list(scenario.goodput)) if scenario.goodput else None)
     gaps = GapCollector()

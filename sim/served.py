@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from sim.errors import UserError
 from sim.option_values import flag
+from sim.prepare import Setup
 from sim.results.metrics import RequestLog
 from sim.scenario import SHAPING, Scenario
-from sim.simulate import Setup, build_run, execute
+from sim.simulate import build_run, execute
 from sim.traffic import traffic
 from traces.served import ServedRun, read_served
 

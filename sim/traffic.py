@@ -3,17 +3,15 @@
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from sim.clock.arrivals import Arrivals
+from sim.prepare import Setup
 from sim.scenario import READING, Scenario
 from sim.systems.builder import STORED
 from traces import readers, transforms
 from traces.request import Request
 from traces.workloads import ABOUT
-
-if TYPE_CHECKING:
-    from sim.simulate import Setup
 
 DEFAULT_WORKLOAD_PROMPTS = 1000
 SKIPPED = {"sharegpt": "vLLM's rule for ShareGPT", "vllm-bench": "they failed"}
@@ -49,7 +47,7 @@ def open_trace(scenario: Scenario) -> readers.Trace:
     return readers.open_trace(scenario.trace or "", format=scenario.trace_format, **reading)
 
 
-def requests_of(setup: "Setup", trace: ReadTrace | None = None) -> Iterable[Request]:
+def requests_of(setup: Setup, trace: ReadTrace | None = None) -> Iterable[Request]:
     """The requests of a run, whose warnings get what should be known of them. `trace`: the scenario's, read already."""
     requests = traffic(setup.scenario, setup.warnings, trace)
     if not setup.limits.enable_prefix_caching and setup.policy.names["memory"] != STORED:

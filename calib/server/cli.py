@@ -11,8 +11,8 @@ from sim.errors import UserError
 from sim.files import write_atomically
 from sim.folders import owning
 from sim.option_values import flag
+from sim.prepare import prepare
 from sim.served import read_run
-from sim.simulate import prepare
 from sim.specs.hardware import load_hardware
 from sim.systems import DEFAULT_POLICY
 

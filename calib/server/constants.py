@@ -9,7 +9,7 @@ from calib.robust import Estimate, Parameter
 from sim.cost.forms import build_cost
 from sim.cost.profile import MAY_BE_ZERO, UNITS, Constant
 from sim.errors import UserError
-from sim.simulate import Setup
+from sim.prepare import Setup
 
 FITTED = {
     "roofline": ("step_overhead_s", "hbm_bytes_per_s", "flops_per_s", "attention_flops_per_s"),

@@ -20,8 +20,8 @@ from sim.cost.model import CostModel
 from sim.engine.plan import IterationPlan, make_times
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.prepare import Setup
 from sim.runs import Keep, build_engine
-from sim.simulate import Setup
 from traces.served import ServedRun
 
 DISAGREEMENT = 0.2

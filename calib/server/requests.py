@@ -11,8 +11,8 @@ from scipy.stats import t as student
 from calib.robust import Array, Estimate, Fit, Parameter
 from calib.samples import MADS
 from calib.server.constants import HOST, with_constants
+from sim.prepare import Setup
 from sim.served import Times, measured_times, simulated_times
-from sim.simulate import Setup
 from traces.served import ServedRun
 
 LOSS_SCALE = 2.0

@@ -11,8 +11,9 @@ from sim.cli import add_flags, print_result, read_options, record
 from sim.errors import UserError
 from sim.folders import owning
 from sim.option_values import flag
+from sim.prepare import Setup, prepare
+from sim.runs import Run
 from sim.scenario import OF_WORKLOADS, READING, read_scenario
-from sim.simulate import Run, Setup, prepare
 
 API_KEY = "KVTWIN_API_KEY"
 HTTP = "http"

@@ -16,8 +16,9 @@ from gpu_runtime.serve.metrics import Metrics
 from gpu_runtime.serve.server import Server, ServerOptions
 from gpu_runtime.serve.text import Codec
 from sim.errors import UserError
+from sim.prepare import Setup
 from sim.results.metrics import TableSink
-from sim.simulate import Keep, Run, Setup, build_engine
+from sim.runs import Keep, Run, build_engine
 from sim.specs.json_file import read_json_object
 
 EOS_FILES = ("config.json", "generation_config.json")

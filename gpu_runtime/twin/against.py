@@ -10,11 +10,11 @@ import numpy as np
 from sim.cli import print_result, read_options, record, simulator
 from sim.files import folder_name, write_atomically
 from sim.folders import clear, owning
+from sim.prepare import prepare
 from sim.results.metrics import summary
 from sim.results.report import METRICS
 from sim.results.schema import Result
 from sim.served import Times, measured_times, read_run, times_in
-from sim.simulate import prepare
 from sim.systems import DEFAULT_POLICY
 from traces.served import ServedRun
 

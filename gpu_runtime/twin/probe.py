@@ -9,8 +9,10 @@ from math import inf
 
 from gpu_runtime.live import LiveOptions, perform
 from gpu_runtime.model.decoder import Decoder
+from sim.prepare import prepare
+from sim.runs import Keep
 from sim.scenario import Scenario
-from sim.simulate import Keep, build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.systems.vllm055 import VllmRecompute
 from sim.traffic import traffic
 

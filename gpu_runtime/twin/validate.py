@@ -17,8 +17,8 @@ from sim.results.figures import FigureRun
 from sim.results.figures.style import save_figure
 from sim.results.schema import Result
 from sim.results.timeline import TIMELINE_FILE, merge_timelines
+from sim.runs import Run
 from sim.scenario import Outputs, Scenario
-from sim.simulate import Run
 from sim.systems.base import Policy
 
 ATTEMPTS = 5

@@ -6,12 +6,13 @@ from itertools import islice
 from sim.bounds.goodput import GoodputBound, goodput_bound
 from sim.bounds.lifted import LIFTED
 from sim.errors import UserError
+from sim.prepare import Setup
 from sim.results.metrics import Goodput
 from sim.results.report import metric_values
 from sim.results.result import assemble
 from sim.results.schema import Bounds, Result
 from sim.scenario import Scenario
-from sim.simulate import Setup, build_run, execute
+from sim.simulate import build_run, execute
 from sim.traffic import traffic
 
 BY_DEFAULT = 20_000

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import simpy
 
@@ -15,6 +14,7 @@ from sim.cost.model import ACTIVATION_BYTES
 from sim.engine.engine import Engine
 from sim.engine.sequence import Sequence
 from sim.parts.stage.mixed import Mixed
+from sim.prepare import Setup
 from sim.runs import EngineParts
 from sim.systems.base import Policy
 from sim.systems.builder import MEMPOOL, STORED, options_among
@@ -24,9 +24,6 @@ from sim.topology import DEFAULT_ROUTER, ROUTERS
 from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines
 from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PromptTrees, Router
-
-if TYPE_CHECKING:
-    from sim.simulate import Setup
 
 BYTES_PER_S_IN_GBPS = 1e9 / 8
 
@@ -89,7 +86,7 @@ def _hand_overs(engines: list[EngineParts], members: list[Member], decoders: ran
     return hand_overs
 
 
-def _link_bytes_per_s(setup: "Setup") -> float:
+def _link_bytes_per_s(setup: Setup) -> float:
     return (setup.scenario.link_gbps or 0.0) * BYTES_PER_S_IN_GBPS
 
 
@@ -159,7 +156,7 @@ def member_class(engine: Engine) -> type[Member]:
     return AheadMember
 
 
-def _hand_over_s_per_token(setup: "Setup") -> float:
+def _hand_over_s_per_token(setup: Setup) -> float:
     """A token's hidden state from a stage to the next: over NVLink, or PCIe where there is none."""
     bytes_per_s = setup.hardware.nvlink_bytes_per_s or setup.hardware.pcie_bytes_per_s
     return setup.model.hidden_size * ACTIVATION_BYTES / bytes_per_s

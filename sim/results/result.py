@@ -15,6 +15,7 @@ from sim.cost.pricing import Lanes
 from sim.engine.limits import Counters, TierCounters, TierName
 from sim.files import write_atomically
 from sim.policy_options import options_of
+from sim.prepare import Setup
 from sim.results.metrics import PERCENTILES, EndedRequest, RequestLog, gap_statistics
 from sim.results.parts import (
     Counts,
@@ -31,7 +32,7 @@ from sim.results.parts import (
 from sim.results.schema import Result
 from sim.results.series import Series
 from sim.results.time_use import latency_parts
-from sim.simulate import Run, Setup
+from sim.runs import Run
 from sim.specs.json_file import convert, read_json_object
 from sim.version import VERSION
 

@@ -18,11 +18,12 @@ from sim.engine.plan import IterationPlan, StepTimes
 from sim.errors import InvariantError, UserError
 from sim.option_values import flag
 from sim.policy_options import PREEMPTION_MODES, parse_policy, with_preemption_mode
+from sim.prepare import Setup, prepare
 from sim.results.result import assemble, result_data
 from sim.results.schema import Result
 from sim.runs import Run
 from sim.scenario import PREEMPTION_MODE, build_scenario
-from sim.simulate import Setup, build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.study.shared_trace import SharedTrace
 from sim.systems import DEFAULT_POLICY
 from sim.systems.base import Policy

@@ -8,8 +8,10 @@ from random import Random
 
 from calib.server.constants import with_constants
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
+from sim.runs import Keep
 from sim.scenario import Scenario
-from sim.simulate import Keep, build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.traffic import traffic
 
 HIDDEN = {"step_overhead_s": 0.0031, "hbm_bytes_per_s": 1.32e12, "flops_per_s": 2.05e14}

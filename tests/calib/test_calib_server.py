@@ -16,9 +16,9 @@ from calib.server.requests import fit_requests
 from sim.cost.profile import read_profile
 from sim.errors import UserError
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
 from sim.scenario import Scenario
 from sim.served import mean_errors, measured_times, simulated_times
-from sim.simulate import prepare
 from traces.readers import open_trace
 from traces.served import read_served
 

@@ -10,8 +10,9 @@ pytest.importorskip("psutil")
 from gpu_runtime.live import LiveOptions, check_lengths, perform  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.errors import UserError  # noqa: E402
+from sim.prepare import prepare  # noqa: E402
+from sim.runs import Keep  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
-from sim.simulate import Keep, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.traffic import traffic  # noqa: E402
 

@@ -20,8 +20,8 @@ from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.weights import RandomWeights
 from kvtwin.testing.live import SMALL, small_decoder
 from sim.errors import UserError
+from sim.prepare import GIB, prepare
 from sim.scenario import Scenario
-from sim.simulate import GIB, prepare
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 

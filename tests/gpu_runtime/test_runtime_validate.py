@@ -22,8 +22,8 @@ import kvtwin  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: E402
 from sim.errors import UserError  # noqa: E402
+from sim.prepare import GIB, prepare  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
-from sim.simulate import GIB, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.systems.builder import HAND_OVER  # noqa: E402
 from traces.request import Request  # noqa: E402

@@ -4,11 +4,13 @@ from msgspec import UNSET, structs
 
 from sim.option_values import flag
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
 from sim.results.metrics import names
 from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
+from sim.runs import Keep, Run
 from sim.scenario import Scenario
-from sim.simulate import Keep, Run, build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.traffic import traffic
 
 

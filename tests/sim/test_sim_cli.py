@@ -13,8 +13,9 @@ import pytest
 
 import kvtwin
 from sim import cli
+from sim.prepare import prepare
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.systems.vllm055 import VllmRecompute
 from traces.request import Request
 

@@ -9,10 +9,11 @@ import pytest
 
 import kvtwin
 from sim.files import CsvTable
+from sim.prepare import prepare
 from sim.results import result as result_module
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.systems.distserve import DistServe
 from sim.traffic import traffic
 

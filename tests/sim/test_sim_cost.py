@@ -16,9 +16,10 @@ from sim.cost.roofline import RooflineCost
 from sim.engine.plan import Direction, IterationPlan, Move, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.prepare import prepare
 from sim.results.result import assemble
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems import POLICIES

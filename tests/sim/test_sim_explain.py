@@ -8,8 +8,8 @@ from small_results import finished
 
 import kvtwin
 from sim.results.timeline import ITERATIONS, merge_timelines, read_timeline, step_name, timeline_events, why
+from sim.runs import Keep
 from sim.scenario import Scenario
-from sim.simulate import Keep
 from sim.systems import POLICIES
 from sim.systems.builder import HAND_OVER
 

@@ -34,7 +34,7 @@ from sim.results.result import RESULT_FILE, SERIES_FILE, assemble
 from sim.results.schema import Comparison, Result
 from sim.results.series import COLUMNS
 from sim.results.timeline import TIMELINE_FILE, write_timeline
-from sim.simulate import Keep
+from sim.runs import Keep
 
 ROOT = Path(__file__).parents[2]
 FILES = [RESULT_FILE, *TABLE_FILES, SERIES_FILE, TIMELINE_FILE, "figures/"]

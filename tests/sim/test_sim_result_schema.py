@@ -12,8 +12,8 @@ from sim.cost.pricing import Lanes
 from sim.errors import UserError
 from sim.results.parts import LanesUse, Machine, ResolvedScenario, TierUse
 from sim.results.result import assemble, read_result, write_result
+from sim.runs import Keep
 from sim.scenario import Scenario
-from sim.simulate import Keep
 
 MACHINE = Machine(device="cpu", torch="2", dtype="float32", threads="1")
 

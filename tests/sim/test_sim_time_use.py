@@ -9,10 +9,12 @@ from msgspec import UNSET, structs
 from small_results import CROWDED, finished
 
 from sim.policy_options import parse_policy
+from sim.prepare import prepare
 from sim.results.result import assemble
 from sim.results.time_use import LIMITS
+from sim.runs import Keep
 from sim.scenario import Scenario
-from sim.simulate import Keep, build_run, execute, prepare
+from sim.simulate import build_run, execute
 from sim.systems import POLICIES
 from sim.systems.builder import HAND_OVER
 from sim.traffic import traffic

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sim.results.schema import Result
 
 if TYPE_CHECKING:
-    from sim.simulate import Run
+    from sim.runs import Run
 
 Floats = NDArray[np.float64]
 

@@ -1,0 +1,293 @@
+"""From a scenario to a `Setup` for one policy: names looked up, pools sized, limits checked against each other."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from sim.cost.changed_profile import profile_named
+from sim.cost.engine_profile import EngineProfile, load_engine_profile
+from sim.cost.forms import build_cost
+from sim.cost.model import CostModel
+from sim.cost.profile import Profile
+from sim.engine.limits import Limits, Role, WindowLimits
+from sim.errors import UserError
+from sim.results.metrics import Goodput
+from sim.scenario import Scenario
+from sim.specs.hardware import HardwareSpec, load_hardware
+from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
+from sim.specs.memory import kv_cache_blocks
+from sim.specs.models import ModelSpec, load_model
+from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.builder import HAND_OVER, STORED, options_among
+from sim.systems.hand_over_options import MixedPoolOptions
+
+GIB = 1 << 30
+PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
+DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a scenario resolves to for one policy."""
+
+    scenario: Scenario
+    policy: Policy
+    label: str
+    model: ModelSpec
+    hardware: HardwareSpec
+    profile: Profile
+    limits: Limits
+    cost: CostModel
+    engine_profile: EngineProfile | None
+    """What the engine costs beside the GPU; None where prices are all there is."""
+    tp: int
+    """GPUs of an engine."""
+    role: Role = "both"
+    decode: "Setup | None" = None
+    """Of the engines that decode, where others prefill."""
+    pp: int = 1
+    """Stages of an engine, each of `tp` GPUs; as many virtual engines have these limits each."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
+    """Resolve names, size the pools as vLLM does and check the limits against each other."""
+    stage = policy.names["stage"]
+    if scenario.prefill_replicas is None:
+        if stage == HAND_OVER:
+            raise UserError(
+                f"--policy {policy.name}: hands sequences over from engines that prefill to others; give "
+                "--prefill-replicas, --decode-replicas and --link-gbps"
+            )
+        return _routed(_prepare(scenario, scenario, label, policy, "both"))
+    if stage != HAND_OVER:
+        raise UserError(
+            f"--prefill-replicas {scenario.prefill_replicas}: {label} decodes where it prefills (stage={stage}) and "
+            "cannot hand over; take distserve, or a policy that takes stage=hand-over"
+        )
+    prefill, decode = (
+        _prepare(scenario, scenario.of_pool(role), label, policy, role) for role in ("prefill", "decode")
+    )
+    warnings = list(dict.fromkeys((*prefill.warnings, *decode.warnings)))
+    return _routed(replace(prefill, decode=decode, warnings=warnings))
+
+
+def _routed(setup: Setup) -> Setup:
+    """Itself; UserError where prompts would be sent after prefixes that no engine keeps, or two would route them."""
+    if setup.scenario.router is not None and setup.policy.names["memory"] == STORED:
+        raise UserError(f"--router {setup.scenario.router}: {setup.label} has a conductor that routes; leave it out")
+    if setup.scenario.router is not None and setup.decode is not None and _mixes(setup.policy):
+        raise UserError(f"--router {setup.scenario.router}: mixed pools have a scheduler that routes; leave it out")
+    if setup.scenario.router == "prefix-affinity" and not setup.limits.enable_prefix_caching:
+        raise UserError(
+            f"--router prefix-affinity: engines of {setup.label} keep no prefixes; give --enable-prefix-caching (or a "
+            "policy that does, as vllm-v1), or take another router"
+        )
+    return setup
+
+
+def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:
+    warnings: list[str] = []
+    hardware = load_hardware(scenario.gpu)
+    profile = profile_named(scenario.profile, hardware)
+    model = _model(scenario, hardware, profile, warnings)
+    max_model_len = scenario.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        warnings.append(
+            f"--max-model-len {max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
+        )
+    asked = Asked(
+        max_model_len,
+        scenario.max_num_seqs,
+        scenario.max_num_batched_tokens,
+        scenario.enable_chunked_prefill,
+        hardware.name,
+        hardware.memory_bytes,
+    )
+    engine = policy.engine_limits(asked)
+    warnings += engine.warnings
+    Goodput.parse(list(scenario.goodput))
+    pp = _stages(scenario, model, policy, label)
+    limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, warnings)
+    engine_profile = _engine_profile(scenario, profile, policy)
+    if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
+        raise UserError(
+            f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
+            "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-0.5)"
+        )
+    block_bytes = limits.block_bytes * pp
+    cost = build_cost(model, hardware, profile, scenario.tp, block_bytes, scenario.cost_form, engine_profile)
+    return Setup(
+        asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
+        pp=pp, warnings=warnings,
+    )  # fmt: skip
+
+
+def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warnings: list[str]) -> ModelSpec:
+    """The model in the types that are asked for; `warnings` get what the profile does not know of these."""
+    model = load_model(scenario.model)
+    if scenario.dtype != "auto":
+        model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
+    if scenario.quantization is not None:
+        model = model.with_weights_of(1.0, scenario.quantization)
+    if scenario.kv_cache_dtype != "auto":
+        model = model.with_kv_dtype(kv_dtype(scenario.kv_cache_dtype, hardware))
+        if profile.form == "linear":
+            warnings.append(
+                f"--kv-cache-dtype: times of profile {profile.name} are those of the KV it was measured with"
+            )
+    if (
+        model.fp8_products
+        and hardware.fp8_flops_per_s
+        and (scenario.cost_form or profile.form) == "roofline"
+        and "fp8_flops_per_s" not in profile.constants
+    ):
+        warnings.append(
+            f"FP8 products are priced at the rate of 16 bits: profile {profile.name} has no fp8_flops_per_s"
+        )
+    return model
+
+
+def _limits(
+    scenario: Scenario,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    policy: Policy,
+    max_model_len: int,
+    engine: EngineLimits,
+    pp: int,
+    warnings: list[str],
+) -> Limits:
+    """Pools as vLLM sizes them, of one of `pp` virtual engines, and the engine's limits."""
+    swap_space = scenario.swap_space
+    if swap_space is None:
+        swap_space = default_swap_space_gib(scenario, policy, hardware)
+    block_size = scenario.block_size or policy.default_block_size
+    groups, window = _window(scenario, model, policy, block_size)
+    pool = kv_cache_blocks(
+        model,
+        hardware,
+        tensor_parallel_size=scenario.tp,
+        gpu_memory_utilization=scenario.gpu_memory_utilization,
+        block_size=block_size,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        swap_space_bytes_per_gpu=swap_space * GIB,
+        num_gpu_blocks_override=scenario.num_gpu_blocks_override,
+        groups=groups,
+        pipeline_parallel_size=pp,
+    )
+    host_blocks = scenario.num_cpu_blocks_override
+    if host_blocks is None:
+        host_blocks = pool.num_cpu_blocks
+    return Limits(
+        # vLLM 0.5.5 gives each virtual engine its share.
+        num_gpu_blocks=pool.num_gpu_blocks // pp - policy.num_null_blocks,
+        num_cpu_blocks=host_blocks // pp,
+        block_size=block_size,
+        block_bytes=pool.block_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        enable_chunked_prefill=engine.enable_chunked_prefill,
+        enable_prefix_caching=_prefix_caching(scenario, model, policy, window, warnings),
+        window=window,
+    )
+
+
+def default_swap_space_gib(scenario: Scenario, policy: Policy, hardware: HardwareSpec) -> float:
+    """Host memory per GPU that a policy takes where none is asked for: at most half of the host's."""
+    return min(policy.default_swap_space_gib, hardware.host_memory_bytes / GIB / scenario.tp / 2)
+
+
+def with_one_swap_space(scenario: Scenario, policies: Iterable[Policy]) -> Scenario:
+    """A scenario that gives all policies the same host memory: the largest of their defaults, unless one is asked for.
+
+    Of pools the one that can have less decides.
+    """
+    if scenario.swap_space is not None or scenario.num_cpu_blocks_override is not None:
+        return scenario
+    pools = [scenario] if scenario.prefill_replicas is None else [scenario.of_pool(r) for r in ("prefill", "decode")]
+    most_gib = (
+        min(default_swap_space_gib(pool, policy, load_hardware(pool.gpu)) for pool in pools) for policy in policies
+    )
+    return replace(scenario, swap_space=max(most_gib))
+
+
+def _mixes(policy: Policy) -> bool:
+    return options_among((policy,), MixedPoolOptions).mixed_pool
+
+
+def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) -> int:
+    """Stages of an engine; UserError where the system or the model cannot be laid out on them."""
+    stages, names = scenario.pipeline_parallel_size or 1, policy.names
+    if stages == 1:
+        return 1
+    where = f"--pipeline-parallel-size: {stages} stages"
+    plain = (
+        not _mixes(policy) and names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
+    )
+    if names["batching"] not in PIPELINED_BATCHINGS or not plain:
+        raise UserError(
+            f"{where} and {label}: batches in flight are modelled as virtual engines of vLLM 0.5.5, for policies that "
+            "have batching=vllm, sarathi or fastgen, memory=paged or reserved and eviction=recompute or swap: "
+            "take vllm-recompute"
+        )
+    if model.num_layers % stages:
+        raise UserError(f"{where} do not divide the {model.num_layers} layers of {model.name}; give a divisor")
+    return stages
+
+
+def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> EngineProfile | None:
+    """The engine's own costs, by name or the policy's; none in forms whose prices are all there is."""
+    form = scenario.cost_form or profile.form
+    if form not in ("roofline", "table"):
+        if scenario.engine_profile is not None:
+            raise UserError(
+                f"--engine-profile {scenario.engine_profile}: prices of form {form} are all there is, nothing is added "
+                f"to them ({profile.name}); leave it out"
+            )
+        return None
+    found = load_engine_profile(scenario.engine_profile or policy.engine_profile).measured_by(profile)
+    if policy.schedules_ahead and found.host == "serial":
+        raise UserError(
+            f"--engine-profile {found.name}: its host time is added to each iteration, and async scheduling hides it; "
+            "leave it out, or give one whose host is hidden (vllm-v1-async)"
+        )
+    return found
+
+
+def _window(
+    scenario: Scenario, model: ModelSpec, policy: Policy, block_size: int
+) -> tuple[KVGroups | None, WindowLimits | None]:
+    """How blocks are cut by layers with and without a window, and what the engine must know of it.
+
+    Memory has rings where it is paged and whole sequences are evicted; else it keeps everything for every layer.
+    """
+    kv = model.kv_format(scenario.tp)
+    if kv.window is None:
+        return None, None
+    has_rings = policy.names["memory"] == "paged" and policy.names["eviction"] in ("recompute", "swap")
+    if kv.num_full_stored and scenario.disable_hybrid_kv_cache_manager:
+        has_rings = False
+    if not has_rings:
+        return None, WindowLimits(kv.window)
+    groups = hybrid_groups(kv)
+    blocks = -(-kv.window // block_size)
+    window_first = kv.layers[0].window is not None
+    return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks, window_first)
+
+
+def _prefix_caching(
+    scenario: Scenario, model: ModelSpec, policy: Policy, window: WindowLimits | None, warnings: list[str]
+) -> bool:
+    """Whether prefixes are cached; UserError where that was asked for and cannot be."""
+    cached = policy.prefix_caching(scenario.enable_prefix_caching)
+    if not cached or window is None or window.blocks is None or policy.has_hybrid_manager:
+        return cached
+    remedy = "--policy vllm-v1 caches those"
+    if window.num_full:
+        remedy += ", --disable-hybrid-kv-cache-manager keeps whole prefixes"
+    if scenario.enable_prefix_caching:
+        raise UserError(f"--enable-prefix-caching: {model.name} has layers that keep a window only; {remedy}")
+    warnings.append(f"prefixes are not cached: {model.name} has layers that keep a window only; {remedy}")
+    return False
