@@ -203,7 +203,8 @@ def read_toml(path: Path, option: str) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except OSError as error:
         raise UserError(f"{option}: cannot read {path} ({error.strerror})") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # ValueError, of which TOML's own is one: a number of thousands of digits.
         raise UserError(f"{path}: not a TOML file: {error}") from error
 
 

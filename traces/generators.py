@@ -14,7 +14,7 @@ import numpy as np
 from traces.arrivals import CHUNK, Clock, bursts, ramp, steady, unit_chunks
 from traces.errors import TraceError
 from traces.lengths import IntArray, load_model, uniform_lengths
-from traces.rates import MOST, check_rate
+from traces.rates import MOST, check_count, check_rate, check_seed
 from traces.request import Request
 from traces.sessions import SessionShape, sessions
 from traces.workloads import OPTIONS, WORKLOADS
@@ -53,8 +53,9 @@ def generate(
         hint = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(WORKLOADS)}"
         raise TraceError(f"workload {name!r} is unknown; {hint}")
     for field, value in (("num_prompts", num_prompts), ("input_len", input_len), ("output_len", output_len)):
-        if value is not None and value < 1:
-            raise TraceError(f"{field} {value} is too small; give 1 or more")
+        if value is not None:
+            check_count(field, value)
+    check_seed(seed)
     options = _options(name, more)
     model = load_model(_MODELS[name]) if name in _MODELS else None
     # The fitted arrivals belong to the fitted workload itself, not to the ramps and bursts that borrow its lengths.

@@ -1,4 +1,4 @@
-"""Rates and the numbers beside them: what is a valid one."""
+"""Rates, counts and seeds: what is a valid one."""
 
 from math import inf
 
@@ -20,3 +20,16 @@ def check_rate(rate_per_s: float, burstiness: float) -> None:
     if rate_per_s != inf:
         check_between("request rate", rate_per_s, "give requests per second, or inf for all at once")
     check_between("burstiness", burstiness, "1 is Poisson, below 1 burstier", least=1e-4)
+
+
+def check_count(what: str, value: int) -> None:
+    """Raise `TraceError` unless a number of requests, or of one's tokens, is one that can be counted through."""
+    if value < 1:
+        raise TraceError(f"{what} {value} is too small; give 1 or more")
+    check_between(what, value, "give fewer", 1)
+
+
+def check_seed(seed: int) -> None:
+    """Raise `TraceError` unless random numbers can be drawn from a seed."""
+    if seed < 0:
+        raise TraceError(f"seed {seed} is negative; give 0 or more")

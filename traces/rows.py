@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from traces.errors import TraceError
 from traces.fields import MOST_SECONDS, MOST_TOKENS, TIME_UNITS, Where, seconds_divisor
 from traces.files import text_blocks
+from traces.rates import check_count
 
 ZeroTokens = Literal["error", "drop", "one"]
 ZERO_TOKENS: tuple[ZeroTokens, ...] = ("error", "drop", "one")
@@ -43,8 +44,8 @@ class ReadOptions:
             raise TraceError(f"zero_tokens {self.zero_tokens!r} is unknown; give one of {', '.join(ZERO_TOKENS)}")
         for name in ("hash_block_tokens", "default_prompt_tokens", "default_output_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise TraceError(f"{name} {value} is too small; give 1 or more")
+            if value is not None:
+                check_count(name, value)
 
 
 class Columns(NamedTuple):

@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from traces.errors import TraceError
 from traces.hash_ids import output_blocks
-from traces.rates import check_between, check_rate
+from traces.rates import check_between, check_count, check_rate, check_seed
 from traces.request import Request
 
 
@@ -115,8 +115,7 @@ def _told_apart(stream: Iterable[Request], number: int, streams: int) -> Iterato
 
 def head(requests: Iterable[Request], n: int) -> Iterator[Request]:
     """Yield the first `n` requests."""
-    if n < 1:
-        raise TraceError(f"number of requests {n} is too small; give 1 or more")
+    check_count("number of requests", n)
     return islice(requests, n)
 
 
@@ -129,6 +128,7 @@ def at_request_rate(
     more is steadier. The first request arrives at 0. `rate_per_s` of infinity puts all of them at 0.
     """
     check_rate(rate_per_s, burstiness)
+    check_seed(seed)
     return _at_request_rate(requests, rate_per_s, burstiness, seed)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.systems.options import option, vllm_option
+from sim.systems.options import MOST_GIB, option, vllm_option
 
 GIB = 1 << 30
 PAGE_BYTES = 4096
@@ -29,6 +29,8 @@ class OffloadOptions:
     store_s_per_block: float | None = option(None, "seconds to store a block (default: by the profile)")
 
     def __post_init__(self) -> None:
+        if self.kv_offloading_size is not None and self.kv_offloading_size > MOST_GIB:
+            raise UserError(f"kv-offloading-size: {self.kv_offloading_size} is more than {MOST_GIB:g} GiB; give less")
         for name, least in (("kv_offloading_size", 0), ("cpu_chunks", 0), ("blocks_per_chunk", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

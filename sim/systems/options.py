@@ -3,6 +3,9 @@
 from dataclasses import field
 from typing import Any
 
+MOST_GIB = 1e9
+"""Larger than any store, and still countable in bytes."""
+
 
 def option(default: Any, help_text: str) -> Any:  # noqa: ANN401 - a dataclass default
     """An option of a policy or a part."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sim.errors import UserError
-from sim.systems.options import option
+from sim.systems.options import MOST_GIB, option
 
 GIB = 1 << 30
 
@@ -22,7 +22,9 @@ class TieredOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in ("disk_space", "disk_latency_us", "disk_block_us"):
+        if not 0.0 <= self.disk_space <= MOST_GIB:
+            raise UserError(f"disk-space: {self.disk_space} is not between 0 and {MOST_GIB:g} GiB")
+        for name in ("disk_latency_us", "disk_block_us"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"{name.replace('_', '-')}: {getattr(self, name)} is not a number of 0 or more")
         for name in ("disk_read_gb_per_s", "disk_write_gb_per_s"):

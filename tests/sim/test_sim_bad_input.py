@@ -63,8 +63,8 @@ OPTIONS = {
     "--burstiness": [("0", "greater than 0"), ("inf", "1 is Poisson")],
     "--rate-scale": [("0", "greater than 0"), ("inf", "2 doubles the rate")],
     "--clip": [("0", "greater than 0"), ("1", "give 2 or more")],
-    "--input-len": [("0", "greater than 0")],
-    "--output-len": [("-1", "greater than 0")],
+    "--input-len": [("0", "greater than 0"), (str(2**62), "input_len 4611686018427387904 is not between 1 and 1e+09")],
+    "--output-len": [("-1", "greater than 0"), (str(2**62), "is not between 1 and 1e+09")],
     "--block-size": [("0", "greater than 0"), ("16.5", "whole number")],
     "--max-num-seqs": [("0", "greater than 0"), ("5000", "--max-num-batched-tokens: 4096 is less than")],
     "--max-num-batched-tokens": [("0", "greater than 0"), ("100", "--enable-chunked-prefill")],
@@ -122,6 +122,9 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag, value, part):
         ("layerkv:predictor=bucket,predictor-accuracy=2", ["layerkv predictor-accuracy: 2.0 is not between 0 and 1"]),
         ("layerkv:predictor-accuracy=0.5", ["predictor-accuracy: 0.5 goes with predictor=bucket, not oracle"]),
         ("adaptive:predictor=none,predictor-accuracy=0.5", ["0.5 goes with predictor=bucket, not none"]),
+        ("vllm-v1:kv-offloading-size=inf", ["kv-offloading-size: inf is more than 1e+09 GiB; give less"]),
+        ("vllm-v1:kv-offloading-size=1e308", ["kv-offloading-size: 1e+308 is more than 1e+09 GiB"]),
+        ("cachedattention:disk-space=1e308", ["disk-space: 1e+308 is not between 0 and 1e+09 GiB"]),
         ("vllm-swap:slo-aware=true", ["'slo_aware' is no option of vllm-swap", "its options: none"]),
     ],
 )
@@ -322,6 +325,13 @@ def test_a_profile_that_is_no_json_object_is_refused(tmp_path, capsys, text, par
     path = tmp_path / "p.json"
     path.write_text(text)
     refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), [str(path), part])
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000])
+def test_what_python_cannot_read_of_toml_is_refused(tmp_path, capsys, value):
+    path = tmp_path / "s.toml"
+    path.write_text(f"seed = {value}")
+    refused(capsys, command(tmp_path / "out", "--scenario", path), [f"{path}: not a TOML file: "])
 
 
 @pytest.mark.parametrize("name", ["p.json", "s.toml"])

@@ -249,6 +249,10 @@ def test_five_million_requests_are_not_held():
     [
         ("sharegtp", {}, "did you mean 'sharegpt'"),
         ("fixed", {"num_prompts": 0}, "num_prompts 0 is too small"),
+        ("fixed", {"num_prompts": 2**63}, r"num_prompts 9223372036854775808 is not between 1 and 1e\+09; give fewer"),
+        ("sessions", {"output_len": 2**63}, "output_len 9223372036854775808 is not between"),
+        ("uniform", {"input_len": 2**62}, "input_len 4611686018427387904 is not between"),
+        ("fixed", {"seed": -1}, "seed -1 is negative; give 0 or more"),
         ("fixed", {"turns": 3}, "has no option 'turns'; it takes none"),
         ("ramp", {"end_rat": 3}, "did you mean 'end_rate'"),
         ("ramp", {"end_rate": 0}, "ramp rate 0"),
