@@ -153,6 +153,9 @@ class Pricer:
                 compute_s = self._rebuilding(plan, compute_s)
             # Waiting for copies occupies the iteration, not the lane.
             seconds = self._overlap(plan, start_s, compute_s)
+        if plan.lookup_s:
+            compute_s += plan.lookup_s
+            seconds += plan.lookup_s
         end_s = start_s + seconds
         lane = self.lanes.compute
         lane.run(start_s, compute_s, plan.kind)
@@ -234,7 +237,7 @@ class Pricer:
             seconds = self._rebuilt_s(plan, record, compute_s, read_s * stretch, copied_s)
             if written_s:
                 written_s = lanes.d2h.reserve(start_s, written_s * stretch, "stream KV") - start_s
-            return record.lookup_s + max(seconds, written_s)
+            return max(seconds, written_s)
         seconds = streamed_s(compute_s, self.layers, read_s * stretch, written_s * stretch, wait_s)
         lanes.h2d.reserve(start_s, read_s * stretch, "stream KV")
         if written_s:
@@ -310,8 +313,6 @@ class Pricer:
             at_s = lanes.h2d.reserve(at_s, read_s, "stream KV")
             if written_s:
                 at_s = lanes.d2h.reserve(at_s, written_s, "stream KV")
-            if isinstance(record := plan.streamed[-1], Rebuilt):
-                at_s += record.lookup_s
         at_s += compute_s
         if plan.behind:
             copy_s = self.copy_s(plan.behind_blocks, D2H)
@@ -348,6 +349,7 @@ class Pricer:
         first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens, plan.decode_window)
         if plan.decode_shared_tokens:
             first_s -= self.cost.unread_s(plan.decode_shared_tokens)
+        first_s += plan.lookup_s
         steps, host = plan.max_steps, self._host
         if self.cost.has_kinks and steps > 1:
             steps = int(min(steps, self.cost.straight_steps(plan.num_decodes, plan.decode_context_tokens)))

@@ -307,8 +307,6 @@ class Rebuilt(NamedTuple):
     """By how much kernels that compute again and decode at once last longer for lack of threads; None: in turn."""
     overlapped: bool
     """Whether copies run beside the kernels."""
-    lookup_s: float
-    """For finding blocks in the map table."""
     after: tuple[Uncache, ...] = ()
     """Where the `recomputed` layers are the first, so that this can be executed: what is uncached after the pass."""
 
@@ -394,6 +392,8 @@ class IterationPlan(msgspec.Struct, eq=False):
     """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
     streamed: tuple[Streamed | Projected | Rebuilt, ...] = ()
     """KV on the host that the layers of the computation wait for."""
+    lookup_s: float = 0.0
+    """Of each iteration, on top of all else: finding blocks in a map table."""
 
     @property
     def kind(self) -> str:

@@ -15,6 +15,7 @@ What the paper leaves open, and what is done here:
   layers between. With `layer_order="contiguous"` the first layers compute and the last are copied, in whole blocks.
   That runs live as well, and waits for copies, of which few can run ahead.
 - Newly uncached tokens leave before the step; those that are cached again are brought back once more.
+- Threads of fused kernels are split by Eq. 8-9 in the form chosen; what a kernel takes is never as printed.
 - Sequences lose the rest of their last block and of that at which their uncached tokens end.
 """
 

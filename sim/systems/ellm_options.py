@@ -25,7 +25,7 @@ class TokenWiseOptions:
     fused: bool = option(True, "compute uncached KV again in the kernels that decode, not before them")
     overlapped: bool = option(True, "copy uncached KV in beside the kernels, not after them")
     threads: int = option(1024, "threads a block, split between fused kernels in warps of 32")
-    map_lookup_us: float = option(15.0, "one access of the map table; each layer group takes one a step, us")
+    map_lookup_us: float = option(15.0, "one access of the map table (section 6.7), for each layer group and step, us")
     least_uncached_ratio: float = option(0.0, "share of all tokens that is uncached in any case, for study")
 
     def __post_init__(self) -> None:

@@ -229,8 +229,10 @@ def token_wise_memory(b: Builder) -> "Memory":
     if b.names["admission"] != "token-wise":
         raise UserError("memory=token-wise is told what to leave uncached: it goes with admission=token-wise")
     each_layer_keeps_all(b)
-    times = options.step_times(b.deployment, b.limits.block_size)
-    kernels = Kernels(times, options.fused, options.overlapped, options.threads, options.map_lookup_us / 1e6)
+    times = replace(options, equations="corrected").step_times(b.deployment, b.limits.block_size)
+    allots = options.step_times(b.deployment, b.limits.block_size)
+    lookup_s = options.map_lookup_us / 1e6
+    kernels = Kernels(times, allots, options.fused, options.overlapped, options.threads, lookup_s)
     kind = TokenWiseMemory
     if options.layer_order == "contiguous":
         from sim.parts.memory.first_layers import FirstLayersAgain as kind

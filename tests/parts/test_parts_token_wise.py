@@ -13,8 +13,8 @@ from sim.parts.token_wise.equations import (
     StepTimes,
     corrected_times,
     paper_times,
+    thread_loss,
     threads_for_recomputation,
-    warp_loss,
 )
 from sim.parts.token_wise.slsqp import solve
 from sim.parts.token_wise.solver import Batch, Memory, best, least_bubble, least_ratios
@@ -76,15 +76,46 @@ def test_threads_are_whole_warps_and_either_kernel_keeps_one(recompute: float, d
     threads = threads_for_recomputation(recompute, decode)
     assert threads % 32 == 0
     assert 32 <= threads <= 992
-    assert warp_loss(recompute, decode, 1024) >= 1.0 - 1e-12
+    assert thread_loss(recompute, decode, threads / 1024) >= 1.0 - 1e-12
 
 
 def test_threads_by_hand():
     assert threads_for_recomputation(3.0, 1.0) == 768
     assert threads_for_recomputation(1.0, 1.0) == 512
-    assert warp_loss(3.0, 1.0, 1024) == 1.0
-    # 1000 to 1: 31 of 32 warps recompute what 1000 of 1001 parts are.
-    assert warp_loss(1000.0, 1.0, 1024) == pytest.approx(1000 / 1001 / (31 / 32))
+    assert thread_loss(3.0, 1.0, 768 / 1024) == 1.0
+    # 1000 to 1: 31 of 32 warps recompute what 1000 of 1001 parts are, and the last has what would take a 31st of that.
+    assert threads_for_recomputation(1000.0, 1.0) == 992
+    assert thread_loss(1000.0, 1.0, 31 / 32) == pytest.approx(1000 / 1001 / (31 / 32))
+    # Half of the threads for three quarters of the work.
+    assert thread_loss(3.0, 1.0, 0.5) == 1.5
+    # 100 of 1,024 threads are nearest to three warps.
+    assert threads_for_recomputation(100.0, 924.0) == 96
+
+
+def test_eq_6_to_9_are_as_printed_or_as_they_should_be():
+    """13B, 300 of 800 tokens in two sequences uncached, configuration (3, 2)."""
+    h, layers, vocab, c = 5120, 40, 32000, Configuration(3, 2)
+    tokens, squares, r = 800.0, 400.0**2 + 400.0**2, 0.375
+    swap = PRINTED._replace(swap_s=2e-5)
+    eq6 = 2e-5 * 300 * 3 / 40
+    eq7 = ((24 * h * h * 300 + 4 * h * squares * r * r) * 2 / layers + 2 * 300 * h * vocab) / A100_FLOPS
+    assert swap.bubble(tokens, squares, r, c) == pytest.approx(layers * abs(eq6 - eq7))
+    # Logits decide: 2 x 32,000 a token, ten times 24 x 5,120 x 2 / 40.
+    volumes = PRINTED.volumes(2, 800, 300, 45_000, c)
+    k1 = 24 * h * h * 2 * 300 + 4 * h * 2 * 45_000 + 2 * h * vocab * 300
+    k2 = 24 * h * h * 5 * 2 + 4 * h * 5 * 802 + 2 * h * vocab * 800
+    assert volumes == pytest.approx((layers * k1 / A100_FLOPS, layers * k2 / A100_FLOPS))
+    # Corrected: l2 layers of what all 40 take, no logits but one a decode.
+    linear, pair, flops = MODEL.linear_flops_per_token, 4 * 40 * h, 0.7 * A100_FLOPS
+    eq7 = (linear * 300 + pair / 2 * squares * r * r) * 2 / 40 / flops
+    assert CORRECTED.bubble(tokens, squares, r, c) == pytest.approx(40 * abs(819_200 / 25e9 * 300 * 3 / 40 - eq7))
+    k1, k2 = CORRECTED.volumes(2, 800, 300, 45_000, c)
+    assert k1 == pytest.approx(2 * (linear * 300 + pair / 2 * 45_000) / flops)
+    assert k2 == pytest.approx(5 * (2 * (linear + 2 * h * vocab) + pair * 800) / flops)
+    # What either allots: all warps but one, or 20 of 32, which makes the kernel half as long again.
+    assert threads_for_recomputation(k1, k2) == 992
+    assert threads_for_recomputation(*volumes) == 640
+    assert thread_loss(k1, k2, 640 / 1024) == pytest.approx(1.57, abs=0.01)
 
 
 def test_the_least_bubble_is_between_the_extremes():

@@ -67,8 +67,9 @@ def small(policy: Ellm, **more):
 
 def test_tokens_are_uncached_when_memory_runs_out_and_no_more_than_it_asks_for():
     steps, outcome = small(Ellm(layers_per_block=2, tpot_slo_ms=100.0, map_lookup_us=1000.0))
-    assert all(step.ratio == 0.0 for step in steps if step.end_s < 0.469)
-    first, second = (step for step in steps if step.ratio > 0.0 and step.end_s < 0.66)
+    # A prompt's step, and 14 of decodes.
+    assert all(step.ratio == 0.0 for step in steps[:15])
+    first, second = steps[15:17]
     # Contexts of 105 and 65 tokens: 7 + 5 blocks of 16 where 11 are. In blocks of 2 of 10 layers, (1, 1) takes 2 more
     # groups of 5 for scratch. Lost are 2 blocks and their scratch: r = (192 + 2 x 16 x 1.4 - 176) / (170 x 0.6).
     assert first.ratio == pytest.approx((192 + 44.8 - 176) / (170 * 0.6))
@@ -94,6 +95,16 @@ def test_what_becomes_uncached_leaves_in_blocks_that_the_host_does_not_have_yet(
         Move(seqs[number], (0, 1, 2, 3, 4), 0, end, Tier.GPU, Tier.HOST, blocks, 0, False)
         for number, end, blocks in ((0, 62, 4 * 3), (1, 38, 3 * 3), (0, 77, 3), (1, 50, 3))
     ]
+
+
+def test_every_layer_group_is_looked_up_in_every_step():
+    """Ten layers in blocks of two, 1 ms each, whether anything is uncached or not."""
+    steps, outcome = small(Ellm(layers_per_block=2, tpot_slo_ms=100.0, map_lookup_us=1000.0))
+    prompts, decodes = steps[:2]
+    assert prompts.end_s - prompts.start_s == pytest.approx(0.02 + 140 * 0.001 + 5 * 0.001)
+    assert decodes.end_s - decodes.start_s == pytest.approx(0.02 + 2 * 0.001 + 5 * 0.001)
+    # What leaves before a step, 27 blocks of a fifth of 2 ms, takes another lane.
+    assert outcome.lanes.compute.busy_s == pytest.approx(sum(step.end_s - step.start_s for step in steps) - 27 * 0.0004)
 
 
 def test_a_pass_lasts_as_the_kernels_and_copies_say():
@@ -149,7 +160,7 @@ def test_the_kv_of_uncached_tokens_comes_back_once_more_before_it_is_cached_agai
 def test_contiguous_layers_leave_whole_blocks_uncached_and_say_which():
     options = Ellm(layers_per_block=2, tpot_slo_ms=100.0, layer_order="contiguous")
     steps, outcome = small(options)
-    first, second = (step for step in steps if step.ratio > 0.0 and step.end_s < 0.66)
+    first, second = steps[15:17]
     # 62 and 38 tokens, of which 3 and 2 blocks of 16 are whole.
     assert second.uncached == {0: 48, 1: 32}
     # (7 - 3) x 5 and (5 - 2) x 5 blocks of cached tokens, scratch for 3 + 2 blocks.
@@ -178,7 +189,7 @@ def test_contiguous_layers_leave_whole_blocks_uncached_and_say_which():
 )
 def test_copies_of_contiguous_layers_run_ahead_as_far_as_scratch_goes(scratch, wait_s, seconds):
     after = (Uncache(Sequence(requests((0.0, 9, 9))[0]), 8, scratch, (2, 3), 0),)
-    record = Rebuilt(0, 2, 0, (), (0, 1), None, True, 0.0, after)
+    record = Rebuilt(0, 2, 0, (), (0, 1), None, True, after)
     # Four layers of 1 s, two of which compute for another second each; a copy takes 2 s.
     assert contiguous_s(record, 4.0, 2.0, 4.0, wait_s, 4, 1) == pytest.approx(seconds)
 

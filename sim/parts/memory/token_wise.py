@@ -14,7 +14,13 @@ from sim.engine.plan import IterationPlan, Move, Rebuilt, Tier, Uncache, make_pl
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.base import Memory
-from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, StepTimes, warp_loss
+from sim.parts.token_wise.equations import (
+    CONFIGURATIONS,
+    Configuration,
+    StepTimes,
+    thread_loss,
+    threads_for_recomputation,
+)
 from sim.parts.token_wise.solver import Batch, feasible_ratios
 from sim.parts.token_wise.solver import Memory as Room
 
@@ -22,11 +28,12 @@ from sim.parts.token_wise.solver import Memory as Room
 class Kernels(NamedTuple):
     """How uncached tokens' KV is brought back.
 
-    `threads` a block are split between kernels that are `fused`; None: they run in turn. `lookup_s` is one access of
-    the map table, of which a layer group takes one in each pass.
+    `threads` a block are split between kernels that are `fused`, as `allots` takes their volumes to be (Eq. 8-9);
+    they are those of `times`. `lookup_s` is one access of the map table, of which a layer group takes one in each pass.
     """
 
     times: StepTimes
+    allots: StepTimes
     fused: bool
     overlapped: bool
     threads: int
@@ -196,7 +203,8 @@ class TokenWiseMemory(Memory):
             self.gpu.release(-more)
 
     def complete(self, plan: IterationPlan) -> None:
-        """Decodes bring back what they lack; prompts send out what they are not to keep."""
+        """Decodes bring back what they lack; prompts send out what they are not to keep; all look blocks up."""
+        plan.lookup_s = self.kernels.lookup_s * self.num_groups
         if self._swapped_out:
             plan.swapped_out_blocks += self._swapped_out
             self.scheduler.counters.swap_out_blocks += self._swapped_out
@@ -227,15 +235,12 @@ class TokenWiseMemory(Memory):
         loss = None
         if kernels.fused:
             squares = sum(count * count for count in lacking.values())
-            again = kernels.times.recompute_s * tokens + kernels.times.square_s * squares
-            own = kernels.times.decode_s * plan.num_decodes + kernels.times.context_s * plan.decode_context_tokens
-            loss = warp_loss(again * self.configuration.recomputed_share, own, kernels.threads)
+            sums = plan.num_decodes, plan.decode_context_tokens, tokens, squares, self.configuration
+            threads = threads_for_recomputation(*kernels.allots.volumes(*sums), kernels.threads)
+            loss = thread_loss(*kernels.times.volumes(*sums), threads / kernels.threads)
         self._tally(plan, tokens)
         written, after = self._settle(lacking)
-        record = Rebuilt(
-            0, read, written, tuple(lacking.items()), recomputed, loss, kernels.overlapped,
-            kernels.lookup_s * self.num_groups, after,
-        )  # fmt: skip
+        record = Rebuilt(0, read, written, tuple(lacking.items()), recomputed, loss, kernels.overlapped, after)
         plan.streamed = (*plan.streamed, record)
         for seq in lacking:
             if uncached := self.uncached.get(seq, 0):

@@ -4,7 +4,7 @@ Chen et al., "High Throughput and Low Latency LLM Serving via Adaptive KV Cachin
 every sequence's tokens have no KV on the GPU: of l1 + l2 layers that follow one another, l1 have theirs copied in from
 the host and l2 compute it again, in every step.
 
-`paper_times` has Eq. 2-4 as printed, `corrected_times` what they should say:
+`paper_times` has Eq. 2-4 and 6-9 as printed, `corrected_times` what they should say:
 
 - Logits are computed for one token a sequence, 2hV; printed for all of them, and for those computed again.
 - 24 h^2 L and 4 L h assume multi-head attention and an ungated MLP: the model's own FLOPs and bytes take their place.
@@ -79,6 +79,10 @@ class StepTimes(NamedTuple):
     swap_s: float = 0.0
     swap_launch_s: float = 0.0
     fixed_s: float = 0.0
+    logits_s: float = 0.0
+    """Of `context_s` and `recompute_s`: logits of all tokens, which Eq. 7-9 as printed charge whole to each window."""
+    printed_layers: int = 1
+    """L where Eq. 7-9 are as printed: Eq. 7 divides by it what is one layer's already. Else 1."""
 
     def recomputing_s(self, tokens: Floats, squares: Floats, ratio: Floats, share: Floats | float) -> Floats:
         """Eq. 7, corrected: `share` of the layers computed again for `ratio` of the tokens."""
@@ -109,14 +113,38 @@ class StepTimes(NamedTuple):
         copies = self.swapping_s(tokens, ratio, shares[0])
         return self.fixed_s + (np.maximum(kernels, copies) if overlapped else kernels + copies)
 
+    def bubble(self, tokens: float, squares: float, ratio: float, configuration: Configuration) -> float:
+        """L |Eq. 6 - Eq. 7|, s: what one window's swap and its recomputation differ by."""
+        swap_s = self.swap_s * ratio * tokens + self.swap_launch_s
+        again_s = ratio * ((self.recompute_s - self.logits_s) * tokens + self.square_s * squares * ratio)
+        again_s *= configuration.recomputed / self.printed_layers
+        return abs(swap_s * configuration.swapped - again_s - self.printed_layers * self.logits_s * ratio * tokens)
+
+    def volumes(
+        self, seqs: int, tokens: int, uncached: int, squares: int, configuration: Configuration
+    ) -> tuple[float, float]:
+        """L V_K1 and L V_K2 (Eq. 8-9) over FLOP/s, of a window.
+
+        `uncached` tokens, their squares by sequence `squares` in all, of contexts of `tokens`.
+        """
+        logits_s = self.logits_s
+        again_s = (self.recompute_s - logits_s) * uncached + self.square_s * squares
+        decode_s = self.decode_s * seqs + (self.context_s - logits_s) * tokens
+        of_all = self.printed_layers * logits_s
+        return (
+            configuration.recomputed * again_s + of_all * uncached,
+            configuration.window * decode_s + of_all * tokens,
+        )
+
 
 def paper_times(model: ModelSpec, flops_per_s: float) -> StepTimes:
-    """Eq. 2-4 as printed, at the GPUs' peak."""
+    """Eq. 2-4 and 7-9 as printed, at the GPUs' peak."""
     h, layers, vocab = model.hidden_size, model.num_layers, model.vocab_size
     linear, pair, head = 24 * h * h * layers, 4 * h * layers, 2 * h * vocab
     return StepTimes(
-        (linear + pair) / flops_per_s, (pair + head) / flops_per_s, (linear + head) / flops_per_s, pair / flops_per_s
-    )
+        (linear + pair) / flops_per_s, (pair + head) / flops_per_s, (linear + head) / flops_per_s, pair / flops_per_s,
+        logits_s=head / flops_per_s, printed_layers=layers,
+    )  # fmt: skip
 
 
 def corrected_times(
@@ -152,7 +180,6 @@ def threads_for_recomputation(recompute: float, decode: float, threads: int = 10
     return min(max(32 * round(threads / 32 * share), 32), threads - 32)
 
 
-def warp_loss(recompute: float, decode: float, threads: int) -> float:
-    """By how much a fused kernel lasts longer than with threads split as its volumes are; 1: not at all."""
-    share = threads_for_recomputation(recompute, decode, threads) / threads
+def thread_loss(recompute: float, decode: float, share: float) -> float:
+    """How much longer a fused kernel of these volumes lasts with `share` of its threads recomputing; 1: no longer."""
     return max(recompute / share, decode / (1.0 - share)) / (recompute + decode)

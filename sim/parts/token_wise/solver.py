@@ -154,8 +154,5 @@ def best(
 def least_bubble(
     times: StepTimes, tokens: float, squares: float, ratio: float, configurations: tuple[Configuration, ...]
 ) -> int:
-    """Place of the configuration with the least difference of swapping and recomputing time (section 4.3.1)."""
-    shares = np.array([c.recomputed_share for c in configurations])
-    sums, r = np.array(tokens), np.array(ratio)
-    recomputing_s = times.recomputing_s(sums, np.array(squares), r, shares)
-    return int(np.argmin(np.abs(times.swapping_s(sums, r, 1.0 - shares) - recomputing_s)))
+    """Place of the configuration whose window has the least difference of Eq. 6 and 7 (section 4.3.1)."""
+    return int(np.argmin([times.bubble(tokens, squares, ratio, c) for c in configurations]))
