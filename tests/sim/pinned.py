@@ -1,0 +1,200 @@
+"""Small runs over every system, option and kind of traffic, whose whole results are pinned.
+
+    python tests/sim/pinned.py      # writes golden/runs.json anew
+
+A change there is a change of what users are told: each run has figures to read in the difference, and digests of its
+requests, time series, timeline and result. Only the times of one profile are used, which is not shipped.
+"""
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import pytest
+
+import kvtwin
+from sim.systems import POLICIES
+
+GOLDEN = Path(__file__).parent / "golden"
+RUNS = GOLDEN / "runs.json"
+SMALL = "--max-model-len 1024 --gpu l20 --goodput ttft:3000 tpot:100 --seed 1 --num-prompts 30"
+TRAFFIC = {
+    "crowd": "--workload sharegpt --request-rate 20 --num-gpu-blocks-override 110 --num-cpu-blocks-override 150",
+    "turns": "--workload sessions --turns 4 --think-time 2 --shared-prefix 100 --prefix-groups 2 --max-context 900 "
+    "--input-len 90 --output-len 40 --request-rate 8 --num-gpu-blocks-override 90 --num-cpu-blocks-override 120",
+}
+POOLS = "--prefill-replicas 2 --decode-replicas 2 --link-gbps 20"
+ONE_TOKEN = "--num-gpu-blocks-override 1600 --num-cpu-blocks-override 2400"
+"""Blocks have one."""
+WITH_POOLS = ("distserve", "splitwise", "memserve", "mooncake")
+VARIANTS = {
+    "layerkv": (
+        "slo-aware=false", "tpot-slo-ms=80", "decode=stream", "decode=stream,slo-aware=false,horizon-steps=40",
+        "equations=paper,predictor=bucket", "predictor=none,drop-irrecoverable=false,tpot-slo-ms=70", "order=mlfq",
+        "batching=sarathi", "batching=iteration-level", "threshold=0.2,predictor=bucket,predictor-accuracy=0.6",
+    ),
+    "vllm-v1": (
+        "scheduling-policy=priority", "long-prefill-token-threshold=20", "watermark=0.1", "async-scheduling=true",
+        "scheduler-reserve-full-isl=false", "cpu-chunks=50",
+        "cpu-chunks=30,blocks-per-chunk=2,offload-outputs=true,store-s-per-block=0.01,load-s-per-block=0.005",
+        "cpu-chunks=40,eviction-policy=arc,store-threshold=2,async-scheduling=true", "memory=radix", "memory=tiered",
+        "memory=chunks,async-scheduling=true",
+        "long-prefill-token-threshold=7,long-prefill-token-threshold-adaptive=true",
+    ),
+    "ellm": ("tpot-slo-ms=80", "equations=paper,fused=false", "layer-order=contiguous", "overlapped=false"),
+    "hcache": ("keeps=turns", "keeps=turns,batching=sarathi"),
+    "kvpr": ("partial-recompute=false",),
+    "fastserve": ("quantum-ms=40,starvation-s=2,starvation-check=7", "eviction=recompute", "admission=slack"),
+    "cachedattention": (
+        "disk-space=0.5", "disk-space=0.3,look-ahead=false,disk-read-gb-per-s=1,disk-latency-us=300,disk-block-us=50",
+    ),
+    "pensieve": ("swap-out-threshold=0.6",),
+    "radix": ("schedule-policy=dfs-weight", "schedule-policy=fcfs,max-new-tokens=100", "lpm-longest=3",
+              "schedule-conservativeness=0.3"),
+    "adaptive": ("ttft-slo-ms=900,tpot-slo-ms=60", "predictor=none,ttft-slo-ms=3000,tpot-slo-ms=80,patience-s=0.7",
+                 "predictor=bucket,predictor-accuracy=0.7,ttft-slo-ms=400"),
+    "sarathi": ("eviction=swap", "order=mlfq", "memory=radix,order=lpm", "memory=tiered",
+                "memory=retained,swap-out-threshold=0.5"),
+    "fastgen": ("eviction=swap",),
+    "orca": ("memory=paged", "eviction=swap"),
+    "vllm-swap": ("memory=reserved", "order=priority"),
+    "splitwise": ("mixed-pool=true,max-pending-tokens=300", "layer-wise=false,waiting-share=0.2"),
+    "distserve": ("blocking-pull=true", "layer-wise=true"),
+    "memserve": ("caching=prefill", "caching=return"),
+    "mooncake": ("rejection=early,ttft-slo-ms=900,tbt-slo-ms=60", "balancing-threshold=1.1,rejection=predicted,"
+                 "predicted-decode-s=2,ttft-slo-ms=700", "blocking-pull=true"),
+}  # fmt: skip
+SWAP, V1 = "--policy vllm-swap ", "--policy vllm-v1 "
+DEPLOYMENTS = {
+    "replicas": V1 + TRAFFIC["turns"] + " --replicas 3",
+    **{
+        f"router {name}": V1 + TRAFFIC["turns"] + f" --replicas 3 --router {name}"
+        for name in ("least-loaded", "power-of-two", "session-affinity", "prefix-affinity")
+    },
+    "tp 2": SWAP + TRAFFIC["crowd"] + " --tp 2",
+    "pp 2": SWAP + TRAFFIC["crowd"] + " --pipeline-parallel-size 2 --max-num-seqs 8",
+    "pp 4, chunked": "--policy sarathi "
+    + TRAFFIC["turns"]
+    + " --pipeline-parallel-size 4 --num-gpu-blocks-override 99",
+    "two kinds of engines": "--policy distserve " + TRAFFIC["crowd"] + f" {POOLS} --prefill-tp 2 --decode-gpu a100-80g",
+    "closed sessions": V1 + TRAFFIC["turns"] + " --closed-sessions",
+    "few at a time": SWAP + TRAFFIC["crowd"] + " --max-concurrency 5",
+    "window": V1 + TRAFFIC["crowd"] + " --model mistral-7b-v0.1",
+    "hybrid layers": V1 + TRAFFIC["turns"] + " --model gemma-2-9b --num-gpu-blocks-override 150",
+    "no hybrid": V1 + TRAFFIC["turns"] + " --model gemma-2-9b --disable-hybrid-kv-cache-manager",
+    "latent": SWAP + TRAFFIC["crowd"] + " --model deepseek-v2-lite",
+    "grouped queries, FP8 KV": SWAP + TRAFFIC["crowd"] + " --model llama-3.1-8b --kv-cache-dtype fp8",
+    "FP8 weights": V1 + TRAFFIC["crowd"] + " --model qwen3-8b --quantization fp8",
+    "INT8 KV": SWAP + TRAFFIC["crowd"] + " --kv-cache-dtype int8",
+    "4 bytes": SWAP + TRAFFIC["crowd"] + " --dtype float32",
+    "block size": SWAP + TRAFFIC["crowd"] + " --block-size 8",
+    "chunked": SWAP + TRAFFIC["crowd"] + " --enable-chunked-prefill --max-num-batched-tokens 96 --max-num-seqs 9",
+    "cached prefixes": "--policy vllm-recompute " + TRAFFIC["turns"] + " --enable-prefix-caching",
+    "no cached prefixes": V1 + TRAFFIC["turns"] + " --no-enable-prefix-caching",
+    "engine profile": SWAP + TRAFFIC["crowd"] + " --engine-profile kvtwin",
+    "ramp": SWAP + "--workload ramp --request-rate 2 --end-rate 40 --input-len 60 --output-len 30",
+    "burst": SWAP + "--workload burst --request-rate 4 --burst-factor 6 --burst-period 3 --burst-duration 0.5 "
+    "--input-len 60 --output-len 30 --rate-scale 1.5",
+    "uniform": SWAP + "--workload uniform --request-rate 9 --burstiness 0.4 --input-len 90 --output-len 50 "
+    "--range-ratio 0.3 --clip 120",
+    "azure": SWAP + "--workload azure-conv-2023 --request-rate 9 --num-gpu-blocks-override 300 --clip 1000",
+    "fixed": SWAP + "--workload fixed --request-rate inf --input-len 100 --output-len 20",
+}
+
+
+def cases() -> dict[str, str]:
+    """The words of every run by its name."""
+    found = {}
+    for policy in POLICIES:
+        for text in (policy, *(f"{policy}:{options}" for options in VARIANTS.get(policy, ()))):
+            more = POOLS if policy in WITH_POOLS else ONE_TOKEN if policy == "radix" else ""
+            for traffic in TRAFFIC:
+                found[f"{text} {traffic}"] = f"--policy {text} {TRAFFIC[traffic]} {more}"
+    return found | DEPLOYMENTS
+
+
+def rounded(value: object) -> object:
+    """With eight digits of every number, and 0 for what rounding leaves: the last digits differ between machines."""
+    match value:
+        case float():
+            return f"{value:.8g}" if abs(value) >= 1e-9 else "0"
+        case dict():
+            return {str(name): rounded(item) for name, item in value.items()}
+        case list() | tuple():
+            return [rounded(item) for item in value]
+        case _:
+            return value
+
+
+def digest(value: object) -> str:
+    return sha256(json.dumps(rounded(value)).encode()).hexdigest()[:12]
+
+
+def numbers(rows: Iterable[dict[str, str]]) -> list[list[object]]:
+    """Rows of a table, numbers as such."""
+
+    def read(text: str) -> object:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    return [[(name, read(text)) for name, text in row.items()] for row in rows]
+
+
+def answer(words: str) -> dict[str, Any]:
+    """What is pinned of a run."""
+    told = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(told):
+        command = ["run", *SMALL.split(), *words.split(), "--profile", str(GOLDEN / "l20-profile.json")]
+        status = kvtwin.main([*command, "--out", folder, "--timeline", "--save-detailed"])
+        assert status == 0, words
+        result = json.loads((Path(folder) / "result.json").read_text())
+        with (Path(folder) / "series.csv").open() as file:
+            series = numbers(csv.DictReader(file))
+        timeline = json.loads(gzip.decompress((Path(folder) / "timeline.json.gz").read_bytes()))
+        requests = table(Path(folder))
+        words_told = told.getvalue().replace(folder, "OUT")
+    del result["versions"]
+    result["scenario"].pop("profile")
+    head = ("completed", "num_iterations", "num_preemptions", "mean_ttft_ms", "mean_tpot_ms", "duration")
+    return {
+        **{name: rounded(result[name]) for name in head},
+        "result": digest(result),
+        "requests": digest(requests),
+        "series": digest(series),
+        "timeline": digest(timeline),
+        "told": digest(words_told.replace("requests.csv", "requests.parquet")),
+    }
+
+
+def table(folder: Path) -> list[object]:
+    """Requests of a run, whichever of the two files has them."""
+    if (folder / "requests.csv").exists():
+        with (folder / "requests.csv").open() as file:
+            return list(numbers(csv.DictReader(file)))
+    parquet = pytest.importorskip("pyarrow.parquet")
+    return [list(row.items()) for row in parquet.read_table(folder / "requests.parquet").to_pylist()]
+
+
+def main() -> None:
+    answers = {}
+    for name, words in cases().items():
+        answers[name] = answer(words)
+        print(name, answers[name])
+    lines = (f"{json.dumps(name)}: {json.dumps(pinned)}" for name, pinned in answers.items())
+    RUNS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
