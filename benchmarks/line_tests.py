@@ -1,14 +1,18 @@
 """Which tests execute which line, and how long each takes: coverage with a context for each test.
 
 Every test file runs in a process of its own, so that what one file leaves in caches hides nothing from another.
+Seconds are those of processors: on a busy machine too a test has its own.
 """
 
 import json
 import os
+import shutil
 import sqlite3
+import time
 from collections import defaultdict
 from collections.abc import Generator, Iterable
 from contextlib import closing, suppress
+from difflib import SequenceMatcher
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -16,11 +20,12 @@ from pathlib import Path
 import forked_pytest
 import pytest
 from coverage import Coverage
-from coverage.numbits import num_in_numbits
+from coverage.numbits import num_in_numbits, numbits_to_nums, nums_to_numbits
 
-FILE_LIMIT_S = 900.0
-TEST_LIMIT_S = 30
-"""Slower tests are left out; coverage makes them some three times slower than they are."""
+FILE_LIMIT_S = 1200.0
+"""What a test file has not begun by then is left out."""
+TEST_LIMIT_S = 120
+"""Slower tests are left out; coverage makes them some three times slower than they are, and a busy machine again."""
 CONTEXT = "KVTWIN_TEST"
 """Environment variable that tells programs which test started them."""
 
@@ -31,12 +36,33 @@ def digest(path: Path | str) -> str:
     return sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
+@cache
+def moved(old: Path, new: Path) -> dict[int, list[int]]:
+    """Where lines of a text are in a later one; for those changed, and those next to new ones, all that might be."""
+    found: dict[int, list[int]] = defaultdict(list)
+    lines = [path.read_text().splitlines() for path in (old, new)]
+    for what, i1, i2, j1, j2 in SequenceMatcher(None, *lines, autojunk=False).get_opcodes():
+        if what == "equal":
+            for i, j in zip(range(i1, i2), range(j1, j2), strict=True):
+                found[i + 1].append(j + 1)
+        else:
+            for i in range(max(i1 - 1, 0), i2 + 1):
+                found[i + 1] += range(j1 + 1, j2 + 1)
+    return found
+
+
+def processor_s() -> float:
+    """Of this process and of those that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
 class Recorder:
     """Gives each test its context, and keeps the seconds of those that passed."""
 
     def __init__(self, place: Path, sources: list[str]) -> None:
+        self._ends_s = time.monotonic() + FILE_LIMIT_S
         self._place, self._sources = place, sources
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, float] = {}
         self._failed: set[str] = set()
 
     def pytest_configure(self) -> None:
@@ -54,13 +80,16 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         os.environ[CONTEXT] = item.nodeid
         self._coverage.switch_context(item.nodeid)
+        began_s = processor_s()
         try:
             return (yield)
         finally:
+            self._seconds[item.nodeid] = processor_s() - began_s
             self._coverage.switch_context("")
+            if time.monotonic() > self._ends_s:
+                item.session.shouldstop = "the file takes too long"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
         if not report.passed:
             self._failed.add(report.nodeid)
 
@@ -69,6 +98,9 @@ class Recorder:
         self._coverage.save()
         passed = {test: round(s, 4) for test, s in self._seconds.items() if test not in self._failed}
         sources = {path: digest(Path(path)) for path in self._coverage.get_data().measured_files()}
+        for path, text in sources.items():
+            if not self._place.with_name(text).exists():
+                shutil.copyfile(path, self._place.with_name(text))
         self._place.with_suffix(".json").write_text(json.dumps({"seconds": passed, "sources": sources}))
 
 
@@ -81,7 +113,7 @@ class LineTests:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.seconds: dict[str, float] = {}
         self._lines: dict[str, dict[str, list[bytes | None]]] = {}
-        """By path and test: bit sets of lines; None where the file was another one then."""
+        """By path and test: bit sets of lines; None where they are not known."""
 
     def _place(self, test: str) -> Path:
         return self._folder / f"{test.removesuffix('.py').replace('/', '-')}-{digest(self._tree / test)}"
@@ -92,7 +124,8 @@ class LineTests:
         notes = place.with_suffix(".json")
         if not notes.exists():
             flags = ("-m", "not gpu", "--timeout", str(TEST_LIMIT_S))
-            forked_pytest.run(self._tree, [test], Recorder(place, self._sources), FILE_LIMIT_S, *flags)
+            limit_s = FILE_LIMIT_S + 2 * TEST_LIMIT_S
+            forked_pytest.run(self._tree, [test], Recorder(place, self._sources), limit_s, *flags)
             if not notes.exists():
                 notes.write_text(json.dumps({"seconds": {}, "sources": {}}))
 
@@ -114,9 +147,18 @@ class LineTests:
                 "join context on context.id = context_id"
             ):
                 if test in self.seconds and Path(path).exists():
-                    is_same = sources.get(path, "") in ("", digest(path))
                     tests = self._lines.setdefault(os.path.relpath(path, self._tree), {})
-                    tests.setdefault(test, []).append(bits if is_same else None)
+                    tests.setdefault(test, []).append(self._now(path, sources.get(path, ""), bits))
+
+    def _now(self, path: str, then: str, bits: bytes) -> bytes | None:
+        """Lines of a file as it is now, of those of what it was then."""
+        if then in ("", digest(path)):
+            return bits
+        text = self._folder / then
+        if not text.exists():
+            return None
+        places = moved(text, Path(path))
+        return nums_to_numbits({j for i in numbits_to_nums(bits) for j in places[i]})
 
     def tests_of(self, path: str, lines: Iterable[int] | None = None) -> set[str]:
         """That execute any of the lines, or anything, of a file."""
