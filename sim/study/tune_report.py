@@ -7,8 +7,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from sim.files import write_atomically
@@ -23,6 +26,8 @@ FRONT = ("p99_ttft_ms", "p99_tpot_ms", "output_throughput_per_gpu")
 """What the Pareto front is over: least, least, most."""
 UNITS = {"load": "requests/s", "gpus": "GPUs", "cost": "an hour", "goodput": "requests/s within the SLOs"}
 MOST_BARS = 14
+MOST_NAMED = 8
+"""Points with their names beside them in the picture."""
 MUCH = 10.0
 """Factor of load beyond which a gain is not told apart: a short trace can come all at once."""
 
@@ -111,7 +116,12 @@ def _engines(ran: Ran | None) -> str:
 def _measured(slos: Sequence[Any], result: Mapping[str, Any] | None) -> str:
     if result is None:
         return "the run fails"
-    return ", ".join(f"{slo.metric} {result[slo.metric]:.4g}" for slo in slos if result[slo.metric] is not None)
+    return ", ".join(f"{slo.metric} {_figure(result[slo.metric])}" for slo in slos if result[slo.metric] is not None)
+
+
+def _figure(value: float) -> str:
+    """Four digits, never as a power of ten: `14,860`, `80.32`."""
+    return f"{value:,.0f}" if abs(value) >= 1000.0 else f"{value:.4g}"
 
 
 def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
@@ -192,14 +202,17 @@ def draw(tuned: Tuned) -> Figure:
     _bars(left, [name_of(tuned, c) for c in known], [c.value or 0.0 for c in known])
     dress(left, UNITS[tuned.goal])
     set_title(left, {"gpus": "GPUs needed", "cost": "Price an hour"}.get(tuned.goal, "What each reaches"), 44)
-    _front(middle, candidates_table(tuned))
+    _front(middle, candidates_table(tuned), [name_of(tuned, candidate) for candidate in tuned.candidates])
     gains = [gain for gain in tuned.gains if gain.gain is not None]
     gains.sort(key=lambda gain: (gain.change.kind, -(gain.gain or 0.0)))
     names = [f"{g.change.name} x {MORE:g}" if g.change.kind == "limit" else g.change.name for g in gains]
-    _bars(
-        right, names, [100.0 * (gain.gain or 0.0) for gain in gains], int(sum(g.change.kind == "limit" for g in gains))
-    )
+    limits = sum(gain.change.kind == "limit" for gain in gains)
+    _bars(right, names, [100.0 * (gain.gain or 0.0) for gain in gains], limits)
     right.axvline(100.0 * BINDS, color=FAINT, lw=0.8, ls=":")
+    kinds = (("a limit raised", 0),) * (limits > 0) + (("more to buy", 1),) * (limits < len(gains))
+    swatches: list[Artist] = [Patch(color=policy_colour(place), label=kind) for kind, place in kinds]
+    swatches.append(Line2D([], [], color=FAINT, lw=0.8, ls=":", label=f"binds from {BINDS:.0%}"))
+    right.legend(handles=swatches, fontsize=8.5, frameon=False, loc="lower right")
     dress(right, "more load, %" if tuned.goal != "goodput" else "more goodput, %")
     set_title(right, f"What binds it: {tuned.binds}" if tuned.binds else "Nothing holds", 44)
     return figure
@@ -215,7 +228,8 @@ def _bars(ax: Axes, names: Sequence[str], values: Sequence[float], first: int | 
     ax.margins(x=0.15)
 
 
-def _front(ax: Axes, table: Frame) -> None:
+def _front(ax: Axes, table: Frame, names: Sequence[str]) -> None:
+    """The candidates' points, named where they are few enough to read."""
     dress(ax, "P99 TTFT (ms)", "P99 TPOT (ms)")
     set_title(ax, "Pareto front of TTFT, TPOT, throughput", 44)
     if "pareto" not in table:
@@ -223,7 +237,29 @@ def _front(ax: Axes, table: Frame) -> None:
     for front, colour in ((False, FAINT), (True, policy_colour(0))):
         own = table[table["pareto"] == front]
         ax.scatter(own[FRONT[0]], own[FRONT[1]], s=26, color=colour, label="on the front" if front else "beaten")
+    if len(table) <= MOST_NAMED:
+        _name_points(ax, table, names)
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.legend(fontsize=8.5, frameon=False)
-    ax.margins(0.12)
+    ax.legend(fontsize=8.5, frameon=False, loc="lower right")
+    ax.margins(0.16)
     ax.set_ylim(bottom=0.0)
+
+
+def _name_points(ax: Axes, table: Frame, names: Sequence[str]) -> None:
+    """Each point's name on its inner side; those of like height in one line, for their names would overlap."""
+    known = table.assign(name=[plain_text(name) for name in names]).dropna(subset=list(FRONT[:2]))
+    if known.empty:
+        return
+    middle = (known[FRONT[0]].min() + known[FRONT[0]].max()) / 2.0
+    beside = known.groupby([(known[FRONT[0]] > middle), (known[FRONT[1]] / known[FRONT[1]].max() * 20.0).round()])
+    for (right, _), group in beside:
+        furthest = group.loc[group[FRONT[0]].idxmin() if right else group[FRONT[0]].idxmax()]
+        ax.annotate(
+            "\n".join(group["name"]),
+            (furthest[FRONT[0]], group[FRONT[1]].mean()),
+            (-7 if right else 7, 0),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            va="center",
+            fontsize=8,
+        )

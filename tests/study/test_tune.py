@@ -12,7 +12,7 @@ from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Ran, Slo, fewest_engines, fewest_pools, most_load
 from sim.study.tune import Candidate, Tuned, read_tune
-from sim.study.tune_report import draw, on_front
+from sim.study.tune_report import _figure, draw, on_front
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
 
@@ -190,13 +190,21 @@ def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
     assert found.tuned.best.point == {"max_num_seqs": 4}
     assert found.table["value"].is_monotonic_decreasing
     assert "within the SLOs" in found.text and "all of 2 seeds hold it" in found.text
-    assert found.figure().axes
+    named = {text.get_text() for text in found.figure().axes[1].texts}
+    assert {line for text in named for line in text.splitlines()} == {
+        "vllm-v1, max-num-seqs 1",
+        "vllm-v1, max-num-seqs 4",
+    }
 
 
 def test_nothing_that_holds_is_said(tmp_path):
     found = kvtwin.tune(FIXED | {"tune": {"slo": ["p99_ttft_ms:0.001"]}}, tmp_path, jobs=1)
     assert found.tuned.best is None
     assert found.text.startswith("No candidate holds p99_ttft_ms <= 0.001")
+
+
+def test_figures_are_never_written_as_powers_of_ten():
+    assert [_figure(value) for value in (14860.4, 1000.0, 999.94, 80.318)] == ["14,860", "1,000", "999.9", "80.32"]
 
 
 def test_bars_are_as_long_as_what_candidates_reach():
