@@ -135,14 +135,17 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
             warnings.append(
                 f"--kv-cache-dtype: times of profile {profile.name} are those of the KV it was measured with"
             )
-    if (
-        model.fp8_products
-        and hardware.fp8_flops_per_s
-        and (scenario.cost_form or profile.form) == "roofline"
-        and "fp8_flops_per_s" not in profile.constants
-    ):
+    if (scenario.cost_form or profile.form) != "roofline":
+        return model
+    if model.fp8_products and hardware.fp8_flops_per_s and "fp8_flops_per_s" not in profile.constants:
         warnings.append(
             f"FP8 products are priced at the rate of 16 bits: profile {profile.name} has no fp8_flops_per_s"
+        )
+    is_timed = model.fp8_kv and not model.mla and "fp8_kv_bytes_per_s" in profile.constants
+    if model.kv_format(1).dequantize_ops_per_token_read and not is_timed:
+        lacks = " has no fp8_kv_bytes_per_s" if model.fp8_kv and not model.mla else " knows no kernel for it"
+        warnings.append(
+            f"quantised KV is read at the rate of 16 bits, converted at an assumed one: profile {profile.name}{lacks}"
         )
     return model
 

@@ -126,6 +126,24 @@ def test_a_run_says_that_fp8_products_have_no_rate_where_the_gpu_could(gpu: str,
     assert any("no fp8_flops_per_s" in warning for warning in warnings) == warned
 
 
+@pytest.mark.parametrize(
+    ("gpu", "model", "dtype", "told"),
+    [
+        ("h100", "llama-3.1-8b", "fp8", ""),
+        ("h100", "llama-3.1-8b", "auto", ""),
+        ("h100", "llama-3.1-8b", "int4", "knows no kernel for it"),
+        ("h100", "deepseek-v2-lite", "fp8", "knows no kernel for it"),
+        ("a100-80g", "llama-3.1-8b", "fp8_e5m2", "has no fp8_kv_bytes_per_s"),
+        ("rtx-4090", "llama-3.1-8b", "fp8", "has no fp8_kv_bytes_per_s"),
+    ],
+)
+def test_a_run_says_that_no_kernel_was_timed_over_its_quantised_kv(gpu: str, model: str, dtype: str, told: str):
+    scenario = replace(Scenario(workload="fixed", model=model, gpu=gpu), kv_cache_dtype=dtype)
+    warnings = prepare(scenario, "vllm-recompute", POLICIES["vllm-recompute"]()).warnings
+    found = [warning for warning in warnings if warning.startswith("quantised KV")]
+    assert [warning.endswith(told) for warning in found] == [True] * bool(told)
+
+
 def test_all_reduces_measured_are_interpolated_by_bytes() -> None:
     """Of 10, 20 and 100 us at 8, 16 and 64 KiB; a token of Llama-3.1 8B has 8 KiB. Two a layer."""
     points = [(8192.0, 1e-5), (16384.0, 2e-5), (65536.0, 1e-4)]
