@@ -185,7 +185,11 @@ def _add_derive(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument(
         "--memory-sibling", metavar="PROFILE", help="profile whose shares of the bandwidth are taken over"
     )
-    parser.add_argument("--base", metavar="PROFILE", help="profile with the GPU's own PCIe and all-reduce constants")
+    parser.add_argument(
+        "--base",
+        metavar="PROFILE",
+        help="profile with the GPU's own PCIe and all-reduce constants (default: the GPU's derived, else the sibling)",
+    )
     parser.add_argument("--compute-share", type=float, help="share of the peak FLOP/s, if not the sibling's")
     parser.add_argument("--reason", default="", help="why that share")
     parser.add_argument(
@@ -356,12 +360,14 @@ def run_derive(arguments: argparse.Namespace) -> int:
     from calib.derive import derive_profile  # noqa: PLC0415
 
     hardware, sibling = load_hardware(arguments.gpu), load_profile(arguments.sibling)
+    # A GPU that nothing is shipped for has no base but the sibling.
+    is_known = arguments.base is not None or _derived(hardware) in shipped_profiles()
     memory = load_profile(arguments.memory_sibling) if arguments.memory_sibling else None
     profile = derive_profile(
         hardware,
         sibling,
         load_hardware(sibling.gpu),
-        _base(arguments.base, hardware),
+        _base(arguments.base if is_known else arguments.sibling, hardware),
         compute_share=arguments.compute_share,
         reason=arguments.reason,
         memory=(memory, load_hardware(memory.gpu)) if memory else None,
@@ -405,6 +411,7 @@ def _import(
     from calib.fit import check_plausible  # noqa: PLC0415
 
     hardware = load_hardware(arguments.gpu)
+    _base(arguments.base, hardware)
     with owning(arguments.out):
         path = _write_samples(arguments, found)
         report = _fit([path], hardware, arguments.base, _name(arguments, hardware, "imported"), "imported")
@@ -435,11 +442,18 @@ def _name(arguments: argparse.Namespace, hardware: HardwareSpec, status: Status)
     return name
 
 
+def _derived(hardware: HardwareSpec) -> str:
+    return f"{hardware.name.lower()}-derived"
+
+
 def _base(name: str | None, hardware: HardwareSpec) -> Profile:
     """The profile that completes another: named, or the derived one shipped for the GPU."""
-    derived = f"{hardware.name.lower()}-derived"
+    derived = _derived(hardware)
     if name is None and derived not in shipped_profiles():
-        raise UserError(f"--base: no profile is shipped for gpu {hardware.name!r}: name one to complete it with")
+        raise UserError(
+            f"--base: no profile is shipped for gpu {hardware.name!r}: name one to complete it with; "
+            "`kvtwin profile derive --gpu FILE --sibling PROFILE` makes one"
+        )
     base = load_profile(name or derived)
     if base.form == "linear":
         raise UserError(f"--base: {base.name} is of form linear: give one of form roofline, such as l20-derived")

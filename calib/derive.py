@@ -1,5 +1,7 @@
 """A profile for a GPU that nobody measured: a sibling's shares of the specification, every assumption spelled out."""
 
+import msgspec
+
 from sim.cost.profile import ROOFLINE_UNITS, Constant, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
@@ -33,7 +35,7 @@ def derive_profile(
 
     Args:
         sibling, sibling_hardware: the GPU whose shares are taken over: compute, attention, memory.
-        base: profile of `hardware` itself, for `OWN`.
+        base: profile of `hardware` itself, for `OWN`; of another GPU their sources say so.
         compute_share: share of the peak FLOP/s that matrix products are assumed to reach; the sibling's if None.
         reason: why `compute_share` is what it is; needed with it.
         memory: another GPU whose shares of the memory bandwidth are taken over, where its memory is more alike.
@@ -59,6 +61,9 @@ def derive_profile(
         elif name in OWN:
             if name in base.constants:
                 found[name] = base.constants[name]
+                if base.gpu != hardware.name:
+                    text = f"carried over from {base.name}: {found[name].source}"
+                    found[name] = msgspec.structs.replace(found[name], stderr=None, source=text)
         elif name in sibling.constants:
             found[name] = Constant(sibling.value(name), None, unit, f"assumed as in {sibling.name}")
     return Profile(
@@ -71,7 +76,7 @@ def derive_profile(
             "method": f"shares of the specification that {sibling.name} reaches; see each source",
             "caution": "nothing here was measured on this GPU; calibrate before relying on absolute times",
         },
-        all_reduce=base.all_reduce,
+        all_reduce=base.all_reduce if base.gpu == hardware.name else None,
     )
 
 

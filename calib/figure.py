@@ -62,13 +62,14 @@ def _draw_decodes(ax: Axes, report: FitReport, models: Sequence[str]) -> None:
     counts = [(sum(s.is_decode and s.model == m for s in report.samples), m) for m in models]
     model = max(counts)[1] if counts else ""
     batches = sorted({s.batch_size for s in report.samples if s.is_decode and s.model == model})
+    least_tp = min((s.tp for s in report.samples if s.is_decode and s.model == model), default=1)
     places = sorted({round(q * (len(batches) - 1)) for q in np.linspace(0, 1, 5)}) if batches else []
     shown = [batches[place] for place in places]
     for i, batch in enumerate(shown):
         chosen = [
             j
             for j, s in enumerate(report.samples)
-            if s.model == model and s.is_decode and s.batch_size == batch and s.tp == 1
+            if s.model == model and s.is_decode and s.batch_size == batch and s.tp == least_tp
         ]
         chosen.sort(key=lambda j: report.samples[j].context_tokens)
         contexts = [report.samples[j].context_tokens for j in chosen]

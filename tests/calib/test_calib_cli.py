@@ -18,6 +18,7 @@ import kvtwin
 from calib.fit import fit_profile
 from calib.samples import read_samples, samples_sha256, write_samples
 from sim.cost.profile import LINEAR_UNITS, ROOFLINE_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
+from sim.specs.hardware import BUILT_IN as SPECS
 from sim.specs.hardware import load_hardware
 
 ROOT = Path(kvtwin.__file__).parents[1]
@@ -383,6 +384,18 @@ def test_derive_writes_what_the_sibling_reaches(capsys, tmp_path):
     assert profile.constants.keys() == shipped.constants.keys()
     for name in shipped.constants.keys() - computing:
         assert profile.value(name) == pytest.approx(shipped.value(name)), name
+
+
+def test_derive_of_a_gpu_that_nothing_is_shipped_for_starts_from_the_sibling(capsys, tmp_path):
+    spec = json.loads((SPECS / "rtx-4090.json").read_text()) | {"name": "my-gpu"}
+    (tmp_path / "my-gpu.json").write_text(json.dumps(spec))
+    words = ["profile", "derive", "--gpu", tmp_path / "my-gpu.json", "--sibling", "rtx-4090-imported"]
+    assert attempt(capsys, *words, "--out", tmp_path)[0] == 0
+    profile, sibling = read_profile(tmp_path / "my-gpu-derived.json"), load_profile("rtx-4090-imported")
+    assert profile.value("flops_per_s") == pytest.approx(sibling.value("flops_per_s"))
+    carried = profile.constants["h2d_bytes_per_s"]
+    assert carried.value == sibling.value("h2d_bytes_per_s")
+    assert carried.source.startswith("carried over from rtx-4090-imported: ")
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
