@@ -1,0 +1,110 @@
+"""vLLM 0.19 on RTX PRO 6000 as measured and as simulated: Llama-3.1 8B on one, Qwen3 32B on two.
+
+    python benchmarks/vllm019_rtx_pro_6000.py FOLDER    # a checkout of casys-kaist/LLMServingSim
+
+The folder (CASYS Lab, KAIST, MIT licence) holds 300 requests of each server, the tokens that were sent, and times of
+vLLM's kernels on the same card. Prices are those tables (form `table`) and a roofline fitted as `kvtwin profile import`
+fits it; nothing is fitted to the runs. The card is none that ships here: what the tables lack is derived from the RTX
+4090, and so is the all-reduce of the two cards over PCIe. The rest is as in `vllm019_rtx4090.py`.
+"""
+
+import argparse
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from vllm019_rtx4090 import compare, profiles, read_measured
+
+from calib.derive import derive_profile
+from calib.importers.llmservingsim import is_sampled
+from sim.cost.profile import load_profile
+from sim.scenario import Scenario
+from sim.specs.hardware import BUILT_IN, load_hardware
+
+SERVERS = {"Llama-3.1-8B": ("llama-3.1-8b", "meta-llama", 1), "Qwen3-32B": ("qwen3-32b", "Qwen", 2)}
+"""By their folders: our model, whose tables, GPUs."""
+SIBLING = "rtx-4090"
+CARD = {
+    "memory_bytes": (102.0e9, "assumed: 96 GB, ECC"),
+    "fp16_flops_per_s": (503.8e12, "assumed: half of the 1,007 TFLOPS that NVIDIA states with sparsity"),
+    "hbm_bytes_per_s": (1597e9, "NVIDIA RTX PRO 6000 Blackwell Server Edition: 1,597 GB/s"),
+    "compute_capability": (12.0, "NVIDIA, CUDA GPU compute capability"),
+}
+EXAMPLES, TABLES = "bench/examples/RTXPRO6000", "profiler/perf/RTXPRO6000"
+WORKLOAD = "workloads/sharegpt-{}-300-sps10.jsonl"
+BLOCK_TOKENS = 16
+
+
+def card(scratch: Path) -> Path:
+    """The file that describes the card: another one's with the values of `CARD`."""
+    spec = json.loads((BUILT_IN / f"{SIBLING}.json").read_text(encoding="utf-8")) | {"name": "rtx-pro-6000"}
+    spec |= {field: {"value": value, "status": "assumed", "source": source} for field, (value, source) in CARD.items()}
+    path = scratch / "rtx-pro-6000.json"
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    return path
+
+
+def convert(folder: Path, name: str, scratch: Path) -> None:
+    """Write a server's run as `trace.csv` and `measured.csv`: one clock, ids of blocks for ids of tokens."""
+    served = [json.loads(line) for line in (folder / EXAMPLES / name / "vllm/requests.jsonl").open(encoding="utf-8")]
+    served.sort(key=lambda row: int(row["request_id"].rpartition("-")[2]))
+    sent = [json.loads(line) for line in (folder / WORKLOAD.format(name.lower())).open(encoding="utf-8")]
+    # Arrivals are by the wall clock, tokens by another: the least that one is ahead of the other.
+    ahead_s = min(row["queued_ts"] - row["arrival_time"] for row in served)
+    origin_s = ahead_s + min(row["arrival_time"] for row in served)
+    known: dict[tuple[int, ...], int] = {}
+    with (
+        (scratch / "trace.csv").open("w", newline="", encoding="utf-8") as trace,
+        (scratch / "measured.csv").open("w", newline="", encoding="utf-8") as measured,
+    ):
+        requests, times = csv.writer(trace), csv.writer(measured)
+        requests.writerow(
+            ("arrival_s", "prompt_tokens", "output_tokens", "hash_ids", "hash_block_tokens", "output_hash_ids")
+        )
+        times.writerow(("arrival_s", "first_token_s", "last_token_s"))
+        for row, request in zip(served, sent, strict=True):
+            tokens = (*request["input_tok_ids"], *request["output_tok_ids"])
+            before, ids = -1, []
+            for start in range(0, len(tokens), BLOCK_TOKENS):
+                before = known.setdefault((before, *tokens[start : start + BLOCK_TOKENS]), len(known))
+                ids.append(str(before))
+            of_prompt = -(-row["input_toks"] // BLOCK_TOKENS)
+            blocks = " ".join(ids[:of_prompt]), BLOCK_TOKENS, " ".join(ids[of_prompt:])
+            arrival_s = row["queued_ts"] - origin_s
+            requests.writerow((arrival_s, row["input_toks"], row["output_toks"], *blocks))
+            times.writerow((arrival_s, row["first_token_ts"] - origin_s, row["last_token_ts"] - origin_s))
+
+
+def main() -> None:
+    """Print measured and simulated figures of each server side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    if not (folder / EXAMPLES).is_dir():
+        print(f"{folder / EXAMPLES} is not there: nothing to compare with")
+        return
+    with TemporaryDirectory() as name:
+        scratch = Path(name)
+        gpu = card(scratch)
+        hardware, sibling = load_hardware(str(gpu)), load_profile(f"{SIBLING}-imported")
+        base = derive_profile(hardware, sibling, load_hardware(SIBLING), sibling)
+        for server, (model, owner, tp) in SERVERS.items():
+            print(f"{server} on {tp}")
+            convert(folder, server, scratch)
+            tables = folder / TABLES / owner / server / "bf16" / f"tp{tp}"
+            setup = Scenario(
+                trace=str(scratch / "trace.csv"),
+                model=model,
+                gpu=str(gpu),
+                tp=tp,
+                max_num_seqs=128,
+                max_num_batched_tokens=2048,
+            )
+            found = profiles(tables, model, tp, hardware, base, is_sampled)
+            compare(read_measured(scratch), found, lambda profile, setup=setup: replace(setup, profile=str(profile)))
+
+
+if __name__ == "__main__":
+    main()
