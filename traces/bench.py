@@ -12,6 +12,7 @@ The file is one JSON object. Arrays have an element a request, in the order in w
 Whatever else it holds (statistics, texts) is not looked at.
 """
 
+import json
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
@@ -61,7 +62,7 @@ def read_bench(path: Path) -> list[BenchRow]:
     """The requests of a result, in file order. Raises `TraceError` for a file that is none or lacks the details."""
     text = "".join(pieces(path, 1 << 20))
     try:
-        found = msgspec.json.decode(text, type=_Result)
+        found = _decoded(text)
     except (msgspec.DecodeError, RecursionError) as error:
         several = "trailing characters" in str(error)
         remedy = "keep one result a file (--append-result adds more)" if several else "give the file as vLLM wrote it"
@@ -85,6 +86,20 @@ def read_bench(path: Path) -> list[BenchRow]:
         rows.append(row._replace(failed=bool(errors[i]) or output == 0 or (ttfts[i] == 0.0 and latencies[i] == 0.0)))
         check_row(f"{path}: request {i}", rows[-1])
     return rows
+
+
+def _decoded(text: str) -> _Result:
+    try:
+        return msgspec.json.decode(text, type=_Result)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        # Python writes NaN, which JSON does not have, where a statistic has no value.
+        try:
+            whole = json.loads(text)
+        except ValueError:
+            raise error from None
+        return msgspec.convert(whole, _Result)
 
 
 def _array(path: Path, name: str, values: list[T] | None, count: int | None) -> list[T]:

@@ -71,6 +71,12 @@ def test_chunks_that_are_no_tokens_are_not_taken_for_tokens(tmp_path):
     assert run.e2el_s == [0.5, 0.43751, 0.625]
 
 
+def test_a_statistic_without_a_value_spoils_no_result(tmp_path):
+    whole = read_served(write(tmp_path, RESULT))
+    odd = read_served(write(tmp_path, RESULT | {"std_tpot_ms": float("nan"), "goodput": float("inf")}, "odd.json"))
+    assert (odd.requests, odd.ttft_s, odd.gaps_s) == (whole.requests, whole.ttft_s, whole.gaps_s)
+
+
 def test_what_a_result_lacks_may_come_from_the_trace_that_was_sent(tmp_path):
     trace = [
         Request(i, 10.0 + i, tokens, 9, hash_ids=(i,), hash_block_tokens=64)
