@@ -7,7 +7,9 @@ into bins, a price y >= 0 for a second of each bin bounds how many can:
     sum of y_t length_t + sum over requests of max(0, 1 - prefill_i min y - decode_i min y)
 
 with the least y of the bins where its prefill, and where its decode may be. This holds for any y (weak duality), so
-the solver that finds good ones (HiGHS) need not be trusted. The run lasts until the last has arrived and had its own
+the solver that finds good ones (HiGHS) need not be trusted. Bins are longer than TTFTs, and a share of a request is
+none: instead of all whose terms are positive, the best of those whose prompts fit their windows one after another are
+summed (`most_in_time`: the bins alone are relaxed). The run lasts until the last has arrived and had its own
 iterations, and until the work of all is done: goodput is at most that count over the longer of the two. That holds for
 runs that serve everybody who fits: no engine takes prompts beyond `max_model_len`, which count neither way.
 
@@ -15,28 +17,25 @@ Who decodes holds blocks or streams them from the host, and a seat. Not covered:
 decoding several tokens at a time.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix, csr_matrix
 
-from sim.bounds.step_price import LinearPrice, step_prices
+from sim.bounds.first_tokens import most_in_time, positive
+from sim.bounds.step_price import step_prices
+from sim.bounds.work import Floats, Ints, least_work, priced
 from sim.cost.model import CostModel
-from sim.cost.roofline import RooflineCost
 from sim.engine.limits import Limits
-from sim.engine.plan import Direction
 from sim.results.metrics import Goodput
 from traces.request import Request
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
 BINS = 80
 LEAST_BIN_S = 0.5
+SHARES = (0.0, 0.5, 1.0)
+"""Of the solver's prices, that are tried."""
 SAMPLE = 400
 """Requests, evenly spaced, that the mix of prices is chosen by; the bound is over all."""
 TIE_S = 1e-6
@@ -55,33 +54,6 @@ class GoodputBound(NamedTuple):
     def goodput(self) -> float:
         """Good requests a second."""
         return self.good_requests / self.least_duration_s if self.least_duration_s > 0.0 else float("inf")
-
-
-class Work(NamedTuple):
-    """What requests need at least, an element each: seconds by themselves, and what shares `LinearPrice.fixed_s`."""
-
-    prompt_tokens: Floats
-    attention_s: Floats
-    decodes: Floats
-    context_tokens: Floats
-    shared_tokens: Floats
-    window_tokens: Floats
-    blocks: Floats
-    """Summed over the decodes, those alone that no other request may share."""
-
-    def prefill_s(self, price: LinearPrice) -> Floats:
-        """Least work of the prompts, s."""
-        return price.prompt_token_s * self.prompt_tokens + self.attention_s + price.chunk_s
-
-    def decode_s(self, price: LinearPrice, block_share: float, seat_share: float) -> Floats:
-        """Least work of the decodes, s: a block held costs `block_share` of the fixed time, a seat `seat_share`."""
-        return (
-            (price.decode_s + seat_share * price.fixed_s) * self.decodes
-            + price.context_s * (self.context_tokens - self.shared_tokens)
-            + price.shared_s * self.shared_tokens
-            + price.window_s * self.window_tokens
-            + block_share * price.fixed_s * self.blocks
-        )
 
 
 def goodput_bound(
@@ -109,8 +81,10 @@ def goodput_bound(
     least_s = max(span_s, float((prefills + decodes)[~may_fail].sum(axis=0).max()) / num_engines)
     good = 0.0
     if served.any():
+        # The price by which prompts take longest, whatever is beside them.
+        prompt_s = prefills[:, prefills[served].sum(axis=0).argmax()] / num_engines
         windows = arrivals[served], first[served], last[served]
-        good = _most_good(*windows, prefill_s[served], decode_s[served], num_engines)
+        good = _most_good(*windows, prefill_s[served], decode_s[served], prompt_s[served], num_engines)
     return GoodputBound(good, least_s)
 
 
@@ -121,109 +95,6 @@ def deadlines(arrivals: Floats, outputs: Ints, slo: Goodput) -> tuple[Floats, Fl
     if slo.e2el_s is not None:
         last = np.minimum(last, arrivals + slo.e2el_s)
     return np.minimum(first, last) + TIE_S, last + TIE_S
-
-
-# -- work ----------------------------------------------------------------------------------------------------------
-
-
-def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> tuple[Work, NDArray[np.bool_]]:
-    """What each request needs at least, and who might be refused at once, so that nobody need wait for it.
-
-    Blocks that stand in several requests may be computed by another, and read together.
-    """
-    size = limits.block_size
-    prompts = np.array([request.prompt_tokens for request in requests])
-    outputs = np.array([request.output_tokens for request in requests])
-    shared = _shared_tokens(requests)
-    # Some engines end a sequence at the longest context.
-    decodes = np.maximum(1, np.minimum(outputs, limits.max_model_len - prompts)) - 1
-    may_fail = (prompts >= limits.max_model_len) | (-(-(prompts + outputs) // size) + 1 >= limits.num_gpu_blocks)
-    cached = np.minimum(shared, prompts - 1)
-    contexts = _sum_to(prompts + decodes) - _sum_to(prompts)
-    blocks = _blocks_to(prompts + decodes, size) - _blocks_to(prompts, size) - decodes * (shared // size)
-    window = contexts
-    if limits.window is not None:
-        tokens = limits.window.tokens
-        window = _window_to(prompts + decodes, tokens) - _window_to(prompts, tokens)
-        blocks = np.zeros_like(blocks)
-    work = Work(
-        *(
-            column.astype(float)
-            for column in (
-                prompts - cached,
-                _attention_s(cached, prompts - cached, cost),
-                decodes,
-                contexts,
-                decodes * shared,
-                window,
-                np.maximum(0, blocks),
-            )
-        )
-    )
-    return work, may_fail
-
-
-def _shared_tokens(requests: Sequence[Request]) -> Ints:
-    """Leading prompt tokens of each whose blocks stand in other requests, too."""
-    seen = Counter(ident for request in requests for ident in {*request.hash_ids, *request.output_hash_ids})
-    found = np.zeros(len(requests), dtype=np.int64)
-    for i, request in enumerate(requests):
-        if request.hash_ids:
-            alone = (n for n, ident in enumerate(request.hash_ids) if seen[ident] == 1)
-            blocks = next(alone, len(request.hash_ids))
-            found[i] = min(blocks * request.hash_block_tokens, request.prompt_tokens)
-    return found
-
-
-def _sum_to(n: Ints) -> Ints:
-    return n * (n + 1) // 2
-
-
-def _blocks_to(n: Ints, size: int) -> Ints:
-    """Blocks of contexts of 1 to n tokens, in all."""
-    whole, rest = np.divmod(n, size)
-    return size * _sum_to(whole) + rest * (whole + 1)
-
-
-def _window_to(n: Ints, window: int) -> Ints:
-    short = np.minimum(n, window)
-    return _sum_to(short) + (n - short) * window
-
-
-def _attention_s(cached: Ints, new: Ints, cost: CostModel) -> Floats:
-    """Prompts' attention by itself, s; forms that have none price none."""
-    if not isinstance(cost, RooflineCost):
-        return np.zeros(len(new))
-    pairs = np.zeros(len(new))
-    for layers in cost.kv.layers:
-        if layers.last_token_only:
-            pairs += layers.num_layers * (cached + new)
-        elif layers.window is not None:
-            pairs += layers.num_layers * (_window_to(cached + new, layers.window) - _window_to(cached, layers.window))
-        else:
-            pairs += layers.num_layers * (_sum_to(cached + new) - _sum_to(cached))
-    return cost.attention_s_per_pair / cost.layers * pairs
-
-
-def priced(work: Work, prices: list[LinearPrice], limits: Limits, cost: CostModel) -> tuple[Floats, Floats]:
-    """Least prefill and decode seconds, a row a request, a column a price and a way to share its fixed time.
-
-    In an iteration the blocks held are at most those of the pool, and those that it streams from the host, which takes
-    as long as the link says. With T >= X + F and T >= h (s - B), s blocks, h seconds a block:
-    T >= u X + (1 - u) h s for u = h B / (F + h B).
-    """
-    prefills, decodes = [], []
-    per_block_s = cost.copy_s(limits.block_bytes * 2.0**20, 0, Direction.H2D) / 2.0**20
-    for price in prices:
-        if not price.by_blocks:
-            prefills.append(work.prefill_s(price))
-            decodes.append(work.decode_s(price, 0.0, 1.0 / limits.max_num_seqs))
-        pool_s = per_block_s * limits.num_gpu_blocks
-        if work.blocks.any() and pool_s > 0.0:
-            weight = pool_s / (price.fixed_s + pool_s)
-            prefills.append(weight * work.prefill_s(price))
-            decodes.append(weight * work.decode_s(price, 1.0 / limits.num_gpu_blocks, 0.0))
-    return np.array(prefills).T, np.array(decodes).T
 
 
 # -- prices of time --------------------------------------------------------------------------------------------------
@@ -249,7 +120,13 @@ def _best_mix(prefills: Floats, decodes: Floats, span_s: float) -> Floats:
 
 
 def _most_good(
-    arrivals: Floats, first: Floats, last: Floats, prefill_s: Floats, decode_s: Floats, num_engines: int
+    arrivals: Floats,
+    first: Floats,
+    last: Floats,
+    prefill_s: Floats,
+    decode_s: Floats,
+    prompt_s: Floats,
+    num_engines: int,
 ) -> float:
     """How many can meet their deadlines, at most."""
     begin_s = float(arrivals.min())
@@ -263,19 +140,33 @@ def _most_good(
         return np.clip(np.searchsorted(edges, times, side="right") - 1, 0, num_bins - 1)
 
     windows = bin_of(arrivals), bin_of(first), bin_of(last)
-    return certified(_solved(*windows, prefill_s, decode_s, lengths), *windows, prefill_s, decode_s, lengths)
+    prices = _solved(*windows, prefill_s, decode_s, lengths)
+
+    def most(values: Floats) -> float:
+        return most_in_time(arrivals, first, prompt_s, values)
+
+    # The solver knows of bins alone: where first tokens bind, lower prices of bins prove more.
+    return min(certified(share * prices, *windows, prefill_s, decode_s, lengths, most) for share in SHARES)
 
 
 def certified(
-    prices: Floats, begin: Ints, first: Ints, last: Ints, prefill_s: Floats, decode_s: Floats, lengths: Floats
+    prices: Floats,
+    begin: Ints,
+    first: Ints,
+    last: Ints,
+    prefill_s: Floats,
+    decode_s: Floats,
+    lengths: Floats,
+    most: Callable[[Floats], float] = positive,
 ) -> float:
     """The bound that prices of a second of each bin prove, whatever they are as long as none is negative.
 
-    `begin`, `first`, `last`: bins of arrival, of the first token's deadline and the last token's.
+    `begin`, `first`, `last`: bins of arrival, of the first token's deadline and the last token's. `most`: the greatest
+    sum of values, an element a request, of those that can be good together.
     """
     prices = np.maximum(0.0, prices)
     paid = prefill_s * least_within(prices, begin, first) + decode_s * least_within(prices, begin, last)
-    return float(prices @ lengths + np.maximum(0.0, 1.0 - paid).sum())
+    return float(prices @ lengths) + most(1.0 - paid)
 
 
 def least_within(values: Floats, begin: Ints, end: Ints) -> Floats:

@@ -1,6 +1,7 @@
 """The certified bound: by hand, against exhaustive search, and never exceeded by any preset."""
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from kvtwin.testing import conformance, limits, linear_machine, requests, simulate
 from kvtwin.testing.clusters import simulate_pools
 from kvtwin.testing.engines import roofline_machine
-from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within, least_work
+from sim.bounds.first_tokens import STEPS, most_in_time
+from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within
 from sim.bounds.step_price import step_prices, tangents
+from sim.bounds.work import least_work
 from sim.cost.forms import LinearCost
 from sim.cost.host import Host
 from sim.cost.model import ridge
@@ -43,11 +46,48 @@ def test_by_hand():
 
 
 def test_time_is_split_into_half_seconds():
-    """Prompts of 0.5 s. Four have 0.3 s, for which the first half-second counts: one can; so can the last to come."""
-    machine = linear_machine(prefill=(0.0, 0.05, 0.0), decode=(0.0, 0.0, 0.0))
-    arrivals = requests(*[(0.0, 10, 1)] * 4, (1.7, 10, 1))
-    bound = bound_of(arrivals, limits(), machine, Goodput(ttft_s=0.3))
-    assert bound.good_requests == pytest.approx(2.0, abs=1e-5)
+    """Ten decodes of 0.1 s in 0.3 s, for which a half second counts: half of one can, and half of the last to come."""
+    machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)
+    arrivals = requests(*[(0.0, 10, 11)] * 4, (1.7, 10, 11))
+    bound = bound_of(arrivals, limits(seqs=1), machine, Goodput(ttft_s=0.0, tpot_s=0.03))
+    assert bound.good_requests == pytest.approx(1.0, abs=1e-5)
+
+
+def test_first_tokens_come_one_after_another():
+    """Prompts of 0.4 s, a second for each: two of five at once have theirs by 0.8 s, of two later ones one by 1.2 s."""
+    machine = linear_machine(prefill=(0.0, 0.04, 0.0), decode=(0.0, 0.0, 0.0))
+    arrivals = requests(*[(0.0, 10, 1)] * 5, *[(0.3, 10, 1)] * 2, (9.0, 10, 1))
+    one, two = (goodput_bound(arrivals, limits(), machine.cost, Goodput(ttft_s=1.0), n) for n in (1, 2))
+    assert one is not None and two is not None
+    assert one.good_requests == pytest.approx(4.0, abs=1e-5)
+    # Twice as fast: five by 1.0 s, a sixth by 1.2 s.
+    assert two.good_requests == pytest.approx(7.0, abs=1e-5)
+
+
+def chosen_by_search(arrivals, deadlines, prompts, values) -> float:
+    best = 0.0
+    for chosen in product((0, 1), repeat=len(arrivals)):
+        end, in_time = 0, True
+        for i in np.flatnonzero(chosen):
+            end = max(end, arrivals[i]) + prompts[i]
+            in_time = in_time and end <= deadlines[i]
+        if in_time:
+            best = max(best, float(np.dot(chosen, values)))
+    return best
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, STEPS), st.integers(0, 2 * STEPS), st.floats(-1.0, 1.0)), min_size=1, max_size=7)
+)
+def test_most_in_time_is_what_search_finds(rows):
+    gaps, prompts, values = map(np.array, zip(*rows, strict=True))
+    arrivals = np.cumsum(gaps) - gaps[0]
+    # Whole steps: nothing is rounded.
+    windows = arrivals.astype(float), arrivals + float(STEPS), prompts.astype(float), values
+    assert most_in_time(*windows) == pytest.approx(chosen_by_search(*windows))
+    # Rounding is in favour of the chosen.
+    shorter = windows[0], windows[1], windows[2] * 0.9999 + 0.3, values
+    assert most_in_time(*shorter) >= chosen_by_search(*shorter) - 1e-9
 
 
 def test_seats_and_blocks_share_what_an_iteration_costs_however_small():
@@ -155,12 +195,11 @@ def test_no_iteration_is_cheaper_than_its_linear_prices(name, prompts, contexts)
 # -- against exhaustive search ---------------------------------------------------------------------------------------
 
 
-def best_by_search(arrivals, limit, slo) -> tuple[int, float]:
+def best_by_search(arrivals, limit, slo, cost) -> tuple[int, float]:
     """Most good requests, and most goodput, of all schedules of tiny requests; parking is free.
 
     Iterations of one token or whole prompts in any mix, as seats and blocks allow; idle until the next arrival.
     """
-    cost = linear_machine().cost
     size, count = limit.block_size, len(arrivals)
     best = [0, 0.0]
 
@@ -219,10 +258,29 @@ def test_no_schedule_of_tiny_requests_is_better(rows, blocks, seats, ttft_s, tpo
         now_s += gap_s
         found.append((now_s, prompt, output))
     arrivals, limit, slo = requests(*found), limits(gpu=blocks, seqs=seats), Goodput(ttft_s=ttft_s, tpot_s=tpot_s)
-    good, goodput = best_by_search(arrivals, limit, slo)
+    good, goodput = best_by_search(arrivals, limit, slo, linear_machine().cost)
     bound = bound_of(arrivals, limit, slo=slo)
     assert good <= bound.good_requests + 1e-6
     assert goodput <= bound.goodput * (1 + 1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.02]), st.integers(5, 40)), min_size=3, max_size=4),
+    st.floats(0.02, 0.1),
+)
+def test_nor_of_prompts_that_share_a_window(rows, ttft_s):
+    """Prompts of 5 to 40 ms, several within one SLO; a schedule of whole prompts is among the best."""
+    machine = linear_machine(prefill=(0.0, 1e-3, 0.0), decode=(0.0, 1e-4, 0.0))
+    times = np.cumsum([gap_s for gap_s, _ in rows])
+    arrivals = requests(*((float(t), prompt, 1) for t, (_, prompt) in zip(times, rows, strict=True)))
+    slo = Goodput(ttft_s=ttft_s)
+    good, _ = best_by_search(arrivals, limits(), slo, machine.cost)
+    bound = bound_of(arrivals, limits(), machine, slo).good_requests
+    # One after another is as good as any order: the two are the same but for rounding and the slack for ties.
+    assert good <= bound + 1e-6
+    looser = Goodput(ttft_s=ttft_s * (1 + 10 / STEPS) + 1e-5)
+    assert bound <= best_by_search(arrivals, limits(), looser, machine.cost)[0] + 1e-6
 
 
 # -- against every preset --------------------------------------------------------------------------------------------
