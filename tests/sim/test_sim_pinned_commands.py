@@ -1,0 +1,16 @@
+"""Commands print and draw what is pinned in `golden/commands/` (`pinned_commands.py` renews it)."""
+
+import pytest
+from pinned_commands import COMMANDS, STUDIES, STUDY, answer, commands
+
+
+def test_every_command_is_pinned():
+    assert {path.stem for path in COMMANDS.iterdir()} == set(commands())
+
+
+@pytest.mark.parametrize(("name", "given"), commands().items())
+def test_commands_tell_and_draw_what_is_pinned(name, given):
+    for needed in ("pyarrow", "jinja2", "plotly"):
+        pytest.importorskip(needed)
+    found = answer(STUDY + STUDIES.get(name, ""), *given)
+    assert found == (COMMANDS / f"{name}.txt").read_text().splitlines(), "meant? then: pinned_commands.py"
