@@ -1,7 +1,5 @@
 """`DeviceMemory`: the KV blocks of one device on both tiers, who holds which, and the copies between them."""
 
-from collections.abc import Callable
-
 import torch
 
 from gpu_runtime.kv.block_ids import BlockIds
@@ -42,12 +40,12 @@ class DeviceMemory:
 
     Args:
         decoder: whose KV they hold.
-        scheduler: of the engine; its parts say what else the host keeps.
+        scheduler: of the engine, whose parts say how large the pools are, how many layers a block holds and what else
+            the host keeps; read, and asked to tell of cached blocks, else never changed.
         device: of the GPU's tier.
         dtype: of the KV.
         inline_copies: whether the computing thread copies, as it does on a CPU by default.
         spare_blocks: more GPU blocks, which nobody is given.
-        fail: hears of each sequence whose KV a failed copy has lost, and why.
 
     Raises:
         ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
@@ -61,10 +59,13 @@ class DeviceMemory:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        inline_copies: bool | None,
-        spare_blocks: int,
-        fail: Callable[[Sequence, str], None],
+        inline_copies: bool | None = None,
+        spare_blocks: int = 0,
     ) -> None:
+        scheduler.memory.tell_blocks()
+        self.decoder, self.scheduler, self.device = decoder, scheduler, device
+        self.failures: list[tuple[Sequence, str]] = []
+        """Whose KV is lost or could not be computed, and why."""
         config, memory, stage = decoder.config, scheduler.memory, scheduler.stage
         if memory.unexecutable:
             raise UserError(memory.unexecutable)
@@ -72,7 +73,6 @@ class DeviceMemory:
         layer_group, left_over = divmod(config.num_layers, memory.num_groups)
         if left_over:
             raise ValueError(f"{config.num_layers} layers of {config.name} in {memory.num_groups} equal groups")
-        self._counts = memory
         gpu_blocks, host_blocks = memory.gpu.num_blocks, memory.host.num_blocks
         scratch = gpu_blocks + scratch_blocks(scheduler)
         pin = device.type == "cuda"
@@ -86,7 +86,7 @@ class DeviceMemory:
         self.scratch.allocate(gpu_blocks)
         self._num_scratch = self.scratch.num_free
         self.engine = CopyEngine(device, inline=not pin if inline_copies is None else inline_copies)
-        self.copies = KVCopies(self.engine, self.gpu, self.host, fail)
+        self.copies = KVCopies(self.engine, self.gpu, self.host, self.fail)
         self.states: LiveStates | None = None
         self.inputs: LayerInputs | None = None
         self.uncached: UncachedTokens | None = None
@@ -104,6 +104,10 @@ class DeviceMemory:
                 self.inputs = LayerInputs(decoder, self.host, self.placement, self.scratch, self.copies, self.engine)
         self.beside = self.states or self.inputs or self.uncached
         """What the host keeps beside KV, in its place, or of some tokens alone."""
+
+    def fail(self, seq: Sequence, reason: str) -> None:
+        """A sequence cannot go on."""
+        self.failures.append((seq, reason))
 
     def new_pass(self) -> LayerPass:
         """A pass over the layers that leaves on the host what is to be kept there."""
@@ -126,7 +130,7 @@ class DeviceMemory:
 
     def check_counts(self) -> None:
         """InvariantError unless as many ids are in use as the scheduler counts. When it has no changes to tell."""
-        memory = self._counts
+        memory = self.scheduler.memory
         for pool, ids, idle, reserved in (
             (memory.gpu, self.counted, self.placement.cached.num_blocks, 0),
             # Set aside for the coming step, and nobody's.

@@ -11,6 +11,7 @@ from platform import processor
 import torch
 
 from gpu_runtime.device import TorchDevice
+from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.driver import LiveInstance, Observer
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
@@ -93,15 +94,18 @@ def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
 def build_device(
     scheduler: Scheduler, decoder: Decoder, options: LiveOptions, kv_cache_dtype: str = "auto"
 ) -> TorchDevice:
-    """The device that executes a scheduler's plans, with KV of the type that `--kv-cache-dtype` names."""
+    """The device that executes a scheduler's plans, with KV of the type that `--kv-cache-dtype` names.
+
+    Raises:
+        ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
+        UserError: a memory whose plans cannot be executed.
+    """
     prompts = TracePrompts(decoder.config.vocab_size, options.seed)
+    dtype = stored_dtype(kv_cache_dtype, decoder.dtype, options.device)
     return TorchDevice(
-        decoder,
-        scheduler,
+        DeviceMemory(decoder, scheduler, torch.device(options.device), dtype),
         prompt_of=prompts,
         on_token=prompts.hear,
-        device=options.device,
-        dtype=stored_dtype(kv_cache_dtype, decoder.dtype, options.device),
         stays_awake=True,
         graph_batch_sizes=capture_sizes(scheduler.limits.max_num_seqs) if options.device == "cuda" else (),
     )
@@ -158,7 +162,7 @@ def perform(
     """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
     parts = build_engine(setup, table, keep)
     device = build_device(parts.scheduler, decoder, options, setup.scenario.kv_cache_dtype)
-    profiler = Profiler(device.device) if keep.timeline else None
+    profiler = Profiler(device.memory.device) if keep.timeline else None
     if profiler is not None:
         setup.warnings.append(WARNING)
     observe = recorder(parts.lanes, parts.observer, device.memory.engine.spans, profiler)

@@ -9,6 +9,7 @@ import msgspec
 from calib.measure.model_points import BLOCK_TOKENS
 from calib.measure.points import Point
 from gpu_runtime.device import TorchDevice
+from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.driver import LiveInstance
 from gpu_runtime.model.decoder import Decoder
 from sim.cost.forms import build_cost
@@ -100,14 +101,11 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
         starts.append((start_s, bool(plan.chunks)))
 
     device = TorchDevice(
-        decoder,
-        scheduler,
+        DeviceMemory(decoder, scheduler, decoder.device, decoder.dtype),
         graph_batch_sizes=(point.batch_size,) if point.graph else (),
         prompt_of=lambda request: [
             (7 * i + request.request_id) % spec.vocab_size for i in range(request.prompt_tokens)
         ],
-        device=decoder.device,
-        dtype=decoder.dtype,
     )
     try:
         device.warm_up()

@@ -14,7 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gpu_runtime.device import TorchDevice
+from gpu_runtime.device import PromptOf, TorchDevice
+from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.driver import LiveInstance
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
@@ -78,14 +79,26 @@ def build_device(
     *,
     decoder: Decoder | None = None,
     kind: type[TorchDevice] = CheckedDevice,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    inline_copies: bool = False,
+    spare_blocks: int = 0,
+    prompt_of: PromptOf = prompt_of,
     **options: Any,  # noqa: ANN401
 ) -> TorchDevice:
     """A device of a scheduler with the small decoder, on the CPU unless told otherwise; `options` are `TorchDevice`'s.
 
     As on CUDA, copies run beside: what may go wrong between threads shall be seen.
     """
-    usual = {"prompt_of": prompt_of, "device": "cpu", "dtype": torch.float32, "inline_copies": False}
-    return kind(decoder or small_decoder(), scheduler, **(usual | options))
+    memory = DeviceMemory(
+        decoder or small_decoder(),
+        scheduler,
+        torch.device(device),
+        dtype,
+        inline_copies=inline_copies,
+        spare_blocks=spare_blocks,
+    )
+    return kind(memory, prompt_of=prompt_of, **options)
 
 
 @dataclass

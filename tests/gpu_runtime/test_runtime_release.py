@@ -2,13 +2,15 @@
 
 import gc
 import weakref
+from functools import partialmethod
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
-from gpu_runtime import device as device_module  # noqa: E402
+from gpu_runtime.device import TorchDevice  # noqa: E402
+from gpu_runtime.device_memory import DeviceMemory  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.live import LiveOptions, perform  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
@@ -54,13 +56,13 @@ def capture(compute):
 def run(requests, monkeypatch):
     policy = POLICIES["vllm-swap"]()
     setup = prepare(SCENARIO, "", policy)
-    build = device_module.TorchDevice.__init__
+    build = TorchDevice.__init__
 
     def graphed(self, *rest, **named):
-        named |= {"graph_batch_sizes": (1, 2), "capture": capture, "spare_blocks": 1}
-        build(self, *rest, **named)
+        build(self, *rest, **(named | {"graph_batch_sizes": (1, 2), "capture": capture}))
 
-    monkeypatch.setattr(device_module.TorchDevice, "__init__", graphed)
+    monkeypatch.setattr(DeviceMemory, "__init__", partialmethod(DeviceMemory.__init__, spare_blocks=1))
+    monkeypatch.setattr(TorchDevice, "__init__", graphed)
     return perform(setup, requests, None, Keep(), small_decoder(), LiveOptions("cpu"))
 
 

@@ -262,7 +262,7 @@ def test_a_failed_computation_ends_its_request_alone():
             streams = [asyncio.create_task(service.stream(body_of(row))) for row in ROWS[1:3]]
             await service.until(lambda: service.thread.metrics.output_tokens > 3)
             victim = next(iter(service.scheduler.batch.members))
-            service.device._failures.append((victim, "a copy was lost"))
+            service.device.memory.fail(victim, "a copy was lost")
             answers = dict(zip((1, 2), await asyncio.gather(*streams), strict=True))
         (failed,) = [seq.request.prompt_tokens for seq in service.ended if seq.error]
         for number, events in answers.items():

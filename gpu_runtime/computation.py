@@ -1,0 +1,164 @@
+"""`Computation`: what a plan computes, as passes over the layers or as a captured graph, and the tokens it chooses."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from gpu_runtime.device_memory import DeviceMemory
+from gpu_runtime.executed import Executed, Moved
+from gpu_runtime.kv.transfers import Transfers
+from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.model import backend
+from gpu_runtime.model.decode_graph import Capture, DecodeGraph
+from gpu_runtime.model.decoder import greedy
+from gpu_runtime.pass_members import BlockTables
+from gpu_runtime.token_ids import TokenIds
+from sim.engine.plan import Direction, IterationPlan, PrefillChunk
+from sim.engine.sequence import Sequence
+
+Decode = tuple[Sequence, int]
+"""A sequence that computes one token, and its tokens with that one."""
+
+
+class Computation:
+    """Computes on the blocks of `memory`; copies that outlive an iteration go to `transfers`.
+
+    `emit` hears whose tokens were chosen, [n], and which, [n]; without sequences there is nothing to read.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        transfers: Transfers,
+        tokens: TokenIds,
+        emit: Callable[[Seq[Sequence], Tensor], None],
+    ) -> None:
+        self.tables = BlockTables(memory.placement)
+        self._memory, self._transfers, self._tokens, self._emit = memory, transfers, tokens, emit
+        self._caches_prefixes = memory.scheduler.memory.caches_prefixes
+        self._done = Executed()
+        self._graph: DecodeGraph | None = None
+
+    def capture(self, batch_sizes: Seq[int], capture: Capture | None) -> None:
+        """Capture decodes of these batch sizes as graphs, where all that they read is KV."""
+        memory, scheduler = self._memory, self._memory.scheduler
+        if batch_sizes and memory.beside is None:
+            self._graph = DecodeGraph(
+                memory.decoder,
+                memory.gpu,
+                batch_sizes,
+                memory.placement.blocks_for(scheduler.limits.max_model_len),
+                by_layer=scheduler.stage.streams,
+                capture=capture,
+            )
+
+    def release(self) -> None:
+        """Give the graphs' memory back."""
+        self._graph = None
+
+    def run(self, plan: IterationPlan, decodes: Seq[Decode], done: Executed) -> None:
+        """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails."""
+        self._done = done
+        try:
+            self._compute(plan, plan.chunks, decodes)
+        except torch.OutOfMemoryError:
+            # The error holds the frames, and with them the tensors that filled the memory: leave it first.
+            pass
+        else:
+            return
+        parts: list[tuple[Seq[PrefillChunk], Seq[Decode]]] = [((chunk,), ()) for chunk in plan.chunks]
+        parts += [((), (decode,)) for decode in decodes]
+        for chunks, few in parts:
+            if self._memory.device.type == "cuda":
+                torch.cuda.empty_cache()
+            try:
+                self._compute(plan, chunks, few)
+            except torch.OutOfMemoryError as error:
+                self._give_up(plan, chunks, few, f"out of memory: {str(error).splitlines()[0]}")
+
+    def _give_up(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[Decode], reason: str) -> None:
+        """A sequence that could not be computed: it fails, and the token that the engine counts is a filler."""
+        sampled = [seq for seq, new, cached, _ in chunks if cached + new == seq.num_tokens]
+        for seq in [*sampled, *(seq for seq, _ in decodes)]:
+            self._tokens.append(seq, 0)
+        self._done.num_decodes += len(decodes)
+        for seq in [*(chunk.seq for chunk in chunks), *(seq for seq, _ in decodes)]:
+            self._memory.fail(seq, reason)
+            self._done.given_up.add(seq)
+            for move in plan.behind:
+                if move.seq is seq and move.is_reported:
+                    # Copies behind its prefill have nothing to copy: they are over.
+                    self._transfers.begin_behind(move, [])
+
+    def _compute(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[Decode]) -> None:
+        if not chunks and self._replay(decodes):
+            return
+        work = self._memory.new_pass()
+        spans = [(seq, cached, cached + num_new) for seq, num_new, cached, _ in chunks]
+        spans += [(seq, num_tokens - 1, num_tokens) for seq, num_tokens in decodes]
+        if self._caches_prefixes:
+            spans = self._memory.placement.prefixes.to_compute(spans)
+        for seq, first, end in spans[: len(chunks)]:
+            work.add_chunk(seq, end - first, first, self._tokens.of(seq))
+        for seq, first, end in spans[len(chunks) :]:
+            work.add_decode(seq, end, self._tokens.of(seq), end - first)
+        try:
+            chosen = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graph)
+        except torch.OutOfMemoryError:
+            work.abandon()
+            self._note_loads(work)
+            raise
+        if self._caches_prefixes:
+            self._memory.placement.prefixes.computed(spans)
+            self._note_loads(work)
+        self._finish_copies(plan, work)
+        self._done.num_decodes += len(decodes)
+        self._emit(work.sampled, chosen)
+        if not work.sampled:
+            # Tokens are waited for; where there are none the iteration would seem to end with its launches.
+            backend.finish(self._memory.device)
+        work.release()
+
+    def _note_loads(self, work: LayerPass) -> None:
+        """What a pass has loaded from the host's cache, or has failed to."""
+        self._done.num_read += work.num_loaded
+        for seq, blocks in work.spoilt:
+            self._memory.placement.prefixes.spoil(seq, blocks)
+
+    def _replay(self, decodes: Seq[Decode]) -> bool:
+        """Compute decodes whose KV is all on the GPU in a graph; False, and nothing is done, where that cannot be."""
+        graph, unwritten = self._graph, self._memory.placement.cached.unwritten
+        if graph is None or unwritten or not graph.fits(len(decodes), max(length for _, length in decodes)):
+            return False
+        seqs, lengths = [seq for seq, _ in decodes], [length for _, length in decodes]
+        rows = self.tables.resident(seqs)
+        if rows is None:
+            return False
+        tokens = [self._tokens.of(seq)[length - 1] for seq, length in decodes]
+        chosen = greedy(graph.run(tokens, lengths, rows))
+        if self._caches_prefixes:
+            self._memory.placement.prefixes.computed([(seq, length - 1, length) for seq, length in decodes])
+        self._done.num_decodes += len(decodes)
+        self._emit(seqs, chosen)
+        return True
+
+    def _finish_copies(self, plan: IterationPlan, work: LayerPass) -> None:
+        """Copies behind a prefill's last chunk go on after it; what else a pass wrote must be out before its slots are
+        reused, and before the next chunk reads it."""
+        done, behind = self._done, {move.seq: move for move in plan.behind}
+        for member in work.members:
+            done.num_read += member.num_read
+            done.num_projected += member.num_projected * self._memory.gpu.block_tokens
+            done.num_rebuilt += member.num_rebuilt
+            done.num_saved += member.num_saved
+            seq, handles, move = member.seq, list(member.leaving.values()), behind.get(member.seq)
+            if move is None:
+                done.num_written += member.num_sent
+            else:
+                done.behind.append(Moved(seq, tuple(member.leaving), Direction.D2H, member.num_sent))
+            if move is not None and move.is_reported:
+                self._transfers.begin_behind(move, handles)
+            else:
+                self._memory.copies.wait(seq, handles)
