@@ -75,13 +75,8 @@ def _one_line(message: object) -> str:
     return str(message).replace("\n", "\\n")
 
 
-def run_command(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. KeyboardInterrupt where it is interrupted before it begins."""
-    gc.set_threshold(GC_THRESHOLD, 50, 50)
-    # A process that ends gives its memory back at once: cycles need not be looked for.
-    atexit.register(gc.freeze)
-    # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+def build_parser() -> Parser:
+    """All commands; each adds its flags when it is asked for."""
     from calib import cli as calib_cli  # noqa: PLC0415
     from gpu_runtime import cli as gpu_cli  # noqa: PLC0415
     from gpu_runtime.serve import cli as serve_cli  # noqa: PLC0415
@@ -98,7 +93,17 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     gpu_cli.add_commands(commands)
     serve_cli.add_commands(commands)
     calib_cli.add_commands(commands)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def run_command(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. KeyboardInterrupt where it is interrupted before it begins."""
+    gc.set_threshold(GC_THRESHOLD, 50, 50)
+    # A process that ends gives its memory back at once: cycles need not be looked for.
+    atexit.register(gc.freeze)
+    # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    arguments = build_parser().parse_args(argv)
     with sigterm_interrupts():
         return exit_status(_run(arguments))
 
