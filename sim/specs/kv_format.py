@@ -88,15 +88,6 @@ class KVLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     window: int | None = None
     last_token_only: bool = False
 
-    def stored_tokens(self, position: int) -> int:
-        """Tokens kept of a sequence of `position` tokens."""
-        return position if self.window is None or position < self.window else self.window
-
-    read_tokens = stored_tokens
-    """Tokens whose KV the decode of the token at `position` reads, its own included."""
-    copied_tokens = stored_tokens
-    """Tokens that go with a sequence of `position` tokens to the host or back."""
-
 
 class KVFormat(msgspec.Struct, frozen=True):
     """The classes of a model's layers and what one token's KV costs in one of them, per GPU of a group.
@@ -137,18 +128,6 @@ class KVFormat(msgspec.Struct, frozen=True):
     def num_window_stored(self) -> int:
         """Layers that keep the KV of a window."""
         return sum(layers.num_stored for layers in self.layers if layers.window is not None)
-
-    def stored_bytes(self, position: int) -> float:
-        """Least memory of a sequence of `position` tokens: what whole blocks round up."""
-        return self.token_layer_bytes * sum(c.num_stored * c.stored_tokens(position) for c in self.layers)
-
-    def read_bytes(self, position: int) -> float:
-        """What the decode of the token at `position` reads."""
-        return self.token_layer_bytes * sum(c.num_layers * c.read_tokens(position) for c in self.layers)
-
-    def copied_bytes(self, position: int) -> float:
-        """What moves with a sequence of `position` tokens."""
-        return self.token_layer_bytes * sum(c.num_stored * c.copied_tokens(position) for c in self.layers)
 
 
 def window_pairs(cached: int, num_new: int, window: int) -> int:

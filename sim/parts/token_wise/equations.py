@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from sim.specs.models import ModelSpec
 
 Floats = NDArray[np.float64]
-PRINTED_SCRATCH_LAYERS = 10
-"""Layers of uncached KV in M_o at first, 40 hbsr = 10 x 4 hbsr: as many as any configuration needs."""
 
 
 class Configuration(NamedTuple):
