@@ -1,0 +1,166 @@
+"""Defaults, models' sizes and prices as they are pinned in `golden/facts/`, a line each.
+
+    python tests/sim/pinned_facts.py      # writes golden/facts/*.txt anew
+
+Whoever leaves an option out, sizes a model or prices an iteration gets what is written there.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import msgspec
+from pinned import GOLDEN, rounded
+
+import calib
+import gpu_runtime
+import sim
+import traces
+from sim.cost.forms import build_cost
+from sim.cost.model import CostModel
+from sim.cost.profile import load_profile, read_profile
+from sim.engine.plan import CONTINUED, Direction, IterationPlan, WindowTokens
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.specs.hardware import load_hardware
+from sim.specs.kv_format import kv_dtype
+from sim.specs.models import ModelSpec, built_in_models, load_model
+from traces.request import Request
+
+FACTS = GOLDEN / "facts"
+GPU_ONLY = ("triton", "flashinfer", "graph")
+"""In names of modules that not every machine can import."""
+
+
+def defaults() -> Iterator[str]:
+    """What options and records are where nobody gives them."""
+    for package in (sim, traces, calib, gpu_runtime):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not any(word in found.name for word in GPU_ONLY):
+                module = importlib.import_module(found.name)
+                for name, kind in inspect.getmembers(module, inspect.isclass):
+                    if kind.__module__ == found.name:
+                        yield from (f"{found.name}.{name}.{field} = {value!r}" for field, value in defaults_of(kind))
+
+
+def defaults_of(kind: type) -> Iterator[tuple[str, object]]:
+    plain = (int, float, str, bool, tuple, type(None))
+    if is_dataclass(kind):
+        found = [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
+    elif issubclass(kind, msgspec.Struct):
+        given = kind.__struct_defaults__
+        found = list(zip(kind.__struct_fields__[len(kind.__struct_fields__) - len(given) :], given, strict=True))
+    else:
+        found = list(getattr(kind, "_field_defaults", {}).items())
+    yield from ((name, value) for name, value in found if isinstance(value, plain))
+
+
+def variants() -> Iterator[tuple[str, ModelSpec]]:
+    """Models in their own types and in others."""
+    for name in built_in_models():
+        model = load_model(name)
+        yield name, model
+        yield f"{name} fp8", model.with_weights_of(1.0, "fp8")
+        yield f"{name} fp8 KV", model.with_kv_dtype(kv_dtype("fp8", load_hardware("h100")))
+        yield f"{name} float32", model.with_dtype(4.0)
+
+
+def models() -> Iterator[str]:
+    """Every number that a model gives, by the GPUs of a group."""
+    for label, model in variants():
+        for name, kind in inspect.getmembers(ModelSpec):
+            if name.startswith(("_", "with_", "check_")) or name in ModelSpec.__struct_fields__:
+                continue
+            if isinstance(kind, property):
+                yield f"{label} {name} = {rounded(getattr(model, name))}"
+            elif "tp" in inspect.signature(kind).parameters:
+                yield f"{label} {name} = {[rounded(answer_of(getattr(model, name), tp)) for tp in (1, 2, 8)]}"
+            elif "num_tokens" in inspect.signature(kind).parameters:
+                yield f"{label} {name} = {[rounded(getattr(model, name)(n)) for n in (1, 7, 300, None)]}"
+        kv = model.kv_format()
+        for position in (1, 1000, 9000):
+            found = [rounded(float(of(position))) for of in (kv.stored_bytes, kv.read_bytes, kv.copied_bytes)]
+            yield f"{label} KV at {position} = {found}"
+
+
+def answer_of(method, tp: int) -> object:
+    try:
+        return method(tp)
+    except UserError as error:
+        return str(error)
+
+
+def costs() -> Iterator[tuple[str, ModelSpec, CostModel]]:
+    """Machines: two profiles that do not change, and shipped ones of other forms."""
+    golden = {name: read_profile(GOLDEN / f"{name}-profile.json") for name in ("l20", "t4")}
+    for name, profile in golden.items():
+        for label, model in variants():
+            for tp in (1, 2):
+                if label.split()[0] in ("llama-2-7b", "gemma-2-9b", "deepseek-v2-lite", "qwen3-14b"):
+                    hardware = load_hardware(name)
+                    yield f"{label} on {tp} {name}", model, build_cost(model, hardware, profile, tp, 2.0**21)
+    for shipped in ("h100-imported", "rtx-4090-imported", "a100-80g-imported"):
+        profile, model = load_profile(shipped), load_model("llama-3.1-8b")
+        yield shipped, model, build_cost(model, load_hardware(profile.gpu), profile, 1, 2.0**21)
+    model, hardware = load_model("llama-2-7b"), load_hardware("l20")
+    yield "paper", model, build_cost(model, hardware, golden["l20"], 1, 2.0**23, "paper")
+
+
+def plan_of(chunks: tuple[tuple[int, int], ...], decodes: int, context: int, window: int | None) -> IterationPlan:
+    """Chunks as (computed before, computed now), of prompts that end with them, and decodes."""
+    plan = IterationPlan()
+    for place, (cached, new) in enumerate(chunks):
+        seq = Sequence(Request(place, 0.0, cached + new, 8))
+        seq.num_computed = cached
+        plan.add_chunk(seq, new, CONTINUED)
+    plan.num_decodes, plan.decode_context_tokens = decodes, context
+    if window is not None:
+        plan.decode_window = WindowTokens(min(context, decodes * window), decodes // 2)
+    return plan
+
+
+def prices() -> Iterator[str]:
+    """Seconds of iterations, copies and layers."""
+    plans = {
+        "a prompt": (((0, 300),), 0, 0), "prompts": (((0, 40), (0, 900)), 0, 0), "a chunk": (((512, 256),), 0, 0),
+        "decodes": ((), 16, 9000), "one decode": ((), 1, 20), "both": (((0, 64), (700, 128)), 30, 41000),
+        "many": (((0, 6000),), 200, 900000),
+    }  # fmt: skip
+    for label, model, cost in costs():
+        window = model.kv_format().window
+        for name, (chunks, decodes, context) in plans.items():
+            plan = plan_of(chunks, decodes, context, window)
+            yield f"{label}: {name} = {rounded((cost.iteration_s(plan), cost.prelude_s(plan)))}"
+        for decodes, context in ((1, 30), (40, 30000), (256, 10**6)):
+            beside = None if window is None else WindowTokens(min(context, decodes * window), decodes // 2)
+            found = (*cost.decode_run(decodes, context, beside), cost.straight_steps(decodes, context))
+            yield f"{label}: {decodes} decodes over {context} = {rounded(found)}"
+        for tokens in (1, 50, 4000):
+            found = [of(tokens) for of in (cost.prefill_s, cost.project_s, cost.recompute_s, cost.unread_s)]
+            yield f"{label}: {tokens} tokens = {rounded([*found, cost.all_reduce_s(tokens)])}"
+        for blocks, layers in ((1, 1), (3, 32), (500, 8)):
+            count = cost.num_copies(blocks, layers)
+            found = [cost.copy_s(blocks * 2.0**20, count, way) for way in Direction]
+            yield f"{label}: {blocks} blocks of {layers} layers = {count} {rounded(found)}"
+        facts = cost.beyond, cost.all_reduce_on_pcie, cost.num_all_reduces, cost.has_kinks
+        yield f"{label}: beyond what was measured, and so on = {rounded(facts)}"
+
+
+PINNED = {"defaults": defaults, "models": models, "prices": prices}
+
+
+def main() -> None:
+    FACTS.mkdir(exist_ok=True)
+    for name, lines in PINNED.items():
+        (FACTS / f"{name}.txt").write_text("\n".join(lines()) + "\n")
+        print(name)
+
+
+if __name__ == "__main__":
+    main()
