@@ -65,6 +65,9 @@ STUDIES = {
 }
 
 
+WORKLOADS = ("fixed", "uniform", "azure-conv-2023", "sharegpt", "ramp", "burst", "sessions")
+
+
 def commands() -> dict[str, tuple[str, ...]]:
     """Commands by name, one after another in a folder of their own."""
     trace = "trace generate sessions --num-prompts 40 --request-rate 3 --turns 3 --seed 2 -o t.jsonl"
@@ -82,6 +85,7 @@ def commands() -> dict[str, tuple[str, ...]]:
                     *(f"explain o --request {request}" for request in (3, 20))),
         **{name: (f"{name.split()[0]} study.toml --out o --jobs 1",) for name in STUDIES},
         "trace": (trace, "trace inspect t.jsonl", "trace convert t.jsonl -o t.csv --clip 600"),
+        "workloads": tuple(f"trace generate {name} --num-prompts 9 --seed 3 -o {name}.jsonl" for name in WORKLOADS),
         "profile": (f"profile show {GOLDEN / 'l20-profile.json'}",
                     f"profile diff {GOLDEN / 'l20-profile.json'} {GOLDEN / 't4-profile.json'} --figure d.png"),
     }  # fmt: skip

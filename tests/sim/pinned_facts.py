@@ -16,12 +16,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec
-from pinned import GOLDEN, rounded
+from pinned import GOLDEN, digest, rounded
 
 import calib
 import gpu_runtime
 import sim
 import traces
+from sim.bounds.step_price import step_prices
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import load_profile, read_profile
@@ -74,6 +75,7 @@ def variants() -> Iterator[tuple[str, ModelSpec]]:
 def models() -> Iterator[str]:
     """Every number that a model gives, by the GPUs of a group."""
     for label, model in variants():
+        yield repr(model)
         for name, kind in inspect.getmembers(ModelSpec):
             if name.startswith(("_", "with_", "check_")) or name in ModelSpec.__struct_fields__:
                 continue
@@ -148,6 +150,8 @@ def prices() -> Iterator[str]:
             count = cost.num_copies(blocks, layers)
             found = [cost.copy_s(blocks * 2.0**20, count, way) for way in Direction]
             yield f"{label}: {blocks} blocks of {layers} layers = {count} {rounded(found)}"
+        bounds = [rounded(price) for price in step_prices(cost, 16, 900)]
+        yield f"{label}: at least {bounds[:1]} to {bounds[-1:]}, {len(bounds)} {digest(bounds)}"
         facts = cost.beyond, cost.all_reduce_on_pcie, cost.num_all_reduces, cost.has_kinks
         yield f"{label}: beyond what was measured, and so on = {rounded(facts)}"
 

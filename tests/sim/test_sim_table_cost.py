@@ -163,6 +163,14 @@ def test_the_tables_are_of_one_model_and_group(tmp_path) -> None:
             msgspec.structs.replace(profile(), kernels=msgspec.structs.replace(tables(), attention=[])),
             "attention: needs rows of decodes alone",
         ),
+        (
+            # Of chunks beside decodes only; contexts of none are no chunks alone.
+            msgspec.structs.replace(
+                profile(),
+                kernels=msgspec.structs.replace(tables(), attention=[(0, 0, 4, 0, 1e-5), (16, 0, 4, 0, 1e-5)]),
+            ),
+            "and of chunks alone",
+        ),
     ):
         path.write_bytes(broken.to_json())
         with pytest.raises(UserError, match=match):
