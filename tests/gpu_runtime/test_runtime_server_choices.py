@@ -74,6 +74,20 @@ def test_more_answers_than_may_wait_are_refused():
     run(body, max_queue=5)
 
 
+def test_every_answer_asked_for_takes_a_place_in_the_queue():
+    async def body(service):
+        service.gate.open.clear()
+        first = asyncio.create_task(service.post({"prompt": PROMPTS[0], "max_tokens": 2}))
+        await service.until(lambda: len(service.thread.queued) == 1)
+        assert (await service.post({"prompt": PROMPTS[1], "n": 2, "max_tokens": 2}))[0] == 429
+        second = asyncio.create_task(service.post({"prompt": PROMPTS[1], "n": 1, "max_tokens": 2}))
+        await service.until(lambda: len(service.thread.queued) == 2)
+        service.gate.open.set()
+        assert [(await task)[0] for task in (first, second)] == [200, 200]
+
+    run(body, max_queue=2)
+
+
 def test_a_client_that_leaves_leaves_all_its_answers():
     async def body(service):
         service.gate.pause_s = 0.01
@@ -216,6 +230,33 @@ def test_the_oldest_half_open_connection_makes_room(monkeypatch):
             writer.close()
 
     run(body)
+
+
+class Open(asyncio.Transport):
+    """A connection that nobody closes."""
+
+    def is_closing(self):
+        return False
+
+
+def test_an_answer_begins_the_idle_time_anew():
+    """Of two answers on one connection the first one's timer is gone; a request's header ends the second's."""
+
+    async def body():
+        watched, (transport, other) = connections.Connections(asyncio.Protocol), (Open(), Open())
+        watched.made(transport)
+        half_open = watched._half_open[transport]
+        watched.ended(transport)
+        first = watched._idle[transport]
+        assert half_open.cancelled() and not first.cancelled() and transport not in watched._half_open
+        watched.ended(transport)
+        second = watched._idle[transport]
+        assert first.cancelled() and not second.cancelled()
+        watched.begun(other)
+        watched.begun(transport)
+        assert second.cancelled() and not watched._idle
+
+    asyncio.run(body())
 
 
 # -- a client that is not ours ---------------------------------------------------------------------------------------

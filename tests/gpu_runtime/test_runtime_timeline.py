@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,17 +14,30 @@ from test_runtime_validate import CONFIG  # noqa: E402
 
 import kvtwin  # noqa: E402
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed  # noqa: E402
-from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
+from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpan, CopySpans  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
+from gpu_runtime.live import recorder  # noqa: E402
 from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
 from kvtwin.testing import live as testing_live  # noqa: E402
 from kvtwin.testing import requests  # noqa: E402
-from sim.engine.plan import Direction  # noqa: E402
+from sim.cost.pricing import Lanes  # noqa: E402
+from sim.engine.plan import Direction, IterationPlan, StepTimes  # noqa: E402
 from sim.results.timeline import LIVE_PIDS  # noqa: E402
 from sim.systems.layerkv import LayerKV  # noqa: E402
 
 CPU = torch.device("cpu")
 LIVE = 1 + LIVE_PIDS
+
+
+def test_lanes_are_busy_while_iterations_and_copies_last():
+    lanes, heard = Lanes(), []
+    spans = [CopySpan(Direction.D2H, 2.0, 2.5), CopySpan(Direction.H2D, 7.0, 7.125)]
+    copies = SimpleNamespace(take=lambda: [spans.pop()] if spans else [])
+    observe = recorder(lanes, lambda *told: heard.append(told), copies)
+    for start_s, end_s in ((3.0, 3.25), (10.0, 11.0)):
+        observe(IterationPlan(), start_s, StepTimes(1, end_s, 0.0, 0.0, end_s, 1))
+    assert [lane.busy_s for lane in (lanes.compute, lanes.d2h, lanes.h2d)] == [1.25, 0.5, 0.125]
+    assert [told[1] for told in heard] == [3.0, 10.0]
 
 
 @pytest.mark.parametrize("inline", [False, True])

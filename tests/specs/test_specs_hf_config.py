@@ -139,6 +139,7 @@ def block_fp8(**more):
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 2.5 / 128, 0.5 + 2.5 / 128),
         ({"quant_method": "awq", "bits": 4, "group_size": -1}, 0.5, 0.5),
         ({"quant_algo": "NVFP4", "ignore": ["model.layers.*.self_attn*"]}, 2, 0.5625),
+        ({"quant_method": "a tool of theirs", "quant_algo": "NVFP4"}, 0.5625, 0.5625),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -285,6 +286,7 @@ REFUSED = [
     ({"quantization_config": "fp8"}, ["quantization_config"]),
     ({"quantization_config": {"quant_method": "quip"}}, ["quantization_config.quant_method", "'quip'"]),
     ({"quantization_config": {"quant_algo": "MIXED_PRECISION"}}, ["quant_algo", "MIXED_PRECISION"]),
+    ({"quantization_config": {"quant_method": "modelopt"}}, ["quantization_config.quant_algo", "FP8, NVFP4"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["group_size", "whole number"]),
     ({"quantization_config": block_fp8(ignore=["re:("])}, ["ignore", "does not compile"]),
     ({"quantization_config": block_fp8(kv_cache_scheme="int3")}, ["kv_cache_scheme", "int3"]),
