@@ -1,1 +1,1 @@
-"""Fitted constants of cost models (`profiles/`); measuring and fitting follow."""
+"""Constants of cost models: measured or imported samples, fits to them, and the fitted `profiles/`."""

@@ -1,1 +1,1 @@
-"""The live runtime: the same engine on a GPU's clock (to come)."""
+"""The live runtime: the same engine on the real clock, its plans executed by torch."""

@@ -11,7 +11,8 @@ from gpu_runtime.layer_inputs import LayerInputs
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.saved_states import LiveStates
-from gpu_runtime.uncached_tokens import UncachedPlacement, UncachedTokens
+from gpu_runtime.uncached_placement import UncachedPlacement
+from gpu_runtime.uncached_tokens import UncachedTokens
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence

@@ -1,1 +1,1 @@
-"""The simulator: specs, cost model, block state, policies and engine, and the SimPy clock that drives them."""
+"""The simulator: models and GPUs, prices, systems and their engine, the SimPy clock that drives them, and results."""

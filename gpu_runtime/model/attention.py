@@ -5,9 +5,9 @@ from torch import Tensor
 
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model import backend, torch_attention
-from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch, BlockTables
+from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch
 
-__all__ = ["AttentionBatch", "BlockTables", "paged_attention", "write_kv"]
+__all__ = ["AttentionBatch", "paged_attention", "write_kv"]
 
 
 def write_kv(key: Tensor, value: Tensor, pool: KVPool, layer: int, batch: AttentionBatch) -> None:

@@ -12,7 +12,7 @@ NOWHERE = -1
 LONG_PROMPT = 512
 """Prompts of so many tokens fill a GPU alone, each in a kernel of its own; all shorter ones of a batch share one."""
 
-BlockTables = Sequence[Sequence[Sequence[int]]] | np.ndarray
+TablesLike = Sequence[Sequence[Sequence[int]]] | np.ndarray
 """Block ids per layer group and sequence; or an int32 array [num_groups, B, max_blocks], padded with any id."""
 
 
@@ -81,7 +81,7 @@ class AttentionBatch:
         cls,
         num_new: Sequence[int],
         context: Sequence[int],
-        block_tables: BlockTables,
+        block_tables: TablesLike,
         block_tokens: int,
         device: torch.device | str,
     ) -> "AttentionBatch":
@@ -130,7 +130,7 @@ class AttentionBatch:
         )
 
 
-def _tables(given: BlockTables, num_blocks: np.ndarray) -> np.ndarray:
+def _tables(given: TablesLike, num_blocks: np.ndarray) -> np.ndarray:
     """[num_groups, B, max_blocks], rows padded with 0; ValueError where a sequence has too few blocks."""
     if isinstance(given, np.ndarray):
         if given.ndim != 3 or given.shape[1] != len(num_blocks) or given.shape[2] < num_blocks.max():

@@ -1,1 +1,1 @@
-"""The virtual clock: arrivals and the SimPy driver."""
+"""The virtual clock: arrivals, and the SimPy processes that drive one engine or a cluster of them."""
