@@ -9,19 +9,18 @@
 Scenarios have the fields of the command line's flags, policies the texts of `--policy`. Bad input raises `UserError`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from kvtwin.studies import MapResult, SweepResult, TuneResult, regime_map, sweep, tune
 from sim.cost.changed_profile import profile_named
 from sim.errors import UserError
-from sim.folders import owning
 from sim.option_values import option_fields
 from sim.policy_options import options_of, parse_policy
 from sim.prepare import prepare, with_one_swap_space
@@ -32,28 +31,13 @@ from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
 from sim.results.schema import Result
-from sim.runs import Keep
-from sim.scenario import Scenario, build_scenario, read_toml
+from sim.runs import EngineParts, Keep
+from sim.scenario import Scenario, build_scenario
 from sim.simulate import build_run, execute
-from sim.study.axes import Study, read_study
-from sim.study.backends import Backend
-from sim.study.figures import draw
-from sim.study.regimes import Regimes, cells, read_map
-from sim.study.regimes import draw as draw_map
-from sim.study.regimes import lines as map_lines
-from sim.study.sweep import Means, run_study
-from sim.study.tables import means, tidy
-from sim.study.tune import Tuned, read_tune
-from sim.study.tune import tune as search
-from sim.study.tune_report import candidates_table, lines
-from sim.study.tune_report import draw as draw_tuned
 from sim.systems import DEFAULT_POLICY
 from sim.systems.base import Policy
 from sim.traffic import requests_of
 from traces.errors import TraceError
-
-if TYPE_CHECKING:
-    from sim.runs import EngineParts
 
 __all__ = [
     "ComparisonResult",
@@ -183,146 +167,6 @@ def compare(scenario: Scenario, policies: Sequence[str | Policy]) -> ComparisonR
     return ComparisonResult(tuple(simulate(scenario, policy) for policy in policies))
 
 
-@dataclass(frozen=True)
-class SweepResult:
-    """The runs of a study.
-
-    Attributes:
-        table: a row for each run: its axes by their fields' names, `seed`, `num_gpus`, the numbers of result.json,
-            `error` where it failed, and its `key`.
-        study: what was varied.
-    """
-
-    table: pd.DataFrame
-    study: Study
-
-    @property
-    def means(self) -> pd.DataFrame:
-        """A row for each point: means over its repeats, and in `METRIC_ci95` half of their 95 % interval."""
-        return means(self.study, self.table)
-
-    def figure(self, metric: str) -> Figure:
-        """A metric over the axes: `p99_ttft_ms`, or any other numeric column of the table."""
-        if metric not in self.table.select_dtypes("number"):
-            raise UserError(f"metric {metric!r} is no numeric column of the table")
-        return draw(self.study, self.means, metric)
-
-
-def sweep(
-    study: str | Path | Mapping[str, Any],
-    out: str | Path,
-    *,
-    backend: Backend = "loky",
-    address: str | None = None,
-    jobs: int | None = None,
-    max_seconds: float | None = None,
-    retry_failed: bool = False,
-) -> SweepResult:
-    """Run every point of a study, as `kvtwin sweep` does; what `out` holds already is not run again.
-
-    Args:
-        study: a study file (`docs/sweep.md`), or what would stand in one.
-        out: folder in which every run is kept as it ends.
-        backend, address: this machine's cores, or a cluster of Dask or Ray.
-        jobs: processes, by default one a core.
-        max_seconds: of a run, after which it is given up, s.
-        retry_failed: run again what failed before.
-
-    Raises:
-        UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.
-    """
-    table, where = _read(study)
-    found = read_study(table, "sweep", where)
-    with owning(Path(out), "out"):
-        places = run_study(found, Path(out), Means(backend, address, jobs, max_seconds, retry_failed))
-    return SweepResult(tidy(found, places), found)
-
-
-@dataclass(frozen=True)
-class TuneResult:
-    """The answer of a search.
-
-    Attributes:
-        tuned: the answer typed: `best`, `binds`, `gains`, the range `low` to `high`.
-    """
-
-    tuned: Tuned
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """A row for each candidate, the best first, with what it reached and whether it is on the Pareto front."""
-        return candidates_table(self.tuned)
-
-    @property
-    def text(self) -> str:
-        """The answer in sentences, as `kvtwin tune` prints it."""
-        return "\n".join(lines(self.tuned))
-
-    def figure(self) -> Figure:
-        """Candidates, Pareto front, and what raising each limit brings."""
-        return draw_tuned(self.tuned)
-
-
-def tune(
-    study: str | Path | Mapping[str, Any],
-    out: str | Path,
-    *,
-    backend: Backend = "loky",
-    address: str | None = None,
-    jobs: int | None = None,
-    max_seconds: float | None = None,
-) -> TuneResult:
-    """Search for the policy and the knobs that reach most under SLOs, as `kvtwin tune` does; arguments as of `sweep`.
-
-    Raises:
-        UserError: a bad study, every candidate refused, or a folder that cannot be written or is another's meanwhile.
-    """
-    asked = read_tune(*_read(study))
-    with owning(Path(out), "out"):
-        return TuneResult(search(asked, Path(out), Means(backend, address, jobs, max_seconds)))
-
-
-@dataclass(frozen=True)
-class MapResult:
-    """Which policy wins where.
-
-    Attributes:
-        sweep: the runs.
-        regimes: the axes and the metric.
-    """
-
-    sweep: SweepResult
-    regimes: Regimes
-
-    @property
-    def text(self) -> str:
-        """How many places each policy wins, and where by most."""
-        return "\n".join(map_lines(self.regimes, cells(self.regimes, self.sweep.means)))
-
-    def figure(self) -> Figure:
-        """The map."""
-        return draw_map(self.regimes, cells(self.regimes, self.sweep.means))
-
-
-def regime_map(
-    study: str | Path | Mapping[str, Any],
-    out: str | Path,
-    *,
-    backend: Backend = "loky",
-    address: str | None = None,
-    jobs: int | None = None,
-) -> MapResult:
-    """Run policies over two parameters and see who wins where, as `kvtwin map` does; arguments as of `sweep`.
-
-    Raises:
-        UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.
-    """
-    regimes = read_map(*_read(study))
-    with owning(Path(out), "out"):
-        places = run_study(regimes.study, Path(out), Means(backend, address, jobs))
-    return MapResult(SweepResult(tidy(regimes.study, places), regimes.study), regimes)
-
-
 def profile_table(*names: str) -> pd.DataFrame:
     """The constants of profiles side by side: a row a constant with its unit, and a profile's value and standard error.
 
@@ -366,11 +210,6 @@ def load_result(folder: str | Path) -> RunResult:
         raise UserError(f"{folder}: {str(error).splitlines()[0]}; run the scenario again") from error
 
 
-def _read(study: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The table of a study and where it stands, for messages."""
-    return (study, "study") if isinstance(study, Mapping) else (read_toml(Path(study), "study"), str(study))
-
-
 class _Rows(list[tuple[object, ...]]):
     """The per-request table in memory."""
 
@@ -400,7 +239,7 @@ def _requests(rows: _Rows) -> pd.DataFrame:
     )
 
 
-def _series(engines: "list[EngineParts]") -> pd.DataFrame:
+def _series(engines: list[EngineParts]) -> pd.DataFrame:
     found = [pd.DataFrame(parts.series.columns) for parts in engines if parts.series is not None]
     if len(found) < 2:
         return found[0] if found else pd.DataFrame()

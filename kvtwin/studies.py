@@ -1,0 +1,170 @@
+"""Studies in Python: sweeps, searches and maps, as the command line has them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from sim.errors import UserError
+from sim.folders import owning
+from sim.scenario import read_toml
+from sim.study.axes import Study, read_study
+from sim.study.backends import Backend
+from sim.study.figures import draw
+from sim.study.regimes import Regimes, cells, read_map
+from sim.study.regimes import draw as draw_map
+from sim.study.regimes import lines as map_lines
+from sim.study.sweep import Means, run_study
+from sim.study.tables import means, tidy
+from sim.study.tune import Tuned, read_tune
+from sim.study.tune import tune as search
+from sim.study.tune_report import candidates_table, lines
+from sim.study.tune_report import draw as draw_tuned
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The runs of a study.
+
+    Attributes:
+        table: a row for each run: its axes by their fields' names, `seed`, `num_gpus`, the numbers of result.json,
+            `error` where it failed, and its `key`.
+        study: what was varied.
+    """
+
+    table: pd.DataFrame
+    study: Study
+
+    @property
+    def means(self) -> pd.DataFrame:
+        """A row for each point: means over its repeats, and in `METRIC_ci95` half of their 95 % interval."""
+        return means(self.study, self.table)
+
+    def figure(self, metric: str) -> Figure:
+        """A metric over the axes: `p99_ttft_ms`, or any other numeric column of the table."""
+        if metric not in self.table.select_dtypes("number"):
+            raise UserError(f"metric {metric!r} is no numeric column of the table")
+        return draw(self.study, self.means, metric)
+
+
+def sweep(
+    study: str | Path | Mapping[str, Any],
+    out: str | Path,
+    *,
+    backend: Backend = "loky",
+    address: str | None = None,
+    jobs: int | None = None,
+    max_seconds: float | None = None,
+    retry_failed: bool = False,
+) -> SweepResult:
+    """Run every point of a study, as `kvtwin sweep` does; what `out` holds already is not run again.
+
+    Args:
+        study: a study file (`docs/sweep.md`), or what would stand in one.
+        out: folder in which every run is kept as it ends.
+        backend, address: this machine's cores, or a cluster of Dask or Ray.
+        jobs: processes, by default one a core.
+        max_seconds: of a run, after which it is given up, s.
+        retry_failed: run again what failed before.
+
+    Raises:
+        UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.
+    """
+    table, where = _read(study)
+    found = read_study(table, "sweep", where)
+    with owning(Path(out), "out"):
+        places = run_study(found, Path(out), Means(backend, address, jobs, max_seconds, retry_failed))
+    return SweepResult(tidy(found, places), found)
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The answer of a search.
+
+    Attributes:
+        tuned: the answer typed: `best`, `binds`, `gains`, the range `low` to `high`.
+    """
+
+    tuned: Tuned
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each candidate, the best first, with what it reached and whether it is on the Pareto front."""
+        return candidates_table(self.tuned)
+
+    @property
+    def text(self) -> str:
+        """The answer in sentences, as `kvtwin tune` prints it."""
+        return "\n".join(lines(self.tuned))
+
+    def figure(self) -> Figure:
+        """Candidates, Pareto front, and what raising each limit brings."""
+        return draw_tuned(self.tuned)
+
+
+def tune(
+    study: str | Path | Mapping[str, Any],
+    out: str | Path,
+    *,
+    backend: Backend = "loky",
+    address: str | None = None,
+    jobs: int | None = None,
+    max_seconds: float | None = None,
+) -> TuneResult:
+    """Search for the policy and the knobs that reach most under SLOs, as `kvtwin tune` does; arguments as of `sweep`.
+
+    Raises:
+        UserError: a bad study, every candidate refused, or a folder that cannot be written or is another's meanwhile.
+    """
+    asked = read_tune(*_read(study))
+    with owning(Path(out), "out"):
+        return TuneResult(search(asked, Path(out), Means(backend, address, jobs, max_seconds)))
+
+
+@dataclass(frozen=True)
+class MapResult:
+    """Which policy wins where.
+
+    Attributes:
+        sweep: the runs.
+        regimes: the axes and the metric.
+    """
+
+    sweep: SweepResult
+    regimes: Regimes
+
+    @property
+    def text(self) -> str:
+        """How many places each policy wins, and where by most."""
+        return "\n".join(map_lines(self.regimes, cells(self.regimes, self.sweep.means)))
+
+    def figure(self) -> Figure:
+        """The map."""
+        return draw_map(self.regimes, cells(self.regimes, self.sweep.means))
+
+
+def regime_map(
+    study: str | Path | Mapping[str, Any],
+    out: str | Path,
+    *,
+    backend: Backend = "loky",
+    address: str | None = None,
+    jobs: int | None = None,
+) -> MapResult:
+    """Run policies over two parameters and see who wins where, as `kvtwin map` does; arguments as of `sweep`.
+
+    Raises:
+        UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.
+    """
+    regimes = read_map(*_read(study))
+    with owning(Path(out), "out"):
+        places = run_study(regimes.study, Path(out), Means(backend, address, jobs))
+    return MapResult(SweepResult(tidy(regimes.study, places), regimes.study), regimes)
+
+
+def _read(study: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The table of a study and where it stands, for messages."""
+    return (study, "study") if isinstance(study, Mapping) else (read_toml(Path(study), "study"), str(study))
