@@ -86,9 +86,8 @@ def models() -> Iterator[str]:
             elif "num_tokens" in inspect.signature(kind).parameters:
                 yield f"{label} {name} = {[rounded(getattr(model, name)(n)) for n in (1, 7, 300, None)]}"
         kv = model.kv_format()
-        for position in (1, 1000, 9000):
-            found = [rounded(float(of(position))) for of in (kv.stored_bytes, kv.read_bytes, kv.copied_bytes)]
-            yield f"{label} KV at {position} = {found}"
+        found = kv.window, kv.num_full_readers, kv.num_window_readers, kv.num_full_stored, kv.num_window_stored
+        yield f"{label} window and layers = {found}"
 
 
 def answer_of(method, tp: int) -> object:
