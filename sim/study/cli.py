@@ -168,7 +168,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 def reproduce_command(arguments: argparse.Namespace) -> int:
     """`kvtwin reproduce`."""
     from sim.files import write_atomically  # noqa: PLC0415
-    from sim.study.reproduce import draw, fill_in, run_setups, table  # noqa: PLC0415
+    from sim.study.reproduce import fill_in, run_setups, table  # noqa: PLC0415
     from sim.study.setup_files import chosen, read_setups  # noqa: PLC0415
 
     folder: Path = arguments.out
@@ -176,6 +176,8 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
     with owning(folder):
         with progress("reproduce", arguments.quiet) as begin:
             found = run_setups(setups, folder, means, begin)
+        from sim.study.reproduce_figure import draw  # noqa: PLC0415 - matplotlib is slow to import
+
         for one in found:
             draw(one, folder / "figures" / f"{one.setup.name}-{one.setup.figure}.png")
         if arguments.page is not None:
@@ -183,7 +185,7 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
             write_atomically(arguments.page, lambda file: file.write(page.encode()))
     if not arguments.quiet:
         for one in found:
-            print(f"\n{one.setup.paper}, figure {one.setup.figure}: {one.setup.title}\n{table([one])}")
+            print(f"\n{one.setup.heading}\n{table([one])}")
     for one in found:
         for (case, x, label), error in one.errors.items():
             print(f"kvtwin: {one.setup.paper} {one.setup.figure}, {case} {x or ''} {label}: {error}", file=sys.stderr)

@@ -18,13 +18,6 @@ LEAST_SHARE = 0.05
 """Less of a difference than this is none."""
 MOST_QUEUE_MS = 2000.0
 """Median queueing of a rate that an engine can bear (Sarathi-Serve)."""
-NAMES = {
-    "mean_ttft_ms": "mean TTFT, ms", "p99_ttft_ms": "P99 TTFT, ms", "mean_tpot_ms": "mean TPOT, ms",
-    "request_throughput": "requests/s", "output_throughput": "tokens/s", "violations": "violations, %",
-    "attainment": "share within SLO", "fragmentation": "fragmentation", "p99_itl_ms": "P99 between tokens, ms",
-    "input_len": "prompt, tokens", "request_rate": "requests/s", "tp": "GPUs",
-}  # fmt: skip
-
 Point = tuple[str, float | int | None, str]
 
 
@@ -154,72 +147,6 @@ def table(found: Iterable[Found]) -> str:
             cells = one.setup.figure, row.claim.says, sign + digits(row.claim.paper), ours, ratio, row.verdict
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-# -- the figure --------------------------------------------------------------------------------------------------------
-
-
-def draw(found: Found, path: Path) -> None:
-    """The setup's metrics, a row each, cases side by side: lines over x, or bars where there is no x."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    setup = found.setup
-    cases = list(setup.cases) or [""]
-    rows, columns = len(setup.draw), len(cases)
-    figure = Figure(figsize=(3.4 * columns + 1.4, 2.4 * rows + 0.7), dpi=96, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(f"{setup.paper}, figure {setup.figure}: {setup.title}", fontsize=9, wrap=True)
-    for r, metric in enumerate(setup.draw):
-        for c, case in enumerate(cases):
-            axis = figure.add_subplot(rows, columns, r * columns + c + 1)
-            _panel(axis, found, case, metric)
-            if c == 0:
-                axis.set_ylabel(NAMES.get(metric, metric), fontsize=8)
-            if r == 0:
-                axis.set_title(case, fontsize=9)
-            if r == c == 0 and setup.x is not None:
-                axis.legend(fontsize=7, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
-
-
-def _panel(axis: Any, found: Found, case: str, metric: str) -> None:  # noqa: ANN401 - matplotlib's
-    import numpy as np  # noqa: PLC0415 - slow to import
-
-    from sim.results.figures.style import log_ticks, policy_colour, policy_marker  # noqa: PLC0415
-
-    setup = found.setup
-    axis.grid(alpha=0.3)
-    axis.tick_params(labelsize=7)
-    axis.spines[["top", "right"]].set_visible(False)
-    known = {
-        label: [
-            (x, value_of(found.results[case, x, label], metric))
-            for x in setup.values or [None]
-            if (case, x, label) in found.results
-        ]
-        for label in setup.policies
-    }
-    if setup.x is None:
-        bars = {label: values[0][1] for label, values in known.items() if values}
-        axis.bar(range(len(bars)), list(bars.values()), color=[policy_colour(i) for i in range(len(bars))])
-        axis.set_xticks(range(len(bars)), list(bars), rotation=20, ha="right")
-    else:
-        for i, (label, values) in enumerate(known.items()):
-            style = {"marker": policy_marker(i), "markersize": 3.5, "color": policy_colour(i), "label": label}
-            axis.plot([x for x, _ in values], [y for _, y in values], **style)
-        if setup.x == "input_len":
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(setup.values, [f"{value:,}" for value in setup.values], rotation=20)
-        elif max(setup.values) > 30 * min(setup.values):
-            axis.set_xscale("log")
-            log_ticks(axis.xaxis, [np.array([min(setup.values), max(setup.values)])])
-        axis.set_xlabel(NAMES.get(setup.x, setup.x), fontsize=8)
-    values = [y for points in known.values() for _, y in points if y > 0.0]
-    if values and max(values) > 30 * min(values):
-        axis.set_yscale("log")
-        log_ticks(axis.yaxis, [np.array([min(values), max(values)])])
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,10 @@ class Claim(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PaperSetup(Struct, frozen=True, forbid_unknown_fields=True):
-    """One figure: policies by label, options, those that differ by case, and the option along x."""
+    """One figure: policies by label, options, those that differ by case, and the option along x.
+
+    A case may have `values` of its own, and an `slo` that goes into policies' texts.
+    """
 
     paper: str
     figure: str
@@ -54,12 +57,23 @@ class PaperSetup(Struct, frozen=True, forbid_unknown_fields=True):
         """As `kvtwin reproduce` takes the paper: without what stands behind a hyphen."""
         return self.paper.lower().partition("-")[0]
 
+    @property
+    def heading(self) -> str:
+        """Paper, figure or table where it has a number, and what was run."""
+        number = self.figure.removeprefix("table-")
+        kind = "table" if number != self.figure else "figures" if "-" in number else "figure"
+        return f"{self.paper}{f', {kind} {number}' if number[0].isdigit() else ''}: {self.title}"
+
+    def along(self, case: str) -> list[Any]:
+        """The values of x in a case; one None where there is no x."""
+        return self.cases.get(case, {}).get("values", self.values) or [None]
+
     def points(self) -> list[tuple[str, float | int | None, str, dict[str, Any]]]:
-        """(case, x, label of the policy, options by field) of every run. A case's `slo` goes into policies' texts."""
+        """(case, x, label of the policy, options by field) of every run."""
         found = []
         for case, more in (self.cases or {"": {}}).items():
-            options = {name: value for name, value in more.items() if name != "slo"}
-            for value in self.values or [None]:
+            options = _options(more)
+            for value in self.along(case):
                 along = {} if value is None or self.x is None else {self.x: value}
                 for label, text in self.policies.items():
                     policy = text.replace("{slo}", str(more.get("slo", "")))
@@ -78,8 +92,12 @@ def _read(path: Path) -> PaperSetup:
     except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise UserError(f"{path}: {error}; see the setups that ship with kvtwin") from error
     for options in (setup.scenario, *setup.cases.values()):
-        scenario_values({name: value for name, value in options.items() if name != "slo"}, str(path))
+        scenario_values(_options(options), str(path))
     return setup
+
+
+def _options(case: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in case.items() if name not in ("slo", "values")}
 
 
 def chosen(setups: list[PaperSetup], paper: str | None, figure: str | None) -> list[PaperSetup]:

@@ -7,6 +7,7 @@ import kvtwin
 from sim.errors import UserError
 from sim.study.points import setup_of
 from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, digits, fill_in, rows_of, table
+from sim.study.reproduce_figure import figure_of
 from sim.study.setup_files import SETUPS as SETUPS_FOLDER
 from sim.study.setup_files import Claim, PaperSetup, chosen, read_setups, value_of
 
@@ -41,6 +42,23 @@ def test_papers_and_figures_are_found_by_name():
         chosen(SETUPS, "elm", None)
     with pytest.raises(UserError, match="figure 99"):
         chosen(SETUPS, "ellm", "99")
+
+
+def test_a_case_may_have_values_of_its_own():
+    (setup,) = chosen(SETUPS, "layerkv", "7")
+    points = setup.points()
+    xs = {case: [x for where, x, label, _ in points if (where, label) == (case, "vLLM")] for case in setup.cases}
+    assert xs["7B, 1 GPU"] == [4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0]
+    assert xs["34B, 2 GPUs"] == xs["70B, 4 GPUs"] == [3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0]
+    assert all(options["request_rate"] == x for _, x, _, options in points)
+
+
+def test_headings_say_figure_or_table_where_it_has_a_number():
+    headings = [chosen(SETUPS, *what)[0].heading.partition(":")[0] for what in HEADED]
+    assert headings == ["LayerKV, figures 6-7", "eLLM, figure 10", "eLLM, table 2", "KVPR"]
+
+
+HEADED = (("layerkv", "6"), ("ellm", "10"), ("ellm", "table-2"), ("kvpr", "throughput"))
 
 
 def found(claim: Claim, values: dict[tuple[str, float], float], metric: str = "mean_ttft_ms") -> Found:
@@ -87,6 +105,35 @@ def test_claims_by_hand(more, ours, verdict):
 def test_three_digits_and_no_exponent():
     values = {0.0: "0", 0.001: "0.001", 0.12345: "0.123", -2.5: "-2.5", 999.4: "999", 999.7: "1,000", 1234.5: "1,234"}
     assert {value: digits(value) for value in values} == values
+
+
+@pytest.mark.parametrize(
+    ("slowest_ms", "name", "scale", "top"),
+    [(9_000.0, "mean TTFT, ms", "linear", 9_000.0), (12_000.0, "mean TTFT, s", "log", 12.0)],
+)
+def test_panels_of_a_row_share_unit_and_scale(slowest_ms: float, name: str, scale: str, top: float):
+    claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
+    one = found(claim, {("a", 1): slowest_ms, ("a", 2): 390.0, ("b", 1): 500.0, ("b", 2): 600.0})
+    cases = {("one", x, label): result for (_, x, label), result in one.results.items()}
+    cases |= {("two", x, label): {"mean_ttft_ms": 400.0, "counters": {}} for x in (1, 2) for label in "ab"}
+    setup = msgspec.structs.replace(one.setup, cases={"one": {}, "two": {}})
+    first, second = figure_of(Found(setup, cases, {})).axes
+    assert first.get_ylabel() == name
+    assert first.get_yscale() == second.get_yscale() == scale
+    assert first.get_ylim()[1] > top
+    if scale == "linear":
+        assert first.get_ylim()[0] == second.get_ylim()[0] == 0.0
+    assert [line.get_ydata()[0] for line in first.get_lines()] == [top, pytest.approx(500.0 * top / slowest_ms)]
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["a", "b"]
+
+
+def test_bars_carry_their_values():
+    one = found(Claim("less", 2.5, "mean_ttft_ms", "a", "b"), TWO)
+    setup = msgspec.structs.replace(one.setup, x=None, values=[])
+    results = {("", None, label): {"mean_ttft_ms": ms, "counters": {}} for label, ms in (("a", 1234.0), ("b", 2.5))}
+    (axis,) = figure_of(Found(setup, results, {})).axes
+    assert [text.get_text() for text in axis.texts] == ["1,234", "2.5"]
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["a", "b"]
 
 
 def test_numbers_made_of_several():
