@@ -27,6 +27,7 @@ class TokenWiseOptions:
     threads: int = option(1024, "threads a block, split between fused kernels in warps of 32")
     map_lookup_us: float = option(15.0, "one access of the map table (section 6.7), for each layer group and step, us")
     least_uncached_ratio: float = option(0.0, "share of all tokens that is uncached in any case, for study")
+    most_uncached_ratio: float = option(1.0, "share that may be, for study: else the last to start computes again")
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -35,6 +36,7 @@ class TokenWiseOptions:
             ("threads", self.threads, 64, 1 << 20),
             ("map-lookup-us", self.map_lookup_us, 0.0, 1e9),
             ("least-uncached-ratio", self.least_uncached_ratio, 0.0, 1.0),
+            ("most-uncached-ratio", self.most_uncached_ratio, self.least_uncached_ratio, 1.0),
         ):
             if not low <= value <= high:
                 raise UserError(f"ellm {name}: {value} is not between {low:g} and {high:g}")

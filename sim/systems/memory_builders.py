@@ -238,5 +238,5 @@ def token_wise_memory(b: Builder) -> "Memory":
         from sim.parts.memory.first_layers import FirstLayersAgain as kind
     return kind(
         b.limits, model.num_layers, options.layers_per_block, kernels,
-        least_ratio=options.least_uncached_ratio, by_longest=options.printed,
+        least_ratio=options.least_uncached_ratio, most_ratio=options.most_uncached_ratio, by_longest=options.printed,
     )  # fmt: skip

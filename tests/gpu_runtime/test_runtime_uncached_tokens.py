@@ -42,7 +42,7 @@ def serve(monkeypatch, choices, rows=GROWING, *, layers_per_block=2, blind=False
         if blind:
             self.room = self.room._replace(host_tokens=inf)
         batch = Batch(lengths, self.memory.block_size)
-        found = (self._largest(batch, budget_s, first, configuration, 1.0) for configuration in configurations)
+        found = (self._largest(batch, budget_s, first, configuration) for configuration in configurations)
         return next(filter(None, found), None)
 
     monkeypatch.setattr(BatchAndRatio, "_best", choose)

@@ -137,6 +137,14 @@ def test_who_cannot_be_held_within_the_slo_is_computed_again():
     assert outcome.scheduler.counters.preemptions == 0
 
 
+@pytest.mark.parametrize(("most", "preempted"), [(0.7, 0), (0.65, 1), (0.5, 1), (0.0, 1)])
+def test_no_more_is_uncached_than_is_allowed(most: float, preempted: int):
+    """The two need 0.6 at 105 and 65 tokens, and 0.69 at 113 and 73."""
+    steps, outcome = small(Ellm(layers_per_block=2, tpot_slo_ms=100.0, most_uncached_ratio=most))
+    assert max(step.ratio for step in steps) <= most
+    assert outcome.scheduler.counters.preemptions == preempted
+
+
 def test_a_larger_batch_waits_where_its_step_would_exceed_the_slo():
     machine = linear_machine(layers=10, prefill=AFFINE, decode=(0.02, 0.005, 0.0))
     rows = ((0.0, 20, 30), *((0.0, 20, 30) for _ in range(9)))
@@ -231,6 +239,7 @@ def test_on_an_a100_it_gains_nothing_that_its_batch_limit_alone_does_not():
     [
         "ellm:tpot-slo-ms=1000",
         "ellm:layers-per-block=2,tpot-slo-ms=100",
+        "ellm:layers-per-block=2,tpot-slo-ms=1000,most-uncached-ratio=0.7",
         "ellm:layers-per-block=8,equations=paper,fused=false",
         "ellm:layers-per-block=1,least-uncached-ratio=0.5,overlapped=false",
         "ellm:layer-order=contiguous,layers-per-block=2,tpot-slo-ms=100",
@@ -279,7 +288,7 @@ def test_blocks_must_divide_the_layers():
     ("name", "low", "high"),
     [
         ("tpot_slo_ms", 1e-3, 1e9), ("layers_per_block", 1, 1000), ("threads", 64, 2**20), ("map_lookup_us", 0.0, 1e9),
-        ("least_uncached_ratio", 0.0, 1.0),
+        ("least_uncached_ratio", 0.0, 1.0), ("most_uncached_ratio", 0.0, 1.0),
     ],
 )  # fmt: skip
 def test_options_reach_from_least_to_most(name: str, low: float, high: float):

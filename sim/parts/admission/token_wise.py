@@ -57,7 +57,7 @@ class BatchAndRatio(Admission):
         else:
             self.keep_free = int(WATERMARK * limits.num_gpu_blocks)
             tokens = limits.num_gpu_blocks * limits.block_size
-            self.room = Memory(tokens, (1.0,) * len(CONFIGURATIONS))
+            self.room = Memory(tokens, (1.0,) * len(CONFIGURATIONS), most_ratio=0.0)
 
     # -- the choice --------------------------------------------------------------------------------------------------
 
@@ -100,30 +100,26 @@ class BatchAndRatio(Admission):
 
     def _best(self, lengths: list[int], budget_s: float, least: int) -> Choice | None:
         batch, times = Batch(lengths, self.memory.block_size), self.times
-        most = 1.0 if self.token_wise is not None else 0.0
         if not self.printed:
             return best(
-                times, batch, self.room, budget_s, least=least, most_ratio=most, fused=self.fused,
-                overlapped=self.overlapped,
+                times, batch, self.room, budget_s, least=least, fused=self.fused, overlapped=self.overlapped
             )  # fmt: skip
         # M_o as for (3, 2) may leave no room where that of another configuration does.
-        tried = (self._largest(batch, budget_s, least, c, most) for c in reversed(CONFIGURATIONS))
+        tried = (self._largest(batch, budget_s, least, c) for c in reversed(CONFIGURATIONS))
         found = next((choice for choice in tried if choice is not None), None)
         if found is None or found.ratio == 0.0:
             return found
         b = found.batch_size - 1
         place = least_bubble(times, float(batch.tokens[b]), float(batch.squares[b]), found.ratio, CONFIGURATIONS)
-        return self._largest(batch, budget_s, least, CONFIGURATIONS[place], most) or found
+        return self._largest(batch, budget_s, least, CONFIGURATIONS[place]) or found
 
-    def _largest(
-        self, batch: Batch, budget_s: float, least: int, configuration: Configuration, most: float
-    ) -> Choice | None:
+    def _largest(self, batch: Batch, budget_s: float, least: int, configuration: Configuration) -> Choice | None:
         room, place = self.room, CONFIGURATIONS.index(configuration)
         room = room._replace(
             scratch=room.scratch[place : place + 1], hosted=room.hosted and room.hosted[place : place + 1]
         )  # fmt: skip
         return best(
-            self.times, batch, room, budget_s, least=least, most_ratio=most, configurations=(configuration,),
+            self.times, batch, room, budget_s, least=least, configurations=(configuration,),
             all_recomputed=True, largest=True, fused=self.fused, overlapped=self.overlapped,
         )  # fmt: skip
 

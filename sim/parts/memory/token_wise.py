@@ -47,7 +47,7 @@ class TokenWiseMemory(Memory):
         limits: of the engine, in whole blocks.
         num_layers: of the model, a multiple of `layers_per_block` (F).
         kernels: what plans say of the passes.
-        least_ratio: of tokens that is uncached in any case.
+        least_ratio, most_ratio: of tokens that is uncached in any case, and that may be.
         by_longest: whether room for scratch is planned as for sequences as long as the longest.
     """
 
@@ -64,6 +64,7 @@ class TokenWiseMemory(Memory):
         kernels: Kernels,
         *,
         least_ratio: float = 0.0,
+        most_ratio: float = 1.0,
         by_longest: bool = False,
     ) -> None:
         if num_layers % layers_per_block:
@@ -86,6 +87,7 @@ class TokenWiseMemory(Memory):
             hosted=tuple(self.hosted_groups(c) / groups for c in CONFIGURATIONS),
             lost_tokens=self.block_size,
             least_ratio=least_ratio,
+            most_ratio=most_ratio,
             by_longest=by_longest,
         )
         """What the choice of a ratio counts with."""

@@ -31,7 +31,8 @@ class Memory(NamedTuple):
     lost_tokens: int = 0
     """Of each sequence that has some uncached, what whole tokens and blocks lose: a block's."""
     least_ratio: float = 0.0
-    """Of tokens that are uncached in any case."""
+    most_ratio: float = 1.0
+    """Of tokens that are uncached in any case, and that may be."""
     by_longest: bool = False
     """Whether M_o takes all sequences to be as long as the longest, as printed; else by their own lengths."""
 
@@ -91,12 +92,12 @@ def least_ratios(batch: Batch, memory: Memory) -> Floats:
 def feasible_ratios(
     batch: Batch, memory: Memory, configurations: tuple[Configuration, ...] = CONFIGURATIONS
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """`least_ratios`, and where these are feasible: not above 1, and with room for them on the host."""
+    """`least_ratios`, and where these are feasible: not above the most, and with room for them on the host."""
     ratios = least_ratios(batch, memory)
     hosted = np.array(memory.hosted or [1.0 - c.recomputed_share for c in configurations])[:, None]
     # What is on its way back is held beside, by any configuration.
     copied = hosted * ratios * batch.tokens + (ratios > 0.0) * memory.lost_tokens * batch.seqs * hosted.max()
-    return ratios, (ratios <= 1.0) & (copied <= memory.host_tokens)
+    return ratios, (ratios <= memory.most_ratio) & (copied <= memory.host_tokens)
 
 
 def best(
@@ -107,7 +108,6 @@ def best(
     *,
     least: int = 1,
     configurations: tuple[Configuration, ...] = CONFIGURATIONS,
-    most_ratio: float = 1.0,
     all_recomputed: bool = False,
     largest: bool = False,
     fused: bool = True,
@@ -119,7 +119,6 @@ def best(
         times, batch, memory: what T is made of, the sequences, and the room.
         budget_s: that T may take, SLO - WT_max (Eq. 1).
         configurations: to choose from, as many as `memory.scratch` has.
-        most_ratio: that r may be.
         all_recomputed: whether T takes all layers to be computed again, as Eq. 4 does.
         fused, overlapped: as for `StepTimes.step_s`.
 
@@ -129,8 +128,6 @@ def best(
     ratios, feasible = feasible_ratios(batch, memory, configurations)
     again = np.array([[c.recomputed_share] for c in configurations])
     swapped = 1.0 - again
-    if most_ratio < 1.0:
-        feasible &= ratios <= most_ratio
     ratios = np.where(feasible, ratios, 0.0)
     shares = (0.0, 1.0) if all_recomputed else (swapped, again)
     sums = batch.seqs, batch.tokens, batch.squares
