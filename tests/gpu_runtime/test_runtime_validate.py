@@ -22,6 +22,7 @@ import kvtwin  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: E402
 from sim.errors import UserError  # noqa: E402
+from sim.files import folder_name  # noqa: E402
 from sim.prepare import GIB, prepare  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
@@ -122,10 +123,10 @@ def test_the_report_says_what_the_machine_did():
     assert "**Not judged**: around 9 of 10 live runs" in markdown("x", found, 2, [0.95, 1.0], 9)
 
 
-def validate(tmp_path, *flags):
+def validate(tmp_path, *flags, **config_fields):
     """`kvtwin validate` of a starved tiny model on a shipped profile; its status and folder."""
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps(CONFIG | config_fields))
     out = tmp_path / "out"
     status = kvtwin.main(
         ["validate", "--device", "cpu", "--model", str(config), "--gpu", "cpu", "--workload", "fixed", "--input-len",
@@ -177,9 +178,22 @@ def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):
         check_iterations(out, policy, [r["num_iterations"] for r in results])
 
 
+def test_validate_executes_ellm_with_tokens_uncached(tmp_path):
+    policy = "ellm:layer-order=contiguous,layers-per-block=2,tpot-slo-ms=1e6"
+    # 12 to 32 tokens each in blocks of four: what two need grows into what three did.
+    more = "--block-size", "4", "--num-gpu-blocks-override", "20", "--output-len", "20"
+    _, out = validate(tmp_path, "--policy", policy, "--runs", "1", *more, num_hidden_layers=16)
+    place = out / folder_name(policy)
+    results = [json.loads((place / part / "result.json").read_text()) for part in ("simulated", "live-1")]
+    for result in results:
+        assert result["completed"] == 12
+        assert result["counters"]["rebuilding_iterations"] > 0
+    check_iterations(out, policy, [result["num_iterations"] for result in results])
+
+
 def check_iterations(out, policy, counts):
     """Every iteration that computes is in the table, and what is told of them all is what the table says."""
-    with (out / policy / "iterations.csv").open() as file:
+    with (out / folder_name(policy) / "iterations.csv").open() as file:
         table = list(csv.DictReader(file))
     (found,) = (row for row in json.loads((out / "validation.json").read_text()) if row["policy"] == policy)
     told = found["iterations"]
