@@ -103,7 +103,11 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)
     # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    arguments = build_parser().parse_args(argv)
+    parser, words = build_parser(), sys.argv[1:] if argv is None else argv
+    for word in words:
+        if not word.isascii() and word != word.encode(errors="replace").decode():
+            parser.error(f"{word!a} is not UTF-8 text, as the results have to be; rename it")
+    arguments = parser.parse_args(words)
     with sigterm_interrupts():
         return exit_status(_run(arguments))
 

@@ -52,8 +52,27 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
 
 
+def without_links(path: Path) -> Path:
+    """The place that a path names, whatever symbolic links lead there. UserError where they lead in a circle."""
+    try:
+        place = path.resolve()
+    except RuntimeError:  # before Python 3.13
+        place = path
+    if place.is_symlink():
+        raise UserError(f"{path}: its symbolic links lead in a circle; name another place")
+    return place
+
+
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file whole or not at all: a reader never sees half of it."""
+    """Write a file whole or not at all: a reader never sees half of it.
+
+    The file that a symbolic link names is replaced, not the link. Pipes and devices are written through.
+    """
+    path = without_links(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as file:
+            write(file)
+        return
     partial = path.with_name(path.name + ".part")
     try:
         with partial.open("wb") as file:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sim.errors import UserError
-from sim.files import make_folder
+from sim.files import make_folder, without_links
 
 LOCK_FILE = ".kvtwin.lock"
 """Locked while a command writes; it stays where there are folders below, whose names it holds."""
@@ -36,7 +36,7 @@ def owning(folder: Path, flag: str = "--out") -> Iterator[None]:
     Raises:
         UserError: another command writes there, or nobody can.
     """
-    place = folder.resolve()
+    place = without_links(folder)
     if place in _owned:
         yield
         return

@@ -29,6 +29,8 @@ def download(url: str, target: Path, sha256: str, progress: Progress | None = No
         raise TraceError(f"checksum {sha256!r} is not a SHA-256; give its 64 hexadecimal digits")
     if not url.startswith(("http://", "https://")):
         raise TraceError(f"URL {url!r} is not of http or https; give one that is")
+    if target.exists() and not target.is_file():
+        raise TraceError(f"{target}: is no file, and what comes must be verified first; name a file")
     wanted = sha256.lower()
     part = target.with_name(target.name + ".part")
     try:
@@ -72,7 +74,8 @@ def _transfer(url: str, part: Path, progress: Progress | None) -> None:
         raise TraceError(
             f"{url}: the server answers {error.code} {error.reason}; check the URL, or give --url"
         ) from None
-    except (URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
+    except (URLError, TimeoutError, ConnectionError, http.client.HTTPException, ValueError) as error:
+        # ValueError: a URL of no host.
         reason = getattr(error, "reason", None) or error
         raise TraceError(f"{url}: {reason}; check the connection and run the command again to resume") from None
 
@@ -83,8 +86,7 @@ def _starts_at(content_range: str) -> int | None:
 
 
 def _receive(url: str, response: http.client.HTTPResponse, part: Path, have: int, progress: Progress | None) -> None:
-    length = response.headers.get("Content-Length")
-    total = have + int(length) if length else None
+    total = None if response.length is None else have + response.length
     with part.open("ab" if have else "wb") as file:
         while chunk := response.read(_CHUNK_BYTES):
             file.write(chunk)

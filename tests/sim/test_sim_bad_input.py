@@ -327,6 +327,11 @@ def test_a_profile_that_is_no_json_object_is_refused(tmp_path, capsys, text, par
     refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), [str(path), part])
 
 
+@pytest.mark.parametrize("words", [["--model", "m\udcff"], ["--gpu=\udcff"], ["--out", "\udcff"]])
+def test_words_that_results_could_not_hold_are_refused(tmp_path, capsys, words):
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, *words), ["\\udcff' is not UTF-8 text", "rename it"])
+
+
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000])
 def test_what_python_cannot_read_of_toml_is_refused(tmp_path, capsys, value):
     path = tmp_path / "s.toml"

@@ -11,6 +11,7 @@ import pytest
 
 import kvtwin
 from sim.errors import UserError
+from sim.files import write_atomically
 from sim.folders import LOCK_FILE, clear, owning
 
 SMALL = ["--workload", "fixed", "--num-prompts", "5", "--input-len", "20", "--output-len", "3", "--gpu", "l20"]
@@ -134,6 +135,37 @@ def test_names_that_leave_the_folder_are_not_followed(tmp_path):
         (tmp_path / "out" / LOCK_FILE).write_text(f"../else\n{tmp_path / 'else'}\n")
         clear(tmp_path / "out")
     assert (tmp_path / "else" / "result.json").exists()
+
+
+def test_a_circle_of_symbolic_links_is_told(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    assert kvtwin.main(small("run", tmp_path / "loop")) == 2
+    assert (
+        capsys.readouterr().err
+        == f"kvtwin: {tmp_path / 'loop'}: its symbolic links lead in a circle; name another place\n"
+    )
+    with pytest.raises(UserError, match="in a circle"):
+        write_atomically(tmp_path / "loop", lambda file: file.write(b"x"))
+    assert (tmp_path / "loop").is_symlink()
+
+
+def test_what_a_link_names_is_replaced_and_not_the_link(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    for text in (b"new", b"newer"):
+        write_atomically(tmp_path / "link", lambda file, text=text: file.write(text))
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_bytes() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_devices_and_pipes_are_written_through(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE) as reader:
+        write_atomically(tmp_path / "pipe", lambda file: file.write(b"through"))
+        assert reader.communicate(timeout=10)[0] == b"through"
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(Path("/dev/full"), lambda file: file.write(b"x"))
+    assert Path("/dev/full").is_char_device()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

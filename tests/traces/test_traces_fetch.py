@@ -1,6 +1,7 @@
 """Fetching against a server on this machine: whole, cut off and resumed, wrong, without ranges, missing."""
 
 import hashlib
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -33,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(DATA) - 1}/{len(DATA)}")
-        self.send_header("Content-Length", str(len(DATA) - start))
+        self.send_header("Content-Length", str(len(DATA) - start) if server.knows_length else "long")
         self.end_headers()
         end = len(DATA) if server.cut_at is None else server.cut_at
         self.wfile.write(DATA[start:end])
@@ -45,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.ranges, server.knows_ranges, server.cut_at = [], True, None
+    server.ranges, server.knows_ranges, server.knows_length, server.cut_at = [], True, True, None
     server.url = f"http://127.0.0.1:{server.server_port}/trace.csv"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -65,6 +66,26 @@ def test_a_whole_file_is_verified_and_moved_into_place(server, tmp_path):
     assert path.read_bytes() == DATA
     assert list(tmp_path.iterdir()) == [path]
     assert seen[-1] == (len(DATA), len(DATA))
+
+
+def test_a_length_that_is_no_number_is_no_length(server, tmp_path):
+    server.knows_length, seen = False, []
+    path = get(server, tmp_path / "t.csv", progress=lambda done, total: seen.append(total))
+    assert path.read_bytes() == DATA
+    assert set(seen) == {None}
+
+
+def test_a_device_or_a_pipe_is_no_place_for_a_trace(server, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match=r"pipe: is no file, .* name a file"):
+        get(server, tmp_path / "pipe")
+    assert server.ranges == []
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://a b/", "http://localhost:x/", "http:///t.csv", "http://\u00e9/"])
+def test_a_url_of_no_host_is_told(tmp_path, url):
+    with pytest.raises(TraceError, match="check the connection"):
+        fetch(NAME, tmp_path / "t.csv", url=url, sha256=SHA256)
 
 
 def test_a_folder_gets_the_catalogues_file_name(server, tmp_path):
