@@ -40,7 +40,10 @@ def explain(folder: Path, request_id: int) -> list[str]:
             *told,
             f"Why it waited is in {TIMELINE_FILE}, which this run did not keep: run it again with --timeline.",
         ]
-    return [*told, *_why(read_timeline(timeline), found, request_id)]
+    try:
+        return [*told, *_why(read_timeline(timeline), found, request_id)]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{timeline}: not a timeline that a run left ({error!r}); run it again") from error
 
 
 def _request(result: Result, request_id: int, path: Path) -> EndedRequest:

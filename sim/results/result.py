@@ -13,6 +13,7 @@ from msgspec import UNSET, Struct, UnsetType, structs
 
 from sim.cost.pricing import Lanes
 from sim.engine.limits import Counters, TierCounters, TierName
+from sim.errors import UserError
 from sim.files import write_atomically
 from sim.policy_options import options_of
 from sim.prepare import Setup
@@ -301,7 +302,7 @@ def _given(struct: Struct) -> dict[str, Any]:
 
 def read_result(path: Path) -> Result:
     """A `result.json`, as `assemble` made it; UserError naming file and field where it is none."""
-    return result_from(read_json_object(path), path)
+    return result_from(read_json_object(path, finite=True), path)
 
 
 def result_from(data: dict[str, Any], path: Path) -> Result:
@@ -314,7 +315,15 @@ def result_from(data: dict[str, Any], path: Path) -> Result:
         own = [name for name in Counts.__struct_fields__ if name != "policy"]
         policy = {name: value for name, value in counts.items() if name not in own}
         data["counters"] = {name: counts[name] for name in own if name in counts} | {"policy": policy}
-    return convert(data, Result, path)
+    result = convert(data, Result, path)
+    rows = {len(values) for name in PER_REQUEST if (values := getattr(result, name)) is not UNSET}
+    if len(rows) > 1:
+        raise UserError(f"{path}: {', '.join(PER_REQUEST)} are not all of one length; run it again")
+    return result
+
+
+PER_REQUEST = ("request_ids", "start_times", "input_lens", "output_lens", "queue_times", "ttfts", "latencies", "errors")
+"""Fields of a result with a value for every request."""
 
 
 def write_series(folder: Path, series: Sequence[Series]) -> None:

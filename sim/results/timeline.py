@@ -1,6 +1,7 @@
 """`timeline.json.gz`: a run as a Chrome trace, which Perfetto opens: what each engine did, when and why."""
 
 import gzip
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import IO
 
 import msgspec
 
+from sim.errors import UserError
 from sim.files import write_atomically
 from sim.results.journal import Journal, Step
 from sim.results.time_use import LIMIT_NAMES
@@ -22,6 +24,10 @@ ITERATIONS = 0
 BLOCKS = "gpu_free_blocks"
 
 
+class _Timeline(msgspec.Struct):
+    traceEvents: list[TraceEvent]
+
+
 def write_timeline(folder: Path, run: Run) -> None:
     """Write iterations, lanes, requests, free blocks and others' events as a Chrome trace, which Perfetto opens."""
     _write(folder / TIMELINE_FILE, [*timeline_events(run), *run.trace_events])
@@ -33,10 +39,12 @@ def merge_timelines(path: Path, folders: Iterable[Path]) -> None:
 
 
 def read_timeline(path: Path) -> list[TraceEvent]:
-    """The events of a timeline file."""
-    with gzip.open(path) as file:
-        events: list[TraceEvent] = msgspec.json.decode(file.read())["traceEvents"]
-    return events
+    """The events of a timeline file; UserError where it is none."""
+    try:
+        with gzip.open(path) as file:
+            return msgspec.json.decode(file.read(), type=_Timeline).traceEvents
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a timeline ({error}); run it again with --timeline") from error
 
 
 def _write(path: Path, events: Sequence[TraceEvent]) -> None:

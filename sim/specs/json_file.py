@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +13,18 @@ from sim.errors import UserError
 from sim.files import read_text
 
 T = TypeVar("T")
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""What may be half a character: two such escapes side by side are a whole one."""
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. UserError when it cannot be read, is no JSON, repeats a field or is no object.
+def read_json_object(path: Path, *, finite: bool = False) -> dict[str, Any]:
+    """The JSON object in a file.
 
-    NaN and Infinity pass, so that whoever checks the values can name the field that holds them.
+    NaN and Infinity pass unless `finite`, so that whoever checks the values can name the field that holds them.
+
+    Raises:
+        UserError: it cannot be read, is no JSON, repeats a field, is no object, or has what nobody could write again:
+            half a character, a whole number of more than 64 bits.
     """
     try:
         text = read_text(path)
@@ -33,8 +40,22 @@ def read_json_object(path: Path) -> dict[str, Any]:
             raise UserError(f"{path}: field {twice!r} appears twice: keep one")
         return fields
 
+    def whole(digits: str) -> int:
+        number = int(digits)
+        if abs(number) >= 1 << 63:
+            raise ValueError(f"the number {_short(digits)} has more than 64 bits")
+        return number
+
+    def number(word: str) -> float:
+        value = float(word)
+        if finite and not isfinite(value):
+            raise ValueError(f"{word} is not a finite number")
+        return value
+
     try:
-        data = json.loads(text, object_pairs_hook=unique)
+        data = json.loads(text, object_pairs_hook=unique, parse_int=whole, parse_float=number, parse_constant=number)
+        if HALF.search(text):
+            msgspec.json.encode(data)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path}: not JSON at {where} ({error.msg}): correct the file") from error

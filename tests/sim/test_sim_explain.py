@@ -1,5 +1,6 @@
 """Timelines that explain: iterations with their reasons, requests' phases, and `kvtwin explain`."""
 
+import gzip
 import json
 from itertools import pairwise
 
@@ -123,6 +124,32 @@ def test_unknown_requests_are_refused(kept, capsys, words):
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert kvtwin.main(["explain", str(tmp_path), "--request", "0"]) == 2
     assert "no result.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("result.json", lambda data: data[: len(data) // 2]),
+        ("result.json", lambda data: data.replace(b'"completed":40', b'"completed":' + b"9" * 400)),
+        ("result.json", lambda data: data.replace(b'"completed":40', b'"completed":NaN')),
+        ("result.json", lambda data: data.replace(b'"policy":"', b'"policy":"\\ud800')),
+        ("result.json", lambda data: data.replace(b'"ttfts":[', b'"ttfts":[1.0,')),
+        ("timeline.json.gz", lambda data: data[:-20]),
+        ("timeline.json.gz", lambda data: b"no gzip"),
+        ("timeline.json.gz", lambda data: gzip.compress(b"[]")),
+        ("timeline.json.gz", lambda data: gzip.compress(gzip.decompress(data).replace(b'"admitted"', b'"let in"'))),
+    ],
+)
+def test_damaged_files_are_named(kept, tmp_path, capsys, name, damage):
+    for file in ("result.json", "timeline.json.gz"):
+        (tmp_path / file).write_bytes((kept / file).read_bytes())
+    data = (kept / name).read_bytes()
+    assert damage(data) != data
+    (tmp_path / name).write_bytes(damage(data))
+    for request in ("0", "39"):
+        assert kvtwin.main(["explain", str(tmp_path), "--request", request]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"kvtwin: {tmp_path / name}: ") and error.count("\n") == 1
 
 
 def test_timelines_open_together(kept, tmp_path):

@@ -18,7 +18,7 @@ from sim.results.figures.data import FigureRun
 from sim.results.figures.style import percent_text, seconds_text
 from sim.results.page import saved
 from sim.results.page.charts import charts
-from sim.results.page.page import render
+from sim.results.page.page import _in_script, render
 from sim.results.page.saved import Section, read_run, read_sections
 
 pytest.importorskip("jinja2")
@@ -176,6 +176,32 @@ def test_folders_without_runs_are_refused_in_a_line(tmp_path, capsys, what):
         read_sections([folder])
     assert kvtwin.main(["report", str(folder)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("result.json", ('"policy":"', '"policy":"\\udcff'), "surrogates not allowed"),
+        ("result.json", ('"ttfts":[', '"ttfts":[1e400,'), "not JSON (1e400 is not a finite number)"),
+        ("result.json", ('"ttfts":[', '"ttfts":[NaN,'), "not JSON (NaN is not a finite number)"),
+        ("series.csv", ("time_s,", "time_s,more,"), "not a time series"),
+        ("scenario.toml", ("=", "\udcff="), "not UTF-8 text"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, capsys, name, text, told):
+    words = ["--workload", "fixed", "--num-prompts", "4", "--gpu", "l20", "--timeline", "--quiet"]
+    assert kvtwin.main(["run", *words, "--out", str(tmp_path)]) == 0
+    path = tmp_path / name
+    before = path.read_text()
+    path.write_bytes(before.replace(*text, 1).encode(errors="surrogateescape"))
+    assert kvtwin.main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvtwin: {path}: ") and told in error and error.count("\n") == 1
+
+
+def test_numbers_that_no_figure_can_show_are_told():
+    with pytest.raises(UserError, match="beyond what a figure can show"):
+        _in_script({"x": [1.0, float("inf")]})
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------

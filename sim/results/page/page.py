@@ -159,7 +159,10 @@ def _in_script(data: object) -> Any:  # noqa: ANN401
     """JSON that no HTML parser mistakes for markup."""
     from markupsafe import Markup  # noqa: PLC0415
 
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    try:
+        text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:
+        raise UserError(f"report: a run's numbers are beyond what a figure can show ({error}); run it again") from error
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import UNSET
 
 from sim.errors import UserError
-from sim.files import folder_name
+from sim.files import folder_name, read_text
 from sim.results.comparison_sentences import bound_sentences, sentences
 from sim.results.figures.data import FigureRun, Floats, together
 from sim.results.report import overload_sentences
@@ -53,7 +53,7 @@ def read_sections(folders: Iterable[Path]) -> list[Section]:
 
 def _comparison(folder: Path) -> Section:
     path = folder / COMPARISON_FILE
-    compared = convert(read_json_object(path), Comparison, path)
+    compared = convert(read_json_object(path, finite=True), Comparison, path)
     runs = [read_run(folder / folder_name(label)) for label in compared.policies]
     if not runs:
         raise UserError(f"{path}: no policy was run; compare some")
@@ -66,7 +66,7 @@ def _section(runs: list[FigureRun], bounds: Bounds | None, folder: Path | None, 
     path = folder / ASKED_FILE if folder is not None else None
     if path is None or not path.is_file():
         return Section(runs, told, None, None)
-    return Section(runs, told, f"kvtwin {verb} --scenario {ASKED_FILE} --out out/", path.read_text(encoding="utf-8"))
+    return Section(runs, told, f"kvtwin {verb} --scenario {ASKED_FILE} --out out/", read_text(path))
 
 
 def _told_apart(runs: list[tuple[Path, FigureRun]]) -> list[FigureRun]:
@@ -118,8 +118,11 @@ def _table(folder: Path) -> dict[str, Floats]:
             raise UserError(f"{path}: is read with pyarrow, which is not installed: pip install 'kvtwin[parquet]'")
         from pyarrow import parquet  # noqa: PLC0415 - few runs are so long
 
-        table = parquet.read_table(path, columns=list(TABLE_COLUMNS.values()))
-        return {name: table[column].to_numpy().astype(np.float64) for name, column in TABLE_COLUMNS.items()}
+        try:
+            table = parquet.read_table(path, columns=list(TABLE_COLUMNS.values()))
+            return {name: table[column].to_numpy().astype(np.float64) for name, column in TABLE_COLUMNS.items()}
+        except (OSError, KeyError, ValueError) as error:
+            raise UserError(f"{path}: not a per-request table ({error}); run it again") from error
     path = path.with_suffix(".csv")
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -137,10 +140,10 @@ def _series(path: Path) -> tuple[dict[str, Floats], ...]:
         with path.open(encoding="utf-8") as file:
             names = file.readline().strip().split(",")
             rows = np.loadtxt(file, delimiter=",", ndmin=2)
+        if not rows.size:
+            return ()
+        columns = dict(zip(names, rows.T, strict=True))
     except ValueError as error:
         raise UserError(f"{path}: not a time series ({error}); run it again") from error
-    if not rows.size:
-        return ()
-    columns = dict(zip(names, rows.T, strict=True))
     places = columns.pop("engine", np.zeros(len(rows)))
     return tuple({name: values[places == place] for name, values in columns.items()} for place in np.unique(places))
