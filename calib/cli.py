@@ -1,29 +1,20 @@
 """The commands `calibrate` and `profile`."""
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from datetime import UTC, datetime
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-import msgspec
-
+from calib.importers.cli import add_imports
+from calib.profile_files import Status, add_target, base_profile, derived_name, fit_samples, profile_name, write_report
 from sim.cli import add_flags
-from sim.cost.kernels import KernelTables
 from sim.cost.profile import UNITS, Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.files import out_folder, write_atomically
 from sim.folders import owning
 from sim.scenario import SHAPING, Outputs
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
-from sim.specs.models import load_model
-
-if TYPE_CHECKING:
-    from calib.fit import FitReport
-    from calib.samples import Sample
 
 DATA = Path(__file__).parent / "data"
 """Samples of shipped profiles."""
@@ -33,7 +24,6 @@ DEVICES = {
     "V100": "v100", "T4": "t4",
 }  # fmt: skip
 """Parts of names that CUDA gives devices, and our specs of them; the first that fits."""
-Status = Literal["measured", "imported"]
 FORMS = ("roofline", "linear")
 NOT_OF_A_SERVER = ("out", "gpu", "profile", *(f.name for f in fields(Outputs)), *SHAPING)
 """Flags of `run` that fitting to a server's run has under another name, or has no use for."""
@@ -58,7 +48,7 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     diff.add_argument("--figure", type=Path, metavar="FILE.png", help="draw the ratios and the predictions")
     diff.set_defaults(run=run_diff)
     _add_fit(commands)
-    _add_imports(commands)
+    add_imports(commands, run_fit)
     _add_derive(commands)
 
 
@@ -103,7 +93,7 @@ def _add_fit(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument(
         "--constants", nargs="+", metavar="NAME", help="what to fit to --bench, at most 4 (default: what it tells)"
     )
-    _add_target(parser)
+    add_target(parser)
     parser.add_argument("--form", choices=FORMS, default="roofline", help="what to fit to samples (%(default)s)")
     # The engine's, as `run` has them; the base profile is where the fit starts.
     parser.later(partial(add_flags, without=NOT_OF_A_SERVER), ("--bench",))
@@ -115,67 +105,6 @@ _FIT_HELP = (
     "context_tokens, num_bytes ... (docs/calibration.md). Or, with --bench, to what a server did: say the model, the "
     "GPU and the engine as `kvtwin run` takes them. Writes the profile and a report."
 )
-
-
-def _samples_help() -> str:
-    return (
-        "Fit the roofline to measured operating points: CSV with the columns op, latency_s, model, batch_size, "
-        "new_tokens, context_tokens, num_bytes ... (docs/calibration.md). Writes the profile, a report and a figure."
-    )
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="spec of the GPU, by name or file")
-    parser.add_argument("--base", metavar="PROFILE", help="profile to complete it (default: the GPU's derived)")
-    parser.add_argument("--name", help="name of the profile (default: <gpu>-measured or <gpu>-imported)")
-    parser.add_argument(
-        "--out", type=out_folder, default=Path(), metavar="DIR", help="folder to write to (%(default)s)"
-    )
-
-
-def _add_imports(commands: Any) -> None:  # noqa: ANN401
-    parser = commands.add_parser("import", help="turn public tables into samples and fit them")
-    kinds = parser.add_subparsers(title="tables", metavar="TABLES", required=True)
-    tables = kinds.add_parser("aiconfigurator", help="aiconfigurator-core's operator tables (needs pyarrow)")
-    tables.add_argument("--system", required=True, help="a100_sxm, l40s, h100_sxm or h200_sxm")
-    tables.add_argument("--model", action="append", help="models to compose; repeatable (default: six Llama and Qwen)")
-    tables.add_argument("--engine", default="vllm", help="whose attention: vllm, sglang or trtllm (%(default)s)")
-    tables.add_argument("--tables", type=Path, metavar="DIR", help="the package's systems/data (default: installed)")
-    tables.add_argument(
-        "--out", type=out_folder, default=Path(), metavar="DIR", help="folder to write to (%(default)s)"
-    )
-    tables.set_defaults(run=run_import_aiconfigurator, gpu=None, base=None, name=None)
-    vidur = kinds.add_parser("vidur", help="Vidur's mlp, attention and all_reduce CSVs")
-    vidur.add_argument("--model", required=True, help="whose tables these are")
-    vidur.add_argument("--mlp", type=Path, required=True, metavar="CSV")
-    vidur.add_argument("--attention", type=Path, metavar="CSV", help="without it, samples of the operators alone")
-    vidur.add_argument("--all-reduce", type=Path, metavar="CSV")
-    _add_target(vidur)
-    vidur.set_defaults(run=run_import_vidur)
-    serving = kinds.add_parser("llmservingsim", help="a tpN folder of LLMServingSim's profiler")
-    serving.add_argument("tables", type=Path, metavar="DIR", help="dense.csv, attention.csv and per_sequence.csv")
-    serving.add_argument("--model", required=True, help="whose kernels these are")
-    serving.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="GPUs that the model was split over (%(default)s)"
-    )
-    serving.add_argument(
-        "--form", choices=("roofline", "table"), default="roofline",
-        help="fit a roofline, or take the kernels' times as they are, with the roofline beyond them (%(default)s)",
-    )  # fmt: skip
-    _add_target(serving)
-    serving.set_defaults(run=run_import_llmservingsim)
-    steps = kinds.add_parser("steps", help="whole steps: prompt_time and token_time in ms (Splitwise's perf_model.csv)")
-    steps.add_argument("table", type=Path, metavar="CSV")
-    steps.add_argument("--hardware", default="", help="value of the column `hardware` to take")
-    steps.add_argument(
-        "--model", action="append", required=True, metavar="THEIRS=OURS", help="model of the table; repeatable"
-    )
-    _add_target(steps)
-    steps.set_defaults(run=run_import_steps)
-    samples = kinds.add_parser("samples", help="a samples CSV measured by others", description=_samples_help())
-    samples.add_argument("samples", type=Path, nargs="+", metavar="SAMPLES.csv", help="several are fitted together")
-    _add_target(samples)
-    samples.set_defaults(run=run_fit, status="imported", form="roofline")
 
 
 def _add_derive(commands: Any) -> None:  # noqa: ANN401
@@ -259,7 +188,7 @@ def _draw_profile(profile: Profile, samples: Path | None, path: Path) -> None:
     if samples is None and not source.exists():
         raise UserError(f"--figure: the samples of {profile.name} are not shipped: name them with --samples FILE")
     status: Status = "measured" if profile.status == "measured" else "imported"
-    report = _fit([source], load_hardware(profile.gpu), None, profile.name, status, profile.form)
+    report = fit_samples([source], load_hardware(profile.gpu), None, profile.name, status, profile.form)
     print(f"\nwrote {save_figure(path, draw_fit(report))}")
 
 
@@ -302,57 +231,9 @@ def run_fit(arguments: argparse.Namespace) -> int:
     if getattr(arguments, "constants", None) is not None:
         raise UserError("--constants: goes with --bench; samples tell all constants that they can")
     hardware = load_hardware(arguments.gpu)
-    name = _name(arguments, hardware, arguments.status)
-    report = _fit(arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form)
-    return _write(report, arguments.out)
-
-
-def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
-    """Compose samples from operator tables and fit them."""
-    from calib.importers import aiconfigurator  # noqa: PLC0415
-
-    gpu = aiconfigurator.SYSTEMS.get(arguments.system, "")
-    models = arguments.model or aiconfigurator.MODELS
-    found = aiconfigurator.import_samples(arguments.system, models, arguments.engine, arguments.tables)
-    arguments.gpu = gpu
-    return _import(arguments, found)
-
-
-def run_import_vidur(arguments: argparse.Namespace) -> int:
-    """Compose samples from Vidur's tables and fit them."""
-    from calib.importers import vidur  # noqa: PLC0415
-
-    found = vidur.import_samples(arguments.model, arguments.mlp, arguments.attention, arguments.all_reduce)
-    if arguments.attention is None:
-        # Operators alone tell no profile: they are fitted together with other samples.
-        _write_samples(arguments, found)
-        return 0
-    return _import(arguments, found)
-
-
-def run_import_llmservingsim(arguments: argparse.Namespace) -> int:
-    """Compose samples from kernel times and fit them, or take the kernel times themselves."""
-    from calib.importers import llmservingsim  # noqa: PLC0415
-
-    load_model(arguments.model).check_tp(arguments.tp)
-    found = llmservingsim.import_samples(arguments.tables, arguments.model, arguments.tp)
-    kernels = None
-    if arguments.form == "table":
-        kernels = llmservingsim.import_tables(arguments.tables, arguments.model, arguments.tp)
-    return _import(arguments, found, kernels)
-
-
-def run_import_steps(arguments: argparse.Namespace) -> int:
-    """Take whole steps from a table and fit them."""
-    from calib.importers import steps  # noqa: PLC0415
-
-    models: dict[str, str] = {}
-    for pair in arguments.model:
-        theirs, equals, ours = pair.partition("=")
-        if not equals or not theirs or not ours:
-            raise UserError(f"--model: {pair!r} is not THEIRS=OURS, for example llama2-70b=llama-2-70b")
-        models[theirs] = ours
-    return _import(arguments, steps.import_samples(arguments.table, arguments.hardware, models))
+    name = profile_name(arguments, hardware, arguments.status)
+    report = fit_samples(arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form)
+    return write_report(report, arguments.out)
 
 
 def run_derive(arguments: argparse.Namespace) -> int:
@@ -361,13 +242,13 @@ def run_derive(arguments: argparse.Namespace) -> int:
 
     hardware, sibling = load_hardware(arguments.gpu), load_profile(arguments.sibling)
     # A GPU that nothing is shipped for has no base but the sibling.
-    is_known = arguments.base is not None or _derived(hardware) in shipped_profiles()
+    is_known = arguments.base is not None or derived_name(hardware) in shipped_profiles()
     memory = load_profile(arguments.memory_sibling) if arguments.memory_sibling else None
     profile = derive_profile(
         hardware,
         sibling,
         load_hardware(sibling.gpu),
-        _base(arguments.base if is_known else arguments.sibling, hardware),
+        base_profile(arguments.base if is_known else arguments.sibling, hardware),
         compute_share=arguments.compute_share,
         reason=arguments.reason,
         memory=(memory, load_hardware(memory.gpu)) if memory else None,
@@ -385,11 +266,11 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
 
     hardware = load_hardware(arguments.gpu) if arguments.gpu else _hardware_of(arguments.device)
     out, models = arguments.out, arguments.model
-    name = _name(arguments, hardware, "measured")
+    name = profile_name(arguments, hardware, "measured")
     form = arguments.form or ("linear" if arguments.device == "cpu" and len(models) == 1 else "roofline")
     with owning(out):
         calibrate(arguments.device, models, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
-        return _write(_fit([out / SAMPLES_FILE], hardware, arguments.base, name, "measured", form), out)
+        return write_report(fit_samples([out / SAMPLES_FILE], hardware, arguments.base, name, "measured", form), out)
 
 
 def _hardware_of(device: str) -> HardwareSpec:
@@ -403,102 +284,3 @@ def _hardware_of(device: str) -> HardwareSpec:
         if part in name:
             return load_hardware("a100-40g" if part == "A100" and "40GB" in name else gpu)
     raise UserError(f"--gpu: no spec for {name!r}: name one of {', '.join(built_in_hardware())}, or give a file")
-
-
-def _import(
-    arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]", kernels: KernelTables | None = None
-) -> int:
-    from calib.fit import check_plausible  # noqa: PLC0415
-
-    hardware = load_hardware(arguments.gpu)
-    _base(arguments.base, hardware)
-    with owning(arguments.out):
-        path = _write_samples(arguments, found)
-        report = _fit([path], hardware, arguments.base, _name(arguments, hardware, "imported"), "imported")
-        check_plausible(report, hardware)
-        if kernels is not None:
-            profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)
-            report = replace(report, profile=profile)
-        return _write(report, path.parent)
-
-
-def _write_samples(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]") -> Path:
-    from calib.samples import write_samples  # noqa: PLC0415
-
-    samples, provenance = found
-    name = _name(arguments, load_hardware(arguments.gpu), "imported")
-    path = arguments.out / f"{name}.csv.gz"
-    with owning(arguments.out):
-        write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
-    print(f"wrote {path} ({len(samples)} samples)")
-    return path
-
-
-def _name(arguments: argparse.Namespace, hardware: HardwareSpec, status: Status) -> str:
-    """The new profile's name, which its files get."""
-    name = arguments.name or f"{hardware.name}-{status}"
-    if Path(name).name != name or "\0" in name:
-        raise UserError(f"--name: {name!r} cannot name a file: give a plain name, without slashes")
-    return name
-
-
-def _derived(hardware: HardwareSpec) -> str:
-    return f"{hardware.name.lower()}-derived"
-
-
-def _base(name: str | None, hardware: HardwareSpec) -> Profile:
-    """The profile that completes another: named, or the derived one shipped for the GPU."""
-    derived = _derived(hardware)
-    if name is None and derived not in shipped_profiles():
-        raise UserError(
-            f"--base: no profile is shipped for gpu {hardware.name!r}: name one to complete it with; "
-            "`kvtwin profile derive --gpu FILE --sibling PROFILE` makes one"
-        )
-    base = load_profile(name or derived)
-    if base.form == "linear":
-        raise UserError(f"--base: {base.name} is of form linear: give one of form roofline, such as l20-derived")
-    return base
-
-
-def _fit(
-    paths: Sequence[Path], hardware: HardwareSpec, base: str | None, name: str, status: Status, form: str = "roofline"
-) -> "FitReport":
-    from calib.fit import fit_profile  # noqa: PLC0415
-    from calib.linear import fit_linear_profile  # noqa: PLC0415
-    from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
-
-    found = [sample for path in paths for sample in read_samples(path)]
-    provenance: dict[str, str] = {}
-    for path in paths:
-        provenance |= read_comments(path)
-    provenance["samples"] = ", ".join(path.name for path in paths)
-    provenance["samples_sha256"] = ", ".join(samples_sha256(path) for path in paths)
-    provenance.setdefault("date", datetime.now(UTC).date().isoformat())
-    folder = paths[0].parent
-    if form == "linear":
-        return fit_linear_profile(found, folder, hardware, name=name, status=status, provenance=provenance)
-    return fit_profile(found, folder, hardware, _base(base, hardware), name=name, status=status, provenance=provenance)
-
-
-def _write(report: "FitReport", out: Path) -> int:
-    """Write the profile, the report and the figure, and say in short what was found."""
-    from calib.figure import draw_fit  # noqa: PLC0415
-    from calib.report import constants_table, errors_table, fit_markdown, papers_table  # noqa: PLC0415
-    from sim.results.figures.style import save_figure  # noqa: PLC0415
-
-    profile = report.profile
-    with owning(out):
-        print(f"\n{constants_table(report)}\n\n{errors_table(report)}\n")
-        if report.papers:
-            print(f"The papers' constants:\n{papers_table(report)}\n")
-        if report.carried:
-            print(f"not measured, carried over: {', '.join(report.carried)}", file=sys.stderr)
-        files: dict[str, Callable[[Any], object]] = {
-            f"{profile.name}.json": lambda file: file.write(profile.to_json()),
-            f"{profile.name}.md": lambda file: file.write(fit_markdown(report).encode()),
-        }
-        for file_name, write in files.items():
-            write_atomically(out / file_name, write)
-            print(f"wrote {out / file_name}")
-        print(f"wrote {save_figure(out / f'{profile.name}.png', draw_fit(report))}")
-    return 0

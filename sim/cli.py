@@ -1,4 +1,4 @@
-"""The commands `run` and `compare`. Flags come from the fields of `Scenario` and of the policies' options."""
+"""The commands `run`, `compare`, `report`, `explain`. Flags are fields of `Scenario` and of the policies' options."""
 
 import argparse
 import sys
@@ -40,7 +40,7 @@ TABLE_FILES = ("requests.csv", "requests.parquet")
 
 
 def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
-    """Mount `run` and `compare`."""
+    """Mount `run`, `compare`, `report` and `explain`."""
     run = subparsers.add_parser("run", help="simulate one policy", description=RUN_HELP)
     compare = subparsers.add_parser("compare", help="simulate several policies side by side", description=COMPARE_HELP)
     report = subparsers.add_parser("report", help="one HTML page of saved runs", description=REPORT_HELP)

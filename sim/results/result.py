@@ -1,4 +1,4 @@
-"""`result.json` and `series.csv` of a run, written and read back."""
+"""A run summed up as a `Result`; `result.json` and `series.csv`, written and read back."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

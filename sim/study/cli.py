@@ -1,4 +1,4 @@
-"""The commands that run many scenarios: `sweep`, `tune`, `map`."""
+"""The commands that run many scenarios: `sweep`, `tune`, `map`, `reproduce`."""
 
 import argparse
 import sys

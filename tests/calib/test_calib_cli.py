@@ -526,7 +526,7 @@ cells = st.text(max_size=8) | st.sampled_from(
 def test_whatever_stands_in_the_samples_a_fit_ends_well_or_in_one_line(
     capsys, tmp_path_factory, measured, edits, cut, monkeypatch
 ):
-    monkeypatch.setattr(calib.cli, "_write", lambda report, out: 0)
+    monkeypatch.setattr(calib.cli, "write_report", lambda report, out: 0)
     lines = [line.split(",") for line in measured.read_text().splitlines()[: 20 if cut else 60]]
     for row, column, cell in edits:
         line = lines[row % len(lines)]
