@@ -24,7 +24,7 @@ from coverage.numbits import num_in_numbits, numbits_to_nums, nums_to_numbits
 
 FILE_LIMIT_S = 1200.0
 """What a test file has not begun by then is left out."""
-TEST_LIMIT_S = 120
+TEST_LIMIT_S = 600
 """Slower tests are left out; coverage makes them some three times slower than they are, and a busy machine again."""
 CONTEXT = "KVTWIN_TEST"
 """Environment variable that tells programs which test started them."""

@@ -133,6 +133,12 @@ def test_noisy_samples_hold_the_constants_within_their_intervals():
         assert estimates[name].low < true < estimates[name].high, name
     assert estimates["fp8_flops_per_s"].high < 1.1 * estimates["fp8_flops_per_s"].low
     assert 0.01 < found.residuals["fp8_decode_mape"] < 0.06
+    two = [s for s in samples if s.model != "llama-2-70b"]
+    assert len({s.model for s in two}) == 2
+    residuals = fit_fp8(two, MODELS, complete(A100)).residuals
+    for phase in ("linear", "prefill", "decode"):
+        own, unseen = (residuals[f"{start}fp8_{phase}_mape"] for start in ("", "unseen_model_"))
+        assert own < unseen < 3 * own
 
 
 def test_no_samples_no_fit():

@@ -91,6 +91,8 @@ DEPLOYMENTS = {
     "few at a time": SWAP + TRAFFIC["crowd"] + " --max-concurrency 5",
     "window": V1 + TRAFFIC["crowd"] + " --model mistral-7b-v0.1",
     "hybrid layers": V1 + TRAFFIC["turns"] + " --model gemma-2-9b --num-gpu-blocks-override 150",
+    "hybrid layers, crowded": V1 + TRAFFIC["crowd"] + " --model gemma-2-9b --num-gpu-blocks-override 170",
+    "many windowed layers": V1 + TRAFFIC["turns"] + " --model gemma-3-27b --num-gpu-blocks-override 210",
     "no hybrid": V1 + TRAFFIC["turns"] + " --model gemma-2-9b --disable-hybrid-kv-cache-manager",
     "latent": SWAP + TRAFFIC["crowd"] + " --model deepseek-v2-lite",
     "grouped queries, FP8 KV": SWAP + TRAFFIC["crowd"] + " --model llama-3.1-8b --kv-cache-dtype fp8",

@@ -1,6 +1,7 @@
 """The disk below the host: what is read from it and when, what waits, and what gives way."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.conversations import check, conversations
 from kvtwin.testing.engines import Outcome
 from sim.errors import UserError
+from sim.parts.memory.on_disk import DiskTieredMemory
 from sim.parts.offload.disk import Disk
 from sim.policy_options import parse_policy
 from sim.systems.cachedattention import CachedAttention
@@ -76,6 +78,13 @@ def test_who_waits_has_its_prefix_fetched_meanwhile(jump):
     assert outcome.by_id()[2].first_token_s == pytest.approx(2.096 + 0.0163, abs=1e-9)
     assert tiers(outcome) == (64, 0)
     assert outcome.scheduler.counters.policy["prefetched_blocks"] == 4
+
+
+def test_a_block_has_room_on_the_host_or_is_there_or_cannot_be_loaded():
+    """Idle on the host it takes a place of its own, read by another or on its way it takes none."""
+    chunks = {key: SimpleNamespace(num_copies=copies) for key, copies in {1: -1, 2: 0, 3: 2}.items()}
+    memory = SimpleNamespace(_coming={5}, cache=chunks, _on_disk=lambda key: key == 4)
+    assert [DiskTieredMemory._reach(memory, key, 7) for key in (1, 2, 3, 4, 5, 6)] == [0, 6, 7, 6, 7, 0]
 
 
 def test_without_looking_ahead_it_waits_for_the_disk_then():
