@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo-out
 
-.PHONY: demo test fuzz mutants check bench clean
+.PHONY: demo test fuzz pins mutants check bench clean
 
 $(BIN)/kvtwin: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ test: $(VENV)/dev
 # Examples anew each time, where `test` has the same ones.
 fuzz: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=random
+
+# After a change of what users are told that is meant: read the difference before it is committed.
+pins: $(VENV)/dev
+	for part in pinned pinned_commands pinned_facts; do $(BIN)/python tests/sim/$$part.py || exit 1; done
 
 # Hours; goes on where it was interrupted. Other faults with another seed: `make mutants SEED=2`.
 SEED ?= 1

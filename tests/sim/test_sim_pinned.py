@@ -14,4 +14,4 @@ def test_every_run_is_pinned():
 
 @pytest.mark.parametrize(("name", "words"), pinned.cases().items())
 def test_results_are_those_pinned(name, words):
-    assert pinned.answer(words) == RUNS[name], "meant? then: python tests/sim/pinned.py"
+    assert pinned.answer(words) == RUNS[name], "if that is meant: make pins"

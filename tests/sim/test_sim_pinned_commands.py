@@ -13,4 +13,4 @@ def test_commands_tell_and_draw_what_is_pinned(name, given):
     for needed in ("pyarrow", "jinja2", "plotly"):
         pytest.importorskip(needed)
     found = answer(STUDY + STUDIES.get(name, ""), *given)
-    assert found == (COMMANDS / f"{name}.txt").read_text().splitlines(), "meant? then: pinned_commands.py"
+    assert found == (COMMANDS / f"{name}.txt").read_text().splitlines(), "if that is meant: make pins"

@@ -10,4 +10,4 @@ from pinned_facts import FACTS, PINNED
 
 @pytest.mark.parametrize("name", PINNED)
 def test_facts_are_those_pinned(name):
-    assert list(PINNED[name]()) == (FACTS / f"{name}.txt").read_text().splitlines(), "meant? then: pinned_facts.py"
+    assert list(PINNED[name]()) == (FACTS / f"{name}.txt").read_text().splitlines(), "if that is meant: make pins"
