@@ -13,6 +13,7 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.token_wise import TokenWiseMemory
+from sim.parts.token_wise.equations import CONFIGURATIONS
 from sim.policy_options import parse_policy
 from sim.specs.models import load_model
 from sim.systems.ellm import Ellm
@@ -133,8 +134,72 @@ def test_who_cannot_be_held_within_the_slo_is_computed_again():
     steps, outcome = small(Ellm(layers_per_block=2, tpot_slo_ms=70.0))
     assert all(step.ratio == 0.0 for step in steps)
     assert outcome.scheduler.counters.preemptions == 1
+    # The last to start.
+    assert outcome.by_id()[0].finish_s < outcome.by_id()[1].finish_s
     _, outcome = small(Ellm(layers_per_block=2, tpot_slo_ms=100.0))
     assert outcome.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize(("slo_ms", "kinds"), [(100.0, ["prefill", "decode", "prefill"]), (300.0, ["prefill"] * 2)])
+def test_whoever_waits_for_a_token_shortens_the_step(slo_ms: float, kinds: list[str]):
+    """WT_max: a prompt of 120 ms has kept request 0 waiting, whose next token comes before another prompt."""
+    rows = requests((0.0, 20, 30), (0.1, 100, 5), (0.2, 100, 5))
+    machine = linear_machine(layers=10, prefill=AFFINE, decode=AFFINE)
+    policy = Ellm(layers_per_block=2, tpot_slo_ms=slo_ms)
+    outcome = simulate(policy, rows, limits(gpu=1000), machine=machine, jump=False, record=True)
+    plans = [(plan.kind, start_s) for plan, start_s, _ in outcome.plans if start_s > 0.1]
+    first = next(i for i, (kind, _) in enumerate(plans) if kind == "prefill")
+    assert [kind for kind, _ in plans[first : first + len(kinds)]] == kinds
+
+
+def test_blocks_of_four_layers_round_scratch_and_host_up():
+    """M_o is 2 (l1 + l2) layers; the host has those that are copied, of 40."""
+    machine = linear_machine(layers=40)
+    memory = simulate(Ellm(), requests((0.0, 10, 2)), limits(), machine=machine).scheduler.memory
+    assert isinstance(memory, TokenWiseMemory)
+    taken = {tuple(c): (memory.scratch_groups(c), memory.hosted_groups(c)) for c in CONFIGURATIONS}
+    assert taken == {(1, 1): (1, 5), (2, 1): (2, 7), (3, 1): (2, 8), (1, 2): (2, 4), (2, 2): (2, 5), (3, 2): (3, 6)}
+
+
+def test_printed_m_o_is_planned_anew_for_the_configuration_with_the_least_bubble():
+    """40 hbsr, as for (3, 2), would ask for 0.54: 192 + 32 x 1.3 - 176 of 170 - 0.3 x 210 tokens."""
+    machine = linear_machine(layers=40, prefill=AFFINE, decode=AFFINE, swap_s_per_block=0.002)
+    limit = limits(gpu=11, host=100, block_size=16, max_model_len=512)
+    rows = ((0.0, 90, 31), (0.0, 50, 31))
+    steps, outcome = run(Ellm(equations="paper", tpot_slo_ms=100.0), rows, limit, machine)
+    memory = outcome.scheduler.memory
+    assert isinstance(memory, TokenWiseMemory)
+    # Copies of three layers take 0.4 of what one takes to compute: the least bubble.
+    assert memory.configuration == (3, 1)
+    assert steps[15].ratio == pytest.approx((192 + 32 * 1.2 - 176) / (170 - 0.2 * 210))
+    # T has all layers computed again: 22 + 0.425 x 170 = 94 ms, of which an SLO of 70 does not allow.
+    _, outcome = run(Ellm(equations="paper", tpot_slo_ms=70.0), rows, limit, machine)
+    assert outcome.scheduler.counters.preemptions == 1
+
+
+def llama_13b(rows: int, **options: object):
+    """Requests of 222 and 40 tokens at once, on an A100."""
+    model = load_model("llama-2-13b")
+    block_bytes = 16 * model.kv_bytes_per_token()
+    machine = roofline_machine("a100-80g", block_bytes, model=model)
+    limit = replace(limits(gpu=800, host=3000, seqs=512), block_bytes=block_bytes)
+    return run(Ellm(**options), ((0.0, 222, 40),) * rows, limit, machine)
+
+
+def test_the_printed_batch_is_the_largest_that_the_slo_allows():
+    """Eq. 3 has 9.8e10 FLOPs for 222 tokens of context, 0.31 ms at peak: three keep to 1 ms."""
+    steps, _ = llama_13b(6, equations="paper", tpot_slo_ms=1.0)
+    assert max(step.decodes for step in steps[:4]) == 3
+
+
+def test_printed_volumes_starve_the_recomputing_threads():
+    losses = {}
+    for equations in ("paper", "corrected"):
+        steps, _ = llama_13b(2, equations=equations, tpot_slo_ms=1e6, least_uncached_ratio=0.36)
+        (loss, *_) = (step.record.fused_loss for step in steps if step.record is not None)
+        losses[equations] = loss
+    assert losses["corrected"] == pytest.approx(1.0, abs=0.04)
+    assert losses["paper"] > 1.2
 
 
 @pytest.mark.parametrize(("most", "preempted"), [(0.7, 0), (0.65, 1), (0.5, 1), (0.0, 1)])
