@@ -184,6 +184,10 @@ def test_nothing_that_brute_force_tries_is_better(instance):
     assert found.ratio == ratios[found.batch_size - 1]
     assert 0.0 <= found.ratio <= 1.0
     assert found.step_s <= budget_s
+    if found.ratio > 0.0:
+        copied = (1 - found.configuration.recomputed_share) * found.ratio * sum(lengths[: found.batch_size])
+        # Of a block each on its way back three layers of four are on the host, whatever the configuration.
+        assert copied + 0.75 * lost * found.batch_size <= room.host_tokens * (1 + 1e-12)
 
 
 @given(instances, st.integers(1, 30), st.floats(0.0, 1.0))
@@ -202,6 +206,19 @@ def test_slsqp_is_never_better(instance, b, r):
     if other is not None:
         assert found is not None
         assert found.s_per_token <= other.s_per_token * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("host_tokens", "fits"), [(23.34, True), (23.33, False)])
+def test_the_host_keeps_a_block_that_is_on_its_way_back(host_tokens: float, fits: bool):
+    """160 tokens, room for 150, scratch of a tenth: r = (160 + 16 x 1.1 - 150) / (160 - 16) = 27.6 / 144.
+
+    Half of the layers of r x 160 tokens and of a block more are copied: 15.333 + 8.
+    """
+    room = Memory(150.0, (0.1,), host_tokens=host_tokens, lost_tokens=16)
+    found = best(CORRECTED, Batch([160], 16), room, np.inf, configurations=(Configuration(1, 1),))
+    assert (found is not None) is fits
+    if found is not None:
+        assert found.ratio == pytest.approx(27.6 / 144)
 
 
 def test_slsqp_copies_what_is_not_recomputed():

@@ -1,6 +1,7 @@
 """HCache and KVPR by hand: how layers are split, what a restore and a step take, and what neither may show."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import conformance, limits, linear_machine, requests, roofline_machine, simulate
 from kvtwin.testing.conformance import Workload
-from sim.cost.lanes import restored_s
-from sim.cost.model import LayerTimes
+from sim.cost.lanes import restored_s, streamed_s
+from sim.cost.model import LayerTimes, LayerWork
 from sim.cost.restoring import LayerSplit, StateBytes, best_split, restore_times, state_share
+from sim.engine.plan import D2H, H2D, Save, Tier, Unsave
 from sim.errors import UserError
 from sim.parts.stage.partial_recompute import BlockSeconds
 from sim.policy_options import parse_policy
@@ -47,6 +49,50 @@ def test_2048_tokens_of_llama_come_back_in_two_thirds_of_the_time_of_copies():
     assert 14 <= split.hidden <= 22
     assert 0.60 < mixed / copied < 0.80
     assert again > 5 * copied
+
+
+class Priced:
+    """What a layer of one token takes, s; copies take as long as they have bytes."""
+
+    def __init__(self, recompute_s: float, project_s: float) -> None:
+        self.recompute_s, self.project_s = recompute_s, project_s
+
+    def num_copies(self, num_blocks: int, num_layers: int) -> int:
+        return 1
+
+    def layer_s(self, work: LayerWork) -> LayerTimes:
+        compute_s = work.recompute_tokens * self.recompute_s + work.project_tokens * self.project_s
+        return LayerTimes(work.num_layers, compute_s, work.h2d_bytes, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prices", "state", "layers", "split", "seconds"),
+    [
+        # L_H = 14 x 12 / (12 + 4 - 2) = 12: two layers compute for 24 s while twelve hidden states arrive in 48; the
+        # last is projected in 2 more.
+        (Priced(12.0, 2.0), StateBytes(4.0, 8.0), 14, (2, 12, 0), 50.0),
+        # L_H = 12 x 2 / (2 + 3 - 1) = 6, projected in 1 + 18 s while the rest arrive in 6 + 12. Five and seven take as
+        # long, 5 + 14, and copy more.
+        (Priced(100.0, 3.0), StateBytes(1.0, 2.0), 12, (0, 5, 7), 19.0),
+        # Grouped queries: four times the bytes.
+        (Priced(100.0, 0.5), StateBytes(8.0, 2.0), 12, (0, 0, 12), 24.0),
+    ],
+)
+def test_splits_by_hand(prices, state, layers, split, seconds):
+    assert best_split(prices, layers, 1, 1, state) == split
+    assert restored_s(restore_times(prices, LayerSplit(*split), 1, 1, state)) == pytest.approx(seconds)
+
+
+def test_a_group_keeps_hidden_states_once_though_each_gpu_reads_them_whole():
+    """13B on two A100: 10,240 bytes of a hidden state, and of KV a token, layer and GPU. Half of the former count."""
+    machine, state = llama("llama-2-13b", "a100-80g", 2)
+    assert state == (10_240, 16 * 10_240)
+    limit = limits(host=1000, block_bytes=16 * machine.model.kv_bytes_per_token(2))
+    memory = simulate(parse_policy("hcache", {})[1], requests((0.0, 90, 2)), limit, machine=machine).scheduler.memory
+    recomputed, hidden, copied = memory.split
+    assert (recomputed, hidden > 0) == (40 - hidden - copied, memory.share < 1.0)
+    assert memory.share == (hidden / 2 + copied) / 40
+    assert memory.host.num_blocks == int(1000 / memory.share)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -114,6 +160,12 @@ def test_a_victim_leaves_without_a_copy_and_returns_by_hidden_states():
     assert not more
     (restore,) = plan.mixed_restores
     assert restore.kv_groups == ()
+    # Each has six of the twelve blocks, and vLLM 0.5.5 wants one more for everybody; the 91st token is to be fed.
+    assert restore.num_tokens == 90
+    # Behind the prompts' layers leaves what is kept of six blocks each.
+    share = outcome.scheduler.memory.share
+    assert share == len(restore.hidden_groups) / 8
+    assert outcome.plans[0][0].behind_blocks == 2 * ceil(6 * share)
     tokens, num_hidden = restore.num_tokens, len(restore.hidden_groups)
     # Half of a block's 20 ms for its hidden states; a layer's projection of a token: a share of its millisecond.
     copy_s = tokens * 0.02 / 16 / 2 / 4
@@ -142,6 +194,20 @@ def test_running_sequences_count_on_the_host_and_run_unsaved_where_it_is_full():
     assert "unsaved" not in alone.scheduler.counters.policy
 
 
+def test_who_was_placed_last_is_the_first_to_run_unsaved():
+    limit = limits(gpu=100, host=6, max_model_len=512, block_bytes=BLOCK_BYTES)
+    said = []
+
+    def observe(scheduler):
+        scheduler.memory.tell_blocks()
+        return lambda plan, *_: said.extend(change for change in plan.changes if isinstance(change, Save | Unsave))
+
+    rows = requests((0.0, 90, 60), (0.0, 90, 60))
+    simulate(parse_policy("hcache", {})[1], rows, limit, machine=slow_link(), observe=observe)
+    kinds = [(type(change), change.seq.request.request_id) for change in said]
+    assert kinds == [(Save, 0), (Save, 1), (Unsave, 1)]
+
+
 def turns(gap_s: float = 5.0):
     """A prompt of 256 tokens and its next turn, 64 tokens longer; between them others that fill the GPU."""
     first = tuple(range(16))
@@ -168,6 +234,29 @@ def test_the_next_turn_is_restored_sooner_than_it_is_computed_or_copied():
     assert ttft["hcache:keeps=turns"] < ttft["cachedattention"] + 0.05
 
 
+def test_a_turn_whose_states_take_longer_than_its_tokens_is_computed():
+    machine = linear_machine(BLOCK_BYTES, prefill=(0.02, 0.002, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.4)
+    limit = replace(limits(gpu=27, host=100, max_model_len=512, block_bytes=BLOCK_BYTES), enable_prefix_caching=True)
+    outcome = simulate(
+        parse_policy("hcache:keeps=turns", {})[1], turns(60.0), limit, machine=machine, record=True, jump=False
+    )  # fmt: skip
+    assert not any(plan.mixed_restores for plan, *_ in outcome.plans)
+    last = outcome.by_id()[2]
+    assert last.first_token_s - last.request.arrival_s == pytest.approx(0.02 + 0.002 * 320)
+
+
+def test_saving_a_turn_takes_as_long_as_the_bytes_that_are_kept():
+    machine = linear_machine(BLOCK_BYTES, prefill=(0.02, 0.002, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.004)
+    limit = replace(limits(gpu=27, host=100, max_model_len=512, block_bytes=BLOCK_BYTES), enable_prefix_caching=True)
+    policy = parse_policy("hcache:keeps=turns", {})[1]
+    outcome = simulate(policy, turns(), limit, machine=machine, record=True, jump=False)
+    # Two layers' hidden states, half as many bytes as their KV, and two layers' KV: three quarters of 4 ms a block.
+    assert outcome.scheduler.memory.split == (0, 2, 2)
+    moves = [move for plan, *_ in outcome.plans for move in (*plan.beside, *plan.after) if move.target is Tier.HOST]
+    assert moves
+    assert outcome.lanes.d2h.busy_s == pytest.approx(0.003 * sum(move.num_blocks for move in moves))
+
+
 # -- KVPR ------------------------------------------------------------------------------------------------------------
 
 
@@ -189,12 +278,17 @@ def test_no_other_number_of_blocks_is_better(blocks, inputs_s, projection_s, kv_
     assert found.layer_s(blocks, found.projected(blocks)) <= least * (1 + 1e-12)
 
 
-def step_s(text, name, gpu, tp=1):
-    """A decode step of four sequences of 2,048 tokens."""
+def four_of_2048(text, name, gpu, tp=1):
+    """Four sequences of 2,048 tokens."""
     machine, _ = llama(name, gpu, tp)
     limit = limits(gpu=600, host=20_000, max_model_len=4096, block_bytes=16 * machine.model.kv_bytes_per_token(tp))
     rows = requests(*((0.0, 2048, 40) for _ in range(4)))
-    outcome = simulate(parse_policy(text, {})[1], rows, limit, machine=machine, jump=False)
+    return machine, simulate(parse_policy(text, {})[1], rows, limit, machine=machine, jump=False)
+
+
+def step_s(text, name, gpu, tp=1):
+    """A decode step of four."""
+    _, outcome = four_of_2048(text, name, gpu, tp)
     steps = [times.end_s - start_s for plan, start_s, times in outcome.plans if plan.num_decodes == 4]
     return steps[len(steps) // 2], outcome.scheduler.counters.policy
 
@@ -206,6 +300,35 @@ def test_steps_are_shorter_than_with_all_kv_copied(name: str, gpu: str, least: f
     copied_s = 4 * 2048 * model.kv_bytes_per_token() / 25e9
     assert least < copied_s / took_s < 2.0
     assert counters["projected_layer_blocks"] > 0
+
+
+def test_a_steps_copies_and_projections_by_hand():
+    """Llama-2-7B: of 32 layers, four sequences of 129 blocks; inputs of a token are half as many bytes as its KV."""
+    machine, outcome = four_of_2048("kvpr", "llama-2-7b", "l20")
+    # Behind the prompts: KV of 4 x 128 blocks in 32 layers, and the inputs.
+    assert sum(plan.behind_blocks for plan, *_ in outcome.plans) == 4 * 128 * 32 * 3 // 2
+    plan, start_s, times = next(each for each in outcome.plans if each[0].num_decodes == 4)
+    (record,) = plan.streamed
+    # A block a layer and sequence with the new token's KV, and 32 x 4 tokens' inputs in blocks of 16.
+    assert (record.num_groups, record.num_written, record.num_inputs) == (32, 128 + 4, 4)
+    projected = record.num_tokens // 16
+    assert record.num_tokens % 16 == 0 and projected > 50
+    cached = sum(-(-seq.request.prompt_tokens // 16) for seq in outcome.ended)
+    assert record.num_read == 32 * (cached - projected)
+    cost = machine.cost
+    kv_s = cost.copy_s(record.num_read * 16 * KV_TOKEN, record.num_read, H2D)
+    inputs_s = cost.copy_s(32 * record.num_tokens * HIDDEN_TOKEN, 32, H2D)
+    out_s = cost.copy_s(132 * 16 * KV_TOKEN, 132, D2H)
+    compute_s = cost.iteration_s(plan) + 32 * cost.project_s(record.num_tokens)
+    expected_s = streamed_s(compute_s, 32, kv_s + inputs_s, out_s, 0.0)
+    assert times.end_s - start_s == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_with_grouped_queries_no_inputs_are_kept():
+    _, outcome = four_of_2048("kvpr", "llama-3.1-8b", "a100-80g")
+    assert sum(plan.behind_blocks for plan, *_ in outcome.plans) == 4 * 128 * 32
+    record = next(plan.streamed[0] for plan, *_ in outcome.plans if plan.num_decodes == 4)
+    assert record.num_written == 4 * 32
 
 
 def test_with_grouped_queries_nothing_is_projected():
