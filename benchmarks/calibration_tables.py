@@ -22,7 +22,6 @@ from calib.report import (  # noqa: E402
     forms_table,
     percent,
     readable,
-    regions_table,
     size_table,
     table,
     worst_region,
@@ -41,6 +40,8 @@ CONSTANTS = (
     "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",
     "layer_overhead_s", "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s",
 )  # fmt: skip
+LEANS = 0.05
+"""Bias from which a region is listed."""
 
 
 def fits() -> list[FitReport]:
@@ -75,12 +76,13 @@ def errors(reports: Sequence[FitReport]) -> str:
             for phase in ("prefill", "decode")
         ]  # fmt: skip
         mixed = f" / {percent(own['mixed_mape'])}" if "mixed_mape" in own else ""
+        mixed_unseen = f" / {percent(unseen.mixed)}" if mixed and report.by_model else ""
         rows.append(
             (
                 f"`{report.profile.name}`",
                 str(len(report.samples)),
                 f"{percent(own['prefill_mape'])} / {percent(own['decode_mape'])}{mixed}",
-                f"**{percent(unseen.prefill)} / {percent(unseen.decode)}**",
+                f"**{percent(unseen.prefill)} / {percent(unseen.decode)}{mixed_unseen}**",
                 " / ".join(f"{percent(error)} ({name})" for error, name in worst),
                 worst_region(report),
             )
@@ -142,8 +144,20 @@ def _paper_cell(found: Sequence[PaperConstant]) -> str:
 
 
 def regions(reports: Sequence[FitReport]) -> str:
-    """Regions of every profile."""
-    return "\n\n".join(f"`{report.profile.name}`:\n\n{regions_table(report)}" for report in reports)
+    """Regions that lean, of every profile."""
+    rows = [
+        (
+            f"`{report.profile.name}`",
+            region.name,
+            str(region.count),
+            f"{100 * region.bias:+.1f} %",
+            percent(region.mape),
+        )
+        for report in reports
+        for region in report.regions
+        if abs(region.bias) > LEANS
+    ]
+    return table(("profile", "region", "samples", "bias", "error"), rows)
 
 
 TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {

@@ -21,13 +21,14 @@ from typing import Any
 import msgspec
 
 from calib.fit import fit_profile
-from calib.importers.llmservingsim import Shape, import_samples, import_tables, is_whole
+from calib.importers.llmservingsim import import_samples, import_tables, is_whole
+from sim.cost.kernels import KernelTables
 from sim.cost.profile import Profile, load_profile
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
-from sim.specs.hardware import HardwareSpec, load_hardware
+from sim.specs.hardware import load_hardware
 from sim.traffic import traffic
 
 GPU, MODEL = "rtx-4090", "llama-3.1-8b"
@@ -35,14 +36,19 @@ POLICY = "vllm-v1:async-scheduling=true"
 """As vLLM 0.19 comes: the host schedules while the GPU computes (engine profile `vllm-v1-async`)."""
 
 
-def profiles(
-    folder: Path, model: str, tp: int, hardware: HardwareSpec, base: Profile, chosen: Callable[[Shape], bool]
-) -> list[Profile]:
-    """A roofline fitted to the tables' `chosen` rows, and the tables themselves."""
-    samples, provenance = import_samples(folder, model, tp, chosen)
-    report = fit_profile(samples, folder, hardware, base, name="roofline", status="imported", provenance=provenance)
-    tables = import_tables(folder, model, tp)
-    return [report.profile, msgspec.structs.replace(report.profile, name="table", form="table", kernels=tables)]
+def profiles(folder: Path) -> list[Profile]:
+    """A roofline fitted to the tables, and the tables themselves."""
+    samples, provenance = import_samples(folder, MODEL, chosen=is_whole)
+    base = load_profile(f"{GPU}-derived")
+    report = fit_profile(
+        samples, folder, load_hardware(GPU), base, name="roofline", status="imported", provenance=provenance
+    )
+    return [report.profile, with_tables(report.profile, import_tables(folder, MODEL))]
+
+
+def with_tables(profile: Profile, tables: KernelTables) -> Profile:
+    """The profile in form `table`."""
+    return msgspec.structs.replace(profile, name="table", form="table", kernels=tables)
 
 
 def scenario(folder: Path, meta: dict[str, Any], profile: Path) -> Scenario:
@@ -101,15 +107,15 @@ def summary(found: dict[str, Sequence[float]]) -> dict[str, float]:
 def compare(measured: dict[str, list[float]], found: list[Profile], setup: Callable[[Path], Scenario]) -> None:
     """Print what was measured, and beside it what the run of each profile gives; `setup` makes it of a profile."""
     there = summary(measured)
-    print(f"{'':<10}" + "".join(f"{name:>22}" for name in there))
-    print(f"{'measured':<10}" + "".join(f"{seconds:>13.4g} s       " for seconds in there.values()))
+    print(f"{'':<22}" + "".join(f"{name:>22}" for name in there))
+    print(f"{'measured':<22}" + "".join(f"{seconds:>13.4g} s       " for seconds in there.values()))
     with TemporaryDirectory() as scratch:
         for profile in found:
             path = Path(scratch) / f"{profile.name}.json"
             path.write_bytes(profile.to_json())
             here = summary(simulate(setup(path)))
             cells = (f"{here[name]:>13.4g} s {100 * (here[name] / there[name] - 1):>+5.1f}%" for name in there)
-            print(f"{profile.name:<10}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+            print(f"{profile.name:<22}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
 
 def main() -> None:
@@ -121,8 +127,7 @@ def main() -> None:
         print(f"{folder} is not there: nothing to compare with")
         return
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    found = profiles(folder, MODEL, 1, load_hardware(GPU), load_profile(f"{GPU}-derived"), is_whole)
-    compare(read_measured(folder), found, lambda profile: scenario(folder, meta, profile))
+    compare(read_measured(folder), profiles(folder), lambda profile: scenario(folder, meta, profile))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/vllm019_rtx_pro_6000.py FOLDER    # a checkout of casys-kaist/LLMServingSim
 
 The folder (CASYS Lab, KAIST, MIT licence) holds 300 requests of each server, the tokens that were sent, and times of
-vLLM's kernels on the same card. Prices are those tables (form `table`) and a roofline fitted as `kvtwin profile import`
-fits it; nothing is fitted to the runs. The card is none that ships here: what the tables lack is derived from the RTX
-4090, and so is the all-reduce of the two cards over PCIe. The rest is as in `vllm019_rtx4090.py`.
+vLLM's kernels on the same card. Prices are the shipped `rtx-pro-6000-imported`, fitted to those kernels of both models,
+and the tables themselves (form `table`). Nothing is fitted to the runs. The all-reduce of two cards is in no table: its
+rate and latency are those of LLMServingSim's own configuration. The rest is as in `vllm019_rtx4090.py`.
 """
 
 import argparse
@@ -15,35 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vllm019_rtx4090 import compare, profiles, read_measured
+from vllm019_rtx4090 import compare, read_measured, with_tables
 
-from calib.derive import derive_profile
-from calib.importers.llmservingsim import is_sampled
+from calib.importers.llmservingsim import import_tables
 from sim.cost.profile import load_profile
 from sim.scenario import Scenario
-from sim.specs.hardware import BUILT_IN, load_hardware
 
 SERVERS = {"Llama-3.1-8B": ("llama-3.1-8b", "meta-llama", 1), "Qwen3-32B": ("qwen3-32b", "Qwen", 2)}
 """By their folders: our model, whose tables, GPUs."""
-SIBLING = "rtx-4090"
-CARD = {
-    "memory_bytes": (102.0e9, "assumed: 96 GB, ECC"),
-    "fp16_flops_per_s": (503.8e12, "assumed: half of the 1,007 TFLOPS that NVIDIA states with sparsity"),
-    "hbm_bytes_per_s": (1597e9, "NVIDIA RTX PRO 6000 Blackwell Server Edition: 1,597 GB/s"),
-    "compute_capability": (12.0, "NVIDIA, CUDA GPU compute capability"),
-}
+GPU = "rtx-pro-6000"
 EXAMPLES, TABLES = "bench/examples/RTXPRO6000", "profiler/perf/RTXPRO6000"
 WORKLOAD = "workloads/sharegpt-{}-300-sps10.jsonl"
 BLOCK_TOKENS = 16
-
-
-def card(scratch: Path) -> Path:
-    """The file that describes the card: another one's with the values of `CARD`."""
-    spec = json.loads((BUILT_IN / f"{SIBLING}.json").read_text(encoding="utf-8")) | {"name": "rtx-pro-6000"}
-    spec |= {field: {"value": value, "status": "assumed", "source": source} for field, (value, source) in CARD.items()}
-    path = scratch / "rtx-pro-6000.json"
-    path.write_text(json.dumps(spec), encoding="utf-8")
-    return path
 
 
 def convert(folder: Path, name: str, scratch: Path) -> None:
@@ -87,9 +70,7 @@ def main() -> None:
         return
     with TemporaryDirectory() as name:
         scratch = Path(name)
-        gpu = card(scratch)
-        hardware, sibling = load_hardware(str(gpu)), load_profile(f"{SIBLING}-imported")
-        base = derive_profile(hardware, sibling, load_hardware(SIBLING), sibling)
+        shipped = load_profile(f"{GPU}-imported")
         for server, (model, owner, tp) in SERVERS.items():
             print(f"{server} on {tp}")
             convert(folder, server, scratch)
@@ -97,12 +78,12 @@ def main() -> None:
             setup = Scenario(
                 trace=str(scratch / "trace.csv"),
                 model=model,
-                gpu=str(gpu),
+                gpu=GPU,
                 tp=tp,
                 max_num_seqs=128,
                 max_num_batched_tokens=2048,
             )
-            found = profiles(tables, model, tp, hardware, base, is_sampled)
+            found = [shipped, with_tables(shipped, import_tables(tables, model, tp))]
             compare(read_measured(scratch), found, lambda profile, setup=setup: replace(setup, profile=str(profile)))
 
 

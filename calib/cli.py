@@ -21,7 +21,7 @@ DATA = Path(__file__).parent / "data"
 SAMPLES_FILE = "samples.csv"
 DEVICES = {
     "H200": "h200", "H100": "h100", "L40S": "l40s", "L20": "l20", "A100": "a100-80g", "RTX 4090": "rtx-4090",
-    "V100": "v100", "T4": "t4",
+    "RTX PRO 6000 Blackwell Server": "rtx-pro-6000", "V100": "v100", "T4": "t4",
 }  # fmt: skip
 """Parts of names that CUDA gives devices, and our specs of them; the first that fits."""
 FORMS = ("roofline", "linear")

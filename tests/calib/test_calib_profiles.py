@@ -114,7 +114,14 @@ def test_every_constant_of_an_imported_profile_is_fitted_or_says_what_it_was_car
 
 def test_every_samples_file_that_ships_belongs_to_a_profile():
     assert sorted(path.name for path in DATA.iterdir()) == [f"{name}.csv.gz" for name in FITTED]
-    assert [name.rpartition("-")[0] for name in IMPORTED] == ["a100-80g", "h100", "h200", "l40s", "rtx-4090"]
+    assert [name.rpartition("-")[0] for name in IMPORTED] == [
+        "a100-80g",
+        "h100",
+        "h200",
+        "l40s",
+        "rtx-4090",
+        "rtx-pro-6000",
+    ]
 
 
 # -- deriving --------------------------------------------------------------------------------------------------------

@@ -34,8 +34,10 @@ def test_nothing_achieved_exceeds_the_specification(gpu):
     assert profile.value("hbm_bytes_per_s") < hardware.hbm_bytes_per_s
     link = hardware.nvlink_bytes_per_s or hardware.pcie_bytes_per_s
     assert profile.value("allreduce_bytes_per_s") < link
-    # Eq. 3 has one rate for all: alpha is a fit to whole prompts, a little off the peak over that of matrix products.
-    apart = 1e-5 if profile.status == "derived" else 0.1
+    # Eq. 3 has one rate for all: alpha is a fit to whole prompts, off the peak over that of matrix products; the more,
+    # the shorter the prompts are that were timed, since short ones wait for weights.
+    longest = profile.range.tokens[1] if profile.range and profile.range.tokens else 0
+    apart = 1e-5 if profile.status == "derived" else 0.1 if longest > 2048 else 0.3
     assert profile.value("alpha") * profile.value("flops_per_s") == pytest.approx(hardware.fp16_flops_per_s, rel=apart)
 
 
