@@ -46,3 +46,19 @@ def test_a_jump_goes_as_far_as_free_and_coming_blocks_go_but_for_the_horizon():
     park.batch, park.gpu, park.paged = batch, SimpleNamespace(free=5), SimpleNamespace(releasing=3)
     assert park.holds(None, 1000) == 65 - HORIZON
     assert park.holds(None, 10) == 10
+
+
+def test_as_many_iterations_are_kept_free_as_a_copy_takes():
+    """Contexts of 50 tokens on average are four blocks of 1 MiB: 0.4 s at 10 MiB/s, 40 iterations of 10 ms."""
+    batch = DecodeBatch(16, GapCollector())
+    for request in requests((0.0, 59, 1000), (0.0, 39, 1000)):
+        batch.add(Sequence(request))
+    park = Park()
+    park.batch, park.paged, park.block_bytes = batch, SimpleNamespace(block_size=16), 1 << 20
+    for bytes_per_s, iterations in ((10 << 20, 40), (1 << 30, HORIZON)):
+        park.cost = SimpleNamespace(
+            copy_s=lambda size, pieces, way, rate=bytes_per_s: size / rate,
+            num_copies=lambda blocks, layers: blocks,
+            decode_steps=lambda members, tokens, windowed: (0.01, 0.0),
+        )
+        assert park._copy_iterations() == iterations

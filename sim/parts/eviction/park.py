@@ -7,14 +7,14 @@ time, when somebody who is kept lacks room (a prompt that waits, or the first of
 - whoever has joined since and would stand behind the parked head;
 - else, where time is short, the laxest who can afford it and has more left than the head.
 
-Blocks that decodes will need within `HORIZON` iterations are kept free. Where they run short all the same, the victim
-is copied out before the iteration or computed again, whichever costs the batch less. Blocks that others may hit never
-move: who holds any is computed again, and finds in the cache what is left of them.
+Blocks that decodes will need while a sequence is copied out, at least for `HORIZON` iterations, are kept free. Where
+they run short all the same, the victim is copied out before the iteration or computed again, whichever costs the batch
+less. Blocks that others may hit never move: who holds any is computed again, and finds in the cache what is left.
 """
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 1024
 HORIZON = 8
-"""Iterations whose growth is kept free."""
+"""Iterations whose growth is kept free, at least."""
 SHORT_S = 2.0
 """With less laxity than this, a head may take the room of who is kept, too."""
 MARGIN_S = 5.0
@@ -51,6 +51,8 @@ class Park(Recompute):
         """Of those away, at this step."""
         self._joined: dict[Sequence, None] = {}
         self._short = False
+        # Iterations whose growth is kept free, and for which theta it was found.
+        self._horizon, self._num_thetas = HORIZON, 0
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -80,13 +82,15 @@ class Park(Recompute):
 
     def headroom(self) -> int:
         """Blocks that decodes will need soon, one who returns included."""
-        return self.batch.blocks_needed(HORIZON) + 1 if self.batch.members else 1
+        return self.batch.blocks_needed(self._horizon) + 1 if self.batch.members else 1
 
     def seats(self) -> int:
         """How many more may run."""
         return self.max_num_seqs - len(self.scheduler.batching.running) - len(self.promoting)  # type: ignore[attr-defined]
 
     def prepare(self, now_s: float) -> None:
+        if self._num_thetas != self.order.num_thetas and self.batch.members:
+            self._num_thetas, self._horizon = self.order.num_thetas, self._copy_iterations()
         self._short = self._is_short()
         if not self.order.changed and not self._short:
             return
@@ -99,9 +103,17 @@ class Park(Recompute):
         self._joined.clear()
         self._short = self._is_short()
 
+    def _copy_iterations(self) -> int:
+        """Iterations without prompts that pass while a member of mean length is copied out: no block is free before."""
+        batch = self.batch
+        members = len(batch.members)
+        blocks = ceil(batch.context_tokens / members / self.paged.block_size)
+        copy_s = self.cost.copy_s(blocks * self.block_bytes, self.cost.num_copies(blocks, 1), Direction.D2H)
+        return max(HORIZON, ceil(copy_s / self.cost.decode_steps(members, batch.context_tokens, batch.windowed)[0]))
+
     def _is_short(self) -> bool:
         batch = self.batch
-        return bool(batch.members) and self.gpu.free + self.paged.releasing < batch.blocks_needed(HORIZON)
+        return bool(batch.members) and self.gpu.free + self.paged.releasing < batch.blocks_needed(self._horizon)
 
     def _ranked(self, judged: Judged) -> Iterator[Sequence]:
         """The parked whose copies have ended, the first to return first."""
@@ -166,7 +178,7 @@ class Park(Recompute):
         batch, prospects = self.batch, self.prospects
         missing, head = self._missing(judged, parked)
         seats = self._seats_missing()
-        short = batch.blocks_needed(HORIZON) - self.gpu.free - self.paged.releasing
+        short = batch.blocks_needed(self._horizon) - self.gpu.free - self.paged.releasing
         if missing <= 0 and seats <= 0 and short <= 0:
             return
         kind, rank_s, laxity_s, _, number = judged or prospects.judged(iteration_s)
@@ -247,7 +259,7 @@ class Park(Recompute):
             return 1
         # The first iteration's blocks are taken already.
         spare = self.gpu.free + self.paged.releasing + batch.blocks_needed(1)
-        return max(1, min(steps, batch.steps_within(spare) - HORIZON))
+        return max(1, min(steps, batch.steps_within(spare) - self._horizon))
 
     # -- too late ------------------------------------------------------------------------------------------------------
 
