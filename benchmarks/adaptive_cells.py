@@ -1,6 +1,7 @@
 """`adaptive` against the other presets and the certified bound, cell by cell: a CSV, a row a run, and a table of it.
 
     python benchmarks/adaptive_cells.py --out docs/adaptive-cells.csv [--num-prompts 6000] [--workers 1]
+    python benchmarks/adaptive_cells.py --bounds-only docs/adaptive-cells.csv
     python benchmarks/adaptive_cells.py --table docs/adaptive-cells.csv
 
 A cell is a model, a GPU, a trace, a load, a PCIe link and a seed. Goodput under TTFT 3 s and TPOT 200 ms. On other
@@ -11,8 +12,10 @@ alone, of `UNIFORM_PROMPTS` requests; with the second seed `adaptive` and vLLM r
 import argparse
 import csv
 import io
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,28 +113,53 @@ def with_link(setup: Setup, bytes_per_s: float) -> Setup:
     return replace(setup, profile=profile, cost=cost)
 
 
-def rows(cell: Cell, num_prompts: int) -> list[dict[str, object]]:
-    """Simulate one cell; the bound is that of `adaptive`'s engine."""
+def scenario_of(cell: Cell, num_prompts: int) -> Scenario:
+    """Its traffic and machine, but for the link."""
     workload, *lengths = cell.trace.split()
     if lengths:
         num_prompts = min(num_prompts, UNIFORM_PROMPTS)
     input_len, output_len = map(int, lengths) if lengths else (None, None)
-    scenario = Scenario(
+    return Scenario(
         workload=workload, num_prompts=num_prompts, request_rate=cell.request_rate, seed=cell.seed, model=cell.model,
         gpu=cell.gpu, goodput=GOODPUT, input_len=input_len, output_len=output_len,
     )  # fmt: skip
+
+
+def setup_of(cell: Cell, scenario: Scenario, policy: str) -> Setup:
+    """One policy on its machine."""
+    setup = prepare(scenario, *parse_policy(policy, SERIAL))
+    return setup if cell.link_gb_per_s is None else with_link(setup, cell.link_gb_per_s * 1e9)
+
+
+def rows(cell: Cell, num_prompts: int) -> list[dict[str, object]]:
+    """Simulate one cell; the bound is that of `adaptive`'s engine."""
+    scenario = scenario_of(cell, num_prompts)
     requests = list(traffic(scenario))
     slo = Goodput.parse(list(GOODPUT))
-    bound, found = None, []
+    found = []
     for policy in policies(cell):
-        setup = prepare(scenario, *parse_policy(policy, SERIAL))
-        if cell.link_gb_per_s is not None:
-            setup = with_link(setup, cell.link_gb_per_s * 1e9)
-        bound = bound or goodput_bound(requests, setup.limits, setup.cost, slo)
-        assert bound is not None
-        measured = figures(assemble(execute(build_run(setup, requests))), slo, bound.goodput)
-        found.append(cell._asdict() | {"policy": policy, "num_prompts": num_prompts} | measured)
+        run = build_run(setup_of(cell, scenario, policy), requests)
+        measured = figures(assemble(execute(run)), slo, bound_of(cell, num_prompts))
+        found.append(cell._asdict() | {"policy": policy, "num_prompts": scenario.num_prompts} | measured)
     return found
+
+
+def with_bound(row: dict[str, str]) -> dict[str, str]:
+    """A row of an earlier run with today's bound."""
+    link = float(row["link_gb_per_s"]) if row["link_gb_per_s"] else None
+    cell = Cell(row["model"], row["gpu"], row["trace"], float(row["request_rate"]), link, int(row["seed"]))
+    bound = bound_of(cell, int(row["num_prompts"]))
+    return row | {"bound": str(round(bound, 4)), "share_of_bound": str(round(float(row["goodput"]) / bound, 4))}
+
+
+@cache
+def bound_of(cell: Cell, num_prompts: int) -> float:
+    """Of `adaptive`'s engine, good requests a second."""
+    scenario = scenario_of(cell, num_prompts)
+    setup = setup_of(cell, scenario, OURS[0])
+    bound = goodput_bound(list(traffic(scenario)), setup.limits, setup.cost, Goodput.parse(list(GOODPUT)))
+    assert bound is not None
+    return bound.goodput
 
 
 def figures(result: Result, slo: Goodput, bound: float) -> dict[str, object]:
@@ -158,12 +186,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="CSV to write")
+    what.add_argument("--bounds-only", type=Path, help="CSV whose bounds are to be found anew")
     what.add_argument("--table", type=Path, help="CSV to print as Markdown")
     parser.add_argument("--num-prompts", type=int, default=6000)
     parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.table:
         print(markdown(list(csv.DictReader(arguments.table.read_text().splitlines()))))
+        return
+    if arguments.bounds_only:
+        old = csv.DictReader(arguments.bounds_only.read_text().splitlines())
+        write(arguments.bounds_only, [with_bound(row) for row in track(list(old), description="bounds")])
         return
     asked = cells()
     found: dict[Cell, list[dict[str, object]]] = {}
@@ -195,7 +228,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines).replace("%", " %")
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> None:
+def write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """The table so far."""
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")

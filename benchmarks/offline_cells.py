@@ -1,0 +1,170 @@
+"""What a scheduler reaches that knows every arrival and length: goodput between `adaptive`'s and the certified bound.
+
+    python benchmarks/offline_cells.py --out docs/offline-cells.csv [--num-prompts 1000] [--link-gb-per-s 1.6]
+
+It chooses whom to serve: as many as can be done in time one after another, by the bound's prices and a share of the
+engine's time, and of those as many as can have their prompts in time. They are simulated with `adaptive`'s parts: the
+chosen with least laxity first, the others in what time is left. The best share counts. There may be better schedules.
+"""
+
+import argparse
+from bisect import insort
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from adaptive_cells import (
+    GOODPUT,
+    SEEDS,
+    UNIFORM,
+    UNIFORM_LINKS_GB_PER_S,
+    UNIFORM_PROMPTS,
+    Cell,
+    bound_of,
+    figures,
+    scenario_of,
+    setup_of,
+    write,
+)
+from rich.progress import track
+
+from sim.bounds.goodput import deadlines
+from sim.bounds.step_price import step_prices
+from sim.bounds.work import Floats, least_work, priced
+from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence
+from sim.parts.eviction.park import Park
+from sim.parts.order.prospects import Judged, Prospects
+from sim.parts.order.triage import HOPELESS, KEPT, Triage
+from sim.prepare import Setup
+from sim.results.metrics import Goodput
+from sim.results.result import assemble
+from sim.simulate import build_run, execute
+from sim.systems.adaptive import Adaptive
+from sim.systems.adaptive_options import AdaptiveOptions
+from sim.systems.builder import Builder, Known, KnownEviction
+from sim.systems.mixing import EVICTIONS, ORDERS
+from sim.traffic import traffic
+from traces.request import Request
+
+SHARES_OF_TIME = (0.75, 0.85, 0.95)
+PROMPT_MARGIN = 1.1
+"""Prompts take so many times what they would alone."""
+
+
+class ChosenOrder(Triage):
+    """The chosen are kept as long as they can be in time, the others stand on the shelf."""
+
+    def __init__(self, chosen: frozenset[int], ttft_slo_s: float, tpot_slo_s: float) -> None:
+        super().__init__(ttft_slo_s, tpot_slo_s)
+        self.chosen = chosen
+
+    def class_of(self, seq: Sequence, iteration_s: float) -> int:
+        in_time = seq.request.request_id in self.chosen and self.laxity_s(seq, iteration_s) >= 0.0
+        return KEPT if in_time else HOPELESS
+
+
+class ChosenProspects(Prospects):
+    """The same of who has had its first token; who can wait longest leaves first and returns last."""
+
+    def __init__(self, order: ChosenOrder) -> None:
+        super().__init__(order)
+        self.chosen = np.array(sorted(order.chosen))
+
+    def judged(self, iteration_s: float) -> Judged:
+        found = super().judged(iteration_s)
+        in_time = np.isin(found.number, self.chosen) & (found.laxity_s >= 0.0)
+        return found._replace(kind=np.where(in_time, KEPT, HOPELESS), rank_s=found.laxity_s)
+
+
+class ChosenPark(Park):
+    """`Park` by those prospects."""
+
+    def bind(self, scheduler: Scheduler) -> None:
+        super().bind(scheduler)
+        assert isinstance(self.order, ChosenOrder)
+        self.prospects = ChosenProspects(self.order)
+
+
+@dataclass(frozen=True)
+class Offline(Adaptive):
+    """`adaptive` that is told whom to serve."""
+
+    composition: ClassVar[dict[str, str]] = Adaptive.composition | {"order": "chosen", "eviction": "park-chosen"}
+    chosen: frozenset[int] = frozenset()
+
+
+def _chosen_order(b: Builder) -> ChosenOrder:
+    assert isinstance(b.policy, Offline)
+    return ChosenOrder(b.policy.chosen, b.policy.ttft_slo_ms / 1e3, b.policy.tpot_slo_ms / 1e3)
+
+
+ORDERS["chosen"] = Known(_chosen_order, AdaptiveOptions)
+EVICTIONS["park-chosen"] = KnownEviction(lambda _: ChosenPark())
+
+
+def in_time(candidates: list[int], arrivals: Floats, due: Floats, seconds: Floats) -> list[int]:
+    """As many as can be done when due, first come first served: when one is late, the longest since idle is left."""
+    found: list[int] = []
+    busy: list[tuple[float, int]] = []
+    end_s = 0.0
+    for i in candidates:
+        if arrivals[i] >= end_s:
+            found, busy, end_s = found + [j for _, j in busy], [], float(arrivals[i])
+        insort(busy, (float(seconds[i]), i))
+        end_s += seconds[i]
+        if end_s > due[i]:
+            end_s -= busy.pop()[0]
+    return found + [i for _, i in busy]
+
+
+def chosen(requests: list[Request], setup: Setup, slo: Goodput, share_of_time: float) -> frozenset[int]:
+    """Whom to serve, were `share_of_time` of the engine's time put to use."""
+    limits, cost = setup.limits, setup.cost
+    work, _ = least_work(requests, limits, cost)
+    prefills, decodes = priced(work, step_prices(cost, limits.block_size, limits.num_gpu_blocks), limits, cost)
+    least_s = (prefills + decodes)[:, (prefills + decodes).sum(axis=0).argmax()]
+    arrivals = np.array([request.arrival_s for request in requests])
+    first, last = deadlines(arrivals, np.array([request.output_tokens for request in requests]), slo)
+    candidates = [i for i, request in enumerate(requests) if request.prompt_tokens <= limits.max_model_len]
+    found = sorted(in_time(candidates, arrivals, last, least_s / share_of_time))
+    prompts = np.array([PROMPT_MARGIN * cost.prefill_s(request.prompt_tokens) for request in requests])
+    return frozenset(requests[i].request_id for i in in_time(found, arrivals, first, prompts))
+
+
+def row(cell: Cell, num_prompts: int) -> dict[str, object]:
+    """The best of all shares of time."""
+    scenario = scenario_of(cell, num_prompts)
+    requests, slo = list(traffic(scenario)), Goodput.parse(list(GOODPUT))
+    setup, bound = setup_of(cell, scenario, "adaptive:predictor=oracle"), bound_of(cell, num_prompts)
+    runs = []
+    for share in SHARES_OF_TIME:
+        who = chosen(requests, setup, slo, share)
+        run = build_run(replace(setup, policy=Offline(predictor="oracle", chosen=who)), requests)
+        told = {"share_of_time": share, "chosen": len(who)}
+        runs.append(told | figures(assemble(execute(run)), slo, bound))
+    return cell._asdict() | {"num_prompts": num_prompts} | max(runs, key=lambda run: float(str(run["goodput"])))
+
+
+def main() -> None:
+    """All uniform loads, a row each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="CSV to write")
+    parser.add_argument("--num-prompts", type=int, default=UNIFORM_PROMPTS)
+    parser.add_argument("--link-gb-per-s", type=float, nargs="+", default=list(UNIFORM_LINKS_GB_PER_S))
+    arguments = parser.parse_args()
+    cells = [
+        Cell(model, gpu, trace, rate, link, SEEDS[0])
+        for link in arguments.link_gb_per_s
+        for model, gpu, trace, rates in UNIFORM
+        for rate in rates
+    ]
+    found: list[dict[str, object]] = []
+    for cell in track(cells, description="cells"):
+        found.append(row(cell, arguments.num_prompts))
+        write(arguments.out, found)
+
+
+if __name__ == "__main__":
+    main()
