@@ -189,7 +189,10 @@ def faulty(fault: Fault, text: str) -> str:
 
 
 def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]:
-    """Tests that execute a fault's statement, or lines with the names that it gives; each file's fastest first."""
+    """Tests that execute a fault's statement, or lines with the names that it gives; each file's fastest first.
+
+    Of a file those before others that name the module, as a case of a table may.
+    """
     found = set() if fault.is_imported else known.tests_of(fault.path, [fault.line])
     found = found or known.tests_of(fault.path, fault.lines)
     if fault.names:
@@ -201,7 +204,8 @@ def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]
     if fault.is_imported:
         found = found or known.tests_of(fault.path)
     by_file: dict[str, list[str]] = defaultdict(list)
-    for test in sorted(found, key=lambda test: (known.seconds[test], test)):
+    module = Path(fault.path).stem.replace("_", "-")
+    for test in sorted(found, key=lambda test: (module not in test.replace("_", "-"), known.seconds[test], test)):
         by_file[file_of(test)].append(test)
     ranked = [(rank, known.seconds[test], test) for tests in by_file.values() for rank, test in enumerate(tests)]
     return [test for _, _, test in sorted(ranked)]

@@ -120,7 +120,7 @@ def answer(study: str, *given: str) -> list[str]:
     text = told.getvalue().replace(str(GOLDEN), "GOLDEN").splitlines()
     pictures: list[str] = []
     for name, figure in drawn.items():
-        lines = [line.rstrip() for line in picture(figure)]
+        lines = picture(figure)
         pictures += [f"== {name}", *lines] if len(drawn) < 8 or "ttft" in name else [f"== {name} {digest(lines)}"]
     return [line.rstrip() for line in (*text, *files, *pictures)]
 
@@ -158,8 +158,12 @@ def number(word: str) -> object:
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-def picture(figure: Figure) -> Iterator[str]:
+def picture(figure: Figure) -> list[str]:
     """A line for everything that is drawn."""
+    return [line.rstrip() for line in _picture(figure)]
+
+
+def _picture(figure: Figure) -> Iterator[str]:
     yield f"figure {short(figure.get_size_inches())} {figure.dpi:g} dpi"
     for artist in figure.get_children():
         yield from drawn_of(artist, figure.patch)

@@ -10,7 +10,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -45,21 +45,25 @@ def defaults() -> Iterator[str]:
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not any(word in found.name for word in GPU_ONLY):
                 module = importlib.import_module(found.name)
+                for name, value in vars(module).items():
+                    if is_dataclass(value) and not isinstance(value, type) and " at 0x" not in repr(value):
+                        yield f"{found.name}.{name} = {value!r}"
                 for name, kind in inspect.getmembers(module, inspect.isclass):
                     if kind.__module__ == found.name:
                         yield from (f"{found.name}.{name}.{field} = {value!r}" for field, value in defaults_of(kind))
 
 
 def defaults_of(kind: type) -> Iterator[tuple[str, object]]:
-    plain = (int, float, str, bool, tuple, type(None))
+    """Of fields, and what all instances share."""
+    found = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
     if is_dataclass(kind):
-        found = [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
+        found |= {field.name: field.default for field in fields(kind)}
     elif issubclass(kind, msgspec.Struct):
-        given = kind.__struct_defaults__
-        found = list(zip(kind.__struct_fields__[len(kind.__struct_fields__) - len(given) :], given, strict=True))
-    else:
-        found = list(getattr(kind, "_field_defaults", {}).items())
-    yield from ((name, value) for name, value in found if isinstance(value, plain))
+        names, given = kind.__struct_fields__, kind.__struct_defaults__
+        found |= dict(zip(names[len(names) - len(given) :], given, strict=True))
+    found |= getattr(kind, "_field_defaults", {})
+    plain = (int, float, str, bool, tuple, dict, type(None))
+    yield from ((name, value) for name, value in found.items() if isinstance(value, plain))
 
 
 def variants() -> Iterator[tuple[str, ModelSpec]]:

@@ -1,11 +1,23 @@
 """Commands print and draw what is pinned in `golden/commands/` (`pinned_commands.py` renews it)."""
 
+import importlib
+
 import pytest
-from pinned_commands import COMMANDS, STUDIES, STUDY, answer, commands
+from pinned_commands import COMMANDS, STUDIES, STUDY, answer, commands, picture
+
+DRAWN = "drawing of "
 
 
 def test_every_command_is_pinned():
-    assert {path.stem for path in COMMANDS.iterdir()} == set(commands())
+    assert {path.stem for path in COMMANDS.iterdir() if not path.stem.startswith(DRAWN)} == set(commands())
+
+
+def test_drawings_are_those_pinned():
+    pytest.importorskip("torch")
+    drawings = importlib.import_module("pinned_drawings").DRAWINGS
+    assert {path.stem for path in COMMANDS.iterdir() if path.stem.startswith(DRAWN)} == set(drawings)
+    for name, draw in drawings.items():
+        assert picture(draw()) == (COMMANDS / f"{name}.txt").read_text().splitlines(), "if that is meant: make pins"
 
 
 @pytest.mark.parametrize(("name", "given"), commands().items())

@@ -7,7 +7,7 @@ import pytest
 from small_results import counts, lanes, small_result
 
 from sim.results.comparison import comparison_lines, print_comparison, write_comparison
-from sim.results.comparison_sentences import sentences
+from sim.results.comparison_sentences import _time, sentences
 from sim.results.parts import TierUse, UsedProfile
 from sim.results.report import mean_decoding, metric_values, print_run, run_lines
 
@@ -229,3 +229,12 @@ def test_columns_of_large_numbers_do_not_merge(tmp_path):
     assert max(len(line) for line in lines if not line.startswith("Results")) <= 80
     rows = [line.split() for line in comparison_lines([result_of(**huge), layerkv(**huge)], tmp_path)]
     assert ["Mean", "E2EL", "(ms)", "12,345,678.9", "12,345,678.9", "(1.00x)"] in rows
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "words"),
+    [(None, "-"), (0.01234, "0.0123 ms"), (999.4, "999 ms"), (999.5, "1 s"), (12345.0, "12.3 s"), (999_499.0, "999 s"),
+     (999_500.0, "1,000 s"), (3_600_000.0, "3,600 s")],
+)  # fmt: skip
+def test_times_in_sentences_have_three_digits(milliseconds, words):
+    assert _time(milliseconds) == words
