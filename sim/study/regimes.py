@@ -62,6 +62,8 @@ class Cell(Struct, frozen=True):
 
 def read_map(table: Mapping[str, Any], where: str) -> Regimes:
     """What a study with `[map]` asks for. UserError unless there are several policies and two or three axes."""
+    if "sweep" in table:
+        raise UserError(f"{where}: a map has its axes in [map.grid] in place of [sweep.grid]")
     own = table.get("map", {})
     if isinstance(own, dict) and not {"grid", "zip", "random"} & own.keys():
         table = {**table, "map": {**own, "grid": DEFAULT_AXES}}

@@ -97,6 +97,7 @@ def test_without_axes_it_is_prompt_length_and_pcie():
         (STUDY | {"map": {"metric": "speed"}}, "map.metric = 'speed' is not one of completed"),
         (STUDY | {"map": {"metric": "mean_ttft_ms", "grid": {"tp": [1, 2]}}}, "two axes in [map.grid]"),
         (FIXED | {"map": {"metric": "mean_ttft_ms", "grid": GRID}}, "two or more policies"),
+        (STUDY | {"sweep": {"grid": GRID}}, "in [map.grid] in place of [sweep.grid]"),
         (STUDY | {"map": {"metric": "mean_ttft_ms", "grids": GRID}}, "unknown key map.grids"),
     ],
 )
