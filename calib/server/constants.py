@@ -29,7 +29,8 @@ HOST = "step_overhead_s"
 """The engine's host time of an iteration: of its engine profile, and of a profile fitted to a server that ran it."""
 
 WEIGHTS_RATE, KV_RATE = "hbm_bytes_per_s", "kv_bytes_per_s"
-"""A run hardly tells the two apart, so that one follows the other; by itself, the first is one with the host time."""
+"""Requests hardly tell the two apart, so that one follows the other; by itself, the first is one with the host time."""
+ATTENTION_RATE = "attention_flops_per_s"
 
 
 def constants_of(setup: Setup) -> dict[str, Constant]:

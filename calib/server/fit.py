@@ -9,7 +9,16 @@ import msgspec
 import numpy as np
 
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
-from calib.server.constants import chosen_constants, constants_of, is_told, parameters_of, with_constants
+from calib.server.constants import (
+    ATTENTION_RATE,
+    KV_RATE,
+    WEIGHTS_RATE,
+    chosen_constants,
+    constants_of,
+    is_told,
+    parameters_of,
+    with_constants,
+)
 from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
 from sim.cost.profile import Constant, Profile
@@ -75,6 +84,12 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
         # Attention over prompts hides in TTFT behind everything else: it takes iterations to see it.
         names = names[:3]
     fit, untold, together = _fit_told(setup, served, names, fit_with, is_asked=constants is not None)
+    if constants is None and ATTENTION_RATE in untold and KV_RATE in constants_of(setup):
+        # Then iterations may tell KV's rate from the weights', which it follows unless they say otherwise.
+        others = [KV_RATE if constant == ATTENTION_RATE else constant for constant in names]
+        again = _fit_told(setup, served, others, fit_with, is_asked=False)
+        if KV_RATE not in again[2] and _leaves_the_weights(setup, again[0]):
+            names, (fit, untold, together) = others, (again[0], [*again[1], ATTENTION_RATE], again[2])
     kept = [constant for constant in names if constant not in untold]
     held_out = _held_out(setup, served, kept, fit_with)
     profile = _profile(setup, served, fit, name, method, held_out, together)
@@ -164,6 +179,15 @@ def _fit_told(
 def _whole(setup: Setup, served: ServedRun, fit: Fit) -> dict[str, float]:
     """Errors of the means of all requests."""
     return mean_errors(simulated_times(with_constants(setup, fit.values), served), measured_times(served))
+
+
+def _leaves_the_weights(setup: Setup, fit: Fit) -> bool:
+    """Whether KV's rate is another than in proportion to the weights', beyond both intervals."""
+    if not {WEIGHTS_RATE, KV_RATE} <= fit.estimates.keys():
+        return False
+    old, weights, kv = constants_of(setup), fit.estimates[WEIGHTS_RATE], fit.estimates[KV_RATE]
+    share = old[KV_RATE].value / old[WEIGHTS_RATE].value
+    return kv.high < share * weights.low or kv.low > share * weights.high
 
 
 def _load(served: ServedRun) -> str:

@@ -75,6 +75,14 @@ def test_hidden_constants_are_found_from_tokens(tmp_path, policy, load):
     assert found.profile.status == "measured-from-server"
 
 
+def test_a_rate_of_kv_that_does_not_follow_the_weights_is_found(tmp_path):
+    described = setup("vllm-v1", LOADS["medium"])
+    hidden = HIDDEN | {"kv_bytes_per_s": 1.7e12}
+    serve(described, tmp_path / "run.json", hidden)
+    found = fit_server(described, read_served(tmp_path / "run.json"), name="found")
+    assert (found.untold, found_again(found.estimates, hidden)) == (["attention_flops_per_s"], {})
+
+
 def test_attention_is_found_where_prompts_are_long(tmp_path):
     hidden = HIDDEN | {"attention_flops_per_s": 1.2e14}
     described = setup(
