@@ -15,15 +15,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_runtime.twin.prices import PriceOf
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.files import write_atomically
 
 KINDS = ("decode", "prefill", "mixed")
+LEAST_JUDGED = 20
+"""Priced iterations of a kind, below which their median says little."""
 NAMED = 5
 """Requests that a difference lists."""
 COLUMNS = (
     "live_run", "live_iteration", "simulated_iteration", "kind", "num_decodes", "prefill_tokens", "context_tokens",
-    "simulated_context_tokens", "start_s", "measured_s", "simulated_s", "error",
+    "simulated_context_tokens", "start_s", "measured_s", "simulated_s", "error", "priced_s",
 )  # fmt: skip
 
 
@@ -65,12 +68,15 @@ class Iteration(NamedTuple):
     """Contexts of those who decode in all."""
     start_s: float
     duration_s: float
+    priced_s: float | None = None
+    """What the twin's costs say of this very plan, with nothing else on the machine; None where nobody asked."""
 
 
 class IterationLog:
-    """Keeps every iteration of a run that computes anything."""
+    """Keeps every iteration of a run that computes anything, with what `price` says of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, price: PriceOf = lambda plan: None) -> None:
+        self._price = price
         self.iterations: list[Iteration] = []
 
     def observe(self, plan: IterationPlan, start_s: float, times: StepTimes) -> None:
@@ -83,11 +89,11 @@ class IterationLog:
             (plan.swapped_out_blocks, plan.swapped_in_blocks, plan.behind_blocks),
             tuple(streamed.num_groups for streamed in plan.streamed),
         )
-        duration_s, context = times.first_end_s - start_s, plan.decode_context_tokens
+        duration_s, context, priced_s = times.first_end_s - start_s, plan.decode_context_tokens, self._price(plan)
         for number in range(times.iterations):
             if number:
                 duration_s = times.second_s + times.slope_s * (number - 1)
-            self.iterations.append(Iteration(decision, plan.kind, context, start_s, duration_s))
+            self.iterations.append(Iteration(decision, plan.kind, context, start_s, duration_s, priced_s))
             start_s += duration_s
             context += plan.num_decodes
 
@@ -121,11 +127,11 @@ def align(simulated: Sequence[Iteration], live: Sequence[Iteration], live_run: i
 
 
 class KindAgreement(msgspec.Struct, frozen=True):
-    """Aligned iterations of one kind; errors are (simulated - measured) / measured.
+    """Iterations of one kind, aligned or priced; errors are (simulated - measured) / measured.
 
     Attributes:
         aligned: how many.
-        simulated_s, measured_s: their time in all, s.
+        simulated_s, measured_s: their time in all, s; simulated is by price where they are priced.
         median_error: of the errors, with their sign.
         p95_error: 95 % of the errors are no further from 0.
     """
@@ -155,6 +161,7 @@ class IterationAgreement(msgspec.Struct, frozen=True):
         live: iterations of all live runs.
         aligned: live iterations whose decision the twin took, too.
         kinds: those by kind, and `all`.
+        prices: the same of every live iteration against what the twin's costs say of its plan.
         differences: where each live run's decisions leave the twin's; runs that never do are not among them.
     """
 
@@ -162,6 +169,7 @@ class IterationAgreement(msgspec.Struct, frozen=True):
     live: int
     aligned: int
     kinds: list[KindAgreement]
+    prices: list[KindAgreement]
     differences: list[Difference]
 
 
@@ -171,16 +179,23 @@ def compare(
     """The agreement of a twin's iterations with those of live runs, and the pairs that it is made of."""
     pairs = [pair for number, run in enumerate(live) for pair in align(simulated, run, number)]
     aligned = [(pair.live.kind, pair.simulated.duration_s, pair.live.duration_s) for pair in pairs if pair.simulated]
-    kinds = [(kind, [times for name, *times in aligned if name == kind]) for kind in KINDS]
-    kinds.append(("all", [times for _, *times in aligned]))
+    priced = [(one.kind, one.priced_s, one.duration_s) for run in live for one in run if one.priced_s is not None]
     differences = [found for number, run in enumerate(live) if (found := _first_difference(simulated, run, number))]
     return IterationAgreement(
         simulated=len(simulated),
         live=len(pairs),
         aligned=len(aligned),
-        kinds=[_agreement(kind, np.array(times)) for kind, times in kinds if times],
+        kinds=_by_kind(aligned),
+        prices=_by_kind(priced),
         differences=differences,
     ), pairs
+
+
+def _by_kind(found: Sequence[tuple[str, float, float]]) -> list[KindAgreement]:
+    """Of (kind, simulated, measured)."""
+    kinds = [(kind, [times for name, *times in found if name == kind]) for kind in KINDS]
+    kinds.append(("all", [times for _, *times in found]))
+    return [_agreement(kind, np.array(times)) for kind, times in kinds if times]
 
 
 def _agreement(kind: str, times_s: NDArray[np.float64]) -> KindAgreement:
@@ -210,6 +225,11 @@ def _said(iteration: Iteration | None, other: Iteration | None) -> str:
     return f"{decision} (requests {shown} here alone)" if alone else str(decision)
 
 
+def judged_kinds(found: IterationAgreement) -> list[KindAgreement]:
+    """The kinds of priced iterations that are enough for a median to say something."""
+    return [row for row in found.prices if row.kind in KINDS and row.aligned >= LEAST_JUDGED]
+
+
 def in_words(found: IterationAgreement, tolerance: float) -> str:
     """What to read of it; kinds that are off by more than `tolerance` in the median are named."""
     share = found.aligned / found.live if found.live else 0.0
@@ -223,20 +243,34 @@ def in_words(found: IterationAgreement, tolerance: float) -> str:
             f"Decisions first differ at iteration {first.iteration} of live run {first.live_run}: live "
             f"{first.live}; simulated {first.simulated}."
         )
-    off = [f"{row.kind} ({row.median_error:+.0%})" for row in found.kinds if abs(row.median_error) > tolerance]
-    if off:
-        lines.append(f"**Off by more than {tolerance:.0%} in the median**: {', '.join(off)}.")
-    lines += [
+    lines += [*_off(found.kinds, tolerance), *_table("aligned", found.kinds)]
+    if found.prices:
+        lines += [
+            "",
+            "By price: every live iteration's own plan, by the twin's costs, alone on the machine. Judged are kinds of "
+            f"{LEAST_JUDGED} iterations or more, each median within {tolerance:.0%}.",
+            *_off(judged_kinds(found), tolerance),
+            *_table("priced", found.prices),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _off(rows: Iterable[KindAgreement], tolerance: float) -> list[str]:
+    off = [f"{row.kind} ({row.median_error:+.0%})" for row in rows if abs(row.median_error) > tolerance]
+    return [f"**Off by more than {tolerance:.0%} in the median**: {', '.join(off)}."] if off else []
+
+
+def _table(counted: str, rows: Iterable[KindAgreement]) -> list[str]:
+    return [
         "",
-        "| iterations | aligned | simulated, s | live, s | median error | P95 of errors |",
+        f"| iterations | {counted} | simulated, s | live, s | median error | P95 of errors |",
         "|---|--:|--:|--:|--:|--:|",
         *(
             f"| {row.kind} | {row.aligned} | {row.simulated_s:.4g} | {row.measured_s:.4g} | {row.median_error:+.1%} | "
             f"{row.p95_error:.1%} |"
-            for row in found.kinds
+            for row in rows
         ),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def write_csv(path: Path, pairs: Iterable[Pair]) -> None:
@@ -257,4 +291,5 @@ def _rows(pairs: Iterable[Pair]) -> Iterable[tuple[object, ...]]:
             live.kind, len(live.decision.decodes), live.decision.prefill_tokens, live.context_tokens,
             *("" if ours is None else ours.context_tokens, live.start_s, live.duration_s),
             *("" if ours is None else ours.duration_s, "" if ours is None else pair.error),
+            "" if live.priced_s is None else live.priced_s,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from statistics import mean
 
 import msgspec
 
-from gpu_runtime.twin.iterations import IterationAgreement
+from gpu_runtime.twin.iterations import IterationAgreement, judged_kinds
 from sim.results.report import number
 from sim.results.schema import Result
 
@@ -55,7 +55,7 @@ class Validation(msgspec.Struct, frozen=True):
     """What `validation.json` holds of one policy.
 
     Attributes:
-        agrees: whether every metric that is judged does; None: too few live runs count.
+        agrees: whether every metric and every kind of iteration that is judged does; None: too few live runs count.
         slowness: a probe's seconds over the profile's, before and after each live run that counts.
         disturbed_runs: live runs that do not count.
     """
@@ -84,10 +84,18 @@ def agreements(simulated: Result, live: Sequence[Result]) -> list[Agreement]:
     return found
 
 
-def verdict(found: Sequence[Agreement]) -> bool:
-    """Whether every metric that is judged agrees."""
+def verdict(found: Sequence[Agreement], iterations: IterationAgreement) -> bool:
+    """Whether every metric that is judged agrees, and every kind of iteration does with its price, in the median.
+
+    Metrics agree where errors cancel; iterations leave nothing to cancel.
+    """
     judged = [agreement for agreement in found if agreement.field in JUDGED]
-    return bool(judged) and all(agreement.agrees for agreement in judged)
+    kinds = judged_kinds(iterations)
+    return (
+        bool(judged)
+        and all(agreement.agrees for agreement in judged)
+        and all(abs(row.median_error) <= TOLERANCE for row in kinds)
+    )
 
 
 def _caution(found: Sequence[Agreement]) -> list[str]:
@@ -99,16 +107,11 @@ def _caution(found: Sequence[Agreement]) -> list[str]:
     return [f"Live runs differ by more than {MOST_SPREAD:.0%}: {names}. Repeat on a quieter machine to know more."]
 
 
-def markdown(label: str, found: Sequence[Agreement], runs: int, slowness: Sequence[float], disturbed: int) -> str:
-    """A table of the agreement of one policy.
-
-    Args:
-        runs: live runs that were to count.
-        slowness: a probe's seconds over the profile's, before and after each live run that counts.
-        disturbed: live runs that do not count.
-    """
-    counted = len(slowness) // 2
-    if counted < runs:
+def markdown(validation: Validation, runs: int) -> str:
+    """A table of the agreement of one policy, of which so many live runs were to count."""
+    label, found, slowness = validation.policy, validation.metrics, validation.slowness
+    disturbed, counted = validation.disturbed_runs, len(validation.slowness) // 2
+    if validation.agrees is None:
         return (
             f"## {label}\n\n**Not judged**: around {disturbed} of {counted + disturbed} live runs a probe was too far "
             "from the profile: calibrate again, find a quieter machine or allow a larger --max-drift.\n"
@@ -120,8 +123,8 @@ def markdown(label: str, found: Sequence[Agreement], runs: int, slowness: Sequen
     lines = [
         f"## {label}",
         "",
-        f"The twin {'agrees' if verdict(found) else '**does not agree**'}: judged are metrics marked *, each within "
-        f"{TOLERANCE:.0%} of {runs} live runs' mean.",
+        f"The twin {'agrees' if validation.agrees else '**does not agree**'}: judged are metrics marked *, each within "
+        f"{TOLERANCE:.0%} of {runs} live runs' mean, and the median price of iterations of each kind.",
         *_caution(found),
         machine,
         "",

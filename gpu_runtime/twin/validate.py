@@ -9,10 +9,12 @@ import msgspec
 from gpu_runtime.driver import Observer
 from gpu_runtime.twin.figure import draw_twin
 from gpu_runtime.twin.iterations import Iteration, IterationLog, compare, in_words, write_csv
+from gpu_runtime.twin.prices import PriceOf, plan_prices
 from gpu_runtime.twin.probe import Probe
 from gpu_runtime.twin.twin import TOLERANCE, Validation, agreements, markdown, verdict
 from sim.cli import simulate
 from sim.files import folder_name, write_atomically
+from sim.prepare import prepare
 from sim.results.figures import FigureRun
 from sim.results.figures.style import save_figure
 from sim.results.schema import Result
@@ -76,13 +78,15 @@ class Validator:
             scenario, label, policy, place / "simulated", self._outputs, series=True, watch=twin.observe
         )
         simulated = FigureRun.of(run, result)
-        live = list(self._live_runs(scenario, label, policy, place))
+        num_groups = run.engines[0].scheduler.memory.num_groups
+        price = plan_prices(prepare(scenario, label, policy), num_groups)
+        live = list(self._live_runs(scenario, label, policy, place, price))
         found = agreements(result, [one.result for one in live])
         iterations, pairs = compare(twin.iterations, [one.iterations for one in live])
-        agrees = verdict(found) if len(live) == self._runs else None
+        agrees = verdict(found, iterations) if len(live) == self._runs else None
         slowness, disturbed = self._probe.slowness, self._probe.disturbed
         self._found.append(Validation(label, agrees, slowness, disturbed, found, iterations))
-        self._parts.append(markdown(label, found, self._runs, slowness, disturbed))
+        self._parts.append(markdown(self._found[-1], self._runs))
         if agrees is not None:
             self._parts.append(in_words(iterations, TOLERANCE))
         write_csv(place / "iterations.csv", pairs)
@@ -93,12 +97,14 @@ class Validator:
         self._write("validation.md", self.text.encode())
         self._write("validation.json", msgspec.json.format(msgspec.json.encode(self._found)))
 
-    def _live_runs(self, scenario: Scenario, label: str, policy: Policy, place: Path) -> Iterator[LiveRun]:
+    def _live_runs(
+        self, scenario: Scenario, label: str, policy: Policy, place: Path, price: PriceOf
+    ) -> Iterator[LiveRun]:
         """Run until as many count as are to, or too many did not."""
         counted = 0
         self._probe.begin()
         for _ in range(self._runs if self._probe.max_drift is None else self._runs * ATTEMPTS):
-            log = IterationLog()
+            log = IterationLog(price)
             run, result = self._execute(scenario, label, policy, place / f"live-{counted + 1}", log.observe)
             if run.interrupted or run.error:
                 raise BrokenOff(run, result, place)

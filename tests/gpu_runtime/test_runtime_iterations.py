@@ -1,11 +1,23 @@
 """Iteration against iteration: exact where the times of the real clock's device are planted."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_variants import policy_of
 
-from gpu_runtime.twin.iterations import COLUMNS, Decision, Iteration, IterationLog, compare, in_words, write_csv
+from gpu_runtime.twin.iterations import (
+    COLUMNS,
+    Decision,
+    Iteration,
+    IterationLog,
+    compare,
+    in_words,
+    judged_kinds,
+    write_csv,
+)
+from gpu_runtime.twin.prices import plan_prices
 from kvtwin.testing import build_engine, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import DECODE, PREFILL
@@ -21,9 +33,11 @@ def machine(prefill=1.0, decode=1.0, block_bytes=1.0):
 
 def both(policy, rows, limit, executing, *, jump=True):
     """The iterations of a simulated run, and those of a run that is executed by another machine."""
-    there, here = IterationLog(), IterationLog()
+    engine = build_engine(policy, limit, executing, lambda seq: None)
+    twin = SimpleNamespace(cost=machine().cost, model=executing.model, limits=limit)
+    there, here = IterationLog(), IterationLog(plan_prices(twin, engine.scheduler.memory.num_groups))
     simulate(policy, requests(*rows), limit, machine=machine(), jump=jump, observe=lambda _: there.observe)
-    pretend(build_engine(policy, limit, executing, lambda seq: None), requests(*rows), executing, here.observe)
+    pretend(engine, requests(*rows), executing, here.observe)
     return there.iterations, here.iterations
 
 
@@ -42,6 +56,12 @@ def test_planted_times_are_found():
     for row in alike.kinds[:-1]:
         assert row.simulated_s / row.measured_s - 1 == pytest.approx(row.median_error)
     assert sum(row.aligned for row in alike.kinds[:-1]) == by_kind["all"].aligned == alike.aligned
+    # What is priced is what the twin took, too.
+    for priced, row in zip(alike.prices, alike.kinds, strict=True):
+        assert (priced.kind, priced.aligned) == (row.kind, row.aligned)
+        for field in ("simulated_s", "measured_s", "median_error", "p95_error"):
+            assert getattr(priced, field) == pytest.approx(getattr(row, field))
+    assert [row.kind for row in judged_kinds(alike)] == [row.kind for row in alike.kinds[:-1] if row.aligned >= 20]
     text = in_words(alike, 0.1)
     assert f"the decision of {alike.live} of {alike.live} live iterations (100%)" in text
     assert "**Off by more than 10% in the median**: decode (-20%), prefill (+25%)" in text
@@ -75,6 +95,32 @@ def test_the_same_machine_takes_the_same_iterations(variant, rows, gpu, jump):
         assert pair.simulated.context_tokens == pair.live.context_tokens
 
 
+def test_prices_say_what_is_off_where_no_decision_is_common():
+    """A machine that prefills faster and decodes slower drifts away from its twin; its own plans tell by how much."""
+    policy = policy_of("vllm-recompute")
+    limit = limits_of(policy, limits(100, 0, max_model_len=512), 8, None)
+    rows = [(0.013 * i, 40 + 3 * i, 30) for i in range(40)]
+    simulated, live = both(policy, rows, limit, machine(FASTER_PREFILLS, SLOWER_DECODES))
+    found, _ = compare(simulated, [live])
+    assert found.aligned < found.live
+    by_kind = {row.kind: row for row in found.prices}
+    assert by_kind["all"].aligned == found.live == len(live)
+    for kind, factor in (("prefill", FASTER_PREFILLS), ("decode", SLOWER_DECODES)):
+        assert by_kind[kind].aligned >= 20
+        assert by_kind[kind].median_error == pytest.approx(1 / factor - 1)
+        assert by_kind[kind].p95_error == pytest.approx(abs(1 / factor - 1))
+    assert {row.kind for row in judged_kinds(found)} == {"prefill", "decode"}
+
+
+def test_plans_that_wait_for_earlier_copies_have_no_price():
+    machinery = machine()
+    price = plan_prices(SimpleNamespace(cost=machinery.cost, model=machinery.model, limits=limits(100, 0)), 1)
+    plan = IterationPlan()
+    assert price(plan) is not None
+    plan.awaited = (object(),)
+    assert price(plan) is None
+
+
 def iteration(duration_s, *decodes, prefill=(), start_s=0.0):
     kind = "decode" if not prefill else "mixed" if decodes else "prefill"
     return Iteration(Decision(decodes, prefill, (0, 0, 0), ()), kind, 10 * len(decodes), start_s, duration_s)
@@ -84,6 +130,7 @@ def test_the_nth_of_a_decision_is_beside_the_nth(tmp_path):
     """By hand: request 2 starts two iterations later in the twin, which therefore decodes 1 alone twice more."""
     begin = (2, 30, 0)
     live = [iteration(4.0, 1), iteration(8.0, prefill=(begin,)), iteration(5.0, 1, 2), iteration(10.0, 1, 2)]
+    live[-1] = live[-1]._replace(priced_s=9.0)
     twin = [iteration(3.0, 1), iteration(6.0, 1), iteration(6.0, 1), iteration(6.0, prefill=(begin,))]
     twin += [iteration(7.5, 1, 2)]
     alike, pairs = compare(twin, [live])
@@ -105,10 +152,10 @@ def test_the_nth_of_a_decision_is_beside_the_nth(tmp_path):
     write_csv(tmp_path / "iterations.csv", pairs)
     assert (tmp_path / "iterations.csv").read_text().splitlines() == [
         ",".join(COLUMNS),
-        "1,1,1,decode,1,0,10,10,0.0,4.0,3.0,-0.25",
-        "1,2,4,prefill,0,30,0,0,0.0,8.0,6.0,-0.25",
-        "1,3,5,decode,2,0,20,20,0.0,5.0,7.5,0.5",
-        "1,4,,decode,2,0,20,,0.0,10.0,,",
+        "1,1,1,decode,1,0,10,10,0.0,4.0,3.0,-0.25,",
+        "1,2,4,prefill,0,30,0,0,0.0,8.0,6.0,-0.25,",
+        "1,3,5,decode,2,0,20,20,0.0,5.0,7.5,0.5,",
+        "1,4,,decode,2,0,20,,0.0,10.0,,,9.0",
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,7 +21,8 @@ from small_results import small_result  # noqa: E402
 
 import kvtwin  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
-from gpu_runtime.twin.twin import agreements, markdown, verdict  # noqa: E402
+from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402
+from gpu_runtime.twin.twin import Validation, agreements, markdown, verdict  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.files import folder_name  # noqa: E402
 from sim.prepare import GIB, prepare  # noqa: E402
@@ -99,28 +101,55 @@ def run(ttft, tpot=10.0):
     return small_result(mean_ttft_ms=ttft, p99_ttft_ms=ttft, mean_tpot_ms=tpot, request_throughput=5.0)
 
 
+def priced(**errors):
+    """Live iterations by kind, 20 of each, and the median error of their prices."""
+    rows = [KindAgreement(kind, 20, 1.0 + error, 1.0, error, abs(error)) for kind, error in errors.items()]
+    return IterationAgreement(0, 20 * len(rows), 0, [], rows, [])
+
+
+NONE = priced()
+
+
 def test_an_error_within_a_tenth_agrees_however_uneven_the_live_runs_are():
     steady = [run(100.0), run(101.0), run(99.0)]
-    assert verdict(agreements(run(109.0), steady))
-    assert not verdict(agreements(run(111.0), steady))
-    assert not verdict(agreements(run(100.0, tpot=8.9), steady))
+    assert verdict(agreements(run(109.0), steady), NONE)
+    assert not verdict(agreements(run(111.0), steady), NONE)
+    assert not verdict(agreements(run(100.0, tpot=8.9), steady), NONE)
     uneven = [run(100.0), run(110.0), run(90.0)]
-    assert verdict(agreements(run(109.0), uneven))
+    assert verdict(agreements(run(109.0), uneven), NONE)
     # Twice their spread would have excused it.
-    assert not verdict(found := agreements(run(130.0), uneven))
+    assert not verdict(found := agreements(run(130.0), uneven), NONE)
     said = "Live runs differ by more than 5%: mean TTFT (+30%, spread 20%)"
-    assert said in markdown("x", found, 3, [1.0] * 6, 0)
-    assert "Live runs differ" not in markdown("x", agreements(run(111.0), steady), 3, [1.0] * 6, 0)
-    assert not verdict(agreements(small_result(), steady))
+    assert said in report(found, [1.0] * 6)
+    assert "Live runs differ" not in report(agreements(run(111.0), steady), [1.0] * 6)
+    assert not verdict(agreements(small_result(), steady), NONE)
+
+
+def test_metrics_that_agree_excuse_no_iterations():
+    found = agreements(run(100.0), [run(100.0)] * 2)
+    assert verdict(found, priced(decode=0.1, prefill=-0.1))
+    assert not verdict(found, priced(decode=0.11, prefill=0.0))
+    assert not verdict(found, priced(decode=0.0, prefill=-0.11))
+    # A median of few says nothing, and `all` is judged by its kinds.
+    few = priced(decode=0.5)
+    few.prices[0] = msgspec.structs.replace(few.prices[0], aligned=19)
+    assert verdict(found, few)
+    assert verdict(found, priced(all=0.5))
+
+
+def report(found, slowness, disturbed=0, agrees=True):
+    runs = len(slowness) // 2
+    return markdown(Validation("x", agrees, slowness, disturbed, found, NONE), runs)
 
 
 def test_the_report_says_what_the_machine_did():
     found = agreements(run(105.0), [run(100.0)] * 2)
-    quiet = markdown("x", found, 2, [0.95, 1.0, 1.0, 1.08], 0)
+    quiet = report(found, [0.95, 1.0, 1.0, 1.08])
     assert "a probe took 0.95 to 1.08 times what the profile says.\n" in quiet
-    loud = markdown("x", found, 2, [0.95, 1.0, 1.0, 1.45], 3)
+    assert "The twin agrees: " in quiet and "**does not agree**" in report(found, [1.0] * 4, agrees=False)
+    loud = report(found, [0.95, 1.0, 1.0, 1.45], 3)
     assert "not what was calibrated" in loud and "(3 more runs were disturbed" in loud
-    assert "**Not judged**: around 9 of 10 live runs" in markdown("x", found, 2, [0.95, 1.0], 9)
+    assert "**Not judged**: around 9 of 10 live runs" in report(found, [0.95, 1.0], 9, agrees=None)
 
 
 def validate(tmp_path, *flags, **config_fields):
@@ -214,6 +243,10 @@ def check_iterations(out, policy, counts):
         assert row["aligned"] == len(mine)
         assert row["measured_s"] == pytest.approx(sum(float(r["measured_s"]) for r in mine))
         errors = [float(r["simulated_s"]) / float(r["measured_s"]) - 1 for r in mine]
+        assert row["median_error"] == pytest.approx(median(errors))
+    assert sum(row["aligned"] for row in told["prices"] if row["kind"] != "all") == len(table)
+    for row in told["prices"]:
+        errors = [float(r["priced_s"]) / float(r["measured_s"]) - 1 for r in table if row["kind"] in (r["kind"], "all")]
         assert row["median_error"] == pytest.approx(median(errors))
     assert f"decision of {len(aligned)} of {len(table)} live iterations" in (out / "validation.md").read_text()
 
