@@ -114,8 +114,10 @@ def calibrate(
             from calib.measure.readings import Readings  # noqa: PLC0415
 
             log.add(Note(machine.now_utc(), machine.state_under_load(place, kind)))
-            bench = Bench(plan, specs, log.header.limits, place, kind, seed)
-            _measure(bench, plan, log, Readings(place), quick)
+            # A stream of its own, as the runtime's copies have: the default one takes no batched copies.
+            with torch.cuda.stream(torch.cuda.Stream(place) if place.type == "cuda" else None):
+                bench = Bench(plan, specs, log.header.limits, place, kind, seed)
+                _measure(bench, plan, log, Readings(place), quick)
             log.add(Note(machine.now_utc(), machine.state_under_load(place, kind)))
         return _write(log, plan, device, out)
     finally:

@@ -17,6 +17,9 @@ LEAST = 4
 NOT_SUPPORTED = frozenset({36, 801})
 """CUDA errors: the call needs a newer driver; the operation is not supported."""
 
+LEGACY_STREAMS = frozenset({0, 1})
+"""CUDA's handles of its legacy default stream, which takes no batches. It is torch's current one where nobody chose."""
+
 Piece = tuple[int, int, int]
 """First block of the source, first of the target, how many."""
 
@@ -31,7 +34,8 @@ def _runtime() -> Any:  # noqa: ANN401 - may be absent
 
 
 def copy_pieces(source: Tensor, target: Tensor, pieces: Sequence[Piece]) -> bool:
-    """Queue copies of blocks on the current stream; False, and nothing is done, where there is no such call.
+    """Queue copies of blocks on the current stream; False, and nothing is done, where there is no such call, or none
+    for this stream.
 
     Args:
         source: [blocks, ...], contiguous; on the GPU or page-locked.
@@ -41,8 +45,8 @@ def copy_pieces(source: Tensor, target: Tensor, pieces: Sequence[Piece]) -> bool
     Raises:
         RuntimeError: the driver refuses.
     """
-    runtime = _runtime()
-    if runtime is None:
+    runtime, stream = _runtime(), torch.cuda.current_stream().cuda_stream
+    if runtime is None or stream in LEGACY_STREAMS:
         return False
     block_bytes = source[0].numel() * source.element_size()
     base, to = source.data_ptr(), target.data_ptr()
@@ -57,7 +61,7 @@ def copy_pieces(source: Tensor, target: Tensor, pieces: Sequence[Piece]) -> bool
         [attributes],
         [0],
         1,
-        torch.cuda.current_stream().cuda_stream,
+        stream,
     )
     # CUDA 12 also returns which copy failed.
     status = int(found[0])

@@ -183,9 +183,19 @@ def test_a_driver_without_the_call_leaves_copies_to_be_made_one_by_one(driver, m
     driver.status = 700
     with pytest.raises(RuntimeError, match="cudaMemcpyBatchAsync of 1 copies failed: CUDA error 700"):
         batched_copies.copy_pieces(source.raw, target.raw, [(0, 1, 2)])
+    driver.status = 0
     monkeypatch.setattr(batched_copies, "_runtime", lambda: None)
     assert not batched_copies.copy_pieces(source.raw, target.raw, [(0, 1, 2)])
     assert not target.data.any()
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_the_default_stream_takes_no_batches(driver, monkeypatch, stream):
+    """cudaMemcpyBatchAsync: the stream must not be the legacy default one."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=stream))
+    source, target = pool(4, noise=1), pool(4)
+    assert not batched_copies.copy_pieces(source.raw, target.raw, [(0, 1, 2)])
+    assert driver.calls == [] and not target.data.any()
 
 
 def test_copies_go_before_the_computation_on_streams_of_their_own(monkeypatch):
