@@ -26,15 +26,22 @@ class DecoderLayer:
         self._rotary = rotary
         self.kernels = Kernels()
 
-    def forward(self, hidden: Tensor, batch: AttentionBatch, pool: KVPool, layer_index: int) -> Tensor:
-        """The layer's output [N, h] for its input [N, h], which is left as it is; new KV is written to the pool."""
+    def forward(
+        self, hidden: Tensor, batch: AttentionBatch, pool: KVPool, layer_index: int, *, keeps_input: bool = True
+    ) -> Tensor:
+        """The layer's output [N, h] for its input [N, h]; new KV is written to the pool.
+
+        The input is left as it is, unless nobody `keeps_input`.
+        """
         c, w, kernels = self._config, self.weights, self.kernels
         normed = kernels.rms_norm(hidden, w.input_norm, c.rms_norm_eps)
         projected = linear(normed, w.qkv, w.qkv_bias)
         query, key, value = self._rotary.rotate_and_write(projected, w.q_norm, w.k_norm, pool, layer_index, batch)
         attended = kernels.attend(query, pool, layer_index, batch, (key, value))
-        hidden = hidden + linear(attended.flatten(1), w.output)
-        normed = kernels.rms_norm(hidden, w.post_norm, c.rms_norm_eps)
+        if keeps_input and kernels.overwrites:
+            hidden = hidden.clone()
+        update = linear(attended.flatten(1), w.output)
+        hidden, normed = kernels.add_rms_norm(hidden, update, w.post_norm, c.rms_norm_eps)
         return hidden + linear(kernels.silu_and_mul(linear(normed, w.gate_up)), w.down)
 
     def restore_kv(self, hidden: Tensor, batch: AttentionBatch, pool: KVPool, layer_index: int) -> None:
@@ -138,7 +145,10 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if before_layer is not None:
                 before_layer(index)
-            entered, hidden = hidden, layer.forward(hidden, batch, pool, index)
+            entered, hidden = (
+                hidden,
+                layer.forward(hidden, batch, pool, index, keeps_input=after_layer is not None),
+            )
             if after_layer is not None:
                 after_layer(index, entered)
         return self.logits(hidden.index_select(0, batch.last_rows if sample_rows is None else sample_rows))

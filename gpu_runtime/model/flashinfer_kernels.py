@@ -2,7 +2,7 @@
 
 Not yet run on a GPU: checked against what flashinfer 0.7.2 documents. Rotation stays ours, which norms heads, rotates
 them and writes KV in one kernel and skips padding; flashinfer's take a kernel each, and `append_paged_kv_cache` neither
-skips padding nor converts to the pool's type. `fused_add_rmsnorm` writes over a layer's input, which drivers may save.
+skips padding nor converts to the pool's type: behind `apply_rope_with_cos_sin_cache_inplace` ours would have to run.
 """
 
 from importlib import import_module
@@ -30,6 +30,7 @@ class FlashinferKernels(Kernels):
     """Attention is planned on the host once an iteration, for all layers: they must share a block table."""
 
     one_table = True
+    overwrites = True
 
     def __init__(self, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
         """`num_heads` query heads, computed in `dtype`, 16 bits wide."""
@@ -47,6 +48,11 @@ class FlashinferKernels(Kernels):
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return self._library.rmsnorm(hidden, weight, epsilon)
+
+    def add_rms_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        # In place: the sum replaces `hidden`, and its norm `update`.
+        self._library.fused_add_rmsnorm(update, hidden, weight, epsilon)
+        return hidden, update
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._library.silu_and_mul(gate_up)

@@ -19,10 +19,17 @@ class Kernels:
 
     one_table = False
     """Whether all layers of a sequence must lie in the same blocks."""
+    overwrites = False
+    """Whether `add_rms_norm` writes over what it is given."""
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Rows [N, h] over their root mean square, times `weight` [h]."""
         return rms_norm(hidden, weight.shape, weight, epsilon)
+
+    def add_rms_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """`hidden` [N, h] plus `update` [N, h], and the `rms_norm` of that."""
+        total = hidden + update
+        return total, self.rms_norm(total, weight, epsilon)
 
     def attend(
         self, query: Tensor, pool: KVPool, layer: int, batch: AttentionBatch, new: tuple[Tensor, Tensor]

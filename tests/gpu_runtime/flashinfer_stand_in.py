@@ -8,6 +8,7 @@ from torch.nn.functional import rms_norm, silu
 
 PARAMETERS = {
     "rmsnorm": ["input", "weight", "eps"],
+    "fused_add_rmsnorm": ["input", "residual", "weight", "eps"],
     "silu_and_mul": ["input"],
     "BatchDecodeWithPagedKVCacheWrapper.__init__": [
         "float_workspace_buffer", "kv_layout", "use_cuda_graph", "use_tensor_cores", "paged_kv_indptr_buffer",
@@ -30,6 +31,14 @@ PARAMETERS = {
 def rmsnorm(input, weight, eps=1e-6):
     assert input.is_contiguous() and weight.shape == input.shape[-1:]
     return rms_norm(input, weight.shape, weight, eps)
+
+
+def fused_add_rmsnorm(input, residual, weight, eps=1e-6):
+    """In place: `residual` becomes the sum of both, `input` its norm."""
+    assert input.is_contiguous() and residual.is_contiguous() and input.shape == residual.shape
+    assert input.data_ptr() != residual.data_ptr()
+    residual += input
+    input.copy_(rmsnorm(residual, weight, eps))
 
 
 def silu_and_mul(input):

@@ -32,6 +32,7 @@ from sim.scenario import Scenario
 from sim.systems import POLICIES
 
 CPU = torch.device("cpu")
+WEIGHT = torch.ones(SMALL.hidden_size)
 ROOT = Path(__file__).parents[2]
 
 
@@ -70,6 +71,24 @@ def test_any_iterations_give_the_logits_of_plain_torch(steps, block_tokens, kv_d
         expected, found = ours.step(new), theirs.step(new)
         for seq in new:
             torch.testing.assert_close(found[seq], expected[seq], atol=2e-5, rtol=1e-4)
+
+
+def test_a_layers_input_stays_for_who_keeps_it():
+    """Sums and norms are made in place; whoever acts behind a layer may save what entered it."""
+    ours, theirs = runners()
+    for runner in (ours, theirs):
+        runner.step({0: [1, 2, 3], 1: [4]})
+    assert sorted(theirs.hidden) == list(range(SMALL.num_layers))
+    for layer, entered in ours.hidden.items():
+        torch.testing.assert_close(theirs.hidden[layer], entered, atol=2e-5, rtol=1e-4)
+
+
+def test_where_nobody_keeps_it_nothing_is_copied(monkeypatch):
+    _, theirs = runners()
+    monkeypatch.setattr(torch.Tensor, "clone", lambda *_: pytest.fail("copied"))
+    hidden = torch.randn(3, SMALL.hidden_size)
+    total, normed = theirs.decoder.kernels.add_rms_norm(hidden, update := torch.ones_like(hidden), WEIGHT, 1e-5)
+    assert total is hidden and normed is update
 
 
 def test_an_iteration_is_planned_once_for_all_layers():
