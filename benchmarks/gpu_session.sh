@@ -114,9 +114,16 @@ calibrate() {
 }
 
 validate() {
-    local profile=$work/calibration/session.json gpu
-    gpu=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["gpu"])' "$profile") || return 1
-    "$python" -m kvtwin validate --device "$device" --model "$model" --gpu "$gpu" --profile "$profile" --runs 1 \
+    local profile=$work/calibration/session.json gpu given=()
+    if [[ -f $profile ]]; then
+        gpu=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["gpu"])' "$profile") || return 1
+        given=(--profile "$profile")
+    else
+        echo "calibration left no profile: the GPU's default one stands in"
+        gpu=$("$python" -c 'import sys; from calib.cli import hardware_of; print(hardware_of(sys.argv[1]).name)' \
+            "$device") || return 1
+    fi
+    "$python" -m kvtwin validate --device "$device" --model "$model" --gpu "$gpu" "${given[@]}" --runs 1 \
         --policy vllm-recompute --policy layerkv --workload fixed "${workload[@]}" --swap-space 4 --out "$work/validate"
 }
 

@@ -264,7 +264,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure, then fit."""
     from calib.measure.run import calibrate  # noqa: PLC0415
 
-    hardware = load_hardware(arguments.gpu) if arguments.gpu else _hardware_of(arguments.device)
+    hardware = load_hardware(arguments.gpu) if arguments.gpu else hardware_of(arguments.device)
     out, models = arguments.out, arguments.model
     name = profile_name(arguments, hardware, "measured")
     form = arguments.form or ("linear" if arguments.device == "cpu" and len(models) == 1 else "roofline")
@@ -273,7 +273,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
         return write_report(fit_samples([out / SAMPLES_FILE], hardware, arguments.base, name, "measured", form), out)
 
 
-def _hardware_of(device: str) -> HardwareSpec:
+def hardware_of(device: str) -> HardwareSpec:
     """The spec of the machine's GPU, by the name CUDA gives it."""
     if device == "cpu":
         return load_hardware("cpu")
