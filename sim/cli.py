@@ -276,7 +276,11 @@ def compare_command(arguments: argparse.Namespace) -> int:
             from sim.bounds.compared import bounds_of  # noqa: PLC0415 - scipy is slow to import
 
             setups = [setup for setup, _ in planned]
-            bounds = bounds_of(setups, results, bound=arguments.bound, lifted=bool(arguments.bounds))
+            try:
+                bounds = bounds_of(setups, results, bound=arguments.bound, lifted=bool(arguments.bounds))
+            except KeyboardInterrupt:
+                print("kvtwin: interrupted; the policies are compared without bounds", file=sys.stderr)
+                status = INTERRUPTED
         write_comparison(folder, results, bounds)
         write_asked(folder, asked_values(arguments))
         write_figures(folder / "figures", figures)

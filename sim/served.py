@@ -13,7 +13,7 @@ from sim.option_values import flag
 from sim.prepare import Setup
 from sim.results.metrics import RequestLog
 from sim.scenario import SHAPING, Scenario
-from sim.simulate import build_run, execute
+from sim.simulate import build_run, execute_all
 from sim.traffic import traffic
 from traces.served import ServedRun, read_served
 
@@ -59,7 +59,7 @@ def measured_times(served: ServedRun) -> Times:
 
 def simulated_times(setup: Setup, served: ServedRun) -> Times:
     """What the simulator says of the same requests. UserError where it does not serve them all."""
-    return times_in(execute(build_run(setup, served.requests)).log, served)
+    return times_in(execute_all(build_run(setup, served.requests)).log, served)
 
 
 def times_in(log: RequestLog, served: ServedRun) -> Times:

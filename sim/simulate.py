@@ -76,3 +76,10 @@ def execute(run: SimulatedRun) -> SimulatedRun:
     except TraceError as error:
         run.error = str(error)
     return run
+
+
+def execute_all(run: SimulatedRun) -> SimulatedRun:
+    """Run to the end, for what half a run is no use to: KeyboardInterrupt where it is interrupted."""
+    if execute(run).interrupted:
+        raise KeyboardInterrupt
+    return run

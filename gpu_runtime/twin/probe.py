@@ -12,7 +12,7 @@ from gpu_runtime.model.decoder import Decoder
 from sim.prepare import prepare
 from sim.runs import Keep
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.simulate import build_run, execute_all
 from sim.systems.vllm055 import VllmRecompute
 from sim.traffic import traffic
 
@@ -43,7 +43,7 @@ def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions)
         enable_chunked_prefill=False,
     )
     setup = prepare(short, "probe", VllmRecompute())
-    simulated = execute(build_run(setup, traffic(short)))
+    simulated = execute_all(build_run(setup, traffic(short)))
     live = perform(setup, traffic(short), None, Keep(), decoder, options)
     if live.interrupted:
         raise KeyboardInterrupt

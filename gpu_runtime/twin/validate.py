@@ -30,7 +30,7 @@ Execute = Callable[[Scenario, str, Policy, Path, Observer], tuple[Run, Result]]
 
 
 class BrokenOff(Exception):
-    """A live run ended early, and what is compared with it."""
+    """A run ended early."""
 
     def __init__(self, run: Run, result: Result, folder: Path) -> None:
         super().__init__(run.error)
@@ -72,11 +72,13 @@ class Validator:
         return all(validation.agrees for validation in self._found)
 
     def validate(self, scenario: Scenario, label: str, policy: Policy) -> None:
-        """Run a policy on both clocks, and write down how they agree; `BrokenOff` where a live run ends early."""
+        """Run a policy on both clocks, and write down how they agree; `BrokenOff` where a run ends early."""
         place, twin = self._folder / folder_name(label), IterationLog()
         run, result = simulate(
             scenario, label, policy, place / "simulated", self._outputs, series=True, watch=twin.observe
         )
+        if run.interrupted or run.error:
+            raise BrokenOff(run, result, place)
         simulated = FigureRun.of(run, result)
         num_groups = run.engines[0].scheduler.memory.num_groups
         price = plan_prices(prepare(scenario, label, policy), num_groups)

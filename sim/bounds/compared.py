@@ -12,7 +12,7 @@ from sim.results.report import metric_values
 from sim.results.result import assemble
 from sim.results.schema import Bounds, Result
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.simulate import build_run, execute_all
 from sim.traffic import traffic
 
 BY_DEFAULT = 20_000
@@ -72,4 +72,4 @@ def _lifted(setup: Setup) -> Iterator[tuple[str, dict[str, float | None]]]:
     for name, lift in LIFTED.items():
         other = lift(setup)
         if other is not None:
-            yield name, metric_values(assemble(execute(build_run(other, traffic(other.scenario)))))
+            yield name, metric_values(assemble(execute_all(build_run(other, traffic(other.scenario)))))

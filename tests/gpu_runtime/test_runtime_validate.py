@@ -23,6 +23,7 @@ import kvtwin  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402
 from gpu_runtime.twin.twin import Validation, agreements, markdown, verdict  # noqa: E402
+from sim.cli import simulate  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.files import folder_name  # noqa: E402
 from sim.prepare import GIB, prepare  # noqa: E402
@@ -320,6 +321,23 @@ def test_a_package_that_is_missing_is_named_with_its_extra(command, package, tmp
     flags = ["--device", "cpu", "--policy", "layerkv", "--out", str(tmp_path)]
     assert kvtwin.main([command, *flags]) == 2
     assert f"{package} is not installed: pip install 'kvtwin[gpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends", [{"interrupted": True}, {"error": "a bad row"}])
+def test_a_simulation_that_ends_early_ends_the_command(tmp_path, capsys, monkeypatch, ends):
+    """Not a live run of it all after half a simulation."""
+
+    def half(*facts, **named):
+        run, result = simulate(*facts, **named)
+        for name, value in ends.items():
+            setattr(run, name, value)
+        return run, result
+
+    monkeypatch.setattr("gpu_runtime.twin.validate.simulate", half)
+    status, out = validate(tmp_path, "--policy", "layerkv")
+    assert status == (130 if "interrupted" in ends else 2)
+    assert (out / "layerkv" / "simulated" / "result.json").exists()
+    assert not (out / "layerkv" / "live-1").exists()
 
 
 def test_an_interrupted_probe_ends_the_command(tmp_path, capsys, monkeypatch):

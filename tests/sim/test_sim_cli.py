@@ -273,6 +273,24 @@ def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_inte
     assert "interrupted" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["execute", "bounds_of"])
+def test_an_interrupt_beside_the_bounds_leaves_the_comparison(tmp_path, monkeypatch, capsys, where):
+    """Half a run with infinite memory is no bound."""
+    if where == "execute":
+
+        def half(run):
+            execute(run).interrupted = True
+            return run
+
+        monkeypatch.setattr("sim.simulate.execute", half)
+    else:
+        monkeypatch.setattr("sim.bounds.compared.bounds_of", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    words = ["--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet", "--bounds"]
+    assert kvtwin.main(["compare", *SMALL, *words]) == 130
+    assert "compared without bounds" in capsys.readouterr().err
+    assert json.loads((tmp_path / "comparison.json").read_text())["policies"] == ["vllm-recompute"]
+
+
 def test_compare_gives_every_policy_the_same_host_memory_unless_told(tmp_path):
     def given(*words):
         both = ("--policy", "vllm-swap", "--policy", "layerkv")
