@@ -59,6 +59,17 @@ class Study(Struct, frozen=True):
     """Axes whose values were drawn at random."""
 
 
+def _fixed(table: Mapping[str, Any], section: str, where: str) -> dict[str, Any]:
+    """Options that all points have; UserError that says where axes belong, if one of them looks like an axis."""
+    for key, value in table.items():
+        if isinstance(value, list):
+            try:
+                scenario_values({key: value}, where)
+            except UserError as error:
+                raise UserError(f"{error}; several values are an axis, which stands in [{section}.grid]") from error
+    return scenario_values(table, where)
+
+
 def read_study(table: Mapping[str, Any], section: str, where: str, extra: Mapping[str, Any] | None = None) -> Study:
     """A study from the table of its file; `extra` are keys of `[section]` beside the axes, with their types.
 
@@ -68,7 +79,7 @@ def read_study(table: Mapping[str, Any], section: str, where: str, extra: Mappin
     own = table.get(section, {})
     if not isinstance(own, dict):
         raise UserError(f"{where}: {section} is {own!r}, not a table; write [{section}]")
-    fixed = scenario_values({key: value for key, value in table.items() if key != section}, where)
+    fixed = _fixed({key: value for key, value in table.items() if key != section}, section, where)
     outputs = {f.name for f, _ in option_fields(Outputs)} | {"out"}
     for name in fixed.keys() & outputs:
         raise UserError(f"{where}: {name.replace('_', '-')} is said on the command line, not in a study; leave it out")

@@ -89,6 +89,7 @@ GRID = "[sweep.grid]\n"
     [
         (GRID + "request-rat = [1]", "unknown key 'request-rat'; did you mean 'request-rate'?"),
         ("sweep = 3", "sweep is 3, not a table"),
+        ("request-rate = [3, 4]\n[sweep]", "is not a number; several values are an axis, which stands in [sweep.grid]"),
         ("[sweep]\nrepeat = 3", "unknown key sweep.repeat; known: repeats, grid"),
         ("[sweep]\nrepeats = 0", "repeats = 0; give 1 or more"),
         ("[sweep]\ngrid = 3", "3 is not a table of axes"),
