@@ -48,7 +48,7 @@ def chosen_constants(setup: Setup, names: Sequence[str] | None) -> list[str]:
     if names is None:
         if form not in FITTED:
             raise UserError(f"--base: {setup.profile.name} is of form {form}: give one of {' or '.join(FITTED)}")
-        return list(FITTED[form])
+        return [of_model(setup, name) for name in FITTED[form]]
     for name in names:
         if name not in constants_of(setup):
             raise UserError(f"--constants: {name!r} is none of form {form}: known are {', '.join(UNITS[form])}")
@@ -57,10 +57,18 @@ def chosen_constants(setup: Setup, names: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def of_model(setup: Setup, name: str) -> str:
+    """The constant that counts for the model's weights and KV: where they are FP8 and kernels were timed FP8's own."""
+    model, fp8 = setup.model, f"fp8_{name}"
+    is_fp8 = model.fp8_flops_share if name == "flops_per_s" else model.fp8_kv and not model.mla and name == KV_RATE
+    return fp8 if is_fp8 and fp8 in setup.profile.constants else name
+
+
 def parameters_of(setup: Setup, names: Sequence[str]) -> dict[str, Parameter]:
     """Start and limits of each constant: that of the profile, and no rate beyond what the GPU's specification says."""
     hardware = setup.hardware
     peaks = {"FLOP/s": hardware.fp16_flops_per_s, "B/s": hardware.hbm_bytes_per_s}
+    fp8_peak = hardware.fp8_flops_per_s or hardware.fp16_flops_per_s
     found = {}
     for name in names:
         constant = constants_of(setup)[name]
@@ -68,7 +76,8 @@ def parameters_of(setup: Setup, names: Sequence[str]) -> dict[str, Parameter]:
             scale = max(constant.value, LEAST_OVERHEAD_S if constant.unit == "s" else constant.value or 1e-9)
             found[name] = Parameter(scale, 0.0, SPAN * scale, log=False)
             continue
-        most = min(SPAN * constant.value, peaks.get(constant.unit, float("inf")))
+        peak = fp8_peak if name == "fp8_flops_per_s" else peaks.get(constant.unit, float("inf"))
+        most = min(SPAN * constant.value, peak)
         found[name] = Parameter(min(constant.value, 0.99 * most), constant.value / SPAN, most)
     return found
 
@@ -84,11 +93,12 @@ def with_constants(setup: Setup, values: Mapping[str, float]) -> Setup:
     """The set-up with these constants instead of its profile's."""
     constants = constants_of(setup)
     for name, value in values.items():
-        if name == WEIGHTS_RATE and KV_RATE in constants and KV_RATE not in values:
-            kv = constants[KV_RATE]
-            source = f"in proportion to {WEIGHTS_RATE}; before: {kv.source}"
-            rate = kv.value * value / constants[name].value
-            constants[KV_RATE] = msgspec.structs.replace(kv, value=rate, source=source)
+        for follower in {KV_RATE, of_model(setup, KV_RATE)} if name == WEIGHTS_RATE else ():
+            if follower in constants and follower not in values:
+                kv = constants[follower]
+                source = f"in proportion to {WEIGHTS_RATE}; before: {kv.source}"
+                rate = kv.value * value / constants[name].value
+                constants[follower] = msgspec.structs.replace(kv, value=rate, source=source)
         constants[name] = msgspec.structs.replace(constants[name], value=value)
     profile = msgspec.structs.replace(setup.profile, constants=constants, status="measured-from-server")
     engine = setup.engine_profile and setup.engine_profile.measured_by(profile)

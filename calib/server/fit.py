@@ -16,6 +16,7 @@ from calib.server.constants import (
     chosen_constants,
     constants_of,
     is_told,
+    of_model,
     parameters_of,
     with_constants,
 )
@@ -84,11 +85,12 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
         # Attention over prompts hides in TTFT behind everything else: it takes iterations to see it.
         names = names[:3]
     fit, untold, together = _fit_told(setup, served, names, fit_with, is_asked=constants is not None)
-    if constants is None and ATTENTION_RATE in untold and KV_RATE in constants_of(setup):
+    kv_rate = of_model(setup, KV_RATE)
+    if constants is None and ATTENTION_RATE in untold and kv_rate in constants_of(setup):
         # Then iterations may tell KV's rate from the weights', which it follows unless they say otherwise.
-        others = [KV_RATE if constant == ATTENTION_RATE else constant for constant in names]
+        others = [kv_rate if constant == ATTENTION_RATE else constant for constant in names]
         again = _fit_told(setup, served, others, fit_with, is_asked=False)
-        if KV_RATE not in again[2] and _leaves_the_weights(setup, again[0]):
+        if kv_rate not in again[2] and _leaves_the_weights(setup, kv_rate, again[0]):
             names, (fit, untold, together) = others, (again[0], [*again[1], ATTENTION_RATE], again[2])
     kept = [constant for constant in names if constant not in untold]
     held_out = _held_out(setup, served, kept, fit_with)
@@ -181,12 +183,12 @@ def _whole(setup: Setup, served: ServedRun, fit: Fit) -> dict[str, float]:
     return mean_errors(simulated_times(with_constants(setup, fit.values), served), measured_times(served))
 
 
-def _leaves_the_weights(setup: Setup, fit: Fit) -> bool:
+def _leaves_the_weights(setup: Setup, kv_rate: str, fit: Fit) -> bool:
     """Whether KV's rate is another than in proportion to the weights', beyond both intervals."""
-    if not {WEIGHTS_RATE, KV_RATE} <= fit.estimates.keys():
+    if not {WEIGHTS_RATE, kv_rate} <= fit.estimates.keys():
         return False
-    old, weights, kv = constants_of(setup), fit.estimates[WEIGHTS_RATE], fit.estimates[KV_RATE]
-    share = old[KV_RATE].value / old[WEIGHTS_RATE].value
+    old, weights, kv = constants_of(setup), fit.estimates[WEIGHTS_RATE], fit.estimates[kv_rate]
+    share = old[kv_rate].value / old[WEIGHTS_RATE].value
     return kv.high < share * weights.low or kv.low > share * weights.high
 
 

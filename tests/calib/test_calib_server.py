@@ -83,6 +83,15 @@ def test_a_rate_of_kv_that_does_not_follow_the_weights_is_found(tmp_path):
     assert (found.untold, found_again(found.estimates, hidden)) == (["attention_flops_per_s"], {})
 
 
+def test_of_a_server_in_fp8_its_own_rates_are_found(tmp_path):
+    fp8 = {"model": "llama-3.1-8b", "gpu": "h100", "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    described = setup("vllm-v1", 8.0, workload="uniform", input_len=2000, output_len=100, **fp8)
+    hidden = {"step_overhead_s": 0.0012, "hbm_bytes_per_s": 2.4e12, "fp8_flops_per_s": 9e14}
+    serve(described, tmp_path / "run.json", hidden)
+    found = fit_server(described, read_served(tmp_path / "run.json"), name="found")
+    assert (found.untold, found_again(found.estimates, hidden)) == (["attention_flops_per_s"], {})
+
+
 def test_attention_is_found_where_prompts_are_long(tmp_path):
     hidden = HIDDEN | {"attention_flops_per_s": 1.2e14}
     described = setup(
