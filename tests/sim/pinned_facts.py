@@ -11,6 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -25,12 +26,15 @@ import traces
 from sim.bounds.step_price import step_prices
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
-from sim.cost.profile import load_profile, read_profile
+from sim.cost.profile import Constant, load_profile, read_profile
 from sim.engine.plan import CONTINUED, Direction, IterationPlan, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.specs import hardware
 from sim.specs.hardware import load_hardware
+from sim.specs.json_file import built_in_names
 from sim.specs.kv_format import kv_dtype
+from sim.specs.memory import activation_bytes, kv_cache_blocks, peak_bytes
 from sim.specs.models import ModelSpec, built_in_models, load_model
 from traces.request import Request
 
@@ -108,13 +112,18 @@ def costs() -> Iterator[tuple[str, ModelSpec, CostModel]]:
         for label, model in variants():
             for tp in (1, 2):
                 if label.split()[0] in ("llama-2-7b", "gemma-2-9b", "deepseek-v2-lite", "qwen3-14b"):
-                    hardware = load_hardware(name)
-                    yield f"{label} on {tp} {name}", model, build_cost(model, hardware, profile, tp, 2.0**21)
+                    gpu = load_hardware(name)
+                    yield f"{label} on {tp} {name}", model, build_cost(model, gpu, profile, tp, 2.0**21)
     for shipped in ("h100-imported", "rtx-4090-imported", "a100-80g-imported"):
         profile, model = load_profile(shipped), load_model("llama-3.1-8b")
         yield shipped, model, build_cost(model, load_hardware(profile.gpu), profile, 1, 2.0**21)
-    model, hardware = load_model("llama-2-7b"), load_hardware("l20")
-    yield "paper", model, build_cost(model, hardware, golden["l20"], 1, 2.0**23, "paper")
+    model, gpu = load_model("llama-2-7b"), load_hardware("l20")
+    yield "paper", model, build_cost(model, gpu, golden["l20"], 1, 2.0**23, "paper")
+    tiles = {name: Constant(value, None, "", "tests") for name, value in (("attention_tile_tokens", 100.0),
+             ("attention_slots", 12.0))}  # fmt: skip
+    tiled = msgspec.structs.replace(golden["l20"], constants=golden["l20"].constants | tiles)
+    for name in ("llama-2-7b", "llama-3.1-70b"):
+        yield f"{name}, tiles", load_model(name), build_cost(load_model(name), gpu, tiled, 1, 2.0**21)
 
 
 def plan_of(chunks: tuple[tuple[int, int], ...], decodes: int, context: int, window: int | None) -> IterationPlan:
@@ -159,7 +168,27 @@ def prices() -> Iterator[str]:
         yield f"{label}: beyond what was measured, and so on = {rounded(facts)}"
 
 
-PINNED = {"defaults": defaults, "models": models, "prices": prices}
+def pools() -> Iterator[str]:
+    """What of a GPU's memory is taken, and the blocks that are left."""
+    for name in built_in_models():
+        model = load_model(name)
+        small = msgspec.structs.replace(model, intermediate_size=64)
+        for tp in (1, 4):
+            for label, kind in ((name, model), (f"{name}, a small MLP", small)):
+                taken = activation_bytes(kind, tp, 2048), peak_bytes(kind, tp, 2048, 256), peak_bytes(kind, tp, 16, 900)
+                yield f"{label} on {tp} GPUs takes {rounded(taken)}"
+            for gpu in built_in_names(Path(hardware.__file__).parent / "gpus"):
+                yield f"{name} on {tp} {gpu} has {answer_of(partial(pool_of, model, gpu), tp)}"
+
+
+def pool_of(model: ModelSpec, gpu: str, tp: int) -> object:
+    return kv_cache_blocks(
+        model, load_hardware(gpu), tensor_parallel_size=tp, gpu_memory_utilization=0.9, block_size=16,
+        max_num_batched_tokens=2048, max_num_seqs=256, swap_space_bytes_per_gpu=3.0 * 2**30,
+    )  # fmt: skip
+
+
+PINNED = {"defaults": defaults, "models": models, "pools": pools, "prices": prices}
 
 
 def main() -> None:

@@ -154,6 +154,13 @@ def test_a_table_in_parquet_is_read_as_one_in_csv(tmp_path, monkeypatch):
         "tokens": [3.0, 4.0],
     }
     assert {name: values.tolist() for name, values in found.items()} == expected
+    lines = zip(
+        *([name, *map(str, values)] for name, values in (columns | {"status": ["done"] * 2}).items()), strict=True
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/requests.csv").write_text("\n".join(map(",".join, lines)) + "\n")
+    found = saved._table(tmp_path / "other")
+    assert {name: values.tolist() for name, values in found.items()} == expected
     monkeypatch.setattr(saved, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="is read with pyarrow"):
         saved._table(tmp_path)

@@ -12,7 +12,7 @@ from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Ran, Slo, fewest_engines, fewest_pools, most_load
 from sim.study.tune import Candidate, Tuned, read_tune
-from sim.study.tune_report import _figure, draw, on_front
+from sim.study.tune_report import _engines, _figure, draw, on_front
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
 
@@ -195,6 +195,14 @@ def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
         "vllm-v1, max-num-seqs 1",
         "vllm-v1, max-num-seqs 4",
     }
+
+
+def test_engines_are_told_by_their_number_and_kind():
+    def told(**options):
+        return _engines(Ran(options, 1, Outcome("", None, None)))
+
+    assert (_engines(None), told(), told(replicas=3)) == ("1 engine", "1 engine", "3 engines")
+    assert told(prefill_replicas=1, decode_replicas=2) == "1 prefill and 2 decode engines"
 
 
 def test_nothing_that_holds_is_said(tmp_path):

@@ -15,6 +15,7 @@ from traces.errors import TraceError
 from traces.generators import WORKLOADS, generate
 from traces.lengths import fit, load_model
 from traces.readers import open_trace
+from traces.request import Request
 from traces.summary import summarize
 
 AZURE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "azure2023_conv.csv"
@@ -90,6 +91,14 @@ def test_sharegpt_model_has_the_stated_means_and_bounds():
         assert length.min >= 4
         assert length.p99 > 3 * length.p50  # heavy-tailed
     assert summary.prompt_tokens.max + summary.output_tokens.max <= 2300
+
+
+def test_fitted_arrivals_have_seven_digits_and_their_scatter_four():
+    steady = [Request(i, i / 3, 10 + i % 7, 20 + i % 5) for i in range(200)]
+    assert fit(steady)["arrivals"] == {"mean_interval_s": 0.3333333, "cv": 0.0}
+    # Of 199 intervals 100 are of 2 / 3 s and 99 of none.
+    pairs = [request._replace(arrival_s=(request.request_id + 1) // 2 * 2 / 3) for request in steady]
+    assert fit(pairs)["arrivals"] == {"mean_interval_s": 0.3350084, "cv": 0.995}
 
 
 def test_fit_recovers_a_model_from_its_own_sample():
