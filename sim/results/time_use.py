@@ -1,8 +1,9 @@
 """Where requests' time goes, and which limit binds when: sums over iterations that cost no work per request.
 
-An iteration of d seconds is d seconds of every request in it, whatever they are doing there; requests that are in the
-batch and not in the iteration have waited for others. What it lasts longer than its computation is the engine's own
-time first, up to what that took, then waiting for copies. What is left of a request's latency it spent in no batch.
+An iteration of d seconds is d seconds of every request in it, whatever they are doing there. Requests in the batch and
+not in the iteration have waited for others, as have those that were admitted while the one before ran. What it lasts
+longer than its computation is the engine's own time first, up to what that took, then waiting for copies. What is left
+of a request's latency it spent in no batch.
 """
 
 from typing import TYPE_CHECKING
@@ -59,9 +60,13 @@ class TimeUse:
         # A prompt may be computed in several pieces at once.
         prefilled = {chunk.seq for chunk in plan.chunks}
         partials = scheduler.batching.partials
+        ahead = scheduler.batching.schedules_ahead
         for seq in prefilled:
             num_again += seq.num_preemptions > 0
             continued += seq in partials
+            if ahead and not seq.num_preemptions and seq not in partials:
+                # Admitted while the iteration before ran.
+                self.passed_s += start_s - seq.first_scheduled_s
         num_chunks = len(prefilled)
         self.decode_s += plan.num_decodes * computing_s
         self.recompute_s += num_again * computing_s

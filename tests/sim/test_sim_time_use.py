@@ -63,8 +63,12 @@ class ByRequest:
         computed = {*(plan.decodes if plan.num_decodes else ()), *(chunk.seq for chunk in plan.chunks)}
         for seq in computed:
             self.inside_s[seq.request.request_id] += times.end_s - start_s
-        for seq in (in_batch | set(self.scheduler.batching.partials)) - computed:
+        partials = set(self.scheduler.batching.partials)
+        for seq in (in_batch | partials) - computed:
             self.passed_s[seq.request.request_id] += times.end_s - start_s
+        if self.scheduler.batching.schedules_ahead:
+            for seq in {chunk.seq for chunk in plan.chunks if not chunk.seq.num_preemptions} - partials:
+                self.passed_s[seq.request.request_id] += start_s - seq.first_scheduled_s
 
 
 @pytest.mark.parametrize("policy", ALONE)
@@ -96,6 +100,16 @@ def test_jumping_changes_no_part(policy):
         parts.append(assemble(execute(build_run(setup, traffic(setup.scenario), keep=SERIES, jump=jump))).latency_parts)
     for one, other in zip(*map(structs.astuple, parts), strict=True):
         assert isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
+
+
+def test_who_is_scheduled_ahead_waits_for_others_and_is_not_preempted():
+    roomy = options_for("vllm-v1", num_gpu_blocks_override=4000, request_rate=4.0)
+    ahead, serial = (
+        assemble(finished(f"vllm-v1:async-scheduling={flag}", SERIES, roomy)) for flag in ("true", "false")
+    )
+    assert ahead.num_preemptions == 0 and ahead.latency_parts.preempted_s == pytest.approx(0.0, abs=1e-9)
+    assert ahead.latency_parts.passed_s > 0.0
+    assert serial.latency_parts.passed_s == 0.0
 
 
 def bound_of(policy="vllm-recompute", **changes):
