@@ -143,8 +143,9 @@ def _fit_steps(setup: Setup, served: ServedRun, known: int, parameters: Mapping[
         return float(np.sqrt(np.mean(np.log(doubled / start) ** 2)))
 
     shown = {name: parameter for name, parameter in parameters.items() if weight(name) >= LEAST_WEIGHT}
-    seconds = np.array([step.seconds for step in steps])
-    return fit_relative(predicted, seconds, shown or dict(parameters))
+    if not shown:
+        raise _untold_error(served, list(parameters))
+    return fit_relative(predicted, np.array([step.seconds for step in steps]), shown)
 
 
 def _fit_told(
@@ -165,10 +166,7 @@ def _fit_told(
         ]
         lacking = hidden + open_ended
         if lacking and (is_asked or len(left) == 1):
-            raise UserError(
-                f"{served.path}: does not tell {', '.join(lacking)} ({_load(served)}): {REMEDY}, or name others with "
-                "--constants"
-            )
+            raise _untold_error(served, lacking)
         if 1 < len(open_ended) == len(left):
             # Nothing is told: one has to be taken on trust, and the overhead is listed first.
             lacking = open_ended[:1]
@@ -176,6 +174,12 @@ def _fit_told(
             return fit, untold + hidden, open_ended
         left = [name for name in left if name not in lacking]
         untold += lacking
+
+
+def _untold_error(served: ServedRun, names: Sequence[str]) -> UserError:
+    return UserError(
+        f"{served.path}: does not tell {', '.join(names)} ({_load(served)}): {REMEDY}, or name others with --constants"
+    )
 
 
 def _whole(setup: Setup, served: ServedRun, fit: Fit) -> dict[str, float]:
@@ -261,12 +265,12 @@ def _profile(
 
 
 def engine_text(setup: Setup) -> str:
-    """The limits of the engine in words."""
+    """How the engine schedules and its limits, in words."""
     limits = setup.limits
     cached = ", prefixes cached" if limits.enable_prefix_caching else ""
     return (
-        f"{limits.num_gpu_blocks} blocks of {limits.block_size}, max_num_seqs {limits.max_num_seqs}, "
-        f"max_num_batched_tokens {limits.max_num_batched_tokens}{cached}"
+        f"{setup.policy.scheduling}, {limits.num_gpu_blocks} blocks of {limits.block_size}, "
+        f"max_num_seqs {limits.max_num_seqs}, max_num_batched_tokens {limits.max_num_batched_tokens}{cached}"
     )
 
 
