@@ -22,7 +22,7 @@ from replay_speed import AZURE_REQUESTS, ROOT, SETTING
 from traces.generators import generate
 from traces.writers import write_trace
 
-SESSIONS = "--model llama-2-7b --gpu a100-80g --clip 4096 --quiet"
+SESSIONS = "--model llama-2-7b --gpu a100-80g --clip 4096 --quiet --no-async-scheduling"
 SESSION_REQUESTS = 20_000
 FLAGS = "--enable-prefix-caching", "--no-enable-prefix-caching"
 

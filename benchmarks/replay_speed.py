@@ -3,9 +3,9 @@
     python benchmarks/replay_speed.py TRACE [--copies 1] [--runs 5] [--anchor-python PY --anchor SCRIPT]
 
 The setting: requests clipped to 4,096 tokens, Llama-2-7B on one A100-80G, 6,500 blocks, 128 sequences, chunked prefill
-of 512 tokens. Without TRACE a workload like Azure's conversation trace of 2023 is generated. With an anchor (any script
-that replays the same trace; we compare with NVIDIA Dynamo's mocker) runs alternate and ratios are taken pair by pair:
-machines are noisy, only ratios from one run are worth quoting.
+of 512 tokens, scheduled in series. Without TRACE a workload like Azure's conversation trace of 2023 is generated. With
+an anchor (any script that replays the same trace; we compare with NVIDIA Dynamo's mocker) runs alternate and ratios are
+taken pair by pair: machines are noisy, only ratios from one run are worth quoting.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from traces.writers import write_trace
 
 SETTING = """
     --model llama-2-7b --gpu a100-80g --num-gpu-blocks-override 6500 --max-num-seqs 128 --clip 4096 --quiet
-    --enable-chunked-prefill --max-num-batched-tokens 512
+    --enable-chunked-prefill --max-num-batched-tokens 512 --no-async-scheduling
 """
 ROOT = Path(__file__).parents[1]
 AZURE_REQUESTS = 19_366

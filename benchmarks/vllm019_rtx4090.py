@@ -32,8 +32,8 @@ from sim.specs.hardware import load_hardware
 from sim.traffic import traffic
 
 GPU, MODEL = "rtx-4090", "llama-3.1-8b"
-POLICY = "vllm-v1:async-scheduling=true"
-"""As vLLM 0.19 comes: the host schedules while the GPU computes (engine profile `vllm-v1-async`)."""
+POLICY, SERIAL = "vllm-v1:async-scheduling=true", "vllm-v1:async-scheduling=false"
+"""As vLLM 0.19 comes: the host schedules while the GPU computes (engine profile `vllm-v1-async`); and in series."""
 
 
 def profiles(folder: Path) -> list[Profile]:
@@ -104,7 +104,12 @@ def summary(found: dict[str, Sequence[float]]) -> dict[str, float]:
     return {**means, "P99 TPOT": quantiles(found["TPOT"], n=100)[98], "makespan": found["makespan"][0]}
 
 
-def compare(measured: dict[str, list[float]], found: list[Profile], setup: Callable[[Path], Scenario]) -> None:
+def compare(
+    measured: dict[str, list[float]],
+    found: list[Profile],
+    setup: Callable[[Path], Scenario],
+    policies: Sequence[str] = (POLICY,),
+) -> None:
     """Print what was measured, and beside it what the run of each profile gives; `setup` makes it of a profile."""
     there = summary(measured)
     print(f"{'':<22}" + "".join(f"{name:>22}" for name in there))
@@ -113,9 +118,11 @@ def compare(measured: dict[str, list[float]], found: list[Profile], setup: Calla
         for profile in found:
             path = Path(scratch) / f"{profile.name}.json"
             path.write_bytes(profile.to_json())
-            here = summary(simulate(setup(path)))
-            cells = (f"{here[name]:>13.4g} s {100 * (here[name] / there[name] - 1):>+5.1f}%" for name in there)
-            print(f"{profile.name:<22}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+            for policy in policies:
+                here = summary(simulate(setup(path), policy))
+                cells = (f"{here[name]:>13.4g} s {100 * (here[name] / there[name] - 1):>+5.1f}%" for name in there)
+                name = profile.name + ", serial" * (policy == SERIAL)
+                print(f"{name:<22}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
 
 def main() -> None:
@@ -127,7 +134,7 @@ def main() -> None:
         print(f"{folder} is not there: nothing to compare with")
         return
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    compare(read_measured(folder), profiles(folder), lambda profile: scenario(folder, meta, profile))
+    compare(read_measured(folder), profiles(folder), lambda profile: scenario(folder, meta, profile), (POLICY, SERIAL))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import folder_name
 from sim.folders import clear, owning
-from sim.prepare import Setup, prepare
+from sim.prepare import FORMS_WITH_ENGINE, Setup, prepare
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
 from sim.runs import Keep, Run
@@ -193,7 +193,7 @@ def of_our_engine(scenario: Scenario) -> Scenario:
             "file of its own times"
         )
     form = scenario.cost_form or load_profile(scenario.profile, load_hardware(scenario.gpu)).form
-    return replace(scenario, engine_profile=scenario.engine_profile or OURS) if form == "roofline" else scenario
+    return replace(scenario, engine_profile=scenario.engine_profile or OURS) if form in FORMS_WITH_ENGINE else scenario
 
 
 def check_installed(packages: Iterable[str], extra: str) -> None:

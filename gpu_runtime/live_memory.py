@@ -84,6 +84,11 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
     setup = prepare(scenario, "", policy)
+    if setup.policy.schedules_ahead:
+        raise UserError(
+            f"--engine-profile {scenario.engine_profile}: its host time is hidden, and runs on a device are not "
+            "scheduled ahead yet: give one whose host is serial, or leave it out"
+        )
     scheduler = build_engine(setup, None, Keep()).scheduler
     if reason := scheduler.memory.unexecutable:
         raise UserError(reason)

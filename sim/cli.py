@@ -154,7 +154,8 @@ def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
     parts = ", ".join(f"{part} {value}" for part, value in kind.composition.items())
     group = parser.add_argument_group(f"options of {name}", f"{kind.summary} ({parts})")
     for option in options_of(kind):
-        text = f"{option.field.metadata['help']} (default {option.field.default})"
+        text, default = option.field.metadata["help"], option.field.default
+        text += "" if default is None else f" (default {default})"
         _add_flag(group, option.full_name, option.hint, text, None)
 
 

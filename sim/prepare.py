@@ -21,6 +21,8 @@ from sim.systems.builder import HAND_OVER, STORED, options_among
 from sim.systems.hand_over_options import MixedPoolOptions
 
 GIB = 1 << 30
+FORMS_WITH_ENGINE = ("roofline", "table")
+"""Prices of other forms are all there is."""
 PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
@@ -52,7 +54,11 @@ class Setup:
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
     stage = policy.names["stage"]
-    if scenario.prefill_replicas is None:
+    is_pooled = scenario.prefill_replicas is not None
+    pools = [scenario.of_pool(role) for role in ("prefill", "decode")] if is_pooled else [scenario]
+    if policy.async_scheduling_asked is None:
+        policy = policy.with_async_scheduling(all(map(_hides_host, pools)))
+    if not is_pooled:
         if stage == HAND_OVER:
             raise UserError(
                 f"--policy {policy.name}: hands sequences over from engines that prefill to others; give "
@@ -64,9 +70,8 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
             f"--prefill-replicas {scenario.prefill_replicas}: {label} decodes where it prefills (stage={stage}) and "
             "cannot hand over; take distserve, or a policy that takes stage=hand-over"
         )
-    prefill, decode = (
-        _prepare(scenario, scenario.of_pool(role), label, policy, role) for role in ("prefill", "decode")
-    )
+    prefill = _prepare(scenario, pools[0], label, policy, "prefill")
+    decode = _prepare(scenario, pools[1], label, policy, "decode")
     warnings = list(dict.fromkeys((*prefill.warnings, *decode.warnings)))
     return _routed(replace(prefill, decode=decode, warnings=warnings))
 
@@ -240,10 +245,22 @@ def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) ->
     return stages
 
 
+def _hides_host(scenario: Scenario) -> bool:
+    """Whether vLLM 0.33 would schedule ahead by itself (`VllmConfig.__post_init__`): not on a CPU.
+
+    Nor where there is nothing to hide: prices without an engine, and an engine that the user says is serial.
+    """
+    hardware = load_hardware(scenario.gpu)
+    form = scenario.cost_form or profile_named(scenario.profile, hardware).form
+    if form not in FORMS_WITH_ENGINE or hardware.name == "cpu":
+        return False
+    return scenario.engine_profile is None or load_engine_profile(scenario.engine_profile).host == "hidden"
+
+
 def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> EngineProfile | None:
     """The engine's own costs, by name or the policy's; none in forms whose prices are all there is."""
     form = scenario.cost_form or profile.form
-    if form not in ("roofline", "table"):
+    if form not in FORMS_WITH_ENGINE:
         if scenario.engine_profile is not None:
             raise UserError(
                 f"--engine-profile {scenario.engine_profile}: prices of form {form} are all there is, nothing is added "

@@ -50,6 +50,7 @@ class Against(msgspec.Struct, frozen=True):
     """What `against.json` holds of one policy: the metrics, and the requests that are furthest apart."""
 
     policy: str
+    scheduling: str
     profile: str
     measured: str
     num_prompts: int
@@ -63,6 +64,7 @@ class Beside:
     """One policy's simulation and the measurement."""
 
     label: str
+    scheduling: str
     served: ServedRun
     simulated: Times
     measured: Times
@@ -86,7 +88,9 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
             run, result = record(setup, place, outputs, simulator(outputs), requests=served.requests)
             if run.interrupted or run.error:
                 return print_result(run, result, place, outputs)
-            beside = Beside(setup.label, served, times_in(run.log, served), measured_times(served))
+            beside = Beside(
+                setup.label, setup.policy.scheduling, served, times_in(run.log, served), measured_times(served)
+            )
             found = compare(result, beside)
             data = msgspec.json.format(msgspec.json.encode(found), indent=2)
             write_atomically(place / "against.json", lambda file, data=data: file.write(data + b"\n"))
@@ -109,7 +113,14 @@ def compare(result: Result, beside: Beside) -> Against:
         ratio = simulated / measured if simulated is not None and measured else None
         rows.append(Compared(metric, simulated, measured, ratio))
     return Against(
-        beside.label, result.profile.name, served.path.name, len(served.requests), served.left_out, rows, worst(beside)
+        beside.label,
+        beside.scheduling,
+        result.profile.name,
+        served.path.name,
+        len(served.requests),
+        served.left_out,
+        rows,
+        worst(beside),
     )
 
 
@@ -158,7 +169,7 @@ def markdown(found: Against) -> str:
     lines = [
         f"## {found.policy}",
         "",
-        f"{found.num_prompts} requests of {found.measured}{failed}. Constants: {found.profile}.",
+        f"{found.num_prompts} requests of {found.measured}{failed}. Constants: {found.profile}; {found.scheduling}.",
         "",
         "| metric | simulated | measured | simulated / measured |",
         "|---|--:|--:|--:|",

@@ -197,8 +197,9 @@ def run_lines(result: Result, folder: Path) -> list[str]:
     lines += [_row("Serving", deployment(result)), _row("Constants", constants(result))]
     if result.engine_profile:
         lines.append(_row("Engine overhead", engine_overhead(result.engine_profile)))
-    if result.backend != "kvtwin-live" and result.scenario.policy_options.get("async_scheduling") is False:
-        # Only asked for: docs/policies.md says why. Whoever predicts a server of today has to know.
+    is_server = result.backend != "kvtwin-live" and result.scenario.gpu != "cpu"
+    if is_server and result.scenario.policy_options.get("async_scheduling") is False:
+        # Whoever predicts a server of today has to know.
         lines.append(_row("Scheduling", "serial; vLLM's default is --async-scheduling"))
     if result.machine is not UNSET:
         machine = result.machine

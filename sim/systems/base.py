@@ -11,8 +11,8 @@ Any part can be replaced (`--policy layerkv:batching=sarathi`). Limits stay the 
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 
@@ -97,11 +97,29 @@ class Policy(ABC):
         return all(self.names[kind] == name for kind, name in wanted.items())
 
     @property
-    def schedules_ahead(self) -> bool:
-        """Whether a step is scheduled while the one before it runs."""
+    def async_scheduling_asked(self) -> bool | None:
+        """What `--async-scheduling` says; None where it was left open, False where the batching has no such thing."""
         if self.names["batching"] != "unified":
             return False
         return options_among((self, *self.mixed_options), VllmV1Options).async_scheduling
+
+    @property
+    def schedules_ahead(self) -> bool:
+        """Whether a step is scheduled while the one before it runs; it is not until that is decided."""
+        return bool(self.async_scheduling_asked)
+
+    @property
+    def scheduling(self) -> str:
+        """When steps are scheduled, in words."""
+        return "async scheduling" if self.schedules_ahead else "serial scheduling"
+
+    def with_async_scheduling(self, chosen: bool) -> Self:
+        """With `--async-scheduling` decided."""
+        if isinstance(self, VllmV1Options):
+            return replace(self, async_scheduling=chosen)
+        others = [options for options in self.mixed_options if not isinstance(options, VllmV1Options)]
+        own = replace(options_among(self.mixed_options, VllmV1Options), async_scheduling=chosen)
+        return replace(self, mixed_options=(*others, own))
 
     @property
     def engine_profile(self) -> str:

@@ -247,7 +247,7 @@ def unified(b: Builder) -> "Batching":
         # vLLM counts its null block.
         watermark_blocks=int(options.watermark * (b.memory.gpu.num_blocks + 1)),
         reserve_whole_prompt=options.scheduler_reserve_full_isl,
-        schedules_ahead=options.async_scheduling,
+        schedules_ahead=b.policy.schedules_ahead,
     )
 
 

@@ -4,7 +4,7 @@ One token budget for prompts and decodes, running before waiting, blocks taken c
 recomputation, prefix caching. `tests/oracle` holds it to vLLM's own scheduler. Limits are the API server's on the GPU.
 
 Assumed: at most one window among the layers, no speculative decoding; of connectors the OffloadingConnector alone
-(`--kv-offloading-size`). Async scheduling, vLLM's default, must be asked for here.
+(`--kv-offloading-size`). Async scheduling is on by default wherever host time can be hidden.
 """
 
 from dataclasses import dataclass

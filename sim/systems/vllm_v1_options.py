@@ -22,9 +22,10 @@ class VllmV1Options:
     scheduler_reserve_full_isl: bool = vllm_option(
         True, "admit a prompt only where all of it fits, not only its first chunk"
     )
-    async_scheduling: bool = vllm_option(
-        False,
-        "schedule an iteration while the one before it runs, its host time hidden; vLLM 0.33's default is to do so",
+    async_scheduling: bool | None = vllm_option(
+        None,
+        "schedule an iteration while the one before it runs, its host time hidden (default: as vLLM 0.33, on; off on a "
+        "CPU, with an --engine-profile whose host is serial, and where prices have no engine: forms linear and paper)",
     )
 
     def __post_init__(self) -> None:

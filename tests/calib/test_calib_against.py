@@ -32,6 +32,7 @@ def test_a_server_that_is_the_simulation_agrees_in_every_metric(tmp_path, capsys
     assert is_drawn(tmp_path / "out" / "vllm-v1" / "against.png")
     text = (tmp_path / "out" / "validation.md").read_text()
     assert "## vllm-v1" in text and "## vllm-recompute" in text and "| Mean TTFT (ms) |" in text
+    assert "a100-80g-imported; async scheduling." in text and "a100-80g-imported; serial scheduling." in text
     assert "Requests furthest apart" in out
 
 

@@ -44,7 +44,7 @@ VARIANTS = {
         "batching=sarathi", "batching=iteration-level", "threshold=0.2,predictor=bucket,predictor-accuracy=0.6",
     ),
     "vllm-v1": (
-        "scheduling-policy=priority", "long-prefill-token-threshold=20", "watermark=0.1", "async-scheduling=true",
+        "scheduling-policy=priority", "long-prefill-token-threshold=20", "watermark=0.1", "async-scheduling=false",
         "scheduler-reserve-full-isl=false", "cpu-chunks=50",
         "cpu-chunks=30,blocks-per-chunk=2,offload-outputs=true,store-s-per-block=0.01,load-s-per-block=0.005",
         "cpu-chunks=40,eviction-policy=arc,store-threshold=2,async-scheduling=true", "memory=radix", "memory=tiered",

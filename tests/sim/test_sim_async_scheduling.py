@@ -1,10 +1,22 @@
 """`--async-scheduling`: one engine, and several."""
 
 import json
+from dataclasses import replace
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtwin import main
+from sim.policy_options import parse_policy
+from sim.prepare import prepare
+from sim.results.result import assemble
+from sim.runs import Keep
+from sim.scenario import Scenario
+from sim.simulate import build_run, execute
+from sim.systems.vllm_v1 import VllmV1
+from traces.request import Request
 
 BASE = ["run", "--workload", "fixed", "--num-prompts", "20", "--input-len", "40", "--output-len", "30", "--quiet"]
 
@@ -43,3 +55,85 @@ def test_host_time_that_is_not_hidden_is_refused(tmp_path, capsys):
     words = [*BASE, "--async-scheduling", "--engine-profile", "vllm-v1", "--out", str(tmp_path / "out")]
     assert main(words) == 2
     assert "--engine-profile vllm-v1: its host time is added to each iteration" in capsys.readouterr().err
+
+
+# -- left open -------------------------------------------------------------------------------------------------------
+
+SMALL = Scenario(workload="fixed", num_prompts=12, input_len=40, output_len=20, request_rate=20.0)
+LINEAR = {"form": "linear", "prefill": [0.01, 1e-5, 0.0], "decode": [0.02, 1e-5, 1e-7], "swap_s_per_block": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory):
+    path = tmp_path_factory.mktemp("linear") / "linear.json"
+    path.write_text(json.dumps(LINEAR))
+    return str(path)
+
+
+def chosen(policy="vllm-v1", **options):
+    setup = prepare(replace(SMALL, **options), *parse_policy(policy, {}))
+    return setup.policy.schedules_ahead, setup.engine_profile and setup.engine_profile.name
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12),
+    rate=st.sampled_from([0.5, 8.0, 200.0]),
+    blocks=st.sampled_from([60, 200, None]),
+    seqs=st.sampled_from([2, 256]),
+    is_linear=st.booleans(),
+    jump=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_left_open_it_is_what_the_prices_can_hide(linear, lengths, rate, blocks, seqs, is_linear, jump):
+    """With prices of a GPU as `--async-scheduling`, with linear ones as `--no-async-scheduling`: bit for bit."""
+    scenario = replace(
+        SMALL, num_gpu_blocks_override=blocks, max_model_len=960, max_num_seqs=seqs, max_num_batched_tokens=512,
+        profile=linear if is_linear else None,
+    )  # fmt: skip
+    requests = [Request(i, i / rate, prompt, output) for i, (prompt, output) in enumerate(lengths)]
+
+    def result(asked):
+        setup = prepare(scenario, "vllm-v1", VllmV1(async_scheduling=asked))
+        return assemble(execute(build_run(setup, requests, keep=Keep(detailed=True), jump=jump)))
+
+    open_, same, other = (msgspec.json.encode(result(asked)) for asked in (None, not is_linear, is_linear))
+    assert open_ == same != other
+
+
+def test_it_is_decided_as_vllm_does(linear):
+    assert chosen() == (True, "vllm-v1-async")
+    # An engine that is named says how it schedules.
+    assert chosen(engine_profile="vllm-v1") == (False, "vllm-v1")
+    assert chosen(engine_profile="vllm-v1-async") == (True, "vllm-v1-async")
+    assert chosen("vllm-v1:async-scheduling=false") == (False, "vllm-v1")
+    # vLLM's platform for CPUs turns it off.
+    assert chosen(gpu="cpu") == (False, "vllm-v1")
+    # Nothing to hide.
+    assert chosen(profile=linear) == (False, None)
+    assert chosen(cost_form="paper") == (False, None)
+    assert chosen("vllm-v1:async-scheduling=true", profile=linear) == (True, None)
+
+
+def test_other_systems_with_those_batches_do_as_it_does():
+    assert chosen("batchllm") == chosen("sarathi:batching=unified") == (True, "vllm-v1-async")
+    assert chosen("sarathi:batching=unified,async-scheduling=false") == (False, "vllm-v1")
+    # A part that decides by the tokens that have come cannot run ahead of them.
+    assert chosen("adaptive") == (False, "vllm-v1")
+    assert chosen("vllm-v1:batching=sarathi") == chosen("sarathi") == (False, "vllm-0.5")
+
+
+def test_both_pools_are_scheduled_alike(linear):
+    pools = {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": 100.0}
+    for more, ahead in (({}, True), ({"decode_profile": linear}, False), ({"prefill_profile": linear}, False)):
+        setup = prepare(replace(SMALL, **pools, **more), *parse_policy("vllm-v1:stage=hand-over", {}))
+        assert setup.decode is not None
+        assert [setup.policy.schedules_ahead, setup.decode.policy.schedules_ahead] == [ahead] * 2
+
+
+def test_the_result_holds_what_was_decided(tmp_path):
+    words = [*BASE, "--request-rate", "20", "--out", str(tmp_path)]
+    for more, decided in ([], True), (["--engine-profile", "vllm-v1"], False):
+        assert main([*words, *more]) == 0
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert result["scenario"]["policy_options"]["async_scheduling"] is decided
+        assert "async" not in (tmp_path / "scenario.toml").read_text()

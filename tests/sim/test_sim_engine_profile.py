@@ -198,7 +198,7 @@ def test_every_policy_has_the_engine_of_its_time():
     for kind in POLICIES.values():
         engine = "vllm-v1" if kind.composition["batching"] in ("unified", "paced") else "vllm-0.5"
         assert kind().engine_profile == engine
-    assert VllmV1().engine_profile == "vllm-v1"
+    assert VllmV1(async_scheduling=False).engine_profile == "vllm-v1"
     assert VllmV1(async_scheduling=True).engine_profile == "vllm-v1-async"
 
 

@@ -107,6 +107,7 @@ def test_missing_numbers_print_as_dashes(tmp_path, result):
         ({"async_scheduling": True}, "kvtwin-sim", False),
         ({"async_scheduling": False}, "kvtwin-live", False),
         ({}, "kvtwin-sim", False),
+        ({"async_scheduling": None}, "kvtwin-sim", False),
     ],
 )
 def test_a_run_in_series_names_the_flag_for_what_vllm_does_by_default(tmp_path, options, backend, said):
