@@ -29,14 +29,14 @@ FITTED_RUN = "vllm-200-2"
 
 
 def vllm019(folder: Path) -> tuple[Setup, ServedRun]:
-    """The run on an RTX 4090, with the engine arguments of its meta.json, in series: host time can be fitted."""
+    """The run on an RTX 4090, with the engine arguments of its meta.json."""
     trace = folder / "trace.csv"
     scenario = Scenario(
         trace=str(trace), model="llama-3.1-8b", gpu="rtx-4090", num_gpu_blocks_override=2588, max_model_len=32_768,
         max_num_batched_tokens=2048, max_num_seqs=256,
     )  # fmt: skip
     served = read_served(folder / "measured.csv", list(open_trace(trace)))
-    return prepare(scenario, *parse_policy("vllm-v1:async-scheduling=false", {})), served
+    return prepare(scenario, *parse_policy("vllm-v1", {})), served
 
 
 def distserve(folder: Path) -> Iterator[tuple[str, ServedRun]]:
