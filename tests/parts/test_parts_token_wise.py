@@ -221,6 +221,19 @@ def test_the_host_keeps_a_block_that_is_on_its_way_back(host_tokens: float, fits
         assert found.ratio == pytest.approx(27.6 / 144)
 
 
+@pytest.mark.parametrize(("least", "ratio"), [(0.1, 27.6 / 144), (0.25, 0.25)])
+def test_a_least_ratio_is_no_more_than_that(least: float, ratio: float):
+    """160 tokens where 150 have room, as above."""
+    room = Memory(150.0, (0.1,), lost_tokens=16, least_ratio=least)
+    found = best(CORRECTED, Batch([160], 16), room, np.inf, configurations=(Configuration(1, 1),))
+    assert found is not None
+    assert found.ratio == pytest.approx(ratio)
+    # Whole sequences have room for all their tokens, but not for scratch and half-filled blocks beside them.
+    tight = best(CORRECTED, Batch([144], 16), room, np.inf, configurations=(Configuration(1, 1),))
+    assert tight is not None
+    assert tight.ratio == pytest.approx(max(least, (144 + 17.6 - 150) / (144 * 0.9)))
+
+
 def test_slsqp_copies_what_is_not_recomputed():
     """Configuration (3, 2) recomputes two fifths; the link is slow, so that the copies of the rest take longest."""
     times = CORRECTED._replace(swap_s=1e-3)

@@ -8,12 +8,15 @@ import pytest
 from kvtwin.testing import conformance, limits, linear_machine, requests, roofline_machine, simulate
 from kvtwin.testing.conformance import Workload
 from sim.cost.rebuilding import contiguous_s
+from sim.engine.limits import Deployment
 from sim.engine.plan import IterationPlan, Move, Rebuilt, StepTimes, Tier, Uncache
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.parts.admission.token_wise import BatchAndRatio
 from sim.parts.memory.token_wise import TokenWiseMemory
-from sim.parts.token_wise.equations import CONFIGURATIONS
+from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration
+from sim.parts.token_wise.solver import Choice
 from sim.policy_options import parse_policy
 from sim.specs.models import load_model
 from sim.systems.ellm import Ellm
@@ -32,6 +35,8 @@ class Step(NamedTuple):
     gpu_free: int
     host_used: int
     swapped_out: int
+    behind: tuple[int, int]
+    """Blocks that leave behind a prompt's layers, and layer groups of which they are."""
 
 
 def run(policy, rows, limit, machine, *, jump=False):
@@ -49,7 +54,7 @@ def run(policy, rows, limit, machine, *, jump=False):
             steps.append(
                 Step(
                     start_s, times.end_s, plan.num_decodes, memory.ratio, uncached, record, scheduler.gpu.free, host,
-                    plan.swapped_out_blocks,
+                    plan.swapped_out_blocks, (plan.behind_blocks, plan.behind_groups),
                 )
             )  # fmt: skip
 
@@ -203,6 +208,53 @@ def test_printed_volumes_starve_the_recomputing_threads():
         losses[equations] = loss
     assert losses["corrected"] == pytest.approx(1.0, abs=0.04)
     assert losses["paper"] > 1.2
+
+
+@pytest.mark.parametrize(("gpu", "links"), [("a100-80g", 4), ("l20", 2)])
+def test_a_group_of_gpus_has_the_rates_of_all_and_the_links_it_has(gpu: str, links: int):
+    """Llama-2-70B on four: L20s share a link in pairs."""
+    model = load_model("llama-2-70b")
+    machine = roofline_machine(gpu, 16.0 * model.kv_bytes_per_token(4), model=model, tp=4)
+    hardware, profile = machine.hardware, machine.profile
+    deployment = Deployment(model, hardware, 4, machine.cost, profile)
+    corrected = Ellm().step_times(deployment, 16)
+    assert corrected.recompute_s == model.linear_flops_per_token / (4 * profile.value("flops_per_s"))
+    assert corrected.read_s == model.kv_bytes_per_token() / (4 * profile.value("hbm_bytes_per_s"))
+    printed = Ellm(equations="paper").step_times(deployment, 16)
+    assert printed.logits_s == 2 * 8192 * 32_000 / (4 * hardware.fp16_flops_per_s)
+    swap_s = model.kv_bytes_per_token() / (links * profile.value("h2d_bytes_per_s"))
+    assert corrected.swap_s == printed.swap_s == pytest.approx(swap_s)
+
+
+def chosen(monkeypatch, choices):
+    """Steps in which b, r and configuration are those of `choices`, not the solver's."""
+    answers = iter(choices)
+    monkeypatch.setattr(
+        BatchAndRatio, "_best", lambda self, lengths, budget_s, least: Choice(least, *next(answers), step_s=0.0)
+    )  # fmt: skip
+    machine = linear_machine(layers=8, prefill=AFFINE, decode=AFFINE, swap_s_per_block=0.002)
+    # Not 0, so that it is chosen in every step.
+    policy = Ellm(layers_per_block=2, tpot_slo_ms=1e6, least_uncached_ratio=1e-9)
+    return run(policy, ((0.0, 64, 6),), limits(gpu=40, host=100, block_size=16), machine)
+
+
+def test_layers_that_were_computed_again_have_nothing_to_copy_in(monkeypatch):
+    one, three = Configuration(1, 1), Configuration(3, 1)
+    steps, _ = chosen(monkeypatch, [(0.5, one)] * 3 + [(0.5, three)] * 10)
+    layers = [step.record.recomputed for step in steps if step.record is not None]
+    assert layers == [(0, 2, 4, 6), (0, 2, 4, 6), (0, 2, 4, 6), (0, 4), (0, 4)]
+
+
+def test_the_token_that_is_fed_is_cached_whatever_the_ratio(monkeypatch):
+    steps, _ = chosen(monkeypatch, [(1.0, Configuration(1, 1))] * 20)
+    assert [step.uncached for step in steps if step.record is not None] == [{0: 64 + i} for i in range(5)]
+
+
+def test_a_prompt_sends_out_what_it_does_not_keep(monkeypatch):
+    steps, _ = chosen(monkeypatch, [(0.5, Configuration(1, 1))] * 20)
+    # Half of 64 tokens, 2 blocks, in half of eight layers: two layer groups.
+    assert steps[0].behind == (2 * 2, 2)
+    assert steps[0].host_used == 4
 
 
 @pytest.mark.parametrize(("most", "preempted"), [(0.7, 0), (0.65, 1), (0.5, 1), (0.0, 1)])

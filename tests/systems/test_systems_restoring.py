@@ -89,6 +89,7 @@ def test_a_group_keeps_hidden_states_once_though_each_gpu_reads_them_whole():
     assert state == (10_240, 16 * 10_240)
     limit = limits(host=1000, block_bytes=16 * machine.model.kv_bytes_per_token(2))
     memory = simulate(parse_policy("hcache", {})[1], requests((0.0, 90, 2)), limit, machine=machine).scheduler.memory
+    assert memory.split == best_split(machine.cost, 40, 1024, 16, state)
     recomputed, hidden, copied = memory.split
     assert (recomputed, hidden > 0) == (40 - hidden - copied, memory.share < 1.0)
     assert memory.share == (hidden / 2 + copied) / 40
@@ -192,6 +193,23 @@ def test_running_sequences_count_on_the_host_and_run_unsaved_where_it_is_full():
     assert outcome.scheduler.counters.policy["unsaved"] >= 1
     alone = simulate(parse_policy("hcache", {})[1], requests((0.0, 90, 60)), limit, machine=machine)
     assert "unsaved" not in alone.scheduler.counters.policy
+
+
+def test_a_prompt_that_runs_unsaved_sends_nothing_out():
+    limit = limits(gpu=100, host=1, max_model_len=512, block_bytes=BLOCK_BYTES)
+    policy = parse_policy("hcache", {})[1]
+    outcome = simulate(policy, requests((0.0, 90, 60)), limit, machine=slow_link(), record=True, jump=False)
+    assert outcome.plans[0][0].behind_blocks == 0
+    assert outcome.lanes.d2h.busy_s == 0.0
+
+
+def test_with_grouped_queries_a_victim_is_swapped_in():
+    machine, _ = llama("llama-3.1-8b", "a100-80g")
+    limit = limits(gpu=12, host=100, max_model_len=512, block_bytes=16 * machine.model.kv_bytes_per_token())
+    rows = requests((0.0, 90, 60), (0.0, 90, 20))
+    outcome = simulate(parse_policy("hcache", {})[1], rows, limit, machine=machine, jump=False, record=True)
+    assert sum(plan.swapped_in_blocks for plan, *_ in outcome.plans) == 6
+    assert not any(plan.mixed_restores for plan, *_ in outcome.plans)
 
 
 def test_who_was_placed_last_is_the_first_to_run_unsaved():
@@ -309,6 +327,9 @@ def test_a_steps_copies_and_projections_by_hand():
     assert sum(plan.behind_blocks for plan, *_ in outcome.plans) == 4 * 128 * 32 * 3 // 2
     plan, start_s, times = next(each for each in outcome.plans if each[0].num_decodes == 4)
     (record,) = plan.streamed
+    tally, steps = outcome.scheduler.counters.policy, [p.streamed[0] for p, *_ in outcome.plans if p.streamed]
+    assert tally["projected_layer_blocks"] == sum(step.num_tokens // 16 * 32 for step in steps)
+    assert tally["streamed_layer_blocks"] == sum(step.num_read for step in steps)
     # A block a layer and sequence with the new token's KV, and 32 x 4 tokens' inputs in blocks of 16.
     assert (record.num_groups, record.num_written, record.num_inputs) == (32, 128 + 4, 4)
     projected = record.num_tokens // 16
