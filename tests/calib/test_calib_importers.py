@@ -112,6 +112,21 @@ def test_a_vidur_layer_is_its_operators_and_its_attention(tmp_path):
     assert "Vidur" in provenance["tables"]
 
 
+def test_without_attention_vidurs_products_and_what_lies_between_stand_alone(tmp_path):
+    """Of 1 ms at 128 tokens products take 0.9. What lies between is timed too coarsely at 1 token; 100 is no sample."""
+    mlp = mlp_table(
+        tmp_path, *(mlp_row(tokens, factor) for tokens, factor in ((1, 0.5), (64, 0.7), (100, 0.9), (128, 1.0)))
+    )
+    samples, provenance = vidur.import_samples("llama-2-7b", mlp)
+    assert [(s.op, s.new_tokens, round(s.latency_s * 1e3, 9)) for s in samples] == [
+        ("linear", 1, 0.45), ("linear", 64, 0.63), ("linear", 128, 0.9), ("elementwise", 64, 0.07),
+        ("elementwise", 128, 0.1),
+    ]  # fmt: skip
+    assert (provenance["files"], provenance["missing"]) == (
+        "mlp.csv", "attention, LM head, PCIe copies, engine overhead",
+    )  # fmt: skip
+
+
 def test_vidur_operators_are_interpolated_between_tokens(tmp_path):
     """A quarter of the way from 128 to 256 tokens: 1.5 ms, and 0.5 of attention."""
     samples, _ = imported(

@@ -1,6 +1,7 @@
 """`Swap` and `Park` at their bounds: who is given up, and how far a jump may go."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -8,9 +9,12 @@ from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.engines import build_engine
 from sim.engine.batch import DecodeBatch
 from sim.engine.itl import GapCollector
+from sim.engine.plan import Direction, IterationPlan
 from sim.engine.sequence import Sequence, Status
 from sim.parts.eviction.park import HORIZON, Park
+from sim.parts.eviction.recompute import Recompute
 from sim.parts.eviction.swap import Swap
+from sim.parts.order.prospects import AWAY
 from sim.systems.vllm055 import VllmSwap
 
 
@@ -62,3 +66,53 @@ def test_as_many_iterations_are_kept_free_as_a_copy_takes():
             decode_steps=lambda members, tokens, windowed: (0.01, 0.0),
         )
         assert park._copy_iterations() == iterations
+
+
+@pytest.mark.parametrize(("copy_s_per_byte", "cheaper"), [(1.0, False), (1.001, True)])
+def test_parking_late_copies_out_unless_computing_again_is_sooner(copy_s_per_byte, cheaper):
+    """Three blocks of 10 bytes against 30 s of prompt; D2H, a copy a block."""
+    asked = []
+    cost = SimpleNamespace(
+        num_copies=lambda blocks, layers: blocks * layers,
+        copy_s=lambda *words: asked.append(words) or words[0] * copy_s_per_byte,
+    )
+    park = SimpleNamespace(
+        paged=SimpleNamespace(held_blocks=lambda seq: 3), block_bytes=10.0, cost=cost,
+        order=SimpleNamespace(price=SimpleNamespace(prefill_s=lambda tokens: tokens / 2)),
+    )  # fmt: skip
+    assert Park._is_cheaper_again(park, SimpleNamespace(num_tokens=60)) is cheaper
+    assert asked == [(30.0, 3, Direction.D2H)]
+
+
+class Left(Park):
+    """Notes what becomes of victims; copies of those below 9 take longer than computing them again."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+        self.paged = SimpleNamespace(swap_out=lambda seq, plan: self.noted.append(("out", seq)))
+        self.scheduler = SimpleNamespace(park=lambda seq: self.noted.append(("parked", seq)))
+        self.prospects = SimpleNamespace(stands=lambda seq, where: self.noted.append((where, seq)))
+        self.tally = {"late_swap_outs": 0}
+
+    def _may_leave(self, seq):
+        return seq.may_leave
+
+    def _is_cheaper_again(self, seq):
+        return seq.num_tokens < 9
+
+
+@pytest.mark.parametrize(
+    ("prefilling", "may_leave", "num_tokens", "leaves"),
+    [(False, True, 9, True), (True, True, 9, False), (False, False, 9, False), (False, True, 8, False)],
+)
+def test_late_victims_are_parked_or_computed_again(monkeypatch, prefilling, may_leave, num_tokens, leaves):
+    again, left = [], Left()
+    monkeypatch.setattr(Recompute, "evict", lambda self, seq, plan: again.append(seq))
+    seq = Mock(prefilling=prefilling, may_leave=may_leave, num_tokens=num_tokens, num_preemptions=2)
+    left.evict(seq, IterationPlan())
+    if not leaves:
+        assert (again, left.noted, dict(left.away), left.tally) == ([seq], [], {}, {"late_swap_outs": 0})
+        return
+    assert (again, left.noted) == ([], [("out", seq), (AWAY, seq), ("parked", seq)])
+    assert (left.away, seq.num_preemptions, left.tally) == ({seq: None}, 3, {"late_swap_outs": 1})

@@ -139,6 +139,16 @@ def block_fp8(**more):
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 2.5 / 128, 0.5 + 2.5 / 128),
         ({"quant_method": "awq", "bits": 4, "group_size": -1}, 0.5, 0.5),
         ({"quant_algo": "NVFP4", "ignore": ["model.layers.*.self_attn*"]}, 2, 0.5625),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5625, 0.5625),
+        ({"quant_method": "bitsandbytes"}, 1, 1),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}},
+            },
+            0.5625,
+            0.5625,
+        ),
         ({"quant_method": "a tool of theirs", "quant_algo": "NVFP4"}, 0.5625, 0.5625),
         (
             {
@@ -287,6 +297,26 @@ REFUSED = [
     ({"quantization_config": {"quant_method": "quip"}}, ["quantization_config.quant_method", "'quip'"]),
     ({"quantization_config": {"quant_algo": "MIXED_PRECISION"}}, ["quant_algo", "MIXED_PRECISION"]),
     ({"quantization_config": {"quant_method": "modelopt"}}, ["quantization_config.quant_algo", "FP8, NVFP4"]),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 5, "group_size": 8}}, ["bits", "2, 3, 4 or 8"]),
+    ({"quantization_config": block_fp8(weight_block_size=[128])}, ["weight_block_size", "two positive integers"]),
+    ({"quantization_config": block_fp8(weight_block_size=[128, 0])}, ["weight_block_size", "two positive integers"]),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}}, ["config_groups", "Linear"]),
+    (
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 7}}},
+            }
+        },
+        ["config_groups.weights", "num_bits of 2, 3, 4 or 8"],
+    ),
+    ({"quantization_config": block_fp8(ignore="gate")}, ["ignore", "a list of module names"]),
+    (LATENT | {"attention_bias": True}, ["attention_bias", "expected false"]),
+    ({"model_type": "opt", "word_embed_proj_dim": 32}, ["word_embed_proj_dim", "differs from hidden_size 64"]),
+    ({"model_type": "opt", "do_layer_norm_before": False}, ["do_layer_norm_before", "must be true"]),
+    ({"model_type": "mixtral"}, ["num_experts is missing", "needs its count"]),
+    ({"num_local_experts": 8}, ["8 experts in a dense architecture"]),
+    (EXPERTS | {"num_experts": 4, "num_experts_per_tok": 5}, ["num_experts_per_tok = 5", "1 to 4"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["group_size", "whole number"]),
     ({"quantization_config": block_fp8(ignore=["re:("])}, ["ignore", "does not compile"]),
     ({"quantization_config": block_fp8(kv_cache_scheme="int3")}, ["kv_cache_scheme", "int3"]),
