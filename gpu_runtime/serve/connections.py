@@ -11,7 +11,19 @@ HEADER_S = 10.0
 IDLE_S = 75.0
 """So is one that has had an answer and has sent no other header, s."""
 MOST_HALF_OPEN = 1024
-"""New connections without a whole header; the oldest makes room for the next."""
+"""New connections without a whole header; the oldest makes room for the next. So do those that idle."""
+SHARE = 4
+"""Of the descriptors that the process may have, each of the two kinds gets at most one part in so many."""
+
+
+def most_waiting() -> int:
+    """Connections of a kind that may wait for a header, so that others can still be made."""
+    try:
+        import resource  # noqa: PLC0415 - POSIX has it
+    except ImportError:
+        return MOST_HALF_OPEN
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_HALF_OPEN if soft == resource.RLIM_INFINITY else max(1, min(MOST_HALF_OPEN, soft // SHARE))
 
 
 class Connections:
@@ -22,7 +34,7 @@ class Connections:
     """
 
     def __init__(self, factory: Callable[[], asyncio.Protocol]) -> None:
-        self._factory = factory
+        self._factory, self._most = factory, most_waiting()
         self._half_open: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
         self._idle: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
 
@@ -32,9 +44,7 @@ class Connections:
 
     def made(self, transport: asyncio.BaseTransport) -> None:
         """A connection is there, and nothing of a request."""
-        while len(self._half_open) >= MOST_HALF_OPEN:
-            self._close(next(iter(self._half_open)))
-        self._half_open[transport] = self._later(HEADER_S, transport)
+        self._wait(self._half_open, HEADER_S, transport)
 
     def begun(self, transport: asyncio.BaseTransport | None) -> None:
         """A request's header has come."""
@@ -45,7 +55,7 @@ class Connections:
         """A request has been answered: another may follow."""
         if transport is not None and not transport.is_closing():
             self.lost(transport)
-            self._idle[transport] = self._later(IDLE_S, transport)
+            self._wait(self._idle, IDLE_S, transport)
 
     def lost(self, transport: asyncio.BaseTransport) -> None:
         """Nobody waits for a header of this connection any more."""
@@ -53,8 +63,15 @@ class Connections:
             if transport in waiting:
                 waiting.pop(transport).cancel()
 
-    def _later(self, seconds: float, transport: asyncio.BaseTransport) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(seconds, self._close, transport)
+    def _wait(
+        self,
+        waiting: dict[asyncio.BaseTransport, asyncio.TimerHandle],
+        seconds: float,
+        transport: asyncio.BaseTransport,
+    ) -> None:
+        while len(waiting) >= self._most:
+            self._close(next(iter(waiting)))
+        waiting[transport] = asyncio.get_running_loop().call_later(seconds, self._close, transport)
 
     def _close(self, transport: asyncio.BaseTransport) -> None:
         self.lost(transport)

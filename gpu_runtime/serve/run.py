@@ -1,8 +1,10 @@
 """One run of a server: from a set-up and a bound socket to the `Run` that a result is made from."""
 
 import asyncio
+import errno
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -118,6 +120,7 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    loop.set_exception_handler(_Told())
     await thread.start()
     if thread.error is None:
         await server.start(bound)
@@ -126,6 +129,21 @@ async def serve(
     await server.close()
     _restore(loop)
     return bool(aborted)
+
+
+class _Told:
+    """Says once that descriptors ran out, in a line; asyncio tries to accept again, and logs a traceback each time."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif not self._is_told:
+            self._is_told = True
+            print(f"kvtwin: {error.strerror}: connections wait; raise the limit (ulimit -n)", file=sys.stderr)
 
 
 def _restore(loop: Any) -> None:  # noqa: ANN401

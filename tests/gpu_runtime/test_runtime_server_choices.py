@@ -1,6 +1,9 @@
 """Several prompts, several answers, stop strings; connections that send no request; OpenAI's own client."""
 
 import asyncio
+import errno
+import resource
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +16,7 @@ from runtime_server import serving
 
 from gpu_runtime.serve import connections
 from gpu_runtime.serve.choice import Choice
+from gpu_runtime.serve.run import _Told
 from gpu_runtime.serve.text import PRINTABLE
 from gpu_runtime.serve.ticket import Ticket, Token
 from kvtwin.testing.live import continuation
@@ -233,10 +237,42 @@ def test_the_oldest_half_open_connection_makes_room(monkeypatch):
 
 
 class Open(asyncio.Transport):
-    """A connection that nobody closes."""
+    """A connection that stays open until it is aborted."""
+
+    is_aborted = False
 
     def is_closing(self):
-        return False
+        return self.is_aborted
+
+    def abort(self):
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize(("soft", "most"), [(120, 30), (3, 1), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)])
+def test_who_waits_for_a_header_leaves_descriptors_to_others(monkeypatch, soft, most):
+    """150 of them stopped /health under 120 descriptors; those that have had an answer count apart."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+
+    async def body():
+        watched, opened = connections.Connections(asyncio.Protocol), [Open() for _ in range(most + 2)]
+        for transport in opened:
+            watched.made(transport)
+        assert [transport.is_aborted for transport in opened] == [True, True] + [False] * most
+        for transport in (idle := [Open() for _ in range(most + 1)]):
+            watched.ended(transport)
+        assert [transport.is_aborted for transport in idle] == [True] + [False] * most
+
+    asyncio.run(body())
+
+
+def test_descriptors_that_ran_out_are_told_once_in_a_line(capsys):
+    passed, told = [], _Told()
+    loop = SimpleNamespace(default_exception_handler=passed.append)
+    for _ in range(3):
+        told(loop, {"exception": OSError(errno.EMFILE, "Too many open files")})
+    assert capsys.readouterr().err == "kvtwin: Too many open files: connections wait; raise the limit (ulimit -n)\n"
+    told(loop, other := {"exception": OSError(errno.EIO, "another")})
+    assert passed == [other]
 
 
 def test_an_answer_begins_the_idle_time_anew():
