@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -123,7 +124,8 @@ def _run(arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        print(f"kvtwin: {_one_line(error)}", file=sys.stderr)
+        remedy = "; make room, or name another" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        print(f"kvtwin: {_one_line(error)}{remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvtwin: interrupted", file=sys.stderr)

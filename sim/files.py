@@ -78,8 +78,11 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         with partial.open("wb") as file:
             write(file)
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # Writing tells the reason alone.
+            error.filename = str(path)
         raise
 
 

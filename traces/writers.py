@@ -31,6 +31,8 @@ def writing(path: Path) -> Iterator[TextIO]:
     """
     try:
         if path == STANDARD_OUTPUT:
+            if sys.stdout is None:
+                raise TraceError("-: standard output is closed; name a file")
             with _spooled(sys.stdout) as file:
                 yield file
         elif path.exists() and not path.is_file() and not path.is_dir():

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -155,6 +156,19 @@ def test_what_a_link_names_is_replaced_and_not_the_link(tmp_path):
         write_atomically(tmp_path / "link", lambda file, text=text: file.write(text))
         assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_bytes() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, capsys, monkeypatch):
+    def full(file):
+        Path("/dev/full").write_bytes(b"x")
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*/page\.html'"):
+        write_atomically(tmp_path / "page.html", full)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("sim.results.figures.style.FigureCanvasAgg", lambda figure: SimpleNamespace(print_png=full))
+    assert kvtwin.main(["profile", "show", "l40s-imported", "--figure", str(tmp_path / "f.png")]) == 2
+    told = f"kvtwin: [Errno 28] No space left on device: '{tmp_path / 'f.png'}'; make room, or name another\n"
+    assert capsys.readouterr().err == told
 
 
 def test_devices_and_pipes_are_written_through(tmp_path):

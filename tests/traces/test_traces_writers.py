@@ -14,7 +14,7 @@ from traces.errors import TraceError
 from traces.hash_ids import output_blocks
 from traces.readers import open_trace
 from traces.request import Request
-from traces.writers import write_trace
+from traces.writers import STANDARD_OUTPUT, write_trace
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=6)
 
@@ -171,3 +171,9 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, plain, late):
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=environment())
     assert done.returncode and f"{path}: cannot be written (File too large)" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_standard_output_is_told(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    with pytest.raises(TraceError, match="standard output is closed; name a file"):
+        write_trace([Request(0, 0.0, 1, 1)], STANDARD_OUTPUT)
