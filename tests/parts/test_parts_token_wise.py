@@ -221,7 +221,7 @@ def test_the_host_keeps_a_block_that_is_on_its_way_back(host_tokens: float, fits
         assert found.ratio == pytest.approx(27.6 / 144)
 
 
-@pytest.mark.parametrize(("least", "ratio"), [(0.1, 27.6 / 144), (0.25, 0.25)])
+@pytest.mark.parametrize(("least", "ratio"), [(0.05, 27.6 / 144), (0.25, 0.25)])
 def test_a_least_ratio_is_no_more_than_that(least: float, ratio: float):
     """160 tokens where 150 have room, as above."""
     room = Memory(150.0, (0.1,), lost_tokens=16, least_ratio=least)
