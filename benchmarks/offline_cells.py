@@ -8,8 +8,8 @@ chosen with least laxity first, the others in what time is left. The best share 
 """
 
 import argparse
+from bisect import insort
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import ClassVar
 
@@ -105,28 +105,22 @@ EVICTIONS["park-chosen"] = KnownEviction(lambda _: ChosenPark())
 
 
 def in_time(candidates: list[int], arrivals: Floats, due: Floats, seconds: Floats) -> list[int]:
-    """As many as can be done when due, first come first served: where one is late, the longest since idle is left."""
+    """As many as can be done when due, first come first served: when one is late, the longest since idle is left.
 
-    def end_s(some: list[int]) -> float:
-        now_s = 0.0
-        for i in some:
-            now_s = max(now_s, float(arrivals[i])) + float(seconds[i])
-            if now_s > due[i]:
-                return inf
-        return now_s
-
+    That is Moore and Hodgson's rule, best where all are there at once. Where the next have yet to arrive, it may choose
+    too many: the run says who was in time.
+    """
     found: list[int] = []
-    busy: list[int] = []
+    busy: list[tuple[float, int]] = []
+    end_s = 0.0
     for i in candidates:
-        if arrivals[i] >= end_s(busy):
-            found, busy = found + busy, []
-        busy.append(i)
-        if end_s(busy) == inf:
-            longest = max(busy, key=lambda j: seconds[j])
-            others = [j for j in busy if j != longest]
-            # Without the longest the others may start too late for it to help.
-            busy = others if end_s(others) < inf else busy[:-1]
-    return found + busy
+        if arrivals[i] >= end_s:
+            found, busy, end_s = found + [j for _, j in busy], [], float(arrivals[i])
+        insort(busy, (float(seconds[i]), i))
+        end_s += seconds[i]
+        if end_s > due[i]:
+            end_s -= busy.pop()[0]
+    return found + [i for _, i in busy]
 
 
 def chosen(requests: list[Request], setup: Setup, slo: Goodput, share_of_time: float) -> frozenset[int]:
