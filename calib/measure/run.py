@@ -88,6 +88,8 @@ def calibrate(
         UserError: no such device, no torch, a model the runtime does not compute, a folder with other measurements.
     """
     _check_arguments(device, models, dtype, ops)
+    if not 0 <= seed < 1 << 63:
+        raise UserError(f"--seed: {seed} is not between 0 and 2**63 - 1")
     found = _models(models)
     import torch  # noqa: PLC0415
 

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -125,6 +124,10 @@ def load_engine_profile(name_or_path: str) -> EngineProfile:
     return profile
 
 
+MOST_S = 3600.0
+"""No engine's process takes an hour for an iteration."""
+
+
 def _check(profile: EngineProfile, path: Path) -> None:
     for name, unit in UNITS.items():
         constant = profile.constants.get(name)
@@ -133,8 +136,8 @@ def _check(profile: EngineProfile, path: Path) -> None:
             raise UserError(f"{where} is missing: give it in {unit}")
         if constant.unit != unit:
             raise UserError(f"{where}.unit = {constant.unit!r}: expected {unit!r}: convert the value")
-        if not (isfinite(constant.value) and constant.value >= 0):
-            raise UserError(f"{where}.value = {constant.value} must be zero or more: correct the value")
+        if not 0 <= constant.value <= MOST_S:
+            raise UserError(f"{where}.value = {constant.value} must be zero to {MOST_S:g} {unit}: correct the value")
         if not constant.source:
             raise UserError(f"{where}.source is empty: say where the value comes from")
     for name in profile.constants.keys() - UNITS.keys():

@@ -136,6 +136,9 @@ def test_other_settings_are_refused(tmp_path):
 def test_bad_arguments_are_refused_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--device: 'tpu' is not known: use one of cuda, cpu"):
         run.calibrate("tpu", ["llama-2-7b"], tmp_path, quick=True)
+    for seed in (-1, 10**20):
+        with pytest.raises(UserError, match=f"--seed: {seed} is not between 0 and"):
+            run.calibrate("cpu", ["llama-2-7b"], tmp_path, quick=True, seed=seed)
     with pytest.raises(UserError, match="--model: none given"):
         run.calibrate("cpu", [], tmp_path, quick=True)
     with pytest.raises(UserError, match="--dtype: 'int8' is not known"):

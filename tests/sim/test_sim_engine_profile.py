@@ -64,7 +64,11 @@ def edited(tmp_path, edit):
         (lambda d: d["constants"].pop("front_end_s"), ["constants.front_end_s", "missing"]),
         (lambda d: d["constants"].update(x=d["constants"]["front_end_s"]), ["constants.x", "not known"]),
         (lambda d: d["constants"]["host_base_s"].update(unit="ms"), ["constants.host_base_s.unit", "'ms'", "'s'"]),
-        (lambda d: d["constants"]["host_base_s"].update(value=-1.0), ["host_base_s.value", "-1.0", "zero or more"]),
+        (lambda d: d["constants"]["host_base_s"].update(value=-1.0), ["host_base_s.value", "-1.0", "zero to 3600 s"]),
+        (
+            lambda d: d["constants"]["front_end_s"].update(value=1e308),
+            ["front_end_s.value", "1e+308", "zero to 3600 s"],
+        ),
         (lambda d: d["constants"]["host_base_s"].update(status="sure"), ["constants.host_base_s", "sure"]),
         (lambda d: d["constants"]["host_base_s"].update(source=""), ["host_base_s.source", "empty"]),
         (lambda d: d.update(host="async"), ["host", "async"]),
