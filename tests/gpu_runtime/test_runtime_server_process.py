@@ -300,6 +300,8 @@ def test_a_tokenizer_file_writes_text_whole_characters_at_a_time(tmp_path):
     assert all("\ufffd" not in piece for piece in pieces)
     with pytest.raises(UserError, match=r"has token 255, the model 100 tokens"):
         load_codec(tmp_path, 100)
+    with pytest.raises(UserError, match=r"has token 255, the model 255 tokens"):
+        load_codec(tmp_path, 255)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer"):
         load_codec(tmp_path, 256)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from kvtwin.testing import limits, linear_machine, requests
@@ -14,7 +15,7 @@ from sim.engine.sequence import Sequence, Status
 from sim.parts.eviction.park import HORIZON, Park
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.eviction.swap import Swap
-from sim.parts.order.prospects import AWAY
+from sim.parts.order.prospects import AWAY, GENERATED, NUM_COLUMNS, Prospects
 from sim.systems.vllm055 import VllmSwap
 
 
@@ -116,3 +117,9 @@ def test_late_victims_are_parked_or_computed_again(monkeypatch, prefilling, may_
         return
     assert (again, left.noted) == ([], [("out", seq), (AWAY, seq), ("parked", seq)])
     assert (left.away, seq.num_preemptions, left.tally) == ({seq: None}, 3, {"late_swap_outs": 1})
+
+
+def test_a_token_beyond_the_batchs_step_counts_once():
+    columns, seq = np.zeros((NUM_COLUMNS, 3)), Mock()
+    Prospects.moved(SimpleNamespace(columns=columns, row={seq: 1}), seq)
+    assert columns[GENERATED].tolist() == [0.0, 1.0, 0.0] and columns.sum() == 1.0

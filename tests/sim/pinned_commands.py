@@ -84,7 +84,7 @@ def commands() -> dict[str, tuple[str, ...]]:
         "explain": (f"run --policy vllm-swap {CROWD} --out o --timeline",
                     *(f"explain o --request {request}" for request in (3, 20))),
         **{name: (f"{name.split()[0]} study.toml --out o --jobs 1",) for name in STUDIES},
-        "trace": (trace, "trace inspect t.jsonl", "trace convert t.jsonl -o t.csv --clip 600"),
+        "trace": (trace, "trace list", "trace inspect t.jsonl", "trace convert t.jsonl -o t.csv --clip 600"),
         "workloads": tuple(f"trace generate {name} --num-prompts 9 --seed 3 -o {name}.jsonl" for name in WORKLOADS),
         "profile": (f"profile show {GOLDEN / 'l20-profile.json'}",
                     f"profile diff {GOLDEN / 'l20-profile.json'} {GOLDEN / 't4-profile.json'} --figure d.png"),
