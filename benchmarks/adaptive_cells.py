@@ -61,8 +61,7 @@ UNIFORM = (
 UNIFORM_LINKS_GB_PER_S = (1.6, 8.0)
 UNIFORM_PROMPTS = 1000
 SERIAL = {"async_scheduling": False}
-"""`adaptive` decides about tokens that have come: `vllm-v1` is scheduled in series beside it, so that rules differ and
-host time does not."""
+"""`adaptive` and vLLM alike, as when the table was begun: rules differ, and host time does not."""
 SEEDS = (1, 2)
 LONGEST = 0.05
 

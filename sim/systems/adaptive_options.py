@@ -5,11 +5,12 @@ from typing import Literal
 
 from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor, check_accuracy
 from sim.errors import UserError
+from sim.systems.async_scheduling import AsyncScheduling
 from sim.systems.options import option
 
 
 @dataclass(frozen=True)
-class AdaptiveOptions:
+class AdaptiveOptions(AsyncScheduling):
     """What is to be met, and what is known of output lengths."""
 
     ttft_slo_ms: float = option(3000.0, "TTFT that requests are to meet, ms")

@@ -19,10 +19,10 @@ import msgspec
 from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
+from sim.systems.async_scheduling import AsyncScheduling
 from sim.systems.builder import UNIFIED, Builder, options_among
 from sim.systems.layerkv_options import LayerKVOptions
 from sim.systems.mixing import EVICTIONS, MEMORIES, build_parts, default_tokens
-from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
@@ -99,9 +99,9 @@ class Policy(ABC):
     @property
     def async_scheduling_asked(self) -> bool | None:
         """What `--async-scheduling` says; None where it was left open, False where the batching has no such thing."""
-        if self.names["batching"] != "unified":
+        if self.names["batching"] not in UNIFIED:
             return False
-        return options_among((self, *self.mixed_options), VllmV1Options).async_scheduling
+        return options_among((self, *self.mixed_options), AsyncScheduling).async_scheduling
 
     @property
     def schedules_ahead(self) -> bool:
@@ -115,11 +115,12 @@ class Policy(ABC):
 
     def with_async_scheduling(self, chosen: bool) -> Self:
         """With `--async-scheduling` decided."""
-        if isinstance(self, VllmV1Options):
+        if isinstance(self, AsyncScheduling):
             return replace(self, async_scheduling=chosen)
-        others = [options for options in self.mixed_options if not isinstance(options, VllmV1Options)]
-        own = replace(options_among(self.mixed_options, VllmV1Options), async_scheduling=chosen)
-        return replace(self, mixed_options=(*others, own))
+        others = [options for options in self.mixed_options if not isinstance(options, AsyncScheduling)]
+        own = [options for options in self.mixed_options if isinstance(options, AsyncScheduling)]
+        decided = [replace(options, async_scheduling=chosen) for options in own or [AsyncScheduling()]]
+        return replace(self, mixed_options=(*others, *decided))
 
     @property
     def engine_profile(self) -> str:

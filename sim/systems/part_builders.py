@@ -254,7 +254,13 @@ def unified(b: Builder) -> "Batching":
 def paced(b: Builder) -> "Batching":
     from sim.parts.batching.paced import Paced
 
-    return Paced(long_prefill_threshold=0, adaptive=False, watermark_blocks=0, reserve_whole_prompt=True)
+    return Paced(
+        long_prefill_threshold=0,
+        adaptive=False,
+        watermark_blocks=0,
+        reserve_whole_prompt=True,
+        schedules_ahead=b.policy.schedules_ahead,
+    )
 
 
 def sglang(b: Builder) -> "Batching":

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
+from sim.systems.async_scheduling import AsyncScheduling
 from sim.systems.options import vllm_option
 
 
 @dataclass(frozen=True)
-class VllmV1Options:
+class VllmV1Options(AsyncScheduling):
     """`SchedulerConfig` of vLLM 0.33, as far as it decides."""
 
     scheduling_policy: Literal["fcfs", "priority"] = vllm_option(
@@ -21,11 +22,6 @@ class VllmV1Options:
     watermark: float = vllm_option(0.0, "share of the GPU's blocks kept free when a prompt is admitted beside others")
     scheduler_reserve_full_isl: bool = vllm_option(
         True, "admit a prompt only where all of it fits, not only its first chunk"
-    )
-    async_scheduling: bool | None = vllm_option(
-        None,
-        "schedule an iteration while the one before it runs, its host time hidden (default: as vLLM 0.33, on; off on a "
-        "CPU, with an --engine-profile whose host is serial, and where prices have no engine: forms linear and paper)",
     )
 
     def __post_init__(self) -> None:

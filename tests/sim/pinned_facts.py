@@ -19,10 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import msgspec
 from pinned import GOLDEN, digest, rounded
 
-import calib
-import gpu_runtime
-import sim
-import traces
+from sim import scenario, systems
 from sim.bounds.step_price import step_prices
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
@@ -39,33 +36,24 @@ from sim.specs.models import ModelSpec, built_in_models, load_model
 from traces.request import Request
 
 FACTS = GOLDEN / "facts"
-GPU_ONLY = ("triton", "flashinfer", "graph")
-"""In names of modules that not every machine can import."""
 
 
 def defaults() -> Iterator[str]:
-    """What options and records are where nobody gives them."""
-    for package in (sim, traces, calib, gpu_runtime):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not any(word in found.name for word in GPU_ONLY):
-                module = importlib.import_module(found.name)
-                for name, value in vars(module).items():
-                    if is_dataclass(value) and not isinstance(value, type) and " at 0x" not in repr(value):
-                        yield f"{found.name}.{name} = {value!r}"
-                for name, kind in inspect.getmembers(module, inspect.isclass):
-                    if kind.__module__ == found.name:
-                        yield from (f"{found.name}.{name}.{field} = {value!r}" for field, value in defaults_of(kind))
+    """What options of a scenario and of its policy are where nobody gives them."""
+    modules = [
+        scenario,
+        *(importlib.import_module(found.name) for found in pkgutil.iter_modules(systems.__path__, "sim.systems.")),
+    ]
+    for module in modules:
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            if kind.__module__ == module.__name__ and is_dataclass(kind):
+                yield from (f"{module.__name__}.{name}.{field} = {value!r}" for field, value in defaults_of(kind))
 
 
 def defaults_of(kind: type) -> Iterator[tuple[str, object]]:
     """Of fields, and what all instances share."""
     found = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
-    if is_dataclass(kind):
-        found |= {field.name: field.default for field in fields(kind)}
-    elif issubclass(kind, msgspec.Struct):
-        names, given = kind.__struct_fields__, kind.__struct_defaults__
-        found |= dict(zip(names[len(names) - len(given) :], given, strict=True))
-    found |= getattr(kind, "_field_defaults", {})
+    found |= {field.name: field.default for field in fields(kind)}
     plain = (int, float, str, bool, tuple, dict, type(None))
     yield from ((name, value) for name, value in found.items() if isinstance(value, plain))
 

@@ -117,8 +117,9 @@ def test_it_is_decided_as_vllm_does(linear):
 def test_other_systems_with_those_batches_do_as_it_does():
     assert chosen("batchllm") == chosen("sarathi:batching=unified") == (True, "vllm-v1-async")
     assert chosen("sarathi:batching=unified,async-scheduling=false") == (False, "vllm-v1")
-    # A part that decides by the tokens that have come cannot run ahead of them.
-    assert chosen("adaptive") == (False, "vllm-v1")
+    assert chosen("adaptive") == (True, "vllm-v1-async")
+    assert chosen("adaptive:async-scheduling=false") == (False, "vllm-v1")
+    assert chosen("layerkv:batching=paced,order=triage,eviction=park,memory=paged,stage=direct")[0]
     assert chosen("vllm-v1:batching=sarathi") == chosen("sarathi") == (False, "vllm-0.5")
 
 

@@ -7,6 +7,8 @@ time, when somebody who is kept lacks room (a prompt that waits, or the first of
 - whoever has joined since and would stand behind the parked head;
 - else, where time is short, the laxest who can afford it and has more left than the head.
 
+Who is scheduled ahead and has its last token in flight has left the batch, and neither leaves nor counts as room.
+
 Blocks that decodes will need while a sequence is copied out, at least for `HORIZON` iterations, are kept free. Where
 they run short all the same, the victim is copied out before the iteration or computed again, whichever costs the batch
 less. Blocks that others may hit never move: who holds any is computed again, and finds in the cache what is left.
@@ -157,7 +159,7 @@ class Park(Recompute):
     def transferred(self, move: Move) -> None:
         if move.target is Tier.GPU:
             del self.promoting[move.seq]
-            self.scheduler.join(move.seq)
+            self.scheduler.join_known(move.seq)
         elif move.target is Tier.HOST:
             self.prospects.stands(move.seq, AWAY)
 
@@ -202,7 +204,7 @@ class Park(Recompute):
             if missing <= 0 and seats <= 0 and short <= 0:
                 return
             seq = prospects.seqs[row]
-            if (pays[row] or short > 0) and self._may_leave(seq):
+            if seq in batch.members and (pays[row] or short > 0) and self._may_leave(seq):
                 self._park(seq)
                 freed = seq.num_blocks
                 missing, seats, short = missing - freed, seats - 1, short - freed
@@ -239,7 +241,7 @@ class Park(Recompute):
         rows = self.prospects.rows(DECODES)
         order = np.lexsort((number[rows], rank_s[rows], laxity_s[rows] >= MARGIN_S, kind[rows]))
         dearest = (self.prospects.seqs[row] for row in rows[order[::-1]].tolist())
-        return next(filter(self._may_leave, dearest), None)
+        return next((seq for seq in dearest if seq in self.batch.members and self._may_leave(seq)), None)
 
     def _park(self, seq: Sequence) -> None:
         scheduler = self.scheduler

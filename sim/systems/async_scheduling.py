@@ -1,0 +1,16 @@
+"""`AsyncScheduling`: the option of all whose batches vLLM v1 makes."""
+
+from dataclasses import dataclass
+
+from sim.systems.options import vllm_option
+
+
+@dataclass(frozen=True)
+class AsyncScheduling:
+    """Of `SchedulerConfig` in vLLM 0.33: whether steps are scheduled ahead."""
+
+    async_scheduling: bool | None = vllm_option(
+        None,
+        "schedule an iteration while the one before it runs, its host time hidden (default: as vLLM 0.33, on; off on a "
+        "CPU, with an --engine-profile whose host is serial, and where prices have no engine: forms linear and paper)",
+    )
