@@ -14,7 +14,14 @@ from sim.files import CsvTable, InOrder, ParquetTable, folder_name, out_folder
 from sim.folders import clear, owning
 from sim.interrupts import INTERRUPTED
 from sim.option_values import base_type, flag, option_fields
-from sim.policy_options import PREEMPTION_MODES, options_of, owned_option, parse_policy, with_preemption_mode
+from sim.policy_options import (
+    PREEMPTION_MODES,
+    has_option,
+    options_of,
+    owned_option,
+    parse_policy,
+    with_preemption_mode,
+)
 from sim.prepare import Setup, prepare, with_one_swap_space
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
 from sim.results.result import assemble, write_result, write_series
@@ -154,6 +161,9 @@ def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
     parts = ", ".join(f"{part} {value}" for part, value in kind.composition.items())
     group = parser.add_argument_group(f"options of {name}", f"{kind.summary} ({parts})")
     for option in options_of(kind):
+        if name != DEFAULT_POLICY and owned_option(option.full_name) != option:
+            # Stands with the default policy's.
+            continue
         text, default = option.field.metadata["help"], option.field.default
         text += "" if default is None else f" (default {default})"
         _add_flag(group, option.full_name, option.hint, text, None)
@@ -208,7 +218,7 @@ def read_options(
     plain = {f.name for owner in (Scenario, Outputs) for f, _ in option_fields(owner)}
     for name in values.keys() - plain:
         option = owned_option(name)
-        if option is not None and all(policy.name != option.policy for _, policy in policies):
+        if option is not None and not any(has_option(policy.name, option) for _, policy in policies):
             raise UserError(f"{flag(name)}: an option of {option.policy}, which --policy does not name")
     if "out" not in values:
         raise UserError("--out DIR is missing: where are the results to go?")

@@ -54,13 +54,18 @@ def owned_option(full_name: str) -> PolicyOption | None:
     return found[0] if found else None
 
 
+def has_option(name: str, option: PolicyOption) -> bool:
+    """Whether the policy of that name has an option: its own, or one of vLLM's that it takes as well."""
+    return any(own.field is option.field for own in options_of(policy_named(name)))
+
+
 def all_policy_options() -> dict[str, PolicyOption]:
     """Every option of every policy, by its full name. UserError where two have the same."""
     found: dict[str, PolicyOption] = {}
     for kind in POLICIES.values():
         for option in options_of(kind):
             other = found.setdefault(option.full_name, option)
-            if other is not option:
+            if other.field is not option.field:
                 raise UserError(f"{flag(option.full_name)}: an option of {other.policy} and {option.policy} alike")
     return found
 

@@ -28,7 +28,7 @@ from msgspec import Struct
 
 from sim.errors import UserError
 from sim.option_values import base_type, convert, option_fields
-from sim.policy_options import owned_option
+from sim.policy_options import has_option, owned_option
 from sim.scenario import PREEMPTION_MODE, Outputs, Scenario, option_named, scenario_values
 
 Value = bool | int | float | str | tuple[str, ...] | None
@@ -119,7 +119,7 @@ def _owned(study: Study) -> None:
     names = {text.partition(":")[0] for text in texts if text} or {"vllm-v1"}
     for name in (*study.fixed, *study.axes):
         option = None if name in ("policy", PREEMPTION_MODE) or name.startswith(PROFILE) else owned_option(name)
-        if option is not None and option.policy not in names:
+        if option is not None and not any(has_option(policy, option) for policy in names):
             shown = name.replace("_", "-")
             raise UserError(f"{study.where}: {shown!r} is an option of {option.policy}, which no point runs")
 

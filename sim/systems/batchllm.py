@@ -18,11 +18,12 @@ Assumed:
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.systems.async_scheduling import AsyncScheduling
 from sim.systems.base import Asked, EngineLimits, Policy, chunked_limits
 
 
 @dataclass(frozen=True)
-class BatchLLM(Policy):
+class BatchLLM(AsyncScheduling, Policy):
     """Offline: prefixes planned over the whole batch."""
 
     name: ClassVar[str] = "batchllm"

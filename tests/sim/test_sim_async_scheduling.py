@@ -15,6 +15,7 @@ from sim.results.result import assemble
 from sim.runs import Keep
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
+from sim.study.axes import read_study
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 
@@ -121,6 +122,28 @@ def test_other_systems_with_those_batches_do_as_it_does():
     assert chosen("adaptive:async-scheduling=false") == (False, "vllm-v1")
     assert chosen("layerkv:batching=paced,order=triage,eviction=park,memory=paged,stage=direct")[0]
     assert chosen("vllm-v1:batching=sarathi") == chosen("sarathi") == (False, "vllm-0.5")
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "compare", "live", "serve", "validate", "sweep", "tune", "map", "profile fit"]
+)
+def test_help_has_the_flag_once(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out.count("[--async-scheduling | --no-async-scheduling]") == 1
+
+
+def test_one_flag_is_for_all_that_have_it(tmp_path, capsys):
+    words = [*BASE, "--no-async-scheduling", "--quiet"]
+    for name in ("vllm-v1", "adaptive", "batchllm"):
+        assert main([*words, "--policy", name, "--out", str(tmp_path / name)]) == 0
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        assert result["scenario"]["policy_options"]["async_scheduling"] is False
+    capsys.readouterr()
+    assert main([*words, "--policy", "sarathi", "--out", str(tmp_path / "other")]) == 2
+    assert "--async-scheduling: an option of vllm-v1, which --policy does not name" in capsys.readouterr().err
+    study = {"async-scheduling": False, "policy": ["adaptive", "batchllm"], "model": "llama-2-7b", "gpu": "l20"}
+    assert read_study({"workload": "fixed", **study, "sweep": {"grid": {"request-rate": [1, 2]}}}, "sweep", "s").points
 
 
 def test_both_pools_are_scheduled_alike(linear):
