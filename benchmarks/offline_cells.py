@@ -9,6 +9,8 @@ chosen with least laxity first, the others in what time is left. The best share 
 
 import argparse
 from bisect import insort
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -100,8 +102,15 @@ def _chosen_order(b: Builder) -> ChosenOrder:
     return ChosenOrder(b.policy.chosen, b.policy.ttft_slo_ms / 1e3, b.policy.tpot_slo_ms / 1e3)
 
 
-ORDERS["chosen"] = Known(_chosen_order, AdaptiveOptions)
-EVICTIONS["park-chosen"] = KnownEviction(lambda _: ChosenPark())
+@contextmanager
+def registered() -> Iterator[None]:
+    """Its parts are known, for as long as it runs."""
+    ORDERS["chosen"] = Known(_chosen_order, AdaptiveOptions)
+    EVICTIONS["park-chosen"] = KnownEviction(lambda _: ChosenPark())
+    try:
+        yield
+    finally:
+        del ORDERS["chosen"], EVICTIONS["park-chosen"]
 
 
 def in_time(candidates: list[int], arrivals: Floats, due: Floats, seconds: Floats) -> list[int]:
@@ -145,7 +154,8 @@ def row(cell: Cell, num_prompts: int) -> dict[str, object]:
     runs = []
     for share in SHARES_OF_TIME:
         who = chosen(requests, setup, slo, share)
-        run = build_run(replace(setup, policy=Offline(predictor="oracle", chosen=who)), requests)
+        with registered():
+            run = build_run(replace(setup, policy=Offline(predictor="oracle", chosen=who)), requests)
         told = {"share_of_time": share, "chosen": len(who)}
         runs.append(told | figures(assemble(execute(run)), slo, bound))
     return cell._asdict() | {"num_prompts": num_prompts} | max(runs, key=lambda run: float(str(run["goodput"])))

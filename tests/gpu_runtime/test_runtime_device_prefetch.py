@@ -46,9 +46,9 @@ class Watched:
             self.events += "i" if direction is Direction.H2D else "o"
             return copy_blocks(engine, src_pool, src_ids, dst_pool, dst_ids, direction)
 
-        def starting(*arguments):
+        def starting(*arguments, **named):
             self.events += "L"
-            return layer(*arguments)
+            return layer(*arguments, **named)
 
         monkeypatch.setattr(CopyEngine, "copy_blocks", copying)
         monkeypatch.setattr(DecoderLayer, "forward", starting)
@@ -138,10 +138,10 @@ def test_slots_of_a_pass_that_broke_off_are_given_back_when_its_copies_have_ende
         time.sleep(1e-3)
         copy_now(*arguments)
 
-    def sometimes(self, *rest):
+    def sometimes(self, *rest, **named):
         if len(rest[1].num_new) > 1 and rest[3] == 1 and dice.random() < 0.3:
             raise torch.OutOfMemoryError("tried to allocate too much")
-        return layer(self, *rest)
+        return layer(self, *rest, **named)
 
     def checked(self):
         copies = [copy for member in self.members for copy in (*member.arriving.values(), *member.leaving.values())]

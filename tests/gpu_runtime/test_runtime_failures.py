@@ -62,10 +62,10 @@ def test_memory_that_runs_out_in_the_middle_of_a_pass_leaves_no_copy_behind(monk
     layer = small_decoder().layers[2]
     right = type(layer).forward
 
-    def sometimes(self, *arguments):
+    def sometimes(self, *arguments, **named):
         if self is layer and dice.random() < 0.2:
             raise torch.OutOfMemoryError("tried to allocate too much")
-        return right(self, *arguments)
+        return right(self, *arguments, **named)
 
     monkeypatch.setattr(type(layer), "forward", sometimes)
     served = [serve(variant) for variant in VARIANTS]

@@ -81,7 +81,9 @@ def test_a_container_s_limit_counts(tmp_path, monkeypatch):
     assert CGROUP.is_absolute() and whole > 0
 
 
-SCENARIO = Scenario(model="qwen3-0.6b", gpu="l20", workload="fixed", input_len=9, output_len=9, swap_space=0.0)
+SCENARIO = Scenario(
+    model="qwen3-0.6b", gpu="l20", workload="fixed", input_len=9, output_len=9, swap_space=0.0, engine_profile="kvtwin"
+)
 
 
 def on_cuda(monkeypatch, free, scenario=SCENARIO, policy="vllm-v1"):
