@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.cli import add_flags, print_result, read_options, record
+from sim.cli import add_flags, draw_result, print_result, read_options, record
 from sim.cost.engine_profile import OURS, shipped_engines
 from sim.cost.profile import load_profile
 from sim.errors import UserError
@@ -101,7 +101,8 @@ def run_live(arguments: argparse.Namespace) -> int:
     scenario = _fitted(scenario, policy, options, decoder)
     with owning(folder):
         run, result = execute_live(scenario, label, policy, folder, outputs, decoder, options)
-        return print_result(run, result, folder, outputs)
+        draw_result(run, result, folder, outputs)
+    return print_result(run, result, folder, outputs)
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
@@ -147,6 +148,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
             for fitting, label, policy in planned:
                 validator.validate(fitting, label, policy)
         except BrokenOff as end:
+            draw_result(end.run, end.result, end.folder, outputs)
             return print_result(end.run, end.result, end.folder, outputs)
     if not outputs.quiet:
         print(validator.text)

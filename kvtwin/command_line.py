@@ -115,18 +115,34 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        # What cannot be printed is told here; at exit Python would complain.
+        sys.stdout.flush()
+        return status
     except (UserError, TraceError) as error:
         print(f"kvtwin: {_one_line(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # Whoever read our output has left; Python would complain when it flushes the rest at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return _unread()
+    except SystemExit as end:
+        # rich makes an exit of it.
+        if isinstance(end.__context__, BrokenPipeError):
+            return _unread()
+        raise
     except OSError as error:
-        remedy = "; make room, or name another" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        print(f"kvtwin: {_one_line(error)}{remedy}", file=sys.stderr)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; make room, or name another" if full else ""
+        # Files' errors have names.
+        name = "standard output: " if full and error.filename is None else ""
+        print(f"kvtwin: {name}{_one_line(error)}{remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvtwin: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _unread() -> int:
+    """The exit status when whoever read our output has left."""
+    # Python would complain when it flushes the rest at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE

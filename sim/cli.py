@@ -234,15 +234,20 @@ def run_command(arguments: argparse.Namespace) -> int:
     with owning(folder):
         run, result = simulate(scenario, label, policy, folder, outputs)
         write_asked(folder, asked_values(arguments, DEFAULT_POLICY))
-        return print_result(run, result, folder, outputs)
+        draw_result(run, result, folder, outputs)
+    return print_result(run, result, folder, outputs)
 
 
-def print_result(run: Run, result: Result, folder: Path, outputs: Outputs) -> int:
-    """Draw and print one run as far as asked for; returns the exit status."""
+def draw_result(run: Run, result: Result, folder: Path, outputs: Outputs) -> None:
+    """Draw one run if asked for."""
     if outputs.figures:
         from sim.results.figures import FigureRun, write_figures  # noqa: PLC0415 - matplotlib is slow to import
 
         write_figures(folder / "figures", [FigureRun.of(run, result)])
+
+
+def print_result(run: Run, result: Result, folder: Path, outputs: Outputs) -> int:
+    """Print one run if asked for; returns the exit status."""
     if not outputs.quiet:
         from sim.results.report import print_run  # noqa: PLC0415 - rich is slow to import
 

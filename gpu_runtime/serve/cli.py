@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_runtime.cli import add_device_flags, check_installed, decoder_for, name_gpu
-from sim.cli import add_flags, print_result, read_options, record
+from sim.cli import add_flags, draw_result, print_result, read_options, record
 from sim.errors import UserError
 from sim.folders import owning
 from sim.option_values import flag
@@ -116,7 +116,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     with owning(folder):
         run, result = record(setup, folder, outputs, on_device, requests=())
-        status = print_result(run, result, folder, outputs)
+        draw_result(run, result, folder, outputs)
+    status = print_result(run, result, folder, outputs)
     return FAILED if run.error else status
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sim.cli import print_result, read_options, record, simulator
+from sim.cli import draw_result, print_result, read_options, record, simulator
 from sim.files import folder_name, write_atomically
 from sim.folders import clear, owning
 from sim.prepare import prepare
@@ -87,6 +87,7 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
             place = folder / folder_name(setup.label)
             run, result = record(setup, place, outputs, simulator(outputs), requests=served.requests)
             if run.interrupted or run.error:
+                draw_result(run, result, place, outputs)
                 return print_result(run, result, place, outputs)
             beside = Beside(
                 setup.label, setup.policy.scheduling, served, times_in(run.log, served), measured_times(served)

@@ -167,12 +167,17 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 
 def reproduce_command(arguments: argparse.Namespace) -> int:
     """`kvtwin reproduce`."""
-    from sim.files import write_atomically  # noqa: PLC0415
-    from sim.study.reproduce import fill_in, run_setups, table  # noqa: PLC0415
+    from sim.files import read_text, write_atomically  # noqa: PLC0415
+    from sim.study.reproduce import around_table, fill_in, run_setups, table  # noqa: PLC0415
     from sim.study.setup_files import chosen, read_setups  # noqa: PLC0415
 
     folder: Path = arguments.out
     setups, means = chosen(read_setups(), arguments.paper, arguments.figure), means_of(arguments)
+    target: Path | None = arguments.page
+    page = "" if target is None else read_text(target)
+    for setup in setups if target is not None else ():
+        # Runs take minutes: a page without a place for their tables is told before.
+        around_table(page, setup.name)
     with owning(folder):
         with progress("reproduce", arguments.quiet) as begin:
             found = run_setups(setups, folder, means, begin)
@@ -180,9 +185,8 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
 
         for one in found:
             draw(one, folder / "figures" / f"{one.setup.name}-{one.setup.figure}.png")
-        if arguments.page is not None:
-            page = fill_in(arguments.page.read_text(encoding="utf-8"), found)
-            write_atomically(arguments.page, lambda file: file.write(page.encode()))
+        if target is not None:
+            write_atomically(target, lambda file: file.write(fill_in(page, found).encode()))
     if not arguments.quiet:
         for one in found:
             print(f"\n{one.setup.heading}\n{table([one])}")

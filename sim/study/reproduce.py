@@ -158,10 +158,16 @@ def fill_in(page: str, found: Iterable[Found]) -> str:
     for one in found:
         by_paper.setdefault(one.setup.name, []).append(one)
     for name, ones in by_paper.items():
-        start, end = f"<!-- reproduce {name} -->", "<!-- end -->"
-        before, mark, rest = page.partition(start)
-        _, closing, after = rest.partition(end)
-        if not mark or not closing:
-            raise UserError(f"--page: no {start} ... {end} in it; add them where the table is to stand")
-        page = f"{before}{start}\n{table(ones)}\n{end}{after}"
+        before, after = around_table(page, name)
+        page = f"{before}\n{table(ones)}\n{after}"
     return page
+
+
+def around_table(page: str, name: str) -> tuple[str, str]:
+    """What stands on the page before a paper's table and behind it. UserError where it has no place for one."""
+    start, end = f"<!-- reproduce {name} -->", "<!-- end -->"
+    before, mark, rest = page.partition(start)
+    _, closing, after = rest.partition(end)
+    if not mark or not closing:
+        raise UserError(f"--page: no {start} ... {end} in it; add them where the table is to stand")
+    return before + start, end + after

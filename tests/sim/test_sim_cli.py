@@ -116,14 +116,37 @@ def test_nothing_heavy_is_imported_before_it_is_needed(tmp_path, body, allowed):
     assert modules & (HEAVY - allowed) == set()
 
 
-def test_output_that_nobody_reads_is_no_traceback(tmp_path):
-    command = [sys.executable, "-m", "kvtwin", "run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path)]
+RUN = ("run", *SMALL, "--policy", "vllm-swap", "--out", "out")
+PRINTING = (RUN, ("trace", "list"), ("trace", "list", "--json"), ("profile", "list"), ("profile", "show", "a100-80g"))
+
+
+def prints_to(place, command, folder):
+    """A process of a command whose standard output is `place`."""
+    words = [sys.executable, "-m", "kvtwin", *command]
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        words, stdout=place, stderr=subprocess.PIPE, text=True, timeout=60, check=False, cwd=folder, env=path
+    )
+
+
+@pytest.mark.parametrize("command", PRINTING, ids=" ".join)
+def test_output_that_nobody_reads_is_no_traceback(tmp_path, command):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = prints_to(writer, command, tmp_path)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
-    assert (tmp_path / "result.json").exists()
+    assert (tmp_path / "out" / "result.json").exists() == (command == RUN)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+@pytest.mark.parametrize("command", PRINTING, ids=" ".join)
+def test_output_that_has_no_room_is_told_by_its_name(tmp_path, command):
+    with Path("/dev/full").open("wb") as full:
+        done = prints_to(full, command, tmp_path)
+    assert done.returncode == 2
+    assert "standard output: " in done.stderr and "--out" not in done.stderr and done.stderr.count("\n") == 1
+    assert (tmp_path / "out" / "result.json").exists() == (command == RUN)
 
 
 INTERRUPTING = """

@@ -170,6 +170,17 @@ def test_a_figure_is_run_printed_and_drawn_and_kept(tmp_path, capsys):
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.parametrize("text", [None, "no place for tables", b"\xff"])
+def test_a_page_without_a_place_is_told_before_anything_runs(tmp_path, capsys, text):
+    page = tmp_path / "page.md"
+    if text is not None:
+        page.write_bytes(text if isinstance(text, bytes) else text.encode())
+    out = tmp_path / "out"
+    assert kvtwin.main(["reproduce", "kvpr", "--out", str(out), "--page", str(page)]) == 2
+    assert ("page" in (error := capsys.readouterr().err)) and error.count("\n") == 1
+    assert not out.exists()
+
+
 def test_bad_words_end_with_one_line(tmp_path, capsys):
     assert kvtwin.main(["reproduce", "nobody", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
