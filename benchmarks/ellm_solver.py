@@ -15,7 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
-from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, StepTimes, corrected_times, paper_times
+from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, StepCosts, corrected_times, paper_times
 from sim.parts.token_wise.slsqp import solve
 from sim.parts.token_wise.solver import Batch, Choice, Memory, best
 from sim.specs.models import ModelSpec, load_model
@@ -38,7 +38,7 @@ def lengths_of(means: tuple[int, int], random: np.random.Generator) -> np.ndarra
     return np.maximum(1, np.round(prompts + outputs * random.random(count)))
 
 
-def times_of(model: ModelSpec, gpus: int, equations: str) -> StepTimes:
+def times_of(model: ModelSpec, gpus: int, equations: str) -> StepCosts:
     """The printed equations at peak, or the corrected ones at rates as measured on an A100."""
     if equations == "paper":
         return paper_times(model, gpus * PEAK_FLOPS)

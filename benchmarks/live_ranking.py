@@ -35,7 +35,7 @@ from sim.files import write_atomically
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.results.result import assemble
-from sim.runs import Keep
+from sim.runs import Recording
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
 from sim.traffic import traffic
@@ -73,7 +73,7 @@ def simulated(scenario: Scenario, policy: str) -> tuple[float, float]:
 def lived(scenario: Scenario, policy: str, decoder: Decoder, options: LiveOptions) -> float:
     """Goodput of a live run, 1/s."""
     setup = prepare(scenario, *parse_policy(policy, {}))
-    run = perform(setup, traffic(scenario), None, Keep(), decoder, options)
+    run = perform(setup, traffic(scenario), None, Recording(), decoder, options)
     if run.interrupted:
         raise KeyboardInterrupt
     return assemble(run).request_goodput or 0.0

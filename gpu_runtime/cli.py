@@ -16,14 +16,14 @@ from sim.folders import clear, owning
 from sim.prepare import FORMS_WITH_ENGINE, Setup, prepare
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
-from sim.runs import Keep, Run
+from sim.runs import Recording, Run
 from sim.scenario import Outputs, Scenario, read_scenario
 from sim.specs.hardware import load_hardware
 from sim.systems.base import Policy
 from traces.request import Request
 
 if TYPE_CHECKING:
-    from gpu_runtime.driver import Observer
+    from gpu_runtime.instance import Observer
     from gpu_runtime.live import LiveOptions
     from gpu_runtime.model.decoder import Decoder
 
@@ -181,7 +181,7 @@ def execute_live(
     """One live run with its files; `watch` hears of every plan."""
     from gpu_runtime.live import perform  # noqa: PLC0415 - torch is slow to import
 
-    def on_device(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
+    def on_device(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Recording) -> Run:
         return perform(setup, requests, table, keep, decoder, options)
 
     return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series, watch=watch)

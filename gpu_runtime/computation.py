@@ -1,7 +1,7 @@
 """`Computation`: what a plan computes, as passes over the layers or as a captured graph, and the tokens it chooses."""
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Computation:
         memory: DeviceMemory,
         transfers: Transfers,
         tokens: TokenIds,
-        emit: Callable[[Seq[Sequence], Tensor], None],
+        emit: Callable[[abc.Sequence[Sequence], Tensor], None],
     ) -> None:
         self.tables = BlockTables(memory.placement)
         self._memory, self._transfers, self._tokens, self._emit = memory, transfers, tokens, emit
@@ -41,7 +41,7 @@ class Computation:
         self._done = Executed()
         self._graph: DecodeGraph | None = None
 
-    def capture(self, batch_sizes: Seq[int], capture: Capture | None) -> None:
+    def capture(self, batch_sizes: abc.Sequence[int], capture: Capture | None) -> None:
         """Capture decodes of these batch sizes as graphs, where all that they read is KV."""
         memory, scheduler = self._memory, self._memory.scheduler
         if batch_sizes and memory.beside is None:
@@ -58,7 +58,7 @@ class Computation:
         """Give the graphs' memory back."""
         self._graph = None
 
-    def run(self, plan: IterationPlan, decodes: Seq[Decode], done: Executed) -> None:
+    def run(self, plan: IterationPlan, decodes: abc.Sequence[Decode], done: Executed) -> None:
         """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails."""
         self._done = done
         try:
@@ -68,7 +68,7 @@ class Computation:
             pass
         else:
             return
-        parts: list[tuple[Seq[PrefillChunk], Seq[Decode]]] = [((chunk,), ()) for chunk in plan.chunks]
+        parts: list[tuple[abc.Sequence[PrefillChunk], abc.Sequence[Decode]]] = [((chunk,), ()) for chunk in plan.chunks]
         parts += [((), (decode,)) for decode in decodes]
         for chunks, few in parts:
             if self._memory.device.type == "cuda":
@@ -78,7 +78,9 @@ class Computation:
             except torch.OutOfMemoryError as error:
                 self._give_up(plan, chunks, few, f"out of memory: {str(error).splitlines()[0]}")
 
-    def _give_up(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[Decode], reason: str) -> None:
+    def _give_up(
+        self, plan: IterationPlan, chunks: abc.Sequence[PrefillChunk], decodes: abc.Sequence[Decode], reason: str
+    ) -> None:
         """A sequence that could not be computed: it fails, and the token that the engine counts is a filler."""
         sampled = [seq for seq, new, cached, _ in chunks if cached + new == seq.num_tokens]
         for seq in [*sampled, *(seq for seq, _ in decodes)]:
@@ -92,7 +94,7 @@ class Computation:
                     # Copies behind its prefill have nothing to copy: they are over.
                     self._transfers.begin_behind(move, [])
 
-    def _compute(self, plan: IterationPlan, chunks: Seq[PrefillChunk], decodes: Seq[Decode]) -> None:
+    def _compute(self, plan: IterationPlan, chunks: abc.Sequence[PrefillChunk], decodes: abc.Sequence[Decode]) -> None:
         if not chunks and self._replay(decodes):
             return
         work = self._memory.new_pass()
@@ -127,7 +129,7 @@ class Computation:
         for seq, blocks in work.spoilt:
             self._memory.placement.prefixes.spoil(seq, blocks)
 
-    def _replay(self, decodes: Seq[Decode]) -> bool:
+    def _replay(self, decodes: abc.Sequence[Decode]) -> bool:
         """Compute decodes whose KV is all on the GPU in a graph; False, and nothing is done, where that cannot be."""
         graph, unwritten = self._graph, self._memory.placement.cached.unwritten
         if graph is None or unwritten or not graph.fits(len(decodes), max(length for _, length in decodes)):

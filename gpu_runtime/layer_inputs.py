@@ -4,8 +4,8 @@ Every layer-block of KV on the host has a block of inputs, a row a token, under 
 inputs of its first tokens, whose KV it projects into the slot while the KV of the others is copied there.
 """
 
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
@@ -148,7 +148,7 @@ class ProjectingPass(LayerPass):
             self._handles.append(self._rows.save(0, entered, rows, places))
 
     def abandon(self) -> None:
-        arriving: Seq[CopyHandle] = [handle for _, handle in self._arriving.values()]
+        arriving: abc.Sequence[CopyHandle] = [handle for _, handle in self._arriving.values()]
         for member in self._moving:
             self._copies.wait(member.seq, [*self._handles, *arriving])
         super().abandon()

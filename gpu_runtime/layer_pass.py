@@ -4,8 +4,8 @@ Layers on the host (LayerKV, groups of one layer) pass through slots on the GPU,
 first ones start before the computation, the others as soon as the slot is free again (LayerKV section 3.1.2).
 """
 
+from collections import abc
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class LayerPass:
         """Blocks that come from the host's cache."""
         return len(self._loaded)
 
-    def add_chunk(self, seq: Sequence, num_new: int, cached: int, tokens: Seq[int]) -> None:
+    def add_chunk(self, seq: Sequence, num_new: int, cached: int, tokens: abc.Sequence[int]) -> None:
         """A member that computes `num_new` more of its prompt's `tokens`."""
         self._only_decodes = False
         if cached + num_new == seq.num_tokens:
@@ -70,7 +70,7 @@ class LayerPass:
         self._token_ids += tokens[cached : cached + num_new]
         self._add(seq, num_new, cached, self._placement.held[seq].slots)
 
-    def add_decode(self, seq: Sequence, num_tokens: int, tokens: Seq[int], num_new: int = 1) -> None:
+    def add_decode(self, seq: Sequence, num_tokens: int, tokens: abc.Sequence[int], num_new: int = 1) -> None:
         """A member that computes the last of its context's `num_tokens` tokens, `num_new` where others lack KV."""
         self._only_decodes = self._only_decodes and num_new == 1
         cached = num_tokens - num_new

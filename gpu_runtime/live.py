@@ -12,7 +12,7 @@ import torch
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.device_memory import DeviceMemory
-from gpu_runtime.driver import LiveInstance, Observer
+from gpu_runtime.instance import LiveInstance, Observer
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
 from gpu_runtime.live_memory import check_weights
@@ -31,7 +31,7 @@ from sim.errors import UserError
 from sim.prepare import Setup
 from sim.results.metrics import TableSink
 from sim.results.parts import Machine
-from sim.runs import Keep, Run, build_engine
+from sim.runs import Recording, Run, build_engine
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
 from sim.traffic import arrivals_of, traffic
@@ -136,7 +136,7 @@ def check_lengths(setup: Setup, config: DecoderConfig) -> None:
 
     Before `perform`, which computes whatever it is given. Reads the traffic, if need be, as far as it can be read.
     """
-    if build_engine(setup, None, Keep()).scheduler.batching.stops_at_max_model_len:
+    if build_engine(setup, None, Recording()).scheduler.batching.stops_at_max_model_len:
         return
     positions = config.max_position_embeddings
     # A trace that turns out bad is served as far as it goes.
@@ -155,7 +155,7 @@ def perform(
     setup: Setup,
     requests: Iterable[Request],
     table: TableSink | None,
-    keep: Keep,
+    keep: Recording,
     decoder: Decoder,
     options: LiveOptions,
 ) -> Run:

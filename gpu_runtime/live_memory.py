@@ -17,7 +17,7 @@ from gpu_runtime.model.decoder import Decoder
 from sim.engine.limits import Limits
 from sim.errors import UserError
 from sim.prepare import GIB, prepare
-from sim.runs import Keep, build_engine
+from sim.runs import Recording, build_engine
 from sim.scenario import Scenario
 from sim.systems.base import Policy
 from sim.systems.builder import options_among
@@ -89,7 +89,7 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
             f"--engine-profile {scenario.engine_profile}: its host time is hidden, and runs on a device are not "
             "scheduled ahead yet: give one whose host is serial, or leave it out"
         )
-    scheduler = build_engine(setup, None, Keep()).scheduler
+    scheduler = build_engine(setup, None, Recording()).scheduler
     if reason := scheduler.memory.unexecutable:
         raise UserError(reason)
     limits, cuda = setup.limits, device == "cuda"

@@ -4,8 +4,8 @@ Of some layers the inputs are kept, of some the keys and values, of the first on
 block of states has a row for each of its tokens and of those layers (`kv.token_rows`).
 """
 
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import ceil
 
@@ -89,7 +89,7 @@ class StatePlacement(Placement):
         held.version += 1
         return StateRestore(seq, restore.kv_groups, Direction.H2D, tuple(states), tuple(held.gpu[0]), restore)
 
-    def _host_lists(self) -> Iterator[Seq[int]]:
+    def _host_lists(self) -> Iterator[abc.Sequence[int]]:
         yield from super()._host_lists()
         yield from self.states.values()
 
@@ -162,7 +162,7 @@ class LiveStates:
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
-    def restore(self, copy: StateRestore, tokens: Seq[int]) -> Restore | Moved:
+    def restore(self, copy: StateRestore, tokens: abc.Sequence[int]) -> Restore | Moved:
         """Bring a sequence's KV back, of whose `tokens` the first are to be restored; returns what was done.
 
         The copies of two layers are under way at a time: beside the layers that are computed again, then one another's
@@ -206,7 +206,7 @@ class LiveStates:
             return self._inputs.load(index, places)
         return self._kv.load(index - self.split.hidden, whole)
 
-    def _recompute(self, copy: StateRestore, planned: Restore, tokens: Seq[int]) -> tuple[int, ...]:
+    def _recompute(self, copy: StateRestore, planned: Restore, tokens: abc.Sequence[int]) -> tuple[int, ...]:
         """The first layers compute again, as many tokens at a time as an iteration may have; which ones."""
         again = planned.recomputed_groups
         for first in range(0, planned.num_tokens if again else 0, self._budget):
@@ -217,13 +217,13 @@ class LiveStates:
                 hidden = self.decoder.layers[layer].forward(hidden, batch, self.pool, layer)
         return again
 
-    def _batch(self, num_new: int, cached: int, blocks: Seq[int]) -> AttentionBatch:
+    def _batch(self, num_new: int, cached: int, blocks: abc.Sequence[int]) -> AttentionBatch:
         return AttentionBatch.build([num_new], [cached], [[blocks]], self.pool.block_tokens, self.pool.device)
 
-    def _project(self, layer: int, values: Tensor, blocks: Seq[int]) -> None:
+    def _project(self, layer: int, values: Tensor, blocks: abc.Sequence[int]) -> None:
         self.decoder.layers[layer].restore_kv(values, self._batch(len(values), 0, blocks), self.pool, layer)
 
-    def _write(self, layer: int, values: Tensor, blocks: Seq[int]) -> None:
+    def _write(self, layer: int, values: Tensor, blocks: abc.Sequence[int]) -> None:
         slots = token_places(blocks, 0, len(values), self.pool.block_tokens)
         found, offsets = self._at(torch.from_numpy(slots).to(self.pool.device))
         cache = self.pool.raw[:, layer]

@@ -4,8 +4,8 @@ In a sequence's tables they are *lots* of scratch, which its layer groups share 
 to blocks of its own.
 """
 
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from gpu_runtime.kv.block_ids import BlockIds
@@ -110,7 +110,7 @@ class UncachedPlacement(Placement):
             for ids in mine.host.values():
                 self.host.free(ids)
 
-    def _host_lists(self) -> Iterator[Seq[int]]:
+    def _host_lists(self) -> Iterator[abc.Sequence[int]]:
         yield from super()._host_lists()
         for mine in self.uncached.values():
             yield from mine.host.values()

@@ -5,7 +5,7 @@ decode; before the last ones it is copied in from the host. What becomes cached 
 way.
 """
 
-from collections.abc import Sequence as Seq
+from collections import abc
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class RebuildingPass(LayerPass):
         self._tokens = dict(record.tokens) if record is not None else {}
         self._first = len(record.recomputed) if record is not None else 0
         """The first layer that is copied."""
-        self._ids: dict[Sequence, Seq[int]] = {}
+        self._ids: dict[Sequence, abc.Sequence[int]] = {}
         # Token ids of decodes.
         self._back: list[Member] = []
         # Those whose KV is brought back.
@@ -84,7 +84,7 @@ class RebuildingPass(LayerPass):
         self._again: list[tuple[list[Member], AttentionBatch, Tensor]] = []
         # Whose tokens compute again together, and their inputs to the next layer.
 
-    def add_decode(self, seq: Sequence, num_tokens: int, tokens: Seq[int], num_new: int = 1) -> None:
+    def add_decode(self, seq: Sequence, num_tokens: int, tokens: abc.Sequence[int], num_new: int = 1) -> None:
         super().add_decode(seq, num_tokens, tokens, num_new)
         self._ids[seq] = tokens
 

@@ -31,7 +31,7 @@ from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
 from sim.results.schema import Result
-from sim.runs import EngineParts, Keep
+from sim.runs import EngineParts, Recording
 from sim.scenario import Scenario, build_scenario
 from sim.simulate import build_run, execute
 from sim.systems import DEFAULT_POLICY
@@ -139,7 +139,7 @@ def simulate(scenario: Scenario, policy: str | Policy = DEFAULT_POLICY) -> RunRe
     setup = prepare(_checked(scenario), label, preset)
     rows = _Rows()
     try:
-        run = execute(build_run(setup, requests_of(setup), table=rows, keep=Keep(series=True)))
+        run = execute(build_run(setup, requests_of(setup), table=rows, keep=Recording(series=True)))
     except TraceError as error:
         raise UserError(str(error)) from error
     if run.interrupted:

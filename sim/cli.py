@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from sim.clock.driver import Observer
+from sim.clock.instance import Observer
 from sim.errors import UserError
 from sim.files import CsvTable, InOrder, ParquetTable, folder_name, out_folder
 from sim.folders import clear, owning
@@ -27,7 +27,7 @@ from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
 from sim.results.result import assemble, write_result, write_series
 from sim.results.schema import Result
 from sim.results.timeline import write_timeline
-from sim.runs import Keep, Run
+from sim.runs import Recording, Run
 from sim.scenario import (
     PREEMPTION_MODE,
     Outputs,
@@ -319,14 +319,14 @@ def simulate(
     return record(prepare(scenario, label, policy), folder, outputs, simulator(outputs), series=series, watch=watch)
 
 
-Perform = Callable[[Setup, Iterable[Request], TableSink, Keep], Run]
+Perform = Callable[[Setup, Iterable[Request], TableSink, Recording], Run]
 """Carries a run out on one of the clocks."""
 
 
 def simulator(outputs: Outputs) -> Perform:
     """Carries a run out on the simulated clock."""
 
-    def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Keep) -> Run:
+    def perform(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Recording) -> Run:
         return execute(build_run(setup, requests, table=table, keep=keep, jump=not outputs.step))
 
     return perform
@@ -358,7 +358,7 @@ def record(
         if not outputs.quiet and sys.stderr.isatty():
             requests = _with_progress(requests, label, scenario)
         try:
-            keep = Keep(outputs.timeline, series or outputs.figures, outputs.save_detailed, watch)
+            keep = Recording(outputs.timeline, series or outputs.figures, outputs.save_detailed, watch)
             run = perform(setup, requests, table, keep)
         finally:
             table.close()

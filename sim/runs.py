@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from sim.clock.driver import Observer
+from sim.clock.instance import Observer
 from sim.cost.pricing import Lanes
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
@@ -102,7 +102,7 @@ class Run(msgspec.Struct, kw_only=True):
         return self.engines[0].detailed
 
 
-class Keep(msgspec.Struct, frozen=True):
+class Recording(msgspec.Struct, frozen=True):
     """What a run keeps beside its statistics: intervals of the lanes, a time series, every token's time."""
 
     timeline: bool = False
@@ -112,12 +112,12 @@ class Keep(msgspec.Struct, frozen=True):
     """Hears of every plan, too."""
 
 
-def build_engine(setup: Setup, table: TableSink | None, keep: Keep) -> EngineParts:
+def build_engine(setup: Setup, table: TableSink | None, keep: Recording) -> EngineParts:
     """Put together the one engine of a run, as both clocks have it."""
     return _engines([setup], table, keep)[0]
 
 
-def build_engines(setup: Setup, table: TableSink | None, keep: Keep) -> list[EngineParts]:
+def build_engines(setup: Setup, table: TableSink | None, keep: Recording) -> list[EngineParts]:
     """Put together the engines of a cluster, which share their books."""
     scenario = setup.scenario
     if setup.decode is None:
@@ -126,7 +126,7 @@ def build_engines(setup: Setup, table: TableSink | None, keep: Keep) -> list[Eng
     return _engines([setup] * prefills + [setup.decode] * decodes, table, keep)
 
 
-def _engines(setups: list[Setup], table: TableSink | None, keep: Keep) -> list[EngineParts]:
+def _engines(setups: list[Setup], table: TableSink | None, keep: Recording) -> list[EngineParts]:
     scenario = setups[0].scenario
     log = RequestLog(table, Goodput.parse(list(scenario.goodput)) if scenario.goodput else None)
     gaps = GapCollector()

@@ -4,11 +4,11 @@ from collections.abc import Callable, Generator, Iterable
 
 import simpy
 
-from sim.clock.driver import Instance
+from sim.clock.instance import Instance
 from sim.interrupts import interrupts_call
 from sim.prepare import Setup
 from sim.results.metrics import TableSink
-from sim.runs import Keep, Run, build_engines
+from sim.runs import Recording, Run, build_engines
 from sim.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
@@ -21,7 +21,7 @@ class SimulatedRun(Run, kw_only=True):
     serve: Callable[[], Generator[simpy.Event, None, None]]
 
 
-NOTHING = Keep()
+NOTHING = Recording()
 
 
 def build_run(
@@ -29,7 +29,7 @@ def build_run(
     requests: Iterable[Request],
     *,
     table: TableSink | None = None,
-    keep: Keep = NOTHING,
+    keep: Recording = NOTHING,
     jump: bool = True,
 ) -> SimulatedRun:
     """Put engines and what drives them together; `execute` sets it going."""

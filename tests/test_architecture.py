@@ -109,8 +109,8 @@ def test_the_rules_of_imports_clocks_and_randomness_hold():
 def test_the_modules_that_the_rules_name_exist():
     modules = sources()
     assert set(MAY_IMPORT) <= set(modules)
-    assert {f"sim.{module}" for module in TIMELESS} | {"sim.clock.driver", "sim.simulate"} <= set(modules)
-    assert "simpy" in set(imported(ast.parse(modules["sim.clock.driver"])))
+    assert {f"sim.{module}" for module in TIMELESS} | {"sim.clock.instance", "sim.simulate"} <= set(modules)
+    assert "simpy" in set(imported(ast.parse(modules["sim.clock.instance"])))
     assert len([name for name in modules if name.startswith("sim.systems.")]) >= 3
 
 
@@ -154,7 +154,7 @@ def test_a_module_that_breaks_a_rule_is_found(modules, fault):
     "modules",
     [
         {"sim.a": "from traces.request import Request", "traces.request": "from collections import deque"},
-        {"sim.clock.driver": "import simpy", "calib.a": "import torch, gpu_runtime, sim, traces"},
+        {"sim.clock.instance": "import simpy", "calib.a": "import torch, gpu_runtime, sim, traces"},
         {"sim.progress": "from time import monotonic", "traces.a": "import numpy as np\nnp.random.default_rng(0)"},
         {"gpu_runtime.a": "model.eval()"},
         {"sim.systems": "from sim.systems.vllm import A", "sim.systems.vllm": "from sim.systems.base import B"},

@@ -10,7 +10,7 @@ from calib.measure.model_points import BLOCK_TOKENS
 from calib.measure.points import Point
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.device_memory import DeviceMemory
-from gpu_runtime.driver import LiveInstance
+from gpu_runtime.instance import LiveInstance
 from gpu_runtime.model.decoder import Decoder
 from sim.cost.forms import build_cost
 from sim.cost.profile import LINEAR_UNITS, linear_profile

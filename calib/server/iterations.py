@@ -23,7 +23,7 @@ from sim.cost.model import CostModel
 from sim.engine.plan import IterationPlan, StepTimes, make_times
 from sim.engine.sequence import Sequence
 from sim.prepare import Setup
-from sim.runs import Keep, build_engine
+from sim.runs import Recording, build_engine
 from traces.served import ServedRun
 
 DISAGREEMENT = 0.2
@@ -84,7 +84,7 @@ def replay(setup: Setup, served: ServedRun, known: int) -> Replay:
         setup: the engine as the server had it; its prices stand in for what was not seen.
         known: only the tokens of the first so many requests are looked at.
     """
-    parts = build_engine(setup, None, Keep())
+    parts = build_engine(setup, None, Recording())
     engine, arrivals, cost = parts.engine, Arrivals(served.requests), setup.cost
     most = 2 if engine.schedules_ahead else 1
     front_end_s = setup.engine_profile.value("front_end_s") if setup.engine_profile else 0.0

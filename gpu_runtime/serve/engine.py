@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from gpu_runtime.device import TorchDevice
-from gpu_runtime.driver import LiveInstance
+from gpu_runtime.instance import LiveInstance
 from gpu_runtime.live import recorder
 from gpu_runtime.serve.metrics import EngineState, Metrics
 from gpu_runtime.serve.ticket import End, Events, Ticket, Token

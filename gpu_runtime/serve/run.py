@@ -20,7 +20,7 @@ from gpu_runtime.serve.text import Codec
 from sim.errors import UserError
 from sim.prepare import Setup
 from sim.results.metrics import TableSink
-from sim.runs import Keep, Run, build_engine
+from sim.runs import Recording, Run, build_engine
 from sim.specs.json_file import read_json_object
 
 EOS_FILES = ("config.json", "generation_config.json")
@@ -70,7 +70,7 @@ def stop_tokens(folder: Path | None) -> frozenset[int]:
 def perform(
     setup: Setup,
     table: TableSink | None,
-    keep: Keep,
+    keep: Recording,
     decoder: Decoder,
     live: LiveOptions,
     codec: Codec,

@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gpu_runtime.twin.agreement import JUDGED, TOLERANCE, Agreement
 from gpu_runtime.twin.iterations import KINDS, Pair
-from gpu_runtime.twin.twin import JUDGED, TOLERANCE, Agreement
 from sim.results.figures.data import FigureRun
 from sim.results.figures.style import (
     COLOURS,

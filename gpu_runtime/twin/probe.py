@@ -10,7 +10,7 @@ from math import inf
 from gpu_runtime.live import LiveOptions, perform
 from gpu_runtime.model.decoder import Decoder
 from sim.prepare import prepare
-from sim.runs import Keep
+from sim.runs import Recording
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute_all
 from sim.systems.vllm055 import VllmRecompute
@@ -44,7 +44,7 @@ def machine_slowness(scenario: Scenario, decoder: Decoder, options: LiveOptions)
     )
     setup = prepare(short, "probe", VllmRecompute())
     simulated = execute_all(build_run(setup, traffic(short)))
-    live = perform(setup, traffic(short), None, Keep(), decoder, options)
+    live = perform(setup, traffic(short), None, Recording(), decoder, options)
     if live.interrupted:
         raise KeyboardInterrupt
     return live.log.duration_s / simulated.log.duration_s

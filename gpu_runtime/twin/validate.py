@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from gpu_runtime.driver import Observer
+from gpu_runtime.instance import Observer
+from gpu_runtime.twin.agreement import TOLERANCE, Validation, agreements, markdown, verdict
 from gpu_runtime.twin.figure import draw_twin
 from gpu_runtime.twin.iterations import Iteration, IterationLog, compare, in_words, write_csv
 from gpu_runtime.twin.prices import PriceOf, plan_prices
 from gpu_runtime.twin.probe import Probe
-from gpu_runtime.twin.twin import TOLERANCE, Validation, agreements, markdown, verdict
 from sim.cli import simulate
 from sim.files import folder_name, write_atomically
 from sim.prepare import prepare

@@ -7,7 +7,7 @@ import msgspec
 import simpy
 
 from sim.clock.arrivals import Arrivals
-from sim.clock.driver import Instance, Observer
+from sim.clock.instance import Instance, Observer
 from sim.cost.engine_profile import EngineProfile
 from sim.cost.forms import LinearCost, build_cost
 from sim.cost.host import Host

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu_runtime.device import PromptOf, TorchDevice
 from gpu_runtime.device_memory import DeviceMemory
-from gpu_runtime.driver import LiveInstance
+from gpu_runtime.instance import LiveInstance
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.config import DecoderConfig

@@ -1,4 +1,4 @@
-"""The real clock's driver without anything real: a device that takes for everything what the cost model says.
+"""The real clock's instance without anything real: a device that takes for everything what the cost model says.
 
 With it the two clocks can be held together, decision for decision; torch is not needed.
 """
@@ -6,7 +6,7 @@ With it the two clocks can be held together, decision for decision; torch is not
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
-from gpu_runtime.driver import LiveInstance, Observer
+from gpu_runtime.instance import LiveInstance, Observer
 from kvtwin.testing.engines import Machine
 from sim.clock.arrivals import TIE_S, Arrivals
 from sim.cost.pricing import Lanes, Pricer
@@ -83,7 +83,7 @@ class PretendedDevice:
 def pretend(
     engine: Engine, arrivals: Iterable[Request], machine: Machine, observer: Observer | None = None
 ) -> PretendedDevice:
-    """Let an engine serve requests on the real clock's driver. The `observer` hears of plans before they are committed,
+    """Let an engine serve requests on the real clock. The `observer` hears of plans before they are committed,
     while `decodes` are still those that it decided on."""
     device = PretendedDevice(machine, engine.scheduler)
     LiveInstance(engine, device, Arrivals(arrivals), observer=observer).serve()

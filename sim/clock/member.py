@@ -13,7 +13,7 @@ from typing import cast
 import simpy
 
 from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
-from sim.clock.driver import Instance, Observer
+from sim.clock.instance import Instance, Observer
 from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes, LanesMark, Pricer
 from sim.engine.engine import Engine

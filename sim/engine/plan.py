@@ -1,4 +1,4 @@
-"""`IterationPlan`: what the engine wants done next. A driver prices it (simulator) or executes it (GPU).
+"""`IterationPlan`: what the engine wants done next. An instance prices it (simulator) or executes it (GPU).
 
 A plan leaves nothing to guess: it says who computes how many tokens, which blocks change hands and in what order
 (`changes`), and what is copied before, beside and behind the computation and between its layers.
@@ -201,8 +201,8 @@ class Move(NamedTuple):
     """A copy of the KV of tokens [`first_token`, `end_token`) of `seq` in some layer groups, from tier to tier.
 
     What a block holds of the layers is a layer group: the whole model for vLLM, one layer for LayerKV. `num_blocks` is
-    the pool blocks copied. Where `is_reported`, the driver says at the first iteration boundary after the copy that it
-    has ended; then `num_freed` blocks of the source are free.
+    the pool blocks copied. Where `is_reported`, the instance says at the first iteration boundary after the copy that
+    it has ended; then `num_freed` blocks of the source are free.
     """
 
     seq: Sequence

@@ -8,7 +8,7 @@ from sim.errors import UserError
 from sim.systems.options import option
 
 if TYPE_CHECKING:
-    from sim.parts.token_wise.equations import StepTimes
+    from sim.parts.token_wise.equations import StepCosts
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class TokenWiseOptions:
         """Whether the equations are the paper's as printed."""
         return self.equations == "paper"
 
-    def step_times(self, deployment: Deployment, block_size: int) -> "StepTimes":
+    def step_times(self, deployment: Deployment, block_size: int) -> "StepCosts":
         """Eq. 4-7 with a deployment's constants.
 
         A profile of form `linear` has no rates: both forms then take its coefficients, `block_size` tokens a block.
         """
-        from sim.parts.token_wise.equations import StepTimes, corrected_times, paper_times  # noqa: PLC0415 - numpy's
+        from sim.parts.token_wise.equations import StepCosts, corrected_times, paper_times  # noqa: PLC0415 - numpy's
 
         model, gpu, tp = deployment.model, deployment.hardware, deployment.tensor_parallel_size
         linear, value = deployment.profile.linear, deployment.profile.value
@@ -61,7 +61,7 @@ class TokenWiseOptions:
             base_s, seq_s, context_s = linear.decode
             _, token_s, square_s = linear.prefill
             swap_s = linear.swap_s_per_block / block_size
-            return StepTimes(seq_s, context_s, token_s, square_s, swap_s=swap_s, fixed_s=base_s)
+            return StepCosts(seq_s, context_s, token_s, square_s, swap_s=swap_s, fixed_s=base_s)
         links = -(-tp // gpu.gpus_per_pcie_link)
         h2d_bytes_per_s = links * value("h2d_bytes_per_s")
         if self.printed:

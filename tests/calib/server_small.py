@@ -9,7 +9,7 @@ from random import Random
 from calib.server.constants import with_constants
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
-from sim.runs import Keep
+from sim.runs import Recording
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
 from sim.traffic import traffic
@@ -34,7 +34,7 @@ def serve(described, path, hidden=HIDDEN, *, unsteady=UNSTEADY, late_s=LATE_S, s
     real.cost.iteration_s = lambda plan: price(plan) * exp(unsteady * random.gauss(0, 1))
     requests = list(traffic(described.scenario))
     front_end_s = real.engine_profile.value("front_end_s")
-    run = execute(build_run(real, requests, keep=Keep(detailed=True), jump=False))
+    run = execute(build_run(real, requests, keep=Recording(detailed=True), jump=False))
     result = {"completed": len(requests), "failed": 0, "request_throughput": run.log.rate(len(requests)), "itls": []}
     result |= {"input_lens": [], "output_lens": [], "start_times": [], "ttfts": [], "errors": [""] * len(requests)}
     for request in requests:

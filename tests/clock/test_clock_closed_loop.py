@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvtwin
-from gpu_runtime.driver import LiveInstance
+from gpu_runtime.instance import LiveInstance
 from kvtwin.testing import build_engine, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
 from kvtwin.testing.pretended import PretendedDevice

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_runtime.device import TorchDevice
-from gpu_runtime.driver import LiveInstance
+from gpu_runtime.instance import LiveInstance
 from gpu_runtime.trace_prompts import TracePrompts
 from kvtwin.testing import live
 from kvtwin.testing.engines import build_engine, linear_machine

@@ -11,7 +11,7 @@ from gpu_runtime.live import LiveOptions, check_lengths, perform  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.prepare import prepare  # noqa: E402
-from sim.runs import Keep  # noqa: E402
+from sim.runs import Recording  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.traffic import traffic  # noqa: E402
@@ -25,7 +25,7 @@ SCENARIO = Scenario(
 def run(name, scenario=SCENARIO):
     setup = prepare(scenario, "", POLICIES[name]())
     check_lengths(setup, small_decoder().config)
-    return perform(setup, traffic(scenario), None, Keep(), small_decoder(), LiveOptions("cpu"))
+    return perform(setup, traffic(scenario), None, Recording(), small_decoder(), LiveOptions("cpu"))
 
 
 @pytest.mark.parametrize("name", ["vllm-recompute", "layerkv"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu_runtime.driver import LiveInstance
+from gpu_runtime.instance import LiveInstance
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.held import Held
 from gpu_runtime.kv.placement import Placement

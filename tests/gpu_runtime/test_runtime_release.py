@@ -16,7 +16,7 @@ from gpu_runtime.live import LiveOptions, perform  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.prepare import prepare  # noqa: E402
-from sim.runs import Keep  # noqa: E402
+from sim.runs import Recording  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.traffic import traffic  # noqa: E402
@@ -63,7 +63,7 @@ def run(requests, monkeypatch):
 
     monkeypatch.setattr(DeviceMemory, "__init__", partialmethod(DeviceMemory.__init__, spare_blocks=1))
     monkeypatch.setattr(TorchDevice, "__init__", graphed)
-    return perform(setup, requests, None, Keep(), small_decoder(), LiveOptions("cpu"))
+    return perform(setup, requests, None, Recording(), small_decoder(), LiveOptions("cpu"))
 
 
 @pytest.mark.parametrize("fails", [False, True])

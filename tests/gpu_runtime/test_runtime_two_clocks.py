@@ -1,4 +1,4 @@
-"""Two clocks, one decision: the engine on SimPy and on the real clock's driver with a device that only pretends."""
+"""Two clocks, one decision: the engine on SimPy and on the real clock with a device that only pretends."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ class Shown(list):
 
 
 def live(policy, arrivals, limit, machine):
-    """The same run on the real clock's driver."""
+    """The same run on the real clock."""
     ended, plans = [], Shown()
     pretend(build_engine(policy, limit, machine, ended.append), arrivals, machine, plans.observe)
     return plans, ended

@@ -21,8 +21,8 @@ from small_results import small_result  # noqa: E402
 
 import kvtwin  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
+from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict  # noqa: E402
 from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402
-from gpu_runtime.twin.twin import Validation, agreements, markdown, verdict  # noqa: E402
 from sim.cli import simulate  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.files import folder_name  # noqa: E402

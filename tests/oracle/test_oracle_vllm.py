@@ -16,7 +16,7 @@ import simpy
 
 from kvtwin.testing import build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
-from sim.clock.driver import Instance
+from sim.clock.instance import Instance
 from sim.cost.pricing import Lanes
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, Origin, StepTimes

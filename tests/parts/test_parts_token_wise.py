@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sim.parts.token_wise.equations import (
     CONFIGURATIONS,
     Configuration,
-    StepTimes,
+    StepCosts,
     corrected_times,
     paper_times,
     thread_loss,
@@ -119,7 +119,7 @@ def test_eq_6_to_9_are_as_printed_or_as_they_should_be():
 
 
 def test_the_least_bubble_is_between_the_extremes():
-    times = StepTimes(0.0, 0.0, 1e-4, 0.0, swap_s=1e-4)
+    times = StepCosts(0.0, 0.0, 1e-4, 0.0, swap_s=1e-4)
     # As dear to copy as to compute: as many layers either way, and the first such is chosen.
     assert CONFIGURATIONS[least_bubble(times, 100.0, 0.0, 0.5, CONFIGURATIONS)] == (1, 1)
     assert CONFIGURATIONS[least_bubble(times._replace(swap_s=1e-6), 100.0, 0.0, 0.5, CONFIGURATIONS)] == (3, 1)

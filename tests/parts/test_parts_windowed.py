@@ -324,7 +324,7 @@ def test_what_cannot_be_is_refused(tmp_path) -> None:
     shared = setup(model=str(tmp_path), max_model_len=512, num_gpu_blocks_override=10)
     assert shared.limits.block_bytes == 16 * 2 * 2 * 64 * 2
     layered = setup("layerkv", model=str(tmp_path), max_model_len=512, num_gpu_blocks_override=10)
-    from sim.runs import Keep, build_engine  # noqa: PLC0415
+    from sim.runs import Recording, build_engine  # noqa: PLC0415
 
     with pytest.raises(UserError, match=r"memory=layers keeps each layer's KV apart.*use memory=paged"):
-        build_engine(layered, None, Keep())
+        build_engine(layered, None, Recording())

@@ -24,7 +24,7 @@ from kvtwin.testing import (
     simulate,
     tiny_model,
 )
-from sim.clock.driver import Observer
+from sim.clock.instance import Observer
 from sim.cost.forms import build_cost
 from sim.cost.profile import Profile, read_profile
 from sim.engine.limits import Limits

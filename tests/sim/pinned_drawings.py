@@ -19,9 +19,9 @@ from calib.figure import draw_fit
 from calib.robust import Estimate
 from calib.samples import Sample
 from gpu_runtime.twin.against_figure import draw_against
+from gpu_runtime.twin.agreement import Agreement
 from gpu_runtime.twin.figure import draw_twin
 from gpu_runtime.twin.iterations import KINDS, Decision, Iteration, Pair
-from gpu_runtime.twin.twin import Agreement
 from kvtwin.testing import requests
 from sim.cost.profile import read_profile
 from sim.served import Times

@@ -8,7 +8,7 @@ from sim.prepare import prepare
 from sim.results.metrics import names
 from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
-from sim.runs import Keep, Run
+from sim.runs import Recording, Run
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
 from sim.traffic import traffic
@@ -29,7 +29,7 @@ CROWDED = Scenario(
     max_model_len=1024, goodput=("ttft:3000",), seed=1,
 )  # fmt: skip
 """More requests than the pools hold."""
-NOTHING = Keep()
+NOTHING = Recording()
 PROFILE = UsedProfile(name="l20-derived", status="derived", sha256="0123456789abcdef")
 
 
@@ -75,6 +75,6 @@ def small_result(**changes: object) -> Result:
     return structs.replace(values, **changes)
 
 
-def finished(policy: str, keep: Keep = NOTHING, options: Scenario = CROWDED) -> Run:
+def finished(policy: str, keep: Recording = NOTHING, options: Scenario = CROWDED) -> Run:
     """A simulated run that has ended."""
     return execute(build_run(prepare(options, policy, parse_policy(policy, {})[1]), traffic(options), keep=keep))

@@ -12,7 +12,7 @@ from kvtwin import main
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.results.result import assemble
-from sim.runs import Keep
+from sim.runs import Recording
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
 from sim.study.axes import read_study
@@ -95,7 +95,7 @@ def test_left_open_it_is_what_the_prices_can_hide(linear, lengths, rate, blocks,
 
     def result(asked):
         setup = prepare(scenario, "vllm-v1", VllmV1(async_scheduling=asked))
-        return assemble(execute(build_run(setup, requests, keep=Keep(detailed=True), jump=jump)))
+        return assemble(execute(build_run(setup, requests, keep=Recording(detailed=True), jump=jump)))
 
     open_, same, other = (msgspec.json.encode(result(asked)) for asked in (None, not is_linear, is_linear))
     assert open_ == same != other

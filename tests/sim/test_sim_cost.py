@@ -8,7 +8,7 @@ from msgspec import UNSET, structs
 
 from kvtwin.testing import build_engine, limits, requests, roofline_machine, simulate
 from sim.clock.arrivals import Arrivals
-from sim.clock.driver import Instance
+from sim.clock.instance import Instance
 from sim.cost.forms import LinearCost, PaperCost, build_cost
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile, load_profile, shipped_profiles

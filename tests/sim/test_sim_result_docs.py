@@ -10,9 +10,9 @@ import pytest
 from small_results import CROWDED, finished
 
 from gpu_runtime.twin.against import Against, Compared, WorstRequest
+from gpu_runtime.twin.agreement import Agreement, Validation
 from gpu_runtime.twin.iterations import COLUMNS as ITERATION_COLUMNS
 from gpu_runtime.twin.iterations import Difference, IterationAgreement, KindAgreement
-from gpu_runtime.twin.twin import Agreement, Validation
 from sim.cli import TABLE_FILES
 from sim.results.figures import FIGURES
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
@@ -34,7 +34,7 @@ from sim.results.result import RESULT_FILE, SERIES_FILE, assemble
 from sim.results.schema import Comparison, Result
 from sim.results.series import COLUMNS
 from sim.results.timeline import TIMELINE_FILE, write_timeline
-from sim.runs import Keep
+from sim.runs import Recording
 
 ROOT = Path(__file__).parents[2]
 FILES = [RESULT_FILE, *TABLE_FILES, SERIES_FILE, TIMELINE_FILE, "figures/"]
@@ -160,7 +160,7 @@ def test_the_page_names_the_counters_of_pools():
 
 
 def test_the_page_names_what_a_timeline_holds(tmp_path):
-    write_timeline(tmp_path, finished("layerkv", Keep(timeline=True)))
+    write_timeline(tmp_path, finished("layerkv", Recording(timeline=True)))
     trace = json.loads(gzip.decompress((tmp_path / TIMELINE_FILE).read_bytes()))
     assert documented()["timeline.json.gz"] == list(trace)
     assert set(documented()["events"]) == {key for event in trace["traceEvents"] for key in event}

@@ -12,7 +12,7 @@ from sim.cost.pricing import Lanes
 from sim.errors import UserError
 from sim.results.parts import LanesUse, Machine, ResolvedScenario, TierUse
 from sim.results.result import assemble, read_result, write_result
-from sim.runs import Keep
+from sim.runs import Recording
 from sim.scenario import Scenario
 
 MACHINE = Machine(device="cpu", torch="2", dtype="float32", threads="1")
@@ -21,7 +21,7 @@ MACHINE = Machine(device="cpu", torch="2", dtype="float32", threads="1")
 @pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "layerkv"])
 @pytest.mark.parametrize("detailed", [True, False])
 def test_a_result_comes_back_from_its_file_as_it_was(tmp_path, policy, detailed):
-    result = assemble(finished(policy, Keep(detailed=detailed)))
+    result = assemble(finished(policy, Recording(detailed=detailed)))
     assert read_result(write_result(tmp_path, result)) == result
     assert (result.itls is not UNSET) is detailed
     assert bool(result.counters.policy) is (policy == "layerkv")

@@ -12,14 +12,14 @@ from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.results.result import assemble
 from sim.results.time_use import LIMITS
-from sim.runs import Keep
+from sim.runs import Recording
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
 from sim.systems import POLICIES
 from sim.systems.builder import HAND_OVER
 from sim.traffic import traffic
 
-SERIES = Keep(series=True)
+SERIES = Recording(series=True)
 POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == HAND_OVER}
 ALONE = [name for name in POLICIES if name not in POOLS]
 
@@ -41,7 +41,7 @@ def total_s(parts):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_parts_add_up_to_the_latency_and_watching_changes_nothing(policy):
-    kept, plain = (assemble(finished(policy, keep, options_for(policy))) for keep in (SERIES, Keep()))
+    kept, plain = (assemble(finished(policy, keep, options_for(policy))) for keep in (SERIES, Recording()))
     parts = kept.latency_parts
     assert structs.replace(kept, latency_parts=UNSET) == plain
     assert total_s(parts) == pytest.approx(kept.mean_e2el_ms / 1e3, rel=1e-9)
@@ -133,7 +133,7 @@ def test_each_limit_is_found_where_it_binds():
 
 
 def test_what_cannot_be_told_is_left_out():
-    assert assemble(finished("vllm-recompute", Keep(), CROWDED)).latency_parts is UNSET
+    assert assemble(finished("vllm-recompute", Recording(), CROWDED)).latency_parts is UNSET
     piped = options_for("vllm-recompute", pipeline_parallel_size=2)
     assert assemble(finished("vllm-recompute", SERIES, piped)).latency_parts is UNSET
 

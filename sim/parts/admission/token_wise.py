@@ -16,7 +16,7 @@ from sim.errors import UserError
 from sim.parts.admission.watermark import WATERMARK
 from sim.parts.base import Admission
 from sim.parts.memory.token_wise import TokenWiseMemory
-from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, StepTimes
+from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, StepCosts
 from sim.parts.token_wise.solver import Batch, Choice, Memory, best, least_bubble
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ class BatchAndRatio(Admission):
         tpot_slo_s: that T(b, r), and the longest wait since anybody's last token, keep to together.
         printed: choose as the paper does: T with all layers computed again, the largest batch (Eq. 5 does not say
             which), M_o as for (3, 2) at first, then as for the configuration with the least bubble.
-        fused, overlapped: as for `StepTimes.step_s`.
+        fused, overlapped: as for `StepCosts.step_s`.
     """
 
     def __init__(
-        self, times: StepTimes, tpot_slo_s: float, *, printed: bool, fused: bool = True, overlapped: bool = True
+        self, times: StepCosts, tpot_slo_s: float, *, printed: bool, fused: bool = True, overlapped: bool = True
     ) -> None:
         self.times, self.tpot_slo_s, self.printed = times, tpot_slo_s, printed
         self.fused, self.overlapped = fused, overlapped

@@ -1,9 +1,9 @@
 """`PrefixIndex`: which blocks hold which prefix, who uses them, and which go first (vLLM's prefix cache, in runs).
 
-A radix tree over block keys; equal keys after equal prefixes mean equal KV. A node is a run of keys, and has one `Run`
-of blocks for each time its content was computed: vLLM keeps duplicates and hits the oldest. Nobody's runs wait in one
-LRU list; a sequence gives its blocks back from the last to the first, so that tails are evicted before heads and what
-is cached is always closed under prefixes. Costs go with runs, not with blocks.
+A radix tree over block keys; equal keys after equal prefixes mean equal KV. A node is a run of keys, and has a
+`CachedRun` of blocks for each time its content was computed: vLLM keeps duplicates and hits the oldest. Nobody's runs
+wait in one LRU list; a sequence gives its blocks back from the last to the first, so that tails are evicted before
+heads and what is cached is always closed under prefixes. Costs go with runs, not with blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from traces.hash_ids import num_shared
 Keys = tuple[int, ...]
 
 
-class Run:
+class CachedRun:
     """The first `num_blocks` blocks of a node's content, computed once. In the LRU list while nobody holds them."""
 
     __slots__ = ("after", "before", "holders", "node", "num_blocks")
@@ -24,8 +24,8 @@ class Run:
         self.node = node
         self.num_blocks = num_blocks
         self.holders: dict[Holding, None] = {}
-        self.before: Run = self
-        self.after: Run = self
+        self.before: CachedRun = self
+        self.after: CachedRun = self
 
 
 class Node:
@@ -37,7 +37,7 @@ class Node:
         self.parent = parent
         self.keys = keys
         self.children: dict[int, Node] = {}
-        self.runs: list[Run] = []
+        self.runs: list[CachedRun] = []
         self.growing: dict[Holding, None] = {}
         """Whose last run is here (or who have none, at the root) and who may yet publish keys beyond it."""
 
@@ -55,7 +55,7 @@ class Holding:
     def __init__(self, seq: Sequence, keys: Keys) -> None:
         self.seq = seq
         self.keys = keys
-        self.runs: list[Run] = []
+        self.runs: list[CachedRun] = []
         self.num_blocks = 0
         self.number = 0
         """Grows from one admission to the next."""
@@ -90,7 +90,7 @@ class PrefixIndex:
         self.num_evicted = 0
         self.version = 0
         """Grows with every change that could lengthen or shorten a match."""
-        self._lru = Run(DEAD, 0)
+        self._lru = CachedRun(DEAD, 0)
         self._num_taken = 0
 
     # -- looking up --------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class PrefixIndex:
         holding.number = self._num_taken
         self._list_growing(holding)
 
-    def _hold(self, holding: Holding, run: Run) -> None:
+    def _hold(self, holding: Holding, run: CachedRun) -> None:
         if not run.holders:
             self._unlink(run)
             self.num_idle -= run.num_blocks
@@ -214,7 +214,7 @@ class PrefixIndex:
             self._split(node, offset)
 
     def _add_run(self, holding: Holding, node: Node, num_blocks: int) -> None:
-        run = Run(node, num_blocks)
+        run = CachedRun(node, num_blocks)
         run.holders[holding] = None
         node.runs.append(run)
         holding.runs.append(run)
@@ -266,7 +266,7 @@ class PrefixIndex:
         node.keys = node.keys[num_blocks:]
         node.parent = head
         head.children[node.keys[0]] = node
-        longer: list[Run] = []
+        longer: list[CachedRun] = []
         for run in node.runs:
             if run.num_blocks <= num_blocks:
                 run.node = head
@@ -277,7 +277,7 @@ class PrefixIndex:
                         head.growing[holding] = None
                         holding.place = head
                 continue
-            first = Run(head, num_blocks)
+            first = CachedRun(head, num_blocks)
             head.runs.append(first)
             run.num_blocks -= num_blocks
             longer.append(run)
@@ -314,7 +314,7 @@ class PrefixIndex:
         if last is not self._lru and last.node is DEAD:
             last.num_blocks += num_blocks
         else:
-            self._link(Run(DEAD, num_blocks), last)
+            self._link(CachedRun(DEAD, num_blocks), last)
 
     def evict(self, num_blocks: int) -> None:
         """Give up idle blocks, the longest idle first."""
@@ -336,7 +336,7 @@ class PrefixIndex:
             if run.node is not DEAD:
                 self._shorten(run.node, run)
 
-    def _shorten(self, node: Node, run: Run) -> None:
+    def _shorten(self, node: Node, run: CachedRun) -> None:
         if not run.num_blocks:
             node.runs.remove(run)
         longest = max((left.num_blocks for left in node.runs), default=0)
@@ -347,13 +347,13 @@ class PrefixIndex:
                 del node.parent.children[node.keys[0]]
             node.keys = node.keys[:longest]
 
-    def _link(self, run: Run, before: Run) -> None:
+    def _link(self, run: CachedRun, before: CachedRun) -> None:
         """Put `run` into the LRU list, right behind `before`."""
         run.before, run.after = before, before.after
         before.after.before = run
         before.after = run
 
-    def _unlink(self, run: Run) -> None:
+    def _unlink(self, run: CachedRun) -> None:
         run.before.after, run.after.before = run.after, run.before
         run.before = run.after = run
 

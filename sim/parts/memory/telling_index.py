@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from sim.engine.plan import Change, Evict, Keep, Share, Split
 from sim.engine.sequence import Sequence
-from sim.parts.memory.prefix_index import Holding, Node, PrefixIndex, Run
+from sim.parts.memory.prefix_index import CachedRun, Holding, Node, PrefixIndex
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -25,7 +25,7 @@ class TellingIndex(PrefixIndex):
     def _tell(self, change: Change) -> None:
         self._scheduler.changes.append(change)
 
-    def _hold(self, holding: Holding, run: Run) -> None:
+    def _hold(self, holding: Holding, run: CachedRun) -> None:
         self._tell(Share(holding.seq, run.num_blocks, next(iter(run.holders)).seq if run.holders else run))
         super()._hold(holding, run)
 
@@ -46,6 +46,6 @@ class TellingIndex(PrefixIndex):
             begin += run.num_blocks
         return super().release(holding)
 
-    def _shorten(self, node: Node, run: Run) -> None:
+    def _shorten(self, node: Node, run: CachedRun) -> None:
         self._tell(Evict(run, run.num_blocks))
         super()._shorten(node, run)

@@ -17,7 +17,7 @@ from sim.parts.base import Memory
 from sim.parts.token_wise.equations import (
     CONFIGURATIONS,
     Configuration,
-    StepTimes,
+    StepCosts,
     thread_loss,
     threads_for_recomputation,
 )
@@ -32,8 +32,8 @@ class Kernels(NamedTuple):
     they are those of `times`. `lookup_s` is one access of the map table, of which a layer group takes one in each pass.
     """
 
-    times: StepTimes
-    allots: StepTimes
+    times: StepCosts
+    allots: StepCosts
     fused: bool
     overlapped: bool
     threads: int

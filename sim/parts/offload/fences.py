@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sim.engine.blocks import BlockPool
 from sim.engine.sequence import Sequence
-from sim.parts.memory.prefix_index import Holding, Node, PrefixIndex, Run
+from sim.parts.memory.prefix_index import CachedRun, Holding, Node, PrefixIndex
 from sim.parts.offload.jobs import Job
 
 Reused = Callable[[Job, range], None]
@@ -50,7 +50,7 @@ class FencedIndex(PrefixIndex):
 
     def __init__(self, published: Callable[[Sequence], tuple[int, int]], reused: Reused) -> None:
         super().__init__(published)
-        self.fences: dict[Run, list[Fence]] = {}
+        self.fences: dict[CachedRun, list[Fence]] = {}
         self.leaving: list[Job] = []
         """Jobs that read what is released next."""
         self._reused = reused
@@ -71,13 +71,13 @@ class FencedIndex(PrefixIndex):
                 # It stays: until the scheduler sees the store's end, who hits them next waits as well.
                 self._reused(fence.job, range(fence.begin + fence.shift, fence.end + fence.shift))
 
-    def _cut(self, run: Run, num_blocks: int) -> None:
+    def _cut(self, run: CachedRun, num_blocks: int) -> None:
         if run in self.fences:
             left = [fence for fence in self.fences.pop(run) if fence.cut(num_blocks, self._reused)]
             if left:
                 self.fences[run] = left
 
-    def _shorten(self, node: Node, run: Run) -> None:
+    def _shorten(self, node: Node, run: CachedRun) -> None:
         self._cut(run, run.num_blocks)
         super()._shorten(node, run)
 
@@ -89,7 +89,7 @@ class FencedIndex(PrefixIndex):
                 self._part(run, first, num_blocks)
         return head
 
-    def _part(self, run: Run, first: Run, num_blocks: int) -> None:
+    def _part(self, run: CachedRun, first: CachedRun, num_blocks: int) -> None:
         """The first `num_blocks` blocks of `run` are in `first` now."""
         before, after = [], []
         for fence in self.fences.pop(run):

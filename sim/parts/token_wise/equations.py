@@ -60,7 +60,7 @@ CONFIGURATIONS = tuple(Configuration(swapped, recomputed) for recomputed in (1, 
 """Recomputation of at most two layers and swapping of at most three at a time (section 4.3.1)."""
 
 
-class StepTimes(NamedTuple):
+class StepCosts(NamedTuple):
     """Seconds of a step over b sequences of S tokens in all and Q = sum of squared lengths, r of them uncached.
 
     decode computes `decode_s` b + `context_s` S, reads `weights_s` + `read_s` S;
@@ -135,11 +135,11 @@ class StepTimes(NamedTuple):
         )
 
 
-def paper_times(model: ModelSpec, flops_per_s: float) -> StepTimes:
+def paper_times(model: ModelSpec, flops_per_s: float) -> StepCosts:
     """Eq. 2-4 and 7-9 as printed, at the GPUs' peak."""
     h, layers, vocab = model.hidden_size, model.num_layers, model.vocab_size
     linear, pair, head = 24 * h * h * layers, 4 * h * layers, 2 * h * vocab
-    return StepTimes(
+    return StepCosts(
         (linear + pair) / flops_per_s, (pair + head) / flops_per_s, (linear + head) / flops_per_s, pair / flops_per_s,
         logits_s=head / flops_per_s, printed_layers=layers,
     )  # fmt: skip
@@ -153,10 +153,10 @@ def corrected_times(
     h2d_bytes_per_s: float,
     fixed_s: float = 0.0,
     swap_launch_s: float = 0.0,
-) -> StepTimes:
+) -> StepCosts:
     """The corrected forms on rates that all GPUs of a group reach together: FLOP/s, HBM and PCIe bytes/s."""
     linear, pair = model.linear_flops_per_token, model.attention_flops_per_token_pair
-    return StepTimes(
+    return StepCosts(
         decode_s=(linear + model.head_flops_per_token) / flops_per_s,
         context_s=pair / flops_per_s,
         recompute_s=linear / flops_per_s,

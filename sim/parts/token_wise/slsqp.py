@@ -3,12 +3,12 @@
 import numpy as np
 from scipy.optimize import minimize
 
-from sim.parts.token_wise.equations import Configuration, Floats, StepTimes
+from sim.parts.token_wise.equations import Configuration, Floats, StepCosts
 from sim.parts.token_wise.solver import Batch, Choice, Memory, feasible_ratios
 
 
 def solve(
-    times: StepTimes,
+    times: StepCosts,
     batch: Batch,
     memory: Memory,
     budget_s: float,

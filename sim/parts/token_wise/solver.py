@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, Floats, StepTimes
+from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, Floats, StepCosts
 
 
 class Memory(NamedTuple):
@@ -101,7 +101,7 @@ def feasible_ratios(
 
 
 def best(
-    times: StepTimes,
+    times: StepCosts,
     batch: Batch,
     memory: Memory,
     budget_s: float,
@@ -120,7 +120,7 @@ def best(
         budget_s: that T may take, SLO - WT_max (Eq. 1).
         configurations: to choose from, as many as `memory.scratch` has.
         all_recomputed: whether T takes all layers to be computed again, as Eq. 4 does.
-        fused, overlapped: as for `StepTimes.step_s`.
+        fused, overlapped: as for `StepCosts.step_s`.
 
     Returns:
         None where no b >= `least` is feasible. Of equal ones the smallest b.
@@ -149,7 +149,7 @@ def best(
 
 
 def least_bubble(
-    times: StepTimes, tokens: float, squares: float, ratio: float, configurations: tuple[Configuration, ...]
+    times: StepCosts, tokens: float, squares: float, ratio: float, configurations: tuple[Configuration, ...]
 ) -> int:
     """Place of the configuration whose window has the least difference of Eq. 6 and 7 (section 4.3.1)."""
     return int(np.argmin([times.bubble(tokens, squares, ratio, c) for c in configurations]))

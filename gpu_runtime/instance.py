@@ -1,4 +1,4 @@
-"""The real clock: facts in, plans out, a device that executes them. The twin of `sim.clock.driver`, with time measured.
+"""The real clock: facts in, plans out, a device that executes them. `sim.clock.instance` in real time.
 
 The loop is the simulator's: deliver what has arrived, report copies that have ended, schedule, execute, commit. Nothing
 here knows torch; the device does the work and says when tokens came.

@@ -1,7 +1,7 @@
 """The virtual clock: a SimPy process that has plans priced and waits.
 
-The only module that knows SimPy. One process is one serving instance; it pulls the arrivals that are due at each
-iteration boundary (decisions happen nowhere else) and sleeps until the next one.
+One process is one serving instance; it pulls the arrivals that are due at each iteration boundary (decisions happen
+nowhere else) and sleeps until the next one.
 """
 
 from collections import deque
