@@ -18,6 +18,8 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median
 
+from errors import summary
+
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.scenario import Scenario
@@ -149,15 +151,6 @@ def simulate(run: Run, seed: int, hidden: bool) -> list[dict[str, float]]:
     return found
 
 
-def summary(name: str, errors: list[float]) -> str:
-    """Median absolute error, bias and range."""
-    middle, bias = median(map(abs, errors)), median(errors)
-    return (
-        f"{name}: median absolute error {100 * middle:.1f} %, median {100 * bias:+.1f} %, "
-        f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %, {len(errors)} stages"
-    )
-
-
 def main() -> None:
     """Print every stage, and how far off they are together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -184,7 +177,7 @@ def main() -> None:
     for kind, those in errors.items():
         print(f"\n{kind}:")
         for name in METRICS:
-            print(summary(name, [error[name] for error in those]))
+            print(summary(name, [error[name] for error in those], "stages"))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ these rows. What is not stated is assumed in `scenario`.
 
 import argparse
 import csv
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
+
+from errors import summary
 
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
@@ -27,8 +28,8 @@ MODEL = "Llama-3.1-70B"
 """How the rows of Llama-3.3-70B are labelled; the shapes are the same."""
 PROMPTS_PER_CLIENT = 10
 LEAST_SHARE = 0.8
-TARGETS = {"TTFT": 0.20, "TPOT": 0.08}
-"""Median absolute error aimed at."""
+TTFT_TARGET, TPOT_TARGET = 0.20, 0.08
+"""Median absolute errors aimed at."""
 POLICY = "vllm-v1:async-scheduling=true"
 MEMORY_BOUND = 1.0
 """Where the KV of all clients at their longest is more than so many pools, requests wait for memory."""
@@ -136,17 +137,6 @@ def line(row: Row, found: Simulated) -> str:
     return f"{text}   {', '.join(notes)}".rstrip()
 
 
-def summary(name: str, errors: Iterable[float]) -> str:
-    """Median absolute error and bias, against the target."""
-    found = sorted(errors)
-    middle, target = median(map(abs, found)), TARGETS[name]
-    verdict = "met" if middle <= target else "missed"
-    return (
-        f"{name}: median absolute error {100 * middle:.1f} % (target {100 * target:.0f} %: {verdict}), "
-        f"median {100 * median(found):+.1f} %, {100 * found[0]:+.0f} to {100 * found[-1]:+.0f} %, {len(found)} rows"
-    )
-
-
 def main() -> None:
     """Print every row, and how far off they are together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,8 +157,10 @@ def main() -> None:
         print(line(*pairs[-1]), flush=True)
     for which, kind in enumerate(("medians", "means")):
         print(f"\nsimulated {kind}:")
-        print(summary("TTFT", (error(found.ttft_ms[which], row.ttft_ms) for row, found in pairs)))
-        print(summary("TPOT", (error(found.tpot_ms[which], row.tpot_ms) for row, found in pairs)))
+        ttft_errors = (error(found.ttft_ms[which], row.ttft_ms) for row, found in pairs)
+        tpot_errors = (error(found.tpot_ms[which], row.tpot_ms) for row, found in pairs)
+        print(summary("TTFT", ttft_errors, "rows", TTFT_TARGET))
+        print(summary("TPOT", tpot_errors, "rows", TPOT_TARGET))
         for tp in sorted({row.tp for row, _ in pairs}):
             group = [(row, found) for row, found in pairs if row.tp == tp]
             ttft = median(error(found.ttft_ms[which], row.ttft_ms) for row, found in group)

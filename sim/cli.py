@@ -161,8 +161,7 @@ def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
     parts = ", ".join(f"{part} {value}" for part, value in kind.composition.items())
     group = parser.add_argument_group(f"options of {name}", f"{kind.summary} ({parts})")
     for option in options_of(kind):
-        if name != DEFAULT_POLICY and owned_option(option.full_name) != option:
-            # Stands with the default policy's.
+        if option.is_plain and name != DEFAULT_POLICY:
             continue
         text, default = option.field.metadata["help"], option.field.default
         text += "" if default is None else f" (default {default})"

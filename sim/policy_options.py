@@ -27,11 +27,14 @@ class PolicyOption(msgspec.Struct, frozen=True):
     hint: Any
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is vLLM's, spelled as vLLM spells it. The default policy has all of these."""
+        return self.field.metadata.get("plain", False)
+
+    @property
     def full_name(self) -> str:
-        """`POLICY_OPTION`, with underscores; `OPTION` alone where it is vLLM's."""
-        if self.field.metadata.get("plain"):
-            return self.name
-        return f"{self.policy.replace('-', '_')}_{self.name}"
+        """`POLICY_OPTION`, with underscores; `OPTION` alone where it is plain."""
+        return self.name if self.is_plain else f"{self.policy.replace('-', '_')}_{self.name}"
 
 
 def options_of(kind: type[Policy]) -> list[PolicyOption]:

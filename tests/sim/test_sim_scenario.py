@@ -17,7 +17,7 @@ from sim.option_values import base_type, convert, flag, option_fields
 from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
 from sim.scenario import OF_WORKLOADS, Outputs, Scenario, build_scenario, read_scenario
 from sim.specs.models import load_model
-from sim.systems import POLICIES, policy_named
+from sim.systems import DEFAULT_POLICY, POLICIES, policy_named
 from sim.systems.builder import HAND_OVER
 from sim.systems.options import option
 from sim.systems.vllm055 import VllmRecompute
@@ -307,6 +307,12 @@ def test_options_of_two_policies_with_one_flag_are_refused(monkeypatch):
         all_policy_options()
     with pytest.raises(UserError, match="vllm and vllm-swap alike"):
         owned_option("vllm_swap_first")
+
+
+def test_the_default_policy_has_all_plain_options():
+    plain = {name for name, option in all_policy_options().items() if option.is_plain}
+    assert plain <= {option.full_name for option in options_of(POLICIES[DEFAULT_POLICY])}
+    assert plain > {"async_scheduling", "kv_offloading_size"}
 
 
 def test_a_name_is_registered_once(monkeypatch):

@@ -1,6 +1,6 @@
 """`memory.png`: KV memory in use and how many requests decode, wait and are swapped out, over time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,11 +111,7 @@ def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: Panel, unit_s: float,
     dress(ax, "", panel.axis)
     edges = np.linspace(0.0, end, SERIES_BINS + 1)
     told = []
-    for i, (run, steps) in enumerate(zip(runs, panel.steps, strict=True)):
-        if steps is None:
-            continue
-        time, values = steps[0] / unit_s, steps[1]
-        last = max(run.result.makespan_s / unit_s, float(time[-1]))
+    for i, run, time, values, last in step_functions(runs, panel, unit_s):
         x, mean, low, high = stretches(time, values, last, edges)
         ax.fill_between(x, low, high, color=policy_colour(i), alpha=0.18, lw=0, step="mid")
         ax.plot(
@@ -136,6 +132,16 @@ def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: Panel, unit_s: float,
     ax.set_ylim(0.0, 1.0 if nothing else None)
     ax.yaxis.set_major_locator(MaxNLocator(4))
     set_title(ax, ranking(panel.title, told, panel.text) if told else panel.title.partition(":")[0], 120)
+
+
+def step_functions(
+    runs: Sequence[FigureRun], panel: Panel, unit_s: float
+) -> Iterator[tuple[int, FigureRun, Floats, Floats, float]]:
+    """Place and run of each policy that a panel shows, times and values, the last time; times in units of `unit_s`."""
+    for place, (run, steps) in enumerate(zip(runs, panel.steps, strict=True)):
+        if steps is not None:
+            time = steps[0] / unit_s
+            yield place, run, time, steps[1], max(run.result.makespan_s / unit_s, float(time[-1]))
 
 
 def stretches(time: Floats, values: Floats, last: float, edges: Floats) -> tuple[Floats, Floats, Floats, Floats]:

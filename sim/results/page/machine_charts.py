@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from sim.results.figures.data import FigureRun, clock, has_series
 from sim.results.figures.lanes import LANES, busy_shares
-from sim.results.figures.memory import memory_panels, stretches
+from sim.results.figures.memory import memory_panels, step_functions, stretches
 from sim.results.figures.style import percent_text
 from sim.results.page.chart import TIME_BINS, Chart, Json, rounded
 from sim.results.report import NONE
@@ -23,11 +23,7 @@ def memory(runs: Sequence[FigureRun]) -> list[Chart]:
     for number, panel in enumerate(memory_panels(runs)):
         title = panel.title.partition(":")[0]
         data, rows = [], []
-        for place, (run, steps) in enumerate(zip(runs, panel.steps, strict=True)):
-            if steps is None:
-                continue
-            time, values = steps[0] / unit_s, steps[1]
-            last = max(run.result.makespan_s / unit_s, float(time[-1]))
+        for place, run, time, values, last in step_functions(runs, panel, unit_s):
             x, mean, _, high = stretches(time, values, last, edges)
             data.append(
                 {
