@@ -4,14 +4,15 @@
 
 Batches of up to 512 sequences at random points of their answers: lengths as ShareGPT's (log-normal, means 222 and 1,346
 tokens) and L-Eval's (35,956 and 5,189), the paper's means; shapes are assumed. Llama-2-13B on one A100-80G and 70B on
-four, the paper's SLOs. Printed: microseconds of a solve, for one configuration and for all six; the median ratio of the
-two solvers pair by pair; how much worse SLSQP's T/b is at worst, as it would be deployed (b rounded down); how often it
-finds nothing feasible where there is something; and the largest over the smallest b of three starts, the median.
+four, the paper's SLOs. Printed: microseconds of a solve (CPU time, the least of three), for one configuration and for
+all six; the median ratio of the two solvers pair by pair; how much worse SLSQP's T/b is at worst, as it would be
+deployed (b rounded down); how often it finds nothing feasible where there is something; and the largest over the
+smallest b of three starts, the median.
 """
 
 import argparse
 from statistics import median
-from time import perf_counter
+from time import process_time
 
 import numpy as np
 
@@ -29,6 +30,7 @@ SETUPS = (
 )
 FIRST = Configuration(3, 2)
 STARTS = (0.1, 0.5, 0.9)
+REPEATS = 3
 
 
 def lengths_of(means: tuple[int, int], random: np.random.Generator) -> np.ndarray:
@@ -51,13 +53,13 @@ def times_of(model: ModelSpec, gpus: int, equations: str) -> StepCosts:
     )
 
 
-def timed(solve_once, repeats: int) -> tuple[float, Choice | None]:  # noqa: ANN001 - a function without arguments
-    """Seconds of one solve, the least of some, and its answer."""
+def timed(solve_once) -> tuple[float, Choice | None]:  # noqa: ANN001 - a function without arguments
+    """Seconds of one solve, the least of `REPEATS`, and its answer."""
     seconds, answer = [], None
-    for _ in range(repeats):
-        begun_s = perf_counter()
+    for _ in range(REPEATS):
+        begun_s = process_time()
         answer = solve_once()
-        seconds.append(perf_counter() - begun_s)
+        seconds.append(process_time() - begun_s)
     return min(seconds), answer
 
 
@@ -78,10 +80,9 @@ def compare(setup: tuple, equations: str, batches: int) -> str:
         seconds, exact = timed(
             lambda lengths=lengths: best(
                 times, Batch(lengths), one, slo_s, configurations=(FIRST,), all_recomputed=paper
-            ),
-            3,
+            )
         )
-        six_s, _ = timed(lambda lengths=lengths: best(times, Batch(lengths), memory, slo_s, all_recomputed=paper), 3)
+        six_s, _ = timed(lambda lengths=lengths: best(times, Batch(lengths), memory, slo_s, all_recomputed=paper))
         found = [
             timed(
                 lambda start=start, batch=batch: solve(
@@ -92,8 +93,7 @@ def compare(setup: tuple, equations: str, batches: int) -> str:
                     (start * len(batch.seqs), start),
                     configuration=FIRST,
                     all_recomputed=paper,
-                ),
-                1,
+                )
             )
             for start in STARTS
         ]

@@ -17,7 +17,7 @@ from sim.parts.token_wise.equations import (
     threads_for_recomputation,
 )
 from sim.parts.token_wise.slsqp import solve
-from sim.parts.token_wise.solver import Batch, Memory, best, least_bubble, least_ratios
+from sim.parts.token_wise.solver import Batch, Memory, best, feasible_ratios, least_bubble, least_ratios
 from sim.specs.models import load_model
 
 MODEL = load_model("llama-2-13b")
@@ -188,6 +188,30 @@ def test_nothing_that_brute_force_tries_is_better(instance):
         copied = (1 - found.configuration.recomputed_share) * found.ratio * sum(lengths[: found.batch_size])
         # Of a block each on its way back three layers of four are on the host, whatever the configuration.
         assert copied + 0.75 * lost * found.batch_size <= room.host_tokens * (1 + 1e-12)
+
+
+@given(instances, st.integers(1, 30), st.sampled_from([0.0, 0.1]), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_sizes_that_are_not_looked_at_hold_nothing_better(instance, first, least_ratio, largest):
+    """As if every configuration were priced for every size."""
+    lengths, share, budget_s, block, times, by_longest, host = instance
+    room = memory(share * sum(lengths), lost_tokens=block - 1, by_longest=by_longest, least_ratio=least_ratio)
+    if host:
+        room = room._replace(host_tokens=0.1 * sum(lengths))
+    batch, again = Batch(lengths, block), np.array([[c.recomputed_share] for c in CONFIGURATIONS])
+    ratios, feasible = feasible_ratios(batch, room)
+    step_s = times.step_s(batch.seqs, batch.tokens, batch.squares, np.where(feasible, ratios, 0.0), (1 - again, again))
+    feasible &= (step_s <= budget_s) & (batch.seqs >= first)
+    found = best(times, batch, room, budget_s, least=first, largest=largest)
+    if found is None or not feasible.any():
+        assert found is None and not feasible.any()
+        return
+    if largest:
+        size = int(np.flatnonzero(feasible.any(axis=0))[-1])
+        assert found.batch_size == size + 1
+        assert found.step_s == step_s[feasible[:, size], size].min()
+    else:
+        assert found.s_per_token == (step_s / batch.seqs)[feasible].min()
 
 
 @given(instances, st.integers(1, 30), st.floats(0.0, 1.0))

@@ -90,6 +90,14 @@ class StepCosts(NamedTuple):
         """Eq. 6: `share` of the layers copied in for `ratio` of the tokens."""
         return share * (self.swap_s * tokens * ratio + self.swap_launch_s * (ratio > 0.0))
 
+    def cached_s(self, seqs: Floats, tokens: Floats) -> Floats:
+        """T(b, 0): nothing is uncached."""
+        return self.fixed_s + np.maximum(*self._decoding_s(seqs, tokens))
+
+    def _decoding_s(self, seqs: Floats, tokens: Floats) -> tuple[Floats, Floats]:
+        """Computing and reading."""
+        return self.decode_s * seqs + self.context_s * tokens, self.weights_s + self.read_s * tokens
+
     def step_s(
         self,
         seqs: Floats,
@@ -106,7 +114,7 @@ class StepCosts(NamedTuple):
         Fused kernels recompute while decodes read; separate ones do so in turn. Copies are `overlapped` with both.
         """
         again = self.recomputing_s(tokens, squares, ratio, shares[1])
-        compute, read = self.decode_s * seqs + self.context_s * tokens, self.weights_s + self.read_s * tokens
+        compute, read = self._decoding_s(seqs, tokens)
         kernels = np.maximum(compute + again, read) if fused else np.maximum(compute, read) + again
         copies = self.swapping_s(tokens, ratio, shares[0])
         return self.fixed_s + (np.maximum(kernels, copies) if overlapped else kernels + copies)

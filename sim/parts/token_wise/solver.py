@@ -5,10 +5,12 @@ Sequences are served in order, so that a batch of b is the first b of them. What
     sum of s (1 - r) + m r W <= M        (tokens; m: the scratch of an uncached token, of which there are r W)
 
 is linear in r, and T(b, r) rises with r: for each b the least r that memory allows is best, a closed form. The best of
-all b is then a minimum over a vector.
+all b is then a minimum over a vector: of those that fit whole (r = 0) whatever the configuration, of the larger ones
+one for each configuration, as far as T(b, 0) keeps to the budget.
 """
 
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -49,16 +51,27 @@ class Batch:
         values = np.asarray(lengths, dtype=np.float64)
         self.seqs = np.arange(1.0, len(values) + 1.0)
         self.tokens = np.cumsum(values)
-        self.squares = np.cumsum(values * values)
         self.lengths = values
         self.stored = self.tokens
         if block_tokens > 1:
             self.stored = np.cumsum(np.ceil(values / block_tokens)) * block_tokens
 
-    @property
+    @cached_property
+    def squares(self) -> Floats:
+        """Squared tokens of the first b, summed."""
+        return np.cumsum(self.lengths * self.lengths)
+
+    @cached_property
     def longest(self) -> Floats:
         """Most tokens of the first b."""
         return np.maximum.accumulate(self.lengths)
+
+    def sizes(self, first: int, last: int) -> "Batch":
+        """The same sums, for batches of `first` + 1 to `last` sequences only."""
+        found = object.__new__(Batch)
+        for name in ("seqs", "tokens", "lengths", "stored", "squares", "longest"):
+            setattr(found, name, getattr(self, name)[first:last])
+        return found
 
 
 class Choice(NamedTuple):
@@ -125,27 +138,38 @@ def best(
     Returns:
         None where no b >= `least` is feasible. Of equal ones the smallest b.
     """
+    # T(b, 0) rises with b. Sizes up to `whole` need nothing uncached.
+    cached_s = times.cached_s(batch.seqs, batch.tokens)
+    end = int(np.searchsorted(cached_s, budget_s, side="right"))
+    whole = 0 if memory.least_ratio else min(end, int(np.searchsorted(batch.stored, memory.gpu_tokens, side="right")))
+    found = None
+    first = max(least - 1, 0)
+    if first < whole:
+        place = whole - 1 if largest else first + int(np.argmin(cached_s[first:whole] / batch.seqs[first:whole]))
+        found = Choice(place + 1, 0.0, configurations[0], float(cached_s[place]))
+    first = max(first, whole)
+    if first >= end:
+        return found
+    batch = batch.sizes(first, end)
     ratios, feasible = feasible_ratios(batch, memory, configurations)
     again = np.array([[c.recomputed_share] for c in configurations])
-    swapped = 1.0 - again
     ratios = np.where(feasible, ratios, 0.0)
-    shares = (0.0, 1.0) if all_recomputed else (swapped, again)
+    shares = (0.0, 1.0) if all_recomputed else (1.0 - again, again)
     sums = batch.seqs, batch.tokens, batch.squares
     step_s = times.step_s(*sums, ratios, shares, fused=fused, overlapped=overlapped)
     feasible &= step_s <= budget_s
-    feasible[:, : least - 1] = False
+    value = np.where(feasible, step_s if largest else step_s / batch.seqs, np.inf)
     if largest:
         places = np.flatnonzero(feasible.any(axis=0))
         if not len(places):
-            return None
+            return found
         place = int(places[-1])
-        row = int(np.argmin(np.where(feasible[:, place], step_s[:, place], np.inf)))
+        row = int(np.argmin(value[:, place]))
     else:
-        value = np.where(feasible, step_s / batch.seqs, np.inf)
         row, place = divmod(int(np.argmin(value)), value.shape[1])
-        if not feasible[row, place]:
-            return None
-    return Choice(place + 1, float(ratios[row, place]), configurations[row], float(step_s[row, place]))
+        if not feasible[row, place] or (found and found.s_per_token <= value[row, place]):
+            return found
+    return Choice(first + place + 1, float(ratios[row, place]), configurations[row], float(step_s[row, place]))
 
 
 def least_bubble(
