@@ -125,7 +125,9 @@ def table(results: Sequence[Result]) -> list[Row]:
             continue
         texts = [metric.text(number) for number in numbers]
         best = _best(metric, numbers, texts)
-        factors = [None, *(ratio(number, numbers[0]) for number in numbers[1:])]
+        # Beside what prints as nothing a factor says nothing.
+        base = None if texts[0] == metric.text(0.0) else numbers[0]
+        factors = [None, *(ratio(number, base) for number in numbers[1:])]
         told = ["" if factor is None else f"({factor_text(factor)})" for factor in factors]
         rows.append(Row(metric.name, [Cell(text, word, text in best) for text, word in zip(texts, told, strict=True)]))
     return rows

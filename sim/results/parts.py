@@ -21,6 +21,8 @@ class Counts(Struct, kw_only=True, frozen=True):
     """Whole blocks copied back for swapped sequences; LayerKV copies layers back and counts them itself."""
     swap_space_exhausted: int
     """Preemptions that became recomputations because the host pool was full."""
+    prefix_query_tokens: int = 0
+    """Prompt tokens of requests that were admitted where prefixes are cached, each counted once."""
     prefix_hit_tokens: int
     """Prompt tokens that were cached when their requests were first admitted."""
     prefix_rehit_tokens: int

@@ -68,6 +68,7 @@ METRICS = (
     *(Metric(f"mean_{part}_ms", f"E2EL: {name} (ms)", None) for part, name in LATENCY_PARTS.items()),
     Metric("mean_queue_ms", "Mean queueing (ms)", True),
     Metric("queue_share_percent", "Queueing / TTFT (%)", None),
+    Metric("prefix_hit_percent", "Prompt tokens hit (%)", False),
     Metric("num_preemptions", "Preemptions", True, ",.0f"),
     Metric("mean_decoding", "Mean requests past TTFT", None),
     Metric("host_memory_gib", "Host KV memory (GiB/GPU)", None),
@@ -78,13 +79,14 @@ METRICS = (
 
 def metric_values(result: Result) -> dict[str, float | None]:
     """The metrics of one result by key; None where the run has none."""
-    attained, share = result.goodput_attainment, queue_share(result)
+    attained, share, hits = result.goodput_attainment, queue_share(result), hit_share(result)
     derived = {
         "goodput_attainment_percent": None if attained is None else attained * 100.0,
         "queue_share_percent": None if share is None else share * 100.0,
         "mean_decoding": mean_decoding(result),
         "request_offered": offered(result),
-        "host_memory_gib": result.scenario.num_cpu_blocks * result.scenario.block_bytes / 2**30,
+        "prefix_hit_percent": None if hits is None else hits * 100.0,
+        "host_memory_gib": host_blocks(result) * result.scenario.block_bytes / 2**30,
     }
     found = result.latency_parts
     for part in LATENCY_PARTS:
@@ -112,6 +114,18 @@ def overload_sentences(results: Sequence[Result]) -> list[str]:
 def queue_share(result: Result) -> float | None:
     """Share of the mean TTFT that is queueing; None without any TTFT."""
     return ratio(result.mean_queue_ms, result.mean_ttft_ms)
+
+
+def hit_share(result: Result) -> float | None:
+    """Share of the admitted prompts' tokens that were cached; None where no prefixes are."""
+    return ratio(result.counters.prefix_hit_tokens, result.counters.prefix_query_tokens)
+
+
+def host_blocks(result: Result) -> int:
+    """Blocks of an engine's host memory: of the tier that keeps prefixes there, else of its swap space."""
+    engines = max(1, len(result.engines or []))
+    tier = next((use.num_blocks // engines for use in result.tiers or [] if use.tier == "host"), None)
+    return result.scenario.num_cpu_blocks if tier is None else tier
 
 
 def mean_decoding(result: Result) -> float | None:
@@ -147,10 +161,12 @@ def origin(profile: UsedProfile) -> str:
 
 
 def deployment(result: Result) -> str:
-    """Model, GPU and traffic in words."""
+    """Model with what is quantised of it, GPU and traffic in words."""
     scenario = result.scenario
     gpus = f"{scenario.tp} x {scenario.gpu}" if scenario.tp > 1 else scenario.gpu
-    return f"{result.model_id} on {cluster_text(result)}{gpus}, {traffic(scenario)}"
+    weights = f" in {scenario.quantization}" if scenario.quantization else ""
+    kv = f", KV in {scenario.kv_cache_dtype}," if scenario.kv_cache_dtype != "auto" else ""
+    return f"{result.model_id}{weights}{kv} on {cluster_text(result)}{gpus}, {traffic(scenario)}"
 
 
 def cluster_text(result: Result) -> str:
@@ -261,14 +277,13 @@ def _engine_lines(result: Result) -> list[str]:
 
 def _memory_lines(result: Result) -> list[str]:
     scenario, counts = result.scenario, result.counters
-    lines, engines = [], max(1, len(result.engines or []))
-    # With a tier that keeps prefixes the host's memory is that, not the swap space.
-    host_blocks = next((use.num_blocks // engines for use in result.tiers or [] if use.tier == "host"), None)
-    host_blocks = scenario.num_cpu_blocks if host_blocks is None else host_blocks
-    for name, blocks in (("GPU KV blocks", scenario.num_gpu_blocks), ("Host KV blocks", host_blocks)):
+    lines = []
+    for name, blocks in (("GPU KV blocks", scenario.num_gpu_blocks), ("Host KV blocks", host_blocks(result))):
         size = f" ({blocks * scenario.block_bytes / 2**30:,.1f} GiB per GPU)" if blocks else ""
         lines.append(_row(name, f"{blocks:,}{size}"))
     lines.append(_row("Preemptions", f"{result.num_preemptions:,}"))
+    if (hits := hit_share(result)) is not None:
+        lines.append(_row("Prompt tokens hit", f"{counts.prefix_hit_tokens:,} ({hits * 100:.1f} %)"))
     for use in result.tiers or []:
         hits = counts.prefix_hit_tokens + counts.prefix_rehit_tokens
         share = f", {use.hit_tokens / hits * 100:.1f} % of all hits" if hits else ""

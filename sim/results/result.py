@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from sim.cost.pricing import Lanes
-from sim.engine.limits import Counters, TierCounters, TierName
+from sim.engine.limits import Counters, Limits, TierCounters, TierName
 from sim.errors import UserError
 from sim.files import write_atomically
 from sim.policy_options import options_of
@@ -82,6 +82,7 @@ def assemble(run: Run) -> Result:
             swap_out_blocks=counters.swap_out_blocks,
             swap_in_blocks=counters.swap_in_blocks,
             swap_space_exhausted=counters.swap_space_exhausted,
+            prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prefix_rehit_tokens=counters.prefix_rehit_tokens,
             prefix_evicted_blocks=sum(parts.scheduler.memory.num_evicted for parts in run.engines),
@@ -155,6 +156,7 @@ def _together(counters: list[Counters]) -> Counters:
         swap_out_blocks=sum(one.swap_out_blocks for one in counters),
         swap_in_blocks=sum(one.swap_in_blocks for one in counters),
         swap_space_exhausted=sum(one.swap_space_exhausted for one in counters),
+        prefix_query_tokens=sum(one.prefix_query_tokens for one in counters),
         prefix_hit_tokens=sum(one.prefix_hit_tokens for one in counters),
         prefix_rehit_tokens=sum(one.prefix_rehit_tokens for one in counters),
         ignored=dict(ignored),
@@ -236,8 +238,15 @@ def _warnings(setup: Setup, counters: Counters) -> list[str]:
     for pool in (setup, setup.decode):
         warnings += _beyond_range(pool) if pool is not None else []
     for reason, count in sorted(counters.ignored.items()):
-        warnings.append(f"{count} request{'s' * (count != 1)} ignored: {reason}")
+        warnings.append(f"{count} request{'s' * (count != 1)} ignored: {reason}{_limits_in(reason, setup.limits)}")
     return warnings
+
+
+def _limits_in(reason: str, limits: Limits) -> str:
+    """What the limits are that a reason names, as their flags."""
+    named = [name for name in ("max_model_len", "max_num_batched_tokens") if name in reason]
+    found = ", ".join(f"--{name.replace('_', '-')} {getattr(limits, name)}" for name in named)
+    return f" ({found})" if found else ""
 
 
 def _beyond_range(setup: Setup) -> list[str]:

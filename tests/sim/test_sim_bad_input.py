@@ -463,6 +463,7 @@ def test_a_prompt_that_never_fits_is_ignored_and_the_others_are_served(tmp_path,
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert status == 0
     assert "warning: 1 request ignored: " + reason in error and error.count("\n") == 1
+    assert ("(--max-model-len 4096, --max-num-batched-tokens 4096)" in error) is (prompt == 5000)
     assert (result["completed"], result["ignored"]) == (2, 1)
     assert [bool(text) for text in result["errors"]] == [False, True, False]
     assert [name.startswith(reason) for name in result["counters"]["ignored"]] == [True]

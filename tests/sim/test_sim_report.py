@@ -2,14 +2,14 @@
 
 import json
 
-import msgspec
 import pytest
+from msgspec import structs
 from small_results import counts, lanes, small_result
 
-from sim.results.comparison import comparison_lines, print_comparison, write_comparison
+from sim.results.comparison import comparison_lines, print_comparison, table, write_comparison
 from sim.results.comparison_sentences import _time, sentences
 from sim.results.parts import TierUse, UsedProfile
-from sim.results.report import mean_decoding, metric_values, print_run, run_lines
+from sim.results.report import deployment, mean_decoding, metric_values, print_run, run_lines
 
 
 def result_of(policy="vllm-recompute", **changes):
@@ -56,7 +56,32 @@ def test_host_blocks_are_those_of_the_tier_that_keeps_prefixes_if_there_is_one(t
     given = {"hit_tokens": 0, "num_loads": 0, "stored_blocks": 0, "evicted_blocks": 0, "saved_s": 0.0, "lost_s": 0.0}
     disk, host = TierUse(tier="disk", num_blocks=99, **given), TierUse(tier="host", num_blocks=10_240, **given)
     assert host_blocks(tmp_path) == host_blocks(tmp_path, tiers=[disk]) == "512 (4.0 GiB per GPU)"
-    assert host_blocks(tmp_path, tiers=[disk, host]) == "10,240 (80.0 GiB per GPU)"
+    both = {"tiers": [disk, host]}
+    assert host_blocks(tmp_path, **both) == "10,240 (80.0 GiB per GPU)"
+    assert [metric_values(result_of(**of))["host_memory_gib"] for of in ({}, both)] == [4.0, 80.0]
+
+
+def test_the_share_of_prompts_that_was_cached_is_told_where_prefixes_are(tmp_path):
+    """90 of 360 tokens; what preempted sequences hit when they came back is no prompt's."""
+    hit = structs.replace(counts(), prefix_query_tokens=360, prefix_hit_tokens=90, prefix_rehit_tokens=500)
+    cached, none = result_of("vllm-v1", counters=hit), result_of("vllm-v1")
+    assert "Prompt tokens hit:                90 (25.0 %)" in run_lines(cached, tmp_path)
+    assert not [line for line in run_lines(none, tmp_path) if line.startswith("Prompt tokens hit")]
+    assert [metric_values(one)["prefix_hit_percent"] for one in (cached, none)] == [25.0, None]
+
+
+def test_no_factor_stands_beside_what_prints_as_nothing():
+    """0.04 % printed as 0.0: 5.0 is no 125 times that."""
+    base = result_of(goodput_attainment=0.0004)
+    (row,) = (row for row in table([base, layerkv(goodput_attainment=0.05)]) if row.name.startswith("SLOs met"))
+    assert [(cell.value, cell.ratio) for cell in row.cells] == [("0.0", ""), ("5.0", "")]
+
+
+def test_what_is_quantised_is_told():
+    plain = result_of()
+    assert deployment(plain).startswith("llama-2-7b on ")
+    fp8 = structs.replace(plain.scenario, quantization="fp8", kv_cache_dtype="fp8_e4m3")
+    assert deployment(structs.replace(plain, scenario=fp8)).startswith("llama-2-7b in fp8, KV in fp8_e4m3, on ")
 
 
 def empty(policy="vllm-recompute"):
@@ -112,7 +137,7 @@ def test_missing_numbers_print_as_dashes(tmp_path, result):
 )
 def test_a_run_in_series_names_the_flag_for_what_vllm_does_by_default(tmp_path, options, backend, said):
     result = result_of("vllm-v1", backend=backend)
-    result = msgspec.structs.replace(result, scenario=msgspec.structs.replace(result.scenario, policy_options=options))
+    result = structs.replace(result, scenario=structs.replace(result.scenario, policy_options=options))
     lines = [line for line in run_lines(result, tmp_path) if "--async-scheduling" in line]
     assert lines == ["Scheduling:                       serial; vLLM's default is --async-scheduling"] * said
 

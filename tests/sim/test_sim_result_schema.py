@@ -41,8 +41,8 @@ def test_an_infinite_rate_and_what_is_seldom_there_come_back(tmp_path):
     data = json.loads(path.read_text())
     assert data["request_rate"] == data["scenario"]["request_rate"] == "inf"
     assert data["counters"] == {
-        "swap_out_blocks": 0, "swap_in_blocks": 0, "swap_space_exhausted": 0, "prefix_hit_tokens": 0,
-        "prefix_rehit_tokens": 0, "prefix_evicted_blocks": 0, "ignored": {}, "parked": 3,
+        "swap_out_blocks": 0, "swap_in_blocks": 0, "swap_space_exhausted": 0, "prefix_query_tokens": 0,
+        "prefix_hit_tokens": 0, "prefix_rehit_tokens": 0, "prefix_evicted_blocks": 0, "ignored": {}, "parked": 3,
     }  # fmt: skip
     assert list(data)[6] == "error"
     assert list(data)[-3:] == ["versions", "machine", "per_request"]
