@@ -46,6 +46,8 @@ OTHERS = {
 """What stands in for an operator."""
 FIRST_S, FIRST_FILES = 5.0, 6
 """Of tests that run first: most faults need no others."""
+WHOLE = "tests/sim/test_sim_pinned"
+"""Files that compare whole results run next: what the first few let pass they mostly notice."""
 SLACK_S, SLACK = 30.0, 5.0
 """A run that takes longer than so many times its usual seconds, and these beside, does not end."""
 
@@ -109,7 +111,7 @@ def replacement(node: ast.AST) -> ast.AST | None:
         case ast.Constant(value=bool(value)):
             return ast.Constant(not value)
         case ast.Constant(value=int(value) | float(value)):
-            return ast.Constant(value + 1)
+            return ast.Constant(value + 1 if value + 1 != value else 2 * value)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return operand
         case ast.Compare(left=left, ops=[op, *ops], comparators=right) if type(op) in OTHERS:
@@ -207,8 +209,12 @@ def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]
     module = Path(fault.path).stem.replace("_", "-")
     for test in sorted(found, key=lambda test: (module not in test.replace("_", "-"), known.seconds[test], test)):
         by_file[file_of(test)].append(test)
-    ranked = [(rank, known.seconds[test], test) for tests in by_file.values() for rank, test in enumerate(tests)]
-    return [test for _, _, test in sorted(ranked)]
+    ranked = [
+        (not file.startswith(WHOLE), rank, known.seconds[test], test)
+        for file, tests in by_file.items()
+        for rank, test in enumerate(tests)
+    ]
+    return [test for *_, test in sorted(ranked)]
 
 
 def file_of(test: str) -> str:
@@ -294,7 +300,8 @@ def try_out(fault: Fault, tests: list[str], seconds: dict[str, float], most_s: f
     # Compiled files are told by the time of their source: no two faults of a file have the same.
     os.utime(target, (fault.place + 1, fault.place + 1))
     try:
-        for chosen in filter(None, (few, more)):
+        whole = [test for test in more if test.startswith(WHOLE)]
+        for chosen in filter(None, (few, whole, more[len(whole) :])):
             note.write_text("")
             plugin = Chosen(chosen, note)
             limit_s = SLACK_S + SLACK * sum(seconds[test] for test in chosen)

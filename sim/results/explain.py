@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from sim.cost.host import TIE_S
 from sim.errors import UserError
 from sim.results.figures.style import seconds_text
 from sim.results.metrics import EndedRequest
@@ -109,7 +110,7 @@ def _queueing(steps: Sequence[dict[str, Any]], found: EndedRequest, scheduled_s:
         overlap_s = min(end_s, scheduled_s) - max(start_s, found.arrival_s)
         if overlap_s <= 0.0:
             continue
-        if start_s <= found.arrival_s:
+        if start_s < found.arrival_s - TIE_S:
             # Decided before it came: it waits for the iteration's end.
             bound_s["under way"] += overlap_s
             ahead = step["args"]["waiting"]

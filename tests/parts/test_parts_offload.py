@@ -17,6 +17,7 @@ from sim.parts.offload.jobs import Job, Offloaded, ranges_of
 from sim.parts.offload.replacement import Access
 from sim.parts.offload.worth import Worth
 from sim.policy_options import parse_policy
+from sim.systems.options import MOST_GIB
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 
@@ -155,7 +156,11 @@ def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
     [
         ("vllm-v1:cpu-chunks=-5", "cpu-chunks: -5"),
         ("vllm-v1:blocks-per-chunk=0", "blocks-per-chunk: 0"),
+        ("vllm-v1:kv-offloading-size=-0.5", "kv-offloading-size: -0.5 is less than 0; give 0 or more"),
+        ("vllm-v1:kv-offloading-size=1000000001", "kv-offloading-size: 1000000001.0 is more than 1e.09 GiB; give less"),
         ("vllm-v1:kv-offloading-size=1,load-s-per-block=-1", "load-s-per-block: -1"),
+        ("vllm-v1:cpu-chunks=5,store-s-per-block=inf", "store-s-per-block: inf is not a number of 0 or more"),
+        ("vllm-v1:cpu-chunks=5,store-threshold=-1", "store-threshold: -1 is not a number of 0 or more"),
         ("vllm-v1:cpu-chunks=5,batching=sarathi", "batching=unified"),
     ],
 )
@@ -163,6 +168,17 @@ def test_what_cannot_be_is_refused(text, words):
     with pytest.raises(UserError, match=words):
         policy = parse_policy(text, {})[1]
         simulate(policy, [A], replace(limits(), enable_prefix_caching=True))
+
+
+@pytest.mark.parametrize(
+    "least",
+    [
+        {"kv_offloading_size": 0.0}, {"kv_offloading_size": 0.5}, {"kv_offloading_size": MOST_GIB}, {"cpu_chunks": 0},
+        {"cpu_chunks": 1, "blocks_per_chunk": 1, "load_s_per_block": 0.0, "store_threshold": 0},
+    ],
+)  # fmt: skip
+def test_the_least_and_the_most_are_accepted(least):
+    assert VllmV1(**least).offloads
 
 
 def test_a_size_in_gib_is_cut_into_chunks_of_whole_pages():

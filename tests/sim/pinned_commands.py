@@ -32,7 +32,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 from pinned import GOLDEN, POOLS, SMALL, TRAFFIC, digest, rounded
 
 import kvtwin
@@ -193,7 +193,8 @@ def axis_of(axis: Axis) -> str:
     given = isinstance(axis.get_major_locator(), FixedLocator | NullLocator)
     ticks = f"{short(axis.get_ticklocs())} {[text.get_text() for text in axis.get_ticklabels()]}" if given else ""
     grid = axis.get_tick_params().get("gridOn")
-    return f"{axis.get_scale()} {ends} {axis.get_label_text()!r} grid {grid} {ticks}"
+    between = "" if isinstance(axis.get_minor_formatter(), NullFormatter) else "ticks between have words"
+    return f"{axis.get_scale()} {ends} {axis.get_label_text()!r} grid {grid} {ticks} {between}"
 
 
 def told_of(artist: Artist) -> str:

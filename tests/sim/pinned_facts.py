@@ -5,6 +5,8 @@
 Whoever leaves an option out, sizes a model or prices an iteration gets what is written there.
 """
 
+import argparse
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -13,12 +15,19 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec
 from pinned import GOLDEN, digest, rounded
 
+import calib
+import gpu_runtime
+import kvtwin
+import sim
+import traces
+from kvtwin.command_line import Parser, build_parser
 from sim import scenario, systems
 from sim.bounds.step_price import step_prices
 from sim.cost.forms import build_cost
@@ -56,6 +65,86 @@ def defaults_of(kind: type) -> Iterator[tuple[str, object]]:
     found |= {field.name: field.default for field in fields(kind)}
     plain = (int, float, str, bool, tuple, dict, type(None))
     yield from ((name, value) for name, value in found.items() if isinstance(value, plain))
+
+
+def numbers() -> Iterator[str]:
+    """Constants of modules and classes, and what arguments are where nobody gives them."""
+    for package in (sim, traces, calib, gpu_runtime, kvtwin):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            # Kernels are compiled where triton is; entry points run when they are imported.
+            if "triton" not in found.name and not found.name.endswith("__main__"):
+                module = importlib.import_module(found.name)
+                given = {node.id for node in ast.walk(ast.parse(inspect.getsource(module))) if is_given(node)}
+                own = {name: value for name, value in vars(module).items() if name in given}
+                yield from (f"{module.__name__}.{name} = {told(value)}" for name, value in own.items() if counts(value))
+                yield from arguments_in(module, module)
+
+
+def is_given(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def arguments_in(owner: ModuleType | type, module: ModuleType) -> Iterator[str]:
+    """Of a module's functions and classes, and what all instances of these share."""
+    for name, value in vars(owner).items():
+        inner = getattr(value, "__func__", value)
+        if isinstance(owner, type) and counts(value) and not name.startswith(("__", "_field")):
+            yield f"{module.__name__}.{owner.__qualname__}.{name} = {told(value)}"
+        if name == "__init__" and is_dataclass(owner):
+            continue
+        if isinstance(inner, type | FunctionType) and inner.__module__ == module.__name__:
+            defaults = [f"{name} = {told(default)}" for name, default in default_arguments(inner) if counts(default)]
+            if defaults:
+                yield f"{module.__name__}.{inner.__qualname__}({', '.join(defaults)})"
+            if inspect.isclass(inner):
+                yield from arguments_in(inner, module)
+
+
+def default_arguments(kind: type | FunctionType) -> Iterator[tuple[str, object]]:
+    if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
+        defaults = kind.__struct_defaults__
+        yield from zip(kind.__struct_fields__[len(kind.__struct_fields__) - len(defaults) :], defaults, strict=True)
+    elif inspect.isfunction(kind) or hasattr(kind, "_field_defaults"):
+        yield from ((name, given.default) for name, given in inspect.signature(kind).parameters.items())
+    elif is_dataclass(kind):
+        yield from ((field.name, field.default) for field in fields(kind) if field.name not in vars(kind))
+
+
+def counts(value: object) -> bool:
+    """Whether it is a number, or holds one."""
+    if isinstance(value, dict):
+        return any(map(counts, (*value, *value.values())))
+    if isinstance(value, tuple | list | set | frozenset):
+        return any(map(counts, value))
+    return isinstance(value, int | float)
+
+
+def told(value: object) -> str:
+    """Numbers and words; of others their class."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{told(name)}: {told(item)}' for name, item in value.items())}}}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(told, value))}]"
+    if isinstance(value, set | frozenset):
+        return told(sorted(value))
+    return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+def flags() -> Iterator[str]:
+    """Of every command: what has to be given, and numbers that count where nothing is."""
+
+    def of(parser: argparse.ArgumentParser, words: str) -> Iterator[str]:
+        if isinstance(parser, Parser):
+            parser.format_help()
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, inner in action.choices.items():
+                    yield from of(inner, f"{words} {name}")
+            elif action.required or counts(action.default):
+                value = "required" if action.required else action.default
+                yield f"{words} {'/'.join(action.option_strings) or action.dest} = {value}"
+
+    yield from of(build_parser(), "kvtwin")
 
 
 def variants() -> Iterator[tuple[str, ModelSpec]]:
@@ -176,7 +265,7 @@ def pool_of(model: ModelSpec, gpu: str, tp: int) -> object:
     )  # fmt: skip
 
 
-PINNED = {"defaults": defaults, "models": models, "pools": pools, "prices": prices}
+PINNED = {"defaults": defaults, "numbers": numbers, "flags": flags, "models": models, "pools": pools, "prices": prices}
 
 
 def main() -> None:

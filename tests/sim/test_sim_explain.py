@@ -102,6 +102,15 @@ def test_a_request_that_waited_for_memory_is_told_so(kept, capsys):
     assert "requests waited before it" in text or "request waited before it" in text
 
 
+def test_what_was_decided_as_a_request_came_kept_it_waiting_not_the_iteration_before(tmp_path, capsys):
+    """Two at once, one seat: the iteration that begins as the second comes knows of it."""
+    words = "run --workload fixed --request-rate inf --num-prompts 2 --input-len 100 --output-len 5 --max-num-seqs 1"
+    assert kvtwin.main([*words.split(), "--timeline", "--quiet", "--out", str(tmp_path)]) == 0
+    text = explained(tmp_path, 1, capsys)
+    assert "what kept the next in the queue from starting was no seat left (max-num-seqs)" in text
+    assert "when it came" not in text
+
+
 def test_every_request_can_be_explained(kept, capsys):
     texts = [explained(kept, i, capsys) for i in range(40)]
     assert any("lost its KV and waited to be computed again" in text for text in texts)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import kvtwin
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
-from sim.study.search import PRECISION, Ran, Slo, fewest_engines, fewest_pools, most_load
+from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load
 from sim.study.tune import Candidate, Tuned, read_tune
 from sim.study.tune_report import _engines, _figure, draw, on_front
 
@@ -70,6 +70,26 @@ def test_a_load_that_nothing_holds_and_one_that_everything_holds():
     assert held.most == 0.0 and held.ran is None and held.failing is not None
     held, _ = driven(most_load({}, SLOS), lambda options: 50.0)
     assert held.most == 4096.0 and held.least_failing is None
+
+
+def test_what_is_refused_as_it_is_is_not_tried_at_other_loads():
+    search = most_load({}, SLOS)
+    refused = Ran(next(search), 1, Outcome("k", None, "no such GPU"))
+    with pytest.raises(StopIteration) as end:
+        search.send(refused)
+    assert end.value.value == Held(0.0, None, 1.0, refused)
+
+
+@pytest.mark.parametrize("ttft_ms", [50.0, 150.0])
+def test_what_is_refused_at_some_load_does_not_hold(ttft_ms):
+    """The search goes on between it and what held, or below it."""
+    search = most_load({}, SLOS)
+    first = Ran(next(search), 1, Outcome("k", {"p99_ttft_ms": ttft_ms, "completed": 10, "num_prompts": 10}))
+    second = search.send(first)
+    factor = second["rate_scale"]
+    assert factor == (2.0 if ttft_ms == 50.0 else 0.5)
+    third = search.send(Ran(second, 1, Outcome("k", None, "too many requests")))
+    assert third["rate_scale"] == pytest.approx(2.0**0.5 if ttft_ms == 50.0 else 0.25)
 
 
 def test_who_is_given_up_does_not_hold():

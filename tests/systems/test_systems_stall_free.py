@@ -74,6 +74,12 @@ def test_fastgen_by_hand() -> None:
     assert times["finish"] == pytest.approx([0.174, 0.174, 0.195, 0.174], abs=1e-9)
 
 
+def test_the_last_token_of_a_budget_is_used() -> None:
+    """15 and 3 tokens in passes of 16, then beside a decode."""
+    steps, _ = by_hand(FastGen(), ((0.0, 15, 2), (0.0, 3, 1)), SIXTEEN)
+    assert work(steps) == [((), {0: 15, 1: 1}), ((0,), {1: 2})]
+
+
 @pytest.mark.parametrize("policy", [Sarathi(), FastGen()])
 def test_no_decode_waits_for_a_long_prompt(policy: Policy) -> None:
     """A prompt of 400 tokens comes while request 0 decodes. In chunks it adds 31 tokens to an iteration at most; vLLM
