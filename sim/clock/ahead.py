@@ -108,7 +108,7 @@ class AheadMember(Member):
     def drained_s(self, now_s: float) -> float:
         return self._starts_s
 
-    def _told(self, at_s: float) -> bool:
+    def _wake_at(self, at_s: float) -> bool:
         if self._settled:
             # It is about to look.
             return False

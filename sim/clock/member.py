@@ -220,7 +220,7 @@ class Member(Instance):
             self._num_coming += 1
             return self.tell(ready_s, request)
         self.inbox.put(request)
-        return self._told(request.arrival_s)
+        return self._wake_at(request.arrival_s)
 
     def turn_away(self, request: Request, reason: str) -> None:
         """`request` ends as it arrives."""
@@ -236,7 +236,7 @@ class Member(Instance):
         """`fact` is one from `at_s` on; whether the boundary came forward."""
         self._num_transfers += 1
         heappush(self._facts, (at_s, self._num_transfers, fact))
-        return self._told(at_s)
+        return self._wake_at(at_s)
 
     def hears_ends(self, ended: Callable[[Request], None]) -> None:
         """`ended` is to hear of all requests that end here."""
@@ -249,7 +249,7 @@ class Member(Instance):
         self._finish_at(end_s, move)
         return end_s
 
-    def _told(self, at_s: float) -> bool:
+    def _wake_at(self, at_s: float) -> bool:
         """A fact is due at `at_s`: wake up then, or end a jump at the first boundary after it."""
         if self._settled:
             # It is about to look.

@@ -77,9 +77,9 @@ class UnifiedOffloading(Unified):
         if not plan.chunks and not plan.num_decodes:
             # A step without work takes no time: what had ended is seen, and stores begin, at once.
             if self.schedules_ahead:
-                scheduler.changed |= bool(connector.has_told or connector.stores)
-            elif not plan.awaited and not plan.after and (connector.report(connector.heard()) or connector.stores):
-                scheduler.changed = True
+                scheduler.changed |= bool(connector.has_finished or connector.stores)
+            elif not plan.awaited and not plan.after:
+                scheduler.changed |= connector.report(connector.get_finished()) or bool(connector.stores)
         elif not (plan.chunks or self.partials or preempted or plan.after or plan.awaited or scheduler.held):
             scheduler.allow_jump(plan)
 
@@ -216,9 +216,9 @@ class UnifiedOffloading(Unified):
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         super().committed(plan, times)
         if self.schedules_ahead:
-            self._in_flight.append((plan, self.connector.heard()))
+            self._in_flight.append((plan, self.connector.get_finished()))
         else:
-            self.connector.report(self.connector.heard())
+            self.connector.report(self.connector.get_finished())
 
     def delivered(self) -> None:
         self.connector.report(self._in_flight.popleft()[1])

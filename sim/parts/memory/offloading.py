@@ -53,7 +53,7 @@ class OffloadingMemory(PrefixMemory):
         self.connector.forget(seq)
 
     def transfer_done(self, move: Move) -> None:
-        self.connector.told(move)
+        self.connector.transfer_done(move)
 
 
 class OffloadingPaged(PagedMemory):
@@ -78,4 +78,4 @@ class OffloadingPaged(PagedMemory):
         self.connector.forget(seq)
 
     def transfer_done(self, move: Move) -> None:
-        self.connector.told(move)
+        self.connector.transfer_done(move)

@@ -73,7 +73,7 @@ class OffloadingConnector:
         self.stores: list[Job] = []
         """Decided in this step, to begin with the next."""
         self._flushed: dict[Job, None] = {}
-        self._told: list[Move] = []
+        self._finished: list[Move] = []
         self._refused = False
 
     @property
@@ -226,7 +226,7 @@ class OffloadingConnector:
         """The copies that begin with the computation, but for those that take no time: they have ended by then."""
         moves = [job.move for job in jobs if job.move is not None]
         if s_per_block == 0.0 and not self.schedules_ahead:
-            self._told += moves
+            self._finished += moves
             return []
         return moves
 
@@ -270,23 +270,23 @@ class OffloadingConnector:
         self._loads, self._flushed = [], {}
         return text
 
-    def told(self, move: Move) -> None:
+    def transfer_done(self, move: Move) -> None:
         """A copy has ended; the scheduler does not see it before the step is over."""
-        self._told.append(move)
+        self._finished.append(move)
 
     @property
-    def has_told(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether copies have ended of which no step has heard."""
-        return bool(self._told)
+        return bool(self._finished)
 
-    def heard(self) -> list[Move]:
+    def get_finished(self) -> list[Move]:
         """The copies that have ended; a step hears of them."""
-        heard, self._told = self._told, []
-        return heard
+        finished, self._finished = self._finished, []
+        return finished
 
-    def report(self, heard: list[Move]) -> bool:
+    def report(self, finished: list[Move]) -> bool:
         """That step is over: let the scheduler see them; whether there were any."""
-        for move in heard:
+        for move in finished:
             job = self._jobs.pop(move)
             del job.owner.jobs[job]
             self.fenced.pop(job, None)
@@ -296,11 +296,11 @@ class OffloadingConnector:
                 self.cache.done_reading(job.keys)
                 self._being_loaded.difference_update(job.keys)
                 self.loaded.add(move.seq)
-        return bool(heard)
+        return bool(finished)
 
     def holds(self, steps: int, running: Iterable[Sequence], num_tokens_of: Callable[[Sequence], int]) -> int:
         """For how many steps of `running`, who all decode, nothing is stored and no copy is seen to end."""
-        if self.stores or self._told or self.fenced or self._refused:
+        if self.stores or self._finished or self.fenced or self._refused:
             return 1
         if not self.prompts_only:
             for seq in running:
