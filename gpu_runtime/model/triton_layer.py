@@ -91,13 +91,14 @@ def _rotate_and_write(
     # A negative slot is padding.
     if slot >= 0:
         entry = (slot // BLOCK_TOKENS).to(tl.int64) * block_stride + slot % BLOCK_TOKENS * HEAD_DIM
-        to = cache + entry + kv_heads[:, None] * head_stride + half[None, :]
-        tl.store(to, _stored(left, cache, LIMIT), mask=mask)
-        tl.store(to + HEAD_DIM // 2, _stored(right, cache, LIMIT), mask=mask)
+        # A name of its own: what a branch assigns keeps its type, and the cache's may be another.
+        into = cache + entry + kv_heads[:, None] * head_stride + half[None, :]
+        tl.store(into, _stored(left, cache, LIMIT), mask=mask)
+        tl.store(into + HEAD_DIM // 2, _stored(right, cache, LIMIT), mask=mask)
         values = source + NUM_KV_HEADS * HEAD_DIM
-        to += part_stride
-        tl.store(to, _stored(tl.load(values, mask=mask), cache, LIMIT), mask=mask)
-        tl.store(to + HEAD_DIM // 2, _stored(tl.load(values + HEAD_DIM // 2, mask=mask), cache, LIMIT), mask=mask)
+        into += part_stride
+        tl.store(into, _stored(tl.load(values, mask=mask), cache, LIMIT), mask=mask)
+        tl.store(into + HEAD_DIM // 2, _stored(tl.load(values + HEAD_DIM // 2, mask=mask), cache, LIMIT), mask=mask)
 
 
 @triton.jit
