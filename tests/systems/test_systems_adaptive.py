@@ -121,6 +121,23 @@ def test_who_has_time_makes_room_for_a_prompt_and_returns():
     assert outcome.log.good == 3
 
 
+def test_a_full_host_drops_whom_nobody_will_serve_in_time():
+    """A host for a few: those there are computed again, so that as many are good as with room for all."""
+    arrivals = crowd(gap_s=0.07)
+    good = {}
+    for host in (40, 4000):
+        outcomes = [
+            simulate(Adaptive(predictor="oracle"), arrivals, replace(ROOM, num_cpu_blocks=host), goodput=SLO, jump=jump)
+            for jump in (True, False)
+        ]
+        counters = outcomes[0].scheduler.counters
+        assert counters == outcomes[1].scheduler.counters
+        assert len(outcomes[0].ended) == len(arrivals)
+        assert ("dropped_sequences" in counters.policy) == (host == 40)
+        good[host] = outcomes[0].log.good
+    assert good[40] > 0.95 * good[4000]
+
+
 @pytest.mark.parametrize("predictor", ["oracle", "bucket", "none"])
 def test_more_requests_meet_their_slos_than_first_come_first_served(predictor):
     arrivals = crowd()

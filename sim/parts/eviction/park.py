@@ -7,6 +7,9 @@ time, when somebody who is kept lacks room (a prompt that waits, or the first of
 - whoever has joined since and would stand behind the parked head;
 - else, where time is short, the laxest who can afford it and has more left than the head.
 
+Where the host is full, those there who are not kept and would return last are computed again: what nobody will serve in
+time must not hold up who could be.
+
 Who is scheduled ahead and has its last token in flight has left the batch, and neither leaves nor counts as room.
 
 Blocks that decodes will need while a sequence is copied out, at least for `HORIZON` iterations, are kept free. Where
@@ -119,13 +122,16 @@ class Park(Recompute):
 
     def _ranked(self, judged: Judged) -> Iterator[Sequence]:
         """The parked whose copies have ended, the first to return first."""
-        prospects, kind = self.prospects, judged.kind
-        self.num_kept = np.count_nonzero(kind[prospects.rows(LEAVING, AWAY)] == KEPT)
-        rows = prospects.rows(AWAY)
+        prospects = self.prospects
+        self.num_kept = np.count_nonzero(judged.kind[prospects.rows(LEAVING, AWAY)] == KEPT)
+        return map(prospects.seqs.__getitem__, self._returning(judged))
+
+    def _returning(self, judged: Judged) -> list[int]:
+        """Their rows, in that order."""
+        rows, kind = self.prospects.rows(AWAY), judged.kind
         # Of those who are kept, too, the cheapest returns first.
         key = np.where(kind == HOPELESS, judged.arrival_s, judged.rank_s)
-        order = np.lexsort((judged.number[rows], key[rows], kind[rows]))
-        return map(prospects.seqs.__getitem__, rows[order].tolist())
+        return rows[np.lexsort((judged.number[rows], key[rows], kind[rows]))].tolist()
 
     def _prompt(self) -> Sequence | None:
         """The first prompt that is kept and waits."""
@@ -183,7 +189,8 @@ class Park(Recompute):
         short = batch.blocks_needed(self._horizon) - self.gpu.free - self.paged.releasing
         if missing <= 0 and seats <= 0 and short <= 0:
             return
-        kind, rank_s, laxity_s, _, number = judged or prospects.judged(iteration_s)
+        judged = judged or prospects.judged(iteration_s)
+        kind, rank_s, laxity_s, _, number = judged
         if head is not None and head is parked:
             row = prospects.row[head]
             head_s, price_s = laxity_s[row], rank_s[row]
@@ -197,14 +204,17 @@ class Park(Recompute):
         if short <= 0:
             rows = rows[pays[rows]]
         # The dearest first, and who is not kept before all others.
-        for row in rows[np.lexsort((number[rows], rank_s[rows], kind[rows]))[::-1]].tolist():
+        rows = rows[np.lexsort((number[rows], rank_s[rows], kind[rows]))[::-1]]
+        droppable = self._droppable(judged) if self.host.free < self.gpu.num_blocks else []
+        for row, seq in [(row, prospects.seqs[row]) for row in rows.tolist()]:
             if len(batch.members) < 2:
                 # Alone it does not help itself by leaving.
                 short = 0
             if missing <= 0 and seats <= 0 and short <= 0:
                 return
-            seq = prospects.seqs[row]
-            if seq in batch.members and (pays[row] or short > 0) and self._may_leave(seq):
+            if seq not in batch.members or not (pays[row] or short > 0) or not self._is_movable(seq):
+                continue
+            if self._host_room(seq, droppable):
                 self._park(seq)
                 freed = seq.num_blocks
                 missing, seats, short = missing - freed, seats - 1, short - freed
@@ -231,9 +241,11 @@ class Park(Recompute):
         waiting = self.order.num_kept > 0 or self.num_kept > 0
         return 1 - self.seats() if waiting else 0
 
+    def _is_movable(self, seq: Sequence) -> bool:
+        return self.paged.may_leave(seq) and not self.paged.outgrew_gpu(seq)
+
     def _may_leave(self, seq: Sequence) -> bool:
-        memory = self.paged
-        return memory.may_leave(seq) and memory.can_swap_out(seq) and not memory.outgrew_gpu(seq)
+        return self._is_movable(seq) and self.paged.can_swap_out(seq)
 
     def _victim(self, iteration_s: float) -> Sequence | None:
         """The member to leave because decodes lack blocks now: not kept, else the dearest who can afford it."""
@@ -253,6 +265,28 @@ class Park(Recompute):
         scheduler.park(seq)
         self.paged.send_out(seq)
         self.tally["parked_sequences"] += 1
+
+    def _droppable(self, judged: Judged) -> list[Sequence]:
+        """Those on the host who are not kept, the last to return last."""
+        rows = self._returning(judged)
+        return [self.prospects.seqs[row] for row in rows if judged.kind[row] != KEPT]
+
+    def _host_room(self, seq: Sequence, droppable: list[Sequence]) -> bool:
+        """Whether the host has room for `seq`, once some of `droppable` have been dropped."""
+        blocks = self.paged.held_blocks(seq)
+        while droppable and self.host.free < blocks:
+            self._drop(droppable.pop())
+        return blocks <= self.host.free
+
+    def _drop(self, seq: Sequence) -> None:
+        """One on the host is to be computed again."""
+        del self.away[seq]
+        self.scheduler.tell_left(seq)
+        self.paged.drop_swapped(seq)
+        seq.reset_for_recompute()
+        self.scheduler.counters.preemptions += 1
+        self.order.put_back([seq])
+        self.tally["dropped_sequences"] += 1
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """No further than the forecast is sure to find enough."""
