@@ -4,9 +4,9 @@
     python benchmarks/adaptive_cells.py --bounds-only docs/adaptive-cells.csv
     python benchmarks/adaptive_cells.py --table docs/adaptive-cells.csv
 
-A cell is a model, a GPU, a trace, a load, a PCIe link and a seed. Goodput under TTFT 3 s and TPOT 200 ms. On other
-links only those run that copy; who does not, has the goodput of the profile's own. Uniform lengths are on slow links
-alone, of `UNIFORM_PROMPTS` requests; with the second seed `adaptive` and vLLM run.
+A cell is a model, a GPU, a trace, a load, a PCIe link, a seed and two SLOs, TTFT and TPOT. On other links only those
+run that copy; who does not, has the goodput of the profile's own. Uniform lengths are on slow links alone; with the
+second seed `adaptive` and vLLM run. Engines are as they are by default. What --out has already is not run again.
 """
 
 import argparse
@@ -14,8 +14,9 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,8 @@ from sim.scenario import Scenario
 from sim.simulate import build_run, execute
 from sim.traffic import traffic
 
-GOODPUT = ("ttft:3000", "tpot:200")
+SLOS_MS = ((3000, 200), (1000, 50))
+"""TTFT and TPOT. Under the second, chat runs on the profiles' own links."""
 OURS = ("adaptive", "adaptive:predictor=oracle", "adaptive:predictor=none")
 COPYING = ("layerkv:predictor=bucket", "fastserve", "vllm-swap", "cachedattention", "pensieve", "hcache")
 OTHERS = ("vllm-v1", "sarathi", "vllm-recompute", "fastgen", "radix", "orca", *COPYING)
@@ -59,9 +61,6 @@ UNIFORM = (
 )
 """With the means of prompt and answer; both are within 50 % of them."""
 UNIFORM_LINKS_GB_PER_S = (1.6, 8.0)
-UNIFORM_PROMPTS = 1000
-SERIAL = {"async_scheduling": False}
-"""`adaptive` and vLLM alike, as when the table was begun: rules differ, and host time does not."""
 SEEDS = (1, 2)
 LONGEST = 0.05
 
@@ -75,6 +74,13 @@ class Cell(NamedTuple):
     request_rate: float
     link_gb_per_s: float | None
     seed: int
+    ttft_slo_ms: int = SLOS_MS[0][0]
+    tpot_slo_ms: int = SLOS_MS[0][1]
+
+    @property
+    def goodput(self) -> tuple[str, str]:
+        """Its SLOs, as `--goodput` takes them."""
+        return f"ttft:{self.ttft_slo_ms}", f"tpot:{self.tpot_slo_ms}"
 
 
 def cells() -> list[Cell]:
@@ -85,6 +91,7 @@ def cells() -> list[Cell]:
     )
     found = [Cell(*load, link, SEEDS[0]) for link in LINKS_GB_PER_S for load in chat]
     found += [Cell(*load, link, SEEDS[0]) for link in UNIFORM_LINKS_GB_PER_S for load in uniform]
+    found += [Cell(*load, None, SEEDS[0], *SLOS_MS[1]) for load in chat]
     return found + [Cell(*load, None, SEEDS[1]) for load in chat]
 
 
@@ -92,6 +99,8 @@ def policies(cell: Cell) -> tuple[str, ...]:
     """Who runs in a cell."""
     if cell.seed != SEEDS[0]:
         return OURS[0], "vllm-v1"
+    if cell.goodput != Cell(*cell[:6]).goodput:
+        return OURS[0], "vllm-v1", "sarathi", "layerkv:predictor=bucket", "fastserve"
     if cell.trace.startswith("uniform"):
         return *OURS[:2], "vllm-v1", "layerkv:predictor=bucket", "vllm-swap"
     if cell.link_gb_per_s is None:
@@ -115,18 +124,18 @@ def with_link(setup: Setup, bytes_per_s: float) -> Setup:
 def scenario_of(cell: Cell, num_prompts: int) -> Scenario:
     """Its traffic and machine, but for the link."""
     workload, *lengths = cell.trace.split()
-    if lengths:
-        num_prompts = min(num_prompts, UNIFORM_PROMPTS)
     input_len, output_len = map(int, lengths) if lengths else (None, None)
     return Scenario(
         workload=workload, num_prompts=num_prompts, request_rate=cell.request_rate, seed=cell.seed, model=cell.model,
-        gpu=cell.gpu, goodput=GOODPUT, input_len=input_len, output_len=output_len,
+        gpu=cell.gpu, goodput=cell.goodput, input_len=input_len, output_len=output_len,
     )  # fmt: skip
 
 
 def setup_of(cell: Cell, scenario: Scenario, policy: str) -> Setup:
-    """One policy on its machine."""
-    setup = prepare(scenario, *parse_policy(policy, SERIAL))
+    """One policy on its machine, told of the SLOs if it asks for them."""
+    label, built = parse_policy(policy, {})
+    told = {f.name: float(getattr(cell, f.name)) for f in fields(built) if f.name in ("ttft_slo_ms", "tpot_slo_ms")}
+    setup = prepare(scenario, label, replace(built, **told))
     return setup if cell.link_gb_per_s is None else with_link(setup, cell.link_gb_per_s * 1e9)
 
 
@@ -134,7 +143,7 @@ def rows(cell: Cell, num_prompts: int) -> list[dict[str, object]]:
     """Simulate one cell; the bound is that of `adaptive`'s engine."""
     scenario = scenario_of(cell, num_prompts)
     requests = list(traffic(scenario))
-    slo = Goodput.parse(list(GOODPUT))
+    slo = Goodput.parse(list(cell.goodput))
     found = []
     for policy in policies(cell):
         run = build_run(setup_of(cell, scenario, policy), requests)
@@ -143,10 +152,16 @@ def rows(cell: Cell, num_prompts: int) -> list[dict[str, object]]:
     return found
 
 
+def cell_of(row: Mapping[str, str]) -> Cell:
+    """Whose row it is."""
+    link = float(row["link_gb_per_s"]) if row["link_gb_per_s"] else None
+    slos = int(row["ttft_slo_ms"]), int(row["tpot_slo_ms"])
+    return Cell(row["model"], row["gpu"], row["trace"], float(row["request_rate"]), link, int(row["seed"]), *slos)
+
+
 def with_bound(row: dict[str, str]) -> dict[str, str]:
     """A row of an earlier run with today's bound."""
-    link = float(row["link_gb_per_s"]) if row["link_gb_per_s"] else None
-    cell = Cell(row["model"], row["gpu"], row["trace"], float(row["request_rate"]), link, int(row["seed"]))
+    cell = cell_of(row)
     bound = bound_of(cell, int(row["num_prompts"]))
     return row | {"bound": str(round(bound, 4)), "share_of_bound": str(round(float(row["goodput"]) / bound, 4))}
 
@@ -156,7 +171,7 @@ def bound_of(cell: Cell, num_prompts: int) -> float:
     """Of `adaptive`'s engine, good requests a second."""
     scenario = scenario_of(cell, num_prompts)
     setup = setup_of(cell, scenario, OURS[0])
-    bound = goodput_bound(list(traffic(scenario)), setup.limits, setup.cost, Goodput.parse(list(GOODPUT)))
+    bound = goodput_bound(list(traffic(scenario)), setup.limits, setup.cost, Goodput.parse(list(cell.goodput)))
     assert bound is not None
     return bound.goodput
 
@@ -198,29 +213,40 @@ def main() -> None:
         write(arguments.bounds_only, [with_bound(row) for row in track(list(old), description="bounds")])
         return
     asked = cells()
-    found: dict[Cell, list[dict[str, object]]] = {}
+    found: dict[Cell, Sequence[Mapping[str, object]]] = {}
+    if arguments.out.exists():
+        earlier = csv.DictReader(arguments.out.read_text().splitlines())
+        found = {cell: list(group) for cell, group in groupby(earlier, cell_of)}
     with ProcessPoolExecutor(arguments.workers) as pool:
-        futures = {pool.submit(rows, cell, arguments.num_prompts): cell for cell in asked}
-        for future in track(as_completed(futures), description="cells", total=len(asked)):
+        futures = {pool.submit(rows, cell, arguments.num_prompts): cell for cell in asked if cell not in found}
+        for future in track(as_completed(futures), description="cells", total=len(futures)):
             found[futures[future]] = future.result()
             write(arguments.out, [row for cell in asked for row in found.get(cell, [])])
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """A line a load, over the profiles' own links."""
-    runs: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    """A line a load: over the profiles' own links, of uniform lengths over slow ones, and under tighter SLOs."""
+    tables: dict[tuple[str, str], dict[tuple[str, ...], dict[str, dict[str, str]]]] = {}
     for row in rows:
-        if not row["link_gb_per_s"] and row["seed"] == str(SEEDS[0]):
+        link, slos = row["link_gb_per_s"], f"TTFT {row['ttft_slo_ms']} ms, TPOT {row['tpot_slo_ms']} ms"
+        uniform = row["trace"].startswith("uniform")
+        if row["seed"] == str(SEEDS[0]) and bool(link) == uniform:
             load = row["model"], row["gpu"], row["trace"], f"{float(row['request_rate']):g}/s"
-            runs.setdefault(load, {})[row["policy"]] = row
+            table = tables.setdefault((slos, f"{link} GB/s" if link else "the profiles' links"), {})
+            table.setdefault(load, {})[row["policy"]] = row
+    return "\n\n".join(f"{', '.join(title)}\n\n{_table(loads)}" for title, loads in tables.items())
+
+
+def _table(loads: Mapping[tuple[str, ...], Mapping[str, Mapping[str, str]]]) -> str:
     lines = [
         "| cell | bound (1/s) | bucket | known | none | best other | SLOs met | of the longest 5% | P99 TTFT (s) |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for load, found in runs.items():
-        ours, best = found[OURS[0]], max((found[name] for name in OTHERS), key=lambda run: float(run["goodput"]))
+    for load, found in loads.items():
+        ours = found[OURS[0]]
+        best = max((found[name] for name in OTHERS if name in found), key=lambda run: float(run["goodput"]))
         values = [", ".join(load), f"{float(ours['bound']):.2f}"]
-        values += [f"{float(found[name]['share_of_bound']):.0%}" for name in OURS]
+        values += [f"{float(found[name]['share_of_bound']):.0%}" if name in found else "" for name in OURS]
         values += [f"{float(best['share_of_bound']):.0%} (`{best['policy'].partition(':')[0]}`)"]
         values += [f"{float(ours[name]):.0%}" for name in ("attainment", "attainment_of_longest_5_percent")]
         lines.append(f"| {' | '.join(values)} | {float(ours['p99_ttft_s']):.1f} |")

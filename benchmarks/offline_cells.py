@@ -17,11 +17,9 @@ from typing import ClassVar
 
 import numpy as np
 from adaptive_cells import (
-    GOODPUT,
     SEEDS,
     UNIFORM,
     UNIFORM_LINKS_GB_PER_S,
-    UNIFORM_PROMPTS,
     Cell,
     bound_of,
     figures,
@@ -149,7 +147,7 @@ def chosen(requests: list[Request], setup: Setup, slo: Goodput, share_of_time: f
 def row(cell: Cell, num_prompts: int) -> dict[str, object]:
     """The best of all shares of time."""
     scenario = scenario_of(cell, num_prompts)
-    requests, slo = list(traffic(scenario)), Goodput.parse(list(GOODPUT))
+    requests, slo = list(traffic(scenario)), Goodput.parse(list(cell.goodput))
     setup, bound = setup_of(cell, scenario, "adaptive:predictor=oracle"), bound_of(cell, num_prompts)
     runs = []
     for share in SHARES_OF_TIME:
@@ -165,7 +163,7 @@ def main() -> None:
     """All uniform loads, a row each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV to write")
-    parser.add_argument("--num-prompts", type=int, default=UNIFORM_PROMPTS)
+    parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--link-gb-per-s", type=float, nargs="+", default=list(UNIFORM_LINKS_GB_PER_S))
     arguments = parser.parse_args()
     cells = [
