@@ -185,7 +185,7 @@ def _add_flag(
     if get_origin(kind) is Literal:
         return target.add_argument(*flags, choices=get_args(kind), default=None, help=text)
     if get_origin(kind) is tuple:
-        return target.add_argument(*flags, nargs="+", default=None, help=text, metavar="WORD")
+        return target.add_argument(*flags, nargs="+", action="extend", default=None, help=text, metavar="WORD")
     return target.add_argument(*flags, dest=name, default=None, help=text, metavar=metavar or name.upper())
 
 

@@ -110,7 +110,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     )
     engine = policy.engine_limits(asked)
     warnings += engine.warnings
-    Goodput.parse(list(scenario.goodput))
+    warnings += _other_slos(policy, Goodput.parse(list(scenario.goodput)))
     pp = _stages(scenario, model, policy, label)
     limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, warnings)
     engine_profile = _engine_profile(scenario, profile, policy)
@@ -125,6 +125,22 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
         pp=pp, warnings=warnings,
     )  # fmt: skip
+
+
+def _other_slos(policy: Policy, asked: Goodput) -> list[str]:
+    """What is said where a policy that keeps SLOs is told others than those that goodput counts."""
+    found = []
+    for options in (policy, *policy.mixed_options):
+        if not hasattr(options, "tpot_slo_ms") or not getattr(options, "slo_aware", True):
+            continue
+        for name, slo_s in (("ttft", asked.ttft_s), ("tpot", asked.tpot_s)):
+            told_ms = getattr(options, f"{name}_slo_ms", None)
+            if slo_s is not None and told_ms is not None and abs(told_ms - 1e3 * slo_s) > 1e-6:
+                found.append(
+                    f"--goodput {name}:{1e3 * slo_s:g}: {policy.name} keeps to {told_ms:g} ms; "
+                    f"{name}-slo-ms={1e3 * slo_s:g} is its option"
+                )
+    return found
 
 
 def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warnings: list[str]) -> ModelSpec:

@@ -15,6 +15,7 @@ from sim import systems
 from sim.errors import UserError
 from sim.option_values import base_type, convert, flag, option_fields
 from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
+from sim.prepare import prepare
 from sim.scenario import OF_WORKLOADS, Outputs, Scenario, build_scenario, read_scenario
 from sim.specs.models import load_model
 from sim.systems import DEFAULT_POLICY, POLICIES, policy_named
@@ -157,6 +158,37 @@ def test_a_bad_scenario_file_is_refused_with_file_key_and_value(tmp_path, text, 
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
     assert [part for part in parts if part not in message] == []
+
+
+def test_slos_given_apart_count_together(tmp_path, capsys):
+    """`vllm bench serve` takes them behind one flag; the last of two flags alone would count silently."""
+    words = words_of(BASE | {"out": tmp_path, "quiet": True})
+    assert kvtwin.main(["run", *words, "--goodput", "ttft:3000", "--goodput", "tpot:200"]) == 0
+    assert json.loads((tmp_path / "result.json").read_text())["scenario"]["goodput"] == ["ttft:3000", "tpot:200"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("adaptive", {"ttft": 3000, "tpot": 200}),
+        ("adaptive:tpot-slo-ms=50", {"ttft": 3000}),
+        ("layerkv", {"tpot": 200}),
+        ("layerkv:slo-aware=false", {}),
+        ("ellm", {"tpot": 200}),
+        ("sarathi:admission=slack", {"tpot": 200}),
+        ("vllm-v1", {}),
+    ],
+)
+def test_a_policy_that_keeps_other_slos_than_goodput_counts_says_so(policy, told):
+    label, built = parse_policy(policy, {})
+    for goodput in (("ttft:1000", "tpot:50"), ("ttft:3000", "tpot:200")):
+        warnings = prepare(Scenario(workload="sharegpt", goodput=goodput), label, built).warnings
+        found = {warning.split(":")[0].split()[1]: warning for warning in warnings if warning.startswith("--goodput")}
+        if goodput[0] == "ttft:1000":
+            assert found.keys() == told.keys()
+            assert all(f"keeps to {told[name]} ms" in found[name] for name in told)
+        elif "50" not in policy:
+            assert not found
 
 
 def test_a_value_out_of_range_names_the_file_unless_a_flag_gave_it(tmp_path, capsys):
