@@ -168,6 +168,10 @@ def run_show(arguments: argparse.Namespace) -> int:
     for gpus, points in (profile.all_reduce or {}).items():
         (least, _), (most, _) = points[0], points[-1]
         print(f"\nall-reduces on {gpus} GPUs: {len(points)} points measured, {least:,.0f} to {most:,.0f} bytes")
+    for kind, points in (("", profile.linear_factors), ("FP8 ", profile.fp8_linear_factors)):
+        if points:
+            print(f"\n{kind}matrix products over their roofline, by tokens:")
+            print("  " + ", ".join(f"{tokens:,}: {factor:.3f}" for tokens, factor in points))
     limits = profile.range
     if limits is not None:
         print("\nrange seen:")

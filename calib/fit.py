@@ -1,7 +1,7 @@
 """From samples to a `Profile`: every constant fitted that the samples can tell, the others carried over and marked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +13,13 @@ from calib.holdout import (
     Holdout,
     Region,
     errors_of,
+    is_better,
     is_decode,
     is_mixed,
     is_scored_prefill,
+    leans,
     leave_one_model_out,
+    leave_rows_out,
     mean,
     mean_holdout,
     regions,
@@ -24,9 +27,10 @@ from calib.holdout import (
 )
 from calib.papers import PaperConstant, eq3_alpha, paper_constants
 from calib.robust import Array, Estimate
-from calib.roofline import complete, fit_roofline
+from calib.roofline import complete, fit_linear_factors, fit_roofline
 from calib.samples import Sample
 from calib.terms import Terms, load_models, terms_of
+from sim.cost.kernels import Point
 from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
@@ -53,7 +57,7 @@ class FitReport:
     Attributes:
         samples, terms, measured_s, predicted_s: what the roofline was fitted to, and what it gives; shapes (samples,).
         estimates: fitted constants with their intervals.
-        by_model, small_to_large: held-out errors.
+        by_model, by_rows, small_to_large: held-out errors; of rows where products of a single model have factors.
         papers: the papers' own constants.
         carried: constants the samples say nothing about, taken from the base profile.
     """
@@ -69,6 +73,7 @@ class FitReport:
     small_to_large: Holdout
     papers: list[PaperConstant]
     carried: list[str]
+    by_rows: dict[str, Holdout] = field(default_factory=dict)
 
     @property
     def errors(self) -> Array:
@@ -115,8 +120,9 @@ def fit_profile(
     scatter |= dict.fromkeys(fit.estimates, fit.scatter)
     check_told(estimates)
     constants = complete({**fixed, **fit.values})
-    errors = errors_of(constants, terms, measured)
-    quantized = fit_fp8([s for s in timed if s.is_fp8], models, constants)
+    factors, by_model, by_rows = _factors(chosen, terms, measured, constants, fixed)
+    errors = errors_of(constants, terms, measured, factors)
+    quantized = fit_fp8([s for s in timed if s.is_fp8], models, constants, factors)
     for fit in quantized.fits:
         estimates |= fit.estimates
         scatter |= dict.fromkeys(fit.estimates, fit.scatter)
@@ -126,8 +132,7 @@ def fit_profile(
         estimates["alpha"] = alpha
     if "step_s_per_sequence" in fit.values:
         fixed["step_s_per_sequence"] = fit.values["step_s_per_sequence"]
-    by_model = leave_one_model_out(chosen, terms, measured, fixed=fixed)
-    large = small_predicts_large(chosen, terms, measured, fixed=fixed)
+    large = small_predicts_large(chosen, terms, measured, fixed=fixed, factored=factors is not None)
     found = regions(chosen, errors)
     fitted, carried = _constants(estimates, scatter, base, steps=bool(terms.steps.any()))
     profile = Profile(
@@ -138,12 +143,32 @@ def fit_profile(
         constants=fitted,
         provenance={**provenance, "base": f"{base.name}, for what the samples do not tell"},
         range=range_of(chosen),
-        residuals=_residuals(chosen, errors, by_model, large, found) | quantized.residuals,
+        residuals=_residuals(chosen, errors, (by_model, by_rows), large, found) | quantized.residuals,
         all_reduce=all_reduce_points(samples) or base.all_reduce,
+        linear_factors=factors,
+        fp8_linear_factors=quantized.factors,
     )
     return FitReport(
-        profile, chosen, terms, measured, measured * (1 + errors), estimates, found, by_model, large, papers, carried
-    )
+        profile, chosen, terms, measured, measured * (1 + errors), estimates, found, by_model, large, papers, carried,
+        by_rows,
+    )  # fmt: skip
+
+
+def _factors(
+    samples: Sequence[Sample], terms: Terms, measured: Array, constants: Mapping[str, float], fixed: Mapping[str, float]
+) -> tuple[list[Point] | None, dict[str, Holdout], dict[str, Holdout]]:
+    """Factors of products' tokens where they pay, and errors on models left out, or on rows where there is one only.
+
+    They pay where the fit without them leans, and what is left out is predicted better with them.
+    """
+    by_model = leave_one_model_out(samples, terms, measured, fixed=fixed)
+    if not leans(regions(samples, errors_of(constants, terms, measured))):
+        return None, by_model, {}
+    left_out = leave_one_model_out if by_model else leave_rows_out
+    without, held_out = (left_out(samples, terms, measured, fixed=fixed, factored=yes) for yes in (False, True))
+    if is_better(held_out, without):
+        return fit_linear_factors(constants, terms, measured), *((held_out, {}) if by_model else ({}, held_out))
+    return None, by_model, {}
 
 
 def with_graphs(samples: Sequence[Sample]) -> list[Sample]:
@@ -275,11 +300,11 @@ def _source(estimate: Estimate, scatter: float | None) -> str:
 def _residuals(
     samples: Sequence[Sample],
     errors: Array,
-    by_model: Mapping[str, Holdout],
+    unseen: tuple[Mapping[str, Holdout], Mapping[str, Holdout]],
     large: Holdout,
     found: Sequence[Region],
 ) -> dict[str, float]:
-    held_out = mean_holdout(by_model)
+    of_models, of_rows = map(mean_holdout, unseen)
     absolute = np.abs(errors)
     prompts, decodes = is_scored_prefill(samples), is_decode(samples)
     mixed = is_mixed(samples)
@@ -287,9 +312,12 @@ def _residuals(
         "prefill_mape": mean(absolute[prompts]),
         "decode_mape": mean(absolute[decodes]),
         "mixed_mape": mean(absolute[mixed]),
-        "unseen_model_prefill_mape": held_out.prefill,
-        "unseen_model_decode_mape": held_out.decode,
-        "unseen_model_mixed_mape": held_out.mixed,
+        "unseen_model_prefill_mape": of_models.prefill,
+        "unseen_model_decode_mape": of_models.decode,
+        "unseen_model_mixed_mape": of_models.mixed,
+        "unseen_rows_prefill_mape": of_rows.prefill,
+        "unseen_rows_decode_mape": of_rows.decode,
+        "unseen_rows_mixed_mape": of_rows.mixed,
         "unseen_size_prefill_mape": large.prefill,
         "unseen_size_decode_mape": large.decode,
         "unseen_size_mixed_mape": large.mixed,

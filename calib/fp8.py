@@ -1,21 +1,24 @@
 """Constants of FP8 weights and of FP8 KV, fitted once those of 16 bits are known, none of which they change.
 
 Products of FP8 weights and activations: T = ridge(linear FLOPs / F_FP8, linear bytes / H) + quantised bytes / Q
-+ attention + layers c_FP8. Their inputs are made FP8 by kernels of their own, which read and write those bytes.
-Attention over FP8 KV has a rate and a padding of its own, and costs a layer more than over 16 bits.
++ attention + layers c_FP8. Their inputs are made FP8 by kernels of their own, which read and write those bytes. The
+ridge may have factors of FP8's own (`calib.factors`). Attention over FP8 KV has a rate and a padding of its own, and
+costs a layer more than over 16 bits.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from calib.holdout import mean
+from calib.factors import factors_at, fit_factors
+from calib.holdout import leans, mean, regions
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, attention_s, fastest, ridge_s, with_exponent
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
+from sim.cost.kernels import Point
 from sim.errors import UserError
 from sim.specs.models import ModelSpec
 
@@ -23,6 +26,7 @@ EXPONENT = "fp8_roofline_exponent"
 ATTENTION = "attention_launch_s"
 """What of a layer's overhead is attention's, which products timed alone do not pay. No constant of a profile."""
 OPS = ("linear", "products")
+UNSEEN = "unseen_model_"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Fp8Fit:
 
     fits: list[Fit] = field(default_factory=list)
     residuals: dict[str, float] = field(default_factory=dict)
+    factors: list[Point] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,38 +46,66 @@ class _Timed:
     measured_s: Array
     attends: NDArray[np.bool_]
     fp8_kv: bool
+    factors: Array
+    """Of the products, over their roofline."""
 
     def of(self, chosen: NDArray[np.bool_]) -> "_Timed":
-        return _Timed(self.terms[chosen], self.measured_s[chosen], self.attends[chosen], self.fp8_kv)
+        parts = self.terms[chosen], self.measured_s[chosen], self.attends[chosen], self.fp8_kv, self.factors[chosen]
+        return _Timed(*parts)
+
+    def times(self, points: Sequence[Point]) -> "_Timed":
+        return replace(self, factors=factors_at(points, self.terms.tokens))
 
 
-def fit_fp8(samples: Sequence[Sample], models: Mapping[str, ModelSpec], constants: Mapping[str, float]) -> Fp8Fit:
+def fit_fp8(
+    samples: Sequence[Sample],
+    models: Mapping[str, ModelSpec],
+    constants: Mapping[str, float],
+    linear_factors: Sequence[Point] | None = None,
+) -> Fp8Fit:
     """Fit FP8's constants: those of products to samples over 16-bit KV, then those of FP8 KV to the others.
 
     Args:
         samples: of FP8 weights, FP8 KV or both; op `linear` or `products`.
         models: by the names in the samples.
         constants: those of 16 bits, all of them.
+        linear_factors: what 16-bit products take over their roofline, by tokens.
 
     Returns:
-        What the samples tell: from products alone (`linear`) no overhead, which then stays that of 16 bits.
+        What the samples tell: from products alone (`linear`) no overhead, which then stays that of 16 bits. Factors of
+        FP8 products where they pay; where they do not, but 16 bits have some, a factor of 1.
     """
     for sample in samples:
         if sample.op not in OPS:
             raise UserError(f"samples: op {sample.op!r} in FP8 cannot be priced: time op {' or '.join(map(repr, OPS))}")
-    found, known = Fp8Fit(), dict(constants)
+    known, factors = dict(constants), None
+    fits: list[Fit] = []
+    residuals: dict[str, float] = {}
     for fp8_kv in (False, True):
         chosen = [s for s in samples if bool(s.kv_cache_dtype) == fp8_kv]
         if not chosen:
             continue
+        terms = terms_of(chosen, models)
+        of_16_bits, of_fp8 = (factors_at(points, terms.tokens) for points in (linear_factors, factors))
         seconds, attends = np.array([s.latency_s for s in chosen]), np.array([s.op != "linear" for s in chosen])
-        timed = _Timed(terms_of(chosen, models), seconds, attends, fp8_kv)
+        over = np.where(terms.quantized_bytes > 0, of_fp8, of_16_bits)
+        timed = _Timed(terms, seconds, attends, fp8_kv, over)
         fit = _fit(timed, known)
-        found.residuals.update(_residuals(chosen, timed, fit, known))
+        errors, unseen = _errors({**known, **fit.values}, timed), _unseen(chosen, timed, known)
+        found = _by_phase(chosen, timed, errors, unseen)
+        if not fp8_kv and unseen is not None and leans(regions(chosen, errors), whole=False):
+            points = _fit_factors({**known, **fit.values}, timed)
+            errors = _errors({**known, **fit.values}, timed.times(points))
+            factored = _by_phase(chosen, timed, errors, _unseen(chosen, timed, known, factored=True))
+            if _overall(factored) < _overall(found):
+                found, factors = factored, points
+            elif linear_factors:
+                factors = [(1, 1.0)]
+        residuals |= found
         known |= fit.values
         told = {name: estimate for name, estimate in fit.estimates.items() if name != ATTENTION}
-        found.fits.append(Fit(told, fit.scatter))
-    return found
+        fits.append(Fit(told, fit.scatter))
+    return Fp8Fit(fits, residuals, factors)
 
 
 def _parameters(timed: _Timed, known: Mapping[str, float]) -> dict[str, Parameter]:
@@ -102,14 +135,24 @@ def _predict_s(values: Mapping[str, float], timed: _Timed) -> Array:
         attended_s = attention_s({**values, **over_kv}, terms) + terms.layers * values["fp8_kv_layer_overhead_s"]
     else:
         attended_s = attention_s(values, terms) - terms.layers * ~timed.attends * values.get(ATTENTION, 0.0)
-    products_s = ridge_s(
+    overhead_s = np.where(is_fp8, values["fp8_layer_overhead_s"], values["layer_overhead_s"])
+    quantized_s = terms.quantized_bytes / values["fp8_quantize_bytes_per_s"]
+    return _products_s(values, timed) * timed.factors + quantized_s + attended_s + terms.layers * overhead_s
+
+
+def _products_s(values: Mapping[str, float], timed: _Timed) -> Array:
+    terms, is_fp8 = timed.terms, timed.terms.quantized_bytes > 0
+    return ridge_s(
         terms.linear_flops / np.where(is_fp8, values["fp8_flops_per_s"], values["flops_per_s"]),
         (terms.weight_bytes + terms.activation_bytes) / values["hbm_bytes_per_s"],
         np.where(is_fp8, values[EXPONENT], values["roofline_exponent"]),
     )
-    overhead_s = np.where(is_fp8, values["fp8_layer_overhead_s"], values["layer_overhead_s"])
-    quantized_s = terms.quantized_bytes / values["fp8_quantize_bytes_per_s"]
-    return products_s + quantized_s + attended_s + terms.layers * overhead_s
+
+
+def _fit_factors(values: Mapping[str, float], timed: _Timed) -> list[Point]:
+    """Of FP8 products, which have none yet."""
+    own_s = _products_s(values, timed)
+    return fit_factors(own_s, _predict_s(values, timed) - own_s, timed.terms.tokens, timed.measured_s)
 
 
 def _fit(timed: _Timed, known: Mapping[str, float]) -> Fit:
@@ -121,24 +164,39 @@ def _fit(timed: _Timed, known: Mapping[str, float]) -> Fit:
     return Fit(with_exponent(found.estimates, EXPONENT), found.scatter)
 
 
-def _residuals(samples: Sequence[Sample], timed: _Timed, fit: Fit, known: Mapping[str, float]) -> dict[str, float]:
-    """Mean absolute relative errors by phase: on all samples, and on each model by a fit to the others."""
+def _errors(values: Mapping[str, float], timed: _Timed) -> Array:
+    return _predict_s(values, timed) / timed.measured_s - 1
+
+
+def _unseen(
+    samples: Sequence[Sample], timed: _Timed, known: Mapping[str, float], *, factored: bool = False
+) -> Array | None:
+    """Errors on each model by a fit to the others; None where there is one only."""
     names = np.array([s.model for s in samples])
-
-    def errors_of(fit: Fit, chosen: _Timed) -> Array:
-        return np.abs(_predict_s({**known, **fit.values}, chosen) / chosen.measured_s - 1)
-
-    own, unseen = errors_of(fit, timed), np.zeros(len(samples))
     models = sorted(set(names))
-    for name in models if len(models) > 1 else ():
+    if len(models) < 2:
+        return None
+    errors = np.zeros(len(samples))
+    for name in models:
         left_out = names == name
-        unseen[left_out] = errors_of(_fit(timed.of(~left_out), known), timed.of(left_out))
+        others, one = timed.of(~left_out), timed.of(left_out)
+        values = {**known, **_fit(others, known).values}
+        errors[left_out] = _errors(values, one.times(_fit_factors(values, others)) if factored else one)
+    return errors
+
+
+def _by_phase(samples: Sequence[Sample], timed: _Timed, own: Array, unseen: Array | None) -> dict[str, float]:
+    """Mean absolute relative errors by phase: on all samples, and on models left out."""
     decodes = np.array([s.is_decode for s in samples])
     phases = {"linear": ~timed.attends, "prefill": timed.attends & ~decodes, "decode": timed.attends & decodes}
     start, found = "fp8_kv" if timed.fp8_kv else "fp8", {}
     for phase, of_phase in phases.items():
         if of_phase.any():
-            found[f"{start}_{phase}_mape"] = round(mean(own[of_phase]), 5)
-            if len(models) > 1:
-                found[f"unseen_model_{start}_{phase}_mape"] = round(mean(unseen[of_phase]), 5)
+            found[f"{start}_{phase}_mape"] = round(mean(np.abs(own[of_phase])), 5)
+            if unseen is not None:
+                found[f"{UNSEEN}{start}_{phase}_mape"] = round(mean(np.abs(unseen[of_phase])), 5)
     return found
+
+
+def _overall(errors: Mapping[str, float]) -> float:
+    return sum(error for name, error in errors.items() if name.startswith(UNSEEN))

@@ -10,10 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from calib.factors import LEANS
 from calib.robust import Array
-from calib.roofline import NO_ALL_REDUCE, complete, fit_roofline, predict_s, without_activations
+from calib.roofline import (
+    NO_ALL_REDUCE,
+    complete,
+    fit_linear_factors,
+    fit_roofline,
+    predict_s,
+    without_activations,
+)
 from calib.samples import Sample
 from calib.terms import Terms
+from sim.cost.kernels import Point
 
 Mask = NDArray[np.bool_]
 
@@ -21,6 +30,8 @@ PROMPT_TOKENS = 128
 """Prompts below this many tokens are not scored: pure overhead, and what they cost nobody asks."""
 SMALL_SHARE = 0.5
 """Share of each phase's samples, the fastest, that predict the others."""
+ROW_FOLDS = 5
+"""Parts that samples of one model alone are split into, at random, to be left out."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,11 @@ def is_mixed(samples: Sequence[Sample]) -> Mask:
     return np.array([s.is_mixed for s in samples], dtype=bool)
 
 
-def errors_of(constants: Mapping[str, float], terms: Terms, measured_s: Array) -> Array:
+def errors_of(
+    constants: Mapping[str, float], terms: Terms, measured_s: Array, factors: Sequence[Point] | None = None
+) -> Array:
     """Predicted / measured - 1 of every sample."""
-    return predict_s(constants, terms) / measured_s - 1
+    return predict_s(constants, terms, factors) / measured_s - 1
 
 
 def leave_one_model_out(
@@ -75,14 +88,35 @@ def leave_one_model_out(
     measured_s: Array,
     form: str = "full",
     fixed: Mapping[str, float] = NO_ALL_REDUCE,
+    *,
+    factored: bool = False,
 ) -> dict[str, Holdout]:
-    """Each model predicted by a fit to the others, if those have prompts and decodes; empty where there is only one."""
+    """Each model predicted by a fit to the others, if those have prompts and decodes; empty where there is only one.
+
+    `factored` says whether products have factors of their tokens.
+    """
     models = np.array([s.model for s in samples])
     prompts, decodes = is_scored_prefill(samples), is_decode(samples)
     return {
-        str(name): _held_out(samples, terms, measured_s, models == name, form, fixed)
+        str(name): _held_out(samples, terms, measured_s, models == name, form, fixed, factored)
         for name in sorted(set(models))
         if np.any(prompts & (models != name)) and np.any(decodes & (models != name))
+    }
+
+
+def leave_rows_out(
+    samples: Sequence[Sample],
+    terms: Terms,
+    measured_s: Array,
+    fixed: Mapping[str, float] = NO_ALL_REDUCE,
+    *,
+    factored: bool = False,
+) -> dict[str, Holdout]:
+    """Samples predicted by a fit to the others, a part at a time: what can be left out where all are of one model."""
+    part = np.random.default_rng(0).permutation(len(samples)) % ROW_FOLDS
+    return {
+        f"part {i + 1}": _held_out(samples, terms, measured_s, part == i, "full", fixed, factored)
+        for i in range(ROW_FOLDS)
     }
 
 
@@ -93,6 +127,8 @@ def small_predicts_large(
     form: str = "full",
     fixed: Mapping[str, float] = NO_ALL_REDUCE,
     share: float = SMALL_SHARE,
+    *,
+    factored: bool = False,
 ) -> Holdout:
     """The longer prompts and decodes (by measured time, each phase apart) predicted by a fit to the shorter ones."""
     large = np.zeros(len(samples), dtype=bool)
@@ -100,7 +136,7 @@ def small_predicts_large(
     for phase in (decodes, ~decodes):
         if phase.any():
             large |= phase & (measured_s > np.quantile(measured_s[phase], share))
-    return _held_out(samples, terms, measured_s, large, form, fixed)
+    return _held_out(samples, terms, measured_s, large, form, fixed, factored)
 
 
 def mean_holdout(parts: Mapping[str, Holdout]) -> Holdout:
@@ -113,18 +149,37 @@ def mean_holdout(parts: Mapping[str, Holdout]) -> Holdout:
 
 
 def _held_out(
-    samples: Sequence[Sample], terms: Terms, measured_s: Array, left_out: Mask, form: str, fixed: Mapping[str, float]
+    samples: Sequence[Sample],
+    terms: Terms,
+    measured_s: Array,
+    left_out: Mask,
+    form: str,
+    fixed: Mapping[str, float],
+    factored: bool,
 ) -> Holdout:
     constants = complete({**fixed, **fit_roofline(terms[~left_out], measured_s[~left_out], form, fixed).values})
     if form == "no activations":
         terms = without_activations(terms)
-    errors = np.abs(errors_of(constants, terms, measured_s))
+    factors = fit_linear_factors(constants, terms[~left_out], measured_s[~left_out]) if factored else None
+    errors = np.abs(errors_of(constants, terms, measured_s, factors))
     return Holdout(
         mean(errors[left_out & is_scored_prefill(samples)]),
         mean(errors[left_out & is_decode(samples)]),
         int(left_out.sum()),
         mean(errors[left_out & is_mixed(samples)]),
     )
+
+
+def leans(found: Sequence[Region], *, whole: bool = True) -> bool:
+    """Whether a region is priced too high or too low; `whole`: of those of whole passes."""
+    return any((region.is_pass or not whole) and abs(region.bias) > LEANS for region in found)
+
+
+def is_better(parts: Mapping[str, Holdout], than: Mapping[str, Holdout]) -> bool:
+    """Whether held-out errors are less, all phases together."""
+    mine, theirs = mean_holdout(parts), mean_holdout(than)
+    totals = [np.nansum([found.prefill, found.decode, found.mixed]) for found in (mine, theirs)]
+    return bool(totals[0] < totals[1])
 
 
 def mean(values: Sequence[float] | Array) -> float:

@@ -88,6 +88,8 @@ def errors_table(report: FitReport) -> str:
     if len(report.by_model) > 1:
         rows.append(_error_row("a model left out (mean)", mean_holdout(report.by_model)))
     rows += [_error_row(f"{name} left out", part) for name, part in report.by_model.items()]
+    if report.by_rows:
+        rows.append(_error_row("a fifth of the samples left out (mean)", mean_holdout(report.by_rows)))
     if report.small_to_large.count:
         rows.append(_error_row("the longer half from the shorter", report.small_to_large))
     return table(("predicting", "prefill", "decode", "mixed", "samples"), rows)
@@ -124,7 +126,9 @@ def forms_table(reports: Sequence[FitReport]) -> str:
     for form, about in FORMS.items():
         cells = [f"{form}: {about}"]
         for report in reports:
-            held_out = mean_holdout(leave_one_model_out(report.samples, report.terms, report.measured_s, form))
+            factored = report.profile.linear_factors is not None and form != "no factors"
+            parts = leave_one_model_out(report.samples, report.terms, report.measured_s, form, factored=factored)
+            held_out = mean_holdout(parts)
             cells.append(f"{percent(held_out.prefill)} / {percent(held_out.decode)}")
         rows.append(cells)
     return table(("form", *(report.profile.gpu for report in reports)), rows)
@@ -136,7 +140,10 @@ def size_table(reports: Sequence[FitReport], shares: Sequence[float] = (0.5, 0.7
     for share in shares:
         cells = [f"the shortest {100 * share:.0f} % predict the rest"]
         for report in reports:
-            found = small_predicts_large(report.samples, report.terms, report.measured_s, share=share)
+            factored = report.profile.linear_factors is not None
+            found = small_predicts_large(
+                report.samples, report.terms, report.measured_s, share=share, factored=factored
+            )
             cells.append(f"{percent(found.prefill)} / {percent(found.decode)}")
         rows.append(cells)
     return table(("sizes", *(report.profile.gpu for report in reports)), rows)

@@ -3,7 +3,8 @@
     T = ridge(linear FLOPs / F, linear bytes / H) + max(launch, elementwise bytes / E) + attention
         + ridge(head FLOPs / F, head bytes / H) + all-reduces + layers c + steps c_step
 
-with ridge(a, b) = (a^p + b^p)^(1/p) and attention as `sim.cost.roofline.RooflineCost` prices an iteration.
+its first term times what was measured over it by tokens, where that pays (`calib.factors`), with
+ridge(a, b) = (a^p + b^p)^(1/p) and attention as `sim.cost.roofline.RooflineCost` prices an iteration.
 
 Every constant has one physical meaning: F and F_attn the FLOP/s that matrix products and attention reach, H and E the
 bytes/s that memory delivers to matrix products and to what lies between them, c what a layer costs beside (launches,
@@ -11,14 +12,16 @@ gaps), c_step what a step costs beside, p how far computing and reading overlap 
 shows what each is worth in held-out error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from calib.copies import all_reduce_s
+from calib.factors import factors_at, fit_factors
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.terms import Terms
+from sim.cost.kernels import Point
 from sim.cost.profile import OPTIONAL
 
 MOST_EXPONENT = 50.0
@@ -35,6 +38,7 @@ NO_ALL_REDUCE = {
 """Constants of all-reduces that cost nothing, for samples without any."""
 FORMS = {
     "full": "all terms",
+    "no factors": "products by their ridge alone",
     "one rate": "F_attn = F",
     "KV at the weights' rate": "decodes read KV at H, and no padding",
     "hard ridge": "p fixed at infinity: max(compute, memory)",
@@ -44,12 +48,12 @@ FORMS = {
 """The form and what it is without one of its terms; for showing that each term pays."""
 
 
-def predict_s(constants: Mapping[str, float], terms: Terms) -> Array:
-    """Seconds of every sample, shape (samples,), from constants by their names in a profile."""
+def predict_s(constants: Mapping[str, float], terms: Terms, factors: Sequence[Point] | None = None) -> Array:
+    """Seconds of every sample, shape (samples,), from constants by their names in a profile, and products' factors."""
     flops, memory = constants["flops_per_s"], constants["hbm_bytes_per_s"]
     exponent = constants["roofline_exponent"]
     return (
-        ridge_s(terms.linear_flops / flops, (terms.weight_bytes + terms.activation_bytes) / memory, exponent)
+        products_s(constants, terms) * factors_at(factors, terms.tokens)
         + np.maximum(
             terms.elementwise_layers * constants["elementwise_launch_s"],
             terms.elementwise_bytes / constants["elementwise_bytes_per_s"],
@@ -61,6 +65,18 @@ def predict_s(constants: Mapping[str, float], terms: Terms) -> Array:
         + terms.steps * constants.get("step_overhead_s", 0.0)
         + terms.step_sequences * constants.get("step_s_per_sequence", 0.0)
     )
+
+
+def products_s(constants: Mapping[str, float], terms: Terms) -> Array:
+    """Seconds of the layers' matrix products, by the roofline alone."""
+    read_s = (terms.weight_bytes + terms.activation_bytes) / constants["hbm_bytes_per_s"]
+    return ridge_s(terms.linear_flops / constants["flops_per_s"], read_s, constants["roofline_exponent"])
+
+
+def fit_linear_factors(constants: Mapping[str, float], terms: Terms, measured_s: Array) -> list[Point]:
+    """What products take over the roofline of these constants, by tokens."""
+    own_s = products_s(constants, terms)
+    return fit_factors(own_s, predict_s(constants, terms) - own_s, terms.tokens, measured_s)
 
 
 def attention_s(constants: Mapping[str, float], terms: Terms) -> Array:

@@ -29,6 +29,7 @@ class Terms:
     """Per sample and per GPU of its group, arrays of shape (samples,).
 
     Attributes:
+        tokens: rows of the matrix products; 0 where none ran, and of mixtures of experts, whose experts have fewer.
         linear_flops: projections and MLP of the timed layers.
         weight_bytes, activation_bytes: what those read of weights, and read and write of activations.
         quantized_bytes: what making their inputs FP8 reads and writes.
@@ -44,6 +45,7 @@ class Terms:
         step_sequences: sequences of a whole step.
     """
 
+    tokens: Array
     linear_flops: Array
     weight_bytes: Array
     activation_bytes: Array
@@ -117,15 +119,16 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         (model.head_weight_bytes + head_rows * model.head_activation_bytes_per_token) / tp if head_rows else 0.0,
     )
     if sample.op == "lm_head":
-        return (*[0.0] * 5, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+        return (*[0.0] * 6, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     if sample.op == "elementwise":
-        return (*[0.0] * 4, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0)
+        return (*[0.0] * 5, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0)
     if model.kv_layers and sample.op != "linear":
         raise UserError(f"model {model.name}: samples cannot be priced: layers differ in their KV; time another model")
     if model.mla and (sample.is_decode or sample.decodes):
         raise UserError(f"model {model.name}: decodes over latents cannot be priced: they compute as well as read")
     is_whole = sample.op not in ("products", "linear")
     return (
+        0.0 if model.moe else float(tokens),
         share * tokens * model.linear_flops_per_token / tp,
         share * model.linear_weight_bytes_read(tokens) / tp,
         share * tokens * model.linear_activation_bytes_per_token(tp),

@@ -261,6 +261,9 @@ def _profile(
         constants=constants,
         provenance=provenance,
         residuals=residuals,
+        all_reduce=base.all_reduce,
+        linear_factors=base.linear_factors,
+        fp8_linear_factors=base.fp8_linear_factors,
     )
 
 

@@ -2,16 +2,16 @@
 
 The roofline is convex in what it counts, so each of its tangents lies below it: with (c^p + m^p)^(1/p) >= a c + b m
 wherever a^q + b^q <= 1, 1/p + 1/q = 1. Many tangents together come as near as one likes; any mix of them is valid, too.
-What a decode iteration costs however small it is (weights, launches, host) is `fixed_s`; who shares it is for the
-reader to say.
+Where products have measured factors, each tangent is scaled to stay below them. What a decode iteration costs however
+small it is (weights, launches, host) is `fixed_s`; who shares it is for the reader to say.
 """
 
-from itertools import product
+from itertools import pairwise, product
 from math import cos, inf, pi, sin
 from typing import NamedTuple
 
 from sim.cost.forms import LinearCost, PaperCost
-from sim.cost.model import CostModel
+from sim.cost.model import CostModel, ridge
 from sim.cost.roofline import RooflineCost
 from sim.cost.table import TableCost
 from sim.engine.plan import IterationPlan
@@ -85,6 +85,9 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
     base_s, sequence_s = _host(cost)
     found = []
     linear, head = tangents(cost.linear_exponent, LINEAR_TANGENTS), tangents(cost.exponent, HEAD_TANGENTS)
+    if cost.factor_points:
+        shares = [_share_below(cost, *tangent) for tangent in linear]
+        linear = [(share * c, share * m) for share, (c, m) in zip(shares, linear, strict=True)]
     for (linear_c, linear_m), (head_c, head_m), growing, (reduce_s, reduced_s) in product(
         linear, head, (0.0, 1.0), cost.least_all_reduces()
     ):
@@ -108,6 +111,36 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
             )
         )
     return found
+
+
+def _share_below(cost: RooflineCost, compute: float, memory: float) -> float:
+    """Share of a tangent of the ridge that the products' price, its factors included, never falls below.
+
+    Ridge over tangent falls up to where they touch, and rises after. Factors lie between those of the points about.
+    """
+    p, sizes, factors = cost.linear_exponent, *zip(*cost.factor_points, strict=True)
+    touch = 0.0
+    if 1.0 < p < inf and memory > 0.0:
+        ratio = (compute / memory) ** (1.0 / (p - 1.0))
+        slope = cost.linear_s_per_token - ratio * cost.activations_s_per_token
+        touch = ratio * cost.linear_weights_s / slope if slope > 0.0 else inf
+    elif memory == 0.0:
+        touch = inf
+
+    def over(tokens: float) -> float:
+        if not 1.0 < p < inf or tokens == inf:
+            return 1.0
+        compute_s, memory_s = (
+            tokens * cost.linear_s_per_token,
+            cost.linear_weights_s + tokens * cost.activations_s_per_token,
+        )
+        return ridge(compute_s, memory_s, p) / (compute * compute_s + memory * memory_s)
+
+    ends, known = [1.0, *sizes, inf], [factors[0], *factors, factors[-1]]
+    return min(
+        min(pair) * over(min(max(touch, low), high))
+        for (low, high), pair in zip(pairwise(ends), pairwise(known), strict=True)
+    )
 
 
 def _beside_prompts(

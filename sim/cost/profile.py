@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sim.cost.kernels import KernelTables
+from sim.cost.kernels import KernelTables, Point
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
@@ -152,6 +152,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         kernels: what the form `table` interpolates.
         all_reduce: by the number of GPUs, measured bytes and seconds of an all-reduce, rising: between them time is
             interpolated, beyond them it grows with the bytes. The constants price groups of other sizes.
+        linear_factors: what the matrix products of a layer take over their roofline, by tokens, rising: between them
+            the factor is interpolated, beyond them it is that of the edge. Of dense models alone.
+        fp8_linear_factors: the same of FP8 products (absent: `linear_factors`).
     """
 
     name: str
@@ -164,6 +167,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     residuals: dict[str, float] | None = None
     kernels: KernelTables | None = None
     all_reduce: dict[str, list[tuple[float, float]]] | None = None
+    linear_factors: list[Point] | None = None
+    fp8_linear_factors: list[Point] | None = None
 
     def value(self, name: str) -> float:
         """One constant, in the unit of its name. UserError where the profile's form has none of that name."""
@@ -248,6 +253,7 @@ def read_profile(path: Path | str) -> Profile:
     _check_constants(profile, path)
     _check_numbers(profile, path)
     _check_all_reduce(profile, path)
+    _check_factors(profile, path)
     if (profile.form == "table") != (profile.kernels is not None):
         raise UserError(
             f"{path}: field kernels belongs to form table, and form table needs it: this is {profile.form!r}"
@@ -269,6 +275,21 @@ def _check_all_reduce(profile: Profile, path: Path) -> None:
         for _, seconds in points:
             _check_number(seconds, where, zero=False)
             _check_range(seconds, where, "s")
+
+
+def _check_factors(profile: Profile, path: Path) -> None:
+    for field in ("linear_factors", "fp8_linear_factors"):
+        points = getattr(profile, field)
+        if points is None:
+            continue
+        where, tokens = f"{path}: field {field}", [tokens for tokens, _ in points]
+        if profile.form == "linear":
+            raise UserError(f"{where} corrects a roofline: form 'linear' has none; remove it")
+        if not tokens or tokens[0] < 1 or any(b <= a for a, b in pairwise(tokens)):
+            raise UserError(f"{where}: give points [tokens, factor] in order of tokens, which are 1 or more")
+        for _, factor in points:
+            _check_number(factor, where, zero=False)
+            _check_range(factor, where, "1")
 
 
 def _check_constants(profile: Profile, path: Path) -> None:

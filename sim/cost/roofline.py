@@ -3,10 +3,12 @@
 T = ridge(N c_lin / (G F), (W + N a) / (G H)) + max(launch, N e / E) + attention + LM head for sampled tokens
     + all-reduces + overhead of each layer, where ridge(c, m) = (c^p + m^p)^(1/p).
 
-- Linear layers: of FP8 weights and activations the share of c_lin that they are counts at F_FP8, with a p and an
-  overhead of their own; making their inputs FP8 reads and writes bytes at a rate of its own, beside. a are the
-  activations that they read and write for a token. Of a mixture of experts, W holds those that N tokens meet. e are the
-  bytes of what lies between them (norms, rotary embedding, activation function, residual).
+- Linear layers: the ridge times a measured factor of N where the profile has any (`Profile.linear_factors`), but for
+  mixtures of experts, whose kernels have other rows. Of FP8 weights and activations the share of c_lin that they are
+  counts at F_FP8, with a p, factors and an overhead of their own; making their inputs FP8 reads and writes bytes at a
+  rate of its own, beside. a are the activations that they read and write for a token. Of a mixture of experts, W holds
+  those that N tokens meet. e are the bytes of what lies between them (norms, rotary embedding, activation function,
+  residual).
 - Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
   needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
   (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those were timed.
@@ -58,6 +60,7 @@ class RooflineCost(CostModel):
         self.linear_s_per_token = model.linear_flops_per_token / (tp * linear_flops)
         self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
         self._set_experts(model, tp * bandwidth)
+        self._set_factors(model, profile)
         self.quantize_s_per_token = model.fp8_input_bytes_per_token(tp) / value("fp8_quantize_bytes_per_s")
         self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
         self.elementwise_s_per_token = model.elementwise_bytes_per_token(tp) / value("elementwise_bytes_per_s")
@@ -88,6 +91,15 @@ class RooflineCost(CostModel):
         if moe:
             self.routed_weights_s = (model.linear_weight_bytes - model.linear_weight_bytes_read(0)) / bandwidth
             self.idle_share = 1 - moe.experts_per_token / moe.num_experts
+
+    def _set_factors(self, model: ModelSpec, profile: Profile) -> None:
+        """What products take over their roofline, by tokens, where it was measured."""
+        points = profile.linear_factors
+        if model.fp8_flops_share and profile.fp8_linear_factors is not None:
+            points = profile.fp8_linear_factors
+        self.factor_points = points if points and not model.moe else []
+        self.factors = grid_of(self.factor_points) if self.factor_points else None
+        self.is_plain = not (self.factors or self.routed_weights_s)
 
     def _set_kv(self, model: ModelSpec, kv: KVFormat, profile: Profile) -> None:
         """Seconds of a decode per token that the layers with and without a window read."""
@@ -155,9 +167,13 @@ class RooflineCost(CostModel):
     def linear_s(self, tokens: int) -> float:
         """Linear layers of all layers, and what lies between them, over `tokens` tokens, s."""
         memory = self.linear_weights_s + tokens * self.activations_s_per_token
-        if self.routed_weights_s:
+        if self.is_plain:
+            seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
+        else:
             memory -= self.routed_weights_s * self.idle_share**tokens
-        seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
+            seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
+            if self.factors:
+                seconds *= value_at(self.factors, (tokens,))
         seconds += tokens * self.quantize_s_per_token
         return seconds + max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
 

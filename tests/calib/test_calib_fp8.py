@@ -180,7 +180,8 @@ def test_runs_are_priced_as_samples_are(fp8_kv: bool, tp: int):
     shipped = load_profile("h100-imported")
     given = A100 | PRODUCTS | KV | {"elementwise_launch_s": 0.0, "elementwise_bytes_per_s": 1e30}
     constants = {n: Constant(v, None, ROOFLINE_UNITS[n], "a test") for n, v in given.items()}
-    profile = msgspec.structs.replace(shipped, constants=shipped.constants | constants)
+    constants = shipped.constants | constants
+    profile = msgspec.structs.replace(shipped, constants=constants, linear_factors=None, fp8_linear_factors=None)
     sample = Sample(
         op="products", latency_s=1.0, model="llama-2-70b", tp=tp, num_layers=80, batch_size=32, new_tokens=1,
         context_tokens=999, quantization="fp8", kv_cache_dtype="fp8" if fp8_kv else "",

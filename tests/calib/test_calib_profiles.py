@@ -42,6 +42,8 @@ def test_a_shipped_profile_keeps_the_schema(name):
         "range",
         "residuals",
         "all_reduce",
+        "linear_factors",
+        "fp8_linear_factors",
     }
     assert data["name"] == name == f"{data['gpu']}-{data['status']}"
     assert data["status"] in ("measured", "imported", "derived")

@@ -72,6 +72,7 @@ def test_a_saturated_gpu_gives_the_rooflines_throughput() -> None:
     activations = 32 * (3 * 4096 + 4 * 4096 + 4096 + 3 * 11008) * 2
     memory = (model.linear_weight_bytes + batch * activations) / bandwidth
     linear = ((batch * model.linear_flops_per_token / flops) ** p + memory**p) ** (1 / p)
+    linear *= dict(profile.linear_factors or [])[batch]
     # Two norms with their residual, rotary embedding, KV cache and activation: 8 h + 2 x 2 h + 4 h + 3 f elements.
     between = batch * 32 * (16 * 4096 + 3 * 11008) * 2 / value("elementwise_bytes_per_s")
     linear += max(between, 32 * value("elementwise_launch_s"))

@@ -92,7 +92,8 @@ def test_fp8_products_have_a_rate_and_a_ridge_of_their_own() -> None:
     plain = load_model("llama-3.1-8b")
     model, hardware = plain.with_weights_of(1.0, "fp8"), load_hardware("h100")
     given = {"fp8_flops_per_s": 1e15, "fp8_roofline_exponent": 2.0, "fp8_quantize_bytes_per_s": 5e11}
-    profile = with_constants(load_profile("h100-imported"), **given, fp8_layer_overhead_s=4e-5)
+    shipped = structs.replace(load_profile("h100-imported"), linear_factors=None, fp8_linear_factors=None)
+    profile = with_constants(shipped, **given, fp8_layer_overhead_s=4e-5)
     cost, before = (RooflineCost(spec, hardware, profile, 1) for spec in (model, plain))
     compute_s = 4096 * model.linear_flops_per_token / 1e15
     moved = plain.linear_weight_bytes / 2 + 4096 * model.linear_activation_bytes_per_token()

@@ -1,0 +1,48 @@
+"""What matrix products take over their roofline, by tokens: factors fitted once the roofline is.
+
+Kernels chosen by the rows of a product, rows that do not fill their tiles and clocks that fall under load show at the
+same numbers of tokens in all models. A smooth ridge cannot have them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from calib.robust import Array, Parameter, fit_relative
+from sim.cost.kernels import Point
+
+LEANS = 0.05
+"""Bias of a region from which factors are worth their freedom: below it the roofline alone says enough."""
+
+
+def factors_at(points: Sequence[Point] | None, tokens: Array) -> Array:
+    """Factors of samples of so many tokens, shape (samples,): between points on a straight line; 1 without points."""
+    if not points:
+        return np.ones_like(tokens)
+    sizes, factors = zip(*points, strict=True)
+    return np.interp(tokens, sizes, factors)
+
+
+def fit_factors(products_s: Array, rest_s: Array, tokens: Array, measured_s: Array) -> list[Point]:
+    """A factor for every size sampled, by Cauchy's loss of log(predicted / measured).
+
+    One sample of each size that says 1 is added: where others say little, the roofline stays as it is.
+
+    Args:
+        products_s: matrix products by the roofline.
+        rest_s: all else in the same samples.
+        tokens: rows of the products; samples with 0 tell nothing.
+        measured_s: medians; all of shape (samples,).
+    """
+    sizes = np.unique(tokens[tokens > 0])
+    if not len(sizes):
+        return []
+    names = [str(int(size)) for size in sizes]
+
+    def predicted(values: Mapping[str, float]) -> Array:
+        factors = np.array([values[name] for name in names])
+        return np.concatenate([rest_s + products_s * np.interp(tokens, sizes, factors), factors])
+
+    known = np.concatenate([measured_s, np.ones(len(sizes))])
+    found = fit_relative(predicted, known, dict.fromkeys(names, Parameter(1.0, 0.2, 5.0)))
+    return [(int(name), round(found.values[name], 4)) for name in names]

@@ -1,0 +1,124 @@
+"""Measured factors of matrix products: by hand, where they do not count, bounds below them, jumps as steps."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvtwin.testing import conformance, limits, requests
+from kvtwin.testing.conformance import limits_of
+from kvtwin.testing.engines import roofline_machine
+from sim.bounds.step_price import step_prices
+from sim.cost.profile import load_profile, read_profile
+from sim.cost.roofline import RooflineCost
+from sim.engine.plan import IterationPlan
+from sim.errors import UserError
+from sim.specs.hardware import load_hardware
+from sim.specs.models import load_model
+from sim.systems import POLICIES
+
+CURVE = [(16, 0.5), (256, 0.8), (257, 1.6), (512, 1.2)]
+HARDWARE = load_hardware("a100-80g")
+PROFILE = load_profile("a100-80g-imported")
+
+
+def cost_of(points, model="llama-3.1-8b", **other) -> RooflineCost:
+    return RooflineCost(load_model(model), HARDWARE, structs.replace(PROFILE, linear_factors=points, **other), 1)
+
+
+def between_s(cost: RooflineCost, tokens: int) -> float:
+    return max(cost.elementwise_least_s, tokens * cost.elementwise_s_per_token)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor"),
+    [(1, 0.5), (16, 0.5), (136, 0.65), (256, 0.8), (257, 1.6), (512, 1.2), (9000, 1.2)],
+)
+def test_products_take_their_factor_of_the_ridge(tokens, factor):
+    with_factors, plain = cost_of(CURVE), cost_of(None)
+    ridge_s = plain.linear_s(tokens) - between_s(plain, tokens)
+    assert with_factors.linear_s(tokens) == pytest.approx(factor * ridge_s + between_s(plain, tokens))
+    more_s = (factor - 1) * ridge_s
+    first_s, slope_s = plain.decode_run(tokens, 100 * tokens)
+    assert with_factors.decode_run(tokens, 100 * tokens) == (pytest.approx(first_s + more_s), slope_s)
+    assert with_factors.prefill_s(tokens) == pytest.approx(plain.prefill_s(tokens) + more_s)
+
+
+@pytest.mark.parametrize("tokens", [1, 300, 4096])
+def test_without_factors_nothing_changes(tokens):
+    assert cost_of([(1, 1.0)]).linear_s(tokens) == cost_of(None).linear_s(tokens)
+
+
+def test_a_mixture_of_experts_has_none():
+    assert cost_of(CURVE, "deepseek-v2-lite").linear_s(300) == cost_of(None, "deepseek-v2-lite").linear_s(300)
+
+
+def test_fp8_products_have_their_own_or_else_those_of_16_bits():
+    model = load_model("llama-3.1-8b").with_weights_of(1.0, "fp8")
+
+    def linear_s(**factors):
+        profile = structs.replace(load_profile("h100-derived"), **factors)
+        cost = RooflineCost(model, load_hardware("h100"), profile, 1)
+        return cost.linear_s(256) - between_s(cost, 256)
+
+    bare_s = linear_s()
+    assert linear_s(linear_factors=CURVE) == pytest.approx(0.8 * bare_s)
+    assert linear_s(linear_factors=CURVE, fp8_linear_factors=[(1, 1.5)]) == pytest.approx(1.5 * bare_s)
+    assert linear_s(fp8_linear_factors=[(1, 1.5)]) == pytest.approx(1.5 * bare_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.integers(1, 4000), st.floats(0.3, 3.0), min_size=1, max_size=6),
+    st.integers(0, 6000),
+    st.integers(0, 300),
+)
+def test_bounds_stay_below_and_touch(points, prompt, decodes):
+    cost = cost_of(sorted(points.items()))
+    plan = IterationPlan()
+    plan.prefill_tokens, plan.num_decodes = prompt, decodes
+    plan.decode_context_tokens = 100 * decodes
+    if not prompt + decodes:
+        return
+    price_s = cost.iteration_s(plan)
+    assert all(price.least_s(plan, 0.0) <= price_s * (1 + 1e-9) for price in step_prices(cost, 16, 1000))
+
+
+def test_a_factor_for_all_sizes_scales_bounds_as_a_whole():
+    plan = IterationPlan()
+    plan.prefill_tokens = 50_000
+    halved, plain = (max(p.least_s(plan, 0.0) for p in step_prices(cost_of(c), 16, 1000)) for c in ([(1, 0.5)], None))
+    between = 50_000 * cost_of(None).elementwise_s_per_token
+    assert halved - between == pytest.approx((plain - between) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["vllm-v1", "vllm-recompute", "sarathi", "layerkv"])
+def test_jumps_are_as_steps(policy):
+    machine = replace(roofline_machine("a100-80g", 1.0), cost=cost_of(CURVE))
+    arrivals = requests(*[(0.02 * i, 40 + 37 * i % 500, 5 + 11 * i) for i in range(40)])
+    limit = limits_of(POLICIES[policy](), limits(gpu=150), 16, None)
+    conformance.check_jumps(POLICIES[policy](), conformance.Workload(arrivals, limit, machine))
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ([], "in order of tokens"),
+        ([[0, 1.0]], "1 or more"),
+        ([[4, 1.0], [4, 1.1]], "in order of tokens"),
+        ([[4, 0.0]], "more than zero"),
+        ([[4, -1.0]], "more than zero"),
+        ([[4, 1e12]], "not between"),
+        ([[4, "x"]], "linear_factors"),
+    ],
+)
+def test_bad_factors_are_refused(tmp_path, points, words):
+    data = json.loads(PROFILE.to_json()) | {"linear_factors": points}
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=words) as found:
+        read_profile(path)
+    assert str(path) in str(found.value) and "linear_factors" in str(found.value)
