@@ -15,7 +15,7 @@ from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.instance import LiveInstance, Observer
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
-from gpu_runtime.live_memory import check_weights
+from gpu_runtime.live_memory import check_weights, telling_shortage
 from gpu_runtime.live_timeline import WARNING, Profiler
 from gpu_runtime.model.backend import check_backend
 from gpu_runtime.model.capture_sizes import capture_sizes
@@ -98,12 +98,14 @@ def build_device(
 
     Raises:
         ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
-        UserError: a memory whose plans cannot be executed.
+        UserError: a memory whose plans cannot be executed, or pools that do not fit.
     """
     prompts = TracePrompts(decoder.config.vocab_size, options.seed)
     dtype = stored_dtype(kv_cache_dtype, decoder.dtype, options.device)
+    with telling_shortage():
+        memory = DeviceMemory(decoder, scheduler, torch.device(options.device), dtype)
     return TorchDevice(
-        DeviceMemory(decoder, scheduler, torch.device(options.device), dtype),
+        memory,
         prompt_of=prompts,
         on_token=prompts.hear,
         stays_awake=True,
@@ -172,7 +174,8 @@ def perform(
     run = Run(engines=[parts], instances=[instance], backend="kvtwin-live", machine=describe_machine(decoder))
     try:
         with torch.inference_mode():
-            device.warm_up()
+            with telling_shortage():
+                device.warm_up()
             if profiler is None:
                 device.start()
             else:

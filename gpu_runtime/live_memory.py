@@ -3,7 +3,8 @@
 Pools of a policy's own default size are cut to what is free, those that were asked for are refused if they do not fit.
 """
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import psutil
 import torch
 
 from gpu_runtime.device_memory import scratch_blocks
+from gpu_runtime.kv.copy_engine import STAGING_BYTES
 from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes
 from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.decode_graph import Metadata
 from gpu_runtime.model.decoder import Decoder
 from sim.engine.limits import Limits
+from sim.engine.plan import Direction
 from sim.errors import UserError
 from sim.prepare import GIB, prepare
 from sim.runs import Recording, build_engine
@@ -27,6 +31,10 @@ from sim.systems.offload_options import OffloadOptions
 DEFAULT_SHARE = 4
 """Unless told otherwise a pool takes at most one part in so many of the memory that is free."""
 CGROUP = Path("/sys/fs/cgroup")
+PRODUCT_WORKSPACE_BYTES = 32 * 2**20
+PRODUCT_STREAMS = 2
+"""torch gives cuBLAS so much on Hopper, and less before, for each stream that computes: the current one and the one
+that captures."""
 
 
 def free_bytes(device: str) -> int:
@@ -67,6 +75,25 @@ def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, 
     return elements * dtype.itemsize
 
 
+def held_bytes(limits: Limits, num_groups: int) -> int:
+    """Bytes of a CUDA device that whatever is computed takes: graphs' metadata, copies' buffers, cuBLAS' workspaces."""
+    blocks = -(-limits.max_model_len // limits.block_size)
+    metadata = Metadata.elements(capture_sizes(limits.max_num_seqs)[-1], num_groups, blocks) * torch.int32.itemsize
+    return metadata + len(Direction) * STAGING_BYTES + PRODUCT_STREAMS * PRODUCT_WORKSPACE_BYTES
+
+
+@contextmanager
+def telling_shortage() -> Iterator[None]:
+    """Within, a device without memory for what a run needs before its first request is the user's to mend."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"GPU memory: {str(error).splitlines()[0]}: lower --num-gpu-blocks-override (or "
+            "--gpu-memory-utilization), --max-num-seqs or --max-num-batched-tokens"
+        ) from error
+
+
 def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Decoder | None = None) -> Scenario:
     """The scenario with pools of KV blocks that this machine can hold beside what computing takes.
 
@@ -101,7 +128,7 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
             "be planned on the host in every iteration: use triton"
         )
     if cuda and decoder is not None:
-        working += decoder.kernels.working_bytes(len(capture_sizes(limits.max_num_seqs)))
+        working += decoder.kernels.working_bytes(len(capture_sizes(limits.max_num_seqs))) + held_bytes(limits, groups)
         scratch = scratch_blocks(scheduler) * limits.block_bytes / groups
         scenario = _fit_gpu(scenario, limits, free_bytes(device), working + scratch)
     host_bytes = free_bytes("cpu") - (0 if cuda else working)

@@ -15,7 +15,7 @@ import kvtwin
 from gpu_runtime import live_memory, threads
 from gpu_runtime.cli import name_gpu
 from gpu_runtime.live import LiveOptions, load_decoder
-from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, working_bytes
+from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.weights import RandomWeights
 from kvtwin.testing.live import SMALL, small_decoder
@@ -94,7 +94,7 @@ def on_cuda(monkeypatch, free, scenario=SCENARIO, policy="vllm-v1"):
 
 def test_a_gpu_that_has_less_free_gets_a_smaller_pool(monkeypatch):
     limits = prepare(SCENARIO, "", POLICIES["vllm-v1"]()).limits
-    working = working_bytes(SMALL, torch.float32, limits, graphs=True)
+    working = working_bytes(SMALL, torch.float32, limits, graphs=True) + held_bytes(limits, 1)
     whole = limits.num_gpu_blocks * limits.block_bytes + working
     # As many as the simulator counts, beside what the pool keeps for itself.
     assert on_cuda(monkeypatch, whole) == SCENARIO
@@ -110,6 +110,7 @@ def test_layers_that_pass_through_take_room_as_well(monkeypatch):
     few = replace(SCENARIO, num_cpu_blocks_override=50)
     limits = prepare(few, "", POLICIES["layerkv"]()).limits
     free = working_bytes(SMALL, torch.float32, limits, graphs=True) + 100.5 * limits.block_bytes
+    free += held_bytes(limits, prepare(few, "", POLICIES["layerkv"]()).model.num_layers)
     assert on_cuda(monkeypatch, free, few, "layerkv").num_gpu_blocks_override == 100
     streams = fit_to_machine(few, POLICIES["layerkv"](decode="stream"), "cuda", small_decoder())
     assert streams.num_gpu_blocks_override == 50
@@ -121,6 +122,12 @@ def test_computing_takes_what_its_largest_pass_does():
     elements = 4 * (3 * 48 + 2 * 128) + 2 * 101 + 2 * 8 * 32
     assert working_bytes(SMALL, torch.float32, limits, graphs=False) == 4 * elements
     assert working_bytes(SMALL, torch.float16, limits, graphs=True) == 2 * (elements + 2 * (3 * 48 + 2 * 128 + 101))
+
+
+def test_graphs_copies_and_products_hold_memory_of_their_own():
+    """Five seats, so graphs of eight: a token, two numbers, for each of 3 groups a slot and 7 blocks, 4 bytes each."""
+    limits = SimpleNamespace(max_num_seqs=5, max_model_len=100, block_size=16)
+    assert held_bytes(limits, 3) == 8 * (3 + 3 + 3 * 7) * 4 + 2 * 32 * 2**20 + 2 * 32 * 2**20
 
 
 @pytest.mark.parametrize(

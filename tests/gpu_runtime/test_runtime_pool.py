@@ -14,7 +14,7 @@ from runtime_small import SMALL
 from gpu_runtime.kv import page_locked
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.pool import KVPool, OutOfBlocks
-from sim.errors import InvariantError
+from sim.errors import InvariantError, UserError
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.randoms()), max_size=40))
@@ -124,6 +124,6 @@ def test_a_pinned_pool_that_nobody_holds_is_unlocked(locks):
 
 
 def test_memory_that_the_driver_does_not_lock_is_an_error(locks):
-    with pytest.raises(RuntimeError, match="cudaHostRegister of 2457600 bytes failed: CUDA error 2"):
+    with pytest.raises(UserError, match=r"2457600 bytes cannot be page-locked .*CUDA error 2\): lower --swap-space"):
         KVPool(SMALL, 1200, 4, 4, "cpu", torch.float16, pin=True)
     assert not locks

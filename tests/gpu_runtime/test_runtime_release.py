@@ -15,6 +15,7 @@ from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.live import LiveOptions, perform  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
+from sim.errors import UserError  # noqa: E402
 from sim.prepare import prepare  # noqa: E402
 from sim.runs import Recording  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
@@ -83,3 +84,15 @@ def test_pools_and_graphs_are_gone_when_a_run_is_over(tensors, fails, monkeypatc
         gc.enable()
     assert finished.error == ("no more of it" if fails else None)
     assert finished.instances[0].device.memory.gpu.num_blocks == 41
+
+
+@pytest.mark.parametrize("part", ["pools", "graphs"])
+def test_what_has_no_room_before_the_first_request_is_told_in_a_line(part, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setitem(globals(), "capture", full if part == "graphs" else capture)
+    if part == "pools":
+        monkeypatch.setattr(KVPool, "__init__", full)
+    with pytest.raises(UserError, match=r"^GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB.: lower [^\n]*$"):
+        run(traffic(SCENARIO), monkeypatch)
