@@ -38,7 +38,15 @@ SHAPES = {
     "gqa": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64},
     "group-of-7": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 20},
     "mqa": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 16},
+    "head-of-80": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 80},
+    "head-of-96": {"num_heads": 5, "num_kv_heads": 1, "head_dim": 96},
+    "head-of-128": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 128},
+    "head-of-256": {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256},
 }
+LAYOUTS = [
+    ("mha", 16), ("gqa", 16), ("group-of-7", 3), ("mqa", 8), ("head-of-80", 16), ("head-of-96", 32),
+    ("head-of-128", 16), ("head-of-256", 32),
+]  # fmt: skip
 
 
 def on_device(batch: AttentionBatch) -> AttentionBatch:
@@ -64,7 +72,7 @@ def close(ours, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "block_tokens"), [("mha", 16), ("gqa", 16), ("group-of-7", 3), ("mqa", 8)])
+@pytest.mark.parametrize(("shape", "block_tokens"), LAYOUTS)
 def test_attention_of_decodes_and_chunks(shape, block_tokens, dtype):
     num_new, context = [1, 20, 1, 3, 30, 1], [150, 17, 0, 70, 0, 33]
     config, pool, batch = make(shape, block_tokens, dtype, num_new, context)
