@@ -16,8 +16,9 @@ BUSY = 0.5
 REMARKS = {
     "cpu": "h2d and d2h are copies between two tensors in the same memory, none of it pinned; nothing is flushed from "
     "the caches between repeats",
-    "cuda": "copies are queued as the runtime queues them, in batches where the driver takes them; layers are timed with CUDA events after the L2 cache was "
-    "overwritten, the host 20 us ahead; step, launch and host_memcpy are timed by the host",
+    "cuda": "copies are queued as the runtime queues them, in batches where the driver takes them; layers are timed "
+    "with CUDA events after the L2 cache was overwritten, the host 20 us ahead; step, launch and host_memcpy are timed "
+    "by the host",
 }
 
 
