@@ -9,7 +9,7 @@ from kvtwin.testing import conformance, limits, linear_machine, requests, roofli
 from kvtwin.testing.conformance import Workload
 from sim.cost.rebuilding import contiguous_s
 from sim.engine.limits import Deployment
-from sim.engine.plan import IterationPlan, Move, Rebuilt, StepCosts, Tier, Uncache
+from sim.engine.plan import IterationPlan, Move, Rebuilt, StepTimes, Tier, Uncache
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
@@ -46,7 +46,7 @@ def run(policy, rows, limit, machine, *, jump=False):
         memory = scheduler.memory
         assert isinstance(memory, TokenWiseMemory)
 
-        def note(plan: IterationPlan, start_s: float, times: StepCosts) -> None:
+        def note(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
             uncached = {seq.request.request_id: tokens for seq, tokens in memory.uncached.items()}
             record = plan.streamed[-1] if plan.streamed else None
             assert record is None or isinstance(record, Rebuilt)
