@@ -155,12 +155,15 @@ def sweep_command(arguments: argparse.Namespace) -> int:
         from sim.study.tables import means as means_table  # noqa: PLC0415 - pandas is slow to import
         from sim.study.tables import write_tables  # noqa: PLC0415
 
-        table = write_tables(folder, study, places, arguments.table)
+        found = means_table(study, write_tables(folder, study, places, arguments.table))
         if not arguments.no_figures:
             from sim.study.figures import write_figures  # noqa: PLC0415
 
-            write_figures(folder / "figures", study, means_table(study, table))
+            write_figures(folder / "figures", study, found)
     if not arguments.quiet:
+        from sim.study.overview import print_points  # noqa: PLC0415
+
+        print_points(study, found)
         print("\n".join(_told(study.where, folder, [place.outcome.error for place in places])))
     return 0
 

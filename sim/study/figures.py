@@ -61,6 +61,11 @@ def with_unit(name: str) -> str:
     return f"{shown(name)} ({UNITS[name]})" if name in UNITS else shown(name)
 
 
+def axis_text(value: object) -> str:
+    """A point's value as people write it: no `.0` after whole numbers."""
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
+
+
 def write_figures(folder: Path, study: Study, table: Frame) -> list[Path]:
     """Draw every metric of `kvtwin compare` that the table has, as PNG into `folder`; returns their paths."""
     make_folder(folder, "--out")
@@ -129,7 +134,7 @@ def _parts(table: Frame, axes: list[str]) -> Iterator[tuple[str, Frame]]:
         yield "", table
         return
     for values, part in table.groupby(axes, dropna=False, sort=False):
-        yield ", ".join(f"{shown(name)} {value}" for name, value in zip(axes, values, strict=True)), part
+        yield ", ".join(f"{shown(name)} {axis_text(value)}" for name, value in zip(axes, values, strict=True)), part
 
 
 def _numeric(column: Frame) -> bool:
@@ -192,7 +197,7 @@ def _limit(ax: Axes, metric: Frame) -> None:
 def _legend(figure: Figure, line: str | None, lines: Sequence[object], left: int) -> None:
     if line is not None and len(lines) > 1:
         handles = [Line2D([], [], marker=policy_marker(i), color=policy_colour(i)) for i in range(len(lines))]
-        words = [short_label(str(value), 60) for value in lines]
+        words = [short_label(axis_text(value), 60) for value in lines]
         # Policies say what they are; values of other options do not.
         words = words if line == "policy" else [f"{shown(line)} {word}" for word in words]
         figure.legend(handles, words, fontsize=9, frameon=False, loc="outside lower left", ncols=3)

@@ -201,6 +201,7 @@ def draw(tuned: Tuned) -> Figure:
     known = [c for c in tuned.candidates if c.value is not None][:MOST_BARS]
     _bars(left, [name_of(tuned, c) for c in known], [c.value or 0.0 for c in known])
     dress(left, UNITS[tuned.goal])
+    left.xaxis.set_major_locator(MaxNLocator("auto", integer=tuned.goal == "gpus"))
     set_title(left, {"gpus": "GPUs needed", "cost": "Price an hour"}.get(tuned.goal, "What each reaches"), 44)
     _front(middle, candidates_table(tuned), [name_of(tuned, candidate) for candidate in tuned.candidates])
     gains = [gain for gain in tuned.gains if gain.gain is not None]

@@ -67,6 +67,35 @@ def test_the_command_writes_tables_figures_and_the_summary(tmp_path, capsys):
     assert (tmp_path / "o" / "figures" / "p99_ttft_ms.png").stat().st_size > 5000
 
 
+def test_points_are_shown_with_their_means(tmp_path, capsys, monkeypatch):
+    """Whole numbers without .0; a dash where no request has such a time."""
+    monkeypatch.setenv("COLUMNS", "80")
+    grid = {"layerkv-threshold": [0.5], "swap-space": [0, 12.5], "num-gpu-blocks-override": [60, 1]}
+    path = written(tmp_path / "s.toml", SMALL | {"sweep": {"grid": grid}})
+    kvtwin.main(command(path, tmp_path / "o", "--jobs", "1"))
+    lines = capsys.readouterr().out.splitlines()
+    shown = lines[: next(place for place, line in enumerate(lines) if "8 runs" in line)]
+    assert max(map(len, shown)) <= 80
+    rows = {tuple(words[:4]): words[4:] for line in shown if (words := line.split()) and words[0] in SMALL["policy"]}
+    means = pd.read_csv(tmp_path / "o" / "means.csv")
+    names = ["output_throughput", "mean_ttft_ms", "p99_ttft_ms", "p99_tpot_ms"]
+    for _, row in means[means["num_gpu_blocks_override"] == 60].iterrows():
+        found = rows[row["policy"], "0.5", f"{row['swap_space']:g}", "60"]
+        assert found == [*(f"{row[name]:,.1f}" for name in names), f"{row['goodput_attainment']:.1%}"]
+    assert len(rows) == len(means) == 8
+    assert rows["vllm-v1", "0.5", "0", "1"][1:] == ["-"] * 3 + ["0.0%"]
+
+
+def test_many_points_are_not_all_shown(tmp_path, capsys):
+    study = FIXED | {"sweep": {"grid": {"seed": list(range(27))}}}
+    kvtwin.main(command(written(tmp_path / "s.toml", study), tmp_path / "o", "--jobs", "1"))
+    lines = capsys.readouterr().out.splitlines()
+    assert "and 3 more points in the tables" in lines
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0].isdigit()] == list(
+        map(str, range(24))
+    )
+
+
 def test_the_summary_is_what_vllms_plots_read(tmp_path):
     """`vllm bench sweep plot` wants flat objects with its metrics, `plot_pareto` users and GPUs as numbers."""
     study = SMALL | {"policy": "vllm-v1", "tp": 2, "sweep": {"repeats": 2, "grid": {"max-concurrency": [1, 2]}}}
