@@ -14,8 +14,8 @@ from torch import Tensor
 
 LEAST = 4
 """Fewer copies are asked for one by one."""
-NOT_SUPPORTED = frozenset({36, 801})
-"""CUDA errors: the call needs a newer driver; the operation is not supported."""
+NOT_SUPPORTED = frozenset({35, 36, 801})
+"""CUDA errors: the bindings' runtime needs a newer driver than torch's; the call does; it is not supported."""
 
 LEGACY_STREAMS = frozenset({0, 1})
 """CUDA's handles of its legacy default stream, which takes no batches. It is torch's current one where nobody chose."""

@@ -177,7 +177,7 @@ def test_scattered_blocks_are_asked_for_in_one_call(driver, src_ids, dst_ids, co
 
 def test_a_driver_without_the_call_leaves_copies_to_be_made_one_by_one(driver, monkeypatch):
     source, target = pool(4, noise=1), pool(4)
-    for status in (36, 801):
+    for status in (35, 36, 801):
         driver.status = status
         assert not batched_copies.copy_pieces(source.raw, target.raw, [(0, 1, 2)])
     driver.status = 700
