@@ -55,6 +55,9 @@ class Paced(Unified):
         self._shelved: Sequence | None = None
         """Who came from the shelf last."""
         self._worth, self._num_thetas = 1, 0
+        # Of chunks by their tokens, which are few and come again: a plan to put decodes beside, and seconds alone.
+        self._plans: dict[int, IterationPlan] = {}
+        self._seconds: dict[int, float] = {}
         # Whether this step has started anybody.
         self._started = False
         # Whether prompts are computed by themselves in this step.
@@ -133,14 +136,19 @@ class Paced(Unified):
 
     def _added_s(self, tokens: int) -> float:
         """By how much a chunk lengthens an iteration of this batch."""
-        batch, cost, plan = self.batch, self.order.cost, self._plan_of(tokens)
+        batch, cost, plan = self.batch, self.order.cost, self._plans.get(tokens)
+        if plan is None:
+            plan = self._plans[tokens] = self._plan_of(tokens)
         plan.num_decodes, plan.decode_context_tokens = len(batch.members), batch.context_tokens
         plan.decode_window = batch.windowed
         return cost.iteration_s(plan) - cost.decode_run(len(batch.members), batch.context_tokens, batch.windowed)[0]
 
     def _alone_s(self, tokens: int) -> float:
         """What an iteration of a chunk alone takes."""
-        return self.order.cost.iteration_s(self._plan_of(tokens))
+        seconds = self._seconds.get(tokens)
+        if seconds is None:
+            seconds = self._seconds[tokens] = self.order.cost.iteration_s(self._plan_of(tokens))
+        return seconds
 
     @staticmethod
     def _plan_of(tokens: int) -> IterationPlan:

@@ -78,7 +78,10 @@ class Prospects:
     def rows(self, *states: int) -> NDArray[np.int64]:
         """Of who is in one of `states`."""
         state = self.columns[STATE, : len(self.seqs)]
-        return np.nonzero(np.logical_or.reduce([state == one for one in states]))[0]
+        wanted = state == states[0]
+        for one in states[1:]:
+            wanted |= state == one
+        return wanted.nonzero()[0]
 
     def judged(self, iteration_s: float) -> Judged:
         """All rows, now."""
@@ -90,7 +93,8 @@ class Prospects:
         left = price.all_tokens_left(median, is_exact != 0.0, generated)
         rank_s = price.decodes_s(left, prompt + generated, np.maximum)
         laxity_s = first_s + order.tpot_slo_s * (generated + left - 1) - now_s - left * iteration_s
-        kind = np.where(laxity_s < 0.0, HOPELESS, np.where(rank_s <= order.theta_s, KEPT, DEFERRED))
+        kind = (rank_s > order.theta_s) * DEFERRED
+        kind[laxity_s < 0.0] = HOPELESS
         if order.patience_s:
             impatient = now_s >= arrival_s + order.patience_s - TIE_S
             kind[impatient] = KEPT

@@ -14,7 +14,7 @@ mistrusted when nearly spent; without one the mean of what the last outputs had 
 
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,21 @@ UNKNOWN = 256
 BATCH = 64
 PROMPTS = (2048, 4096)
 """Where the cost model is asked: decodes beside one another, and prompts that fill the device."""
+
+
+class Outlook(NamedTuple):
+    """What the class of a request follows from, at any time."""
+
+    due_s: float
+    """Of its first token; of its last as its TPOT has it, once it has had one; -inf where the first was late."""
+    num_left: float
+    """Tokens expected before the last is due."""
+    prompt_s: float
+    """What is to be computed before them, with a margin where the first token is due."""
+    work_s: float
+    """Price of all that is left."""
+    first_s: float
+    """Price of its prompt alone; inf where the first token has come."""
 
 
 class LengthHistory:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.base import Order
-from sim.parts.order.request_price import RequestPrice
+from sim.parts.order.request_price import Outlook, RequestPrice
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -86,6 +86,8 @@ class Triage(Order):
         self.ttft_slo_s, self.tpot_slo_s, self.patience_s = ttft_slo_s, tpot_slo_s, patience_s
         self._queue: list[tuple[Place, Sequence]] = []
         self._place: dict[Sequence, Place] = {}
+        # Of those who wait and have a predicted length: while they wait, theirs does not change.
+        self._outlooks: dict[Sequence, Outlook] = {}
         self.waiting = self._queue
         self._arrivals: deque[Arrival] = deque(maxlen=ARRIVALS)
         self._num_arrivals = 0
@@ -118,12 +120,26 @@ class Triage(Order):
         """Output tokens that it has had."""
         return self.scheduler.num_generated_of(seq)
 
+    def outlook(self, seq: Sequence) -> Outlook:
+        """What its class follows from."""
+        request, price, num_tokens = seq.request, self.price, seq.num_tokens
+        generated = self.num_generated_of(seq)
+        left = price.tokens_left(seq, generated)
+        work_s = price.decodes_s(left, request.prompt_tokens + generated)
+        prompt_s = 0.0
+        if seq.prefilling:
+            prompt_s = price.prefill_s(num_tokens)
+            work_s += prompt_s
+        if seq.first_token_s < 0.0:
+            return Outlook(request.arrival_s + self.ttft_slo_s, 0.0, PREFILL_MARGIN * prompt_s, work_s, prompt_s)
+        if seq.first_token_s > request.arrival_s + self.ttft_slo_s + TIE_S:
+            return Outlook(-inf, left, prompt_s, work_s, inf)
+        due_s = seq.first_token_s + self.tpot_slo_s * (generated + left - 1)
+        return Outlook(due_s, left, prompt_s, work_s, inf)
+
     def remaining_s(self, seq: Sequence) -> float:
         """Price of what is left of it: of its prompt, unless that is computed, and of its output."""
-        generated = self.num_generated_of(seq)
-        context = seq.request.prompt_tokens + generated
-        price = self.price.decodes_s(self.price.tokens_left(seq, generated), context)
-        return price + self.price.prefill_s(seq.num_tokens) if seq.prefilling else price
+        return self.outlook(seq).work_s
 
     def is_impatient(self, seq: Sequence) -> bool:
         """Whether it has waited for so long that price does not count."""
@@ -141,44 +157,30 @@ class Triage(Order):
 
     def laxity_s(self, seq: Sequence, iteration_s: float) -> float:
         """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
-        arrival_s, now_s = seq.request.arrival_s, self.scheduler.now_s
-        if seq.first_token_s < 0.0:
-            return arrival_s + self.ttft_slo_s - now_s - PREFILL_MARGIN * self.price.prefill_s(seq.num_tokens)
-        if seq.first_token_s > arrival_s + self.ttft_slo_s + TIE_S:
-            return -inf
-        generated = self.num_generated_of(seq)
-        left = self.price.tokens_left(seq, generated)
-        due_s = seq.first_token_s + self.tpot_slo_s * (generated + left - 1)
-        laxity_s = due_s - now_s - left * iteration_s
-        return laxity_s - self.price.prefill_s(seq.num_tokens) if seq.prefilling else laxity_s
+        due_s, num_left, prompt_s, *_ = self.outlook(seq)
+        return due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s
 
     def class_of(self, seq: Sequence, iteration_s: float) -> int:
         """`KEPT`, `DEFERRED` or `HOPELESS`."""
-        if self.is_impatient(seq):
-            return KEPT
-        if self.laxity_s(seq, iteration_s) < 0.0:
-            return HOPELESS
-        if self.remaining_s(seq) <= self.theta_s:
-            return KEPT
-        if seq.first_token_s < 0.0 and self.price.prefill_s(seq.num_tokens) <= self.most_prompt_s:
-            return KEPT
-        return DEFERRED
+        return self._class(seq, self.outlook(seq), iteration_s)
 
-    def place_of(self, seq: Sequence, iteration_s: float) -> Place:
-        """Sorts those who wait: for their prompt, or parked for room."""
-        kind = self.class_of(seq, iteration_s)
-        key = self.remaining_s(seq) if kind == DEFERRED else seq.request.arrival_s
-        return kind, key, seq.request.request_id
+    def _class(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
+        if self.patience_s and self.is_impatient(seq):
+            return KEPT
+        due_s, num_left, prompt_s, work_s, first_s = outlook
+        if due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s < 0.0:
+            return HOPELESS
+        return KEPT if work_s <= self.theta_s or first_s <= self.most_prompt_s else DEFERRED
 
     # -- arrivals ----------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         self._stale = True
-        work_s = self.remaining_s(seq)
-        kept, price, num_tokens = self._insert(seq) == KEPT, self.price, seq.num_tokens
+        outlook = self.outlook(seq)
+        kept, price, num_tokens = self._insert(seq, outlook) == KEPT, self.price, seq.num_tokens
         iterations = price.iterations(price.tokens_left(seq, 0), num_tokens)
-        prompt_s = price.prefill_s(num_tokens)
-        self._arrivals.append(Arrival(seq.request.arrival_s, work_s, num_tokens, prompt_s, iterations, kept))
+        arrival_s = seq.request.arrival_s
+        self._arrivals.append(Arrival(arrival_s, outlook.work_s, num_tokens, outlook.first_s, iterations, kept))
         self._num_arrivals += 1
         if self._num_arrivals % EVERY == 0:
             self._find_theta()
@@ -198,16 +200,20 @@ class Triage(Order):
 
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
-            self._insert(seq)
+            self._insert(seq, self.outlook(seq))
         self._stale = True
 
     # -- the queue -----------------------------------------------------------------------------------------------------
 
-    def _insert(self, seq: Sequence) -> int:
-        place = self._place[seq] = self.place_of(seq, self.iteration_s())
+    def _insert(self, seq: Sequence, outlook: Outlook) -> int:
+        kind = self._class(seq, outlook, self.iteration_s())
+        key = outlook.work_s if kind == DEFERRED else seq.request.arrival_s
+        place = self._place[seq] = kind, key, seq.request.request_id
+        if seq.predicted_median_tokens:
+            self._outlooks[seq] = outlook
         insort(self._queue, (place, seq), key=lambda entry: entry[0])
-        self.num_kept += place[0] == KEPT
-        return place[0]
+        self.num_kept += kind == KEPT
+        return kind
 
     def head(self) -> Sequence:
         return self._queue[0][1]
@@ -221,6 +227,7 @@ class Triage(Order):
         place = self._place.pop(seq, None)
         if place is None:
             return False
+        self._outlooks.pop(seq, None)
         del self._queue[bisect_left(self._queue, place, key=lambda entry: entry[0])]
         self.num_kept -= place[0] == KEPT
         self._stale = True
@@ -260,11 +267,16 @@ class Triage(Order):
         hoping = (
             len(self._queue) if self.patience_s else bisect_left(self._queue, HOPELESS, key=lambda entry: entry[0][0])
         )
-        moved = [(place, seq) for place, seq in self._queue[:hoping] if self.place_of(seq, iteration_s) != place]
-        for _, seq in moved:
+        moved: list[tuple[Sequence, Outlook]] = []
+        for (old, key, _), seq in self._queue[:hoping]:
+            outlook = self._outlooks.get(seq) or self.outlook(seq)
+            kind = self._class(seq, outlook, iteration_s)
+            if kind != old or (kind == DEFERRED and key != outlook.work_s):
+                moved.append((seq, outlook))
+        for seq, _ in moved:
             self.remove(seq)
-        for _, seq in moved:
-            self._insert(seq)
+        for seq, outlook in moved:
+            self._insert(seq, outlook)
         waited_s = now_s - self._queue[0][1].request.arrival_s if self.num_kept else 0.0
         self.is_urgent = waited_s >= URGENT * self.ttft_slo_s - TIE_S
         self._stale = False
