@@ -108,24 +108,27 @@ class Instance:
         Nothing jumps before that, so that whom a closed loop sends then is seen in time.
         """
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
+        observer, peek, host, step = self.observer, env.peek, self.lanes.host, self.pricer.step
         flying: deque[tuple[StepTimes, list[Sequence]]] = deque()
         now_s = free_s = env.now
         reports_copies = engine.scheduler.batching.reports_copies
         while True:
-            if env.peek() <= now_s:
+            if peek() <= now_s:
                 yield env.timeout(now_s - env.now)
-            arrivals.deliver(now_s + TIE_S, engine.add_request)
-            self._tell_ended(now_s)
+            if arrivals.next_s <= now_s + TIE_S:
+                arrivals.deliver(now_s + TIE_S, engine.add_request)
+            if transfers:
+                self._tell_ended(now_s)
             plan = engine.schedule(now_s) if len(flying) < 2 else None
             if plan is not None:
-                start_s = max(now_s, free_s)
-                times = self._run_ahead(plan, start_s)
+                start_s = now_s if now_s > free_s else free_s
+                times = self._run_ahead(plan, start_s) if plan.max_steps > 1 else step(plan, start_s)
                 free_s = times.end_s
                 if reports_copies:
                     now_s = self._launched_s(plan, now_s)
                 self.iterations += times.iterations
-                if self.observer is not None:
-                    self.observer(plan, start_s, times)
+                if observer is not None:
+                    observer(plan, start_s, times)
                 flying.append((times, engine.commit_ahead(plan, times)))
             if plan is None or len(flying) == 2:
                 if flying:
@@ -141,7 +144,8 @@ class Instance:
                 # All iterations of a jump but the last have been scheduled with it.
                 now_s = max(now_s, free_s - last_s)
             # Host time: the next is scheduled once this one's is over.
-            now_s = max(now_s, self.lanes.host.free_s)
+            if host.free_s > now_s:
+                now_s = host.free_s
         if engine.has_unfinished:
             raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
         if now_s > env.now:

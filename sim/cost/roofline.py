@@ -51,6 +51,8 @@ class RooflineCost(CostModel):
         flops, bandwidth = value("flops_per_s"), value("hbm_bytes_per_s")
         self._set_range(profile.range or FittedRange())
         self._batch_s: dict[int, float] = {}
+        self._linear_s: dict[int, float] = {}
+        self._head_s: dict[int, float] = {}
         self.exponent = value("roofline_exponent")
         self.tp = tp
         self.layers = model.num_layers
@@ -166,6 +168,10 @@ class RooflineCost(CostModel):
 
     def linear_s(self, tokens: int) -> float:
         """Linear layers of all layers, and what lies between them, over `tokens` tokens, s."""
+        # Batches are of few sizes and come again and again: here and below what depends on the size alone is kept.
+        known_s = self._linear_s.get(tokens)
+        if known_s is not None:
+            return known_s
         memory = self.linear_weights_s + tokens * self.activations_s_per_token
         if self.is_plain:
             seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
@@ -175,7 +181,9 @@ class RooflineCost(CostModel):
             if self.factors:
                 seconds *= value_at(self.factors, (tokens,))
         seconds += tokens * self.quantize_s_per_token
-        return seconds + max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
+        seconds += max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
+        self._linear_s[tokens] = seconds
+        return seconds
 
     def _linear_parts_s(self, tokens: int, last_tokens: int) -> float:
         """The same where some of the layers see a prompt's last token only."""
@@ -229,8 +237,11 @@ class RooflineCost(CostModel):
 
     def head_s(self, num_sampled: int) -> float:
         """LM head for `num_sampled` tokens, s."""
-        memory = self.head_weights_s + num_sampled * self.logits_s_per_sample
-        return ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
+        seconds = self._head_s.get(num_sampled)
+        if seconds is None:
+            memory = self.head_weights_s + num_sampled * self.logits_s_per_sample
+            seconds = self._head_s[num_sampled] = ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
+        return seconds
 
     def iteration_s(self, plan: IterationPlan) -> float:
         num_decodes = plan.num_decodes + plan.num_single_chunks
@@ -272,7 +283,6 @@ class RooflineCost(CostModel):
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
     ) -> tuple[float, float]:
-        # Batches are of few sizes and come again and again: what depends on the size alone is kept.
         batch_s = self._batch_s.get(num_decodes)
         if batch_s is None:
             tokens = num_decodes if self.padded is None else self.padded(num_decodes)

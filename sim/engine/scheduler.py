@@ -209,10 +209,13 @@ class Scheduler:
     def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
         """The plan is in flight: count its tokens, and let those who end with them wait for `deliver`."""
         members = self.batch.members
-        for seq in self.landed.intersection(plan.decodes):
-            # All that this step computes of it was known when it was scheduled.
-            seq.num_computed = self.batch.num_tokens_of(seq)
-        self.landed = set(members).difference(plan.decodes) if plan.num_decodes < len(members) else set()
+        if self.landed:
+            for seq in self.landed.intersection(plan.decodes):
+                # All that this step computes of it was known when it was scheduled.
+                seq.num_computed = self.batch.num_tokens_of(seq)
+            self.landed = set()
+        if plan.num_decodes < len(members):
+            self.landed = set(members).difference(plan.decodes)
         ended = self._holds_back = []
         self.commit(plan, times)
         self._holds_back = None
