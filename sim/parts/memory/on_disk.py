@@ -43,9 +43,11 @@ class DiskTieredMemory(TieredMemory):
         self._claims: dict[int, int] = {}
         self._awaited: dict[Move, None] = {}
         self._num_saves = self._saved_blocks = 0
-        # Who waits within the window, and what each key's place in it is; what the last look for fetches saw.
+        # Who waits within the window, the keys of each by place in it, the first place of each key (None: not asked for
+        # yet); what the last look for fetches saw.
         self._window: tuple[Sequence, ...] = ()
-        self._wanted: dict[int, int] = {}
+        self._keys_within: list[tuple[int, tuple[int, ...]]] = []
+        self._places: dict[int, int] | None = None
         self._looked_ahead: tuple[object, int, int] = ((), -1, -1)
 
     def bind(self, scheduler: "Scheduler") -> None:
@@ -164,21 +166,26 @@ class DiskTieredMemory(TieredMemory):
             return ()
         return tuple(islice(self.scheduler.order, int(num_blocks * self._num_saves / self._saved_blocks)))
 
-    def _look_ahead(self) -> Mapping[int, int]:
-        """Of each block that is wanted within the eviction window, the first place in the queue."""
+    def _look_ahead(self) -> None:
+        """Note who waits within the eviction window."""
         window = self._within(self.cache.num_chunks + self.disk.cache.num_chunks)
         if window != self._window:
-            self._window, self._wanted = window, {}
-            for place, seq in enumerate(window):
-                if seq.request.hash_ids:
-                    for key in self._access(seq).keys:
-                        self._wanted.setdefault(key, place)
-        return self._wanted
+            self._window, self._places = window, None
+            named = ((place, seq) for place, seq in enumerate(window) if seq.request.hash_ids)
+            self._keys_within = [(place, self._access(seq).keys) for place, seq in named]
+
+    def _wanted(self) -> Mapping[int, int]:
+        """Of each block that is wanted within the eviction window, the first place in the queue."""
+        if self._places is None:
+            self._places = {}
+            for place, keys in reversed(self._keys_within):
+                self._places.update(dict.fromkeys(keys, place))
+        return self._places
 
     def _prefetch(self) -> None:
         """Fetch what those within the prefetch window will load, as long as that takes nothing from who is before."""
-        wanted = self._look_ahead()
-        now = wanted, self.cache.version, self.disk.cache.version
+        self._look_ahead()
+        now = self._window, self.cache.version, self.disk.cache.version
         if now[0] is self._looked_ahead[0] and now[1:] == self._looked_ahead[1:]:
             return
         self._looked_ahead = now
@@ -207,7 +214,8 @@ class DiskTieredMemory(TieredMemory):
     def _offer(self, seq: Sequence, access: Access, num_blocks: int) -> list[int]:
         self._num_saves += 1
         self._saved_blocks += num_blocks
-        return self.cache.offer(access, range(num_blocks), self._look_ahead()) or []
+        self._look_ahead()
+        return self.cache.offer(access, range(num_blocks), self._wanted) or []
 
     def transfer_done(self, move: Move) -> None:
         if move.target is Tier.DISK:
@@ -232,7 +240,8 @@ class DiskTieredMemory(TieredMemory):
         access = Access(keys)
         hosted = ((place, self.cache.get(key)) for place, key in enumerate(keys))
         ready = [place for place, chunk in hosted if chunk is not None and chunk.num_copies >= 0]
-        taken = self.disk.cache.offer(access, ready, self._look_ahead())
+        self._look_ahead()
+        taken = self.disk.cache.offer(access, ready, self._wanted)
         self.disk.cache.finish(access)
         self.disk_tier.evicted_blocks = self.disk.cache.num_evicted
         if taken:

@@ -1,10 +1,10 @@
 """`TellingCache`: a host's cache that puts into the plan what it gives up, for those who keep its blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sim.engine.plan import Drop
-from sim.parts.offload.host_cache import HostCache
+from sim.parts.offload.host_cache import HostCache, Wanted
 from sim.parts.offload.replacement import Access
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ class TellingCache(HostCache):
         super().__init__(num_chunks)
         self._scheduler = scheduler
 
-    def evict(
-        self, count: int, access: Access, places: Sequence[int], wanted: Mapping[int, int] | None, before: int
-    ) -> list[int]:
+    def evict(self, count: int, access: Access, places: Sequence[int], wanted: Wanted | None, before: int) -> list[int]:
         dropped = super().evict(count, access, places, wanted, before)
         if dropped:
             self._scheduler.changes.append(Drop(tuple(dropped)))

@@ -4,12 +4,15 @@ A chunk is some consecutive blocks of a sequence. Its key names its content and 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sim.parts.offload.replacement import REPLACEMENTS, Access, Chunk, Lru, Named
 
 MOST_OFFERED = 64_000
 """Keys whose offers are counted; the longest not offered is forgotten first (vLLM's `max_tracker_size`)."""
+
+Wanted = Callable[[], Mapping[int, int]]
+"""Says of keys how far from the head of a queue the first stands who wants them; asked where somebody must give way."""
 
 
 class HostCache:
@@ -72,13 +75,12 @@ class HostCache:
         self,
         access: Access,
         places: Sequence[int],
-        wanted: Mapping[int, int] | None = None,
+        wanted: Wanted | None = None,
         before: int = -1,
     ) -> list[int] | None:
         """Take chunks that are not there yet; which, to be written now. None: there is no room, nothing is taken.
 
-        `wanted` says of keys how far from the head of a queue the first stands who wants them: they give way after all
-        others, the farthest first, and not at all up to the place `before`.
+        What is `wanted` gives way after all others, the farthest first, and not at all up to the place `before`.
         """
         if self._threshold > 1:
             self._count(access, places)
@@ -108,15 +110,13 @@ class HostCache:
         access.inserted.update(taken)
         return taken
 
-    def evict(
-        self, count: int, access: Access, places: Sequence[int], wanted: Mapping[int, int] | None, before: int
-    ) -> list[int]:
+    def evict(self, count: int, access: Access, places: Sequence[int], wanted: Wanted | None, before: int) -> list[int]:
         """Let so many give way to what `offer` is offered; their keys, none if there are too few."""
         protected = (access.keys[place] for place in places)
-        if not wanted:
+        if wanted is None or not (queue := wanted()):
             return self._chunks.evict(count, protected)
         assert isinstance(self._chunks, Lru), "only LRU looks ahead"
-        return self._chunks.evict_unwanted(count, protected, wanted, before)
+        return self._chunks.evict_unwanted(count, protected, queue, before)
 
     def written(self, keys: Iterable[int]) -> None:
         """The copy of chunks that were taken has ended: they can be read."""

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import chain
-from math import inf
 from typing import Literal
 
 Keys = tuple[int, ...]
@@ -167,8 +166,11 @@ class Lru(Replacement):
         Who stands at most `before` places from the head keeps them.
         """
         kept = set(protected)
-        candidates = (key for key in self._idle if key not in kept and wanted.get(key, inf) > before)
-        chosen = nsmallest(count, candidates, key=lambda key: (-wanted.get(key, inf), self._ranks[key]))
+        chosen = nsmallest(count, self._idle.difference(kept, wanted), key=self._ranks.__getitem__)
+        if len(chosen) < count:
+            idle = self._idle.intersection(wanted).difference(kept)
+            late = (key for key in idle if wanted[key] > before)
+            chosen += nsmallest(count - len(chosen), late, key=lambda key: (-wanted[key], self._ranks[key]))
         return self._drop(chosen) if len(chosen) == count else []
 
     def _drop(self, keys: Iterable[int]) -> list[int]:
