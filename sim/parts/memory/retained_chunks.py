@@ -142,8 +142,9 @@ class ChunkStore:
 
     def send_out(self, count: int) -> list[Chunk]:
         """Up to so many chunks that are to be copied to the host now: the next to go that it lacks."""
-        room = self.host_free + sum(map(self._may_leave_host, self.chunks.values()))
-        count = min(count, room, self.num[DIRTY])
+        count = min(count, self.num[DIRTY])
+        if count > self.host_free:
+            count = min(count, self.host_free + sum(map(self._may_leave_host, self.chunks.values())))
         if count <= 0:
             return []
         dirty = (chunk for chunk in self.chunks.values() if chunk.is_idle and chunk.state == DIRTY)
