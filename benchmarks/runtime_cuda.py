@@ -35,7 +35,7 @@ from gpu_runtime.model.decoder import Decoder  # noqa: E402
 from gpu_runtime.model.flashinfer_kernels import build_kernels  # noqa: E402
 from gpu_runtime.model.kernels import Kernels  # noqa: E402
 from gpu_runtime.threads import use_fastest_threads  # noqa: E402
-from sim.engine.plan import Direction  # noqa: E402
+from sim.engine.changes import Direction  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.specs.models import load_model  # noqa: E402
 

@@ -15,7 +15,8 @@ from gpu_runtime.model.decode_graph import Capture, DecodeGraph
 from gpu_runtime.model.decoder import greedy
 from gpu_runtime.pass_members import BlockTables
 from gpu_runtime.token_ids import TokenIds
-from sim.engine.plan import Direction, IterationPlan, PrefillChunk
+from sim.engine.changes import Direction
+from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
 
 Decode = tuple[Sequence, int]

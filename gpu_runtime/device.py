@@ -23,7 +23,8 @@ from gpu_runtime.model.decode_graph import Capture
 from gpu_runtime.saved_states import StateRestore
 from gpu_runtime.token_ids import TokenIds
 from gpu_runtime.warm_up import run_copies, run_kernels
-from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.changes import Move
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from traces.request import Request
 

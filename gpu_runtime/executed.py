@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpu_runtime.kv.held import BlockCopy
-from sim.engine.plan import Direction, IterationPlan, Move, Projected, Rebuilt, Restore, Uncache
+from sim.engine.changes import Direction, Move, Projected, Rebuilt, Restore, Uncache
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 

@@ -9,8 +9,9 @@ from math import inf
 from typing import Protocol
 
 from sim.clock.arrivals import TIE_S, end_time_s
+from sim.engine.changes import Move
 from sim.engine.engine import Engine
-from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from traces.request import Request

@@ -23,7 +23,8 @@ from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.pass_members import BlockTables, Member
-from sim.engine.plan import IterationPlan, Projected
+from sim.engine.changes import Projected
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 
 

@@ -22,8 +22,8 @@ from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
 from gpu_runtime.pass_members import BlockTables, Member
+from sim.engine.changes import Direction
 from sim.engine.layers import SEND_BUFFER_LAYERS
-from sim.engine.plan import Direction
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 

@@ -17,8 +17,8 @@ from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import Metadata
 from gpu_runtime.model.decoder import Decoder
+from sim.engine.changes import Direction
 from sim.engine.limits import Limits
-from sim.engine.plan import Direction
 from sim.errors import UserError
 from sim.prepare import GIB, prepare
 from sim.runs import Recording, build_engine

@@ -27,7 +27,7 @@ from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.pass_members import BlockTables
-from sim.engine.plan import Direction, Move, Restore, Save, Unsave
+from sim.engine.changes import Direction, Move, Restore, Save, Unsave
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.parts.memory.saved_states import SavedStates

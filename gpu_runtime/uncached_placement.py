@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.hosted_blocks import Blocks
 from gpu_runtime.kv.placement import BlockCopy, Placement
-from sim.engine.plan import Direction, Place, Rebuilt, Uncache
+from sim.engine.changes import Direction, Place, Rebuilt, Uncache
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 

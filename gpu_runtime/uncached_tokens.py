@@ -21,7 +21,8 @@ from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.pass_members import BlockTables, Member
 from gpu_runtime.uncached_placement import Uncached, UncachedPlacement
-from sim.engine.plan import Direction, IterationPlan, Rebuilt
+from sim.engine.changes import Direction, Rebuilt
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 

@@ -10,8 +10,8 @@ from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decoder import Decoder, greedy
+from sim.engine.changes import Direction
 from sim.engine.limits import Limits
-from sim.engine.plan import Direction
 
 FEW_TOKENS = 8
 

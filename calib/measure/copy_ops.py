@@ -10,7 +10,7 @@ from torch.cuda import nccl
 from calib.measure.clocks import Work
 from calib.measure.points import Point
 from gpu_runtime.kv.copy_engine import copy_now
-from sim.engine.plan import Direction
+from sim.engine.changes import Direction
 
 TILE_BYTES = 16 * 2**20
 """Random bytes, repeated: making a gigabyte of them takes seconds."""

@@ -7,7 +7,7 @@ import torch
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, CopyHandle
 from gpu_runtime.kv.held import BlockCopy
 from gpu_runtime.kv.pool import KVPool
-from sim.engine.plan import Direction
+from sim.engine.changes import Direction
 from sim.engine.sequence import Sequence
 
 

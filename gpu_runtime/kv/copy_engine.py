@@ -10,7 +10,7 @@ from gpu_runtime.kv.batched_copies import Piece
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.copy_worker import CopyFailed, CopyHandle, CopyWorker, InlineWorker
 from gpu_runtime.kv.pool import KVPool
-from sim.engine.plan import Direction
+from sim.engine.changes import Direction
 
 __all__ = ["CopyEngine", "CopyFailed", "CopyHandle"]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sim.engine.plan import Direction
+from sim.engine.changes import Direction
 
 MOST_KEPT = 100_000
 """Spans kept while nobody takes them; older ones are forgotten."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from sim.engine.plan import Direction, Move
+from sim.engine.changes import Direction, Move
 from sim.engine.sequence import Sequence
 
 

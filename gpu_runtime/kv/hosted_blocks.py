@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gpu_runtime.kv.held import BlockCopy, Held
-from sim.engine.plan import Direction, Load, Move, Store
+from sim.engine.changes import Direction, Load, Move, Store
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 

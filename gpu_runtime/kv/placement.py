@@ -14,13 +14,12 @@ from gpu_runtime.kv.cached_blocks import CachedBlocks
 from gpu_runtime.kv.held import BlockCopy, Held, Transfer
 from gpu_runtime.kv.hosted_blocks import Blocks, HostedBlocks
 from gpu_runtime.kv.prefix_blocks import PrefixBlocks
-from sim.engine.plan import (
+from sim.engine.changes import (
     Adopt,
     Direction,
     Drop,
     Evict,
     Hit,
-    IterationPlan,
     Keep,
     Load,
     Move,
@@ -35,6 +34,7 @@ from sim.engine.plan import (
     Uncache,
     Unsave,
 )
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 

@@ -10,7 +10,7 @@ from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.cached_blocks import CachedBlocks
 from gpu_runtime.kv.held import Held
 from gpu_runtime.kv.hosted_blocks import HostedBlocks
-from sim.engine.plan import Adopt, Hit, Keep, Load, Share
+from sim.engine.changes import Adopt, Hit, Keep, Load, Share
 from sim.engine.sequence import Sequence
 
 Span = tuple[Sequence, int, int]

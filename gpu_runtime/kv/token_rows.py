@@ -9,7 +9,7 @@ from torch import Tensor
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.copy_worker import CopyHandle
 from gpu_runtime.kv.page_locked import page_locked
-from sim.engine.plan import Direction
+from sim.engine.changes import Direction
 
 
 class TokenRows:

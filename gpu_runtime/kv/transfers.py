@@ -6,7 +6,7 @@ from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyHandle
 from gpu_runtime.kv.held import BlockCopy, Transfer
 from gpu_runtime.kv.placement import Placement
-from sim.engine.plan import Move
+from sim.engine.changes import Move
 from sim.engine.sequence import Sequence
 
 

@@ -14,10 +14,11 @@ from sim.cost.host import Host
 from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes
 from sim.cost.profile import Profile, linear_profile, load_profile
+from sim.engine.changes import Move
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment, Limits, Role, WindowLimits
-from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import TRANSITIONS, Status
 from sim.engine.sequence import Sequence as Seq

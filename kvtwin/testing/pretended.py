@@ -10,8 +10,9 @@ from gpu_runtime.instance import LiveInstance, Observer
 from kvtwin.testing.engines import Machine
 from sim.clock.arrivals import TIE_S, Arrivals
 from sim.cost.pricing import Lanes, Pricer
+from sim.engine.changes import Move
 from sim.engine.engine import Engine
-from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from traces.request import Request

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from sim.bounds.step_price import LinearPrice
 from sim.cost.model import CostModel
 from sim.cost.roofline import RooflineCost
+from sim.engine.changes import Direction
 from sim.engine.limits import Limits
-from sim.engine.plan import Direction
 from traces.request import Request
 
 Floats = NDArray[np.float64]

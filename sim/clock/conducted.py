@@ -9,8 +9,9 @@ from sim.clock.hand_overs import IN, OUT
 from sim.clock.member import Member
 from sim.cost.lanes import Lane
 from sim.cost.model import CostModel
+from sim.engine.changes import Direction
 from sim.engine.limits import Limits
-from sim.engine.plan import Direction, IterationPlan, Origin
+from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence as Seq
 from sim.parts.memory.stored import StoredMemory
 from sim.systems.mooncake_options import ConductorOptions

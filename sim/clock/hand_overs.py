@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from sim.clock.member import Member
-from sim.engine.plan import Move, Tier
+from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence as Seq
 from sim.engine.sequence import Status
 from sim.parts.stage.hand_over import continued

@@ -14,8 +14,9 @@ import simpy
 from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes, Pricer
+from sim.engine.changes import Move
 from sim.engine.engine import Engine
-from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 

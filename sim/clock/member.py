@@ -16,8 +16,9 @@ from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.clock.instance import Instance, Observer
 from sim.cost.model import CostModel
 from sim.cost.pricing import Lanes, LanesMark, Pricer
+from sim.engine.changes import Move
 from sim.engine.engine import Engine
-from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence, Status
 from sim.errors import InvariantError
 from traces.request import Request

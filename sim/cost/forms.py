@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from sim.cost.model import CostModel
 from sim.cost.profile import Profile
 from sim.cost.roofline import RooflineCost, projection_flops
-from sim.engine.plan import Direction, IterationPlan, WindowTokens
+from sim.engine.changes import Direction
+from sim.engine.plan import IterationPlan, WindowTokens
 from sim.errors import InvariantError, UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.models import ModelSpec

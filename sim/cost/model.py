@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from math import ceil, inf, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
-from sim.engine.plan import Direction, IterationPlan, WindowTokens
+from sim.engine.changes import Direction
+from sim.engine.plan import IterationPlan, WindowTokens
 
 if TYPE_CHECKING:
     from sim.cost.host import Host

@@ -10,21 +10,9 @@ from sim.cost.host import after_host_s, run_beside_host
 from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
 from sim.cost.model import CostModel, run_s, steps_until
 from sim.cost.restoring import LayerSplit, StateBytes, restore_times
+from sim.engine.changes import D2H, H2D, Direction, Move, Projected, Rebuilt, Restore, Streamed, Tier
 from sim.engine.layers import SEND_BUFFER_LAYERS
-from sim.engine.plan import (
-    D2H,
-    H2D,
-    Direction,
-    IterationPlan,
-    Move,
-    Projected,
-    Rebuilt,
-    Restore,
-    StepTimes,
-    Streamed,
-    Tier,
-    make_times,
-)
+from sim.engine.plan import IterationPlan, StepTimes, make_times
 
 EndsAt = Callable[[Collection[Move]], float]
 FinishAt = Callable[[float, Move], None]

@@ -1,7 +1,8 @@
 """Prices of passes that bring KV back between their layers and keep none of it (eLLM section 4.3)."""
 
 from sim.cost.model import CostModel
-from sim.engine.plan import IterationPlan, Origin, PrefillChunk, Rebuilt
+from sim.engine.changes import Rebuilt
+from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 
 
 def kernels_s(cost: CostModel, plan: IterationPlan, record: Rebuilt, compute_s: float, layers: int) -> float:

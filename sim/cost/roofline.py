@@ -27,7 +27,8 @@ from math import ceil, inf, sqrt
 from sim.cost.kernels import grid_of, value_at
 from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
 from sim.cost.profile import FittedRange, Profile
-from sim.engine.plan import Direction, IterationPlan, WindowTokens
+from sim.engine.changes import Direction
+from sim.engine.plan import IterationPlan, WindowTokens
 from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVFormat, window_pairs
 from sim.specs.models import ModelSpec

@@ -6,7 +6,8 @@ waits, reads no clock and draws no random number: the simulator and the GPU runt
 
 from collections.abc import Callable
 
-from sim.engine.plan import IterationPlan, Move, StepTimes
+from sim.engine.changes import Move
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.predictor import LengthPredictor
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status

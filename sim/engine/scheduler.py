@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sim.engine.batch import DecodeBatch
+from sim.engine.changes import PEER, Change, Move, Tier
 from sim.engine.decisions import DecisionLog
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Counters, Deployment, Limits
-from sim.engine.plan import PEER, Change, IterationPlan, Move, PrefillChunk, StepTimes, Tier
+from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
 from sim.engine.sequence import FINISHED, PARKED, RUNNING, Sequence, Status
 from sim.engine.windowed_batch import WindowedBatch
 from sim.parts.base import Admission, Eviction, Memory, Order, Part, Stage, overrides

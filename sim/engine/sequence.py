@@ -21,7 +21,7 @@ class Status(Enum):
     IGNORED = "ignored"
 
 
-# For the hot path, as those of `sim.engine.plan`.
+# For the hot path, as those of `sim.engine.changes`.
 WAITING, RUNNING, PARKED, PROMOTING = Status.WAITING, Status.RUNNING, Status.PARKED, Status.PROMOTING
 FINISHED, IGNORED = Status.FINISHED, Status.IGNORED
 

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.blocks import BlockPool
+from sim.engine.changes import Move, Tier
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Move, StepTimes, Tier
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 
 if TYPE_CHECKING:

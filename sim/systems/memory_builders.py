@@ -151,7 +151,7 @@ def hosted_layers(b: Builder) -> "Memory":
 
 
 def block_seconds(b: Builder) -> "BlockSeconds":
-    from sim.engine.plan import Direction
+    from sim.engine.changes import Direction
     from sim.parts.stage.partial_recompute import BlockSeconds
 
     model, cost, size = b.deployment.model, b.deployment.cost, b.limits.block_size

@@ -12,7 +12,8 @@ from calib.report import fit_markdown
 from calib.samples import Sample
 from sim.cost.forms import LinearCost, build_cost
 from sim.cost.profile import LINEAR_UNITS, read_profile
-from sim.engine.plan import Direction, IterationPlan
+from sim.engine.changes import Direction
+from sim.engine.plan import IterationPlan
 from sim.errors import UserError
 
 TRUE = {

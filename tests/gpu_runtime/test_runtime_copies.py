@@ -21,7 +21,7 @@ from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, 
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.model.decoder import Decoder
-from sim.engine.plan import Direction
+from sim.engine.changes import Direction
 
 D2H, H2D = Direction.D2H, Direction.H2D
 

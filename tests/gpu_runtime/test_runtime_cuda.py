@@ -22,7 +22,7 @@ from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder, tight_limits
-from sim.engine.plan import Direction
+from sim.engine.changes import Direction
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -21,7 +21,7 @@ from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
 from gpu_runtime.pass_members import BlockTables  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import ROWS, SMALL, small_decoder, tight_limits  # noqa: E402
-from sim.engine.plan import Direction  # noqa: E402
+from sim.engine.changes import Direction  # noqa: E402
 from sim.engine.sequence import Sequence  # noqa: E402
 from traces.request import Request  # noqa: E402
 

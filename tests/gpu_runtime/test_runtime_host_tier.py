@@ -22,7 +22,8 @@ from gpu_runtime.kv.placement import Placement
 from gpu_runtime.layer_pass import LayerPass
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, SMALL, alike, tight_limits
-from sim.engine.plan import Direction, Drop, IterationPlan, Load, Move, Place, Release, Share, Store, Tier
+from sim.engine.changes import Direction, Drop, Load, Move, Place, Release, Share, Store, Tier
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
 from sim.parts.offload.worth import Worth

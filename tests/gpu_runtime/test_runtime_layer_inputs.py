@@ -12,7 +12,7 @@ from runtime_variants import WORKLOADS, policy_of  # noqa: E402
 from gpu_runtime.model.decoder import Decoder, DecoderLayer  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
-from sim.engine.plan import Projected  # noqa: E402
+from sim.engine.changes import Projected  # noqa: E402
 from sim.errors import InvariantError  # noqa: E402
 from sim.parts.stage.partial_recompute import BlockSeconds  # noqa: E402
 from sim.systems import memory_builders, part_builders  # noqa: E402

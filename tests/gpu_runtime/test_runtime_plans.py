@@ -11,7 +11,8 @@ from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks  # noqa: E402
 from gpu_runtime.kv.placement import Placement  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
-from sim.engine.plan import IterationPlan, Move, Place, Release, Restore, Tier  # noqa: E402
+from sim.engine.changes import Move, Place, Release, Restore, Tier  # noqa: E402
+from sim.engine.plan import IterationPlan  # noqa: E402
 from sim.engine.sequence import Sequence  # noqa: E402
 from sim.errors import InvariantError  # noqa: E402
 from traces.request import Request  # noqa: E402

@@ -10,7 +10,7 @@ from runtime_variants import STREAM, VARIANTS, policy_of  # noqa: E402
 
 from kvtwin.testing import build_engine, linear_machine, live, requests  # noqa: E402
 from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
-from sim.engine.plan import Direction, Restore  # noqa: E402
+from sim.engine.changes import Direction, Restore  # noqa: E402
 from sim.engine.sequence import Status  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.systems.mixing import CATALOGUE, KINDS, MEMORIES  # noqa: E402

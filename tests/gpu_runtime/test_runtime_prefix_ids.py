@@ -12,7 +12,8 @@ from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.placement import Placement
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import limits, simulate
-from sim.engine.plan import Evict, IterationPlan, Keep, Place, Release, Share, Split
+from sim.engine.changes import Evict, Keep, Place, Release, Share, Split
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.parts.memory.block_keys import BlockKeys

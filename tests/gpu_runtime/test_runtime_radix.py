@@ -20,7 +20,7 @@ from kvtwin.testing import live, requests
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import limits, simulate
 from kvtwin.testing.live import ALIKE, alike, tight_limits
-from sim.engine.plan import Adopt, Evict, Hit, Keep, Place, Release, Split
+from sim.engine.changes import Adopt, Evict, Hit, Keep, Place, Release, Split
 from traces.request import Request
 
 PRIORITY = "vllm-v1:scheduling-policy=priority,memory=radix"

@@ -13,7 +13,7 @@ from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
 from sim.cost.restoring import LayerSplit, StateBytes, state_share  # noqa: E402
-from sim.engine.plan import Move, Restore, Save  # noqa: E402
+from sim.engine.changes import Move, Restore, Save  # noqa: E402
 from sim.errors import InvariantError  # noqa: E402
 from sim.systems import memory_builders  # noqa: E402
 

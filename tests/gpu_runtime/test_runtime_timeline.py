@@ -21,7 +21,8 @@ from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_o
 from kvtwin.testing import live as testing_live  # noqa: E402
 from kvtwin.testing import requests  # noqa: E402
 from sim.cost.pricing import Lanes  # noqa: E402
-from sim.engine.plan import Direction, IterationPlan, StepTimes  # noqa: E402
+from sim.engine.changes import Direction  # noqa: E402
+from sim.engine.plan import IterationPlan, StepTimes  # noqa: E402
 from sim.results.timeline import LIVE_PIDS  # noqa: E402
 from sim.systems.layerkv import LayerKV  # noqa: E402
 

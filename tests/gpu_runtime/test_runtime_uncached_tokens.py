@@ -18,7 +18,7 @@ from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, CheckedDevice, small_decoder, tight_limits  # noqa: E402
-from sim.engine.plan import Rebuilt, Uncache  # noqa: E402
+from sim.engine.changes import Rebuilt, Uncache  # noqa: E402
 from sim.errors import InvariantError, UserError  # noqa: E402
 from sim.parts.admission.token_wise import BatchAndRatio  # noqa: E402
 from sim.parts.token_wise.equations import CONFIGURATIONS  # noqa: E402

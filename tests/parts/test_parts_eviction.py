@@ -9,8 +9,9 @@ import pytest
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.engines import build_engine
 from sim.engine.batch import DecodeBatch
+from sim.engine.changes import Direction
 from sim.engine.itl import GapCollector
-from sim.engine.plan import Direction, IterationPlan
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
 from sim.parts.eviction.park import HORIZON, Park
 from sim.parts.eviction.recompute import Recompute

@@ -15,7 +15,8 @@ from sim.cost.model import LayerTimes
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import load_profile
 from sim.cost.roofline import RooflineCost, projection_flops
-from sim.engine.plan import IterationPlan, Move, Restore, Streamed, Tier
+from sim.engine.changes import Move, Restore, Streamed, Tier
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model

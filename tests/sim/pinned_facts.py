@@ -33,7 +33,8 @@ from sim.bounds.step_price import step_prices
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Constant, load_profile, read_profile
-from sim.engine.plan import CONTINUED, Direction, IterationPlan, WindowTokens
+from sim.engine.changes import Direction
+from sim.engine.plan import CONTINUED, IterationPlan, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.specs import hardware

@@ -12,7 +12,7 @@ from kvtwin.testing import DECODE, PREFILL, limits, linear_machine, requests, ro
 from sim.cost.forms import LinearCost, build_cost
 from sim.cost.model import run_s, steps_until
 from sim.cost.profile import load_profile
-from sim.engine.plan import Direction
+from sim.engine.changes import Direction
 from sim.specs.hardware import load_hardware
 from sim.specs.memory import kv_cache_blocks
 from sim.specs.models import load_model

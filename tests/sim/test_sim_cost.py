@@ -13,7 +13,8 @@ from sim.cost.forms import LinearCost, PaperCost, build_cost
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile, load_profile, shipped_profiles
 from sim.cost.roofline import RooflineCost
-from sim.engine.plan import Direction, IterationPlan, Move, Tier
+from sim.engine.changes import Direction, Move, Tier
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.prepare import prepare

@@ -19,7 +19,8 @@ from sim.cost.forms import build_cost
 from sim.cost.host import Host
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import Constant, load_profile
-from sim.engine.plan import Direction, IterationPlan
+from sim.engine.changes import Direction
+from sim.engine.plan import IterationPlan
 from sim.errors import UserError
 from sim.results.result import assemble
 from sim.specs.hardware import load_hardware

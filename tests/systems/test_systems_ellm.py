@@ -8,8 +8,9 @@ import pytest
 from kvtwin.testing import conformance, limits, linear_machine, requests, roofline_machine, simulate
 from kvtwin.testing.conformance import Workload
 from sim.cost.rebuilding import contiguous_s
+from sim.engine.changes import Move, Rebuilt, Tier, Uncache
 from sim.engine.limits import Deployment
-from sim.engine.plan import IterationPlan, Move, Rebuilt, StepTimes, Tier, Uncache
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError

@@ -13,8 +13,9 @@ from systems_steps import by_hand, machine, steps_of, token_times, work
 
 from kvtwin.testing import Outcome, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, workloads
+from sim.engine.changes import Move, Tier
 from sim.engine.limits import WindowLimits
-from sim.engine.plan import IterationPlan, Move, StepTimes, Tier
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.parts.batching.quanta import Quanta

@@ -12,7 +12,7 @@ from kvtwin.testing.conformance import Workload
 from sim.cost.lanes import restored_s, streamed_s
 from sim.cost.model import LayerTimes, LayerWork
 from sim.cost.restoring import LayerSplit, StateBytes, best_split, restore_times, state_share
-from sim.engine.plan import D2H, H2D, Save, Tier, Unsave
+from sim.engine.changes import D2H, H2D, Save, Tier, Unsave
 from sim.errors import UserError
 from sim.parts.stage.partial_recompute import BlockSeconds
 from sim.policy_options import parse_policy

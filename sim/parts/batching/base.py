@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+from sim.engine.changes import Tier
 from sim.engine.decisions import DecisionLog
-from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, PrefillChunk, Tier
+from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.parts.base import Eviction, Part, overrides
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import IterationPlan, Move, Origin, StepTimes, Tier
+from sim.engine.changes import Move, Tier
+from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching

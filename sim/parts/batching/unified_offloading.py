@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import IterationPlan, Move, StepTimes, Tier
+from sim.engine.changes import Move, Tier
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.batching.base import NEVER_FITS

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from sim.engine.plan import ADMITTED, CONTINUED, SWAPPED_IN, IterationPlan, PrefillChunk, Restore, StepTimes
+from sim.engine.changes import Restore
+from sim.engine.plan import ADMITTED, CONTINUED, SWAPPED_IN, IterationPlan, PrefillChunk, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.batching.base import Batching
 

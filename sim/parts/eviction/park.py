@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sim.engine.plan import Direction, IterationPlan, Move, Tier
+from sim.engine.changes import Direction, Move, Tier
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.eviction.recompute import Recompute

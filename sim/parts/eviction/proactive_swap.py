@@ -11,7 +11,8 @@ from itertools import islice
 from math import ceil
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import IterationPlan, Move, Tier
+from sim.engine.changes import Move, Tier
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.batching.quanta import Quanta

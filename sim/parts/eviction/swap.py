@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.plan import IterationPlan, Origin, Tier
+from sim.engine.changes import Tier
+from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.eviction.recompute import Recompute

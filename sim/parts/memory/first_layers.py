@@ -10,7 +10,7 @@ Whole blocks are uncached, so that each leaves once and for all: none has tokens
 from collections.abc import Iterable
 from operator import itemgetter
 
-from sim.engine.plan import Uncache
+from sim.engine.changes import Uncache
 from sim.engine.sequence import Sequence
 from sim.parts.memory.token_wise import TokenWiseMemory
 from sim.parts.token_wise.equations import Configuration

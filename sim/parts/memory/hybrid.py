@@ -13,8 +13,9 @@ before a junction, where a prompt left a prefix that only the full groups had (v
 from heapq import heappop, heappush
 
 from sim.engine.batch import DecodeBatch
+from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, make_place, make_release
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.parts.base import Memory

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from itertools import filterfalse
 from typing import ClassVar
 
+from sim.engine.changes import GPU, HOST, Move, Streamed, Tier, make_move, make_place, make_release
 from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
-from sim.engine.plan import GPU, HOST, IterationPlan, Move, Streamed, Tier, make_move, make_place, make_release
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.base import Memory
 

@@ -7,8 +7,8 @@ ends, so that the next turn hits the answer where it is prefilled. Blocks stay t
 
 from collections.abc import Iterable
 
+from sim.engine.changes import Move, Tier, make_place
 from sim.engine.limits import Limits
-from sim.engine.plan import Move, Tier, make_place
 from sim.engine.sequence import Sequence
 from sim.parts.memory.paged import ALL_LAYERS
 from sim.parts.memory.prefix import PrefixMemory

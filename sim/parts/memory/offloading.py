@@ -1,7 +1,7 @@
 """`OffloadingMemory`, `OffloadingPaged`: the GPU's blocks with vLLM's OffloadingConnector, prefixes cached or not."""
 
+from sim.engine.changes import Move
 from sim.engine.limits import Limits
-from sim.engine.plan import Move
 from sim.engine.sequence import Sequence
 from sim.parts.memory.paged import PagedMemory
 from sim.parts.memory.prefix import CachingPool, Match, PrefixMemory

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from sim.engine.changes import Move, Tier
 from sim.engine.limits import Limits, TierCounters
-from sim.engine.plan import IterationPlan, Move, Tier
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.paged import ALL_LAYERS

@@ -5,8 +5,9 @@ A prompt gets all its blocks at admission, a decode one more whenever its last b
 
 from typing import ClassVar
 
+from sim.engine.changes import Move, Restore, Tier, make_place, make_release
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Move, Restore, Tier, make_place, make_release
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.base import Memory
 

@@ -8,8 +8,9 @@ Blocks without ids (private prompts, generated tokens) can only be hit by their 
 from typing import Protocol
 
 from sim.engine.blocks import BlockPool
+from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, make_place, make_release
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.memory.block_keys import BlockKeys
 from sim.parts.memory.caching import CachingMemory

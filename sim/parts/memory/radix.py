@@ -10,8 +10,9 @@ are free as the whole step takes. What others have not locked by then may be amo
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.blocks import BlockPool
+from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, make_place, make_release
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.memory.block_keys import BlockKeys
 from sim.parts.memory.caching import CachingMemory

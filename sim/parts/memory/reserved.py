@@ -7,8 +7,9 @@ Nothing ever grows, so nobody is ever preempted.
 from typing import ClassVar
 
 from sim.engine.batch import DecodeBatch
+from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, make_place, make_release
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
 

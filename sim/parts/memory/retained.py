@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from sim.engine.changes import Move, Release, Streamed, Tier, make_place
 from sim.engine.limits import Limits, TierCounters
-from sim.engine.plan import IterationPlan, Move, Origin, PrefillChunk, Release, StepTimes, Streamed, Tier, make_place
+from sim.engine.plan import IterationPlan, Origin, PrefillChunk, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.caching import CachingMemory

@@ -15,8 +15,9 @@ from sim.cost.model import CostModel
 from sim.cost.restoring import LayerSplit, StateBytes, restore_times
 from sim.engine.batch import DecodeBatch
 from sim.engine.blocks import BlockPool
+from sim.engine.changes import Move, Restore, Save, Tier, Unsave
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Move, Restore, Save, Tier, Unsave
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
 from sim.parts.memory.tiered import TieredMemory

@@ -6,8 +6,9 @@ rest is computed. Prompts that were computed are told to the store, which keeps 
 
 from collections.abc import Callable
 
+from sim.engine.changes import Streamed
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Streamed
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.memory.paged import PagedMemory
 from traces.request import Request

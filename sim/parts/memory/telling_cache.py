@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import Drop
+from sim.engine.changes import Drop
 from sim.parts.offload.host_cache import HostCache, Wanted
 from sim.parts.offload.replacement import Access
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import Change, Evict, Keep, Share, Split
+from sim.engine.changes import Change, Evict, Keep, Share, Split
 from sim.engine.sequence import Sequence
 from sim.parts.memory.prefix_index import CachedRun, Holding, Node, PrefixIndex
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import Adopt, Change, Evict, Hit, Keep, Split
+from sim.engine.changes import Adopt, Change, Evict, Hit, Keep, Split
 from sim.engine.sequence import Sequence
 from sim.parts.memory.prefix_index import Keys
 from sim.parts.memory.radix_tree import Node, RadixTree

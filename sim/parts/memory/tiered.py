@@ -7,8 +7,9 @@ slower than computing it all, by price. Only blocks that the trace names are sav
 
 from typing import TYPE_CHECKING
 
+from sim.engine.changes import Load, Move, Store, Streamed, Tier
 from sim.engine.limits import Limits, TierCounters
-from sim.engine.plan import IterationPlan, Load, Move, StepTimes, Store, Streamed, Tier
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.paged import ALL_LAYERS

@@ -9,8 +9,9 @@ from math import floor
 from typing import NamedTuple
 
 from sim.engine.batch import DecodeBatch
+from sim.engine.changes import Move, Rebuilt, Tier, Uncache, make_place, make_release
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, Move, Rebuilt, Tier, Uncache, make_place, make_release
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.base import Memory

@@ -7,8 +7,9 @@ one. `HybridMemory` has vLLM 1's way, which frees blocks that have left the wind
 """
 
 from sim.engine.batch import DecodeBatch
+from sim.engine.changes import make_release
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan, make_release
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.engine.windowed_batch import WindowedBatch
 from sim.errors import InvariantError

@@ -9,8 +9,9 @@ waits for it, and so does a step that preempts. The scheduler sees a copy's end 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from sim.engine.changes import Move, Tier
 from sim.engine.limits import TierCounters
-from sim.engine.plan import IterationPlan, Move, Tier
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.memory.paged import ALL_LAYERS
 from sim.parts.offload.block_chain import BlockChain

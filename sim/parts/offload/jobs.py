@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from sim.engine.plan import Move
+from sim.engine.changes import Move
 from sim.engine.sequence import Sequence
 from sim.parts.offload.replacement import Access
 

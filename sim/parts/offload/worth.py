@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator
 
 from sim.cost.lanes import streamed_s
 from sim.cost.model import CostModel
+from sim.engine.changes import Direction
 from sim.engine.limits import Limits
-from sim.engine.plan import Direction, IterationPlan, Origin, PrefillChunk
+from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
 from traces.request import Request
 

@@ -6,7 +6,7 @@ The blocks stay taken here until the copy has ended, so that a slow decode pool 
 from collections.abc import Iterable
 from typing import ClassVar
 
-from sim.engine.plan import Move, Tier
+from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence, Status
 from sim.parts.base import Stage
 

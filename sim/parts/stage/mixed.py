@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import ClassVar
 
-from sim.engine.plan import Move, Tier
+from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence
 from sim.parts.stage.hand_over import HandOver
 from sim.parts.stage.pull import Pull

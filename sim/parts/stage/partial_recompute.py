@@ -7,7 +7,8 @@ T(l) = l x inputs + max(l x projection, (s - l) x KV), at its least where both t
 
 from math import ceil
 
-from sim.engine.plan import IterationPlan, Projected, StepTimes
+from sim.engine.changes import Projected
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.parts.memory.layer_blocks import LayerBlocks
 from sim.parts.stage.stream import Stream
 

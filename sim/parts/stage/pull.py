@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.plan import Move, Tier
+from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.base import Stage

@@ -5,7 +5,8 @@ LayerKV's reading (i), "transferred layer-by-layer from host". A step pays the l
 
 from typing import ClassVar
 
-from sim.engine.plan import Direction, IterationPlan, Move, Streamed, Tier
+from sim.engine.changes import Direction, Move, Streamed, Tier
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.memory.layer_blocks import LayerBlocks
 from sim.parts.stage.promote import Promote

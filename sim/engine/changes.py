@@ -1,0 +1,286 @@
+"""What a plan says of KV: where blocks lie, what becomes of them (`Change`), and what passes between the layers."""
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import NamedTuple, cast
+
+from sim.engine.sequence import Sequence
+
+
+class Tier(Enum):
+    """Where KV blocks lie."""
+
+    GPU = "gpu"
+    HOST = "host"
+    DISK = "disk"
+    PEER = "peer"
+    """On another engine, over a link between the two."""
+
+
+class Direction(Enum):
+    """Which way a copy goes over PCIe."""
+
+    D2H = "d2h"
+    H2D = "h2d"
+
+
+# For the hot path: CPython 3.11 takes ten times as long to find a member of an enumeration as a name of a module.
+GPU, HOST, PEER = Tier.GPU, Tier.HOST, Tier.PEER
+D2H, H2D = Direction.D2H, Direction.H2D
+
+
+class Place(NamedTuple):
+    """`num_blocks` blocks in each layer group for `seq`: on the GPU for `gpu_groups`, on the host for the others.
+
+    `num_buffers` more lots of as many GPU blocks are the send buffer through which the host's groups are written.
+    """
+
+    seq: Sequence
+    gpu_groups: tuple[int, ...]
+    num_blocks: int
+    num_buffers: int
+
+
+class Release(NamedTuple):
+    """All blocks of `seq` are given back, but for those that copies under way still read."""
+
+    seq: Sequence
+
+
+class Share(NamedTuple):
+    """The next `num_blocks` blocks of `seq`, which is about to be placed, are cached already.
+
+    `source` says where: a sequence that holds them at the same places, or a cached run (`Keep`) that nobody holds, and
+    `seq` takes it. Memory says so, and what follows, once it is asked to (`Memory.tell_blocks`).
+    """
+
+    seq: Sequence
+    num_blocks: int
+    source: object
+
+
+class Keep(NamedTuple):
+    """`num_blocks` blocks of `seq` from `first_block` on stay cached as `run` when it gives up its blocks."""
+
+    seq: Sequence
+    first_block: int
+    num_blocks: int
+    run: object
+
+
+class Split(NamedTuple):
+    """The first `num_blocks` blocks of a cached `run` that nobody holds are a run of their own, `first`."""
+
+    run: object
+    first: object
+    num_blocks: int
+
+
+class Evict(NamedTuple):
+    """Of a cached `run` that nobody holds the first `num_left` blocks are left; the others are free."""
+
+    run: object
+    num_left: int
+
+
+class Hit(NamedTuple):
+    """The next `num_blocks` blocks of `seq`, about to be placed, are those of a cached `run`, which stays cached.
+
+    So say memories that keep content once (`RadixMemory`), whose runs are cached from the first `Keep` to `Evict`.
+    """
+
+    seq: Sequence
+    num_blocks: int
+    run: object
+
+
+class Adopt(NamedTuple):
+    """`num_blocks` blocks of `seq` from `first_block` on give way to those of a cached `run`, of the same content."""
+
+    seq: Sequence
+    first_block: int
+    num_blocks: int
+    run: object
+
+
+class Save(NamedTuple):
+    """The host keeps the states of `seq` from now on (HCache), in as many blocks as `seq` has on the GPU.
+
+    Memory says so, and `Unsave`, once it is asked to (`Memory.tell_blocks`).
+    """
+
+    seq: Sequence
+
+
+class Unsave(NamedTuple):
+    """The host keeps the states of `seq`, which runs, no longer."""
+
+    seq: Sequence
+
+
+class Store(NamedTuple):
+    """The host's cache gives blocks to `keys`; a `Move` of `seq` beside this plan fills them from its `places`."""
+
+    seq: Sequence
+    places: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+class Load(NamedTuple):
+    """The blocks of `seq` from `first_block` on are those of `keys` in the host's cache.
+
+    They come layer by layer while this plan is computed (`IterationPlan.streamed` counts them).
+    """
+
+    seq: Sequence
+    first_block: int
+    keys: tuple[int, ...]
+
+
+class Drop(NamedTuple):
+    """The host's cache gives up the blocks of `keys`."""
+
+    keys: tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """A copy of the KV of tokens [`first_token`, `end_token`) of `seq` in some layer groups, from tier to tier.
+
+    What a block holds of the layers is a layer group: the whole model for vLLM, one layer for LayerKV. `num_blocks` is
+    the pool blocks copied. Where `is_reported`, the instance says at the first iteration boundary after the copy that
+    it has ended; then `num_freed` blocks of the source are free.
+    """
+
+    seq: Sequence
+    groups: tuple[int, ...]
+    first_token: int
+    end_token: int
+    source: Tier
+    target: Tier
+    num_blocks: int
+    num_freed: int
+    is_reported: bool
+    s_per_block: float | None = None
+    """What a block takes where an option says so, s; None: as the machine's constants say."""
+
+    @property
+    def direction(self) -> Direction:
+        """Which way the copy goes, if over PCIe."""
+        return D2H if self.target is HOST else H2D
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether it goes between host and disk."""
+        return self.source is Tier.DISK or self.target is Tier.DISK
+
+
+class Restore(NamedTuple):
+    """Bring back the KV of `num_tokens` tokens of `seq` before it computes, each layer group in one of three ways.
+
+    `hidden_groups` are projected from saved hidden states, `kv_groups` copied, `recomputed_groups` computed again
+    (HCache's mixes; vLLM's swap-in has `kv_groups` only, of `num_blocks` pool blocks in all). Where it computes, groups
+    are layers, and `num_blocks` counts blocks of one layer.
+    """
+
+    seq: Sequence
+    num_tokens: int
+    hidden_groups: tuple[int, ...]
+    kv_groups: tuple[int, ...]
+    recomputed_groups: tuple[int, ...]
+    num_blocks: int
+
+    @property
+    def computes(self) -> bool:
+        """Whether it does more than copy KV."""
+        return bool(self.hidden_groups or self.recomputed_groups)
+
+
+class Streamed(NamedTuple):
+    """Layer groups that pass through the GPU during the computation, summed over the sequences that have as many.
+
+    For each of `num_groups` groups come in the blocks of the tokens that are cached (`num_read` pool blocks in all) and
+    go out those that decodes write to (`num_written`; what prefills write is in `IterationPlan.behind`).
+    """
+
+    num_groups: int
+    num_read: int
+    num_written: int
+
+
+class Projected(NamedTuple):
+    """As `Streamed`, but the KV of `num_tokens` tokens (of all such sequences) is made from their inputs to the layers.
+
+    The inputs come in first; the KV of the other tokens, `num_read` pool blocks, follows as they are projected (KVPR).
+    """
+
+    num_groups: int
+    num_read: int
+    num_written: int
+    num_tokens: int
+    num_inputs: int
+    """Of `num_written`, what the new tokens' inputs take."""
+
+
+class Uncache(NamedTuple):
+    """The first `num_tokens` tokens of `seq`, whole blocks, have no GPU blocks from now on; those after them do (eLLM).
+
+    Their KV passes through `num_scratch` lots of as many GPU blocks. The host keeps it in `groups`, the last ones, and
+    for this `num_blocks` pool blocks are copied there from the GPU. KV that is on no GPU yet is there after the next
+    pass (`Rebuilt`), and comes from blocks that the host keeps until then. Said before a prompt's `Place`, too.
+    """
+
+    seq: Sequence
+    num_tokens: int
+    num_scratch: int
+    groups: tuple[int, ...]
+    num_blocks: int
+
+
+class Rebuilt(NamedTuple):
+    """KV of decodes that is on no GPU before this pass: brought back between the layers, and not kept (eLLM).
+
+    `tokens` says of how many of each sequence, its first. The `recomputed` layers of the model compute it again; for
+    the others `num_read` pool blocks come from the host, and `num_written` go there as `after` says. `num_groups` is as
+    in `Streamed`, 0.
+    """
+
+    num_groups: int
+    num_read: int
+    num_written: int
+    tokens: tuple[tuple[Sequence, int], ...]
+    recomputed: tuple[int, ...]
+    fused_loss: float | None
+    """By how much kernels that compute again and decode at once last longer for lack of threads; None: in turn."""
+    overlapped: bool
+    """Whether copies run beside the kernels."""
+    after: tuple[Uncache, ...] = ()
+    """Where the `recomputed` layers are the first, so that this can be executed: what is uncached after the pass."""
+
+
+Change = (
+    Place
+    | Release
+    | Move
+    | Restore
+    | Share
+    | Keep
+    | Split
+    | Evict
+    | Hit
+    | Adopt
+    | Save
+    | Unsave
+    | Store
+    | Load
+    | Drop
+    | Uncache
+)
+
+# Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
+make_place = cast(Callable[[tuple[Sequence, tuple[int, ...], int, int]], Place], partial(tuple.__new__, Place))
+make_release = cast(Callable[[tuple[Sequence]], Release], partial(tuple.__new__, Release))
+make_move = cast(
+    Callable[[tuple[Sequence, tuple[int, ...], int, int, Tier, Tier, int, int, bool, float | None]], Move],
+    partial(tuple.__new__, Move),
+)
