@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu_session.sh OUT                       # an H200, A100 or L20 with an idle host
 #   benchmarks/gpu_session.sh OUT --device cpu          # rehearsal: a small model, minutes
-#   [--model NAME] [--minutes 9.5] [--only "copies decode"]
+#   [--model NAME] [--minutes 9.5] [--only "copies decode"] [--stretch 1: times what each part may take]
 #
 # OUT/summary.md gets a line when a part ends; its output is in OUT/session.log, its figures in files of its own. A part
 # that fails or takes too long takes no other down. Runs with `python3`, or what PYTHON names.
@@ -12,7 +12,7 @@ set -uo pipefail
 usage() { sed -n '2,9p' "$0" | cut -c3- >&2; exit 2; }
 [[ $# -ge 1 && $1 != -* ]] || usage
 out=$1; shift
-device=cuda model=llama-2-7b minutes=9.5 only=""
+device=cuda model=llama-2-7b minutes=9.5 only="" stretch=1
 while (($#)); do
     [[ $# -ge 2 ]] || usage
     case $1 in
@@ -20,11 +20,13 @@ while (($#)); do
         --model) model=$2 ;;
         --minutes) minutes=$2 ;;
         --only) only=" $2 " ;;
+        --stretch) stretch=$2 ;;
         *) usage ;;
     esac
     shift 2
 done
 
+[[ $stretch =~ ^[1-9][0-9]*$ ]] || usage
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 1
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
@@ -49,7 +51,7 @@ fi
 
 # part NAME SECONDS COMMAND...: run it, no longer than it and the session may take, and say how it ended.
 part() {
-    local name=$1 limit=$2 begun=$SECONDS left status word
+    local name=$1 limit=$(($2 * stretch)) begun=$SECONDS left status word
     shift 2
     [[ -z $only || $only == *" $name "* ]] || return 0
     left=$((deadline - $(date +%s)))

@@ -29,11 +29,12 @@ def session(folder, *options):
 
 
 def test_a_part_that_fails_leaves_the_others(tmp_path):
-    done, summary = session(tmp_path, "--only", "copies decode overlap")
+    done, summary = session(tmp_path, "--only", "copies decode overlap", "--stretch", "8")
     assert done.returncode == 1
     assert [row.split(" |")[0] for row in summary.splitlines()[4:7]] == ["| copies", "| decode", "| overlap"]
     assert "| copies | done |" in summary and "| overlap | done |" in summary
     assert "| decode | **failed** (status 3) |" in summary
+    assert "copies (at most 480 s)" in (tmp_path / "out/session.log").read_text()
     copies = json.loads((tmp_path / "out/copies.json").read_text())
     assert copies["d2h blocks in a row"]["value"] > 0
     assert json.loads((tmp_path / "out/overlap.json").read_text())["recompute beside decode"]["against"] > 0
