@@ -92,6 +92,13 @@ def test_exact_all_reduces_give_their_constants_back():
     assert fit.values == pytest.approx(RING, rel=1e-4)
 
 
+@pytest.mark.parametrize(("gpus", "has_launch"), [((4,), False), ((2, 4), True)])
+def test_a_launch_is_told_from_latency_where_groups_of_two_sizes_were_measured(gpus, has_launch):
+    fit = fit_all_reduce(reductions(gpus))
+    assert fit is not None
+    assert ("allreduce_launch_s" in fit.values) == has_launch
+
+
 @pytest.mark.parametrize(
     ("fit", "samples", "true"), [(fit_copies, both_ways(), LINK), (fit_all_reduce, reductions(), RING)]
 )

@@ -20,9 +20,12 @@ from runtime_variants import LIVE, policy_of  # noqa: E402
 from small_results import small_result  # noqa: E402
 
 import kvtwin  # noqa: E402
+from gpu_runtime.live import LiveOptions  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
+from gpu_runtime.twin import probe  # noqa: E402
 from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict  # noqa: E402
 from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402
+from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.cli import simulate  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.files import folder_name  # noqa: E402
@@ -188,6 +191,17 @@ def test_disturbed_runs_are_run_again(tmp_path, capsys, monkeypatch, flags, afte
     else:
         assert (out / "vllm-recompute" / "live-3" / "result.json").exists()
         assert ("1.00 to 1.30 times" if not flags else "1.00 to 1.05 times what the profile says (2 more") in text
+
+
+def test_a_slow_machine_is_one_that_takes_longer_than_its_profile_says(monkeypatch):
+    """Ten seconds for what should take four."""
+    run = SimpleNamespace(log=SimpleNamespace(duration_s=10.0), interrupted=False)
+    monkeypatch.setattr(probe, "perform", lambda *_: run)
+    monkeypatch.setattr(probe, "execute_all", lambda _: SimpleNamespace(log=SimpleNamespace(duration_s=4.0)))
+    assert probe.machine_slowness(Scenario(gpu="cpu"), small_decoder(), LiveOptions("cpu")) == 2.5
+    run.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        probe.machine_slowness(Scenario(gpu="cpu"), small_decoder(), LiveOptions("cpu"))
 
 
 def test_validate_runs_both_and_leaves_what_it_compared(tmp_path, capsys):

@@ -150,6 +150,17 @@ def test_half_of_yoco_computes_for_the_last_token_only() -> None:
     expected = (1 - share) * cost.linear_s(4000) + share * cost.linear_s(1)
     expected += 2 * pairs_s * (210 + 3980 * 20) + 2 * pairs_s * 4000
     assert cost.prefill_s(4000) == pytest.approx(expected + cost.overhead_s + cost.head_s(1))
+    # Half of a prompt asks for no token, and its attention sees the window alone; the other half asks for one.
+    for computed, num_sampled in ((0, 0), (2000, 1)):
+        seq = Sequence(Request(0, 0.0, 4000, 5))
+        seq.num_computed = computed
+        plan = IterationPlan()
+        plan.add_chunk(seq, 2000, Origin.CONTINUED)
+        seen = 2000 * 20 if computed else 210 + 1980 * 20
+        expected = (1 - share) * cost.linear_s(2000) + 2 * pairs_s * seen + cost.overhead_s
+        if num_sampled:
+            expected += share * cost.linear_s(1) + 2 * pairs_s * 4000 + cost.head_s(1)
+        assert cost.iteration_s(plan) == pytest.approx(expected)
     # One token is no prompt: halves add up to the whole.
     read_s = cost.full_s_per_token + cost.window_s_per_token
     expected = cost.linear_s(1) + cost.head_s(1) + cost.overhead_s + read_s + cost.kv_padding_s

@@ -113,6 +113,7 @@ def default_arguments(kind: type | FunctionType) -> Iterator[tuple[str, object]]
 
 def counts(value: object) -> bool:
     """Whether it is a number, or holds one."""
+    value = parts_of(value)
     if isinstance(value, dict):
         return any(map(counts, (*value, *value.values())))
     if isinstance(value, tuple | list | set | frozenset):
@@ -120,8 +121,16 @@ def counts(value: object) -> bool:
     return isinstance(value, int | float)
 
 
+def parts_of(value: object) -> object:
+    """What records hold; of anything else itself."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+
+
 def told(value: object) -> str:
     """Numbers and words; of others their class."""
+    value = parts_of(value)
     if isinstance(value, dict):
         return f"{{{', '.join(f'{told(name)}: {told(item)}' for name, item in value.items())}}}"
     if isinstance(value, tuple | list):

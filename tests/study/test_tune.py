@@ -72,12 +72,22 @@ def test_a_load_that_nothing_holds_and_one_that_everything_holds():
     assert held.most == 4096.0 and held.least_failing is None
 
 
-def test_what_is_refused_as_it_is_is_not_tried_at_other_loads():
-    search = most_load({}, SLOS)
-    refused = Ran(next(search), 1, Outcome("k", None, "no such GPU"))
+@pytest.mark.parametrize(("searched", "asked"), [(most_load, 1.0), (fewest_engines, 1), (fewest_pools, 7)])
+def test_what_is_refused_as_it_is_is_not_tried_with_less_or_more(searched, asked):
+    search = searched({}, SLOS)
+    refused = Ran(next(search), 7, Outcome("k", None, "no such GPU"))
     with pytest.raises(StopIteration) as end:
         search.send(refused)
-    assert end.value.value == Held(0.0, None, 1.0, refused)
+    assert end.value.value == Held(0.0, None, asked, refused)
+
+
+@pytest.mark.parametrize(("searched", "name"), [(fewest_engines, "replicas"), (fewest_pools, "decode_replicas")])
+def test_what_is_refused_for_more_engines_does_not_hold(searched, name):
+    search = searched({}, SLOS)
+    first = Ran(next(search), 1, Outcome("k", {"p99_ttft_ms": 150.0, "completed": 10, "num_prompts": 10}))
+    second = search.send(first)
+    assert second[name] == 2
+    assert search.send(Ran(second, 2, Outcome("k", None, "too many")))[name] == 4
 
 
 @pytest.mark.parametrize("ttft_ms", [50.0, 150.0])
