@@ -165,8 +165,8 @@ def _factors(
     if not leans(regions(samples, errors_of(constants, terms, measured))):
         return None, by_model, {}
     left_out = leave_one_model_out if by_model else leave_rows_out
-    without, held_out = (left_out(samples, terms, measured, fixed=fixed, factored=yes) for yes in (False, True))
-    if is_better(held_out, without):
+    held_out = left_out(samples, terms, measured, fixed=fixed, factored=True)
+    if is_better(held_out, by_model or left_out(samples, terms, measured, fixed=fixed)):
         return fit_linear_factors(constants, terms, measured), *((held_out, {}) if by_model else ({}, held_out))
     return None, by_model, {}
 

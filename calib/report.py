@@ -120,15 +120,13 @@ def papers_table(report: FitReport) -> str:
 
 
 def forms_table(reports: Sequence[FitReport]) -> str:
-    """What each term of the form is worth: held-out errors (prefill / decode) with it left out."""
+    """What each term of the roofline is worth: held-out errors (prefill / decode) with it left out, without factors."""
     reports = [report for report in reports if report.by_model]
     rows = []
     for form, about in FORMS.items():
         cells = [f"{form}: {about}"]
         for report in reports:
-            factored = report.profile.linear_factors is not None and form != "no factors"
-            parts = leave_one_model_out(report.samples, report.terms, report.measured_s, form, factored=factored)
-            held_out = mean_holdout(parts)
+            held_out = mean_holdout(leave_one_model_out(report.samples, report.terms, report.measured_s, form))
             cells.append(f"{percent(held_out.prefill)} / {percent(held_out.decode)}")
         rows.append(cells)
     return table(("form", *(report.profile.gpu for report in reports)), rows)

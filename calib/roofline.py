@@ -38,7 +38,6 @@ NO_ALL_REDUCE = {
 """Constants of all-reduces that cost nothing, for samples without any."""
 FORMS = {
     "full": "all terms",
-    "no factors": "products by their ridge alone",
     "one rate": "F_attn = F",
     "KV at the weights' rate": "decodes read KV at H, and no padding",
     "hard ridge": "p fixed at infinity: max(compute, memory)",

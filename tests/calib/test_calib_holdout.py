@@ -82,6 +82,9 @@ def test_the_refit_is_the_shipped_profile(refit):
         shipped.range,
     )
     assert fitted.residuals == pytest.approx(shipped.residuals, abs=2e-5)
+    for field in ("linear_factors", "fp8_linear_factors"):
+        own, ships = (dict(getattr(profile, field) or []) for profile in (fitted, shipped))
+        assert own == pytest.approx(ships, abs=2e-4)
 
 
 def test_the_shipped_profile_names_its_samples_by_hash(refit):
