@@ -83,9 +83,10 @@ class CopyWorker:
             self._jobs.put((job, handle))
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
+        """Finish what is queued, on CUDA's stream as well, and end the thread: blocks may be given back then."""
         self._jobs.put(None)
         self._thread.join()
+        self._settle()
 
     def _on_stream(self, job: Callable[[], None], ready: torch.cuda.Event) -> None:
         assert self.stream is not None
@@ -94,7 +95,7 @@ class CopyWorker:
             job()
 
     def _settle(self) -> None:
-        """Wait for what a failed copy has queued, so that nothing of it is under way when its failure is known."""
+        """Wait for what has been queued: nothing of a failed copy shall be under way when its failure is known."""
         if self.stream is not None:
             with suppress(RuntimeError):
                 self.stream.synchronize()

@@ -206,6 +206,16 @@ def test_copies_go_before_the_computation_on_streams_of_their_own(monkeypatch):
     assert made == [-1]
 
 
+def test_a_lane_that_closes_waits_for_what_its_stream_holds(monkeypatch):
+    """Pools are given back then, and a copy that was asked for may still be under way."""
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(worker._thread.is_alive()))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: stream)
+    worker = copy_worker.CopyWorker("d2h", torch.device("cuda"))
+    worker.close()
+    assert waited == [False]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
