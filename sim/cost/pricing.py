@@ -146,7 +146,10 @@ class Pricer:
             seconds += plan.lookup_s
         end_s = start_s + seconds
         lane = self.lanes.compute
-        lane.run(start_s, compute_s, plan.kind)
+        if lane.intervals is None:
+            lane.busy_s += compute_s
+        else:
+            lane.run(start_s, compute_s, plan.kind)
         if plan.after:
             end_s = self._follow(plan, end_s)
         lane.free_s = end_s

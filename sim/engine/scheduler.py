@@ -220,7 +220,8 @@ class Scheduler:
         ended = self._holds_back = []
         self.commit(plan, times)
         self._holds_back = None
-        self.held.update(dict.fromkeys(ended))
+        if ended:
+            self.held.update(dict.fromkeys(ended))
         self.in_flight += 1
         return ended
 
