@@ -36,7 +36,7 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.parts.eviction.park import Park
 from sim.parts.order.prospects import Judged, Prospects
-from sim.parts.order.triage import HOPELESS, KEPT, Triage
+from sim.parts.order.triage import HOPELESS, KEPT, Outlook, Triage
 from sim.prepare import Setup
 from sim.results.metrics import Goodput
 from sim.results.result import assemble
@@ -60,7 +60,7 @@ class ChosenOrder(Triage):
         super().__init__(ttft_slo_s, tpot_slo_s)
         self.chosen = chosen
 
-    def class_of(self, seq: Sequence, iteration_s: float) -> int:
+    def class_of(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
         in_time = seq.request.request_id in self.chosen and self.laxity_s(seq, iteration_s) >= 0.0
         return KEPT if in_time else HOPELESS
 

@@ -244,7 +244,7 @@ def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
         for state, expected in members.items():
             assert {self.seqs[row] for row in self.rows(state)} == expected
         for seq, row in self.row.items():
-            assert found.kind[row] == order.class_of(seq, iteration_s)
+            assert found.kind[row] == order.class_of(seq, order.outlook(seq), iteration_s)
             assert found.rank_s[row] == order.rank_s(seq)
             assert found.laxity_s[row] == order.laxity_s(seq, iteration_s)
             seen.append(len(self.rows(AWAY)))
@@ -262,7 +262,7 @@ def test_those_away_who_are_kept_are_counted(monkeypatch):
 
     def compare(self, judged, iteration_s):
         first = bring_back(self, judged, iteration_s)
-        kept = [seq for seq in self.away if self.order.class_of(seq, iteration_s) == KEPT]
+        kept = [seq for seq in self.away if self.order.class_of(seq, self.order.outlook(seq), iteration_s) == KEPT]
         assert self.num_kept == len(kept)
         seen.append((len(kept), len(self.away), any(seq in self.paged.copies_of for seq in kept)))
         return first

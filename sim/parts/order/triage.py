@@ -160,11 +160,8 @@ class Triage(Order):
         due_s, num_left, prompt_s, *_ = self.outlook(seq)
         return due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s
 
-    def class_of(self, seq: Sequence, iteration_s: float) -> int:
-        """`KEPT`, `DEFERRED` or `HOPELESS`."""
-        return self._class(seq, self.outlook(seq), iteration_s)
-
-    def _class(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
+    def class_of(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
+        """`KEPT`, `DEFERRED` or `HOPELESS`, by its `outlook`."""
         if self.patience_s and self.is_impatient(seq):
             return KEPT
         due_s, num_left, prompt_s, work_s, first_s = outlook
@@ -206,7 +203,7 @@ class Triage(Order):
     # -- the queue -----------------------------------------------------------------------------------------------------
 
     def _insert(self, seq: Sequence, outlook: Outlook) -> int:
-        kind = self._class(seq, outlook, self.iteration_s())
+        kind = self.class_of(seq, outlook, self.iteration_s())
         key = outlook.work_s if kind == DEFERRED else seq.request.arrival_s
         place = self._place[seq] = kind, key, seq.request.request_id
         if seq.predicted_median_tokens:
@@ -270,7 +267,7 @@ class Triage(Order):
         moved: list[tuple[Sequence, Outlook]] = []
         for (old, key, _), seq in self._queue[:hoping]:
             outlook = self._outlooks.get(seq) or self.outlook(seq)
-            kind = self._class(seq, outlook, iteration_s)
+            kind = self.class_of(seq, outlook, iteration_s)
             if kind != old or (kind == DEFERRED and key != outlook.work_s):
                 moved.append((seq, outlook))
         for seq, _ in moved:
