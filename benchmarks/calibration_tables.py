@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from calib.cli import DATA  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
-from calib.holdout import mean_holdout  # noqa: E402
+from calib.holdout import Holdout, leave_one_model_out, leave_rows_out, mean_holdout  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
 from calib.report import (  # noqa: E402
     forms_table,
@@ -42,6 +42,8 @@ CONSTANTS = (
 )  # fmt: skip
 LEANS = 0.05
 """Bias from which a region is listed."""
+SHOWN_TOKENS = (1, 32, 128, 129, 256, 257, 272, 512, 513, 1024, 1025, 2048, 8192, 32768)
+"""Sizes whose factors are listed; profiles have all of them."""
 
 
 def fits() -> list[FitReport]:
@@ -66,29 +68,55 @@ def fits() -> list[FitReport]:
 
 
 def errors(reports: Sequence[FitReport]) -> str:
-    """Held-out errors of each profile, prefill / decode, and mixed where there is any."""
+    """Held-out errors of each profile, prefill / decode, and mixed where there is any; without factors and with."""
     rows = []
     for report in reports:
-        own, unseen = report.profile.residuals or {}, mean_holdout(report.by_model)
+        own, name = report.profile.residuals or {}, report.profile.name
         worst = [
             max(((getattr(part, phase), name) for name, part in report.by_model.items() if getattr(part, phase) > 0),
                 default=(float("nan"), "one model"))
             for phase in ("prefill", "decode")
         ]  # fmt: skip
-        mixed = f" / {percent(own['mixed_mape'])}" if "mixed_mape" in own else ""
-        mixed_unseen = f" / {percent(unseen.mixed)}" if mixed and report.by_model else ""
+        phases = ("prefill", "decode", "mixed") if "mixed_mape" in own else ("prefill", "decode")
+        unseen = _errors_of(mean_holdout(report.by_model or report.by_rows), phases)
+        alone, whole = "-", f"**{unseen}**{'' if report.by_model else ' of rows'}"
+        if report.profile.linear_factors is not None:
+            left_out = leave_one_model_out if report.by_model else leave_rows_out
+            alone = _errors_of(mean_holdout(left_out(report.samples, report.terms, report.measured_s)), phases)
+        else:
+            alone, whole = whole, "-"
         rows.append(
             (
-                f"`{report.profile.name}`",
+                f"`{name}`",
                 str(len(report.samples)),
-                f"{percent(own['prefill_mape'])} / {percent(own['decode_mape'])}{mixed}",
-                f"**{percent(unseen.prefill)} / {percent(unseen.decode)}{mixed_unseen}**",
+                " / ".join(percent(own[f"{phase}_mape"]) for phase in phases),
+                alone,
+                whole,
                 " / ".join(f"{percent(error)} ({name})" for error, name in worst),
                 worst_region(report),
             )
         )
-    header = ("profile", "samples", "on its samples", "on a model left out", "worst model", "largest bias of a region")
-    return table(header, rows)
+    header = ("on its samples", "left out: roofline alone", "left out: with factors", "worst model")
+    return table(("profile", "samples", *header, "largest bias of a region"), rows)
+
+
+def _errors_of(found: Holdout, phases: Sequence[str]) -> str:
+    return " / ".join(percent(getattr(found, phase)) for phase in phases)
+
+
+def factors(reports: Sequence[FitReport]) -> str:
+    """What matrix products take over their roofline at some sizes, 16 bits and FP8."""
+    kinds = [
+        (f"{report.profile.gpu}{kind}", points)
+        for report in reports
+        for kind, points in (("", report.profile.linear_factors), (", FP8", report.profile.fp8_linear_factors))
+        if points
+    ]
+    rows = []
+    for tokens in SHOWN_TOKENS:
+        found = (dict(points).get(tokens) for _, points in kinds)
+        rows.append((f"{tokens:,}", *("-" if factor is None else f"{factor:.2f}" for factor in found)))
+    return table(("tokens", *(name for name, _ in kinds)), rows)
 
 
 def constants(reports: Sequence[FitReport]) -> str:
@@ -163,6 +191,7 @@ def regions(reports: Sequence[FitReport]) -> str:
 TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "errors": errors,
     "constants": constants,
+    "factors": factors,
     "fp8": fp8_table,
     "forms": forms_table,
     "sizes": size_table,
