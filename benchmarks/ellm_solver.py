@@ -15,9 +15,9 @@ from statistics import median
 from time import process_time
 
 import numpy as np
+from ellm_slsqp import solve
 
 from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, StepCosts, corrected_times, paper_times
-from sim.parts.token_wise.slsqp import solve
 from sim.parts.token_wise.solver import Batch, Choice, Memory, best
 from sim.specs.models import ModelSpec, load_model
 

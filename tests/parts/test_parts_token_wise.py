@@ -1,11 +1,17 @@
 """eLLM's solver: exact against brute force and SLSQP, and what the printed Eq. 5 is worth."""
 
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from ellm_slsqp import solve
 
 from sim.parts.token_wise.equations import (
     CONFIGURATIONS,
@@ -16,7 +22,6 @@ from sim.parts.token_wise.equations import (
     thread_loss,
     threads_for_recomputation,
 )
-from sim.parts.token_wise.slsqp import solve
 from sim.parts.token_wise.solver import Batch, Memory, best, feasible_ratios, least_bubble, least_ratios
 from sim.specs.models import load_model
 
