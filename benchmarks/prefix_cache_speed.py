@@ -23,6 +23,7 @@ from traces.generators import generate
 from traces.writers import write_trace
 
 SESSIONS = "--model llama-2-7b --gpu a100-80g --clip 4096 --quiet --no-async-scheduling"
+SERIAL = f"{SETTING} --no-async-scheduling"
 SESSION_REQUESTS = 20_000
 FLAGS = "--enable-prefix-caching", "--no-enable-prefix-caching"
 
@@ -67,7 +68,7 @@ def main() -> None:
         sessions = generate("sessions", num_prompts=SESSION_REQUESTS, request_rate=4.0, input_len=300, output_len=200)
         write_trace(sessions, shared)
         for policy in given.policy or ["vllm-v1", "vllm-recompute"]:
-            for name, trace, setting in (("nothing shared", private, SETTING), ("sessions", shared, SESSIONS)):
+            for name, trace, setting in (("nothing shared", private, SERIAL), ("sessions", shared, SESSIONS)):
                 run = [sys.executable, "-m", "kvtwin", "run", *setting.split(), "--trace", str(trace.resolve())]
                 run += ["--policy", policy, "--out", str(Path(folder) / "out")]
                 pairs = [[measure([*run, flag]) for flag in FLAGS] for _ in range(num_pairs)]

@@ -3,9 +3,10 @@
     python benchmarks/replay_speed.py TRACE [--copies 1] [--runs 5] [--anchor-python PY --anchor SCRIPT]
 
 The setting: requests clipped to 4,096 tokens, Llama-2-7B on one A100-80G, 6,500 blocks, 128 sequences, chunked prefill
-of 512 tokens, scheduled in series. Without TRACE a workload like Azure's conversation trace of 2023 is generated. With
-an anchor (any script that replays the same trace; we compare with NVIDIA Dynamo's mocker) runs alternate and ratios are
-taken pair by pair: machines are noisy, only ratios from one run are worth quoting.
+of 512 tokens. `--policy "vllm-v1 --no-async-scheduling"` gives one policy flags. Without TRACE a workload like Azure's
+conversation trace of 2023 is generated. With an anchor (any script that replays the same trace; we compare with NVIDIA
+Dynamo's mocker) runs alternate and ratios are taken pair by pair: machines are noisy, only ratios from one run are
+worth quoting.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from traces.writers import write_trace
 
 SETTING = """
     --model llama-2-7b --gpu a100-80g --num-gpu-blocks-override 6500 --max-num-seqs 128 --clip 4096 --quiet
-    --enable-chunked-prefill --max-num-batched-tokens 512 --no-async-scheduling
+    --enable-chunked-prefill --max-num-batched-tokens 512
 """
 ROOT = Path(__file__).parents[1]
 AZURE_REQUESTS = 19_366
@@ -45,7 +46,7 @@ def end_to_end(requests: list[Request], copies: int) -> list[Request]:
 
 def report(name: str, seconds: list[float], anchor: list[float]) -> None:
     """One line: seconds, and ratios to the anchor of the same round."""
-    text = f"{name:16s} {statistics.median(seconds):7.2f} s  ({min(seconds):.2f}-{max(seconds):.2f})"
+    text = f"{name:32s} {statistics.median(seconds):7.2f} s  ({min(seconds):.2f}-{max(seconds):.2f})"
     if anchor and seconds is not anchor:
         ratios = [ours / theirs for ours, theirs in zip(seconds, anchor, strict=True)]
         text += f"   ratio to anchor {statistics.median(ratios):.2f}  ({min(ratios):.2f}-{max(ratios):.2f})"
@@ -71,7 +72,8 @@ def main() -> None:
             write_trace(end_to_end(list(source), given.copies), trace)
         trace = trace.resolve()
         run = [sys.executable, "-m", "kvtwin", "run", *SETTING.split(), "--trace", str(trace)]
-        commands = {policy: [*run, "--policy", policy, "--out", str(Path(folder) / policy)] for policy in policies}
+        outs = {policy: str(Path(folder) / f"run-{i}") for i, policy in enumerate(policies)}
+        commands = {policy: [*run, "--policy", *policy.split(), "--out", out] for policy, out in outs.items()}
         if given.anchor:
             commands["anchor"] = [given.anchor_python, str(given.anchor.resolve()), str(trace)]
         seconds: dict[str, list[float]] = {name: [] for name in commands}
