@@ -261,8 +261,10 @@ class Pricer:
 
     def _streams(self, plan: IterationPlan) -> tuple[float, float]:
         """Seconds of the copies in and out between the layers, alone on their lanes."""
-        read = sum(streamed.num_read for streamed in plan.streamed)
-        written = sum(streamed.num_written for streamed in plan.streamed)
+        read = written = 0
+        for record in plan.streamed:
+            read += record.num_read
+            written += record.num_written
         out_s = self.copy_s(written, D2H) if written else 0.0
         in_s = self.copy_s(read, H2D)
         for record in plan.streamed:

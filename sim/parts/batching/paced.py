@@ -132,7 +132,12 @@ class Paced(Unified):
             # The least chunk whose tokens cost about as little as any chunk's beside the decodes of the day.
             prices = [max(0.0, min(self._added_s(tokens), self._alone_s(tokens))) / tokens for tokens in CHUNKS]
             self._worth = next(t for t, s in zip(CHUNKS, prices, strict=True) if s <= NEAR * min(prices))
-        return sum(seq.num_tokens - seq.num_computed for seq in self.pending()) >= self._worth
+        tokens = 0
+        for seq in self.pending():
+            tokens += seq.num_tokens - seq.num_computed
+            if tokens >= self._worth:
+                return True
+        return False
 
     def _added_s(self, tokens: int) -> float:
         """By how much a chunk lengthens an iteration of this batch."""
