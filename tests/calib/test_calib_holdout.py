@@ -1,6 +1,7 @@
 """Errors on what a fit has not seen: how they are taken, and the promise that the shipped samples keep."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 import numpy as np
@@ -41,6 +42,7 @@ def refit(request) -> Refit:
     return refit_of(request.param)
 
 
+@cache
 def refit_of(gpu):
     path = DATA / f"{gpu}-imported.csv.gz"
     report = fit_profile(
