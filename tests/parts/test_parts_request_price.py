@@ -23,6 +23,28 @@ def test_decodes_share_an_iteration_by_seat_or_by_blocks():
     assert price.decodes_s(10, 800) == pytest.approx(10 * each_s, rel=1e-3)
 
 
+def test_decodes_share_an_iteration_by_time_where_tpot_is_short():
+    """Iterations of 21 ms leave 1 ms to decodes: at 0.503 ms each, mean context 805, there is room for two."""
+    price = price_of()
+    price.keep_pace(0.021)
+    added_s = 6e-7 * 805 + 2e-5
+    assert price.iterations(10, 800) == pytest.approx(10 * max(added_s / 0.001, (805 / 16 + 0.5) / 100), rel=1e-2)
+    assert price.iterations(10, 800) == pytest.approx(10 * 0.508, rel=1e-2)
+    price.keep_pace(0.0205)
+    assert price.iterations(10, 800) == pytest.approx(10 * added_s / 0.0005, rel=1e-2)
+    assert price.most_decodes(805) == pytest.approx(0.0005 / added_s, rel=1e-2)
+    # Prompts of 1 s for a thousand tokens take as much again as two of them.
+    price.keep_pace(0.0205, prompt_s=0.001)
+    assert price.iterations(10, 800) == pytest.approx(10 * (added_s + 0.001) / 0.0005, rel=1e-2)
+    # Weights take longer than that: time is no limit, nobody can be in time.
+    price.keep_pace(0.02)
+    assert price.iterations(10, 800) == pytest.approx(10 * 0.508, rel=1e-2)
+    assert price.most_decodes(805) == float("inf")
+    # With a second for each there is room for all.
+    price.keep_pace(1.0)
+    assert price.iterations(10, 20) == pytest.approx(10 / 8)
+
+
 def test_prompts_cost_tokens_and_their_square():
     machine = linear_machine(prefill=(0.0, 4e-5, 2e-9))
     price = RequestPrice(machine.cost, limits())

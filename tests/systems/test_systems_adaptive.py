@@ -121,6 +121,40 @@ def test_who_has_time_makes_room_for_a_prompt_and_returns():
     assert outcome.log.good == 3
 
 
+@pytest.mark.parametrize("tpot_ms", [24.0, 28.0])
+@pytest.mark.parametrize("predictor", ["oracle", "bucket"])
+def test_as_many_decode_together_as_a_short_tpot_allows(predictor, tpot_ms):
+    """Room for all. An iteration takes 20 ms, and for each sequence 20 us and 0.6 us a token: nobody is in time if all
+    decode."""
+    arrivals = crowd(800, gap_s=0.015)
+    limit = replace(ROOM, num_gpu_blocks=10_000, max_num_seqs=512)
+    slo = Goodput(ttft_s=3.0, tpot_s=tpot_ms / 1e3)
+    policy = Adaptive(tpot_slo_ms=tpot_ms, predictor=predictor)
+    ours, theirs = (simulate(p, arrivals, limit, goodput=slo) for p in (policy, VllmV1()))
+    assert ours.log.good > 1.3 * theirs.log.good
+
+
+def test_a_tpot_that_the_weights_alone_exceed_limits_nobody():
+    outcomes = [
+        simulate(Adaptive(tpot_slo_ms=tpot_ms), crowd(60), replace(ROOM, num_gpu_blocks=10_000))
+        for tpot_ms in (19.0, 5.0)
+    ]
+    assert len(outcomes[0].ended) == 60
+    assert outcomes[0].scheduler.order.most_decodes() == np.inf
+    assert [s.finish_s for s in outcomes[0].ended] == [s.finish_s for s in outcomes[1].ended]
+
+
+def test_who_cannot_have_its_first_token_in_time_is_hopeless_two_iterations_before():
+    outcome = simulate(Adaptive(), requests((0.0, 16, 1)), limits())
+    order = outcome.scheduler.order
+    assert isinstance(order, Triage)
+    late = Sequence(Request(1, 0.0, 16, 4))
+    outlook = order.outlook(late)
+    now_s = outcome.scheduler.now_s
+    assert outlook.due_s == 3.0
+    assert order.laxity_s(late, 0.1) == pytest.approx(3.0 - now_s - 2 * 0.1 - 1.3 * order.price.prefill_s(16))
+
+
 def test_a_full_host_drops_whom_nobody_will_serve_in_time():
     """A host for a few: those there are computed again, so that as many are good as with room for all."""
     arrivals = crowd(gap_s=0.07)

@@ -91,8 +91,9 @@ class Park(Recompute):
         return self.batch.blocks_needed(self._horizon) + 1 if self.batch.members else 1
 
     def seats(self) -> int:
-        """How many more may run."""
-        return self.max_num_seqs - len(self.scheduler.batching.running) - len(self.promoting)  # type: ignore[attr-defined]
+        """How many more may run: there are seats, and TPOTs are met."""
+        most = int(min(self.max_num_seqs, self.order.most_decodes()))
+        return most - len(self.scheduler.batching.running) - len(self.promoting)  # type: ignore[attr-defined]
 
     def prepare(self, now_s: float) -> None:
         if self._num_thetas != self.order.num_thetas and self.batch.members:

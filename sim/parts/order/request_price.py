@@ -2,11 +2,12 @@
 
 Who decodes l more tokens from context c, m = c + l / 2 on average, takes
 
-    l (F max((m / block + 1/2) / blocks, 1 / max_num_seqs) + k m + h)
+    l (F max((m / block + 1/2) / blocks, 1 / max_num_seqs, (k m + h + q) / (P - F)) + k m + h)
 
-of the engine's time: its share, by blocks or by seat, of what an iteration costs however small it is (F), and what it
-adds to the iteration (k a token of its context, h). A prompt of p tokens takes a p + b p^2. F, k, h, a and b are read
-off the deployment's cost model, whatever its form.
+of the engine's time: its share, by blocks, by seat or by what fits an iteration of P seconds, of what an iteration
+costs however small it is (F), and what it adds to the iteration (k a token of its context, h). P is the TPOT that is to
+be met, q what prompts take for each token that is decoded. A prompt of p tokens takes a p + b p^2. F, k, h, a and b
+are read off the deployment's cost model, whatever its form.
 
 Lengths come from the predictor alone: a median that is exact (it is the lower bound, too) or a class's, which is
 mistrusted when nearly spent; without one the mean of what the last outputs had left at that point.
@@ -14,6 +15,7 @@ mistrusted when nearly spent; without one the mean of what the last outputs had 
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -106,6 +108,18 @@ class RequestPrice:
         short, long = PROMPTS
         self.square_s = max(0.0, cost.prefill_s(long) / long - cost.prefill_s(short) / short) / (long - short)
         self.token_s = max(0.0, cost.prefill_s(short) / short - self.square_s * short)
+        self._per_pace = self._prompt_s = 0.0
+        """1 / (P - F), or 0 where the weights alone take longer than P: nothing helps then. And q."""
+
+    def keep_pace(self, iteration_s: float, prompt_s: float = 0.0) -> None:
+        """Iterations are to take so long at most (P); `prompt_s`: of prompts for each token that is decoded (q)."""
+        self._per_pace = 1.0 / (iteration_s - self.step_s) if iteration_s > self.step_s else 0.0
+        self._prompt_s = prompt_s
+
+    def most_decodes(self, context: float) -> float:
+        """How many of such contexts decode together in P."""
+        share = self._per_pace * (self.context_s * context + self.decode_s + self._prompt_s)
+        return 1.0 / share if share else inf
 
     def tokens_left(self, seq: Sequence, num_generated: int) -> float:
         """Output tokens that `seq`, with so many, is expected to get yet; at least 1."""
@@ -135,9 +149,11 @@ class RequestPrice:
     def iterations(
         self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max
     ) -> Number:
-        """Of a full batch, how many iterations they are: each is a share of one, by blocks or by seat."""
-        share = larger((context + num_tokens / 2) * self._block_share + self._half_block, self._seat_share)
-        return num_tokens * share
+        """Of a full batch, how many iterations they are: each is a share of one, by blocks, by seat or by time."""
+        mean = context + num_tokens / 2
+        share = larger(mean * self._block_share + self._half_block, self._seat_share)
+        by_time = self._per_pace * (self.context_s * mean + self.decode_s + self._prompt_s)
+        return num_tokens * larger(share, by_time)  # type: ignore[arg-type]
 
     def prefill_s(self, num_tokens: int) -> float:
         """What a prompt takes in batches that others share."""

@@ -11,6 +11,9 @@ time: `theta` is the price (`RequestPrice`) at which the last arrivals, cheapest
 A first token is cheap: prompts of up to `PROMPT_SHARE` of theta are computed whatever their request costs, the cheapest
 of them, as far as they fill `CHANCE` of the span.
 
+Where TPOT is short, time limits the batch before memory does: no more decode together than an iteration of `PACE` of
+it holds, and prices share an iteration's fixed time among so many (`most_decodes`).
+
 The shelf has the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for classes and
 laxities. All of it changes with facts and every `TICK_S` alone, so that jumps end there.
 """
@@ -45,6 +48,10 @@ CHANCE = 0.04
 """Of the time, that prompts may take whose requests cost more than theta."""
 PREFILL_MARGIN = 1.3
 """A prompt must fit so many times before the first token's deadline."""
+PACE = 0.9
+"""Of the TPOT, that an iteration is to take at most."""
+FIRST_ITERATIONS = 2.0
+"""That a first token waits for beside its prompt's own time: the one under way, and the one that computes it."""
 QUIET_S = 10.0
 URGENT = 1 / 3
 FOREVER_S = 1e12
@@ -67,6 +74,8 @@ class Arrival(NamedTuple):
     work_s: float
     prompt_tokens: int
     prompt_s: float
+    num_tokens: float
+    """That it decodes."""
     iterations: float
     """Of the batch, that its decodes fill."""
     kept: bool
@@ -113,6 +122,7 @@ class Triage(Order):
         super().bind(scheduler)
         self.cost = scheduler.deployment.cost
         self.price = RequestPrice(self.cost, scheduler.limits)
+        self.price.keep_pace(PACE * self.tpot_slo_s)
 
     # -- prospects -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +141,8 @@ class Triage(Order):
             prompt_s = price.prefill_s(num_tokens)
             work_s += prompt_s
         if seq.first_token_s < 0.0:
-            return Outlook(request.arrival_s + self.ttft_slo_s, 0.0, PREFILL_MARGIN * prompt_s, work_s, prompt_s)
+            due_s = request.arrival_s + self.ttft_slo_s
+            return Outlook(due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s)
         if seq.first_token_s > request.arrival_s + self.ttft_slo_s + TIE_S:
             return Outlook(-inf, left, prompt_s, work_s, inf)
         due_s = seq.first_token_s + self.tpot_slo_s * (generated + left - 1)
@@ -155,6 +166,13 @@ class Triage(Order):
         decode_s = self.cost.decode_steps(max(1, len(batch.members)), batch.context_tokens, batch.windowed)[0]
         return decode_s / (1.0 - min(0.8, self.kept_tokens_per_s * self.price.token_s))
 
+    def most_decodes(self) -> float:
+        """How many may decode together, so that those who are kept meet their TPOT; no limit where none can be left."""
+        members = len(self.batch.members)
+        if self.is_quiet or not members:
+            return inf
+        return max(1.0, self.price.most_decodes(self.batch.context_tokens / members))
+
     def laxity_s(self, seq: Sequence, iteration_s: float) -> float:
         """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
         due_s, num_left, prompt_s, *_ = self.outlook(seq)
@@ -175,9 +193,9 @@ class Triage(Order):
         self._stale = True
         outlook = self.outlook(seq)
         kept, price, num_tokens = self._insert(seq, outlook) == KEPT, self.price, seq.num_tokens
-        iterations = price.iterations(price.tokens_left(seq, 0), num_tokens)
-        arrival_s = seq.request.arrival_s
-        self._arrivals.append(Arrival(arrival_s, outlook.work_s, num_tokens, outlook.first_s, iterations, kept))
+        left, arrival_s = price.tokens_left(seq, 0), seq.request.arrival_s
+        iterations = price.iterations(left, num_tokens)
+        self._arrivals.append(Arrival(arrival_s, outlook.work_s, num_tokens, outlook.first_s, left, iterations, kept))
         self._num_arrivals += 1
         if self._num_arrivals % EVERY == 0:
             self._find_theta()
@@ -190,6 +208,9 @@ class Triage(Order):
             return
         self.num_thetas += 1
         self.kept_tokens_per_s = sum(one.prompt_tokens for one in arrivals if one.kept) / span_s
+        decodes = sum(one.num_tokens for one in arrivals)
+        self.price.keep_pace(PACE * self.tpot_slo_s, sum(one.prompt_s for one in arrivals) / decodes)
+        self._outlooks.clear()
         self.tokens_per_iteration = sum(one.prompt_tokens for one in arrivals) / sum(one.iterations for one in arrivals)
         self.theta_s = first_beyond((one.work_s for one in arrivals), FILL * span_s)
         prompts = (one.prompt_s for one in arrivals if one.work_s > self.theta_s)
