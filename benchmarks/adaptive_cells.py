@@ -12,11 +12,10 @@ second seed `adaptive` and vLLM run. Engines are as they are by default. What --
 import argparse
 import csv
 import io
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import fields, replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,13 +138,13 @@ def setup_of(cell: Cell, scenario: Scenario, policy: str) -> Setup:
     return setup if cell.link_gb_per_s is None else with_link(setup, cell.link_gb_per_s * 1e9)
 
 
-def rows(cell: Cell, num_prompts: int) -> list[dict[str, object]]:
-    """Simulate one cell; the bound is that of `adaptive`'s engine."""
+def rows(cell: Cell, num_prompts: int, wanted: Collection[str]) -> list[dict[str, object]]:
+    """Simulate those policies of a cell; the bound is that of `adaptive`'s engine."""
     scenario = scenario_of(cell, num_prompts)
     requests = list(traffic(scenario))
     slo = Goodput.parse(list(cell.goodput))
     found = []
-    for policy in policies(cell):
+    for policy in wanted:
         run = build_run(setup_of(cell, scenario, policy), requests)
         measured = figures(assemble(execute(run)), slo, bound_of(cell, num_prompts))
         found.append(cell._asdict() | {"policy": policy, "num_prompts": scenario.num_prompts} | measured)
@@ -213,15 +212,19 @@ def main() -> None:
         write(arguments.bounds_only, [with_bound(row) for row in track(list(old), description="bounds")])
         return
     asked = cells()
-    found: dict[Cell, Sequence[Mapping[str, object]]] = {}
+    found: dict[tuple[Cell, str], Mapping[str, object]] = {}
     if arguments.out.exists():
         earlier = csv.DictReader(arguments.out.read_text().splitlines())
-        found = {cell: list(group) for cell, group in groupby(earlier, cell_of)}
+        found = {(cell_of(row), row["policy"]): row for row in earlier}
     with ProcessPoolExecutor(arguments.workers) as pool:
-        futures = {pool.submit(rows, cell, arguments.num_prompts): cell for cell in asked if cell not in found}
+        futures: dict[Future[list[dict[str, object]]], Cell] = {}
+        for cell in asked:
+            if wanted := [policy for policy in policies(cell) if (cell, policy) not in found]:
+                futures[pool.submit(rows, cell, arguments.num_prompts, wanted)] = cell
         for future in track(as_completed(futures), description="cells", total=len(futures)):
-            found[futures[future]] = future.result()
-            write(arguments.out, [row for cell in asked for row in found.get(cell, [])])
+            found |= {(futures[future], str(row["policy"])): row for row in future.result()}
+            keys = [(cell, policy) for cell in asked for policy in policies(cell)]
+            write(arguments.out, [found[key] for key in keys if key in found])
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
