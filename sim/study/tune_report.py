@@ -1,7 +1,9 @@
 """What `tune` says: the answer in sentences, the candidates as a table with their Pareto front, a picture."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import msgspec
@@ -26,17 +28,33 @@ FRONT = ("p99_ttft_ms", "p99_tpot_ms", "output_throughput_per_gpu")
 """What the Pareto front is over: least, least, most."""
 UNITS = {"load": "requests/s", "gpus": "GPUs", "cost": "an hour", "goodput": "requests/s within the SLOs"}
 MOST_BARS = 14
-MOST_NAMED = 8
-"""Points with their names beside them in the picture."""
 MUCH = 10.0
 """Factor of load beyond which a gain is not told apart: a short trace can come all at once."""
 
 
 def name_of(tuned: Tuned, candidate: Candidate) -> str:
-    """A candidate by what sets it apart: its policy, and its other axes' values."""
-    words = [f"{name.replace('_', '-')} {value}" for name, value in candidate.point.items() if name != "policy"]
-    policy = candidate.point.get("policy") or next(iter(tuned.study.fixed.get("policy", ())), "vllm-v1")
-    return ", ".join([str(policy), *words])
+    """A candidate by its policy and all its other axes' values."""
+    return ", ".join([_policy(tuned, candidate), *_words(candidate.point)])
+
+
+def short_names(tuned: Tuned) -> list[str]:
+    """Candidates by the values that no more than half of them share; by their policy if none is left."""
+    counts = Counter(item for candidate in tuned.candidates for item in candidate.point.items())
+    rare = {item for item, count in counts.items() if 2 * count <= len(tuned.candidates)}
+    names = []
+    for candidate in tuned.candidates:
+        own = {name: value for name, value in candidate.point.items() if (name, value) in rare}
+        words = _words(own)
+        names.append(", ".join([_policy(tuned, candidate), *words] if "policy" in own or not words else words))
+    return names
+
+
+def _policy(tuned: Tuned, candidate: Candidate) -> str:
+    return str(candidate.point.get("policy") or next(iter(tuned.study.fixed.get("policy", ())), "vllm-v1"))
+
+
+def _words(point: Mapping[str, Any]) -> list[str]:
+    return [f"{name.replace('_', '-')} {_plain(value)}" for name, value in point.items() if name != "policy"]
 
 
 def candidates_table(tuned: Tuned) -> Frame:
@@ -196,14 +214,18 @@ def write(folder: Path, tuned: Tuned) -> None:
 
 def draw(tuned: Tuned) -> Figure:
     """Candidates by what they reach, their TTFT and TPOT with the Pareto front, and what raising each limit brings."""
-    figure = new_figure(15.0, 4.6)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1.0, 1.2))
     known = [c for c in tuned.candidates if c.value is not None][:MOST_BARS]
-    _bars(left, [name_of(tuned, c) for c in known], [c.value or 0.0 for c in known])
+    names = [
+        fill(f"{place}. {name}", 36, break_on_hyphens=False)
+        for place, name in enumerate(short_names(tuned)[: len(known)], 1)
+    ]
+    figure = new_figure(15.0, max(4.6, 1.4 + 0.19 * sum(name.count("\n") + 1 for name in names)))
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1.0, 1.2))
+    _bars(left, names, [c.value or 0.0 for c in known])
     dress(left, UNITS[tuned.goal])
     left.xaxis.set_major_locator(MaxNLocator("auto", integer=tuned.goal == "gpus"))
     set_title(left, {"gpus": "GPUs needed", "cost": "Price an hour"}.get(tuned.goal, "What each reaches"), 44)
-    _front(middle, candidates_table(tuned), [name_of(tuned, candidate) for candidate in tuned.candidates])
+    _front(middle, candidates_table(tuned))
     gains = [gain for gain in tuned.gains if gain.gain is not None]
     gains.sort(key=lambda gain: (gain.change.kind, -(gain.gain or 0.0)))
     names = [f"{g.change.name} x {MORE:g}" if g.change.kind == "limit" else g.change.name for g in gains]
@@ -229,8 +251,8 @@ def _bars(ax: Axes, names: Sequence[str], values: Sequence[float], first: int | 
     ax.margins(x=0.15)
 
 
-def _front(ax: Axes, table: Frame, names: Sequence[str]) -> None:
-    """The candidates' points, named where they are few enough to read."""
+def _front(ax: Axes, table: Frame) -> None:
+    """The candidates' points, with the numbers that their bars have."""
     dress(ax, "P99 TTFT (ms)", "P99 TPOT (ms)")
     set_title(ax, "Pareto front of TTFT, TPOT, throughput", 44)
     if "pareto" not in table:
@@ -238,17 +260,16 @@ def _front(ax: Axes, table: Frame, names: Sequence[str]) -> None:
     for front, colour in ((False, FAINT), (True, policy_colour(0))):
         own = table[table["pareto"] == front]
         ax.scatter(own[FRONT[0]], own[FRONT[1]], s=26, color=colour, label="on the front" if front else "beaten")
-    if len(table) <= MOST_NAMED:
-        _name_points(ax, table, names)
+    _number_points(ax, table)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.legend(fontsize=8.5, frameon=False, loc="lower right")
     ax.margins(0.16)
     ax.set_ylim(bottom=0.0)
 
 
-def _name_points(ax: Axes, table: Frame, names: Sequence[str]) -> None:
-    """Each point's name on its inner side; those of like height in one line, for their names would overlap."""
-    known = table.assign(name=[plain_text(name) for name in names]).dropna(subset=list(FRONT[:2]))
+def _number_points(ax: Axes, table: Frame) -> None:
+    """Each bar's number on its point's inner side; of points of like height in one text, lest they overlap."""
+    known = table.assign(number=range(1, len(table) + 1))[:MOST_BARS].dropna(subset=list(FRONT[:2]))
     if known.empty:
         return
     middle = (known[FRONT[0]].min() + known[FRONT[0]].max()) / 2.0
@@ -256,7 +277,7 @@ def _name_points(ax: Axes, table: Frame, names: Sequence[str]) -> None:
     for (right, _), group in beside:
         furthest = group.loc[group[FRONT[0]].idxmin() if right else group[FRONT[0]].idxmax()]
         ax.annotate(
-            "\n".join(group["name"]),
+            ", ".join(map(str, group["number"])),
             (furthest[FRONT[0]], group[FRONT[1]].mean()),
             (-7 if right else 7, 0),
             textcoords="offset points",

@@ -1,6 +1,8 @@
 """`tune`: searches end where a threshold was planted, the limit that was planted is the one that binds."""
 
 import json
+import warnings
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtwin
+from sim.results.figures.style import save_figure
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load
 from sim.study.tune import Candidate, Tuned, read_tune
-from sim.study.tune_report import _engines, _figure, draw, on_front
+from sim.study.tune_report import _engines, _figure, draw, on_front, short_names
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
 
@@ -220,11 +223,10 @@ def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
     assert found.tuned.best.point == {"max_num_seqs": 4}
     assert found.table["value"].is_monotonic_decreasing
     assert "within the SLOs" in found.text and "all of 2 seeds hold it" in found.text
-    named = {text.get_text() for text in found.figure().axes[1].texts}
-    assert {line for text in named for line in text.splitlines()} == {
-        "vllm-v1, max-num-seqs 1",
-        "vllm-v1, max-num-seqs 4",
-    }
+    left, middle = found.figure().axes[:2]
+    assert [text.get_text() for text in left.get_yticklabels()] == ["1. max-num-seqs 4", "2. max-num-seqs 1"]
+    numbers = {number for text in middle.texts for number in text.get_text().split(", ")}
+    assert numbers == {"1", "2"}
 
 
 def test_engines_are_told_by_their_number_and_kind():
@@ -252,6 +254,28 @@ def test_bars_are_as_long_as_what_candidates_reach():
     candidates = [Candidate({}, held, value) for value in (2.5, 0.0, None)]
     tuned = Tuned(asked.study, "load", asked.slos, candidates, [], None, None, 0.1, None)
     assert [bar.get_width() for bar in draw(tuned).axes[0].patches] == [2.5, 0.0]
+
+
+def test_names_in_the_picture_say_only_what_sets_candidates_apart(tmp_path):
+    """Of knobs changed one at a time the changed one; of many long names the layout still finds room."""
+    knobs = {"max-num-batched-tokens": [2048, 512, 2048, 2048], "gpu-memory-utilization": [0.9, 0.9, 0.8, 0.9]}
+    asked = read_tune(FIXED | {"tune": {"slo": TTFT, "zip": knobs | {"max-num-seqs": [64, 64, 64, 128]}}}, "t")
+    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
+
+    def tuned(points):
+        return Tuned(
+            asked.study, "load", asked.slos, [Candidate(p, held, 2.5) for p in points], [], None, None, 0.1, None
+        )
+
+    names = ["vllm-v1", "max-num-batched-tokens 512", "gpu-memory-utilization 0.8", "max-num-seqs 128"]
+    assert short_names(tuned(asked.study.points)) == names
+    apart = [dict.fromkeys(asked.study.axes, place) | {"policy": "vllm-recompute"} for place in range(14)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_figure(tmp_path / "tune.png", figure := draw(tuned(apart)))
+    labels = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert all(above.y0 >= below.y1 for above, below in pairwise(labels))
+    assert figure.axes[0].bbox.width > 300
 
 
 def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
