@@ -104,6 +104,10 @@ def test_show_prints_constants_provenance_errors_and_range(capsys, name):
         assert "| flops_per_s | 726 TFLOP/s | 1." in out
         assert "range seen:\n  tokens: 128 to 32768\n  batch: 1 to 512\n  context_tokens: 128 to " in out
         assert "  unseen_model_decode_mape: 0.0" in out
+        for kind, points in (("", profile.linear_factors), ("FP8 ", profile.fp8_linear_factors)):
+            tokens, factor = points[-1]
+            assert f"\n{kind}matrix products over their roofline, by tokens:\n  1: " in out
+            assert f", {tokens:,}: {factor:.3f}\n" in out
     else:
         assert "residuals: none" in out
         assert "range seen" not in out
