@@ -49,8 +49,8 @@ PROFILES = ("a100-80g-imported", "l40s-imported", "h100-imported", "h200-importe
 
 
 def cost_and_constants(model, name, tp):
-    # Measured all-reduces stand for themselves; samples are priced by the form.
-    profile = msgspec.structs.replace(load_profile(name), all_reduce=None)
+    # Measured all-reduces and factors by tokens stand for themselves; samples are priced by the form.
+    profile = msgspec.structs.replace(load_profile(name), all_reduce=None, linear_factors=None, fp8_linear_factors=None)
     hardware = load_hardware(profile.gpu)
     cost = RooflineCost(spec(model), hardware, profile, tp)
     return cost, {name: profile.value(name) for name in ROOFLINE_UNITS}
@@ -719,7 +719,9 @@ def test_a_profile_fitted_to_another_profiles_predictions_prices_like_it(tmp_pat
     """Round trip through the simulator's cost: what the fit returns is what the engine charges."""
     source = load_profile("h100-imported")
     source = msgspec.structs.replace(
-        source, constants={n: c for n, c in source.constants.items() if not n.startswith("elementwise")}
+        source,
+        constants={n: c for n, c in source.constants.items() if not n.startswith("elementwise")},
+        linear_factors=None,
     )
     samples = [*shapes(), *shapes(("llama-3.1-8b",), "step")]
     exact = timed(samples, predict_s({n: source.value(n) for n in ROOFLINE_UNITS}, terms(samples)))
