@@ -49,11 +49,11 @@ PROFILES = ("a100-80g-imported", "l40s-imported", "h100-imported", "h200-importe
 
 
 def cost_and_constants(model, name, tp):
-    # Measured all-reduces and factors by tokens stand for themselves; samples are priced by the form.
-    profile = msgspec.structs.replace(load_profile(name), all_reduce=None, linear_factors=None, fp8_linear_factors=None)
+    # Measured all-reduces stand for themselves; samples are priced by the form.
+    profile = msgspec.structs.replace(load_profile(name), all_reduce=None)
     hardware = load_hardware(profile.gpu)
     cost = RooflineCost(spec(model), hardware, profile, tp)
-    return cost, {name: profile.value(name) for name in ROOFLINE_UNITS}
+    return cost, {name: profile.value(name) for name in ROOFLINE_UNITS}, cost.factor_points or None
 
 
 def divides(model, tp):
@@ -110,11 +110,13 @@ def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_toke
         new_tokens=new_tokens,
         context_tokens=context_tokens,
     )
-    cost, constants = cost_and_constants(model, profile, tp)
-    assert predict_s(constants, terms([sample]))[0] == pytest.approx(cost.iteration_s(plan_of(sample)), rel=1e-9)
+    cost, constants, factors = cost_and_constants(model, profile, tp)
+    assert predict_s(constants, terms([sample]), factors)[0] == pytest.approx(
+        cost.iteration_s(plan_of(sample)), rel=1e-9
+    )
     if sample.is_decode:
         first_s, _ = cost.decode_run(batch_size, batch_size * (context_tokens + 1))
-        assert predict_s(constants, terms([sample]))[0] == pytest.approx(first_s, rel=1e-9)
+        assert predict_s(constants, terms([sample]), factors)[0] == pytest.approx(first_s, rel=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -132,10 +134,10 @@ def test_a_mixed_step_costs_what_the_simulator_charges(model, tp, chunk, cached,
         op="step", latency_s=1.0, model=model, tp=tp, num_layers=spec(model).num_layers, new_tokens=chunk,
         context_tokens=cached, decodes=decodes, decode_context_tokens=context,
     )  # fmt: skip
-    cost, constants = cost_and_constants(model, profile, tp)
+    cost, constants, factors = cost_and_constants(model, profile, tp)
     plan = plan_of(sample)
     plan.num_decodes, plan.decode_context_tokens = decodes, decodes * (context + 1)
-    assert predict_s(constants, terms([sample]))[0] == pytest.approx(cost.iteration_s(plan), rel=1e-9)
+    assert predict_s(constants, terms([sample]), factors)[0] == pytest.approx(cost.iteration_s(plan), rel=1e-9)
 
 
 def test_a_mixed_kernel_by_hand():
@@ -176,13 +178,13 @@ def test_timed_layers_cost_their_share_without_head_step_and_all_reduces(
     assume(not (spec(model).mla and new_tokens == 1))
     common = {"latency_s": 1.0, "model": model, "tp": tp, "num_layers": layers, "batch_size": batch_size}
     sample = Sample(op="layers", **common, new_tokens=new_tokens, context_tokens=context_tokens)
-    cost, constants = cost_and_constants(model, profile, tp)
+    cost, constants, factors = cost_and_constants(model, profile, tp)
     beside = cost.head_s(batch_size) + cost.all_reduce_s(sample.tokens)
     expected = layers / whole * (cost.iteration_s(plan_of(sample)) - beside)
     # What is subtracted from a short step is most of it, so that its digits go.
-    assert predict_s(constants, terms([sample]))[0] == pytest.approx(expected, rel=1e-7)
+    assert predict_s(constants, terms([sample]), factors)[0] == pytest.approx(expected, rel=1e-7)
     head = Sample(op="lm_head", **common, new_tokens=1)
-    assert predict_s(constants, terms([head]))[0] == pytest.approx(cost.head_s(batch_size), rel=1e-9)
+    assert predict_s(constants, terms([head]), factors)[0] == pytest.approx(cost.head_s(batch_size), rel=1e-9)
 
 
 times = st.floats(1e-9, 1e3)
