@@ -119,21 +119,20 @@ def _share_below(cost: RooflineCost, compute: float, memory: float) -> float:
     Ridge over tangent falls up to where they touch, and rises after. Factors lie between those of the points about.
     """
     p, sizes, factors = cost.linear_exponent, *zip(*cost.factor_points, strict=True)
-    touch = 0.0
-    if 1.0 < p < inf and memory > 0.0:
+    if not 1.0 < p < inf:
+        # Its tangents are never above such a ridge.
+        return min(factors)
+    touch = inf
+    if memory > 0.0:
         ratio = (compute / memory) ** (1.0 / (p - 1.0))
         slope = cost.linear_s_per_token - ratio * cost.activations_s_per_token
         touch = ratio * cost.linear_weights_s / slope if slope > 0.0 else inf
-    elif memory == 0.0:
-        touch = inf
 
     def over(tokens: float) -> float:
-        if not 1.0 < p < inf or tokens == inf:
+        if tokens == inf:
             return 1.0
-        compute_s, memory_s = (
-            tokens * cost.linear_s_per_token,
-            cost.linear_weights_s + tokens * cost.activations_s_per_token,
-        )
+        compute_s = tokens * cost.linear_s_per_token
+        memory_s = cost.linear_weights_s + tokens * cost.activations_s_per_token
         return ridge(compute_s, memory_s, p) / (compute * compute_s + memory * memory_s)
 
     ends, known = [1.0, *sizes, inf], [factors[0], *factors, factors[-1]]

@@ -102,7 +102,6 @@ class RooflineCost(CostModel):
             points = profile.fp8_linear_factors
         self.factor_points = points if points and not model.moe else []
         self.factors = grid_of(self.factor_points) if self.factor_points else None
-        self.is_plain = not (self.factors or self.routed_weights_s)
 
     def _set_kv(self, model: ModelSpec, kv: KVFormat, profile: Profile) -> None:
         """Seconds of a decode per token that the layers with and without a window read."""
@@ -174,13 +173,11 @@ class RooflineCost(CostModel):
         if known_s is not None:
             return known_s
         memory = self.linear_weights_s + tokens * self.activations_s_per_token
-        if self.is_plain:
-            seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
-        else:
+        if self.routed_weights_s:
             memory -= self.routed_weights_s * self.idle_share**tokens
-            seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
-            if self.factors:
-                seconds *= value_at(self.factors, (tokens,))
+        seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
+        if self.factors:
+            seconds *= value_at(self.factors, (tokens,))
         seconds += tokens * self.quantize_s_per_token
         seconds += max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
         self._linear_s[tokens] = seconds
