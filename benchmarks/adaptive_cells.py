@@ -98,7 +98,7 @@ def policies(cell: Cell) -> tuple[str, ...]:
     """Who runs in a cell."""
     if cell.seed != SEEDS[0]:
         return OURS[0], "vllm-v1"
-    if cell.goodput != Cell(*cell[:6]).goodput:
+    if (cell.ttft_slo_ms, cell.tpot_slo_ms) != SLOS_MS[0]:
         return OURS[0], "vllm-v1", "sarathi", "layerkv:predictor=bucket", "fastserve"
     if cell.trace.startswith("uniform"):
         return *OURS[:2], "vllm-v1", "layerkv:predictor=bucket", "vllm-swap"
@@ -211,20 +211,19 @@ def main() -> None:
         old = csv.DictReader(arguments.bounds_only.read_text().splitlines())
         write(arguments.bounds_only, [with_bound(row) for row in track(list(old), description="bounds")])
         return
-    asked = cells()
+    asked = [(cell, policy) for cell in cells() for policy in policies(cell)]
     found: dict[tuple[Cell, str], Mapping[str, object]] = {}
     if arguments.out.exists():
         earlier = csv.DictReader(arguments.out.read_text().splitlines())
         found = {(cell_of(row), row["policy"]): row for row in earlier}
     with ProcessPoolExecutor(arguments.workers) as pool:
         futures: dict[Future[list[dict[str, object]]], Cell] = {}
-        for cell in asked:
+        for cell in cells():
             if wanted := [policy for policy in policies(cell) if (cell, policy) not in found]:
                 futures[pool.submit(rows, cell, arguments.num_prompts, wanted)] = cell
         for future in track(as_completed(futures), description="cells", total=len(futures)):
             found |= {(futures[future], str(row["policy"])): row for row in future.result()}
-            keys = [(cell, policy) for cell in asked for policy in policies(cell)]
-            write(arguments.out, [found[key] for key in keys if key in found])
+            write(arguments.out, [found[key] for key in asked if key in found])
 
 
 def markdown(rows: list[dict[str, str]]) -> str:

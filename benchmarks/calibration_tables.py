@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from calib.cli import DATA  # noqa: E402
+from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
 from calib.holdout import Holdout, leave_one_model_out, leave_rows_out, mean_holdout  # noqa: E402
@@ -40,8 +41,6 @@ CONSTANTS = (
     "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",
     "layer_overhead_s", "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s",
 )  # fmt: skip
-LEANS = 0.05
-"""Bias from which a region is listed."""
 SHOWN_TOKENS = (1, 32, 128, 129, 256, 257, 272, 512, 513, 1024, 1025, 2048, 8192, 32768)
 """Sizes whose factors are listed; profiles have all of them."""
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from calib.factors import factors_at, fit_factors
 from calib.holdout import leans, mean, regions
 from calib.robust import Array, Fit, Parameter, fit_relative
-from calib.roofline import MOST_EXPONENT, attention_s, fastest, ridge_s, with_exponent
+from calib.roofline import MOST_EXPONENT, attention_s, fastest, products_s, with_exponent
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
 from sim.cost.kernels import Point
@@ -141,12 +141,12 @@ def _predict_s(values: Mapping[str, float], timed: _Timed) -> Array:
 
 
 def _products_s(values: Mapping[str, float], timed: _Timed) -> Array:
-    terms, is_fp8 = timed.terms, timed.terms.quantized_bytes > 0
-    return ridge_s(
-        terms.linear_flops / np.where(is_fp8, values["fp8_flops_per_s"], values["flops_per_s"]),
-        (terms.weight_bytes + terms.activation_bytes) / values["hbm_bytes_per_s"],
-        np.where(is_fp8, values[EXPONENT], values["roofline_exponent"]),
-    )
+    is_fp8 = timed.terms.quantized_bytes > 0
+    own = {
+        "flops_per_s": np.where(is_fp8, values["fp8_flops_per_s"], values["flops_per_s"]),
+        "roofline_exponent": np.where(is_fp8, values[EXPONENT], values["roofline_exponent"]),
+    }
+    return products_s({**values, **own}, timed.terms)
 
 
 def _fit_factors(values: Mapping[str, float], timed: _Timed) -> list[Point]:

@@ -66,8 +66,8 @@ def predict_s(constants: Mapping[str, float], terms: Terms, factors: Sequence[Po
     )
 
 
-def products_s(constants: Mapping[str, float], terms: Terms) -> Array:
-    """Seconds of the layers' matrix products, by the roofline alone."""
+def products_s(constants: Mapping[str, float | Array], terms: Terms) -> Array:
+    """Seconds of the layers' matrix products, by the roofline alone; constants may differ from sample to sample."""
     read_s = (terms.weight_bytes + terms.activation_bytes) / constants["hbm_bytes_per_s"]
     return ridge_s(terms.linear_flops / constants["flops_per_s"], read_s, constants["roofline_exponent"])
 
