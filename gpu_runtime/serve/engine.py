@@ -17,6 +17,7 @@ import torch
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.instance import LiveInstance
 from gpu_runtime.live import recorder
+from gpu_runtime.live_memory import telling_shortage
 from gpu_runtime.serve.metrics import EngineState, Metrics
 from gpu_runtime.serve.ticket import End, Events, Ticket, Token
 from sim.cost.pricing import Lanes
@@ -231,8 +232,9 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                self.device.warm_up()
-                self.device.start()
+                with telling_shortage():
+                    self.device.warm_up()
+                    self.device.start()
                 self._on_loop(self.ready.set)
                 self.instance.serve()
                 self._check_nothing_is_held()

@@ -85,6 +85,9 @@ def perform(
     Args:
         folder: where the traceback of a crash goes.
         announce: called when requests are taken.
+
+    Raises:
+        UserError: the device has no memory for what serving needs before its first request.
     """
     parts = build_engine(setup, table, keep)
     device = build_device(parts.scheduler, decoder, live, setup.scenario.kv_cache_dtype)
@@ -94,6 +97,8 @@ def perform(
     crash = folder / CRASH_FILE
     crash.unlink(missing_ok=True)
     run.interrupted = asyncio.run(serve(thread, codec, options, bound, announce))
+    if isinstance(thread.error, UserError):
+        raise thread.error
     if thread.error is not None:
         run.error = f"the engine failed: {type(thread.error).__name__}: {thread.error}".splitlines()[0]
         crash.write_text("".join(traceback.format_exception(thread.error)), encoding="utf-8")

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("aiohttp")
 
 from gpu_runtime import live  # noqa: E402
+from gpu_runtime.device import TorchDevice  # noqa: E402
 from gpu_runtime.serve.run import bind, is_public, stop_tokens, url_of  # noqa: E402
 from gpu_runtime.serve.text import load_codec  # noqa: E402
 from kvtwin import main  # noqa: E402
@@ -203,6 +204,17 @@ def test_a_crash_of_the_engine_ends_the_process_in_one_line(arguments, monkeypat
     folder = Path(arguments[-1])
     assert "Traceback" in (folder / "crash.txt").read_text()
     assert json.loads((folder / "result.json").read_text())["complete"] is False
+
+
+def test_no_memory_to_warm_up_is_told_in_a_line(arguments, monkeypatch, capsys):
+    def full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(TorchDevice, "warm_up", full)
+    assert main([*arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvtwin: GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB.: lower --num-gpu-blocks")
+    assert not (Path(arguments[-1]) / "crash.txt").exists()
 
 
 def test_the_key_may_come_from_the_environment_and_is_written_nowhere(arguments):
