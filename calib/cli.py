@@ -8,10 +8,10 @@ from typing import Any
 
 from calib.importers.cli import add_imports
 from calib.profile_files import Status, add_target, base_profile, derived_name, fit_samples, profile_name, write_report
-from sim.cli import add_flags
 from sim.cost.profile import UNITS, Profile, default_profile, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.files import out_folder, write_atomically
+from sim.flags import add_flags
 from sim.folders import owning
 from sim.scenario import SHAPING, Outputs
 from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware

@@ -7,17 +7,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.cli import add_flags, draw_result, print_result, read_options, record
 from sim.cost.engine_profile import OURS, shipped_engines
 from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import folder_name
+from sim.flags import add_flags, read_options
 from sim.folders import clear, owning
 from sim.prepare import FORMS_WITH_ENGINE, Setup, prepare
 from sim.results.metrics import TableSink
 from sim.results.schema import Result
+from sim.run_files import draw_result, print_result, record
 from sim.runs import Recording, Run
-from sim.scenario import Outputs, Scenario, read_scenario
+from sim.scenario import Outputs, Scenario
+from sim.scenario_file import read_scenario
 from sim.specs.hardware import load_hardware
 from sim.systems.base import Policy
 from traces.request import Request

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from sim.errors import UserError
 from sim.folders import owning
-from sim.scenario import read_toml
+from sim.scenario_file import read_toml
 from sim.study.axes import Study, read_study
 from sim.study.backends import Backend
 from sim.study.figures import draw

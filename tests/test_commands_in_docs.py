@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtwin.command_line import build_parser
-from sim.cli import read_options
+from sim.flags import read_options
 from sim.systems import DEFAULT_POLICY
 
 ROOT = Path(__file__).parent.parent

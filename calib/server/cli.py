@@ -5,10 +5,10 @@ import sys
 
 from calib.report import readable, table
 from calib.server.fit import ServerFit, fit_server
-from sim.cli import read_options
 from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import write_atomically
+from sim.flags import read_options
 from sim.folders import owning
 from sim.option_values import flag
 from sim.prepare import prepare

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from gpu_runtime.cli import add_device_flags, check_installed, decoder_for, name_gpu
-from sim.cli import add_flags, draw_result, print_result, read_options, record
 from sim.errors import UserError
+from sim.flags import add_flags, read_options
 from sim.folders import owning
 from sim.option_values import flag
 from sim.prepare import Setup, prepare
+from sim.run_files import draw_result, print_result, record
 from sim.runs import Run
-from sim.scenario import OF_WORKLOADS, READING, read_scenario
+from sim.scenario import OF_WORKLOADS, READING
+from sim.scenario_file import read_scenario
 
 API_KEY = "KVTWIN_API_KEY"
 HTTP = "http"

@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.cli import add_flags
 from sim.errors import UserError
 from sim.files import out_folder
+from sim.flags import add_flags
 from sim.folders import owning
 from sim.interrupts import INTERRUPTED
 from sim.option_values import convert, flag
 from sim.policy_options import owned_option
-from sim.scenario import ALIASES, Outputs, option_named, read_toml, scenario_keys
+from sim.scenario import ALIASES, Outputs
+from sim.scenario_file import option_named, read_toml, scenario_keys
 
 if TYPE_CHECKING:
     from sim.study.sweep import Means, Told

@@ -213,7 +213,7 @@ def test_no_memory_to_warm_up_is_told_in_a_line(arguments, monkeypatch, capsys):
     monkeypatch.setattr(TorchDevice, "warm_up", full)
     assert main([*arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("kvtwin: GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB.: lower --num-gpu-blocks")
+    assert line.startswith("kvtwin: GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB.: lower --num-gpu")
     assert not (Path(arguments[-1]) / "crash.txt").exists()
 
 

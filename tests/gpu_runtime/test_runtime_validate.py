@@ -26,10 +26,10 @@ from gpu_runtime.twin import probe  # noqa: E402
 from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict  # noqa: E402
 from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
-from sim.cli import simulate  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.files import folder_name  # noqa: E402
 from sim.prepare import GIB, prepare  # noqa: E402
+from sim.run_files import simulate  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from sim.systems.builder import HAND_OVER  # noqa: E402

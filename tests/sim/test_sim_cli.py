@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import kvtwin
-from sim import cli
+from sim import cli, run_files
+from sim.files import folder_name
 from sim.prepare import prepare
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
@@ -57,7 +58,7 @@ def test_a_run_reports_what_it_found_and_where(tmp_path, capsys):
 
 
 def test_without_pyarrow_the_table_is_csv(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_files, "find_spec", lambda name: None)
     assert kvtwin.main(["run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path), "--quiet"]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     rows = table_rows(tmp_path)
@@ -69,7 +70,7 @@ def test_compare_runs_every_policy_on_the_same_traffic_and_draws_them(tmp_path, 
     policies = ["vllm-recompute", "layerkv", "layerkv:slo-aware=false,decode=stream"]
     words = [word for policy in policies for word in ("--policy", policy)]
     assert kvtwin.main(["compare", *SMALL, *words, "--out", str(tmp_path), "--seed", "4"]) == 0
-    folders = [cli.folder_name(policy) for policy in policies]
+    folders = [folder_name(policy) for policy in policies]
     assert names(tmp_path) >= {*folders, "comparison.json", "comparison.md", "figures"}
     assert names(tmp_path / "figures") == FIGURES
     results = [json.loads((tmp_path / folder / "result.json").read_text()) for folder in folders]

@@ -23,8 +23,8 @@ WORKLOAD = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "
 @pytest.fixture(autouse=True)
 def plain_tables(monkeypatch):
     """CSV, whether pyarrow is installed or not."""
-    monkeypatch.setattr("sim.cli.ParquetTable", CsvTable)
-    monkeypatch.setattr("sim.cli.TABLE_FILES", ("requests.csv", "requests.csv"))
+    monkeypatch.setattr("sim.run_files.ParquetTable", CsvTable)
+    monkeypatch.setattr("sim.run_files.TABLE_FILES", ("requests.csv", "requests.csv"))
 
 
 def run(out, *words, policy="vllm-recompute", command="run"):

@@ -195,8 +195,8 @@ def test_a_folder_without_rights_is_told(tmp_path):
 @pytest.mark.parametrize("pyarrow", [True, False])
 def test_a_full_disk_is_told_with_the_folder_and_leaves_no_part(tmp_path, pyarrow):
     """A limit of file sizes stands for the disk: the same error reaches the same calls."""
-    code = "import sys, kvtwin, sim.cli, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    code += "" if pyarrow else "sim.cli.find_spec = lambda name: None\n"
+    code = "import sys, kvtwin, sim.run_files, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code += "" if pyarrow else "sim.run_files.find_spec = lambda name: None\n"
     code += "sys.exit(kvtwin.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *small("run", tmp_path, "--num-prompts", "20000")]
 

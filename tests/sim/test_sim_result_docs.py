@@ -13,7 +13,6 @@ from gpu_runtime.twin.against import Against, Compared, WorstRequest
 from gpu_runtime.twin.agreement import Agreement, Validation
 from gpu_runtime.twin.iterations import COLUMNS as ITERATION_COLUMNS
 from gpu_runtime.twin.iterations import Difference, IterationAgreement, KindAgreement
-from sim.cli import TABLE_FILES
 from sim.results.figures import FIGURES
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.parts import (
@@ -34,6 +33,7 @@ from sim.results.result import RESULT_FILE, SERIES_FILE, assemble
 from sim.results.schema import Comparison, Result
 from sim.results.series import COLUMNS
 from sim.results.timeline import TIMELINE_FILE, write_timeline
+from sim.run_files import TABLE_FILES
 from sim.runs import Recording
 
 ROOT = Path(__file__).parents[2]

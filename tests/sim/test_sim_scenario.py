@@ -16,7 +16,8 @@ from sim.errors import UserError
 from sim.option_values import base_type, convert, flag, option_fields
 from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
 from sim.prepare import prepare
-from sim.scenario import OF_WORKLOADS, Outputs, Scenario, build_scenario, read_scenario
+from sim.scenario import OF_WORKLOADS, Outputs, Scenario, build_scenario
+from sim.scenario_file import read_scenario
 from sim.specs.models import load_model
 from sim.systems import DEFAULT_POLICY, POLICIES, policy_named
 from sim.systems.builder import HAND_OVER

@@ -16,7 +16,7 @@ from sim.results.figures.data import FigureRun, Floats, together
 from sim.results.report import overload_sentences
 from sim.results.result import RESULT_FILE, SERIES_FILE, read_result
 from sim.results.schema import Bounds, Comparison
-from sim.scenario import ASKED_FILE
+from sim.scenario_file import ASKED_FILE
 from sim.specs.json_file import convert, read_json_object
 
 COMPARISON_FILE = "comparison.json"

@@ -1,0 +1,143 @@
+"""Command line flags: fields of `Scenario`, `Outputs` and of the policies' options, read over a scenario file."""
+
+import argparse
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from sim.errors import UserError
+from sim.files import out_folder
+from sim.option_values import base_type, flag, option_fields
+from sim.policy_options import (
+    PREEMPTION_MODES,
+    has_option,
+    options_of,
+    owned_option,
+    parse_policy,
+    with_preemption_mode,
+)
+from sim.scenario import PREEMPTION_MODE, Outputs, Scenario, build_options, build_scenario
+from sim.scenario_file import read_scenario
+from sim.systems import DEFAULT_POLICY, POLICIES
+from sim.systems.base import Policy
+
+BUILT_IN = {"model": "models", "gpu": "gpus"}
+"""Options that take names, and the folders that hold what ships."""
+
+
+def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN401 - the command line's own parser
+    """Add a flag for every field of a scenario, and `--out`, but those `without`, and every option of the policies."""
+    if "scenario" not in without:
+        text = "TOML file with these options; flags override it"
+        parser.add_argument("--scenario", type=Path, metavar="FILE", help=text)
+    parser.add_argument(
+        "--policy",
+        action="append",
+        metavar="P",
+        help=f"one of {', '.join(POLICIES)} (run: default {DEFAULT_POLICY}); options and parts as "
+        "NAME:option=value,... or options by their flags",
+    )
+    if "out" not in without:
+        parser.add_argument("--out", type=out_folder, metavar="DIR", help="folder for the results (required)")
+    for f, hint in (*option_fields(Outputs), *option_fields(Scenario)):
+        if f.name not in without:
+            text = f.metadata["help"]
+            if base_type(hint) is not bool and f.default not in (None, ()):
+                text += f" (default: {f.default})"
+            action = _add_flag(parser, f.name, hint, text, f.metadata["metavar"], f.metadata["alias"])
+            if f.name in BUILT_IN:
+                parser.later(partial(_name_built_in, action=action), ("-h", "--help"))
+    modes = " or ".join(PREEMPTION_MODES)
+    parser.add_argument(
+        flag(PREEMPTION_MODE), metavar="MODE", help=f"{modes}: what vLLM 0.5.5 does with victims, as its preset has it"
+    )
+    # A policy's flags are added, and the policy imported, when one of them is given or help asked for.
+    _add_policy_flags(parser, DEFAULT_POLICY)
+    for name in POLICIES:
+        if name == DEFAULT_POLICY:
+            continue
+        parser.later(partial(_add_policy_flags, name=name), (f"--{name}-", f"--no-{name}-"))
+
+
+def add_bound_flags(parser: Any) -> None:  # noqa: ANN401 - the command line's own parser
+    """Flags of `compare` alone: what stands beside the policies."""
+    yes_or_no = argparse.BooleanOptionalAction
+    text = "the most goodput that any scheduler could reach (default: where there is one, below 20,000 requests)"
+    parser.add_argument("--bound", action=yes_or_no, default=None, help=text)
+    text = "run each policy with infinite PCIe, infinite memory and known lengths, too"
+    parser.add_argument("--bounds", action="store_true", default=None, help=text)
+
+
+def _name_built_in(_: object, action: argparse.Action) -> None:
+    """Names that ship, for the help alone: reading folders takes time."""
+    found = sorted(path.stem for path in (Path(__file__).parent / "specs" / BUILT_IN[action.dest]).glob("*.json"))
+    action.help = f"{action.help}; built in: {', '.join(found)}"
+
+
+def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    kind = POLICIES[name]
+    parts = ", ".join(f"{part} {value}" for part, value in kind.composition.items())
+    group = parser.add_argument_group(f"options of {name}", f"{kind.summary} ({parts})")
+    for option in options_of(kind):
+        if option.is_plain and name != DEFAULT_POLICY:
+            continue
+        text, default = option.field.metadata["help"], option.field.default
+        text += "" if default is None else f" (default {default})"
+        _add_flag(group, option.full_name, option.hint, text, None)
+
+
+def _add_flag(
+    target: Any,  # noqa: ANN401
+    name: str,
+    hint: Any,  # noqa: ANN401
+    help_text: str,
+    metavar: str | None,
+    alias: str | None = None,
+) -> argparse.Action:
+    """One option; None when not given, so that a scenario file's value or the default holds."""
+    flags = [flag(name)] if alias is None else [flag(name), flag(alias)]
+    kind = base_type(hint)
+    text = help_text.replace("%", "%%")
+    if kind is bool:
+        return target.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
+    if get_origin(kind) is Literal:
+        return target.add_argument(*flags, choices=get_args(kind), default=None, help=text)
+    if get_origin(kind) is tuple:
+        return target.add_argument(*flags, nargs="+", action="extend", default=None, help=text, metavar="WORD")
+    return target.add_argument(*flags, dest=name, default=None, help=text, metavar=metavar or name.upper())
+
+
+def asked_values(arguments: argparse.Namespace, default: str | None = None) -> dict[str, Any]:
+    """Options by name, those of flags over those of the scenario file; the policy `default` where none is named."""
+    values = read_scenario(arguments.scenario) if arguments.scenario else {}
+    values |= {name: value for name, value in vars(arguments).items() if value is not None}
+    if default is not None:
+        values.setdefault("policy", (default,))
+    return values
+
+
+def read_options(
+    arguments: argparse.Namespace, default: str | None = None
+) -> tuple[Scenario, list[tuple[str, Policy]], Path, Outputs]:
+    """Scenario, labelled policies, output folder and outputs from flags over an optional scenario file.
+
+    `default` is the policy where none is named; None: then it is missing.
+    """
+    values = asked_values(arguments, default)
+    named = {name for name, value in vars(arguments).items() if value is not None}
+    sources = {name: str(arguments.scenario) for name in values if name not in named}
+    texts: tuple[str, ...] = tuple(values.get("policy") or ())
+    if not texts:
+        raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
+    if (mode := values.pop(PREEMPTION_MODE, None)) is not None:
+        texts = tuple(with_preemption_mode(text, mode) for text in texts)
+    policies = [parse_policy(text, values) for text in texts]
+    plain = {f.name for owner in (Scenario, Outputs) for f, _ in option_fields(owner)}
+    for name in values.keys() - plain:
+        option = owned_option(name)
+        if option is not None and not any(has_option(policy.name, option) for _, policy in policies):
+            raise UserError(f"{flag(name)}: an option of {option.policy}, which --policy does not name")
+    if "out" not in values:
+        raise UserError("--out DIR is missing: where are the results to go?")
+    return build_scenario(values, sources), policies, Path(values["out"]), build_options(Outputs, values)
