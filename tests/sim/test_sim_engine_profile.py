@@ -210,7 +210,11 @@ def test_every_policy_has_the_engine_of_its_time():
 def test_a_result_says_which_engine_priced_it_and_what_of_it_is_assumed():
     result = assemble(finished("vllm-recompute"))
     used, shipped = result.engine_profile, load_engine_profile("vllm-0.5")
-    assert (used.name, used.sha256, used.assumed) == ("vllm-0.5", shipped.content_hash, ["front_end_s"])
+    assert (used.name, used.sha256, used.assumed) == (
+        "vllm-0.5",
+        shipped.content_hash,
+        ["host_s_per_sequence", "front_end_s"],
+    )
     assert result.lanes.host.busy_s > 0
     other = assemble(finished("vllm-recompute", options=replace(CROWDED, engine_profile="kvtwin")))
     assert (other.engine_profile.name, other.scenario.engine_profile) == ("kvtwin", "kvtwin")
