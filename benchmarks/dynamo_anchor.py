@@ -50,7 +50,9 @@ def main() -> None:
     trace = Path(sys.argv[1])
     jsonl = trace.with_suffix(".dynamo.jsonl")
     if not jsonl.exists():
-        convert(trace, jsonl)
+        part = jsonl.with_suffix(".part")
+        convert(trace, part)
+        part.replace(jsonl)
     config = _core._normalize_mocker_config({"engine": ENGINE})
     replayed = _core.run_mocker_trace_replay([str(jsonl)], extra_engine_args=config, trace_block_size=16)
     print(replayed.summary["completed_requests"], "requests")

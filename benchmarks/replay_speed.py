@@ -6,7 +6,7 @@ The setting: requests clipped to 4,096 tokens, Llama-2-7B on one A100-80G, 6,500
 of 512 tokens. `--policy "vllm-v1 --no-async-scheduling"` gives one policy flags. Without TRACE a workload like Azure's
 conversation trace of 2023 is generated. With an anchor (any script that replays the same trace; we compare with NVIDIA
 Dynamo's mocker) runs alternate and ratios are taken pair by pair: machines are noisy, only ratios from one run are
-worth quoting.
+worth quoting. An anchor gets a copy of TRACE of its own, as our CSV in a folder where it may leave files.
 """
 
 import argparse
@@ -31,9 +31,11 @@ AZURE_REQUESTS = 19_366
 
 
 def timed(command: list[str]) -> float:
-    """Wall seconds of a whole process, which must succeed."""
+    """Wall seconds of a whole process, which must succeed: else its last words are this one's."""
     begun_s = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: status {done.returncode}\n{done.stderr}")
     return time.perf_counter() - begun_s
 
 
@@ -66,7 +68,7 @@ def main() -> None:
     policies = given.policy or ["vllm-recompute", "layerkv"]
     with tempfile.TemporaryDirectory() as folder:
         trace = given.trace
-        if trace is None or given.copies > 1:
+        if trace is None or given.copies > 1 or given.anchor:
             source = open_trace(trace) if trace else generate("azure-conv-2023", num_prompts=AZURE_REQUESTS)
             trace = Path(folder) / "trace.csv"
             write_trace(end_to_end(list(source), given.copies), trace)
