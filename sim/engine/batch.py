@@ -167,16 +167,20 @@ class DecodeBatch:
 
     def blocks_needed(self, steps: int = 1) -> int:
         """Blocks that the next `steps` iterations of the whole batch allocate."""
-        if steps == 1:
-            return self._growth[self.step % self.block_size]
-        size = self.block_size
-        cycles, rest = divmod(steps, size)
-        needed = cycles * len(self.members)
+        growth, size = self._growth, self.block_size
         begin = self.step % size
-        end = begin + rest
-        if end > size:
-            return needed + sum(self._growth[begin:]) + sum(self._growth[: end - size])
-        return needed + sum(self._growth[begin:end])
+        if steps == 1:
+            return growth[begin]
+        cycles, needed = 0, 0
+        if steps >= size:
+            cycles, steps = divmod(steps, size)
+        end = begin + steps
+        if end <= size:
+            needed = sum(growth[begin:end])
+        else:
+            # Everybody but those whose turn comes neither at the end of this cycle nor early in the next.
+            cycles, needed = cycles + 1, -sum(growth[end - size : begin])
+        return cycles * len(self.members) + needed
 
     @property
     def growth(self) -> list[int]:

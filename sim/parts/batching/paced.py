@@ -12,8 +12,7 @@ when it starts.
 Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
 """
 
-from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
@@ -97,33 +96,34 @@ class Paced(Unified):
 
     def _chunk(self, now_s: float) -> int:
         """Prompt tokens of this iteration."""
-        order, batch = self.order, self.batch
-        rate = AHEAD * order.kept_tokens_per_s
-        tokens, only_shelved = 0, True
-        for seq in self.pending():
-            only_shelved = False
-            tokens += seq.num_tokens - seq.num_computed
-            left_s = seq.request.arrival_s + order.ttft_slo_s / 2 - now_s
-            rate = max(rate, tokens / left_s) if left_s > 0.0 else inf
-        if not only_shelved and not self.is_due():
+        order, pending = self.order, self.pending()
+        if not pending:
+            return max(self._worth, LEAST_SHELF_CHUNK, ceil(SHELF_AHEAD * order.tokens_per_iteration))
+        if not self.is_due(pending):
             return 0
-        worth = self._worth
-        if only_shelved:
-            return max(worth, LEAST_SHELF_CHUNK, ceil(SHELF_AHEAD * order.tokens_per_iteration))
+        rate, within_s, tokens, worth = AHEAD * order.kept_tokens_per_s, order.ttft_slo_s / 2, 0, self._worth
+        for seq in pending:
+            tokens += seq.num_tokens - seq.num_computed
+            left_s = seq.request.arrival_s + within_s - now_s
+            if left_s <= 0.0:
+                rate = inf
+            elif tokens / left_s > rate:
+                rate = tokens / left_s
         least = tokens if tokens <= 2 * worth else max(worth, LEAST_CHUNK)
         busy = rate * order.price.token_s
         if busy >= 1.0:
             return self.limit
-        decode_s = order.cost.decode_steps(len(batch.members), batch.context_tokens, batch.windowed)[0]
-        return max(least, ceil(rate * decode_s / (1.0 - busy) - ROUNDING))
+        return max(least, ceil(rate * order.decodes_s() / (1.0 - busy) - ROUNDING))
 
-    def pending(self) -> Iterator[Sequence]:
+    def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
-        found = chain(self.partials, self.order.kept())
-        return islice((seq for seq in found if seq is not self._shelved), LOOK_AHEAD)
+        found = [*self.partials, *islice(self.order.kept(), LOOK_AHEAD + 1)]
+        if self._shelved in found:
+            found.remove(self._shelved)
+        return found[:LOOK_AHEAD]
 
-    def is_due(self) -> bool:
-        """Whether it is time for a chunk: there is enough for one, or somebody has waited."""
+    def is_due(self, pending: list[Sequence] | None = None) -> bool:
+        """Whether it is time for a chunk of the `pending`: there is enough for one, or somebody has waited."""
         order = self.order
         if order.theta_s == inf or order.is_urgent:
             return True
@@ -133,7 +133,7 @@ class Paced(Unified):
             prices = [max(0.0, min(self._added_s(tokens), self._alone_s(tokens))) / tokens for tokens in CHUNKS]
             self._worth = next(t for t, s in zip(CHUNKS, prices, strict=True) if s <= NEAR * min(prices))
         tokens = 0
-        for seq in self.pending():
+        for seq in self.pending() if pending is None else pending:
             tokens += seq.num_tokens - seq.num_computed
             if tokens >= self._worth:
                 return True

@@ -57,6 +57,8 @@ class Park(Recompute):
         """Of those away, at this step."""
         self._joined: dict[Sequence, None] = {}
         self._short = False
+        # What `growth` says before anybody has joined in this step.
+        self._growth = 0
         # Iterations whose growth is kept free, and for which theta it was found.
         self._horizon, self._num_thetas = HORIZON, 0
 
@@ -86,9 +88,13 @@ class Park(Recompute):
 
     # -- ahead of need -----------------------------------------------------------------------------------------------
 
+    def growth(self) -> int:
+        """Blocks that decodes will need soon."""
+        return self.batch.blocks_needed(self._horizon)
+
     def headroom(self) -> int:
-        """Blocks that decodes will need soon, one who returns included."""
-        return self.batch.blocks_needed(self._horizon) + 1 if self.batch.members else 1
+        """The same, one who returns included."""
+        return self.growth() + 1
 
     def seats(self) -> int:
         """How many more may run: there are seats, and TPOTs are met."""
@@ -98,6 +104,7 @@ class Park(Recompute):
     def prepare(self, now_s: float) -> None:
         if self._num_thetas != self.order.num_thetas and self.batch.members:
             self._num_thetas, self._horizon = self.order.num_thetas, self._copy_iterations()
+        self._growth = self.growth()
         self._short = self._is_short()
         if not self.order.changed and not self._short:
             return
@@ -106,7 +113,8 @@ class Park(Recompute):
         if self.away:
             judged = self.prospects.judged(iteration_s)
             first = self._bring_back(judged, iteration_s)
-        self._make_way(iteration_s, judged, first)
+        if self._make_way(iteration_s, judged, first):
+            self._growth = self.growth()
         self._joined.clear()
         self._short = self._is_short()
 
@@ -119,8 +127,7 @@ class Park(Recompute):
         return max(HORIZON, ceil(copy_s / self.cost.decode_steps(members, batch.context_tokens, batch.windowed)[0]))
 
     def _is_short(self) -> bool:
-        batch = self.batch
-        return bool(batch.members) and self.gpu.free + self.paged.releasing < batch.blocks_needed(self._horizon)
+        return self.gpu.free + self.paged.releasing < self._growth
 
     def _ranked(self, judged: Judged) -> Iterator[Sequence]:
         """The parked whose copies have ended, the first to return first."""
@@ -144,7 +151,7 @@ class Park(Recompute):
         prompt = self._prompt()
         reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens) if prompt is not None else 0
         prompt_s = self.order.laxity_s(prompt, iteration_s) if prompt is not None else inf
-        free, seats = self.gpu.free - self.headroom(), self.seats()
+        free, seats = self.gpu.free - self._growth - 1, self.seats()
         for seq in self._ranked(judged):
             blocks, row = self.paged.held_blocks(seq) + 1, self.prospects.row[seq]
             is_first = judged.kind[row] == KEPT and judged.laxity_s[row] < prompt_s
@@ -183,14 +190,15 @@ class Park(Recompute):
 
     # -- making way ---------------------------------------------------------------------------------------------------
 
-    def _make_way(self, iteration_s: float, judged: Judged | None, parked: Sequence | None) -> None:
-        """Park members until those who are kept and lack room have it, and the decodes will."""
+    def _make_way(self, iteration_s: float, judged: Judged | None, parked: Sequence | None) -> bool:
+        """Park members until those who are kept and lack room have it, and the decodes will; whether anybody was."""
         batch, prospects = self.batch, self.prospects
         missing, head = self._missing(judged, parked)
         seats = self._seats_missing()
-        short = batch.blocks_needed(self._horizon) - self.gpu.free - self.paged.releasing
+        short = self._growth - self.gpu.free - self.paged.releasing
         if missing <= 0 and seats <= 0 and short <= 0:
-            return
+            return False
+        members = len(batch.members)
         judged = judged or prospects.judged(iteration_s)
         kind, rank_s, laxity_s, _, number = judged
         if head is not None and head is parked:
@@ -213,17 +221,18 @@ class Park(Recompute):
                 # Alone it does not help itself by leaving.
                 short = 0
             if missing <= 0 and seats <= 0 and short <= 0:
-                return
+                break
             if seq not in batch.members or not (pays[row] or short > 0) or not self._is_movable(seq):
                 continue
             if self._host_room(seq, droppable):
                 self._park(seq)
                 freed = seq.num_blocks
                 missing, seats, short = missing - freed, seats - 1, short - freed
+        return len(batch.members) < members
 
     def _missing(self, judged: Judged | None, parked: Sequence | None) -> tuple[int, Sequence | None]:
         """Blocks that those who are kept lack, copies under way counted, and who of them is first."""
-        free = self.gpu.free + self.paged.releasing - self.headroom()
+        free = self.gpu.free + self.paged.releasing - self._growth - 1
         head = self._prompt()
         if head is not None:
             wanted = tokens = 0

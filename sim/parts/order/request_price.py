@@ -15,8 +15,9 @@ mistrusted when nearly spent; without one the mean of what the last outputs had 
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,10 @@ class Outlook(NamedTuple):
     """Price of all that is left."""
     first_s: float
     """Price of its prompt alone; inf where the first token has come."""
+
+
+# As those of `sim.engine.changes`.
+make_outlook = cast(Callable[[tuple[float, float, float, float, float]], Outlook], partial(tuple.__new__, Outlook))
 
 
 class LengthHistory:
@@ -135,11 +140,13 @@ class RequestPrice:
         """The same of many; `is_exact`: the median is the lower bound, too."""
         left = median - num_generated
         spent = np.maximum(FEW_LEFT, np.minimum(num_generated / 4, MOST_MORE))
-        left = np.where(is_exact, np.maximum(1.0, left), np.where(left >= FEW_LEFT, left, spent))
-        unknown = median == 0.0
-        if unknown.any():
-            left[unknown] = self.history.all_left_after(num_generated[unknown])
-        return left
+        expected = np.where(left >= FEW_LEFT, left, spent)
+        if np.count_nonzero(is_exact):
+            expected = np.where(is_exact, np.maximum(1.0, left), expected)
+        if np.count_nonzero(median) < len(median):
+            unknown = median == 0.0
+            expected[unknown] = self.history.all_left_after(num_generated[unknown])
+        return expected
 
     def decodes_s(self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max) -> Number:
         """What so many more tokens from that context on take; of arrays with `larger` of numpy."""

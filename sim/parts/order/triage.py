@@ -18,16 +18,18 @@ The shelf has the deferred, cheapest first, then the hopeless, oldest first. Bat
 laxities. All of it changes with facts and every `TICK_S` alone, so that jumps end there.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, compress, islice
 from math import floor, inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import IterationPlan, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.parts.base import Order
-from sim.parts.order.request_price import Outlook, RequestPrice
+from sim.parts.order.request_price import Outlook, RequestPrice, make_outlook
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 KEPT, DEFERRED, HOPELESS = range(3)
 Place = tuple[int, float, int]
 """Class, arrival (s) or price (s), request id."""
+SEQ_OF: Callable[[tuple[Place, Sequence]], Sequence] = itemgetter(1)
 
 TICK_S = 0.2
 TIE_S = 1e-9
@@ -58,13 +61,10 @@ FOREVER_S = 1e12
 
 
 def first_beyond(values: Iterable[float], limit: float) -> float:
-    """The value that takes the sum of the least ones beyond `limit`; inf if all are within it."""
-    total = 0.0
-    for value in sorted(values):
-        total += value
-        if total > limit:
-            return value
-    return inf
+    """Of values that are not negative, the one that takes the sum of the least beyond `limit`; inf if none does."""
+    ordered = sorted(values)
+    place = bisect_right(list(accumulate(ordered)), limit)
+    return ordered[place] if place < len(ordered) else inf
 
 
 class Arrival(NamedTuple):
@@ -107,6 +107,7 @@ class Triage(Order):
         """Prompt tokens of those who were kept as they arrived, of the last `ARRIVALS`."""
         self.num_kept = 0
         """Of those who wait."""
+        self._num_hopeless = 0
         self.num_thetas = 0
         """How often theta was found."""
         self.is_urgent = False
@@ -114,6 +115,8 @@ class Triage(Order):
         self.is_quiet = False
         """Whether nobody has arrived for `QUIET_S`."""
         self._next_tick_s = 0.0
+        self._decodes: tuple[int, int, WindowTokens | None] | None = None
+        self._decodes_s = 0.0
         self.changed = True
         """Whether this step follows a fact or a tick: else all answers are as they were."""
         self._stale = True
@@ -142,11 +145,11 @@ class Triage(Order):
             work_s += prompt_s
         if seq.first_token_s < 0.0:
             due_s = request.arrival_s + self.ttft_slo_s
-            return Outlook(due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s)
+            return make_outlook((due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s))
         if seq.first_token_s > request.arrival_s + self.ttft_slo_s + TIE_S:
-            return Outlook(-inf, left, prompt_s, work_s, inf)
+            return make_outlook((-inf, left, prompt_s, work_s, inf))
         due_s = seq.first_token_s + self.tpot_slo_s * (generated + left - 1)
-        return Outlook(due_s, left, prompt_s, work_s, inf)
+        return make_outlook((due_s, left, prompt_s, work_s, inf))
 
     def remaining_s(self, seq: Sequence) -> float:
         """Price of what is left of it: of its prompt, unless that is computed, and of its output."""
@@ -162,9 +165,16 @@ class Triage(Order):
 
     def iteration_s(self) -> float:
         """What an iteration takes, its share of the prompts that are to be expected included."""
+        return self.decodes_s() / (1.0 - min(0.8, self.kept_tokens_per_s * self.price.token_s))
+
+    def decodes_s(self) -> float:
+        """What it takes without prompts."""
         batch = self.batch
-        decode_s = self.cost.decode_steps(max(1, len(batch.members)), batch.context_tokens, batch.windowed)[0]
-        return decode_s / (1.0 - min(0.8, self.kept_tokens_per_s * self.price.token_s))
+        decodes = max(1, len(batch.members)), batch.context_tokens, batch.windowed
+        if decodes != self._decodes:
+            # Asked several times a step, of the same batch.
+            self._decodes, self._decodes_s = decodes, self.cost.decode_steps(*decodes)[0]
+        return self._decodes_s
 
     def most_decodes(self) -> float:
         """How many may decode together, so that those who are kept meet their TPOT; no limit where none can be left."""
@@ -207,13 +217,13 @@ class Triage(Order):
         if span_s <= 0.0:
             return
         self.num_thetas += 1
-        self.kept_tokens_per_s = sum(one.prompt_tokens for one in arrivals if one.kept) / span_s
-        decodes = sum(one.num_tokens for one in arrivals)
-        self.price.keep_pace(PACE * self.tpot_slo_s, sum(one.prompt_s for one in arrivals) / decodes)
+        _, work_s, prompt_tokens, prompt_s, num_tokens, iterations, kept = zip(*arrivals, strict=True)
+        self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
+        self.price.keep_pace(PACE * self.tpot_slo_s, sum(prompt_s) / sum(num_tokens))
         self._outlooks.clear()
-        self.tokens_per_iteration = sum(one.prompt_tokens for one in arrivals) / sum(one.iterations for one in arrivals)
-        self.theta_s = first_beyond((one.work_s for one in arrivals), FILL * span_s)
-        prompts = (one.prompt_s for one in arrivals if one.work_s > self.theta_s)
+        self.tokens_per_iteration = sum(prompt_tokens) / sum(iterations)
+        self.theta_s = first_beyond(work_s, FILL * span_s)
+        prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.theta_s]
         self.most_prompt_s = min(PROMPT_SHARE * self.theta_s, first_beyond(prompts, CHANCE * span_s))
 
     def put_back(self, seqs: list[Sequence]) -> None:
@@ -229,8 +239,9 @@ class Triage(Order):
         place = self._place[seq] = kind, key, seq.request.request_id
         if seq.predicted_median_tokens:
             self._outlooks[seq] = outlook
-        insort(self._queue, (place, seq), key=lambda entry: entry[0])
+        insort(self._queue, (place, seq))
         self.num_kept += kind == KEPT
+        self._num_hopeless += kind == HOPELESS
         return kind
 
     def head(self) -> Sequence:
@@ -246,8 +257,9 @@ class Triage(Order):
         if place is None:
             return False
         self._outlooks.pop(seq, None)
-        del self._queue[bisect_left(self._queue, place, key=lambda entry: entry[0])]
+        del self._queue[bisect_left(self._queue, (place,))]
         self.num_kept -= place[0] == KEPT
+        self._num_hopeless -= place[0] == HOPELESS
         self._stale = True
         return True
 
@@ -261,16 +273,13 @@ class Triage(Order):
 
     def kept(self) -> Iterator[Sequence]:
         """Those who wait and are kept, in order."""
-        for (kind, _, _), seq in self._queue:
-            if kind != KEPT:
-                return
-            yield seq
+        return map(SEQ_OF, islice(self._queue, self.num_kept))
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in self._queue)
+        return map(SEQ_OF, self._queue)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -282,9 +291,7 @@ class Triage(Order):
         self._next_tick_s = TICK_S * (floor((now_s + TIE_S) / TICK_S) + 1)
         self.is_quiet = bool(self._arrivals) and now_s > self._arrivals[-1][0] + QUIET_S - TIE_S
         iteration_s = self.iteration_s()
-        hoping = (
-            len(self._queue) if self.patience_s else bisect_left(self._queue, HOPELESS, key=lambda entry: entry[0][0])
-        )
+        hoping = len(self._queue) - (0 if self.patience_s else self._num_hopeless)
         moved: list[tuple[Sequence, Outlook]] = []
         for (old, key, _), seq in self._queue[:hoping]:
             outlook = self._outlooks.get(seq) or self.outlook(seq)
