@@ -427,6 +427,8 @@ class Scheduler:
 
     def recompute(self, seq: Sequence) -> None:
         """`seq` gives up its KV and is to be computed again; the caller puts it back in the queue."""
+        # With its last token in flight it may seem to have ended: memory is told that its blocks are needed now.
+        seq.status = Status.WAITING
         self.release(seq)
         seq.reset_for_recompute()
 

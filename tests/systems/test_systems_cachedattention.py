@@ -94,6 +94,21 @@ def test_single_turns_gain_nothing():
     assert other.scheduler.counters.tiers["host"].stored_blocks == 0
 
 
+def test_who_is_preempted_with_its_last_token_in_flight_saves_nothing():
+    """Five requests in eleven blocks of 4 tokens: its blocks are needed now, not when a copy has ended."""
+    rows = requests((0.0, 1, 10), (0.01, 17, 5), (0.04, 5, 1), (0.04, 6, 11), (0.05, 11, 4))
+    rows[1:] = [
+        row._replace(hash_ids=(7, *range(1000 * i, 1000 * i + 4))[: -(-row.prompt_tokens // 4)], hash_block_tokens=4)
+        for i, row in enumerate(rows[1:])
+    ]
+    machine = linear_machine(decode=(1 / 64, 0.0, 0.0), swap_s_per_block=0.05)
+    limit = replace(limits(11, 8, block_size=4, max_model_len=64, chunked=True), enable_prefix_caching=True)
+    outcome = simulate(parse_policy("vllm-v1:memory=tiered,async-scheduling=true", {})[1], rows, limit, machine=machine)
+    assert outcome.scheduler.counters.preemptions > 0
+    assert outcome.scheduler.gpu.free == 11
+    assert len(outcome.ended) == 5
+
+
 def test_two_ways_to_the_host_are_refused():
     with pytest.raises(UserError, match="memory=paged"):
         run(A, policy=parse_policy("vllm-v1:memory=tiered,cpu-chunks=5", {})[1])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sim.engine.changes import Load, Move, Store, Streamed, Tier
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.engine.sequence import Sequence
+from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.memory.paged import ALL_LAYERS
 from sim.parts.memory.prefix import PrefixMemory
@@ -165,7 +165,8 @@ class TieredMemory(PrefixMemory):
         access = self._access(seq)
         del self._accesses[seq]
         full = self.full_blocks(seq)
-        taken = self._offer(seq, access, min(full, len(access.keys)))
+        is_preempted = seq.status is Status.WAITING
+        taken = [] if is_preempted else self._offer(seq, access, min(full, len(access.keys)))
         self.cache.finish(access)
         self.tier.evicted_blocks = self.cache.num_evicted
         if not taken:
