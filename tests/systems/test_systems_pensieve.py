@@ -10,6 +10,7 @@ from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import run as run_workload
 from kvtwin.testing.conversations import check, conversations
 from kvtwin.testing.engines import Outcome
+from sim.cost.host import Host
 from sim.engine.limits import Deployment, Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.scheduler import Parts
@@ -225,3 +226,21 @@ def test_a_broken_promise_is_caught():
 def test_what_cannot_be_is_refused(text, words):
     with pytest.raises(UserError, match=words):
         run(A, policy=parse_policy(text, {})[1])
+
+
+def test_what_leaves_twice_arrives_twice():
+    """Request 8 is preempted twice while its first copy is under way: the same blocks of it leave again."""
+    rows = requests(
+        (0.45, 40, 3), (0.45, 11, 4), (0.45, 8, 6), (0.48, 1, 3), (0.49, 12, 3), (0.52, 1, 6), (0.56, 12, 10),
+        (0.6, 10, 4), (0.63, 12, 4),
+    )  # fmt: skip
+    rows[-1] = rows[-1]._replace(hash_ids=(7, 2001, 2002), hash_block_tokens=4, output_hash_ids=(2003,))
+    machine = linear_machine(decode=(1 / 64, 0.0, 0.0), swap_s_per_block=0.05, host=Host(0.0205, 1e-5, True))
+    limit = replace(limits(11, 8, block_size=4, max_model_len=64), enable_prefix_caching=True)
+    moves = []
+    outcome = simulate(
+        Pensieve(swap_out_threshold=0.6), rows, limit, machine=machine,
+        observe=lambda scheduler: lambda plan, start_s, times: moves.extend(plan.beside),
+    )  # fmt: skip
+    assert len(set(moves)) == len(moves) - 1
+    assert len(outcome.ended) == 9 and outcome.scheduler.gpu.free == 11

@@ -62,7 +62,8 @@ class RetentionMemory(CachingMemory):
         self._places: dict[Sequence, tuple[int, ...]] = {}
         self._looked_up: tuple[Sequence | None, int, Found] = (None, -1, NOTHING)
         self._loading: list[Chunk] = []
-        self._leaving: dict[Move, list[Chunk]] = {}
+        # Who is preempted twice may send the same out again before it has arrived: of equal moves the first ends first.
+        self._leaving: dict[Move, list[list[Chunk]]] = {}
         # The store's version when chunks were to be copied to the host last, and it had no room.
         self._stuck_at = -1
 
@@ -251,7 +252,7 @@ class RetentionMemory(CachingMemory):
             chunks, size = list(group), self.block_size
             begin, end = chunks[0].place * size, (chunks[-1].place + 1) * size
             move = Move(chunks[0].owner, ALL_LAYERS, begin, end, Tier.GPU, Tier.HOST, len(chunks), 0, True)
-            self._leaving[move] = chunks
+            self._leaving.setdefault(move, []).append(chunks)
             self.scheduler.beside.append(move)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
@@ -268,4 +269,7 @@ class RetentionMemory(CachingMemory):
         return steps
 
     def transfer_done(self, move: Move) -> None:
-        self.store.arrived(self._leaving.pop(move))
+        under_way = self._leaving[move]
+        self.store.arrived(under_way.pop(0))
+        if not under_way:
+            del self._leaving[move]
