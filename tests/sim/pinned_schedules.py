@@ -1,0 +1,166 @@
+"""Every decision of every system in small crowded engines, as it is pinned in `golden/schedules.txt`, a line a run.
+
+    python tests/sim/pinned_schedules.py      # writes golden/schedules.txt anew
+
+Pools of a few blocks, ties in time, limits that are met exactly: here a boundary that moves by one shows. A line has
+figures to read and a digest of all plans, of what became of each request, and of every counter.
+"""
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum
+from hashlib import sha256
+from math import isfinite
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import msgspec
+from pinned import GOLDEN, VARIANTS
+from test_conformance import MIXES
+from test_conformance import VARIANTS as MORE
+
+from kvtwin.testing import Machine, linear_machine, tiny_model
+from kvtwin.testing.conformance import DECODES, Workload, hosts_of, limits_of
+from kvtwin.testing.engines import limits, simulate
+from sim.cost.forms import build_cost
+from sim.cost.profile import read_profile
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.policy_options import parse_policy
+from sim.specs.hardware import load_hardware
+from sim.systems import POLICIES
+from sim.systems.base import Policy
+from traces.request import Request
+
+SCHEDULES = GOLDEN / "schedules.txt"
+RUNS = 14
+"""Of each system."""
+
+
+def names() -> list[str]:
+    """Presets, their options, and mixes."""
+    more = (f"{name}:{options}" for name, variants in VARIANTS.items() for options in variants)
+    return list(dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)))
+
+
+def requests_of(rng: random.Random, length: int, block: int) -> list[Request]:
+    """Turns of a few conversations that begin alike, and requests that stand alone; some at the same time."""
+    found: list[Request] = []
+    now_s, said = 0.0, [0] * 4
+    gaps_s = rng.choice(((0.0,), (0.0, 0.0, 0.001, 0.02, 0.1, 0.4), (0.0, 0.01, 0.03)))
+    for i in range(rng.choice((16, 30, 45))):
+        now_s += rng.choice(gaps_s)
+        who, asked, answered = rng.randrange(6), rng.randint(1, length // 4), rng.randint(1, length // 5)
+        priority = rng.choice((0, 0, 1))
+        if who > 3:
+            found.append(Request(i, now_s, asked, answered, priority=priority))
+            continue
+        prompt = said[who] + asked if said[who] + asked + answered <= length else asked
+        said[who] = prompt + answered
+        ids = tuple((who + 1) * 1000 + place if place else 7 for place in range(-(-said[who] // block)))
+        named = -(-prompt // block)
+        talk = f"talk {who}"
+        found.append(Request(i, now_s, prompt, answered, talk, ids[:named], block, ids[named:], priority))
+    return found
+
+
+def machine_of(rng: random.Random, policy: Policy, block_bytes: float) -> Machine:
+    """Mostly linear in all; else a small model on a card."""
+    if rng.random() < 0.3:
+        model, hardware, profile = tiny_model(), load_hardware("l20"), read_profile(GOLDEN / "l20-profile.json")
+        return Machine(model, build_cost(model, hardware, profile, 1, block_bytes), profile, hardware)
+    return linear_machine(
+        block_bytes, decode=rng.choice(DECODES), host=rng.choice(hosts_of(policy)),
+        swap_s_per_block=rng.choice((1e-4, 3e-3, 0.05)),
+    )  # fmt: skip
+
+
+def workload(policy: Policy, place: int) -> Workload:
+    """The `place`-th; the same for all systems but for what their limits refuse."""
+    rng = random.Random(f"schedules {place}")
+    block, length = rng.choice((4, 16)), rng.choice((64, 256))
+    blocks = length // block * rng.randint(10, 40) // 16
+    host = rng.choice((0, length // 32, length // 8, 1000)) * 16 // block
+    limit = limits(blocks, host, block_size=block, max_model_len=length, block_bytes=65536.0 * block)
+    seqs = rng.choice((1, 3, 8, 256))
+    limit = limits_of(policy, limit, seqs, rng.choice((None, max(seqs, 16), max(seqs, 64))))
+    arrivals = requests_of(rng, length, block)
+    if policy.can_cache_prefixes and place % 2:
+        limit = replace(limit, enable_prefix_caching=True)
+    return Workload(arrivals, limit, machine_of(rng, policy, limit.block_bytes))
+
+
+def teller() -> Callable[[object], object]:
+    """Makes plain data of a plan: sequences are their requests' numbers, other objects numbered as they come."""
+    known: dict[int, tuple[int, object]] = {}
+
+    def told(value: object) -> object:
+        match value:
+            case None | int() | str():
+                return value
+            case tuple() | list():
+                return [told(item) for item in value]
+            case Sequence():
+                return value.request.request_id
+            case Enum():
+                return value.name
+            case float():
+                return f"{value:.7g}" if isfinite(value) and abs(value) > 1e-9 else "0" if isfinite(value) else "inf"
+            case msgspec.Struct():
+                return [told(getattr(value, field)) for field in value.__struct_fields__]
+            case set() | frozenset():
+                return sorted(map(str, map(told, value)))
+            case dict():
+                return [[told(key), told(item)] for key, item in value.items()]
+            case _ if hasattr(value, "__iter__"):
+                return [told(item) for item in value]  # pyright: ignore[reportGeneralTypeIssues]
+            case _:
+                # Kept, so that no other object has its id.
+                return f"#{known.setdefault(id(value), (len(known), value))[0]}"
+
+    return told
+
+
+def answer(policy: Policy, place: int) -> str:
+    """What is pinned of a run."""
+    work, told, plans = workload(policy, place), teller(), []
+
+    def watch(scheduler: Scheduler) -> Callable[[IterationPlan, float, StepTimes], None]:
+        if place % 2:
+            with suppress(UserError):  # What no device can execute.
+                scheduler.memory.tell_blocks()
+        return lambda plan, start_s, times: plans.append(told((start_s, times, plan)))
+
+    outcome = simulate(
+        policy, work.arrivals, work.limits, machine=work.machine, checked=False, observe=watch, most_plans=20_000
+    )
+    counters = outcome.scheduler.counters
+    ends = [
+        (number, seq.first_scheduled_s, seq.first_token_s, seq.finish_s, seq.num_preemptions, seq.status)
+        for number, seq in outcome.by_id().items()
+    ]
+    last_s = max(seq.finish_s for seq in outcome.ended)
+    kept = told((ends, msgspec.structs.asdict(counters) if isinstance(counters, msgspec.Struct) else vars(counters)))
+    digest = sha256(repr((plans, kept)).encode()).hexdigest()[:12]
+    return f"{len(plans)} plans, {counters.preemptions} preemptions, {last_s:.6g} s, {digest}"
+
+
+def lines(name: str) -> list[str]:
+    """Of a system."""
+    policy = parse_policy(name, {})[1]
+    return [f"{name} #{place}: {answer(policy, place)}" for place in range(RUNS)]
+
+
+def main() -> None:
+    SCHEDULES.write_text("\n".join(line for name in names() for line in lines(name)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
