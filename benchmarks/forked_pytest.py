@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 import os
 import resource
 import signal
@@ -19,8 +20,10 @@ HEAVY = (
 MOST_BYTES = 8 << 30
 """Of memory for a run: a fault may have a loop that never ends."""
 POLL_S = 0.01
-NO_TESTS = 5
-"""pytest's exit status."""
+WALL = 10.0
+"""A busy machine is so many times slower than a processor alone."""
+ENDS = {0: "passed", 5: "none", -signal.SIGXCPU: "late", -signal.SIGKILL: "late"}
+"""By exit status."""
 
 
 def preload() -> None:
@@ -30,31 +33,46 @@ def preload() -> None:
             importlib.import_module(name)
 
 
+def become_quiet(tree: Path) -> None:
+    """A fork's output goes nowhere, its imports come from a tree, its memory has a limit."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nothing, descriptor)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path.insert(0, str(tree))
+
+
+def processor_s() -> float:
+    """Of this process and of those that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
 def run(tree: Path, files: list[str], plugin: object, limit_s: float, *flags: str) -> str:
-    """Test files of a tree in a fork: "passed", "failed", "none" (no test was chosen) or "late" (and then killed)."""
+    """Test files of a tree in a fork: "passed", "failed", "none" (no test was chosen) or "late" (and then killed).
+
+    `limit_s` are a processor's; on the wall's clock it may take `WALL` times as long.
+    """
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            os.setsid()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for descriptor in range(3):
-                os.dup2(nothing, descriptor)
-            resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-            os.chdir(tree)
-            os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-            sys.path.insert(0, str(tree))
+            os.setpgrp()
+            become_quiet(tree)
+            most_s = math.ceil(limit_s + processor_s())
+            resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))
             status = pytest.main(["-q", "-p", "no:cacheprovider", *flags, *files], plugins=[plugin])
         finally:
             os._exit(status)
-    ends_s = time.monotonic() + limit_s
+    ends_s = time.monotonic() + WALL * limit_s
     try:
         while time.monotonic() < ends_s:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 child = 0
-                return {0: "passed", NO_TESTS: "none"}.get(os.waitstatus_to_exitcode(status), "failed")
+                return ENDS.get(os.waitstatus_to_exitcode(status), "failed")
             time.sleep(POLL_S)
         return "late"
     finally:

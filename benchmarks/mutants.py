@@ -4,7 +4,8 @@
 
 A fault is one operator, comparison, constant or condition changed, or one statement left out. It is drawn from all such
 places of the packages. What executes its line is run over it: a few fast tests first, then the others, each file's
-fastest before its slower ones, until one fails, takes far longer than without it, or `--seconds` are used.
+fastest before its slower ones, until one fails, takes far longer than without it, or `--seconds` are used. They run in
+a fork of a process that has collected all tests (`collected`); only where an import executes the fault, in a new one.
 
 What no test notices is missed or has no effect: a reader has to say which. Where tests were left out it is undecided.
 Every fault is a line of the journal; a run that was interrupted goes on. Only copies in the cache folder are changed.
@@ -13,6 +14,7 @@ Every fault is a line of the journal; a run that was interrupted goes on. Only c
 import argparse
 import ast
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -29,9 +31,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import forked_pytest
-import hypothesis
+import probes
 import pytest
-from hypothesis import Phase
+from collected import Change, Run, Server, fix_hypothesis
 from line_tests import LineTests
 from rich.progress import track
 
@@ -48,7 +50,7 @@ FIRST_S, FIRST_FILES = 5.0, 6
 """Of tests that run first: most faults need no others."""
 WHOLE = "tests/sim/test_sim_pinned"
 """Files that compare whole results run next: what the first few let pass they mostly notice."""
-SLACK_S, SLACK = 30.0, 5.0
+SLACK_S, SLACK = 10.0, 5.0
 """A run that takes longer than so many times its usual seconds, and these beside, does not end."""
 
 
@@ -137,7 +139,7 @@ def statements(tree: ast.Module) -> dict[int, tuple[ast.stmt, bool]]:
         if statement is not None:
             around[id(node)] = statement, is_imported
         for field, value in ast.iter_fields(node):
-            inside = field == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inside = field == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             for child in value if isinstance(value, list) else (value,):
                 if isinstance(child, ast.AST):
                     visit(child, statement, is_imported and not inside)
@@ -176,15 +178,17 @@ def faults_of(path: str) -> list[Fault]:
     return found
 
 
-def faulty(fault: Fault, text: str) -> str:
-    """The text of its file with the fault."""
+def faulty(fault: Fault, text: str) -> ast.Module:
+    """Its file with the fault; what stays has the lines that it had."""
     tree = ast.parse(text)
     for place, (node, field, parent) in enumerate(places(tree)):
         if place == fault.place:
             new, value = replacement(node), getattr(parent, field)
+            assert new is not None
+            ast.copy_location(new, node if hasattr(node, "lineno") else parent)
             setattr(parent, field, [new if item is node else item for item in value] if type(value) is list else new)
             break
-    return ast.unparse(ast.fix_missing_locations(tree))
+    return ast.fix_missing_locations(tree)
 
 
 # -- which tests -------------------------------------------------------------------------------------------------------
@@ -222,12 +226,12 @@ def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-def first_few(tests: list[str], seconds: dict[str, float]) -> list[str]:
+def first_few(seconds: dict[str, float]) -> list[str]:
     """The fastest, of few files."""
     few, files, left_s = [], set(), FIRST_S
-    for test in sorted(tests, key=lambda test: (seconds[test], test)):
+    for test in sorted(seconds, key=lambda test: (seconds[test], test)):
         left_s -= seconds[test]
-        if left_s < 0.0 and few:
+        if left_s < 0.0 and (few or math.isinf(seconds[test])):
             break
         if len(files | {file_of(test)}) <= FIRST_FILES:
             files.add(file_of(test))
@@ -259,10 +263,7 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
-        # A failure is enough, and need not be a small one.
-        phases = (Phase.explicit, Phase.generate)
-        hypothesis.settings.register_profile("mutants", hypothesis.settings.default, phases=phases)
-        hypothesis.settings.load_profile("mutants")
+        fix_hypothesis()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = sorted(
@@ -290,24 +291,40 @@ def copy_tree(files: list[str], tree: Path) -> Path:
     return tree
 
 
-def try_out(fault: Fault, tests: list[str], seconds: dict[str, float], most_s: float, tree: Path) -> dict[str, object]:
-    """Run tests over a tree with the fault; a row of the journal."""
-    few = first_few(tests, seconds)
+def try_out(
+    fault: Fault, seconds: dict[str, float], known: LineTests, most_s: float, tree: Path, server: Server
+) -> dict[str, object]:
+    """Run tests, in their order, over a tree with the fault; a row of the journal."""
+    tests, few = list(seconds), first_few(seconds)
     more = within([test for test in tests if test not in set(few)], seconds, most_s)
-    target, note = tree / fault.path, tree.with_suffix(".note")
+    whole = [test for test in more if test.startswith(WHOLE)]
+    runs = [chosen for chosen in (few, whole, more[len(whole) :]) if chosen]
     row: dict[str, object] = {"fault": fault.name, "tests": len(tests), "left_out": len(tests) - len(few) - len(more)}
-    target.write_text(faulty(fault, target.read_text()))
+    target = tree / fault.path
+    old = target.read_text()
+    new = faulty(fault, old)
+    target.write_text(ast.unparse(new))
     # Compiled files are told by the time of their source: no two faults of a file have the same.
     os.utime(target, (fault.place + 1, fault.place + 1))
+    blocks = known.blocks(fault.path, [fault.line])
+    is_early = fault.is_imported or not blocks
     try:
-        whole = [test for test in more if test.startswith(WHOLE)]
-        for chosen in filter(None, (few, whole, more[len(whole) :])):
-            note.write_text("")
-            plugin = Chosen(chosen, note)
+        for chosen in runs:
             limit_s = SLACK_S + SLACK * sum(seconds[test] for test in chosen)
-            end = forked_pytest.run(tree, plugin.files, plugin, limit_s, "-x")
+            end, by = "cannot", ""
+            if not is_early:
+                change = Change(target, old, new, known.first[fault.path], blocks)
+                end, told = server.ask(Run(chosen, limit_s, limit_s), change)
+                by = told[-1].test if told else ""
+            if end == "cannot":
+                is_early = True
+                note = tree.with_suffix(".note")
+                note.write_text("")
+                plugin = Chosen(chosen, note)
+                end = forked_pytest.run(tree, plugin.files, plugin, limit_s, "-x")
+                by = note.read_text()
             if end != "passed":
-                return {**row, "end": "caught" if end == "failed" else end, "by": note.read_text()}
+                return {**row, "end": "caught" if end == "failed" else end, "by": by}
     finally:
         shutil.copy2(ROOT / fault.path, target)
     return {**row, "end": "not executed" if not tests else "undecided" if row["left_out"] else "missed"}
@@ -315,21 +332,46 @@ def try_out(fault: Fault, tests: list[str], seconds: dict[str, float], most_s: f
 
 # -- several at a time -------------------------------------------------------------------------------------------------
 
-_tree = Path()
-"""Of this process."""
+
+class Worker:
+    """Of this process: a tree, and what has collected its tests."""
+
+    tree: Path
+    known: LineTests
+    tests: list[str]
+    server: Server | None = None
+
+    @classmethod
+    def start(cls, trees: "multiprocessing.SimpleQueue[Path]", known: LineTests, tests: list[str]) -> None:
+        """Take a tree; end as told, with what was started."""
+        cls.tree, cls.known, cls.tests = trees.get(), known, tests
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, cls.end)
+
+    @classmethod
+    def asked(cls) -> Server:
+        """Started when it is needed."""
+        if cls.server is None:
+            cls.server = Server(cls.tree, cls.tests, probes.lay(cls.tree, list(cls.known.first)))
+        return cls.server
+
+    @classmethod
+    def end(cls, *_: object) -> None:
+        """With the server."""
+        if cls.server is not None:
+            cls.server.close()
+        sys.exit(143)
 
 
-def start(trees: "multiprocessing.SimpleQueue[Path]") -> None:
-    """Take a tree; end as told, with what was started."""
-    global _tree
-    _tree = trees.get()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def gather_here(test: str) -> None:
+    """What a test file executes."""
+    if not Worker.known.is_known(test):
+        Worker.known.gather(test, Worker.asked())
 
 
-def try_out_here(task: tuple[Fault, list[str]], seconds: dict[str, float], most_s: float) -> dict[str, object]:
+def try_out_here(task: tuple[Fault, dict[str, float]], most_s: float) -> dict[str, object]:
     """`try_out` in this process's tree."""
-    return try_out(*task, seconds, most_s, _tree)
+    return try_out(*task, Worker.known, most_s, Worker.tree, Worker.asked())
 
 
 def main() -> None:
@@ -339,6 +381,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--seconds", type=float, default=240.0, help="of tests for each fault (default: 240)")
+    parser.add_argument("--slowest", type=float, default=60.0, help="seconds of a test; slower ones are left out (60)")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="the journal (default: mutants.jsonl)")
     cache = Path.home() / ".cache/kvtwin-mutants"
     parser.add_argument("--cache", type=Path, default=cache, help=f"folder for what tests execute (default: {cache})")
@@ -350,7 +393,7 @@ def main() -> None:
     tests = [name for name in files if name.startswith("tests/") and Path(name).name.startswith("test_")]
     faults = [fault for name in sources for fault in faults_of(name)]
     drawn = random.Random(arguments.seed).sample(faults, min(arguments.count, len(faults)))
-    known = LineTests(arguments.cache / "map", copy_tree(files, arguments.cache.resolve() / "tree"), FAULTY)
+    known = LineTests(arguments.cache / "map", ROOT, sources, arguments.slowest)
     forked_pytest.preload()
     fork = multiprocessing.get_context("fork")
     trees = fork.SimpleQueue()
@@ -358,16 +401,18 @@ def main() -> None:
         trees.put(copy_tree(files, arguments.cache.resolve() / f"tree-{i}"))
     # A fork of a process with threads may hang: the bar has none.
     bar = partial(track, auto_refresh=False)
-    with fork.Pool(arguments.jobs, start, (trees,)) as pool:
-        for _ in bar(pool.imap_unordered(known.gather, tests), "test files", total=len(tests)):
+    with fork.Pool(arguments.jobs, Worker.start, (trees, known, tests)) as pool:
+        gathered = pool.imap_unordered(gather_here, tests)
+        for _ in bar(gathered, "test files", total=len(tests)):
             pass
         known.load(tests)
         texts = {name: (ROOT / name).read_text() for name in sources}
         rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
         done = {row["fault"] for row in rows}
-        tasks = ((fault, tests_of(fault, known, texts)) for fault in drawn if fault.name not in done)
-        work = partial(try_out_here, seconds=known.seconds, most_s=arguments.seconds)
-        for row in bar(pool.imap_unordered(work, tasks), "faults", total=sum(f.name not in done for f in drawn)):
+        waiting = [fault for fault in drawn if fault.name not in done]
+        tasks = ((fault, {test: known.seconds[test] for test in tests_of(fault, known, texts)}) for fault in waiting)
+        work = partial(try_out_here, most_s=arguments.seconds)
+        for row in bar(pool.imap_unordered(work, tasks), "faults", total=len(waiting)):
             rows.append(row)
             with arguments.out.open("a") as journal:
                 journal.write(json.dumps(row) + "\n")

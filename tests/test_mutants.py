@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("coverage")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -23,6 +22,11 @@ def mutants():
     sys.path.insert(0, str(BENCHMARKS))
     yield importlib.import_module("mutants")
     sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def probes(mutants):
+    return mutants.probes
 
 
 SOURCE = '''"""Half of a number and one more."""
@@ -56,7 +60,7 @@ def lay(root: Path, source: str = SOURCE, test: str = TEST.format(refused=4)) ->
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "benchmarks").mkdir()
-    for script in ("mutants", "line_tests", "forked_pytest"):
+    for script in ("mutants", "line_tests", "forked_pytest", "collected", "probes"):
         (root / f"benchmarks/{script}.py").write_text((BENCHMARKS / f"{script}.py").read_text())
     for command in (("init", "-q"), ("add", ".")):
         subprocess.run(["git", *command], cwd=root, check=True)
@@ -82,7 +86,7 @@ def test_every_fault_by_hand(mutants, small):
 def test_a_fault_is_in_one_line(mutants, small):
     plain = ast.unparse(ast.parse(SOURCE)).splitlines()
     for fault in mutants.faults_of("sim/half.py"):
-        found = mutants.faulty(fault, SOURCE).splitlines()
+        found = ast.unparse(mutants.faulty(fault, SOURCE)).splitlines()
         changed = [op for op in SequenceMatcher(None, plain, found).get_opcodes() if op[0] != "equal"]
         assert [(i2 - i1, j2 - j1) for _, i1, i2, j1, j2 in changed] == [(1, 1)], fault
 
@@ -115,6 +119,61 @@ def test_faults_are_decided_and_the_tree_is_whole_again(tmp_path):
     assert [row["fault"].partition(": ")[2] for row in rows if row["end"] == "missed"] == ["5 -> 6"]
     assert told.splitlines()[-1] == "3 faults drawn from 10 with seed 1: 2 caught, 1 missed"
     assert (root / "sim/half.py").read_text() == (tmp_path / "cache/tree-0/sim/half.py").read_text() == SOURCE
+
+
+COUNTING = """
+from pathlib import Path
+Path({note!r}).open("a").write("imported ")
+from sim.half import half
+
+
+def test_half():
+    assert half(3) == 2
+"""
+
+
+def test_faults_in_functions_need_no_import(tmp_path):
+    """Ten faults, of which two stand where an import executes them: three imports in all."""
+    note = tmp_path / "note"
+    lay(tmp_path / "root", test=COUNTING.format(note=str(note)))
+    child = run(tmp_path / "root")
+    told = child.communicate(timeout=300)[0]
+    # What `half` refuses is not tested, nor its limit and its default.
+    assert told.splitlines()[-1] == "10 faults drawn from 10 with seed 1: 6 caught, 3 missed, 1 not executed"
+    assert note.read_text().split() == ["imported"] * 3
+
+
+def test_blocks_end_where_they_may_be_left(probes):
+    text = """
+def f(n):
+    '''Words.'''
+    a = 1
+    if n:
+        return a
+    b = [
+        2,
+    ]
+    return b
+"""
+    prober = probes.blocks_of(text)
+    assert prober.owner == {4: 0, 5: 0, 6: 1, 7: 2, 8: 2, 9: 2, 10: 2}
+    assert prober.count == 3
+
+
+def test_blocks_that_ran(probes, tmp_path, monkeypatch):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/halved.py").write_text(SOURCE)
+    place = probes.lay(tmp_path / "tree", ["halved.py"])
+    monkeypatch.syspath_prepend(str(tmp_path / "tree"))
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    hits = probes.install(str(place))
+    half = importlib.import_module("halved").half
+    assert hits[:3] == bytes(3)
+    assert half(3) == 2
+    assert hits[:3] == bytes([1, 0, 1])
+    with pytest.raises(ValueError):
+        half(4)
+    assert hits[:3] == bytes([1, 1, 1])
 
 
 WAITING = """
