@@ -2,8 +2,8 @@
 
 Products of FP8 weights and activations: T = ridge(linear FLOPs / F_FP8, linear bytes / H) + quantised bytes / Q
 + attention + layers c_FP8. Their inputs are made FP8 by kernels of their own, which read and write those bytes. The
-ridge may have factors of FP8's own (`calib.factors`). Attention over FP8 KV has a rate and a padding of its own, and
-costs a layer more than over 16 bits.
+ridge may have factors of FP8's own (`calib.factors`), fitted together with it. Attention over FP8 KV has a rate and a
+padding of its own, and costs a layer more than over 16 bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,11 +94,11 @@ def fit_fp8(
         errors, unseen = _errors({**known, **fit.values}, timed), _unseen(chosen, timed, known)
         found = _by_phase(chosen, timed, errors, unseen)
         if not fp8_kv and unseen is not None and leans(regions(chosen, errors), whole=False):
-            points = _fit_factors({**known, **fit.values}, timed)
-            errors = _errors({**known, **fit.values}, timed.times(points))
-            factored = _by_phase(chosen, timed, errors, _unseen(chosen, timed, known, factored=True))
-            if _overall(factored) < _overall(found):
-                found, factors = factored, points
+            factored, points = _fit_factored(timed, known)
+            errors = _errors({**known, **factored.values}, timed.times(points))
+            residual = _by_phase(chosen, timed, errors, _unseen(chosen, timed, known, factored=True))
+            if _overall(residual) < _overall(found):
+                found, fit, factors = residual, factored, points
             elif linear_factors:
                 factors = [(1, 1.0)]
         residuals |= found
@@ -134,7 +134,8 @@ def _predict_s(values: Mapping[str, float], timed: _Timed) -> Array:
         over_kv = {name: values[f"fp8_{name}"] for name in ("kv_bytes_per_s", "kv_padding_tokens")}
         attended_s = attention_s({**values, **over_kv}, terms) + terms.layers * values["fp8_kv_layer_overhead_s"]
     else:
-        attended_s = attention_s(values, terms) - terms.layers * ~timed.attends * values.get(ATTENTION, 0.0)
+        launch_s = min(values.get(ATTENTION, 0.0), values["fp8_layer_overhead_s"])
+        attended_s = attention_s(values, terms) - terms.layers * ~timed.attends * launch_s
     overhead_s = np.where(is_fp8, values["fp8_layer_overhead_s"], values["layer_overhead_s"])
     quantized_s = terms.quantized_bytes / values["fp8_quantize_bytes_per_s"]
     return _products_s(values, timed) * timed.factors + quantized_s + attended_s + terms.layers * overhead_s
@@ -149,19 +150,26 @@ def _products_s(values: Mapping[str, float], timed: _Timed) -> Array:
     return products_s({**values, **own}, timed.terms)
 
 
-def _fit_factors(values: Mapping[str, float], timed: _Timed) -> list[Point]:
-    """Of FP8 products, which have none yet."""
-    own_s = _products_s(values, timed)
-    return fit_factors(own_s, _predict_s(values, timed) - own_s, timed.terms.tokens, timed.measured_s)
-
-
 def _fit(timed: _Timed, known: Mapping[str, float]) -> Fit:
     def predicted(values: Mapping[str, float]) -> Array:
-        exponent = {EXPONENT: 1.0 / values["overlap"]} if "overlap" in values else {}
-        return _predict_s({**known, **values, **exponent}, timed)
+        return _predict_s({**known, **_with_p(values)}, timed)
 
     found = fit_relative(predicted, timed.measured_s, _parameters(timed, known))
     return Fit(with_exponent(found.estimates, EXPONENT), found.scatter)
+
+
+def _fit_factored(timed: _Timed, known: Mapping[str, float]) -> tuple[Fit, list[Point]]:
+    """The same with factors: found together, since half of the sizes are far off any ridge."""
+
+    def predicted(values: Mapping[str, float], factors: Array) -> Array:
+        return _predict_s({**known, **_with_p(values)}, replace(timed, factors=factors))
+
+    found, points = fit_factors(predicted, timed.terms.tokens, timed.measured_s, _parameters(timed, known))
+    return Fit(with_exponent(found.estimates, EXPONENT), found.scatter), points
+
+
+def _with_p(values: Mapping[str, float]) -> dict[str, float]:
+    return {**values, EXPONENT: 1.0 / values["overlap"]} if "overlap" in values else dict(values)
 
 
 def _errors(values: Mapping[str, float], timed: _Timed) -> Array:
@@ -180,8 +188,8 @@ def _unseen(
     for name in models:
         left_out = names == name
         others, one = timed.of(~left_out), timed.of(left_out)
-        values = {**known, **_fit(others, known).values}
-        errors[left_out] = _errors(values, one.times(_fit_factors(values, others)) if factored else one)
+        fit, points = _fit_factored(others, known) if factored else (_fit(others, known), None)
+        errors[left_out] = _errors({**known, **fit.values}, one if points is None else one.times(points))
     return errors
 
 

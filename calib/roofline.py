@@ -75,7 +75,8 @@ def products_s(constants: Mapping[str, float | Array], terms: Terms) -> Array:
 def fit_linear_factors(constants: Mapping[str, float], terms: Terms, measured_s: Array) -> list[Point]:
     """What products take over the roofline of these constants, by tokens."""
     own_s = products_s(constants, terms)
-    return fit_factors(own_s, predict_s(constants, terms) - own_s, terms.tokens, measured_s)
+    rest_s = predict_s(constants, terms) - own_s
+    return fit_factors(lambda _, factors: rest_s + own_s * factors, terms.tokens, measured_s)[1]
 
 
 def attention_s(constants: Mapping[str, float], terms: Terms) -> Array:

@@ -262,7 +262,8 @@ def _fp8_layers(
 ) -> Iterator[Sample]:
     """A layer's FP8 GEMMs alone, over 16-bit KV and over FP8 KV, on every size of group. None on an A100.
 
-    GEMMs alone are those of multiples of tiles and of one more. Of attention, powers of four are enough.
+    GEMMs alone are of all sizes in the table, since each may have a kernel of its own. Of attention, powers of four
+    are enough.
     """
     gemms = _gemm_table(_of_engine(_newest(root / "gemm", GEMMS), engine), FP8)
     for name in models:
@@ -272,10 +273,9 @@ def _fp8_layers(
                 continue
             linear = _linear(model, gemms, tp)
             for tokens, timing in sorted(linear.items()):
-                if _is_power(2, tokens) or _is_power(2, tokens - 1):
-                    yield Sample(
-                        op="linear", latency_s=timing.latency_s, model=name, tp=tp, new_tokens=tokens, quantization=FP8
-                    )
+                yield Sample(
+                    op="linear", latency_s=timing.latency_s, model=name, tp=tp, new_tokens=tokens, quantization=FP8
+                )
             for kv_dtype, tables in attention.items():
                 for sample in _layers(name, model, linear, tables, tp):
                     length = sample.context_tokens + 1 if sample.is_decode else sample.new_tokens

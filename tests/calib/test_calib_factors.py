@@ -9,6 +9,7 @@ from calib_small import A100, BASE, HARDWARE, THREE, noisy, planted, shapes, ter
 from calib.factors import factors_at, fit_factors
 from calib.fit import FitReport, fit_profile
 from calib.holdout import leave_one_model_out, mean_holdout
+from calib.robust import Parameter
 from calib.roofline import complete, predict_s
 
 CURVE = [(1, 1.0), (16, 1.0), (64, 1.05), (256, 0.85), (512, 1.2), (8192, 0.95)]
@@ -29,10 +30,28 @@ def test_factors_by_hand():
     assert factors_at([(2, 1.0), (4, 2.0)], np.array([1.0, 2.0, 3.0, 4.0, 9.0])) == pytest.approx([1, 1, 1.5, 2, 2])
     assert factors_at(None, np.array([7.0])) == 1.0
     products, rest, tokens = np.full(40, 2.0), np.full(40, 3.0), np.full(40, 4.0)
-    ((size, factor),) = fit_factors(products, rest, tokens, np.full(40, 4.0))
+
+    def predict(_, factors):
+        return rest + products * factors
+
+    _, ((size, factor),) = fit_factors(predict, tokens, np.full(40, 4.0))
     assert size == 4 and factor == pytest.approx(0.5, rel=0.1)
     # What has no products tells nothing.
-    assert fit_factors(products, rest, np.zeros(40), np.full(40, 4.0)) == []
+    assert fit_factors(predict, np.zeros(40), np.full(40, 4.0))[1] == []
+
+
+def test_constants_are_found_with_the_factors():
+    """Products of a rate of 10 take twice as long at 3 tokens: without a factor there the rate would be 7 or less."""
+    tokens = np.repeat([1.0, 2.0, 3.0, 4.0], 10)
+    work = 5 * tokens * np.tile(np.arange(1, 11), 4)
+    measured = work / 10 * np.where(tokens == 3, 2.0, 1.0) + 0.1
+
+    def predict(values, factors):
+        return work / values["rate"] * factors + 0.1
+
+    found, points = fit_factors(predict, tokens, measured, {"rate": Parameter(30.0)})
+    assert found.values == {"rate": pytest.approx(10.0, rel=1e-3)}
+    assert dict(points) == pytest.approx({1: 1.0, 2: 1.0, 3: 2.0, 4: 1.0}, rel=1e-3)
 
 
 def test_planted_factors_come_back_and_hold_out_better():

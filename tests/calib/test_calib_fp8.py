@@ -141,6 +141,20 @@ def test_noisy_samples_hold_the_constants_within_their_intervals():
         assert own < unseen < 3 * own
 
 
+def test_sizes_off_the_ridge_have_factors_and_leave_the_constants():
+    """Products of 64, 256 and 1,024 rows take twice as long: rates come back, since factors are found with them."""
+    none = {"fp8_quantize_bytes_per_s": 1e30, "fp8_layer_overhead_s": ATTENTION_S}
+    same = {"fp8_layer_overhead_s": A100["layer_overhead_s"] + ATTENTION_S}
+    whole, products = exactly(linear(), **same), exactly(linear(), **none)
+    slow = {64, 256, 1024}
+    seconds = [s.latency_s + (s.new_tokens in slow) * p.latency_s for s, p in zip(whole, products, strict=True)]
+    found = fit_fp8(timed(whole, seconds), MODELS, complete(A100))
+    assert dict(found.factors or []) == pytest.approx({n: 2.0 if n in slow else 1.0 for n in TOKENS}, rel=0.05)
+    told = {name: value for name, value in PRODUCTS.items() if name != "fp8_layer_overhead_s"}
+    assert values(found) == pytest.approx(told, rel=0.05)
+    assert found.residuals["unseen_model_fp8_linear_mape"] < 0.02
+
+
 def test_no_samples_no_fit():
     found = fit_fp8([], MODELS, complete(A100))
     assert (found.fits, found.residuals) == ([], {})
