@@ -1,12 +1,12 @@
-"""vLLM on H100 as measured and as simulated: Llama-3.3-70B FP8 in closed loop, with shipped constants.
+"""vLLM on H100, H200 and B200 as measured and as simulated: Llama-3.3-70B FP8 in closed loop, with shipped constants.
 
-python benchmarks/vllm_h100_closed_loop.py FOLDER    # with rows.csv; says so and ends where it is not there
+python benchmarks/vllm_closed_loop.py FILE [--gpu h200]    # says so and ends where FILE is not there
 
-`rows.csv` has rows of ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0), measured by InferenceMAX: tensor
-parallelism, input and output length, concurrency, TTFT and TPOT. The settings are those of its scripts
-(SemiAnalysisAI/InferenceX, Apache-2.0): vLLM about 0.10.2, FP8 weights and KV, async scheduling, no prefix cache, 8,192
-batched tokens, as many sequences as clients, 10 prompts a client, lengths uniform in [0.8 L, L]. Nothing is fitted to
-these rows. What is not stated is assumed in `scenario`.
+FILE is ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0) or rows of it. Of vLLM's rows of this model,
+measured by InferenceMAX, it takes tensor parallelism, input and output length, concurrency, TTFT and TPOT. The settings
+are those of its scripts (SemiAnalysisAI/InferenceX, Apache-2.0): vLLM about 0.10.2, FP8 weights and KV, async
+scheduling, no prefix cache, 8,192 batched tokens, as many sequences as clients, 10 prompts a client, lengths uniform in
+[0.8 L, L]. Nothing is fitted to these rows. What is not stated is assumed in `scenario`.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from traces.request import Request
 
 MODEL = "Llama-3.1-70B"
 """How the rows of Llama-3.3-70B are labelled; the shapes are the same."""
+SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm"}
 PROMPTS_PER_CLIENT = 10
 LEAST_SHARE = 0.8
 TTFT_TARGET, TPOT_TARGET = 0.20, 0.08
@@ -63,20 +64,21 @@ class Simulated:
     """KV blocks of all clients at their longest, over those that there are."""
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of the 70B model, in order of their settings."""
+def read(path: Path, gpu: str) -> list[Row]:
+    """The 70B model's FP8 rows of vLLM on a GPU, in order of their settings; rows that name no system are H100's."""
+    wanted = {"backend": "vllm", "system": SYSTEMS[gpu], "precision": "fp8"}
     with path.open(encoding="utf-8") as file:
         found = [
             Row(
-                int(row["tp_size"]),
+                int(float(row["tp_size"])),
                 int(row["isl"]),
                 int(row["osl"]),
-                int(row["concurrency"]),
+                int(float(row.get("concurrency") or row["batch_size"])),
                 float(row["silicon_ttft_ms"]),
                 float(row["silicon_tpot_ms"]),
             )
             for row in csv.DictReader(file)
-            if MODEL in row["model_path"]
+            if MODEL in row["model_path"] and all(row.get(name, value) == value for name, value in wanted.items())
         ]
     return sorted(found, key=lambda row: (row.tp, row.input_tokens, row.output_tokens, row.concurrency))
 
@@ -94,14 +96,14 @@ def requests(row: Row) -> list[Request]:
     ]
 
 
-def scenario(row: Row, kv_cache_dtype: str) -> Scenario:
+def scenario(row: Row, gpu: str, kv_cache_dtype: str) -> Scenario:
     """The deployment of a row; that 90 % of the memory may be used is vLLM's default, and assumed."""
     return Scenario(
         workload="fixed",
         model="llama-3.1-70b",
         quantization="fp8",
         kv_cache_dtype="fp8" if kv_cache_dtype == "fp8" else "auto",
-        gpu="h100",
+        gpu=gpu,
         tp=row.tp,
         max_concurrency=row.concurrency,
         max_num_seqs=row.concurrency,
@@ -111,9 +113,9 @@ def scenario(row: Row, kv_cache_dtype: str) -> Scenario:
     )
 
 
-def simulate(row: Row, kv_cache_dtype: str) -> Simulated:
+def simulate(row: Row, gpu: str, kv_cache_dtype: str) -> Simulated:
     """Replay a row."""
-    setup = prepare(scenario(row, kv_cache_dtype), POLICY, parse_policy(POLICY, {})[1])
+    setup = prepare(scenario(row, gpu, kv_cache_dtype), POLICY, parse_policy(POLICY, {})[1])
     run = execute(build_run(setup, requests(row)))
     ttft_ms, tpot_ms = ([s * 1e3 for s in values] for values in (run.log.ttft_s, run.log.tpot_s))
     tokens = row.concurrency * (row.input_tokens + row.output_tokens)
@@ -140,20 +142,20 @@ def line(row: Row, found: Simulated) -> str:
 def main() -> None:
     """Print every row, and how far off they are together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--gpu", choices=SYSTEMS, default="h100")
     parser.add_argument(
         "--kv-cache-dtype", choices=("fp8", "auto"), default="fp8", help="fp8, as stated; auto: 16 bits"
     )
     arguments = parser.parse_args()
-    path = arguments.folder / "rows.csv"
-    if not path.exists():
-        print(f"{path} is not there: nothing to compare with")
+    if not arguments.file.exists():
+        print(f"{arguments.file} is not there: nothing to compare with")
         return
     print("Simulated: means over all requests of a row, the burst at its start included.")
     print(f"{'row':<22}{'TTFT, ms':>11}{'simulated':>11}{'':>9}{'TPOT, ms':>11}{'simulated':>11}")
     pairs = []
-    for row in read(path):
-        pairs.append((row, simulate(row, arguments.kv_cache_dtype)))
+    for row in read(arguments.file, arguments.gpu):
+        pairs.append((row, simulate(row, arguments.gpu, arguments.kv_cache_dtype)))
         print(line(*pairs[-1]), flush=True)
     for which, kind in enumerate(("medians", "means")):
         print(f"\nsimulated {kind}:")
