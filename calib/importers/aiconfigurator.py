@@ -10,7 +10,7 @@ attention (`products`): norms, rotary embedding and activation are not in the ta
   of tokens are not: only those on the grid become samples.
 - Attention is that of one engine, whose kernels it is. So are FP8 GEMMs, each with the quantisation of its input by a
   given scale, attention over FP8 KV, whose queries come in FP8 already, and all-reduces, as the engine's CUDA
-  graphs do them (its own kernel for small messages, NCCL's beyond).
+  graphs do them (its own kernel for small messages, NCCL's beyond). vLLM fuses small ones with the norm behind them.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ from sim.errors import UserError
 from sim.specs.models import ModelSpec, load_model
 
 PACKAGE = "aiconfigurator_core"
-SYSTEMS = {"a100_sxm": "a100-80g", "l40s": "l40s", "h100_sxm": "h100", "h200_sxm": "h200"}
+SYSTEMS = {"a100_sxm": "a100-80g", "l40s": "l40s", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200"}
 """Systems of the package and the GPUs of ours that they are."""
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b")
 """Models whose heads are in the tables and whose shapes differ from each other."""
@@ -42,11 +42,22 @@ MOST_DECODES = 512
 LEAST_CONTEXT_TOKENS = 127
 LEAST_PROMPT_TOKENS = 128
 """Shorter prompts cost what decodes of as many tokens do."""
+ELEMENT_BYTES = 2
+"""Of all-reduced messages, whose sizes the tables count in elements."""
 LEAST_REDUCED_BYTES, MOST_REDUCED_BYTES = 8 << 10, 256 << 20
 """Messages of a tensor-parallel layer, from one token to a long prompt."""
 REDUCING_GPUS = {"l40s": (2,)}
 """Group sizes taken, where not all: over PCIe, NCCL's rate per byte falls 4- and 13-fold at 4 and 8 GPUs in the table,
 which is that machine's topology, not the GPU."""
+
+FUSING_ENGINE = "trtllm"
+FUSED_BYTES = {
+    "h100_sxm": {2: 64 << 20, 4: 2 << 20, 8: 1 << 19},
+    "h200_sxm": {2: 64 << 20, 4: 2 << 20, 8: 1 << 19},
+    "b200_sxm": {2: 64 << 20, 4: 32 << 20, 8: 1 << 20},
+}
+"""By GPUs: messages up to which vLLM fuses an all-reduce with the norm behind it. FlashInfer's kernel does that, which
+is TensorRT-LLM's (vLLM 0.16, `FI_ALLREDUCE_FUSION_MAX_SIZE_MB`; on by default at level O2)."""
 
 
 class Gemm(NamedTuple):
@@ -299,29 +310,50 @@ def _of_engine(paths: Iterable[Path], engine: str) -> list[Path]:
     return [path for path in paths if path.parent.parent.name == engine]
 
 
-def _reducing(root: Path, engine: str) -> tuple[Path, str, Mapping[str, str]]:
-    """The newest table of all-reduces, in words, and what its rows must say: the engine's, or else NCCL's."""
-    if engine in GRAPHED and list((root / "comm").glob(f"{engine}/*/{OWN_ALL_REDUCE}")):
-        for path in _of_engine(_newest(root / "comm", OWN_ALL_REDUCE), engine):
-            return path, f"{engine} {path.parent.name}, in CUDA graphs", {"backend": f"{engine}_graph"}
-    path = _newest(root / "comm", "nccl_perf.parquet")[0]
-    return path, f"NCCL {path.parent.name}, half precision", {"op_name": "all_reduce", "nccl_dtype": "half"}
+class _Reducing(NamedTuple):
+    """A table of all-reduces."""
+
+    path: Path
+    words: str
+    wanted: Mapping[str, str]
+    """What its rows must say."""
+    most_bytes: Mapping[int, int] = {}
+    """The largest messages by GPUs, where not all are taken."""
+
+
+def _reducing(root: Path, engine: str) -> list[_Reducing]:
+    """The newest table of all-reduces, the engine's or else NCCL's; and of those that vLLM fuses with norms."""
+    tables = _newest(root / "comm", OWN_ALL_REDUCE) if any((root / "comm").glob(f"*/*/{OWN_ALL_REDUCE}")) else []
+    own = [path for path in tables if path.parent.parent.name == engine] if engine in GRAPHED else []
+    if own:
+        path = own[0]
+        found = [_Reducing(path, f"{engine} {path.parent.name}, in CUDA graphs", {"backend": f"{engine}_graph"})]
+    else:
+        path = _newest(root / "comm", "nccl_perf.parquet")[0]
+        wanted = {"op_name": "all_reduce", "nccl_dtype": "half"}
+        found = [_Reducing(path, f"NCCL {path.parent.name}, half precision", wanted)]
+    if engine == "vllm" and root.name in FUSED_BYTES:
+        for path in tables:
+            if path.parent.parent.name == FUSING_ENGINE:
+                words = f"what it fuses with norms: {FUSING_ENGINE} {path.parent.name}"
+                found.append(_Reducing(path, words, {}, FUSED_BYTES[root.name]))
+    return found
 
 
 def _all_reduces(root: Path, engine: str) -> Iterator[Sample]:
     allowed = _group_sizes(root)
-    path, _, wanted = _reducing(root, engine)
-    for row in _read(path, (*wanted, "num_gpus", "message_size", "latency")):
-        gpus, num_bytes = row["num_gpus"], row["message_size"]
-        if any(row[name] != value for name, value in wanted.items()):
-            continue
-        if gpus in allowed and LEAST_REDUCED_BYTES <= num_bytes <= MOST_REDUCED_BYTES:
-            yield Sample(
-                op="all_reduce",
-                latency_s=row["latency"] * MS,
-                tp=gpus,
-                num_bytes=float(num_bytes),
-            )
+    for path, _, wanted, most_bytes in _reducing(root, engine):
+        for row in _read(path, (*wanted, "num_gpus", "message_size", "latency")):
+            gpus, num_bytes = row["num_gpus"], row["message_size"] * ELEMENT_BYTES
+            most = most_bytes.get(gpus, MOST_REDUCED_BYTES)
+            matches = all(row[name] == value for name, value in wanted.items())
+            if matches and gpus in allowed and LEAST_REDUCED_BYTES <= num_bytes <= most:
+                yield Sample(
+                    op="all_reduce",
+                    latency_s=row["latency"] * MS,
+                    tp=gpus,
+                    num_bytes=float(num_bytes),
+                )
 
 
 def _provenance(root: Path, engine: str, *, has_fp8: bool) -> dict[str, str]:
@@ -337,6 +369,6 @@ def _provenance(root: Path, engine: str, *, has_fp8: bool) -> dict[str, str]:
         "gemm": f"median over the collectors {gemm}",
         "attention": f"{engine} {attention[0].parent.name}",
         "fp8": f"GEMMs of {engine} {gemms[0].parent.name}" if has_fp8 else "none in the tables",
-        "all_reduce": _reducing(root, engine)[1],
+        "all_reduce": "; ".join(table.words for table in _reducing(root, engine)),
         "missing": "norms, rotary embedding, activation, LM head, PCIe copies, engine overhead: not in the tables",
     }

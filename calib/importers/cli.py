@@ -25,7 +25,7 @@ def add_imports(commands: Any, run_fit: Callable[[argparse.Namespace], int]) -> 
     parser = commands.add_parser("import", help="turn public tables into samples and fit them")
     kinds = parser.add_subparsers(title="tables", metavar="TABLES", required=True)
     tables = kinds.add_parser("aiconfigurator", help="aiconfigurator-core's operator tables (needs pyarrow)")
-    tables.add_argument("--system", required=True, help="a100_sxm, l40s, h100_sxm or h200_sxm")
+    tables.add_argument("--system", required=True, help="a100_sxm, l40s, h100_sxm, h200_sxm or b200_sxm")
     tables.add_argument("--model", action="append", help="models to compose; repeatable (default: six Llama and Qwen)")
     tables.add_argument("--engine", default="vllm", help="whose attention: vllm, sglang or trtllm (%(default)s)")
     tables.add_argument("--tables", type=Path, metavar="DIR", help="the package's systems/data (default: installed)")

@@ -313,7 +313,9 @@ def attention_row(batch, new, cached, ms, **other):
 
 
 def nccl_row(gpus, num_bytes, ms, **other):
-    row = {"nccl_dtype": "half", "op_name": "all_reduce", "num_gpus": gpus, "message_size": num_bytes, "latency": ms}
+    # The tables count elements of two bytes.
+    size = num_bytes // 2
+    row = {"nccl_dtype": "half", "op_name": "all_reduce", "num_gpus": gpus, "message_size": size, "latency": ms}
     return {**row, **other}
 
 
@@ -364,8 +366,8 @@ def tables(tmp_path):
     reduces = [
         nccl_row(2, 8192, 0.01),
         nccl_row(4, 1 << 28, 2.0),
-        nccl_row(2, 8191, 99.0),
-        nccl_row(2, (1 << 28) + 1, 99.0),
+        nccl_row(2, 8190, 99.0),
+        nccl_row(2, (1 << 28) + 2, 99.0),
         nccl_row(16, 8192, 99.0),
         nccl_row(2, 8192, 99.0, nccl_dtype="float"),
         nccl_row(2, 8192, 99.0, op_name="all_gather"),
@@ -444,6 +446,25 @@ def test_an_engines_own_all_reduces_are_taken_before_nccls(tables):
         samples, provenance = composed(tables, engine=engine)
         assert [s.latency_s for s in samples if s.op == "all_reduce"] == pytest.approx(seconds)
         assert provenance["all_reduce"] == source
+
+
+def test_what_vllm_fuses_with_norms_is_reduced_by_tensorrts_kernel(tables):
+    (tables / "a100_sxm").rename(tables / "h100_sxm")
+    own = [
+        {"num_gpus": gpus, "message_size": mib << 19, "latency": ms, "backend": "vllm_graph"}
+        for gpus, mib, ms in ((4, 2, 0.02), (4, 4, 0.03))
+    ]
+    fused = [
+        {"num_gpus": gpus, "message_size": mib << 19, "latency": ms, "implementation": "trtllm"}
+        for gpus, mib, ms in ((4, 2, 0.01), (4, 4, 0.02), (2, 64, 0.2), (2, 128, 0.4))
+    ]
+    put(tables / "h100_sxm", "comm/vllm/0.24.0/custom_allreduce_perf.parquet", own)
+    put(tables / "h100_sxm", "comm/trtllm/1.3.0/custom_allreduce_perf.parquet", fused)
+    samples, provenance = composed(tables, system="h100_sxm")
+    reduced = [(s.tp, s.num_bytes / 2**20, s.latency_s) for s in samples if s.op == "all_reduce"]
+    # Of four GPUs up to 2 MiB, of two up to 64.
+    assert reduced == [(4, 2, 2e-5), (4, 4, 3e-5), (4, 2, 1e-5), (2, 64, 2e-4)]
+    assert provenance["all_reduce"] == "vllm 0.24.0, in CUDA graphs; what it fuses with norms: trtllm 1.3.0"
 
 
 def test_all_reduces_are_those_that_a_layer_sends(tables):
@@ -557,7 +578,7 @@ def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"system": "b200"}, "system 'b200' is not known: use one of a100_sxm, l40s, h100_sxm, h200_sxm"),
+        ({"system": "b200"}, "system 'b200' is not known: use one of a100_sxm, l40s, h100_sxm, h200_sxm, b200_sxm"),
         ({"system": "l40s"}, "gemm: holds no gemm_perf.parquet: give the package's systems/data folder"),
         ({"engine": "mine"}, "holds no tables of engine 'mine': use vllm, sglang or trtllm"),
         ({"models": ["qwen2.5-7b"]}, "no attention of 28 query and 4 KV heads, or no matrices of its widths (model q"),
