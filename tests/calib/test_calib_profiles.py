@@ -122,6 +122,7 @@ def test_every_samples_file_that_ships_belongs_to_a_profile():
     assert sorted(path.name for path in DATA.iterdir()) == [f"{name}.csv.gz" for name in FITTED]
     assert [name.rpartition("-")[0] for name in IMPORTED] == [
         "a100-80g",
+        "b200",
         "h100",
         "h200",
         "l40s",

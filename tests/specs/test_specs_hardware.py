@@ -7,7 +7,7 @@ import pytest
 from sim.errors import UserError
 from sim.specs.hardware import BUILT_IN, built_in_hardware, load_hardware
 
-NAMES = ["a100-40g", "a100-80g", "cpu", "h100", "h200", "l20", "l40s", "rtx-4090", "rtx-pro-6000", "t4", "v100"]
+NAMES = ["a100-40g", "a100-80g", "b200", "cpu", "h100", "h200", "l20", "l40s", "rtx-4090", "rtx-pro-6000", "t4", "v100"]
 
 
 def test_the_built_ins():
