@@ -26,15 +26,17 @@ from test_conformance import VARIANTS as MORE
 
 from kvtwin.testing import Machine, linear_machine, tiny_model
 from kvtwin.testing.conformance import DECODES, Workload, hosts_of, limits_of
-from kvtwin.testing.engines import limits, simulate
-from sim.cost.forms import build_cost
+from kvtwin.testing.engines import PREFILL, limits, simulate
+from sim.cost.forms import LinearCost, build_cost
 from sim.cost.profile import read_profile
+from sim.engine.limits import WindowLimits
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.specs.hardware import load_hardware
+from sim.specs.kv_format import KVLayers
 from sim.systems import POLICIES
 from sim.systems.base import Policy
 from traces.request import Request
@@ -42,12 +44,18 @@ from traces.request import Request
 SCHEDULES = GOLDEN / "schedules.txt"
 RUNS = 14
 """Of each system."""
+WINDOWED = (
+    "vllm-recompute", "vllm-swap", "sarathi", "sarathi:eviction=swap", "fastgen", "vllm-v1",
+    "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority", "vllm-v1:watermark=0.1",
+    "vllm-v1:long-prefill-token-threshold=20",
+)  # fmt: skip
+"""These also with layers that keep a window."""
 
 
 def names() -> list[str]:
     """Presets, their options, and mixes."""
     more = (f"{name}:{options}" for name, variants in VARIANTS.items() for options in variants)
-    return list(dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)))
+    return [*dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)), *(f"{name} windowed" for name in WINDOWED)]
 
 
 def requests_of(rng: random.Random, length: int, block: int) -> list[Request]:
@@ -82,7 +90,24 @@ def machine_of(rng: random.Random, policy: Policy, block_bytes: float) -> Machin
     )  # fmt: skip
 
 
-def workload(policy: Policy, place: int) -> Workload:
+def with_windows(rng: random.Random, work: Workload, policy: Policy) -> Workload:
+    """The same where layers keep a window; only vLLM v1 caches their prefixes."""
+    limit, tokens, full = work.limits, rng.choice((1, 7, 20, 60)), rng.choice((0, 1, 2))
+    groups, blocks = rng.randint(1, 3), -(-tokens // limit.block_size)
+    layers = KVLayers(num_layers=full, num_stored=full), KVLayers(num_layers=2, num_stored=2, window=tokens)
+    model = msgspec.structs.replace(tiny_model(full + 2), kv_layers=layers if full else layers[1:])
+    cost = LinearCost(PREFILL, rng.choice(DECODES), 3e-4, limit.block_bytes, model=model)
+    plain = linear_machine(limit.block_bytes)
+    limit = replace(
+        limit,
+        num_gpu_blocks=limit.num_gpu_blocks * (2 * full + groups) // 6 + blocks,
+        window=WindowLimits(tokens, full, groups, blocks),
+        enable_prefix_caching=limit.enable_prefix_caching and policy.has_hybrid_manager,
+    )
+    return Workload(work.arrivals, limit, Machine(model, cost, plain.profile, plain.hardware))
+
+
+def workload(policy: Policy, place: int, *, windowed: bool = False) -> Workload:
     """The `place`-th; the same for all systems but for what their limits refuse."""
     rng = random.Random(f"schedules {place}")
     block, length = rng.choice((4, 16)), rng.choice((64, 256))
@@ -94,7 +119,8 @@ def workload(policy: Policy, place: int) -> Workload:
     arrivals = requests_of(rng, length, block)
     if policy.can_cache_prefixes and place % 2:
         limit = replace(limit, enable_prefix_caching=True)
-    return Workload(arrivals, limit, machine_of(rng, policy, limit.block_bytes))
+    work = Workload(arrivals, limit, machine_of(rng, policy, limit.block_bytes))
+    return with_windows(rng, work, policy) if windowed else work
 
 
 def teller() -> Callable[[object], object]:
@@ -128,9 +154,9 @@ def teller() -> Callable[[object], object]:
     return told
 
 
-def answer(policy: Policy, place: int) -> str:
+def answer(policy: Policy, place: int, *, windowed: bool = False) -> str:
     """What is pinned of a run."""
-    work, told, plans = workload(policy, place), teller(), []
+    work, told, plans = workload(policy, place, windowed=windowed), teller(), []
 
     def watch(scheduler: Scheduler) -> Callable[[IterationPlan, float, StepTimes], None]:
         if place % 2:
@@ -154,8 +180,9 @@ def answer(policy: Policy, place: int) -> str:
 
 def lines(name: str) -> list[str]:
     """Of a system."""
-    policy = parse_policy(name, {})[1]
-    return [f"{name} #{place}: {answer(policy, place)}" for place in range(RUNS)]
+    text, _, windowed = name.partition(" ")
+    policy = parse_policy(text, {})[1]
+    return [f"{name} #{place}: {answer(policy, place, windowed=bool(windowed))}" for place in range(RUNS)]
 
 
 def main() -> None:
