@@ -7,7 +7,7 @@ Everybody who decodes takes a token first. Of the token budget, prompts get
 at least `LEAST_CHUNK`: larger chunks would only lengthen everybody's iterations. A prompt from the shelf (`Triage`)
 starts when nobody who is kept waits or is parked and no prompt is half done, and leaves blocks free for those to come.
 Its chunks are `SHELF_AHEAD` times those in which prompts spread evenly over the decodes. A prompt takes all its blocks
-when it starts.
+when it starts. Nobody starts whose first token would be late, behind the iteration under way and the chunks of others.
 
 Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
 """
@@ -37,6 +37,8 @@ DEFERRED_FREE, LATE_FREE, QUIET_FREE = 0.05, 0.3, 0.02
 ROUNDING = 1e-6
 CHUNKS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 NEAR = 1.05
+ATTENDING = 1.05
+"""Times what is estimated of iterations by their tokens alone; chosen by trials."""
 LOOK_AHEAD = 64
 """Prompts that wait, at most, whose deadlines set the pace."""
 
@@ -61,6 +63,8 @@ class Paced(Unified):
         self._started = False
         # Whether prompts are computed by themselves in this step.
         self._alone = False
+        # Of the last iteration that was scheduled.
+        self._prompt_tokens = 0
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         self._started = self._alone = False
@@ -72,7 +76,11 @@ class Paced(Unified):
                 chunk = min(self._chunk(now_s), self.limit)
                 self._alone = chunk > 0 and self._added_s(chunk) > self._alone_s(chunk)
                 self.budget = chunk if self._alone else min(self.limit, members + chunk)
+                while late := self._late(self.budget if self._alone else self.budget - members, now_s):
+                    for seq in late:
+                        self.order.give_up(seq)
         super().fill(plan, now_s)
+        self._prompt_tokens = plan.prefill_tokens
 
     def _run_running(self, plan: IterationPlan) -> int:
         if not self._alone:
@@ -114,6 +122,49 @@ class Paced(Unified):
         if busy >= 1.0:
             return self.limit
         return max(least, ceil(rate * order.decodes_s() / (1.0 - busy) - ROUNDING))
+
+    def _starting(self, num_tokens: int) -> list[tuple[Sequence, int]]:
+        """Who is kept and has room now, first come first served, and what of each is to be computed: so much in all."""
+        free, seats = self.paged.gpu.free - self.park.headroom(), self.park.seats()
+        found: list[tuple[Sequence, int]] = []
+        for seq in self.order.kept():
+            free -= self.paged.blocks_wanted(seq, seq.num_tokens)
+            if free < 0 or len(found) >= seats or num_tokens <= 0:
+                break
+            tokens = seq.num_tokens - self.paged.cached_tokens(seq)
+            found.append((seq, tokens))
+            num_tokens -= tokens
+        return found
+
+    def _late(self, chunk: int, now_s: float) -> list[Sequence]:
+        """Who would start in this iteration, of so many prompt tokens, and have its first token too late."""
+        order, price = self.order, self.order.price
+        if not order.num_kept:
+            return []
+        # Of the iterations to come.
+        most = max(1, self.limit - len(self.batch.members))
+        ahead = sum(seq.num_tokens - seq.num_computed for seq in self.partials)
+        starting = self._starting(chunk + most - ahead) if ahead < chunk else []
+        if not starting:
+            return []
+        decode_s = ATTENDING * order.decodes_s()
+        token_s, square_s = ATTENDING * price.token_s, ATTENDING * price.square_s
+        begin_s = now_s + decode_s
+        if self.scheduler.in_flight:
+            begin_s += decode_s + self._prompt_tokens * token_s
+        total = ahead + sum(tokens for _, tokens in starting)
+        late: list[Sequence] = []
+        for seq, tokens in starting:
+            if ahead >= chunk:
+                break
+            more = max(0, ceil((ahead + tokens - chunk) / most))
+            end_s = begin_s + more * decode_s + min(total, chunk + more * most) * token_s + tokens**2 * square_s
+            if end_s > order.first_due_s(seq):
+                late.append(seq)
+                total -= tokens
+            else:
+                ahead += tokens
+        return late
 
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""

@@ -1,7 +1,8 @@
 """`Triage`: whom it pays to serve in time comes first, in order of arrival; the others wait on a shelf behind them.
 
 Requests are worth the same and cost differently, so goodput is greatest where the cheapest are served that fit the
-time: `theta` is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their span.
+time: `theta` is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their span, and
+the room that is left: while an engine fills up, work waits there at no cost.
 
 - Hopeless: its first token is late, or will be; or the tokens expected of it no longer fit its TPOT.
 - Deferred: it costs more than theta, and its prompt too much to be computed on the chance that there will be time;
@@ -176,6 +177,12 @@ class Triage(Order):
             self._decodes, self._decodes_s = decodes, self.cost.decode_steps(*decodes)[0]
         return self._decodes_s
 
+    def first_due_s(self, seq: Sequence) -> float:
+        """When the first token of one who waits must have come; inf where it has, or is waited for however late."""
+        if seq.first_token_s >= 0.0 or self.is_impatient(seq):
+            return inf
+        return seq.request.arrival_s + self.ttft_slo_s
+
     def most_decodes(self) -> float:
         """How many may decode together, so that those who are kept meet their TPOT; no limit where none can be left."""
         members = len(self.batch.members)
@@ -223,8 +230,23 @@ class Triage(Order):
         self._outlooks.clear()
         self.tokens_per_iteration = sum(prompt_tokens) / sum(iterations)
         self.theta_s = first_beyond(work_s, FILL * span_s)
+        if self.theta_s < inf and (room_s := self._room_s()) > 0.0:
+            self.theta_s = first_beyond(work_s, FILL * span_s + room_s)
         prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.theta_s]
         self.most_prompt_s = min(PROMPT_SHARE * self.theta_s, first_beyond(prompts, CHANCE * span_s))
+
+    def _room_s(self) -> float:
+        """Work of requests like those who decode that there is room for until it is full to `FILL`, s.
+
+        None where TPOT limits the batch before room does: work that waits there would be late.
+        """
+        scheduler, members = self.scheduler, self.batch.members
+        if not members:
+            return inf
+        full = max(len(members) / scheduler.limits.max_num_seqs, 1.0 - scheduler.gpu.free / scheduler.gpu.num_blocks)
+        if full >= FILL or len(members) / self.most_decodes() >= full:
+            return 0.0
+        return (FILL / full - 1.0) * sum(map(self.remaining_s, members))
 
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
@@ -236,13 +258,21 @@ class Triage(Order):
     def _insert(self, seq: Sequence, outlook: Outlook) -> int:
         kind = self.class_of(seq, outlook, self.iteration_s())
         key = outlook.work_s if kind == DEFERRED else seq.request.arrival_s
-        place = self._place[seq] = kind, key, seq.request.request_id
+        self._place_at(seq, (kind, key, seq.request.request_id))
         if seq.predicted_median_tokens:
             self._outlooks[seq] = outlook
-        insort(self._queue, (place, seq))
-        self.num_kept += kind == KEPT
-        self._num_hopeless += kind == HOPELESS
         return kind
+
+    def _place_at(self, seq: Sequence, place: Place) -> None:
+        self._place[seq] = place
+        insort(self._queue, (place, seq))
+        self.num_kept += place[0] == KEPT
+        self._num_hopeless += place[0] == HOPELESS
+
+    def give_up(self, seq: Sequence) -> None:
+        """One who waits and is kept would have its first token too late."""
+        self.remove(seq)
+        self._place_at(seq, (HOPELESS, seq.request.arrival_s, seq.request.request_id))
 
     def head(self) -> Sequence:
         return self._queue[0][1]
