@@ -1,12 +1,12 @@
 """Inter-token latencies of a whole run, kept by iteration instead of by token.
 
 All sequences of an iteration share its end time, so the gaps between tokens are few distinct values with large weights.
-Up to `EXACT_RUNS` recorded runs the statistics are exact; past that the oldest are folded into a histogram of
-logarithmic bins, so that memory stays bounded however long the trace is.
+Up to `EXACT_RUNS` recorded runs of `EXACT_GAPS` iterations in all the statistics are exact; past that the oldest are
+folded, some at a time, into a histogram of logarithmic bins, so that memory stays bounded however long the trace is.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import sqrt
 
 import msgspec
@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 FLOATS_PER_RUN = 4
 EXACT_RUNS = 1 << 20
 """Runs of iterations kept exactly (32 MiB)."""
+EXACT_GAPS = 1 << 22
+"""Iterations of theirs that are looked at one by one, all at once (about 200 MB)."""
+PIECE = 1 << 18
+"""Iterations, about, that are folded at once."""
 BIN_RATIO = 1.0002
 """Ratio of neighbouring bin edges: a percentile read from the histogram is within 1e-4 of the exact one."""
 
@@ -33,13 +37,14 @@ class GapStatistics(msgspec.Struct, frozen=True):
 class GapCollector:
     """Collects runs of gaps: `count` gaps from `gap_s` on, each longer by `slope_s`, each for `weight` sequences."""
 
-    __slots__ = ("_bins", "_count", "_max_floats", "_runs", "_sum", "_sum_squares", "add")
+    __slots__ = ("_bins", "_count", "_max_floats", "_max_gaps", "_runs", "_sum", "_sum_squares", "add")
 
-    def __init__(self, max_runs: int = EXACT_RUNS) -> None:
+    def __init__(self, max_runs: int = EXACT_RUNS, max_gaps: int = EXACT_GAPS) -> None:
         self._runs = array("d")
         self.add: Callable[[tuple[float, float, int, int]], None] = self._runs.extend
         """Record one run: (gap_s, slope_s, count, weight). In the hot path, so nothing but the array's own method."""
         self._max_floats = FLOATS_PER_RUN * max_runs
+        self._max_gaps = max_gaps
         self._bins: dict[int, int] = {}
         self._count = 0
         self._sum = 0.0
@@ -50,34 +55,32 @@ class GapCollector:
         if len(self._runs) >= self._max_floats:
             self._fold()
 
-    def _expanded(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Gap values (s) and their weights, one entry an iteration."""
+    def _table(self) -> NDArray[np.float64]:
+        """What is recorded, a row a run."""
         # A copy: the array could not grow while a view of it lives.
-        runs: NDArray[np.float64] = np.array(self._runs, dtype=np.float64).reshape(-1, FLOATS_PER_RUN)
-        counts = runs[:, 2].astype(np.int64)
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        position = np.arange(len(first), dtype=np.float64) - first
-        values: NDArray[np.float64] = np.repeat(runs[:, 0], counts) + np.repeat(runs[:, 1], counts) * position
-        return values, np.repeat(runs[:, 3].astype(np.int64), counts)
+        return np.array(self._runs, dtype=np.float64).reshape(-1, FLOATS_PER_RUN)
 
     def _fold(self) -> None:
-        values, weights = self._expanded()
-        self._count += int(weights.sum())
-        self._sum += float((values * weights).sum())
-        self._sum_squares += float((values * values * weights).sum())
-        bins = np.floor(np.log(np.maximum(values, 1e-12)) / np.log(BIN_RATIO)).astype(np.int64)
-        keys, inverse = np.unique(bins, return_inverse=True)
-        for key, weight in zip(keys.tolist(), np.bincount(inverse, weights).tolist(), strict=True):
-            self._bins[key] = self._bins.get(key, 0) + int(weight)
+        for runs in _pieces(self._table()):
+            values, weights = _expanded(runs)
+            self._count += int(weights.sum())
+            self._sum += float((values * weights).sum())
+            self._sum_squares += float((values * values * weights).sum())
+            bins = np.floor(np.log(np.maximum(values, 1e-12)) / np.log(BIN_RATIO)).astype(np.int64)
+            keys, inverse = np.unique(bins, return_inverse=True)
+            for key, weight in zip(keys.tolist(), np.bincount(inverse, weights).tolist(), strict=True):
+                self._bins[key] = self._bins.get(key, 0) + int(weight)
         del self._runs[:]
 
     def statistics(self, percentiles: tuple[float, ...]) -> GapStatistics | None:
         """Statistics over every gap recorded; percentiles interpolate linearly, as `numpy.percentile` does."""
-        exact = not self._bins
+        runs = self._table()
+        exact = not self._bins and runs[:, 2].sum() <= self._max_gaps
         if exact:
-            values, weights = self._expanded()
+            values, weights = _expanded(runs)
             count, total = int(weights.sum()), float((values * weights).sum())
         else:
+            del runs
             self._fold()
             keys = np.array(sorted(self._bins))
             values = np.exp((keys + 0.5) * np.log(BIN_RATIO))
@@ -91,6 +94,26 @@ class GapCollector:
         else:
             variance = max(0.0, self._sum_squares / count - mean * mean)
         return GapStatistics(count, mean, sqrt(variance), weighted_percentiles(values, weights, percentiles), exact)
+
+
+def _expanded(runs: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Gap values (s) of `runs` and their weights, one entry an iteration."""
+    counts = runs[:, 2].astype(np.int64)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    position = np.arange(len(first), dtype=np.float64) - first
+    values: NDArray[np.float64] = np.repeat(runs[:, 0], counts) + np.repeat(runs[:, 1], counts) * position
+    return values, np.repeat(runs[:, 3].astype(np.int64), counts)
+
+
+def _pieces(runs: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+    """`runs` in order, some at a time: of `PIECE` iterations, or of fewer than two runs."""
+    ends = np.cumsum(runs[:, 2])
+    begin = 0
+    while begin < len(runs):
+        done = ends[begin - 1] if begin else 0.0
+        end = max(begin + 1, int(np.searchsorted(ends, done + PIECE, "right")))
+        yield runs[begin:end]
+        begin = end
 
 
 def weighted_percentiles(

@@ -22,7 +22,8 @@ from sim.errors import UserError
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 ARRAY_LIMIT = 100_000
 """Past this many requests, result.json leaves the per-request arrays to the streamed table."""
-STD_PIECE = 1 << 16
+PIECE = 1 << 16
+"""Values that are worked on at once where all of them would be most of the run's memory."""
 SLO_NAMES = ("ttft", "tpot", "e2el")
 
 
@@ -216,10 +217,16 @@ class RequestLog:
         if not self.completed:
             return 0
         arrivals = np.frombuffer(self.arrival_s, dtype=np.float64)
-        ends = np.sort(arrivals + np.frombuffer(self.e2el_s, dtype=np.float64))
+        ends = arrivals + np.frombuffer(self.e2el_s, dtype=np.float64)
+        ends.sort()
         arrivals = np.sort(arrivals)
-        # Who ends as another arrives is gone.
-        return int((np.arange(1, len(arrivals) + 1) - np.searchsorted(ends, arrivals, side="right")).max())
+        most = 0
+        for start in range(0, len(arrivals), PIECE):
+            piece = arrivals[start : start + PIECE]
+            # Who ends as another arrives is gone.
+            gone = np.searchsorted(ends, piece, side="right")
+            most = max(most, int((np.arange(start + 1, start + 1 + len(piece)) - gone).max()))
+        return most
 
     def latencies(self) -> dict[str, float | None]:
         """The statistics of TTFT, TPOT, E2EL and queueing under vLLM's names (ms)."""
@@ -258,10 +265,10 @@ def summary(values_s: NDArray[np.floating] | None, name: str) -> dict[str, float
 
 
 def _std(values: NDArray[np.floating], mean: float) -> float:
-    """Standard deviation, in pieces: a copy of five million values would be most of the run's memory."""
+    """Standard deviation, in pieces."""
     total = 0.0
-    for start in range(0, len(values), STD_PIECE):
-        piece = values[start : start + STD_PIECE].astype(np.float64) - mean
+    for start in range(0, len(values), PIECE):
+        piece = values[start : start + PIECE].astype(np.float64) - mean
         total += float((piece * piece).sum())
     return sqrt(total / len(values))
 

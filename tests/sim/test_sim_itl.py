@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.engine import itl
 from sim.engine.itl import GapCollector
 
 runs = st.lists(
@@ -49,6 +50,31 @@ def test_binned_percentiles_stay_within_their_bound(found: list[tuple[float, flo
         rank = percentile / 100 * (len(values) - 1)
         low, high = values[int(rank)], values[min(int(rank) + 1, len(values) - 1)]
         assert low * (1 - 2e-4) <= value <= high * (1 + 2e-4)
+
+
+def test_long_jumps_are_folded_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few runs may be of many iterations: past the limit they are binned, some at a time, and no gap is lost."""
+    found = [(0.01 * (1 + i % 7), 1e-4, 1 + 5 * i, 1 + i % 3) for i in range(40)]
+    exact, folded = GapCollector(), GapCollector(max_gaps=1000)
+    for run in found:
+        exact.add(run)
+        folded.add(run)
+    expanded, sizes = itl._expanded, []
+
+    def count(rows):
+        sizes.append(int(rows[:, 2].sum()))
+        return expanded(rows)
+
+    expected = exact.statistics((50.0, 99.0))
+    monkeypatch.setattr(itl, "_expanded", count)
+    monkeypatch.setattr(itl, "PIECE", 300)
+    statistics = folded.statistics((50.0, 99.0))
+    assert statistics is not None and expected is not None and expected.exact and not statistics.exact
+    assert len(sizes) > 10 and max(sizes) <= 300 and sum(sizes) == sum(count for _, _, count, _ in found)
+    assert statistics.count == expected.count
+    assert statistics.mean == pytest.approx(expected.mean) and statistics.std == pytest.approx(expected.std)
+    for percentile, value in statistics.percentiles.items():
+        assert value == pytest.approx(expected.percentiles[percentile], rel=2e-4)
 
 
 def test_no_gaps_no_statistics() -> None:
