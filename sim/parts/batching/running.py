@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sim.engine.plan import CONTINUED, IterationPlan, Origin
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.parts.base import overrides
 from sim.parts.batching.base import Batching
 from sim.parts.memory.paged import PagedMemory
 from sim.parts.order.priority import Priority, urgency
@@ -55,7 +56,10 @@ class Running(Batching):
             raise UserError("batching=unified takes blocks chunk by chunk: it goes with memory=paged")
         if scheduler.eviction.moves_whole or scheduler.stage.brings_layers_back:
             raise UserError("batching=unified computes victims again: it goes with eviction=recompute, stage=direct")
-        self.paged = scheduler.memory
+        self.paged = memory = scheduler.memory
+        hooks = ("drop_unread", "decode_blocks_of", "take_next")
+        # Whether a decode that neither begins a block nor fills one takes nothing.
+        self._takes_whole_blocks = not any(overrides(memory, hook, PagedMemory) for hook in hooks)
         self.by_priority = isinstance(scheduler.order, Priority)
 
     def _longest_chunk(self) -> int:
@@ -124,24 +128,28 @@ class Running(Batching):
         """vLLM's loop over `running`: who finds no block preempts, and tries again."""
         budget, longest, batch = self.budget, self._longest_chunk(), self.batch
         self.paged.catch_up()
-        held = self.scheduler.held
+        held, running, partials = self.scheduler.held, self.running, self.partials
+        step, size, takes_whole_blocks = batch.step, batch.block_size, self._takes_whole_blocks
         done: dict[Sequence, int] = {}
         preempted: list[Sequence] = []
-        for seq in list(self.running):
-            if seq in self.partials:
-                self._join_if_decode(seq)
+        for seq in [seq for seq in running if seq in partials]:
+            self._join_if_decode(seq)
         # Victims leave the dictionary: a copy says who is next.
-        for seq in list(self.running):
+        for seq in list(running):
             if budget <= 0:
                 break
-            if seq not in self.running or seq in held:
+            if seq not in running or seq in held:
                 continue
             chunk = 1
-            if seq in self.partials:
+            if seq in partials:
                 chunk = seq.num_tokens - seq.num_computed
                 if 0 < longest < chunk:
                     chunk = longest
                 chunk = min(chunk, budget)
+            elif takes_whole_blocks and (seq.batch_offset + step) % size > 1:
+                done[seq] = 1
+                budget -= 1
+                continue
             while not (taken := self._take(seq, chunk)):
                 victim = self._victim()
                 if not self._may_preempt(victim):
@@ -153,7 +161,7 @@ class Running(Batching):
                 if victim is seq:
                     break
             if not taken:
-                if self.by_priority and seq not in self.running:
+                if self.by_priority and seq not in running:
                     continue
                 break
             done[seq] = chunk
@@ -214,16 +222,17 @@ class Running(Batching):
 
     def _plan(self, plan: IterationPlan, done: dict[Sequence, int]) -> None:
         """Put what was decided into the plan, in the order of `running`."""
-        batch = self.batch
-        decodes = []
-        for seq, chunk in done.items():
-            if seq in self.partials:
-                self._add_chunk(plan, seq, chunk, CONTINUED)
-            else:
-                decodes.append(seq)
-                plan.decode_context_tokens += batch.num_tokens_of(seq)
-        plan.decodes = decodes
+        batch, partials = self.batch, self.partials
+        plan.decodes = decodes = [seq for seq in done if seq not in partials]
         plan.num_decodes = len(decodes)
+        if len(decodes) < len(done):
+            for seq, chunk in done.items():
+                if seq in partials:
+                    self._add_chunk(plan, seq, chunk, CONTINUED)
+        if len(decodes) == len(batch.members):
+            plan.decode_context_tokens += batch.context_tokens
+        else:
+            plan.decode_context_tokens += sum(map(batch.num_tokens_of, decodes))
 
     def _note(self, plan: IterationPlan, preempted: list[Sequence] | tuple[()]) -> None:
         tokens = {chunk.seq: chunk.num_new for chunk in plan.chunks} | dict.fromkeys(plan.decodes, 1)

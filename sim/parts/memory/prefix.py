@@ -163,9 +163,12 @@ class PrefixMemory(CachingMemory):
 
     def catch_up(self) -> None:
         """From now on the batch may not grow in step: publish what it has filled so far."""
-        members, late = self.batch.members, []
+        batch, size, late = self.batch, self.block_size, []
+        members, computed = batch.members, batch.step - self._num_pending
         for seq, holding in self._holdings.items():
-            if holding.num_blocks < len(holding.keys) and seq in members:
+            # At most so many are full: most have published them, and need no closer look.
+            most = (seq.batch_offset + computed) // size
+            if holding.num_blocks < most and holding.num_blocks < len(holding.keys) and seq in members:
                 full, tokens = self.published(seq)
                 if full > holding.num_blocks:
                     late.append((-tokens, holding.number, full, holding))
