@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import Field, fields
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sim.errors import UserError
@@ -12,10 +13,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def option_fields(owner: type) -> list[tuple[Field[Any], Any]]:
+@cache
+def option_fields(owner: type) -> tuple[tuple[Field[Any], Any], ...]:
     """Fields of an options dataclass with their resolved types."""
     hints = get_type_hints(owner)
-    return [(f, hints[f.name]) for f in fields(owner)]
+    return tuple((f, hints[f.name]) for f in fields(owner))
 
 
 def base_type(hint: Any) -> Any:  # noqa: ANN401

@@ -30,7 +30,7 @@ class Vllm055Chunked(Batching):
         if not self._run_all(plan, budget):
             self._run_exactly(plan, budget)
         budget -= plan.num_decodes + plan.prefill_tokens
-        if eviction.num_out and not eviction.has_victims:
+        if self.counts_out and eviction.num_out and not eviction.has_victims:
             before = plan.num_decodes + plan.prefill_tokens
             eviction.bring_back(plan, budget, plan.num_decodes + len(plan.chunks))
             budget -= plan.num_decodes + plan.prefill_tokens - before
