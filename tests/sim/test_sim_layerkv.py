@@ -120,6 +120,18 @@ def test_the_book_is_the_minimum_of_equation_1(
         assert not book.is_blocked(prefill_s, now_s, tpot_s, 0)
 
 
+def test_who_outlived_its_bound_blocks_with_one_token_to_go() -> None:
+    """21 tokens since 1.0 s, where 5 were sure: 1/4 s (20 + 1) - (2 + 1/16) = 51/16 s at 3.0 s; a slack met counts."""
+    book = SlackBook(0.25, drop_irrecoverable=True)
+    book.update(decoding(5, 21, 1.0), decoding=True)
+    assert book.least_s(3.25, 3.0, 0.0625, 0) == 3.1875
+    assert [book.is_blocked(prefill_s, 3.0, 0.0625, 0) for prefill_s in (3.25, 3.1875, 3.125)] == [True, True, False]
+    # At 6.1875 s it is just in time; later it is late whatever happens.
+    assert book.least_s(0.0, 6.1875, 0.0625, 0) == 0.0
+    assert [book.is_blocked(0.0, now_s, 0.0625, 0) for now_s in (6.1875, 6.25)] == [True, False]
+    assert book.least_s(0.0, 6.25, 0.0625, 0) == inf
+
+
 @pytest.mark.parametrize("count", [256, 257, 600])
 def test_the_book_holds_as_many_as_there_are(count: int) -> None:
     """Slots grow by doubling: none may be lost, and those that are given back are used again."""
