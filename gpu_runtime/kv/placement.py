@@ -227,11 +227,11 @@ class Placement:
             return transfer, copy
         for group in move.groups:
             if move.target is Tier.HOST:
-                ids = _whole_group(seq, held.gpu, group, blocks)
-                del held.gpu[group]
+                ids = _next_piece(seq, held, group, move.first_token // self.block_tokens, blocks)
                 transfer.leaving += ids
-                held.host[group] = self.host.allocate(blocks)
-                target += held.host[group]
+                arrived = self.host.allocate(len(ids))
+                held.host.setdefault(group, []).extend(arrived)
+                target += arrived
             else:
                 ids = _whole_group(seq, held.host, group, blocks)
                 transfer.arriving[group] = self.gpu.allocate(blocks)
@@ -291,3 +291,19 @@ def _whole_group(seq: Sequence, lists: dict[int, list[int]], group: int, blocks:
         there = "nothing" if ids is None else f"{len(ids)} blocks"
         raise InvariantError(f"{seq}: {blocks} blocks of layer group {group} are to be moved, {there} is there")
     return ids
+
+
+def _next_piece(seq: Sequence, held: Held, group: int, first: int, end: int) -> list[int]:
+    """Take blocks `first` to `end` of a group, which leave for the host; those before them have."""
+    ids, gone = held.gpu.get(group, []), len(held.host.get(group, ()))
+    if gone != first or not 0 < end - first <= len(ids):
+        raise InvariantError(
+            f"{seq}: blocks {first} to {end} of layer group {group} are to be moved, {gone} have gone and {len(ids)} "
+            "are there"
+        )
+    piece, left = ids[: end - first], ids[end - first :]
+    if left:
+        held.gpu[group] = left
+    else:
+        del held.gpu[group]
+    return piece

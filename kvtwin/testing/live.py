@@ -23,7 +23,7 @@ from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder, greedy
 from gpu_runtime.trace_prompts import TracePrompts
 from kvtwin.testing.conformance import limits_of
-from kvtwin.testing.engines import build_engine, limits, linear_machine, requests
+from kvtwin.testing.engines import Machine, build_engine, limits, linear_machine, requests
 from sim.clock.arrivals import Arrivals
 from sim.engine.limits import Counters, Limits
 from sim.engine.plan import IterationPlan, StepTimes
@@ -119,14 +119,21 @@ class Served:
         return self.scheduler.counters
 
 
-def serve(policy: Policy, arrivals: Iterable[Request], limit: Limits, **options: Any) -> Served:  # noqa: ANN401
+def serve(
+    policy: Policy,
+    arrivals: Iterable[Request],
+    limit: Limits,
+    *,
+    machine: Machine | None = None,
+    **options: Any,  # noqa: ANN401
+) -> Served:
     """Serve requests in real time; AssertionError or InvariantError where anything goes another way than planned.
 
-    `options` are those of `build_device`.
+    `machine` has the prices that the policy is told. `options` are those of `build_device`.
     """
     ended: list[Sequence] = []
     layers = options.get("decoder", small_decoder()).config.num_layers
-    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=layers), ended.append)
+    engine = build_engine(policy, limit, machine or linear_machine(limit.block_bytes, layers=layers), ended.append)
     scheduler = engine.scheduler
     device = build_device(scheduler, **options)
     served = Served(scheduler, device, LiveInstance(engine, device, Arrivals(arrivals)), ended)

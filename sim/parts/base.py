@@ -323,8 +323,9 @@ class Memory(Part, ABC):
         """Give back the host blocks of a swapped sequence."""
         raise NotImplementedError
 
-    def send_out(self, seq: Sequence) -> None:
-        """Start copying a sequence to the host beside the computation; its GPU blocks are free when that has ended."""
+    def send_out(self, seq: Sequence, num_pieces: int = 1) -> None:
+        """Start copying a sequence to the host beside the computation, in so many copies of its blocks (at most as
+        many as there are), one after the other; the GPU blocks of each are free when it has ended."""
         raise NotImplementedError
 
     def bring_in(self, seq: Sequence) -> int:

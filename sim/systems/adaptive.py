@@ -4,7 +4,8 @@ Requests are worth the same and cost differently. It prices each (blocks or a se
 serves in time the cheapest that fit the load, in order of arrival, and leaves the others to the time that is left.
 
 - Order `triage`: classes by price, prediction and laxity; theta, the price up to which the load fits.
-- Eviction `park`: whole sequences leave for the host beside the computation, and return by rank.
+- Eviction `park`: sequences leave for the host beside the computation, or are computed again where that costs less;
+  those on the host return by rank.
 - Batching `paced`: vLLM v1's unified batches, decodes first, prompts in chunks as large as first tokens need; alone
   where decodes beside them cost more.
 - Memory `paged`, with vLLM v1's prefix cache beside it.

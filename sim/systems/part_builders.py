@@ -145,7 +145,7 @@ def park(b: Builder) -> "Eviction":
 
     if b.names["batching"] != "paced":
         raise UserError("eviction=park asks whether a prompt is due: it goes with batching=paced")
-    return Park()
+    return Park(by_price=b.options(AdaptiveOptions).mechanism == "price")
 
 
 def direct(b: Builder) -> "Stage":

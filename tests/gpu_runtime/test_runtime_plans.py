@@ -165,6 +165,30 @@ def test_blocks_that_are_leaving_come_free_when_their_copy_ends(ids):
     assert ids.used == (0, 0)
 
 
+def test_blocks_leave_in_pieces_and_come_back_in_their_order(ids):
+    """A block, then two: each piece is free when its copy has ended."""
+    ids.replay(Place(ids.seq, (0, 1), 3, 0))
+    before = list(ids.placement.held[ids.seq].gpu[1])
+    pieces = [ids.move((1,), Tier.HOST)._replace(first_token=a, end_token=b) for a, b in ((0, 4), (4, 12))]
+    begun = [ids.placement.begin(move) for move in pieces]
+    assert [list(copy.source) for _, copy in begun] == [before[:1], before[1:]]
+    assert ids.used == (6, 3)
+    ids.placement.end(begun[0][0])
+    assert ids.used == (5, 3)
+    ids.placement.check()
+    ids.placement.end(begun[1][0])
+    assert ids.used == (3, 3)
+    _, back = ids.placement.begin(ids.move((1,), Tier.GPU))
+    assert back.source == begun[0][1].target + begun[1][1].target
+
+
+@pytest.mark.parametrize(("first", "end"), [(4, 12), (0, 16), (0, 0)])
+def test_a_piece_follows_what_has_gone_and_is_there(ids, first, end):
+    ids.replay(Place(ids.seq, (0, 1), 3, 0))
+    with pytest.raises(InvariantError, match="0 have gone and 3 are there"):
+        ids.placement.begin(ids.move((1,), Tier.HOST)._replace(first_token=first, end_token=end))
+
+
 def test_a_send_buffer_is_free_when_what_it_sends_has_gone(ids):
     ids.replay(Place(ids.seq, (1,), 3, 1))
     transfer = ids.placement.begin_behind(ids.move((0,), Tier.HOST))

@@ -61,6 +61,18 @@ def test_small_pools_move_kv_in_every_way_that_a_system_has(variant, rows, sizes
     assert {way for way, shows in WAYS.items() if any(shows(plan) for plan, _, _ in served.plans)} >= ways
 
 
+@pytest.mark.parametrize(("mechanism", "swapped"), [("swap", True), ("price", False)])
+def test_who_leaves_goes_in_pieces_or_is_computed_again_where_that_costs_less(mechanism, swapped):
+    """Told of a link on which a block takes an iteration."""
+    policy, arrivals = policy_of(f"adaptive:tpot-slo-ms=5000,mechanism={mechanism}"), requests(*GROWING)
+    machine = linear_machine(layers=4, swap_s_per_block=0.02)
+    served = live.serve(policy, arrivals, tight_limits(policy, gpu=24, chunked=True), machine=machine)
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+    tally = served.counters.policy
+    assert bool(tally["parked_sequences"]) is swapped and bool(tally["recomputed_sequences"]) is not swapped
+    assert any(len(plan.beside) > 1 for plan, _, _ in served.plans) is swapped
+
+
 @pytest.mark.parametrize("variant", ["vllm-recompute", "vllm-swap"])
 def test_a_small_pool_preempts(variant):
     served, completed = check(variant, ROWS)

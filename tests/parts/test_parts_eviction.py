@@ -60,30 +60,30 @@ def test_as_many_iterations_are_kept_free_as_a_copy_takes():
     for request in requests((0.0, 59, 1000), (0.0, 39, 1000)):
         batch.add(Sequence(request))
     park = Park()
-    park.batch, park.paged, park.block_bytes = batch, SimpleNamespace(block_size=16), 1 << 20
+    park.batch, park.paged = batch, SimpleNamespace(block_size=16)
+    park.cost = SimpleNamespace(decode_steps=lambda members, tokens, windowed: (0.01, 0.0))
     for bytes_per_s, iterations in ((10 << 20, 40), (1 << 30, HORIZON)):
-        park.cost = SimpleNamespace(
-            copy_s=lambda size, pieces, way, rate=bytes_per_s: size / rate,
-            num_copies=lambda blocks, layers: blocks,
-            decode_steps=lambda members, tokens, windowed: (0.01, 0.0),
+        park.order = SimpleNamespace(iteration_s=lambda: 0.01)
+        park.mechanism = SimpleNamespace(
+            copy_s=lambda blocks, way, rate=bytes_per_s: blocks * (1 << 20) / rate, recomputes=lambda *words: False
         )
         assert park._copy_iterations() == iterations
+    park.mechanism.recomputes = lambda *words: words == (49, 4, 0, 0.01)
+    park.mechanism.copy_s = lambda blocks, way: 1e3
+    assert park._copy_iterations() == HORIZON
 
 
-@pytest.mark.parametrize(("copy_s_per_byte", "cheaper"), [(1.0, False), (1.001, True)])
-def test_parking_late_copies_out_unless_computing_again_is_sooner(copy_s_per_byte, cheaper):
-    """Three blocks of 10 bytes against 30 s of prompt; D2H, a copy a block."""
+@pytest.mark.parametrize(("copy_s_per_block", "cheaper"), [(10.0, False), (10.01, True)])
+def test_parking_late_copies_out_unless_computing_again_is_sooner(copy_s_per_block, cheaper):
+    """Three blocks against 30 s of prompt; D2H."""
     asked = []
-    cost = SimpleNamespace(
-        num_copies=lambda blocks, layers: blocks * layers,
-        copy_s=lambda *words: asked.append(words) or words[0] * copy_s_per_byte,
-    )
+    mechanism = SimpleNamespace(copy_s=lambda *words: asked.append(words) or words[0] * copy_s_per_block)
     park = SimpleNamespace(
-        paged=SimpleNamespace(held_blocks=lambda seq: 3), block_bytes=10.0, cost=cost,
+        paged=SimpleNamespace(held_blocks=lambda seq: 3), mechanism=mechanism,
         order=SimpleNamespace(price=SimpleNamespace(prefill_s=lambda tokens: tokens / 2)),
     )  # fmt: skip
     assert Park._is_cheaper_again(park, SimpleNamespace(num_tokens=60)) is cheaper
-    assert asked == [(30.0, 3, Direction.D2H)]
+    assert asked == [(3, Direction.D2H)]
 
 
 class Left(Park):

@@ -359,5 +359,5 @@ def test_those_away_who_are_kept_are_counted(monkeypatch):
         return first
 
     monkeypatch.setattr(Park, "_bring_back", compare)
-    simulate(Adaptive(), crowd(gap_s=0.07), ROOM, machine=linear_machine(swap_s_per_block=0.02))
+    simulate(Adaptive(mechanism="swap"), crowd(gap_s=0.07), ROOM, machine=linear_machine(swap_s_per_block=0.02))
     assert any(0 < kept < away for kept, away, _ in seen) and any(leaving for *_, leaving in seen)

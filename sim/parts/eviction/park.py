@@ -1,4 +1,4 @@
-"""`Park`: sequences leave for the host whole, beside the computation, where others pay better, and return by rank.
+"""`Park`: sequences leave for the host, beside the computation, where others pay better, and return by rank.
 
 Rank is `Triage`'s place: kept before deferred before hopeless, the cheapest to finish first. One sequence leaves at a
 time, when somebody who is kept lacks room (a prompt that waits, or the first of those parked):
@@ -6,6 +6,9 @@ time, when somebody who is kept lacks room (a prompt that waits, or the first of
 - who is not kept, the dearest first;
 - whoever has joined since and would stand behind the parked head;
 - else, where time is short, the laxest who can afford it and has more left than the head.
+
+Who is cheaper to compute again gives its blocks up at once instead (`Mechanism`). Who returns takes its blocks when the
+link is about to be free, no sooner.
 
 Where the host is full, those there who are not kept and would return last are computed again: what nobody will serve in
 time must not hold up who could be.
@@ -28,6 +31,7 @@ from sim.engine.changes import Direction, Move, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
+from sim.parts.eviction.mechanism import Mechanism
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.memory.paged import PagedMemory
 from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
@@ -47,15 +51,23 @@ MARGIN_S = 5.0
 
 
 class Park(Recompute):
-    """`away` are on the host or on the way there, `promoting` on the way back."""
+    """`away` are on the host or on the way there, `promoting` on the way back.
 
-    def __init__(self) -> None:
+    `by_price`: who leaves is computed again where that is cheaper (`Mechanism`).
+    """
+
+    def __init__(self, *, by_price: bool = True) -> None:
         super().__init__()
+        self.by_price = by_price
         self.away: dict[Sequence, None] = {}
         self.promoting: dict[Sequence, None] = {}
         self.num_kept = 0
         """Of those away, at this step."""
         self._joined: dict[Sequence, None] = {}
+        # Of those on the way back.
+        self._returning_blocks = 0
+        # Whether this step has put anybody back in the queue, which the next one looks at.
+        self._put_back = False
         self._short = False
         # What `growth` says before anybody has joined in this step.
         self._growth = 0
@@ -73,7 +85,8 @@ class Park(Recompute):
         self.gpu, self.host = memory.gpu, memory.host
         self.max_num_seqs = scheduler.limits.max_num_seqs
         self.tally = scheduler.counters.policy
-        self.cost, self.block_bytes = scheduler.deployment.cost, scheduler.limits.block_bytes
+        self.cost = scheduler.deployment.cost
+        self.mechanism = Mechanism(self.cost, scheduler.limits, order.price, by_price=self.by_price)
 
     @property
     def num_out(self) -> int:
@@ -105,7 +118,7 @@ class Park(Recompute):
         if self._num_thetas != self.order.num_thetas and self.batch.members:
             self._num_thetas, self._horizon = self.order.num_thetas, self._copy_iterations()
         self._growth = self.growth()
-        self._short = self._is_short()
+        self._short, self._put_back = self._is_short(), False
         if not self.order.changed and not self._short:
             return
         iteration_s, self.num_kept = self.order.iteration_s(), 0
@@ -123,7 +136,9 @@ class Park(Recompute):
         batch = self.batch
         members = len(batch.members)
         blocks = ceil(batch.context_tokens / members / self.paged.block_size)
-        copy_s = self.cost.copy_s(blocks * self.block_bytes, self.cost.num_copies(blocks, 1), Direction.D2H)
+        if self.mechanism.recomputes(batch.context_tokens // members, blocks, 0, self.order.iteration_s()):
+            return HORIZON
+        copy_s = self.mechanism.copy_s(blocks, Direction.D2H)
         return max(HORIZON, ceil(copy_s / self.cost.decode_steps(members, batch.context_tokens, batch.windowed)[0]))
 
     def _is_short(self) -> bool:
@@ -147,12 +162,17 @@ class Park(Recompute):
         return self.order.head() if self.order.num_kept else None
 
     def _bring_back(self, judged: Judged, iteration_s: float) -> Sequence | None:
-        """Bring back whom there is room for; returns the first of those for whom there is none."""
+        """Bring back whom there is room for; returns the first of those for whom there is none.
+
+        What the link cannot begin before the next step waits on the host: here its blocks would lie idle.
+        """
         prompt = self._prompt()
         reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens) if prompt is not None else 0
         prompt_s = self.order.laxity_s(prompt, iteration_s) if prompt is not None else inf
         free, seats = self.gpu.free - self._growth - 1, self.seats()
         for seq in self._ranked(judged):
+            if self.mechanism.copy_s(self._returning_blocks, Direction.H2D) > iteration_s:
+                return None
             blocks, row = self.paged.held_blocks(seq) + 1, self.prospects.row[seq]
             is_first = judged.kind[row] == KEPT and judged.laxity_s[row] < prompt_s
             if seats <= 0 or blocks > free - (0 if is_first else reserved):
@@ -169,13 +189,14 @@ class Park(Recompute):
         self.promoting[seq] = None
         self.prospects.stands(seq, RETURNING)
         self.tally["returned_sequences"] += 1
-        self.paged.bring_in(seq)
+        self._returning_blocks += self.paged.bring_in(seq)
 
     def transferred(self, move: Move) -> None:
         if move.target is Tier.GPU:
             del self.promoting[move.seq]
+            self._returning_blocks -= move.num_blocks
             self.scheduler.join_known(move.seq)
-        elif move.target is Tier.HOST:
+        elif move.target is Tier.HOST and move.seq not in self.paged.copies_of:
             self.prospects.stands(move.seq, AWAY)
 
     def joined(self, seq: Sequence) -> None:
@@ -191,7 +212,7 @@ class Park(Recompute):
     # -- making way ---------------------------------------------------------------------------------------------------
 
     def _make_way(self, iteration_s: float, judged: Judged | None, parked: Sequence | None) -> bool:
-        """Park members until those who are kept and lack room have it, and the decodes will; whether anybody was."""
+        """Take members out until those who are kept and lack room have it, and decodes will; whether anybody left."""
         batch, prospects = self.batch, self.prospects
         missing, head = self._missing(judged, parked)
         seats = self._seats_missing()
@@ -201,9 +222,9 @@ class Park(Recompute):
         members = len(batch.members)
         judged = judged or prospects.judged(iteration_s)
         kind, rank_s, laxity_s, _, number = judged
-        if head is not None and head is parked:
-            row = prospects.row[head]
-            head_s, price_s = laxity_s[row], rank_s[row]
+        if head is not None and head.first_token_s >= 0.0:
+            # Also one that is to be computed again: else two would take each other's blocks in turn.
+            head_s, price_s = self.order.laxity_s(head, iteration_s), self.order.rank_s(head)
             lax = (laxity_s >= head_s + MARGIN_S) & (head_s < SHORT_S)
             fresh = [prospects.row[seq] for seq in self._joined if seq in batch.members]
             lax[fresh] |= laxity_s[fresh] >= head_s
@@ -224,10 +245,15 @@ class Park(Recompute):
                 break
             if seq not in batch.members or not (pays[row] or short > 0) or not self._is_movable(seq):
                 continue
-            if self._host_room(seq, droppable):
-                self._park(seq)
-                freed = seq.num_blocks
-                missing, seats, short = missing - freed, seats - 1, short - freed
+            blocks = self.paged.held_blocks(seq)
+            tokens = batch.num_tokens_of(seq)
+            if self.mechanism.recomputes(tokens, blocks, self.paged.releasing, iteration_s):
+                self._recompute(seq)
+            elif self._host_room(blocks, droppable):
+                self._park(seq, self.mechanism.num_pieces(blocks, iteration_s))
+            else:
+                continue
+            missing, seats, short = missing - blocks, seats - 1, short - blocks
         return len(batch.members) < members
 
     def _missing(self, judged: Judged | None, parked: Sequence | None) -> tuple[int, Sequence | None]:
@@ -266,7 +292,17 @@ class Park(Recompute):
         dearest = (self.prospects.seqs[row] for row in rows[order[::-1]].tolist())
         return next((seq for seq in dearest if seq in self.batch.members and self._may_leave(seq)), None)
 
-    def _park(self, seq: Sequence) -> None:
+    def _recompute(self, seq: Sequence) -> None:
+        """A member gives up its blocks, and is to be computed again."""
+        scheduler = self.scheduler
+        scheduler.take_out(seq)
+        scheduler.counters.preemptions += 1
+        scheduler.recompute(seq)
+        scheduler.changed = self._put_back = True
+        self.order.put_back([seq])
+        self.tally["recomputed_sequences"] += 1
+
+    def _park(self, seq: Sequence, num_pieces: int) -> None:
         scheduler = self.scheduler
         scheduler.take_out(seq)
         scheduler.counters.preemptions += 1
@@ -274,7 +310,7 @@ class Park(Recompute):
         self.away[seq] = None
         self.prospects.stands(seq, LEAVING)
         scheduler.park(seq)
-        self.paged.send_out(seq)
+        self.paged.send_out(seq, num_pieces)
         self.tally["parked_sequences"] += 1
 
     def _droppable(self, judged: Judged) -> list[Sequence]:
@@ -282,9 +318,8 @@ class Park(Recompute):
         rows = self._returning(judged)
         return [self.prospects.seqs[row] for row in rows if judged.kind[row] != KEPT]
 
-    def _host_room(self, seq: Sequence, droppable: list[Sequence]) -> bool:
-        """Whether the host has room for `seq`, once some of `droppable` have been dropped."""
-        blocks = self.paged.held_blocks(seq)
+    def _host_room(self, blocks: int, droppable: list[Sequence]) -> bool:
+        """Whether the host has room for so many, once some of `droppable` have been dropped."""
         while droppable and self.host.free < blocks:
             self._drop(droppable.pop())
         return blocks <= self.host.free
@@ -302,7 +337,7 @@ class Park(Recompute):
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """No further than the forecast is sure to find enough."""
         batch = self.batch
-        if self._short:
+        if self._short or self._put_back:
             return 1
         # The first iteration's blocks are taken already.
         spare = self.gpu.free + self.paged.releasing + batch.blocks_needed(1)
@@ -330,8 +365,7 @@ class Park(Recompute):
 
     def _is_cheaper_again(self, seq: Sequence) -> bool:
         """Whether computing it again costs less than having everybody wait for its copy."""
-        blocks = self.paged.held_blocks(seq)
-        copy_s = self.cost.copy_s(blocks * self.block_bytes, self.cost.num_copies(blocks, 1), Direction.D2H)
+        copy_s = self.mechanism.copy_s(self.paged.held_blocks(seq), Direction.D2H)
         return copy_s > self.order.price.prefill_s(seq.num_tokens)
 
     def unblock(self) -> bool:

@@ -18,7 +18,6 @@ from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.parts.base import Memory
 from sim.parts.memory.block_cache import BlockCache, CachedBlock, chained
 from sim.parts.memory.block_keys import BlockKeys
 from sim.parts.memory.caching import CachingMemory
@@ -38,7 +37,7 @@ class HybridMemory(CachingMemory):
         window = limits.window
         if window is None or window.blocks is None:
             raise InvariantError("hybrid memory needs groups of layers with a window")
-        Memory.__init__(self, limits, window.num_full + window.num_window)
+        super().__init__(limits, window.num_full + window.num_window)
         full, windowed = range(window.num_full), range(window.num_full, self.num_groups)
         self._full, self._windowed, self._window = full, windowed, window.tokens
         self._in_order = (*windowed, *full) if window.window_first else (*full, *windowed)

@@ -3,6 +3,7 @@
 A prompt gets all its blocks at admission, a decode one more whenever its last block is full. A block spans all layers.
 """
 
+from itertools import pairwise
 from typing import ClassVar
 
 from sim.engine.changes import Move, Restore, Tier, make_place, make_release
@@ -23,8 +24,10 @@ class PagedMemory(Memory):
     """Whether a prompt's blocks may be taken chunk by chunk."""
     can_receive: ClassVar[bool] = True
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits, 1)
+    def __init__(self, limits: Limits, num_groups: int = 1) -> None:
+        super().__init__(limits, num_groups)
+        # GPU blocks that those hold yet who are copied out piece by piece.
+        self._to_send: dict[Sequence, int] = {}
 
     def blocks_holding(self, num_tokens: int) -> int:
         """Pool blocks that hold so many tokens of a sequence."""
@@ -155,14 +158,17 @@ class PagedMemory(Memory):
         plan.swapped_in_blocks += blocks
         self.scheduler.changes.append(Restore(seq, blocks * self.block_size, (), ALL_LAYERS, (), blocks))
 
-    def send_out(self, seq: Sequence) -> None:
-        blocks = self.held_blocks(seq)
+    def send_out(self, seq: Sequence, num_pieces: int = 1) -> None:
+        blocks, size = self.held_blocks(seq), self.block_size
         self.host.allocate(blocks)
-        self.copies_of[seq] = 1
+        self.copies_of[seq] = num_pieces
+        self._to_send[seq] = blocks
         self.releasing += blocks
         self.scheduler.counters.swap_out_blocks += blocks
-        move = Move(seq, ALL_LAYERS, 0, blocks * self.block_size, Tier.GPU, Tier.HOST, blocks, blocks, True)
-        self.scheduler.beside.append(move)
+        for first, end in pairwise(blocks * i // num_pieces for i in range(num_pieces + 1)):
+            count = end - first
+            move = Move(seq, ALL_LAYERS, first * size, end * size, Tier.GPU, Tier.HOST, count, count, True)
+            self.scheduler.beside.append(move)
 
     def bring_in(self, seq: Sequence) -> int:
         blocks = self.held_blocks(seq)
@@ -174,10 +180,16 @@ class PagedMemory(Memory):
         return blocks
 
     def transfer_done(self, move: Move) -> None:
-        del self.copies_of[move.seq]
+        seq = move.seq
+        left = self.copies_of.pop(seq) - 1
+        if left:
+            self.copies_of[seq] = left
         if move.target is Tier.HOST:
             self.releasing -= move.num_freed
             self.gpu.release(move.num_freed)
+            self._to_send[seq] -= move.num_freed
+            if not left:
+                del self._to_send[seq]
         else:
             self.host.release(move.num_blocks)
 
@@ -195,7 +207,7 @@ class PagedMemory(Memory):
         host = 0
         for seq, tier in self.scheduler.holders():
             if tier is Tier.GPU:
-                gpu += self.held_blocks(seq)
+                gpu += self._to_send.get(seq, self.held_blocks(seq))
             else:
                 host += self.held_blocks(seq)
         return gpu, host

@@ -13,7 +13,6 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.engine.windowed_batch import WindowedBatch
 from sim.errors import InvariantError
-from sim.parts.base import Memory
 from sim.parts.memory.paged import PagedMemory
 
 
@@ -24,7 +23,7 @@ class WindowedMemory(PagedMemory):
         window = limits.window
         if window is None or window.blocks is None:
             raise InvariantError("memory with rings needs to know how long they are")
-        Memory.__init__(self, limits, window.num_full + window.num_window)
+        super().__init__(limits, window.num_full + window.num_window)
         self._num_full, self._num_window, self._ring_blocks = window.num_full, window.num_window, window.blocks
 
     def blocks_holding(self, num_tokens: int) -> int:
