@@ -298,7 +298,7 @@ def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_inte
 
 
 @pytest.mark.parametrize("where", ["execute", "bounds_of"])
-def test_an_interrupt_beside_the_bounds_leaves_the_comparison(tmp_path, monkeypatch, capsys, where):
+def test_an_interrupt_beside_the_bounds_leaves_the_comparison(tmp_path, monkeypatch, usual_interrupt, capsys, where):
     """Half a run with infinite memory is no bound."""
     if where == "execute":
 

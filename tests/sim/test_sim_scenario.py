@@ -283,7 +283,7 @@ OTHER_WORDS = {
     "predictor": "none",
 }
 OTHER_WORDS |= {"threads": "512", "layers_per_block": "8", "layer_order": "contiguous", "keeps": "turns"}
-OTHER_WORDS |= {"caching": "both"}
+OTHER_WORDS |= {"caching": "both", "mechanism": "swap"}
 OTHER_WORDS |= {"kv_offloading_size": "1.5", "cpu_chunks": "30", "eviction_policy": "arc"}
 OTHER_WORDS |= {"schedule_policy": "fcfs", "load_s_per_block": "0.001", "store_s_per_block": "0.002"}
 ALONE = {"async_scheduling", "predictor_accuracy"}
