@@ -49,11 +49,11 @@ LEAST_REDUCED_BYTES, MOST_REDUCED_BYTES = 8 << 10, 256 << 20
 REDUCING_GPUS = {"l40s": (2,)}
 """Group sizes taken, where not all: over PCIe, NCCL's rate per byte falls 4- and 13-fold at 4 and 8 GPUs in the table,
 which is that machine's topology, not the GPU."""
-
 FUSING_ENGINE = "trtllm"
+HOPPER_FUSED_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
 FUSED_BYTES = {
-    "h100_sxm": {2: 64 << 20, 4: 2 << 20, 8: 1 << 19},
-    "h200_sxm": {2: 64 << 20, 4: 2 << 20, 8: 1 << 19},
+    "h100_sxm": HOPPER_FUSED_BYTES,
+    "h200_sxm": HOPPER_FUSED_BYTES,
     "b200_sxm": {2: 64 << 20, 4: 32 << 20, 8: 1 << 20},
 }
 """By GPUs: messages up to which vLLM fuses an all-reduce with the norm behind it. FlashInfer's kernel does that, which
@@ -324,19 +324,17 @@ class _Reducing(NamedTuple):
 def _reducing(root: Path, engine: str) -> list[_Reducing]:
     """The newest table of all-reduces, the engine's or else NCCL's; and of those that vLLM fuses with norms."""
     tables = _newest(root / "comm", OWN_ALL_REDUCE) if any((root / "comm").glob(f"*/*/{OWN_ALL_REDUCE}")) else []
-    own = [path for path in tables if path.parent.parent.name == engine] if engine in GRAPHED else []
-    if own:
-        path = own[0]
-        found = [_Reducing(path, f"{engine} {path.parent.name}, in CUDA graphs", {"backend": f"{engine}_graph"})]
+    if engine in GRAPHED and (own := _of_engine(tables, engine)):
+        path, wanted = own[0], {"backend": f"{engine}_graph"}
+        words = f"{engine} {path.parent.name}, in CUDA graphs"
     else:
-        path = _newest(root / "comm", "nccl_perf.parquet")[0]
-        wanted = {"op_name": "all_reduce", "nccl_dtype": "half"}
-        found = [_Reducing(path, f"NCCL {path.parent.name}, half precision", wanted)]
+        path, wanted = _newest(root / "comm", "nccl_perf.parquet")[0], {"op_name": "all_reduce", "nccl_dtype": "half"}
+        words = f"NCCL {path.parent.name}, half precision"
+    found = [_Reducing(path, words, wanted)]
     if engine == "vllm" and root.name in FUSED_BYTES:
-        for path in tables:
-            if path.parent.parent.name == FUSING_ENGINE:
-                words = f"what it fuses with norms: {FUSING_ENGINE} {path.parent.name}"
-                found.append(_Reducing(path, words, {}, FUSED_BYTES[root.name]))
+        for path in _of_engine(tables, FUSING_ENGINE):
+            words = f"what it fuses with norms: {FUSING_ENGINE} {path.parent.name}"
+            found.append(_Reducing(path, words, {}, FUSED_BYTES[root.name]))
     return found
 
 
