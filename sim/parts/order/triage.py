@@ -229,9 +229,7 @@ class Triage(Order):
         self.price.keep_pace(PACE * self.tpot_slo_s, sum(prompt_s) / sum(num_tokens))
         self._outlooks.clear()
         self.tokens_per_iteration = sum(prompt_tokens) / sum(iterations)
-        self.theta_s = first_beyond(work_s, FILL * span_s)
-        if self.theta_s < inf and (room_s := self._room_s()) > 0.0:
-            self.theta_s = first_beyond(work_s, FILL * span_s + room_s)
+        self.theta_s = first_beyond(work_s, FILL * span_s + self._room_s())
         prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.theta_s]
         self.most_prompt_s = min(PROMPT_SHARE * self.theta_s, first_beyond(prompts, CHANCE * span_s))
 
