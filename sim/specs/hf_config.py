@@ -189,8 +189,8 @@ def _bias(fields: Fields, rule: object) -> bool:
 
 
 def _norms(family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int, mla: MlaSpec | None) -> int:
-    """Elements of the norms of one layer."""
-    total = family.norms * hidden * (2 if family.layer_norm else 1)
+    """Elements of the norms of one layer, and of its sinks."""
+    total = family.norms * hidden * (2 if family.layer_norm else 1) + (heads if family.sinks else 0)
     if family.qk_norm == "head":
         total += 2 * head_dim
     elif family.qk_norm == "all":

@@ -17,6 +17,8 @@ class Family(msgspec.Struct, frozen=True):
         sliding_by_default: a `sliding_window` counts even where `use_sliding_window` is absent.
         window_pattern: every so many-th layer attends to all, the others have the window; None: as the config says.
         norms: norms of h elements in a layer.
+        sinks: a learned logit for each query head in the softmax of attention, which takes no KV.
+        expert_bias: biases on the projections of routed experts.
     """
 
     qkv_bias: bool | Literal["config"] = "config"
@@ -31,6 +33,8 @@ class Family(msgspec.Struct, frozen=True):
     sliding_by_default: bool = True
     window_pattern: int | None = None
     norms: int = 2
+    sinks: bool = False
+    expert_bias: bool = False
 
 
 QWEN3 = Family(qk_norm="head", sliding_by_default=False)
@@ -56,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe_text": QWEN3_MOE,
     "mimo": Family(qkv_bias="config", output_bias=False, sliding_by_default=False),
     "minimax_m2": Family(qkv_bias=False, output_bias=False, qk_norm="all", moe="mixtral", router_bias=True),
+    "gpt_oss": Family(moe="mixtral", router_bias=True, sinks=True, expert_bias=True),
     "deepseek_v2": Family(mla=True, moe="fine"),
     "deepseek_v3": Family(mla=True, moe="fine", router_bias=True),
     "kimi_k2": Family(mla=True, moe="fine", router_bias=True),
@@ -94,7 +99,6 @@ REFUSED: dict[str, str] = {
     "minimax_m3_vl": _SPARSE,
     "deepseek_v4": "its KV is compressed at a different ratio in each layer",
     "deepseek_ref": "its KV is compressed at a different ratio in each layer",
-    "gpt_oss": _SLIDING,
     "gemma4_text": _SLIDING,
     "gemma3n_text": _SHARED,
     "mimo_v2_flash": _SLIDING,

@@ -35,6 +35,8 @@ class MoeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Width of all shared experts together; 0: none."""
     shared_gate: bool = False
     router_bias: bool = False
+    expert_bias: bool = False
+    """Biases on the projections of routed experts."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,7 +67,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     output_bias: bool = False
     mlp_bias: bool = False
     norm_params_per_layer: int = 0
-    """Elements of all norms of a layer, those on queries and keys included."""
+    """Elements of all norms of a layer, those on queries and keys included, and of attention sinks."""
     final_norm_params: int = 0
     position_rows: int = 0
     """Rows of a learned table of positions; 0: rotary or none."""
@@ -166,7 +168,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         layers -= self._num_borrowing_layers * (self._attention_kv_weights + self._attention_kv_biases)
         mlp = self._num_dense_layers * (self._dense_mlp_weights + self._dense_mlp_biases)
         if self.moe:
-            mlp += self.moe.num_moe_layers * (self._expert_weights + self._router_params)
+            mlp += self.moe.num_moe_layers * (self._expert_weights + self._expert_biases + self._router_params)
         return layers + mlp + self._embedding_params + self.final_norm_params
 
     @property
@@ -244,6 +246,15 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self._mlp_matrices * self.hidden_size * width
 
     @property
+    def _expert_biases(self) -> int:
+        """Elements of the biases of all routed experts of one layer."""
+        assert self.moe
+        if not self.moe.expert_bias:
+            return 0
+        width = (self._mlp_matrices - 1) * self.moe.moe_intermediate_size + self.hidden_size
+        return self.moe.num_experts * width
+
+    @property
     def _routed_weights(self) -> int:
         """Elements of all routed experts of one layer."""
         assert self.moe
@@ -314,8 +325,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         dense = self._dense_mlp_weights * self.mlp_dtype_bytes + self._dense_mlp_biases * self.dtype_bytes
         total += self._num_dense_layers * dense / tp
         if self.moe:
-            experts = self._expert_weights / tp * self.expert_dtype_bytes + self._router_params * self.dtype_bytes
-            total += self.moe.num_moe_layers * experts
+            experts = self._expert_weights * self.expert_dtype_bytes + self._expert_biases * self.dtype_bytes
+            total += self.moe.num_moe_layers * (experts / tp + self._router_params * self.dtype_bytes)
         return total + (self._embedding_params / tp + self.final_norm_params) * self.dtype_bytes
 
     @property

@@ -1,6 +1,7 @@
 """Bytes per weight and per KV element of a quantised checkpoint, from `quantization_config` or `hf_quant_config.json`.
 
-Formats: block FP8 (DeepSeek), GPTQ, AWQ, bitsandbytes, compressed-tensors, ModelOpt FP8 and NVFP4. Others are refused.
+Formats: block FP8 (DeepSeek), MXFP4 (gpt-oss), GPTQ, AWQ, bitsandbytes, compressed-tensors, ModelOpt FP8 and NVFP4.
+Others are refused.
 """
 
 import re
@@ -14,6 +15,8 @@ SCALE_BYTES = 2
 """Bytes of one group's scale in the integer formats (fp16)."""
 NVFP4_BYTES = 0.5 + 1 / 16
 """Four bits, and an FP8 scale per 16 elements (the per-tensor scale is negligible)."""
+MXFP4_BYTES = 0.5 + 1 / 32
+"""Four bits, and an exponent of a byte per 32 elements (OCP Microscaling Formats 1.0, 2023)."""
 KV_BYTES = {"FP8": 1.0, "INT8": 1.0, "NVFP4": NVFP4_BYTES}
 
 Projection = tuple[str, int]
@@ -81,12 +84,14 @@ class Quantization:
                 raise self._refuse("bits", bits, "expected 2, 3, 4 or 8")
             # Each group keeps a scale and a zero point.
             return bits / 8 + ((SCALE_BYTES + bits / 8) / group if group > 0 else 0)
+        if method == "mxfp4":
+            return MXFP4_BYTES
         if method == "bitsandbytes":
             # NF4 keeps a 4-byte maximum per 64 elements.
             return 0.5 + 4 / 64 if config.get("load_in_4bit") else 1.0
         if method == "compressed-tensors":
             return self._compressed_bytes()
-        raise self._refuse("quant_method", method or None, "known: fp8, gptq, awq, bitsandbytes, compressed-tensors")
+        raise self._refuse("quant_method", method or None, "known: fp8, mxfp4, gptq, awq, bitsandbytes, compressed-tensors")
 
     def _modelopt_bytes(self) -> float:
         algorithm = str(self._config.get("quant_algo")).upper()
@@ -131,6 +136,9 @@ class Quantization:
             raise self._refuse("ignore", names, f"a pattern does not compile: {error}") from error
 
     def _is_kept(self, name: str) -> bool:
+        if str(self._config.get("quant_method")).lower() == "mxfp4":
+            # gpt-oss's model card (OpenAI 2025): the experts alone.
+            return ".experts." not in name
         # Multimodal checkpoints nest the language model one level deeper.
         return bool(self._kept and (self._kept.search(name) or self._kept.search(f"language_model.{name}")))
 

@@ -59,6 +59,8 @@ SIZED = {
     "nvidia--MiniMax-M2.5-NVFP4": (GQA_8_OF_128 / 2, 62, 228.7),
     "nvidia--MiniMax-M2.7-NVFP4": (GQA_8_OF_128 / 2, 62, 228.7),
     "nvidia--Qwen3-235B-A22B-NVFP4": (GQA_4_OF_128 / 2, 94, 235.09),
+    "openai--gpt-oss-120b": (2 * 8 * 64 * 2, 36, 116.83),
+    "openai--gpt-oss-20b": (2 * 8 * 64 * 2, 24, 20.91),
 }
 REFUSED = {
     # part of the name: the reason
@@ -71,7 +73,6 @@ REFUSED = {
     "GLM-5": "sparse-attention",
     "MiniMax-M3": "sparse-attention",
     "DeepSeek-V4": "compressed",
-    "gpt-oss": "sliding-window",
     "emma-4": "sliding-window",
     "MiMo-V2": "sliding-window",
     "Step-3.7": "sliding-window",

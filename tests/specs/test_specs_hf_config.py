@@ -116,6 +116,26 @@ def test_layers_without_experts(tmp_path, change, moe_layers):
     assert model.moe and model.moe.num_moe_layers == moe_layers
 
 
+def test_experts_with_biases_sinks_and_four_bits_by_hand(tmp_path):
+    """gpt-oss: windows in every other layer, a sink for each query head, MXFP4 in the experts alone."""
+    config = LLAMA | {
+        "model_type": "gpt_oss", "attention_bias": True, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    }  # fmt: skip
+    model = read(tmp_path, config)
+    attention, biases = 2 * 64 * 64 + 2 * 64 * 16, 64 + 16 + 16 + 64
+    experts, expert_biases, router = 6 * 3 * 64 * 96, 6 * (2 * 96 + 64), 64 * 6 + 6
+    plain = attention + biases + 2 * 64 + 8 + expert_biases + router
+    assert model.num_params == 2 * (plain + experts) + 2 * 100 * 64 + 64
+    assert model.weight_bytes() == 2 * (2 * plain + experts * 17 / 32) + 2 * (2 * 100 * 64 + 64)
+    # On two GPUs half of what is split; norms, sinks and the router stand on both.
+    whole = 2 * (2 * (2 * 64 + 8 + router)) + 2 * 64
+    assert model.weight_bytes(2) == (model.weight_bytes() - whole) / 2 + whole
+    assert [(layers.num_layers, layers.window) for layers in model.kv_classes] == [(1, 128), (1, None)]
+    assert not model.fp8_products
+
+
 def test_latent_attention_by_hand(tmp_path):
     model = read(tmp_path, LATENT)
     assert model.kv_bytes_per_token_layer(8) == (32 + 4) * 2
@@ -241,7 +261,7 @@ def test_the_quantisation_file_beside_the_config_counts_too(tmp_path):
 REFUSED = [
     ({"model_type": "nemotron_h"}, ["model_type", "'nemotron_h'", "Mamba"]),
     ({"model_type": "qwen3_next"}, ["model_type", "linear-attention"]),
-    ({"model_type": "gpt_oss"}, ["model_type", "sliding-window"]),
+    ({"model_type": "gemma4_text"}, ["model_type", "sliding-window"]),
     ({"model_type": "t5"}, ["model_type", "encoder-decoder"]),
     ({"model_type": "gemma3n_text"}, ["layers share KV"]),
     ({"model_type": "deepseek_v32"}, ["model_type", "second cache"]),

@@ -22,6 +22,14 @@ PARAMETERS = {
     "mistral-7b-v0.1": 7_241_732_096,
     "gemma-2-9b": 9_241_705_984,
     "gemma-3-27b": 27_009_346_304,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "llama-3.1-405b": 405_853_388_800,
+    "mixtral-8x7b-v0.1": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "minimax-m2.5": 228_689_764_864,  # its checkpoint counts 13.9 million scales beside
+    "deepseek-v3": 671_026_419_200,
 }
 
 CONSTANTS = [
