@@ -91,7 +91,8 @@ class Quantization:
             return 0.5 + 4 / 64 if config.get("load_in_4bit") else 1.0
         if method == "compressed-tensors":
             return self._compressed_bytes()
-        raise self._refuse("quant_method", method or None, "known: fp8, mxfp4, gptq, awq, bitsandbytes, compressed-tensors")
+        known = "fp8, mxfp4, gptq, awq, bitsandbytes, compressed-tensors"
+        raise self._refuse("quant_method", method or None, f"known: {known}")
 
     def _modelopt_bytes(self) -> float:
         algorithm = str(self._config.get("quant_algo")).upper()
