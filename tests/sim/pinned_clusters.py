@@ -1,0 +1,144 @@
+"""What small crowded clusters do, as it is pinned in `golden/clusters.txt`, a line a run.
+
+    python tests/sim/pinned_clusters.py      # writes golden/clusters.txt anew
+
+The workloads are those of `pinned_schedules`. A line has where requests ended and when the last did, and a digest of
+every request's times, every lane's intervals and every counter.
+"""
+
+import random
+import sys
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import msgspec
+from pinned import GOLDEN
+from pinned_schedules import machine_of, requests_of, teller
+
+from kvtwin.testing import Machine, limits
+from kvtwin.testing.clusters import ClusterOutcome, simulate_pools, simulate_replicas
+from kvtwin.testing.conformance import limits_of
+from sim.clock.closed_loop import ClosedLoop
+from sim.engine.limits import Limits
+from sim.policy_options import parse_policy
+from sim.prepare import PIPELINED_BATCHINGS
+from sim.systems.base import Policy
+from sim.topology import ROUTERS
+from traces.request import Request
+
+CLUSTERS = GOLDEN / "clusters.txt"
+RUNS = 10
+"""Of each kind of cluster."""
+V1 = "vllm-v1:stage=hand-over"
+POOLS = (
+    "distserve", "distserve:blocking-pull=false", "distserve:waiting-share=0.2", "distserve:layer-wise=true",
+    "distserve:eviction=recompute", "vllm-recompute:stage=hand-over", "sarathi:stage=hand-over,eviction=swap",
+    "splitwise", "splitwise:layer-wise=false", "splitwise:mixed-pool=true,max-pending-tokens=60",
+    "memserve:caching=prefill", "memserve:caching=both", "memserve:caching=return",
+    "mooncake", "mooncake:blocking-pull=true,balancing-threshold=1.1",
+    "mooncake:rejection=early,ttft-slo-ms=60,tbt-slo-ms=24",
+    "mooncake:rejection=predicted,predicted-decode-s=0.4,ttft-slo-ms=100,tbt-slo-ms=24",
+    V1, f"{V1},async-scheduling=true", f"{V1},async-scheduling=true,blocking-pull=true",
+    f"{V1},async-scheduling=true,layer-wise=true",
+)  # fmt: skip
+"""Engines that prefill and engines that decode."""
+REPLICAS = (
+    "vllm-recompute", "vllm-swap", "sarathi", "layerkv", "vllm-v1:async-scheduling=true", "radix", "adaptive",
+)  # fmt: skip
+"""Behind each router, with a pipeline's stages in some runs."""
+
+
+def names() -> list[str]:
+    """Kinds of clusters: a system's pools, or replicas of one behind a router."""
+    return [*POOLS, *(f"{policy} {router}" for policy in REPLICAS for router in ROUTERS)]
+
+
+def with_ids(request: Request, named: int) -> Request:
+    """Those that stand alone share nothing."""
+    if request.hash_ids:
+        return request
+    ids = tuple(10**6 * (request.request_id + 1) + i for i in range(-(-request.prompt_tokens // named)))
+    return request._replace(hash_ids=ids, hash_block_tokens=named)
+
+
+def crowd(rng: random.Random, policy: Policy, place: int) -> tuple[list[Request], Limits, Machine]:
+    """Requests, the limits of each engine, and what it runs on."""
+    block, length = (1 if policy.name == "radix" else rng.choice((4, 16))), rng.choice((64, 256))
+    limit = limits(
+        length // block * rng.randint(10, 30) // 16, rng.choice((0, length // 8, 1000)) * 16 // block,
+        block_size=block, max_model_len=length, block_bytes=65536.0 * block,
+    )  # fmt: skip
+    seqs = rng.choice((2, 6, 256))
+    limit = limits_of(policy, limit, seqs, rng.choice((None, max(seqs, 16), max(seqs, 64))))
+    named = 16 if block == 1 else block
+    arrivals = [with_ids(request, named) for request in requests_of(rng, length, named)]
+    cached = policy.can_cache_prefixes and (place % 2 or policy.name in ("memserve", "mooncake", "radix"))
+    return arrivals, replace(limit, enable_prefix_caching=bool(cached)), machine_of(rng, policy, limit.block_bytes)
+
+
+def has_stages(policy: Policy) -> bool:
+    """Whether its engines may be pipelines."""
+    names = policy.names
+    plain = names["memory"] in ("paged", "reserved") and names["eviction"] in ("recompute", "swap")
+    return plain and names["batching"] in PIPELINED_BATCHINGS
+
+
+def run(name: str, place: int) -> ClusterOutcome:
+    """The `place`-th of a kind; in every third run few requests are in flight at a time."""
+    text, _, router = name.partition(" ")
+    policy, rng = parse_policy(text, {})[1], random.Random(f"clusters {place}")
+    arrivals, limit, machine = crowd(rng, policy, place)
+    source = ClosedLoop(arrivals, max_concurrency=5) if place % 3 == 2 else arrivals
+    stages = rng.choice((1, 1, 2)), rng.choice((1, 2))
+    if not has_stages(policy) or "mixed-pool" in text:
+        stages = 1, 1
+    if router:
+        policies = [policy] * rng.choice((2, 3))
+        found = ROUTERS[router](place)
+        return simulate_replicas(policies, found, source, limit, machine=machine, checked=False, stages=stages[0])
+    return simulate_pools(
+        policy, source, limit, prefill=rng.choice((1, 2)), decode=rng.choice((1, 2, 3)),
+        bytes_per_s=rng.choice((1e6, 2e7, 1e9)), machine=machine, checked=False, stages=stages,
+    )  # fmt: skip
+
+
+def answer(name: str, place: int) -> str:
+    """What is pinned of a run."""
+    outcome, told = run(name, place), teller()
+    ends = [
+        (number, seq.first_scheduled_s, seq.first_token_s, seq.finish_s, seq.num_preemptions, seq.status, seq.error)
+        for number, seq in sorted(outcome.by_id().items())
+    ]
+    engines = [
+        (
+            [(lane.name, lane.busy_s, lane.intervals) for lane in lanes_of(member)],
+            member.iterations,
+            msgspec.structs.asdict(member.engine.scheduler.counters),
+        )
+        for member in outcome.members
+    ]
+    ended = [sum(where == i for _, where in outcome.ended) for i in range(len(outcome.members))]
+    last_s = max(seq.finish_s for seq, _ in outcome.ended)
+    digest = sha256(repr(told((ends, sorted(outcome.places().items()), engines))).encode()).hexdigest()[:12]
+    return f"{ended} ended, {last_s:.6g} s, {digest}"
+
+
+def lanes_of(member):
+    lanes = member.lanes
+    return lanes.compute, lanes.h2d, lanes.d2h, *(lanes.links[name] for name in sorted(lanes.links))
+
+
+def lines(name: str) -> list[str]:
+    """Of a kind of cluster."""
+    return [f"{name} #{place}: {answer(name, place)}" for place in range(RUNS)]
+
+
+def main() -> None:
+    CLUSTERS.write_text("\n".join(line for name in names() for line in lines(name)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
