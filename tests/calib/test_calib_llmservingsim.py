@@ -26,9 +26,8 @@ def shapes():
     yield from ((chunk, cached, n, c) for chunk in CHUNKS for cached in CACHED for n in DECODES for c in CONTEXTS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tp1")
+def write_kernels(path):
+    """The three files of a folder."""
     tokens = (1, 8, 64, 256, 512, 1024, 2048)
     dense = [f"{layer},{n},{us * (1 + n / 100)}" for layer, us in KERNELS.items() for n in tokens]
     (path / "dense.csv").write_text("\n".join(["layer,tokens,time_us", *dense]))
@@ -37,6 +36,12 @@ def folder(tmp_path_factory):
     (path / "attention.csv").write_text("\n".join([header, *rows]))
     heads = [f"{layer},{n},{us + n}" for layer, us in (("lm_head", 1000.0), ("sampler", 20.0)) for n in (1, 8, 64)]
     (path / "per_sequence.csv").write_text("\n".join(["layer,sequences,time_us", *heads]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tp1")
+    write_kernels(path)
     return path
 
 
