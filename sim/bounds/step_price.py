@@ -97,7 +97,7 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
         weights_s = cost.linear_weights_s - cost.routed_weights_s * cost.idle_share
         fixed_s = linear_m * weights_s + (1.0 - growing) * cost.elementwise_least_s + cost.overhead_s + base_s
         fixed_s += head_m * cost.head_weights_s + reduce_s
-        head_s = head_c * cost.head_s_per_sample + head_m * cost.logits_s_per_sample
+        head_s = head_c * cost.head_s_per_sample + head_m * cost.logits_s_per_sample + cost.sampling_s_per_sample
         found.append(
             LinearPrice(
                 # Layers that see a prompt's last token only may see none of these.

@@ -25,6 +25,10 @@ OURS = "kvtwin"
 UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
 """Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
 request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""
+OPTIONAL_UNITS = {"sampling_s_per_logit": "s"}
+"""Zero where absent. What the GPU takes for each token that it samples and each entry of the vocabulary, beside the LM
+head: nothing for the most likely token, a sort where top-k and top-p cut the rest off."""
+KNOWN_UNITS = {**UNITS, **OPTIONAL_UNITS}
 
 
 class EngineConstant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +49,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
             before (`hidden`), so that an iteration lasts as long as the longer of the two.
         graph_batch_sizes: sizes captured as CUDA graphs, rising; a decode batch is padded to the next one. None: none.
         graph_source: where the sizes come from.
-        constants: exactly those of `UNITS`.
+        constants: those of `UNITS`, and any of `OPTIONAL_UNITS`.
         block_copies: whether the keys and the values of each layer of a block are copied apart, or the block as one.
     """
 
@@ -58,7 +62,9 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
     block_copies: Literal["layer", "block"] = "layer"
 
     def value(self, name: str) -> float:
-        """One constant, in the unit of its name."""
+        """One constant, in the unit of its name; zero for one of `OPTIONAL_UNITS` that is absent."""
+        if name in OPTIONAL_UNITS and name not in self.constants:
+            return 0.0
         return self.constants[name].value
 
     @property
@@ -129,10 +135,12 @@ MOST_S = 3600.0
 
 
 def _check(profile: EngineProfile, path: Path) -> None:
-    for name, unit in UNITS.items():
+    for name, unit in KNOWN_UNITS.items():
         constant = profile.constants.get(name)
         where = f"{path}: field constants.{name}"
         if constant is None:
+            if name in OPTIONAL_UNITS:
+                continue
             raise UserError(f"{where} is missing: give it in {unit}")
         if constant.unit != unit:
             raise UserError(f"{where}.unit = {constant.unit!r}: expected {unit!r}: convert the value")
@@ -140,8 +148,8 @@ def _check(profile: EngineProfile, path: Path) -> None:
             raise UserError(f"{where}.value = {constant.value} must be zero to {MOST_S:g} {unit}: correct the value")
         if not constant.source:
             raise UserError(f"{where}.source is empty: say where the value comes from")
-    for name in profile.constants.keys() - UNITS.keys():
-        raise UserError(f"{path}: field constants.{name} is not known: remove it; known: {', '.join(UNITS)}")
+    for name in profile.constants.keys() - KNOWN_UNITS.keys():
+        raise UserError(f"{path}: field constants.{name} is not known: remove it; known: {', '.join(KNOWN_UNITS)}")
     sizes = profile.graph_batch_sizes
     if any(size < 1 for size in sizes) or any(b <= a for a, b in pairwise(sizes)):
         raise UserError(f"{path}: field graph_batch_sizes = {list(sizes)}: give sizes from 1 on, each larger")

@@ -142,9 +142,13 @@ class PaperCost(RooflineCost):
         return prompt_tokens * (self.eq3_linear_s + self.eq3_square_printed_s * prompt_tokens)
 
 
-def _with_engine(cost: RooflineCost, engine: "EngineProfile | None", hardware: HardwareSpec) -> RooflineCost:
+def _with_engine(
+    cost: RooflineCost, engine: "EngineProfile | None", model: ModelSpec, hardware: HardwareSpec
+) -> RooflineCost:
     if engine is not None:
         cost.host = engine.host_time()
+        # Every GPU of a group has all logits, and samples.
+        cost.sampling_s_per_sample = engine.value("sampling_s_per_logit") * model.vocab_size
         # A CPU, which makes its copies itself, launches no graphs.
         cost.padded = engine.padding() if hardware.copies_beside_compute else None
         if engine.block_copies == "block":
@@ -176,9 +180,9 @@ def build_cost(
     elif form == "table":
         from sim.cost.table import TableCost  # noqa: PLC0415
 
-        cost = _with_engine(TableCost(model, hardware, profile, tp), engine, hardware)
+        cost = _with_engine(TableCost(model, hardware, profile, tp), engine, model, hardware)
     elif form == "roofline":
-        cost = _with_engine(RooflineCost(model, hardware, profile, tp), engine, hardware)
+        cost = _with_engine(RooflineCost(model, hardware, profile, tp), engine, model, hardware)
     elif form == "paper":
         cost = PaperCost(model, hardware, profile, tp)
     else:

@@ -45,6 +45,8 @@ class RooflineCost(CostModel):
     """Tokens that the linear layers compute for a decode batch of so many, where the engine's CUDA graphs pad it."""
     copies_whole_blocks = False
     """Whether the engine copies a block as one piece, whatever it holds; else each layer's keys and values apart."""
+    sampling_s_per_sample = 0.0
+    """What the engine's sampler takes for a token, beside the LM head."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__()
@@ -234,12 +236,16 @@ class RooflineCost(CostModel):
         return seconds
 
     def head_s(self, num_sampled: int) -> float:
-        """LM head for `num_sampled` tokens, s."""
+        """LM head and sampler for `num_sampled` tokens, s."""
         seconds = self._head_s.get(num_sampled)
         if seconds is None:
-            memory = self.head_weights_s + num_sampled * self.logits_s_per_sample
-            seconds = self._head_s[num_sampled] = ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
+            seconds = self._logits_s(num_sampled) + num_sampled * self.sampling_s_per_sample
+            self._head_s[num_sampled] = seconds
         return seconds
+
+    def _logits_s(self, num_sampled: int) -> float:
+        memory = self.head_weights_s + num_sampled * self.logits_s_per_sample
+        return ridge(num_sampled * self.head_s_per_sample, memory, self.exponent)
 
     def iteration_s(self, plan: IterationPlan) -> float:
         num_decodes = plan.num_decodes + plan.num_single_chunks

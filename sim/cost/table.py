@@ -56,7 +56,9 @@ class TableCost(RooflineCost):
         """LM head and sampler for `num_sampled` tokens, s."""
         most = self._head[0][-1]
         seconds = value_at(self._head, (num_sampled,))
-        return seconds if num_sampled <= most else seconds * super().head_s(num_sampled) / super().head_s(int(most))
+        if num_sampled > most:
+            seconds *= self._logits_s(num_sampled) / self._logits_s(int(most))
+        return seconds + num_sampled * self.sampling_s_per_sample
 
     def _once_s(self, tokens: int) -> float:
         most = self._once[0][-1]

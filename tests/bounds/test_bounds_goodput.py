@@ -15,6 +15,7 @@ from sim.bounds.first_tokens import STEPS, most_in_time
 from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within
 from sim.bounds.step_price import step_prices, tangents
 from sim.bounds.work import least_work
+from sim.cost.engine_profile import load_engine_profile
 from sim.cost.forms import LinearCost
 from sim.cost.host import Host
 from sim.cost.model import ridge
@@ -163,6 +164,9 @@ MACHINES = {
     "h100, imported": lambda: roofline_machine("h100", 1.0, tp=2),
     "h100, FP8": lambda: roofline_machine(
         "h100", 1.0, tp=8, model=load_model("llama-3.1-70b").with_weights_of(1.0, "fp8")
+    ),
+    "h100, sampling": lambda: roofline_machine(
+        "h100", 1.0, model=load_model("qwen3-8b"), engine=load_engine_profile("vllm-0.12-top-p")
     ),
 }
 

@@ -14,13 +14,14 @@ from small_results import CROWDED, finished
 import kvtwin
 from kvtwin import main
 from kvtwin.testing import limits, linear_machine, requests, simulate
-from sim.cost.engine_profile import SHIPPED, UNITS, load_engine_profile, shipped_engines
+from sim.cost.engine_profile import OPTIONAL_UNITS, SHIPPED, UNITS, load_engine_profile, shipped_engines
 from sim.cost.forms import build_cost
 from sim.cost.host import Host
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import Constant, load_profile
 from sim.engine.changes import Direction
 from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.results.result import assemble
 from sim.specs.hardware import load_hardware
@@ -28,6 +29,7 @@ from sim.specs.models import load_model
 from sim.systems import POLICIES
 from sim.systems.vllm055 import VllmRecompute
 from sim.systems.vllm_v1 import VllmV1
+from traces.request import Request
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
@@ -36,7 +38,7 @@ from sim.systems.vllm_v1 import VllmV1
 def test_every_shipped_engine_says_where_each_constant_comes_from(name):
     profile = load_engine_profile(name)
     assert profile.name == name
-    assert list(profile.constants) == list(UNITS)
+    assert profile.constants.keys() - OPTIONAL_UNITS == set(UNITS)
     for constant in profile.constants.values():
         assert len(constant.source) > 20
         assert (constant.status == "assumed") == constant.source.startswith("assumed: ")
@@ -194,6 +196,23 @@ def test_predictions_hold_serial_host_time():
     assert serial.decode_steps(8, 1000) == pytest.approx((first_s + 0.005 + 8 * 5.5e-5, slope_s))
     hidden = roofline(load_engine_profile("vllm-v1-async"))
     assert hidden.decode_steps(8, 1000) == pytest.approx((first_s, slope_s))
+
+
+def test_sampling_costs_by_token_and_vocabulary():
+    """57.59 ms for 2,048 sequences and 131,072 entries, of which 128 sequences and 32,000 entries are 1/64."""
+    sampling, greedy = (roofline(load_engine_profile(name)) for name in ("vllm-0.12-top-p", "vllm-v1"))
+    assert sampling.decode_run(128, 1000)[0] - greedy.decode_run(128, 1000)[0] == pytest.approx(
+        57.59e-3 / 16 * 32000 / 131072, rel=1e-3
+    )
+    assert sampling.decode_run(128, 1000)[1] == greedy.decode_run(128, 1000)[1]
+    plan = IterationPlan()
+    for new, prompt in ((40, 40), (40, 90)):
+        plan.add_chunk(Sequence(Request(0, 0.0, prompt, 2)), new, None)  # type: ignore[arg-type]
+    # A prompt's last chunk samples a token, others do not; decodes do.
+    plan.num_decodes, plan.decode_context_tokens = 3, 300
+    more_s = sampling.iteration_s(plan) - greedy.iteration_s(plan)
+    assert more_s == pytest.approx(4 * 32000 * 2.145e-10)
+    assert sampling.prefill_s(100) - greedy.prefill_s(100) == pytest.approx(32000 * 2.145e-10)
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------

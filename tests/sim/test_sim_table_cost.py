@@ -101,6 +101,15 @@ def test_a_prompt_alone_is_an_iteration_of_its_own() -> None:
     assert COST.prefill_s(128) == pytest.approx(lone * US)
 
 
+def test_an_engines_sampler_is_on_top_of_the_head() -> None:
+    """Beyond the table's 16 rows the head grows as the roofline's does, the sampler by the token."""
+    plain, sampling = machine().cost, machine().cost
+    assert isinstance(plain, TableCost) and isinstance(sampling, TableCost)
+    sampling.sampling_s_per_sample = 7 * US
+    for sampled in (1, 8, 16, 40):
+        assert sampling.head_s(sampled) == pytest.approx(plain.head_s(sampled) + sampled * 7 * US)
+
+
 @settings(max_examples=60, deadline=None)
 @given(decodes=st.integers(1, 40), context=st.integers(1, 3000))
 def test_durations_are_straight_for_as_many_iterations_as_it_says(decodes: int, context: int) -> None:
