@@ -189,8 +189,10 @@ def test_regions_hold_samples_of_one_phase_and_four_fold_size():
         Sample(op="recompute", **common, new_tokens=300),
         Sample(op="layers", **common, new_tokens=1, batch_size=5, context_tokens=99),
         Sample(op="lm_head", **common, new_tokens=1, batch_size=16),
+        Sample(op="linear", **common, new_tokens=4),
+        Sample(op="products", **common, new_tokens=64, decodes=4, decode_context_tokens=15),
     ]
-    errors = np.array([0.1, -0.3, 0.2, 0.5, 0.6, -0.7, 0.8])
+    errors = np.array([0.1, -0.3, 0.2, 0.5, 0.6, -0.7, 0.8, 0.9, 0.4])
     found = {region.name: (region.count, region.bias, region.mape) for region in regions(samples, errors)}
     assert found == {
         "prefill, tokens 1,024-4,095": (2, pytest.approx(-0.1), pytest.approx(0.2)),
@@ -200,6 +202,9 @@ def test_regions_hold_samples_of_one_phase_and_four_fold_size():
         "decode, batch 4-15": (1, -0.7, 0.7),
         "decode, context tokens 256-1,023": (1, -0.7, 0.7),
         "LM head, rows 16-63": (1, 0.8, 0.8),
+        "linear, tokens 4-15": (1, 0.9, 0.9),
+        "mixed, tokens 64-255": (1, 0.4, 0.4),
+        "mixed, decodes' context tokens 64-255": (1, 0.4, 0.4),
     }
 
 

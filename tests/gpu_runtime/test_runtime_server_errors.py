@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from runtime_server import serving
 
 from gpu_runtime.serve import answer as serve_answer
+from gpu_runtime.serve.request import Refused
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -273,6 +274,10 @@ def test_a_body_that_is_not_what_its_headers_say_is_refused(running, capfd):
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert "gzip" in answer["error"]["message"]
     assert capfd.readouterr().err == ""
+
+
+def test_a_refusal_reads_as_its_message():
+    assert str(Refused(400, "no such thing", param="n")) == "no such thing"
 
 
 def test_an_api_key_is_asked_for_and_checked():

@@ -21,6 +21,7 @@ pytest.importorskip("aiohttp")
 from gpu_runtime import live  # noqa: E402
 from gpu_runtime.device import TorchDevice  # noqa: E402
 from gpu_runtime.serve.run import bind, is_public, stop_tokens, url_of  # noqa: E402
+from gpu_runtime.serve.server import ServerOptions  # noqa: E402
 from gpu_runtime.serve.text import load_codec  # noqa: E402
 from kvtwin import main  # noqa: E402
 from sim.errors import UserError  # noqa: E402
@@ -232,15 +233,54 @@ def test_the_key_may_come_from_the_environment_and_is_written_nowhere(arguments)
     assert not any("s3cret-key" in text for text in (*said, *written))
 
 
+def asked(arguments, monkeypatch, capsys, *more):
+    """Options, live options, and what is told of a server that ends as it begins."""
+
+    def refuse(setup, table, keep, decoder, live_options, codec, options, bound, *, folder, announce):
+        announce()
+        bound.close()
+        found.append((options, live_options, codec, folder))
+        raise UserError("no more")
+
+    found = []
+    monkeypatch.setattr("gpu_runtime.serve.run.perform", refuse)
+    assert main([*arguments, *more]) == 2
+    said = capsys.readouterr()
+    return *found[0], re.sub(r":\d+", ":PORT", said.out), re.sub(r":\d+", ":PORT", said.err)
+
+
+def test_a_server_is_what_was_asked_for(arguments, tmp_path, monkeypatch, capsys):
+    model = f"{tmp_path}/tiny/config.json"
+    options, live_options, codec, folder, out, error = asked(arguments, monkeypatch, capsys)
+    assert options == ServerOptions("tiny", model, 256, 128)
+    assert live_options == live.LiveOptions("cpu", None, 0, "auto")
+    assert (codec.encode("é"), folder) == ([195 % 128, 169 % 128], tmp_path / "out")
+    assert out == "kvtwin: serving tiny with vllm-recompute on cpu, 40 KV blocks: http://127.0.0.1:PORT\n"
+    assert error == "kvtwin: no more\n"
+    more = ["--api-key", "k", "--max-queue", "1", "--served-model-name", "mine", "--seed", "5", "--quiet"]
+    options, live_options, *_, out, error = asked(
+        arguments, monkeypatch, capsys, *more, "--attention-backend", "torch", "--host", "0.0.0.0"
+    )
+    assert options == ServerOptions("mine", model, 256, 128, max_queue=1, api_key="k")
+    assert live_options == live.LiveOptions("cpu", None, 5, "torch")
+    # Nobody without the key may use it.
+    assert (out, error) == ("", "kvtwin: no more\n")
+    error = asked(arguments, monkeypatch, capsys, "--host", "0.0.0.0")[-1]
+    assert error == (
+        "kvtwin: warning: anyone who reaches http://0.0.0.0:PORT may use it: give --api-key or --host 127.0.0.1\n"
+        "kvtwin: no more\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--max-queue", "0"], "--max-queue: 0 is less than 1"),
+        (["--max-queue", "0"], "--max-queue: 0 is less than 1: give how many requests may wait"),
         (["--port", "99999"], "--port: 99999 is no port"),
         (["--port", "-1"], "--port: -1 is no port"),
         (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 0: cannot listen"),
         (["--tokenizer", "nowhere"], "holds no tokenizer.json"),
-        (["--policy", "layerkv"], "serve takes one --policy"),
+        (["--policy", "layerkv"], "serve takes one --policy, 2 given"),
         (["--workload", "fixed"], "unrecognized arguments"),
         (["--tp", "2"], "--tp: 2 GPUs"),
         (["--replicas", "2"], "--replicas: 2 engines"),

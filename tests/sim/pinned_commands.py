@@ -32,7 +32,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 from pinned import GOLDEN, POOLS, SMALL, TRAFFIC, digest, rounded
 
 import kvtwin
@@ -190,7 +190,7 @@ def drawn_of(artist: Artist, background: Artist) -> Iterator[str]:
 def axis_of(axis: Axis) -> str:
     """Its scale, ends, name, and its ticks where they were given."""
     ends = short(axis.get_view_interval())
-    given = isinstance(axis.get_major_locator(), FixedLocator | NullLocator)
+    given = isinstance(axis.get_major_locator(), FixedLocator | LogLocator | NullLocator)
     ticks = f"{short(axis.get_ticklocs())} {[text.get_text() for text in axis.get_ticklabels()]}" if given else ""
     grid = axis.get_tick_params().get("gridOn")
     between = "" if isinstance(axis.get_minor_formatter(), NullFormatter) else "ticks between have words"

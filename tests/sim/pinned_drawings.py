@@ -5,12 +5,15 @@ python tests/sim/pinned_drawings.py      # writes golden/commands/drawing*.txt a
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from pinned import GOLDEN
 from pinned_commands import COMMANDS, picture
@@ -25,6 +28,7 @@ from gpu_runtime.twin.iterations import KINDS, Decision, Iteration, Pair
 from kvtwin.testing import requests
 from sim.cost.profile import read_profile
 from sim.served import Times
+from sim.study.figures import draw
 from sim.study.reproduce import Found
 from sim.study.reproduce_figure import figure_of
 from sim.study.setup_files import PaperSetup
@@ -109,6 +113,28 @@ def paper(*values: float) -> Figure:
     return figure_of(Found(setup, results, {}))
 
 
+def study(axes: dict[str, list[object]], *, drawn: tuple[str, ...] = ()) -> Figure:
+    """TTFT over the axes of a study: with intervals, one that was not measured, and one of none."""
+    table = pd.DataFrame(list(product(*axes.values())), columns=list(axes))
+    places = np.arange(len(table))
+    table["mean_ttft_ms"] = np.where(places % 11 == 5, np.nan, 30.0 + 45.0 * places)
+    table["mean_ttft_ms_ci95"] = np.where(places % 3, 20.0 + 2.0 * places, np.nan)
+    asked = SimpleNamespace(axes=list(axes), drawn=list(drawn))
+    return draw(asked, table, "mean_ttft_ms")  # pyright: ignore[reportArgumentType] - all of it that is read
+
+
+POLICIES = ["vllm-recompute", "layerkv"]
+STUDIES: dict[str, dict[str, list[object]]] = {
+    "rates": {"policy": [*POLICIES], "request_rate": [0.5, 1.0, 2.0, 2.001]},
+    "a wide axis": {"num_prompts": [10, 100, 9999], "policy": [*POLICIES], "tp": [1]},
+    "a wider axis": {"link_gbps": [0.5, 499.0, 500.0], "policy": [*POLICIES]},
+    "many values": {"request_rate": [float(i) for i in range(9)], "policy": ["layerkv"]},
+    "names": {"policy": ["layerkv"], "router": ["round-robin", "least-loaded"]},
+    "many panels": {"policy": [*POLICIES], "seed": [*range(7)], "enable_prefix_caching": [True, False],
+                    "workload": ["sharegpt", "fixed"], "request_rate": [1.0, 2.0]},
+}  # fmt: skip
+
+
 DRAWINGS: dict[str, Callable[[], Figure]] = {
     "drawing of a measured run": against,
     "drawing of twins": twin,
@@ -116,12 +142,16 @@ DRAWINGS: dict[str, Callable[[], Figure]] = {
     "drawing of a fit": fit,
     "drawing of a paper": lambda: paper(1, 2, 4, 8, 16, 32),
     "drawing of a paper's bars": paper,
+    **{f"drawing of a study over {name}": partial(study, axes) for name, axes in STUDIES.items()},
+    "drawing of drawn values": lambda: study(
+        {"policy": [*POLICIES], "request_rate": [0.3, 0.7, 5.0], "seed": [1, 2]}, drawn=("request_rate", "seed")
+    ),
 }
 
 
 def main() -> None:
-    for name, draw in DRAWINGS.items():
-        (COMMANDS / f"{name}.txt").write_text("\n".join(picture(draw())) + "\n")
+    for name, drawing in DRAWINGS.items():
+        (COMMANDS / f"{name}.txt").write_text("\n".join(picture(drawing())) + "\n")
 
 
 if __name__ == "__main__":

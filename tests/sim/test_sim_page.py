@@ -15,7 +15,7 @@ from small_results import scenario, small_result
 import kvtwin
 from sim.errors import UserError
 from sim.results.figures.data import FigureRun
-from sim.results.figures.style import percent_text, seconds_text
+from sim.results.figures.style import folded_label, percent_text, ranking, seconds_text, short_label
 from sim.results.page import saved
 from sim.results.page.charts import charts
 from sim.results.page.page import _in_script, render
@@ -125,8 +125,31 @@ def test_a_far_slo_leaves_the_curves_room_and_rounding_reads_as_nothing(compared
     far = structs.replace(run.result, scenario=structs.replace(run.result.scenario, goodput=["ttft:900000"]))
     (ttft,) = [chart for chart in charts([replace(run, result=far)]) if chart.name == "ttft"]
     assert ttft.layout["xaxis"]["type"] == "log" and ttft.layout["shapes"][0]["x0"] == 900.0
-    assert (seconds_text(7e-13), percent_text(9e-15)) == ("0\xa0ms", "0\xa0%")
-    assert (seconds_text(6e-6), percent_text(2e-5)) == ("0.006\xa0ms", "0.002\xa0%")
+
+
+def test_seconds_and_shares_read_at_their_limits():
+    texts = {
+        -7e-13: "0 ms", 4.9e-7: "0 ms", 5e-7: "0.0005 ms", 6e-6: "0.006 ms", 0.9994: "999 ms", 0.9995: "1 s",
+        -0.25: "-250 ms", 1.239: "1.24 s", 999.4: "999 s", 999.5: "1,000 s", 12345.6: "12,346 s",
+    }  # fmt: skip
+    assert {value: seconds_text(value).replace("\xa0", " ") for value in texts} == texts
+    shares = {9e-15: "0 %", 4.9e-6: "0 %", 5e-6: "0.0005 %", 2e-5: "0.002 %", 0.12345: "12.3 %", 1.0: "100 %"}
+    assert {value: percent_text(value).replace("\xa0", " ") for value in shares} == shares
+
+
+def test_labels_are_cut_and_broken_where_they_are_too_long():
+    assert (short_label("a" * 30), short_label("a" * 31)) == ("a" * 30, "a" * 27 + "...")
+    assert short_label("$é€") == "\\$é?"
+    assert folded_label("layerkv:order=mlfq,batching=sarathi", 20) == "layerkv: order=mlfq,\nbatching=sarathi"
+    assert folded_label("aa bb cc dd ee ff gg", 6) == "aa bb\ncc dd\nee..."
+
+
+def test_least_and_most_are_named_unless_they_read_alike():
+    def said(*values):
+        return ranking("TTFT", list(zip("abc", values, strict=False)), lambda value: f"{value:.0f}")
+
+    assert (said(1.0), said(1.0, 1.4), said(1.0, 1.4, 1.2)) == ("TTFT 1", "TTFT 1 with both", "TTFT 1 with each policy")
+    assert said(7.0, 2.0, 9.0) == "TTFT 2 with b, 9 with c"
 
 
 def test_several_engines_have_a_figure_of_theirs(tmp_path):
