@@ -1,6 +1,7 @@
 """From a setup to a finished run on the virtual clock: traffic, engines, clock. `sim/results/result` sums it up."""
 
 from collections.abc import Callable, Generator, Iterable
+from math import inf
 
 import simpy
 
@@ -67,6 +68,8 @@ def execute(run: SimulatedRun) -> SimulatedRun:
     is counted by half.
     """
     serving, stop = run.env.process(run.serve()), run.env.event()
+    # Never comes: an empty queue answers `peek`, which is asked at every iteration, with an exception.
+    run.env.timeout(inf)
     try:
         with interrupts_call(stop.succeed):
             run.env.run(until=serving | stop)

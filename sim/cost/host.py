@@ -110,9 +110,12 @@ def after_host_s(host: Host, num_sequences: int, now_s: float, lane: Lane, devic
     """
     if not num_sequences:
         return now_s
-    seconds = host.seconds(num_sequences)
-    follows = host.hidden and now_s <= device.free_s + TIE_S
-    start_s = max(now_s, (lane.free_s if follows else now_s) + seconds)
+    base_s, s_per_sequence, hidden = host
+    seconds = base_s + s_per_sequence * num_sequences
+    follows = hidden and now_s <= device.free_s + TIE_S
+    start_s = (lane.free_s if follows else now_s) + seconds
+    if start_s < now_s:
+        start_s = now_s
     lane.run(start_s - seconds, seconds, "host")
     lane.free_s = start_s
     return start_s

@@ -4,6 +4,7 @@ Both clocks may use it: the virtual one always, the real one where a device is o
 """
 
 from collections.abc import Callable, Collection
+from functools import lru_cache, partial
 from math import ceil, inf
 
 from sim.cost.host import after_host_s, run_beside_host
@@ -14,6 +15,8 @@ from sim.engine.changes import D2H, H2D, Direction, Move, Projected, Rebuilt, Re
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.plan import IterationPlan, StepTimes, make_times
 
+KNOWN_COPIES = 4096
+"""Sizes of copies, in each direction, whose seconds are kept."""
 EndsAt = Callable[[Collection[Move]], float]
 FinishAt = Callable[[float, Move], None]
 """Hears when a copy beside the computation will end, s, and which."""
@@ -105,12 +108,18 @@ class Pricer:
         self.unit_bytes = block_bytes / num_groups
         self.unit_layers = layers // num_groups
         self.hidden_bytes = hidden_bytes
+        # Copies of as many blocks come again and again.
+        self._out_s = lru_cache(maxsize=KNOWN_COPIES)(partial(self._copied_s, D2H))
+        self._in_s = lru_cache(maxsize=KNOWN_COPIES)(partial(self._copied_s, H2D))
         self._finish_at, self._ends_at = finish_at, ends_at
         self.started_s = 0.0
         """When the last computation that had to wait for copies began, s."""
 
     def copy_s(self, num_blocks: int, direction: Direction) -> float:
         """Copy of so many pool blocks."""
+        return self._out_s(num_blocks) if direction is D2H else self._in_s(num_blocks)
+
+    def _copied_s(self, direction: Direction, num_blocks: int) -> float:
         cost = self.cost
         return cost.copy_s(num_blocks * self.unit_bytes, cost.num_copies(num_blocks, self.unit_layers), direction)
 
@@ -265,8 +274,8 @@ class Pricer:
         for record in plan.streamed:
             read += record.num_read
             written += record.num_written
-        out_s = self.copy_s(written, D2H) if written else 0.0
-        in_s = self.copy_s(read, H2D)
+        out_s = self._out_s(written) if written else 0.0
+        in_s = self._in_s(read)
         for record in plan.streamed:
             if isinstance(record, Projected):
                 # Inputs of a layer lie together: one piece each.
@@ -278,7 +287,7 @@ class Pricer:
         """Layers of the prefills leave for the host while later layers compute (LayerKV section 3.1.2)."""
         lane, layers, sent = self.lanes.d2h, self.layers, plan.behind_groups
         layer_s = compute_s / layers
-        copy_s = self.copy_s(plan.behind_blocks, D2H) * stretch
+        copy_s = self._out_s(plan.behind_blocks) * stretch
         per_layer_s = copy_s / sent
         wait_s = lane.free_s - start_s
         if max(per_layer_s, wait_s) * layers > compute_s:

@@ -27,7 +27,7 @@ from math import ceil, inf, sqrt
 from sim.cost.kernels import grid_of, value_at
 from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
 from sim.cost.profile import FittedRange, Profile
-from sim.engine.changes import Direction
+from sim.engine.changes import D2H, Direction
 from sim.engine.plan import IterationPlan, WindowTokens
 from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVFormat, window_pairs
@@ -333,7 +333,7 @@ class RooflineCost(CostModel):
         return ceil(self.pieces_per_layer * num_blocks * layers)
 
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
-        per_byte = self.d2h_s_per_byte if direction is Direction.D2H else self.h2d_s_per_byte
+        per_byte = self.d2h_s_per_byte if direction is D2H else self.h2d_s_per_byte
         # The next piece is asked for while the last is on its way.
         return max(self.copy_launch_s * num_copies, num_bytes * per_byte)
 

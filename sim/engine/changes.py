@@ -26,7 +26,7 @@ class Direction(Enum):
 
 
 # For the hot path: CPython 3.11 takes ten times as long to find a member of an enumeration as a name of a module.
-GPU, HOST, PEER = Tier.GPU, Tier.HOST, Tier.PEER
+GPU, HOST, DISK, PEER = Tier.GPU, Tier.HOST, Tier.DISK, Tier.PEER
 D2H, H2D = Direction.D2H, Direction.H2D
 
 
@@ -172,7 +172,7 @@ class Move(NamedTuple):
     @property
     def uses_disk(self) -> bool:
         """Whether it goes between host and disk."""
-        return self.source is Tier.DISK or self.target is Tier.DISK
+        return self.source is DISK or self.target is DISK
 
 
 class Restore(NamedTuple):
@@ -284,3 +284,4 @@ make_move = cast(
     Callable[[tuple[Sequence, tuple[int, ...], int, int, Tier, Tier, int, int, bool, float | None]], Move],
     partial(tuple.__new__, Move),
 )
+make_streamed = cast(Callable[[tuple[int, int, int]], Streamed], partial(tuple.__new__, Streamed))

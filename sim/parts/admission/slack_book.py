@@ -37,6 +37,9 @@ class SlackBook:
         self._base_s = np.full(self._capacity, inf)
         self._left = np.ones(self._capacity)
         self._stepping = np.zeros(self._capacity)
+        # `base - tpot * left` of all at the TPOT asked for last: most iterations ask for the same again.
+        self._due_s = np.full(self._capacity, inf)
+        self._tpot_s = 0.0
         self._witnesses: list[int] = []
 
     def update(self, seq: Sequence, *, decoding: bool) -> None:
@@ -45,19 +48,18 @@ class SlackBook:
         if slot < 0:
             slot = self._slots[seq] = self._free.pop() if self._free else self._grow()
         lower = seq.predicted_lower_tokens
-        self._base_s[slot] = self.tpot_slo_s * (lower - 1) + seq.first_token_s
+        self._base_s[slot] = base_s = self.tpot_slo_s * (lower - 1) + seq.first_token_s
         self._stepping[slot] = decoding
-        if decoding:
-            # Reaches its lower bound when the batch's step reaches this.
-            self._left[slot] = lower - seq.output_tokens + seq.finish_step
-        else:
-            self._left[slot] = lower - seq.num_generated
+        # A member of the batch reaches its lower bound when the batch's step reaches this.
+        left = lower - seq.output_tokens + seq.finish_step if decoding else lower - seq.num_generated
+        self._left[slot] = left
+        self._due_s[slot] = base_s - self._tpot_s * left
 
     def remove(self, seq: Sequence) -> None:
         """`seq` ended or lost its place."""
         slot = self._slots.pop(seq, -1)
         if slot >= 0:
-            self._base_s[slot] = inf
+            self._base_s[slot] = self._due_s[slot] = inf
             self._left[slot] = 1.0
             self._stepping[slot] = 0.0
             self._free.append(slot)
@@ -69,6 +71,7 @@ class SlackBook:
             self._base_s = np.concatenate([self._base_s, np.full(self._capacity, inf)])
             self._left = np.concatenate([self._left, np.ones(self._capacity)])
             self._stepping = np.concatenate([self._stepping, np.zeros(self._capacity)])
+            self._due_s = np.concatenate([self._due_s, np.full(self._capacity, inf)])
             self._capacity *= 2
         return slot
 
@@ -78,12 +81,16 @@ class SlackBook:
         If it blocks prefills of `prefill_s`, the nearest to blocking are remembered as witnesses.
         """
         # Slots that nobody has are infinitely slack.
-        left = self._left - self._stepping * step
-        slack = left * -tpot_s
-        slack += self._base_s
-        if not self.lengths_known and np.minimum.reduce(left) < 1.0:
-            # Past its lower bound a request still expects one token, and every token it has earned it time.
-            slack += (tpot_s - self.tpot_slo_s) * np.minimum(left - 1.0, 0.0)
+        if tpot_s != self._tpot_s:
+            self._tpot_s = tpot_s
+            self._due_s = self._base_s - self._left * tpot_s
+        slack = self._stepping * (tpot_s * step)
+        slack += self._due_s
+        if not self.lengths_known:
+            left = self._left - self._stepping * step
+            if np.minimum.reduce(left) < 1.0:
+                # Past its lower bound a request still expects one token, and every token it has earned it time.
+                slack += (tpot_s - self.tpot_slo_s) * np.minimum(left - 1.0, 0.0)
         slack -= now_s
         # Read as integers, negative floats are greater than all others: this minimum leaves them out in one pass.
         least_s = slack.item((slack.view(np.uint64) if self.drop_irrecoverable else slack).argmin())

@@ -76,9 +76,9 @@ class LayerOffload(Recompute):
 
     def headroom(self) -> int:
         """The threshold, and the most that the forecast may see allocated if one more sequence joins."""
-        members = len(self.batch.members)
+        members, floor = len(self.batch.members), self._floor
         joining = members + len(self.parking.promoting) + 1
-        return self._threshold(members) + joining * self._growth_per_sequence
+        return (members if members > floor else floor) + joining * self._growth_per_sequence
 
     # -- Eq. 5 -------------------------------------------------------------------------------------------------------
 

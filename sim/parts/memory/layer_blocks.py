@@ -8,10 +8,10 @@ from collections.abc import Callable
 from itertools import filterfalse
 from typing import ClassVar
 
-from sim.engine.changes import GPU, HOST, Move, Streamed, Tier, make_move, make_place, make_release
+from sim.engine.changes import GPU, HOST, Move, Tier, make_move, make_place, make_release, make_streamed
 from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.parts.base import Memory
 
@@ -84,27 +84,30 @@ class LayerBlocks(Memory):
             tally["prefills_offloaded"] += 1
 
     def complete(self, plan: IterationPlan) -> None:
-        for seq, num_new, num_cached, _ in plan.chunks:
-            if len(self.groups_on_gpu[seq]) < self.num_groups:
-                self._offload_behind_prefill(plan, seq, num_new, num_cached)
+        groups, layers = self.groups_on_gpu, self.num_groups
+        for chunk in plan.chunks:
+            kept = len(groups[chunk[0]])
+            if kept < layers:
+                self._offload_behind_prefill(plan, chunk, kept)
 
-    def _offload_behind_prefill(self, plan: IterationPlan, seq: Sequence, num_new: int, cached: int) -> None:
+    def _offload_behind_prefill(self, plan: IterationPlan, chunk: PrefillChunk, kept: int) -> None:
         """Copies of one prefill chunk: its own KV out, and back in what earlier chunks left on the host."""
-        leaving = offloaded_layers(self.num_groups, len(self.groups_on_gpu[seq]))
-        layers, size = len(leaving), self.block_size
+        seq, num_new, cached, _ = chunk
+        layers, size, end = self.num_groups - kept, self.block_size, cached + num_new
+        leaving = offloaded_layers(self.num_groups, kept)
         # Whole blocks travel, also one that an earlier chunk has begun.
-        moved = layers * (-(-(cached + num_new) // size) - cached // size)
-        is_last = cached + num_new == seq.num_tokens
+        moved = layers * (-(-end // size) - cached // size)
+        is_last = end == seq.num_tokens
         # The end of the last chunk's copies frees the send buffer.
         freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if is_last else 0
         if is_last:
             self._note_copy(seq, freed)
-        plan.behind += (make_move((seq, leaving, cached, cached + num_new, GPU, HOST, moved, freed, is_last, None)),)
+        plan.behind += (make_move((seq, leaving, cached, end, GPU, HOST, moved, freed, is_last, None)),)
         plan.behind_blocks += moved
         if layers > plan.behind_groups:
             plan.behind_groups = layers
         if cached:
-            plan.streamed += (Streamed(layers, layers * -(-cached // size), 0),)
+            plan.streamed += (make_streamed((layers, layers * -(-cached // size), 0)),)
 
     def _note_copy(self, seq: Sequence, freed: int) -> None:
         self.copies_of[seq] = self.copies_of.get(seq, 0) + 1

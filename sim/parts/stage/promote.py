@@ -96,8 +96,8 @@ class Promote(Stage):
         if head in self.blocks.copies_of:
             # A head whose copies are still on their way lets others pass: look closer.
             return True
-        missing = self.blocks.num_hosted(head) * head.num_blocks
-        return missing <= self.gpu.free and missing <= self.gpu.free - self.scheduler.eviction.headroom()
+        missing, free = self.blocks.num_hosted(head) * head.num_blocks, self.gpu.free
+        return missing <= free and missing <= free - self.scheduler.eviction.headroom()
 
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""
