@@ -1,44 +1,137 @@
-"""vLLM on H100, H200 and B200 as measured and as simulated: Llama-3.3-70B FP8 in closed loop, with shipped constants.
+"""vLLM as measured in closed loop and as simulated, with shipped constants: five models on H100, H200 and B200.
 
-python benchmarks/vllm_closed_loop.py FILE [--gpu h200]    # says so and ends where FILE is not there
+python benchmarks/vllm_closed_loop.py FILE --served qwen3-32b-h100    # says so and ends where FILE is not there
 
-FILE is ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0) or rows of it. Of vLLM's rows of this model,
-measured by InferenceMAX, it takes tensor parallelism, input and output length, concurrency, TTFT and TPOT. The settings
-are those of its scripts (SemiAnalysisAI/InferenceX, Apache-2.0): vLLM about 0.10.2, FP8 weights and KV, async
-scheduling, no prefix cache, 8,192 batched tokens, as many sequences as clients, 10 prompts a client, lengths uniform in
-[0.8 L, L]. Nothing is fitted to these rows. What is not stated is assumed in `scenario`.
+FILE is ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0) or rows of it. Of vLLM's rows of a model it takes
+parallelism, input and output length, concurrency, TTFT and TPOT; `SERVED` has whose rows those are and how each was
+measured. Nothing is fitted to them. Left out are rows of several engines, of data-parallel attention and of 4-bit
+Kimi, and those of Llama-3.1-8B on H200: with as many clients as they say, prompts alone would take up to 1,707 TFLOP/s
+of a GPU of 1,979. So many were found in a prefix cache, and nothing says how many.
 """
 
 import argparse
 import csv
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
+from typing import Any
 
 from errors import summary
 
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.simulate import build_run, execute_all
 from traces.request import Request
 
-MODEL = "Llama-3.1-70B"
-"""How the rows of Llama-3.3-70B are labelled; the shapes are the same."""
-SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm"}
 PROMPTS_PER_CLIENT = 10
-LEAST_SHARE = 0.8
 TTFT_TARGET, TPOT_TARGET = 0.20, 0.08
 """Median absolute errors aimed at."""
-POLICY = "vllm-v1:async-scheduling=true"
 MEMORY_BOUND = 1.0
 """Where the KV of all clients at their longest is more than so many pools, requests wait for memory."""
 
 
 @dataclass(frozen=True)
+class Client:
+    """Who measured: ten prompts for each of the clients, lengths uniform between `least_share` of those asked for and
+    these."""
+
+    least_share: float
+
+    def requests(self, row: "Row") -> list[Request]:
+        """The requests of a row: all there from the start, sent as the clients become free."""
+        random = Random(row.concurrency)
+
+        def length(longest: int) -> int:
+            return random.randint(round(self.least_share * longest), longest)
+
+        return [
+            Request(i, 0.0, length(row.input_tokens), length(row.output_tokens))
+            for i in range(PROMPTS_PER_CLIENT * row.concurrency)
+        ]
+
+
+INFERENCEMAX = Client(least_share=0.8)
+"""SemiAnalysisAI/InferenceX (Apache-2.0): its `benchmark_serving.py`, random prompts, greedy (temperature 0). Warm-ups,
+since 2026, change nothing here without a prefix cache."""
+AIPERF = Client(least_share=1.0)
+"""aiconfigurator's own way (`eval/benchmarks/genai_perf_runner.py`, January 2026): AIPerf, no temperature given. The
+rows do not say so; but Qwen3-32B's means, times ten for each client, are whole nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Rows of one model on one GPU, and the settings of the server that they are of.
+
+    Attributes:
+        columns: what the rows' columns say.
+        options: of the `Scenario`, beside what the row says.
+        asynchronous: whether vLLM schedules ahead.
+        seqs_as_clients: whether it takes as many sequences as there are clients, else `options` or its default.
+    """
+
+    columns: dict[str, str]
+    client: Client
+    options: dict[str, Any]
+    asynchronous: bool = True
+    seqs_as_clients: bool = False
+
+
+def _llama_70b(system: str, max_num_seqs: int | None = None) -> Served:
+    """Labelled as Llama-3.1-70B, of Llama-3.3-70B: the shapes are the same. vLLM about 0.10.2; `70b_fp8_*.sh`."""
+    columns = {"model_path": "meta-llama/Llama-3.1-70B", "system": system, "precision": "fp8"}
+    options = {"model": "llama-3.1-70b", "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    options |= {"max_num_batched_tokens": 8192, "max_num_seqs": max_num_seqs, "enable_prefix_caching": False}
+    return Served(columns, INFERENCEMAX, options, seqs_as_clients=max_num_seqs is None)
+
+
+def _gpt_oss(system: str) -> Served:
+    """vLLM 0.18, MXFP4 experts by Marlin's kernels; `gptoss_fp4_*.sh` of spring 2026."""
+    columns = {"model_path": "openai/gpt-oss-120b", "system": system, "backend_version": "0.18.0"}
+    options = {"model": "gpt-oss-120b", "max_num_batched_tokens": 8192, "enable_prefix_caching": False}
+    return Served(columns, INFERENCEMAX, options, seqs_as_clients=True)
+
+
+SERVED = {
+    "llama-3.3-70b-h100": _llama_70b("h100_sxm"),
+    "llama-3.3-70b-h200": _llama_70b("h200_sxm"),
+    "llama-3.3-70b-b200": _llama_70b("b200_sxm", max_num_seqs=512),
+    # vLLM 0.12 schedules in series unless asked (`SchedulerConfig.async_scheduling`), and sorts to sample: both models'
+    # `generation_config.json` has top-k and top-p. Its other settings are assumed to be its defaults.
+    "qwen3-32b-h100": Served(
+        {"model_path": "Qwen/Qwen3-32B", "system": "h100_sxm", "precision": ""},
+        AIPERF,
+        {"model": "qwen3-32b", "engine_profile": "vllm-0.12-top-p"},
+        asynchronous=False,
+    ),
+    "qwen3-235b-a22b-h200": Served(
+        {"model_path": "Qwen/Qwen3-235B-A22B-FP8", "system": "h200_sxm"},
+        AIPERF,
+        {"model": "qwen3-235b-a22b", "quantization": "fp8", "engine_profile": "vllm-0.12-top-p"},
+        asynchronous=False,
+    ),
+    "gpt-oss-120b-h100": _gpt_oss("h100_sxm"),
+    "gpt-oss-120b-h200": _gpt_oss("h200_sxm"),
+    # vLLM 0.18, experts parallel: `minimaxm2.5_fp8_h100.sh` and `..._h200.sh` of spring 2026.
+    "minimax-m2.5-h100": Served(
+        {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "h100_sxm", "precision": "fp8", "backend_version": "0.18.0"},
+        INFERENCEMAX,
+        {"model": "minimax-m2.5", "max_num_seqs": 256, "enable_prefix_caching": False},
+    ),
+    "minimax-m2.5-h200": Served(
+        {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "h200_sxm", "precision": "fp8", "backend_version": "0.18.0"},
+        INFERENCEMAX,
+        {"model": "minimax-m2.5", "gpu_memory_utilization": 0.95, "enable_prefix_caching": False},
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Row:
-    """A measured row, and what the simulator says."""
+    """A measured row."""
 
     tp: int
     input_tokens: int
@@ -64,59 +157,56 @@ class Simulated:
     """KV blocks of all clients at their longest, over those that there are."""
 
 
-def read(path: Path, gpu: str) -> list[Row]:
-    """The 70B model's FP8 rows of vLLM on a GPU, in order of their settings; rows that name no system are H100's."""
-    wanted = {"backend": "vllm", "system": SYSTEMS[gpu], "precision": "fp8"}
+def read(path: Path, served: Served) -> list[Row]:
+    """vLLM's rows of one engine whose GPUs all share every layer, each once, in order of their settings.
+
+    A row measured again counts again.
+    """
+    wanted = {"backend": "vllm", "mode": "agg", **served.columns}
     with path.open(encoding="utf-8") as file:
-        found = [
+        found = {
             Row(
                 int(float(row["tp_size"])),
                 int(row["isl"]),
                 int(row["osl"]),
-                int(float(row.get("concurrency") or row["batch_size"])),
-                float(row["silicon_ttft_ms"]),
-                float(row["silicon_tpot_ms"]),
+                _concurrency(row),
+                # Copies of a row differ in digits.
+                round(float(row["silicon_ttft_ms"]), 1),
+                round(float(row["silicon_tpot_ms"]), 2),
             )
             for row in csv.DictReader(file)
-            if MODEL in row["model_path"] and all(row.get(name, value) == value for name, value in wanted.items())
-        ]
+            if all(row.get(name, value) == value for name, value in wanted.items()) and _in_one_group(row)
+        }
     return sorted(found, key=lambda row: (row.tp, row.input_tokens, row.output_tokens, row.concurrency))
 
 
-def requests(row: Row) -> list[Request]:
-    """The prompts of a row: all there from the start, sent as the clients become free."""
-    random = Random(row.concurrency)
-
-    def length(longest: int) -> int:
-        return random.randint(round(LEAST_SHARE * longest), longest)
-
-    return [
-        Request(i, 0.0, length(row.input_tokens), length(row.output_tokens))
-        for i in range(PROMPTS_PER_CLIENT * row.concurrency)
-    ]
+def _concurrency(row: dict[str, str]) -> int:
+    said = re.search(r"silicon_concurrency=(\d+)", row.get("silicon_data_source", ""))
+    return int(said[1]) if said else int(float(row["batch_size"]))
 
 
-def scenario(row: Row, gpu: str, kv_cache_dtype: str) -> Scenario:
-    """The deployment of a row; that 90 % of the memory may be used is vLLM's default, and assumed."""
-    return Scenario(
+def _in_one_group(row: dict[str, str]) -> bool:
+    """Whether attention and experts lie on the same GPUs; data-parallel attention has more experts' GPUs."""
+    moe = int(float(row.get("moe_tp_size") or 0)) * int(float(row.get("moe_ep_size") or 0))
+    return moe <= 1 or moe == int(float(row["tp_size"]))
+
+
+def simulate(row: Row, served: Served) -> Simulated:
+    """Replay a row."""
+    options = dict(served.options)
+    if served.seqs_as_clients:
+        options["max_num_seqs"] = row.concurrency
+    scenario = Scenario(
         workload="fixed",
-        model="llama-3.1-70b",
-        quantization="fp8",
-        kv_cache_dtype="fp8" if kv_cache_dtype == "fp8" else "auto",
-        gpu=gpu,
+        gpu=served.columns["system"].removesuffix("_sxm"),
         tp=row.tp,
         max_concurrency=row.concurrency,
-        max_num_seqs=row.concurrency,
-        max_num_batched_tokens=8192,
         max_model_len=row.input_tokens + row.output_tokens + 256,
-        enable_prefix_caching=False,
+        **options,
     )
-
-
-def simulate(row: Row, gpu: str, kv_cache_dtype: str) -> Simulated:
-    """Replay a row."""
-    setup = prepare(scenario(row, gpu, kv_cache_dtype), POLICY, parse_policy(POLICY, {})[1])
-    run = execute(build_run(setup, requests(row)))
+    policy = f"vllm-v1:async-scheduling={str(served.asynchronous).lower()}"
+    setup = prepare(scenario, policy, parse_policy(policy, {})[1])
+    run = execute_all(build_run(setup, served.client.requests(row)))
     ttft_ms, tpot_ms = ([s * 1e3 for s in values] for values in (run.log.ttft_s, run.log.tpot_s))
     tokens = row.concurrency * (row.input_tokens + row.output_tokens)
     blocks = tokens / setup.limits.block_size / setup.limits.num_gpu_blocks
@@ -139,35 +229,55 @@ def line(row: Row, found: Simulated) -> str:
     return f"{text}   {', '.join(notes)}".rstrip()
 
 
+GROUPS: tuple[tuple[str, Callable[[Row], Any]], ...] = (
+    ("TP", lambda row: row.tp),
+    ("lengths", lambda row: f"{row.input_tokens}/{row.output_tokens}"),
+    ("clients", lambda row: row.concurrency),
+)
+
+
+def groups(pairs: Iterable[tuple[Row, Simulated]], which: int) -> list[str]:
+    """Median errors of the rows that share GPUs, lengths or clients."""
+    pairs, lines = list(pairs), []
+    for name, key in GROUPS:
+        for value in sorted({key(row) for row, _ in pairs}):
+            group = [(row, found) for row, found in pairs if key(row) == value]
+            ttft = median(error(found.ttft_ms[which], row.ttft_ms) for row, found in group)
+            tpot = median(error(found.tpot_ms[which], row.tpot_ms) for row, found in group)
+            lines.append(
+                f"  {name} {value}: median error TTFT {100 * ttft:+.0f} %, TPOT {100 * tpot:+.0f} %, {len(group)} rows"
+            )
+    return lines
+
+
 def main() -> None:
     """Print every row, and how far off they are together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--gpu", choices=SYSTEMS, default="h100")
-    parser.add_argument(
-        "--kv-cache-dtype", choices=("fp8", "auto"), default="fp8", help="fp8, as stated; auto: 16 bits"
-    )
+    parser.add_argument("--served", choices=SERVED, default="llama-3.3-70b-h100")
+    parser.add_argument("--kv-cache-dtype", choices=("fp8", "auto"), help="another than the settings have")
+    parser.add_argument("--engine-profile", help="another than the settings have")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th row alone")
     arguments = parser.parse_args()
     if not arguments.file.exists():
         print(f"{arguments.file} is not there: nothing to compare with")
         return
+    served = SERVED[arguments.served]
+    if arguments.kv_cache_dtype:
+        served = replace(served, options=served.options | {"kv_cache_dtype": arguments.kv_cache_dtype})
+    if arguments.engine_profile:
+        served = replace(served, options=served.options | {"engine_profile": arguments.engine_profile})
     print("Simulated: means over all requests of a row, the burst at its start included.")
     print(f"{'row':<22}{'TTFT, ms':>11}{'simulated':>11}{'':>9}{'TPOT, ms':>11}{'simulated':>11}")
     pairs = []
-    for row in read(arguments.file, arguments.gpu):
-        pairs.append((row, simulate(row, arguments.gpu, arguments.kv_cache_dtype)))
+    for row in read(arguments.file, served)[:: arguments.every]:
+        pairs.append((row, simulate(row, served)))
         print(line(*pairs[-1]), flush=True)
     for which, kind in enumerate(("medians", "means")):
         print(f"\nsimulated {kind}:")
-        ttft_errors = (error(found.ttft_ms[which], row.ttft_ms) for row, found in pairs)
-        tpot_errors = (error(found.tpot_ms[which], row.tpot_ms) for row, found in pairs)
-        print(summary("TTFT", ttft_errors, "rows", TTFT_TARGET))
-        print(summary("TPOT", tpot_errors, "rows", TPOT_TARGET))
-        for tp in sorted({row.tp for row, _ in pairs}):
-            group = [(row, found) for row, found in pairs if row.tp == tp]
-            ttft = median(error(found.ttft_ms[which], row.ttft_ms) for row, found in group)
-            tpot = median(error(found.tpot_ms[which], row.tpot_ms) for row, found in group)
-            print(f"  TP{tp}: median error TTFT {100 * ttft:+.0f} %, TPOT {100 * tpot:+.0f} %")
+        print(summary("TTFT", (error(f.ttft_ms[which], row.ttft_ms) for row, f in pairs), "rows", TTFT_TARGET))
+        print(summary("TPOT", (error(f.tpot_ms[which], row.tpot_ms) for row, f in pairs), "rows", TPOT_TARGET))
+        print("\n".join(groups(pairs, which)))
 
 
 if __name__ == "__main__":
