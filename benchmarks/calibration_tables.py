@@ -1,8 +1,9 @@
 """Write the tables of docs/calibration.md anew, from the samples that ship with the imported and measured profiles.
 
-    python benchmarks/calibration_tables.py
+    python benchmarks/calibration_tables.py [NAME ...]
 
-Every block between `<!-- NAME -->` and `<!-- end -->` is replaced; the text around them stays. Takes a few seconds.
+Every block between `<!-- NAME -->` and `<!-- end -->` is replaced, or those named; the text around them stays. Takes
+minutes, `experts` alone seconds.
 """
 
 import re
@@ -14,6 +15,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from calib.cli import DATA  # noqa: E402
+from calib.experts import EXPERT_DATA, fit_experts, read_expert_samples  # noqa: E402
+from calib.experts_report import experts_table  # noqa: E402
 from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
@@ -187,6 +190,15 @@ def regions(reports: Sequence[FitReport]) -> str:
     return table(("profile", "region", "samples", "bias", "error"), rows)
 
 
+def experts() -> str:
+    """Kernels of routed experts: their price as dense matrices, and by constants of their own."""
+    found = {}
+    for path in sorted(EXPERT_DATA.glob("*.csv.gz")):
+        profile = load_profile(path.name.removesuffix(".csv.gz"))
+        found[profile.gpu] = profile, fit_experts(read_expert_samples(path))
+    return experts_table(found)
+
+
 TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "errors": errors,
     "constants": constants,
@@ -197,17 +209,20 @@ TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "papers": papers,
     "regions": regions,
 }
+EXPERTS = "experts"
+"""The block that has samples of its own."""
 
 
-def main() -> None:
-    """Replace every block of the document, and draw the figures it shows."""
-    reports = fits()
+def main(names: Sequence[str]) -> None:
+    """Replace blocks of the document, by default all of them, and draw the figures it shows."""
+    chosen = names or [*TABLES, EXPERTS]
+    reports = fits() if set(chosen) - {EXPERTS} else []
     text = DOCUMENT.read_text(encoding="utf-8")
-    for name, make in TABLES.items():
+    for name in chosen:
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not block.search(text):
             raise SystemExit(f"{DOCUMENT}: has no block <!-- {name} --> ... <!-- end -->")
-        content = make(reports)
+        content = experts() if name == EXPERTS else TABLES[name](reports)
         text = block.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
     DOCUMENT.write_text(text, encoding="utf-8")
     for report in reports:
@@ -216,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from calib.copies import all_reduce_points, fit_all_reduce, fit_copies, fit_host_memcpy
+from calib.experts import ExpertSample, fit_experts
 from calib.fp8 import fit_fp8
 from calib.holdout import (
     Holdout,
@@ -90,6 +91,7 @@ def fit_profile(
     name: str,
     status: Literal["measured", "imported"],
     provenance: Mapping[str, str],
+    experts: Sequence[ExpertSample] = (),
 ) -> FitReport:
     """Fit a profile of form `roofline`.
 
@@ -99,6 +101,7 @@ def fit_profile(
         hardware: the GPU, for its peak FLOP/s and PCIe rate.
         base: profile of the same form whose constants stand in where the samples say nothing.
         name, status, provenance: of the new profile.
+        experts: samples of routed experts' kernels.
 
     Raises:
         UserError: samples too few, or of too few sizes, to tell the constants apart; it names what is missing.
@@ -123,7 +126,8 @@ def fit_profile(
     factors, by_model, by_rows = _factors(chosen, terms, measured, constants, fixed)
     errors = errors_of(constants, terms, measured, factors)
     quantized = fit_fp8([s for s in timed if s.is_fp8], models, constants, factors)
-    for fit in quantized.fits:
+    routed = fit_experts(experts)
+    for fit in [*quantized.fits, *(kind.fit for kind in routed)]:
         estimates |= fit.estimates
         scatter |= dict.fromkeys(fit.estimates, fit.scatter)
     papers = paper_constants([s for s in samples if not s.is_fp8], models, hardware, constants)
@@ -143,7 +147,9 @@ def fit_profile(
         constants=fitted,
         provenance={**provenance, "base": f"{base.name}, for what the samples do not tell"},
         range=range_of(chosen),
-        residuals=_residuals(chosen, errors, (by_model, by_rows), large, found) | quantized.residuals,
+        residuals=_residuals(chosen, errors, (by_model, by_rows), large, found)
+        | quantized.residuals
+        | {name: error for kind in routed for name, error in kind.residuals.items()},
         all_reduce=all_reduce_points(samples) or base.all_reduce,
         linear_factors=factors,
         fp8_linear_factors=quantized.factors,

@@ -57,13 +57,20 @@ def base_profile(name: str | None, hardware: HardwareSpec) -> Profile:
 
 
 def fit_samples(
-    paths: Sequence[Path], hardware: HardwareSpec, base: str | None, name: str, status: Status, form: str = "roofline"
+    paths: Sequence[Path],
+    hardware: HardwareSpec,
+    base: str | None,
+    name: str,
+    status: Status,
+    form: str = "roofline",
+    experts: Path | None = None,
 ) -> "FitReport":
-    """Fit a profile of that name and form to the samples of all files.
+    """Fit a profile of that name and form to the samples of all files, and of `experts` to that one's.
 
     Raises:
         UserError: a file that holds no samples, or samples that tell no profile; no base where one is needed.
     """
+    from calib.experts import read_expert_samples  # noqa: PLC0415
     from calib.fit import fit_profile  # noqa: PLC0415
     from calib.linear import fit_linear_profile  # noqa: PLC0415
     from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
@@ -76,10 +83,19 @@ def fit_samples(
     provenance["samples_sha256"] = ", ".join(samples_sha256(path) for path in paths)
     provenance.setdefault("date", datetime.now(UTC).date().isoformat())
     folder = paths[0].parent
+    routed = []
+    if experts is not None:
+        routed = read_expert_samples(experts)
+        provenance["experts"] = read_comments(experts).get("kernels", experts.name)
+        provenance["experts_sha256"] = samples_sha256(experts)
     if form == "linear":
+        if routed:
+            raise UserError("--experts: form linear has no constants of experts; leave it out")
         return fit_linear_profile(found, folder, hardware, name=name, status=status, provenance=provenance)
     completed = base_profile(base, hardware)
-    return fit_profile(found, folder, hardware, completed, name=name, status=status, provenance=provenance)
+    return fit_profile(
+        found, folder, hardware, completed, name=name, status=status, provenance=provenance, experts=routed
+    )
 
 
 def write_report(report: "FitReport", out: Path) -> int:

@@ -162,6 +162,11 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
         warnings.append(
             f"FP8 products are priced at the rate of 16 bits: profile {profile.name} has no fp8_flops_per_s"
         )
+    if model.moe and profile.experts(model.expert_quantization) is None:
+        warnings.append(
+            "routed experts are priced as if they were dense matrices: "
+            f"profile {profile.name} has no constants of kernels of their type of weights"
+        )
     is_timed = model.fp8_kv and not model.mla and "fp8_kv_bytes_per_s" in profile.constants
     if model.kv_format(1).dequantize_ops_per_token_read and not is_timed:
         lacks = " has no fp8_kv_bytes_per_s" if model.fp8_kv and not model.mla else " knows no kernel for it"

@@ -89,7 +89,7 @@ def import_samples(
     """
     if system not in SYSTEMS:
         raise UserError(f"aiconfigurator: system {system!r} is not known: use one of {', '.join(SYSTEMS)}")
-    root = (folder or _package_data()) / system
+    root = (folder or package_data()) / system
     gemms = _gemm_table(_newest(root / "gemm", GEMMS))
     attention = {kv: [_attention_table(root, engine, kind, kv) for kind in KINDS] for kv in (DTYPE, FP8)}
     samples: list[Sample] = []
@@ -112,14 +112,15 @@ def import_samples(
     return samples, _provenance(root, engine, has_fp8=bool(fp8))
 
 
-def _package_data() -> Path:
+def package_data() -> Path:
+    """The folder `systems/data` of the installed package. UserError where it is not."""
     found = find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise UserError("aiconfigurator-core is not installed: pip install 'aiconfigurator-core==0.12.*' pyarrow")
     return Path(found.origin).parent / "systems" / "data"
 
 
-def _read(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Any]]:
+def read_rows(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Rows of a parquet file: `columns`, and those of `optional` that it has."""
     try:
         parquet = import_module("pyarrow.parquet")
@@ -146,6 +147,14 @@ def _newest(folder: Path, name: str) -> list[Path]:
     return found
 
 
+def newest_of_engine(folder: Path, name: str, engine: str) -> Path:
+    """The file `name` of the newest version of one engine's collector under a folder. UserError where it has none."""
+    found = _of_engine(_newest(folder, name), engine)
+    if not found:
+        raise UserError(f"{folder}: holds no {name} of engine {engine!r}: give the package's systems/data folder")
+    return found[0]
+
+
 def _version(text: str) -> tuple[int, ...]:
     digits = "".join(c if c.isdigit() else " " for c in text)
     return tuple(int(part) for part in digits.split())
@@ -155,7 +164,7 @@ def _gemm_table(paths: Iterable[Path], dtype: str = DTYPE) -> dict[Gemm, Timing]
     times: defaultdict[Gemm, list[float]] = defaultdict(list)
     for path in paths:
         once: defaultdict[Gemm, list[float]] = defaultdict(list)
-        for row in _read(path, ("gemm_dtype", "m", "n", "k", "latency")):
+        for row in read_rows(path, ("gemm_dtype", "m", "n", "k", "latency")):
             if row["gemm_dtype"] == dtype:
                 once[Gemm(row["m"], row["n"], row["k"])].append(row["latency"] * MS)
         for shape, values in once.items():
@@ -181,7 +190,7 @@ def _attention_table(root: Path, engine: str, kind: str, kv_dtype: str) -> dict[
         raise UserError(f"{root / 'attention'}: holds no tables of engine {engine!r}: use vllm, sglang or trtllm")
     columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "attn_dtype")
     found: defaultdict[AttentionKey, list[float]] = defaultdict(list)
-    for row in _read(paths[0], (*columns, "kv_cache_dtype", "latency"), ("window_size",)):
+    for row in read_rows(paths[0], (*columns, "kv_cache_dtype", "latency"), ("window_size",)):
         if (
             (row["attn_dtype"], row["kv_cache_dtype"]) == (DTYPE, kv_dtype)
             and row["head_dim"] == HEAD_DIM
@@ -341,7 +350,7 @@ def _reducing(root: Path, engine: str) -> list[_Reducing]:
 def _all_reduces(root: Path, engine: str) -> Iterator[Sample]:
     allowed = _group_sizes(root)
     for path, _, wanted, most_bytes in _reducing(root, engine):
-        for row in _read(path, (*wanted, "num_gpus", "message_size", "latency")):
+        for row in read_rows(path, (*wanted, "num_gpus", "message_size", "latency")):
             gpus, num_bytes = row["num_gpus"], row["message_size"] * ELEMENT_BYTES
             most = most_bytes.get(gpus, MOST_REDUCED_BYTES)
             matches = all(row[name] == value for name, value in wanted.items())
@@ -358,7 +367,7 @@ def _provenance(root: Path, engine: str, *, has_fp8: bool) -> dict[str, str]:
     gemm = ", ".join(f"{p.parent.parent.name} {p.parent.name}" for p in _newest(root / "gemm", GEMMS))
     attention = _of_engine(_newest(root / "attention", "context_attention_perf.parquet"), engine)
     gemms = _of_engine(_newest(root / "gemm", GEMMS), engine)
-    device = _read(_newest(root / "gemm", GEMMS)[0], ("device",))[0]["device"]
+    device = read_rows(_newest(root / "gemm", GEMMS)[0], ("device",))[0]["device"]
     return {
         "tables": "aiconfigurator-core 0.12, NVIDIA, Apache-2.0",
         "system": root.name,

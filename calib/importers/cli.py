@@ -75,13 +75,24 @@ def _samples_help() -> str:
 
 def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
     """Compose samples from operator tables and fit them."""
-    from calib.importers import aiconfigurator  # noqa: PLC0415
+    from calib.experts import write_expert_samples  # noqa: PLC0415
+    from calib.importers import aiconfigurator, aiconfigurator_experts  # noqa: PLC0415
 
     gpu = aiconfigurator.SYSTEMS.get(arguments.system, "")
     models = arguments.model or aiconfigurator.MODELS
     found = aiconfigurator.import_samples(arguments.system, models, arguments.engine, arguments.tables)
     arguments.gpu = gpu
-    return _import(arguments, found)
+    folder = arguments.tables or aiconfigurator.package_data()
+    experts, kernels = aiconfigurator_experts.import_experts(folder / arguments.system)
+    if not experts:
+        return _import(arguments, found)
+    path = arguments.out / f"{profile_name(arguments, load_hardware(gpu), 'imported')}-experts.csv.gz"
+    with owning(arguments.out):
+        write_expert_samples(
+            path, experts, {"tables": found[1]["tables"], "system": arguments.system, "kernels": kernels}
+        )
+    print(f"wrote {path} ({len(experts)} samples)")
+    return _import(arguments, found, experts=path)
 
 
 def run_import_vidur(arguments: argparse.Namespace) -> int:
@@ -122,7 +133,10 @@ def run_import_steps(arguments: argparse.Namespace) -> int:
 
 
 def _import(
-    arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]", kernels: KernelTables | None = None
+    arguments: argparse.Namespace,
+    found: "tuple[list[Sample], dict[str, str]]",
+    kernels: KernelTables | None = None,
+    experts: Path | None = None,
 ) -> int:
     from calib.fit import check_plausible  # noqa: PLC0415
 
@@ -131,7 +145,7 @@ def _import(
     with owning(arguments.out):
         path = _write_samples(arguments, found)
         name = profile_name(arguments, hardware, "imported")
-        report = fit_samples([path], hardware, arguments.base, name, "imported")
+        report = fit_samples([path], hardware, arguments.base, name, "imported", experts=experts)
         check_plausible(report, hardware)
         if kernels is not None:
             profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)

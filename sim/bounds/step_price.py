@@ -18,6 +18,7 @@ from sim.engine.plan import IterationPlan
 
 LINEAR_TANGENTS = 13
 HEAD_TANGENTS = 4
+EXPERT_TANGENTS = 5
 
 
 class LinearPrice(NamedTuple):
@@ -88,14 +89,20 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
     if cost.factor_points:
         shares = [_share_below(cost, *tangent) for tangent in linear]
         linear = [(share * c, share * m) for share, (c, m) in zip(shares, linear, strict=True)]
-    for (linear_c, linear_m), (head_c, head_m), growing, (reduce_s, reduced_s) in product(
-        linear, head, (0.0, 1.0), cost.least_all_reduces()
+    experts = [(0.0, 0.0)]
+    if cost.expert_layers:
+        # At p = 1 they are all the same.
+        experts = sorted(set(tangents(cost.expert_exponent, EXPERT_TANGENTS)))
+    for (linear_c, linear_m), (head_c, head_m), (expert_c, expert_m), growing, (reduce_s, reduced_s) in product(
+        linear, head, experts, (0.0, 1.0), cost.least_all_reduces()
     ):
         elementwise_s = growing * cost.elementwise_s_per_token
         token_s = linear_c * cost.linear_s_per_token + linear_m * cost.activations_s_per_token + elementwise_s
-        token_s += cost.quantize_s_per_token
+        token_s += cost.quantize_s_per_token + expert_c * cost.expert_s_per_token + cost.expert_activation_s_per_token
+        # Of the experts, what one token meets.
         weights_s = cost.linear_weights_s - cost.routed_weights_s * cost.idle_share
-        fixed_s = linear_m * weights_s + (1.0 - growing) * cost.elementwise_least_s + cost.overhead_s + base_s
+        fixed_s = expert_m * cost.expert_weights_s * (1.0 - cost.idle_share) + cost.expert_least_s
+        fixed_s += linear_m * weights_s + (1.0 - growing) * cost.elementwise_least_s + cost.overhead_s + base_s
         fixed_s += head_m * cost.head_weights_s + reduce_s
         head_s = head_c * cost.head_s_per_sample + head_m * cost.logits_s_per_sample + cost.sampling_s_per_sample
         found.append(

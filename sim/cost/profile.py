@@ -19,6 +19,27 @@ from sim.specs.json_file import built_in_names, convert, find_file, read_json_ob
 
 SHIPPED = Path(__file__).parents[2] / "calib" / "profiles"
 
+EXPERT_UNITS = {
+    "expert_flops_per_s": "FLOP/s",
+    "expert_bytes_per_s": "B/s",
+    "expert_roofline_exponent": "1",
+    "expert_activation_bytes_per_s": "B/s",
+    "expert_launch_s": "s",
+}
+"""Constants of routed experts in 16 bits. Those of another type of weights have its name before theirs."""
+EXPERT_QUANTIZATIONS = ("", "fp8", "mxfp4")
+"""Types of experts' weights that profiles may hold constants of: 16 bits, block FP8 and MXFP4."""
+
+
+def expert_names(quantization: str) -> dict[str, str]:
+    """Constants of `EXPERT_UNITS`, and what they are called for a type of weights."""
+    return {name: f"{quantization}_{name}" if quantization else name for name in EXPERT_UNITS}
+
+
+EXPERT_NAMES = frozenset(name for quantization in EXPERT_QUANTIZATIONS for name in expert_names(quantization).values())
+"""Constants of experts of all types of weights; of each type a profile has all or none."""
+
+
 ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
     "fp8_flops_per_s": "FLOP/s",
@@ -40,6 +61,7 @@ ROOFLINE_UNITS = {
     "layer_overhead_s": "s",
     "step_overhead_s": "s",
     "step_s_per_sequence": "s/sequence",
+    **{names[name]: EXPERT_UNITS[name] for names in map(expert_names, EXPERT_QUANTIZATIONS) for name in names},
     "h2d_bytes_per_s": "B/s",
     "d2h_bytes_per_s": "B/s",
     "copy_launch_s": "s",
@@ -98,6 +120,7 @@ RANGES = {"FLOP/s": (1.0, 1e24), "B/s": (1.0, 1e24), "1": (0.01, 1e9)}
 """Least and most of a constant, by its unit; 1e9 s, tokens or sequences is the most of all others."""
 MAY_BE_ZERO = frozenset(
     {"layer_overhead_s", "fp8_layer_overhead_s", "fp8_kv_padding_tokens", "copy_launch_s", "allreduce_latency_s"}
+    | {expert_names(quantization)["expert_launch_s"] for quantization in EXPERT_QUANTIZATIONS}
     | LINEAR_UNITS.keys()
     | {name for name, absent in OPTIONAL.items() if absent == 0.0}
 )
@@ -182,6 +205,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
                 f"it has {', '.join(self.constants)}"
             )
         return constant.value
+
+    def experts(self, quantization: str | None) -> dict[str, float] | None:
+        """Constants of experts of that type by the names of `EXPERT_UNITS`; None where none were timed."""
+        if quantization is None or expert_names(quantization)["expert_flops_per_s"] not in self.constants:
+            return None
+        return {name: self.value(own) for name, own in expert_names(quantization).items()}
 
     @property
     def linear(self) -> LinearCoefficients | None:
@@ -295,7 +324,7 @@ def _check_factors(profile: Profile, path: Path) -> None:
 def _check_constants(profile: Profile, path: Path) -> None:
     units = UNITS[profile.form]
     for name in units:
-        if name not in profile.constants and name not in OPTIONAL:
+        if name not in profile.constants and name not in OPTIONAL and not _may_lack(profile, name):
             raise UserError(
                 f"{path}: field constants.{name} is missing: give it in {units[name]} (form {profile.form!r} needs it)"
             )
@@ -311,6 +340,12 @@ def _check_constants(profile: Profile, path: Path) -> None:
             _check_number(constant.stderr, f"{where}.stderr", zero=True)
         if not constant.source:
             raise UserError(f"{where}.source is empty: say where the value comes from")
+
+
+def _may_lack(profile: Profile, name: str) -> bool:
+    """Whether a constant is one of experts, and the profile has none of those of their type."""
+    kinds = [names for names in map(expert_names, EXPERT_QUANTIZATIONS) if name in names.values()]
+    return bool(kinds) and not any(own in profile.constants for own in kinds[0].values())
 
 
 def _check_numbers(profile: Profile, path: Path) -> None:

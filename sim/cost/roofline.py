@@ -1,14 +1,17 @@
 """Form `roofline`: fitted constants on the model's own FLOPs and bytes, per GPU of a tensor-parallel group of G.
 
-T = ridge(N c_lin / (G F), (W + N a) / (G H)) + max(launch, N e / E) + attention + LM head for sampled tokens
+T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) + attention + LM head for sampled tokens
     + all-reduces + overhead of each layer, where ridge(c, m) = (c^p + m^p)^(1/p).
 
-- Linear layers: the ridge times a measured factor of N where the profile has any (`Profile.linear_factors`), but for
-  mixtures of experts, whose kernels have other rows. Of FP8 weights and activations the share of c_lin that they are
-  counts at F_FP8, with a p, factors and an overhead of their own; making their inputs FP8 reads and writes bytes at a
-  rate of its own, beside. a are the activations that they read and write for a token. Of a mixture of experts, W holds
-  those that N tokens meet. e are the bytes of what lies between them (norms, rotary embedding, activation function,
+- Linear layers: the ridge times a measured factor of N where the profile has any (`Profile.linear_factors`). Of FP8
+  weights and activations the share of c_lin that they are counts at F_FP8, with a p, factors and an overhead of their
+  own; making their inputs FP8 reads and writes bytes at a rate of its own, beside. a are the activations that they read
+  and write for a token. e are the bytes of what lies between them (norms, rotary embedding, activation function,
   residual).
+- Routed experts: ridge(N c_e / (G F_e), W_e (1 - (1 - k/E)^N) / (G H_e)) + N a_e / A_e + launch of each layer, with
+  constants of their type of weights (`Profile.experts`). These kernels choose experts, make inputs FP8, activate and
+  sum as well, so that nothing else counts that. Where no such kernel was timed, experts are linear layers with W of
+  those met, and no factors count.
 - Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
   needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
   (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those were timed.
@@ -59,12 +62,16 @@ class RooflineCost(CostModel):
         self.exponent = value("roofline_exponent")
         self.tp = tp
         self.layers = model.num_layers
+        self._set_experts(model, profile)
+        if self.expert_layers:
+            # From here on everything but the routed experts.
+            model = model.without_routed_experts()
         share = model.fp8_flops_share
         linear_flops = flops if not share else 1 / ((1 - share) / flops + share / value("fp8_flops_per_s"))
         self.linear_exponent = value("fp8_roofline_exponent") if share else self.exponent
         self.linear_s_per_token = model.linear_flops_per_token / (tp * linear_flops)
         self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
-        self._set_experts(model, tp * bandwidth)
+        self._set_met_experts(model, tp * bandwidth)
         self._set_factors(model, profile)
         self.quantize_s_per_token = model.fp8_input_bytes_per_token(tp) / value("fp8_quantize_bytes_per_s")
         self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
@@ -75,8 +82,13 @@ class RooflineCost(CostModel):
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
-        overhead_s = (1 - share) * value("layer_overhead_s") + share * value("fp8_layer_overhead_s")
-        self.overhead_s = model.num_layers * (overhead_s + self.kv_layer_overhead_s)
+        overhead_s = value("layer_overhead_s")
+        fp8_overhead_s = share * (value("fp8_layer_overhead_s") - overhead_s)
+        if self.expert_layers and model.moe and not model.moe.shared_intermediate_size:
+            # A layer's four products and attention were timed; of these two are the experts', and one the router's.
+            experts = self.expert_layers / model.num_layers
+            overhead_s, fp8_overhead_s = (1 - experts / 5) * overhead_s, (1 - experts / 2) * fp8_overhead_s
+        self.overhead_s = model.num_layers * (overhead_s + fp8_overhead_s + self.kv_layer_overhead_s)
         self.elementwise_least_s = model.num_layers * value("elementwise_launch_s")
         self._set_copies(hardware, profile)
         self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
@@ -89,20 +101,36 @@ class RooflineCost(CostModel):
         self.most_batch = seen.batch[1] if seen.batch else inf
         self.most_context_tokens = seen.context_tokens[1] if seen.context_tokens else inf
 
-    def _set_experts(self, model: ModelSpec, bandwidth: float) -> None:
-        """Seconds that reading all routed experts takes, and the share of them that one token leaves alone."""
-        moe = model.moe
-        self.routed_weights_s = self.idle_share = 0.0
-        if moe:
+    def _set_experts(self, model: ModelSpec, profile: Profile) -> None:
+        """Routed experts of all layers, where kernels of their type of weights were timed."""
+        self.expert_layers = 0
+        self.expert_s_per_token = self.expert_weights_s = self.expert_activation_s_per_token = 0.0
+        self.expert_least_s, self.expert_exponent = 0.0, 1.0
+        self.idle_share = 1 - model.moe.experts_per_token / model.moe.num_experts if model.moe else 0.0
+        constants = profile.experts(model.expert_quantization)
+        if model.moe is None or constants is None:
+            return
+        self.expert_layers = model.moe.num_moe_layers
+        self.expert_s_per_token = model.routed_flops_per_token / (self.tp * constants["expert_flops_per_s"])
+        self.expert_weights_s = model.routed_weight_bytes / (self.tp * constants["expert_bytes_per_s"])
+        moved_bytes = model.routed_activation_bytes_per_token(self.tp)
+        self.expert_activation_s_per_token = moved_bytes / constants["expert_activation_bytes_per_s"]
+        self.expert_exponent = constants["expert_roofline_exponent"]
+        self.expert_least_s = self.expert_layers * constants["expert_launch_s"]
+
+    def _set_met_experts(self, model: ModelSpec, bandwidth: float) -> None:
+        """Seconds that reading all routed experts takes where they are linear layers like others."""
+        self.routed_weights_s = 0.0
+        if model.moe:
             self.routed_weights_s = (model.linear_weight_bytes - model.linear_weight_bytes_read(0)) / bandwidth
-            self.idle_share = 1 - moe.experts_per_token / moe.num_experts
 
     def _set_factors(self, model: ModelSpec, profile: Profile) -> None:
         """What products take over their roofline, by tokens, where it was measured."""
         points = profile.linear_factors
         if model.fp8_flops_share and profile.fp8_linear_factors is not None:
             points = profile.fp8_linear_factors
-        self.factor_points = points if points and not model.moe else []
+        # Experts have fewer rows each.
+        self.factor_points = points if points and not (model.moe and not self.expert_layers) else []
         self.factors = grid_of(self.factor_points) if self.factor_points else None
 
     def _set_kv(self, model: ModelSpec, kv: KVFormat, profile: Profile) -> None:
@@ -180,10 +208,18 @@ class RooflineCost(CostModel):
         seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
         if self.factors:
             seconds *= value_at(self.factors, (tokens,))
+        if self.expert_layers:
+            seconds += self.experts_s(tokens)
         seconds += tokens * self.quantize_s_per_token
         seconds += max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
         self._linear_s[tokens] = seconds
         return seconds
+
+    def experts_s(self, tokens: int) -> float:
+        """Routed experts of all layers over `tokens` tokens, s; none where they are priced as linear layers."""
+        met_s = self.expert_weights_s * (1 - self.idle_share**tokens)
+        products_s = ridge(tokens * self.expert_s_per_token, met_s, self.expert_exponent)
+        return products_s + tokens * self.expert_activation_s_per_token + self.expert_least_s
 
     def _linear_parts_s(self, tokens: int, last_tokens: int) -> float:
         """The same where some of the layers see a prompt's last token only."""

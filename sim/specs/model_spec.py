@@ -77,6 +77,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Classes of layers that differ in their KV; none: every layer keeps and reads all of its own."""
     fp8_products: bool = False
     """Whether projections quantised to one byte are multiplied as FP8 with FP8, on GPUs that can."""
+    mxfp4_experts: bool = False
+    """Whether routed experts are stored in MXFP4 and multiplied in 16 bits."""
     kv_dequantize_ops: float = 0.0
     """Vector operations that make a half-precision element of a stored one."""
 
@@ -158,6 +160,53 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.mla is None:
             return 0.0
         return 2.0 * self.num_heads * (2 * self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+
+    # -- routed experts, where they are priced apart -------------------------------------------------------------------
+
+    @property
+    def expert_quantization(self) -> str | None:
+        """Type of routed experts' weights as profiles name it: "" (16 bits), "fp8", "mxfp4"; None: another, or none."""
+        if self.moe is None:
+            return None
+        if self.mxfp4_experts:
+            return "mxfp4"
+        if self.fp8_products and self.expert_dtype_bytes < 1.01:
+            return "fp8"
+        return "" if self.expert_dtype_bytes == self.dtype_bytes == HIDDEN_STATE_BYTES else None
+
+    def without_routed_experts(self) -> "ModelSpec":
+        """What is left to compute and read beside the routed experts: the router and shared experts stay."""
+        if self.moe is None:
+            return self
+        moe = msgspec.structs.replace(self.moe, experts_per_token=0, moe_intermediate_size=0)
+        return msgspec.structs.replace(self, moe=moe)
+
+    @property
+    def routed_flops_per_token(self) -> float:
+        """FLOPs of the routed experts that a token meets, in all layers."""
+        moe = self.moe
+        if moe is None:
+            return 0.0
+        weights = self._mlp_matrices * self.hidden_size * moe.experts_per_token * moe.moe_intermediate_size
+        return 2.0 * moe.num_moe_layers * weights
+
+    @property
+    def routed_weight_bytes(self) -> float:
+        """Bytes of all routed experts of all layers, all GPUs together."""
+        if self.moe is None:
+            return 0.0
+        return self.moe.num_moe_layers * self._routed_weights * self.expert_dtype_bytes
+
+    def routed_activation_bytes_per_token(self, tp: int = 1) -> float:
+        """Bytes per GPU that a token's routed experts read and write in all layers.
+
+        Inputs and outputs of both products and of the activation function between them, and what the sum reads.
+        """
+        if self.moe is None:
+            return 0.0
+        gates = self._mlp_matrices - 1
+        elements = 3 * self.hidden_size + (2 * gates + 2) * self.moe.moe_intermediate_size / tp
+        return self.moe.num_moe_layers * self.moe.experts_per_token * elements * self.dtype_bytes
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -412,7 +461,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         elements += self._num_dense_layers * (h + width) * self._quantised_share(self.mlp_dtype_bytes)
         if self.moe:
             width = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
-            elements += self.moe.num_moe_layers * (h + width / tp) * self._quantised_share(self.expert_dtype_bytes)
+            inputs = h + width / tp if width else 0.0
+            elements += self.moe.num_moe_layers * inputs * self._quantised_share(self.expert_dtype_bytes)
         return elements * (self.dtype_bytes + 1.0)
 
     def _attention_inner_width(self, tp: int) -> float:

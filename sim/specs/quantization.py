@@ -50,6 +50,11 @@ class Quantization:
         sides = (group["weights"], inputs)
         return all(isinstance(s, dict) and (s.get("type"), s.get("num_bits")) == ("float", 8) for s in sides)
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether what is quantised is MXFP4: routed experts alone."""
+        return str(self._config.get("quant_method")).lower() == "mxfp4"
+
     def mean_bytes(self, projections: Iterable[Projection], plain_bytes: float) -> float:
         """Mean bytes per weight over `projections`, those the checkpoint keeps unquantised at `plain_bytes`."""
         if self._bytes is None:
@@ -137,7 +142,7 @@ class Quantization:
             raise self._refuse("ignore", names, f"a pattern does not compile: {error}") from error
 
     def _is_kept(self, name: str) -> bool:
-        if str(self._config.get("quant_method")).lower() == "mxfp4":
+        if self.is_mxfp4:
             # gpt-oss's model card (OpenAI 2025): the experts alone.
             return ".experts." not in name
         # Multimodal checkpoints nest the language model one level deeper.

@@ -9,6 +9,7 @@ import pytest
 from calib_small import A100, THREE, noisy, planted, shapes, terms
 
 from calib.cli import DATA
+from calib.experts import EXPERT_DATA, read_expert_samples
 from calib.fit import FitReport, fit_profile
 from calib.holdout import (
     Holdout,
@@ -53,6 +54,7 @@ def refit_of(gpu):
         name=f"{gpu}-imported",
         status="imported",
         provenance=read_comments(path),
+        experts=read_expert_samples(EXPERT_DATA / path.name),
     )
     return Refit(report, load_profile(f"{gpu}-imported"))
 

@@ -1,0 +1,195 @@
+"""Kernels of routed experts: samples of them, and the constants that explain these.
+
+One sample is one layer's routed experts on one GPU: choosing experts from the router's logits, making inputs FP8 where
+the products are, both products, the activation function between them, and each token's weighted sum. The router's own
+product, shared experts and the all-reduce are not in it.
+
+    T = ridge(rows c / F, (experts met) w / H) + rows a / A + launch
+
+rows are tokens times experts per token, c and w an expert's FLOPs a row and bytes, a what a row reads and writes as
+input and output of both products and of the activation function, and in the sum. F, H, A, the ridge's p and the launch
+are constants of a GPU and a type of weights: kernels of 16 bits, block FP8 and MXFP4 differ in all of them.
+"""
+
+import csv
+import gzip
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from calib.robust import Array, Fit, Parameter, fit_relative
+from calib.roofline import MOST_EXPONENT, fastest, ridge_s, with_exponent
+from sim.cost.model import ACTIVATION_BYTES
+from sim.cost.profile import expert_names
+from sim.errors import UserError
+from sim.files import write_atomically
+from sim.specs.quantization import MXFP4_BYTES
+
+EXPERT_DATA = Path(__file__).parent / "data" / "experts"
+"""Samples of shipped profiles."""
+WEIGHT_BYTES: dict[str, float] = {"": 2.0, "fp8": 1.0 + 4 / 128**2, "mxfp4": MXFP4_BYTES}
+"""Bytes of a weight by `quantization`, scales included; FP8's of blocks of 128 by 128 weights."""
+
+
+class ExpertSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One operating point; fields are the CSV's columns.
+
+    Attributes:
+        quantization: type of the weights, a key of `WEIGHT_BYTES`.
+        tokens: that the router sent; each to `experts_per_token`.
+        hidden_size, intermediate_size, num_experts: of the model; on one of `tp` GPUs an expert is 1/tp as wide.
+        gated: whether an expert has three matrices, else two.
+        routing: how the tokens were spread: `balanced`, or `power_law_ALPHA`.
+        experts_met: experts that any token met, a mean over draws.
+        latency_s: mean seconds of one layer.
+    """
+
+    quantization: str
+    tokens: int
+    hidden_size: int
+    intermediate_size: int
+    experts_per_token: int
+    num_experts: int
+    tp: int
+    gated: int
+    routing: str
+    experts_met: float
+    latency_s: float
+
+    @property
+    def shape(self) -> str:
+        """The model's shape, as a name: hidden size, width of an expert, experts a token meets and all of them."""
+        return f"{self.hidden_size} x {self.intermediate_size}, {self.experts_per_token} of {self.num_experts}"
+
+
+COLUMNS = ExpertSample.__struct_fields__
+
+
+def write_expert_samples(path: Path, samples: Iterable[ExpertSample], comments: Mapping[str, str]) -> None:
+    """Write samples gzipped, whole or not at all; `comments` become lines `# key: value`."""
+    text = StringIO()
+    text.writelines(f"# {key}: {value}\n" for key, value in comments.items())
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(msgspec.structs.astuple(sample) for sample in samples)
+    write_atomically(path, lambda file: file.write(gzip.compress(text.getvalue().encode(), mtime=0)))
+
+
+def read_expert_samples(path: Path) -> list[ExpertSample]:
+    """The samples of a file that `write_expert_samples` wrote. UserError for one that is none."""
+    try:
+        lines = [line for line in gzip.decompress(path.read_bytes()).decode().splitlines() if line[:1] != "#"]
+        found = msgspec.convert(list(csv.DictReader(lines)), list[ExpertSample], strict=False)
+    except (OSError, EOFError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise UserError(
+            f"{path}: holds no samples of experts ({error}): give a gzipped CSV with their columns"
+        ) from error
+    for sample in found:
+        if sample.quantization not in WEIGHT_BYTES or not 0 < sample.latency_s < 60 or sample.experts_met <= 0:
+            raise UserError(f"{path}: {sample} cannot be: correct quantization, latency_s or experts_met")
+    return found
+
+
+@dataclass(frozen=True)
+class ExpertTerms:
+    """Per sample, of one layer on one GPU of the group; arrays of shape (samples,)."""
+
+    flops: Array
+    met_bytes: Array
+    activation_bytes: Array
+
+    @classmethod
+    def of(cls, samples: Sequence[ExpertSample]) -> "ExpertTerms":
+        """The terms of samples."""
+        rows = np.array([s.tokens * s.experts_per_token for s in samples], dtype=np.float64)
+        hidden = np.array([s.hidden_size for s in samples], dtype=np.float64)
+        width = np.array([s.intermediate_size / s.tp for s in samples])
+        gates = np.array([1 + s.gated for s in samples])
+        weights = (gates + 1) * hidden * width
+        weight_bytes = np.array([s.experts_met * WEIGHT_BYTES[s.quantization] for s in samples])
+        moved = 3 * hidden + (2 * gates + 2) * width
+        return cls(2 * rows * weights, weight_bytes * weights, rows * moved * ACTIVATION_BYTES)
+
+    def __getitem__(self, chosen: NDArray[np.bool_]) -> "ExpertTerms":
+        return ExpertTerms(self.flops[chosen], self.met_bytes[chosen], self.activation_bytes[chosen])
+
+
+@dataclass(frozen=True)
+class ExpertFit:
+    """Constants of one type of weights by their names in a profile, and errors (predicted / measured - 1).
+
+    Attributes:
+        own, unseen: on the samples, and on each model's shape by a fit to the others; shapes (samples,). `unseen` is
+            empty where there is one shape only.
+    """
+
+    quantization: str
+    fit: Fit
+    samples: list[ExpertSample]
+    own: Array
+    unseen: Array
+
+    @property
+    def residuals(self) -> dict[str, float]:
+        """Mean absolute relative errors, under their names in a profile."""
+        name = f"{self.quantization}_expert_mape".lstrip("_")
+        found = {name: round(float(np.abs(self.own).mean()), 5)}
+        if len(self.unseen):
+            found[f"unseen_model_{name}"] = round(float(np.abs(self.unseen).mean()), 5)
+        return found
+
+
+def fit_experts(samples: Sequence[ExpertSample]) -> list[ExpertFit]:
+    """A fit for each type of weights in the samples, with errors on shapes left out."""
+    found = []
+    for quantization in WEIGHT_BYTES:
+        chosen = [s for s in samples if s.quantization == quantization]
+        if chosen:
+            found.append(_fit_kind(quantization, chosen))
+    return found
+
+
+def _fit_kind(quantization: str, samples: list[ExpertSample]) -> ExpertFit:
+    terms, seconds = ExpertTerms.of(samples), np.array([s.latency_s for s in samples])
+    fit = _fit(terms, seconds)
+    shapes = np.array([s.shape for s in samples])
+    unseen = np.zeros(len(samples))
+    for shape in set(shapes):
+        out = shapes == shape
+        if out.all():
+            unseen = np.zeros(0)
+            break
+        unseen[out] = predict_expert_s(_fit(terms[~out], seconds[~out]).values, terms[out]) / seconds[out] - 1
+    own = predict_expert_s(fit.values, terms) / seconds - 1
+    names = expert_names(quantization)
+    named = Fit({names[name]: estimate for name, estimate in fit.estimates.items()}, fit.scatter)
+    return ExpertFit(quantization, named, samples, own, unseen)
+
+
+def _fit(terms: ExpertTerms, seconds: Array) -> Fit:
+    parameters = {
+        "expert_flops_per_s": Parameter(fastest(terms.flops, seconds)),
+        "expert_bytes_per_s": Parameter(fastest(terms.met_bytes, seconds)),
+        "expert_activation_bytes_per_s": Parameter(2 * fastest(terms.activation_bytes, seconds)),
+        "overlap": Parameter(0.6, 1 / MOST_EXPONENT, 1.0, log=False),
+        "expert_launch_s": Parameter(2e-5, 0.0, log=False),
+    }
+
+    def predicted(values: Mapping[str, float]) -> Array:
+        return predict_expert_s({**values, "expert_roofline_exponent": 1.0 / values["overlap"]}, terms)
+
+    found = fit_relative(predicted, seconds, parameters)
+    return Fit(with_exponent(found.estimates, "expert_roofline_exponent"), found.scatter)
+
+
+def predict_expert_s(constants: Mapping[str, float], terms: ExpertTerms) -> Array:
+    """Seconds of every sample, shape (samples,), from constants of its type of weights without their prefix."""
+    compute_s, read_s = terms.flops / constants["expert_flops_per_s"], terms.met_bytes / constants["expert_bytes_per_s"]
+    products_s = ridge_s(compute_s, read_s, constants["expert_roofline_exponent"])
+    moved_s = terms.activation_bytes / constants["expert_activation_bytes_per_s"]
+    return products_s + moved_s + constants["expert_launch_s"]

@@ -1,0 +1,257 @@
+"""Kernels of routed experts: planted constants found again, files, what of the tables is taken, shipped fits."""
+
+import math
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from calib.experts import (
+    EXPERT_DATA,
+    WEIGHT_BYTES,
+    ExpertSample,
+    ExpertTerms,
+    fit_experts,
+    predict_expert_s,
+    read_expert_samples,
+    write_expert_samples,
+)
+from calib.experts_report import as_dense_s, experts_table, simulated_s
+from calib.importers.aiconfigurator_experts import import_experts
+from calib.samples import samples_sha256
+from sim.cost.profile import EXPERT_NAMES, EXPERT_UNITS, expert_names, load_profile, shipped_profiles
+from sim.cost.roofline import RooflineCost
+from sim.errors import UserError
+from sim.specs.hardware import load_hardware
+from sim.specs.models import load_model
+
+PLANTED = {
+    "": dict(zip(EXPERT_UNITS, (6e14, 3e12, 1.5, 2e12, 3e-5), strict=True)),
+    "fp8": dict(zip(EXPERT_UNITS, (9e14, 2.9e12, 2.5, 1e12, 5e-5), strict=True)),
+}
+SHAPES = ((2048, 768, 8, 128), (4096, 1536, 8, 128), (4096, 14336, 2, 8))
+
+
+def sample(tokens=64, shape=SHAPES[0], tp=1, quantization="", routing="balanced", **other) -> ExpertSample:
+    hidden, width, k, experts = shape
+    fields = {
+        "quantization": quantization, "tokens": tokens, "hidden_size": hidden, "intermediate_size": width, "tp": tp,
+        "experts_per_token": k, "num_experts": experts, "gated": 1, "routing": routing,
+        "experts_met": float(min(experts, tokens * k)), "latency_s": 1e-3,
+    }  # fmt: skip
+    return ExpertSample(**fields | other)
+
+
+def planted(quantization: str, shapes=SHAPES, noise=0.01) -> list[ExpertSample]:
+    samples = [
+        sample(tokens, shape, tp, quantization)
+        for shape in shapes
+        for tp in (1, 2, 8)
+        for tokens in (1, 4, 16, 64, 256, 512, 1024, 4096, 16384)
+    ]
+    random = np.random.default_rng(1)
+    seconds = predict_expert_s(PLANTED[quantization], ExpertTerms.of(samples))
+    seconds *= 1 + noise * random.standard_normal(len(samples))
+    return [structs.replace(s, latency_s=float(t)) for s, t in zip(samples, seconds, strict=True)]
+
+
+def test_terms_by_hand():
+    (terms,) = [ExpertTerms.of([sample(tokens=3, tp=2, quantization="fp8", experts_met=20.0)])]
+    weights = 3 * 2048 * 384
+    assert terms.flops == 24 * 2 * weights
+    assert terms.met_bytes == 20 * weights * (1 + 4 / 128**2)
+    # In and out: 2048 to 768, 768 to 384, 384 to 2048, and 2048 into the sum; two bytes each.
+    assert terms.activation_bytes == 24 * (2048 + 768 + 768 + 384 + 384 + 2048 + 2048) * 2
+    ungated = ExpertTerms.of([sample(tokens=3, gated=0)])
+    assert ungated.flops == 24 * 2 * 2 * 2048 * 768
+    assert ungated.activation_bytes == 24 * (2048 + 768 + 768 + 768 + 768 + 2048 + 2048) * 2
+
+
+def test_planted_constants_are_found_again_by_type():
+    fits = fit_experts([*planted("fp8"), *planted("")])
+    assert [fit.quantization for fit in fits] == ["", "fp8"]
+    for fit in fits:
+        names = expert_names(fit.quantization)
+        assert set(fit.fit.estimates) == set(names.values())
+        for name, value in PLANTED[fit.quantization].items():
+            estimate = fit.fit.estimates[names[name]]
+            assert estimate.low <= value <= estimate.high
+            assert estimate.value == pytest.approx(value, rel=0.15)
+        assert np.abs(fit.own).mean() < 0.012
+        assert np.abs(fit.unseen).mean() < 0.015
+        key = "expert_mape" if not fit.quantization else "fp8_expert_mape"
+        assert fit.residuals == {
+            key: pytest.approx(np.abs(fit.own).mean(), abs=1e-5),
+            f"unseen_model_{key}": pytest.approx(np.abs(fit.unseen).mean(), abs=1e-5),
+        }
+
+
+def test_a_shape_that_is_left_out_is_not_seen():
+    """One shape twice as slow shows in its own error, and hardly in the others'."""
+    samples = [s if s.shape != sample().shape else structs.replace(s, latency_s=2 * s.latency_s) for s in planted("")]
+    (fit,) = fit_experts(samples)
+    slow = np.array([s.shape == sample().shape for s in samples])
+    assert fit.unseen[slow].mean() == pytest.approx(-0.5, abs=0.03)
+
+
+def test_of_one_shape_no_shape_is_left_out():
+    (fit,) = fit_experts(planted("", SHAPES[:1]))
+    assert len(fit.unseen) == 0
+    assert list(fit.residuals) == ["expert_mape"]
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    path, samples = tmp_path / "x.csv.gz", [sample(), sample(tokens=1, quantization="mxfp4", latency_s=3.25e-5)]
+    write_expert_samples(path, samples, {"kernels": "mine"})
+    assert read_expert_samples(path) == samples
+
+
+@pytest.mark.parametrize(
+    "changes", [{"quantization": "int3"}, {"latency_s": 61.0}, {"latency_s": math.nan}, {"experts_met": 0.0}]
+)
+def test_samples_that_cannot_be_are_refused(tmp_path, changes):
+    path = tmp_path / "x.csv.gz"
+    write_expert_samples(path, [sample(**changes)], {})
+    with pytest.raises(UserError, match="cannot be"):
+        read_expert_samples(path)
+
+
+def test_a_file_without_samples_is_refused(tmp_path):
+    path = tmp_path / "x.csv.gz"
+    path.write_bytes(b"tokens\n1\n")
+    with pytest.raises(UserError, match="holds no samples of experts"):
+        read_expert_samples(path)
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def row(**changes):
+    base = {
+        "moe_dtype": "bfloat16", "kernel_source": "vllm_triton", "num_tokens": 64, "hidden_size": 4096,
+        "inter_size": 1536, "topk": 8, "num_experts": 128, "moe_tp_size": 1, "moe_ep_size": 1,
+        "distribution": "balanced", "latency": 1.25,
+    }  # fmt: skip
+    return base | changes
+
+
+def imported(tmp_path, rows, system="h100_sxm"):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for version, found in (("0.9.0", [row(latency=9.0)]), ("0.10.0", rows)):
+        path = tmp_path / system / "moe" / "vllm" / version / "moe_perf.parquet"
+        path.parent.mkdir(parents=True)
+        parquet.write_table(pyarrow.Table.from_pylist(found), path)
+    return import_experts(tmp_path / system)
+
+
+def test_a_row_is_one_layer_in_milliseconds_of_the_newest_engine(tmp_path):
+    (found,), kernels = imported(tmp_path, [row(moe_tp_size=4)])
+    assert kernels == "FusedMoE of vLLM 0.10.0"
+    assert found == sample(shape=(4096, 1536, 8, 128), tp=4, experts_met=128.0, latency_s=1.25e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"moe_dtype": "fp8_block"}, True),
+        ({"moe_dtype": "fp8"}, False),
+        ({"moe_dtype": "w4a16_mxfp4", "kernel_source": "vllm_gptossmxfp4moe_marlin"}, True),
+        ({"moe_dtype": "w4a16_mxfp4", "kernel_source": "vllm_compressedtensorsw4a4mxfp4moe_marlin"}, False),
+        ({"moe_ep_size": 2}, False),
+        ({"moe_tp_size": 16}, False),
+        ({"num_tokens": 20_480}, False),
+        ({"distribution": "power_law_1.2"}, True),
+        ({"distribution": "power_law_1.01"}, False),
+        ({"hidden_size": 7168, "inter_size": 2048, "num_experts": 256}, False),
+        # 8 experts of 4.7 MB each stay in an L2 cache of 50 MB; 16 of 18.9 MB do not.
+        ({"num_tokens": 1, "moe_tp_size": 8}, False),
+        ({"num_tokens": 2, "moe_tp_size": 2}, True),
+    ],
+)
+def test_what_of_the_table_is_taken(tmp_path, changes, taken):
+    found, _ = imported(tmp_path, [row(**changes)])
+    assert len(found) == taken
+
+
+def test_experts_met_of_a_power_law_are_fewer_and_the_same_each_time(tmp_path):
+    rows = [row(distribution="power_law_1.2", num_tokens=n) for n in (1, 16, 64, 4096)]
+    found, _ = imported(tmp_path, rows)
+    met = [s.experts_met for s in found]
+    assert met[0] == 8
+    assert 8 < met[1] < 128 * (1 - (1 - 8 / 128) ** 16)
+    assert met == sorted(met)
+    assert met[-1] <= 128
+    assert import_experts(tmp_path / "h100_sxm")[0] == found
+
+
+def test_a_system_without_a_table_has_no_samples(tmp_path):
+    assert import_experts(tmp_path) == ([], "none in the tables")
+
+
+# -- what ships --------------------------------------------------------------------------------------------------------
+
+SHIPPED = sorted(path.name.removesuffix(".csv.gz") for path in EXPERT_DATA.iterdir())
+
+
+def test_profiles_have_constants_of_experts_where_samples_of_them_ship():
+    with_experts = [n for n in shipped_profiles() if EXPERT_NAMES & load_profile(n).constants.keys()]
+    assert with_experts == SHIPPED
+    assert [f"{gpu}-imported" for gpu in ("a100-80g", "b200", "h100", "h200", "l40s")] == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_constants_are_the_fit_to_shipped_samples(name):
+    path, profile = EXPERT_DATA / f"{name}.csv.gz", load_profile(name)
+    assert profile.provenance["experts_sha256"] == samples_sha256(path)
+    hardware = load_hardware(profile.gpu)
+    for fit in fit_experts(read_expert_samples(path)):
+        values = fit.fit.values
+        assert {own: profile.value(own) for own in values} == pytest.approx(values, rel=1e-3)
+        residuals = profile.residuals or {}
+        assert {own: residuals[own] for own in fit.residuals} == pytest.approx(fit.residuals, abs=2e-4)
+        names = expert_names(fit.quantization)
+        assert values[names["expert_bytes_per_s"]] < hardware.hbm_bytes_per_s
+        peak = hardware.fp8_flops_per_s if fit.quantization == "fp8" else hardware.fp16_flops_per_s
+        assert peak is not None
+        assert values[names["expert_flops_per_s"]] < peak
+
+
+def test_the_table_compares_both_prices():
+    profile = load_profile("h100-imported")
+    samples = planted("", noise=0.0)
+    (fit,) = fit_experts(samples)
+    planted_s = np.array([s.latency_s for s in samples])
+    # 64 tokens of 2 of 8 experts meet all; 1 of 8 of 128 meets 8.
+    same = np.array([(s.tokens == 1) or s.tokens >= 512 for s in samples])
+    assert simulated_s(fit, samples)[same] == pytest.approx(planted_s[same], rel=1e-3)
+    (line,) = experts_table({"h100": (profile, [fit])}).splitlines()[2:]
+    dense = as_dense_s(profile, samples) / planted_s - 1
+    assert f"| {100 * np.abs(dense).mean():.1f} % ({100 * dense.mean():+.0f}) |" in line
+    assert f"| **{100 * np.abs(fit.unseen).mean():.1f} %** |" in line
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "minimax-m2.5"])
+def test_as_dense_is_what_a_profile_without_constants_says(name):
+    """Where experts are all that a model has, but for attention, the two agree."""
+    model, profile = load_model(name), load_profile("h100-imported")
+    constants = {n: c for n, c in profile.constants.items() if n not in EXPERT_NAMES}
+    # What lies between products elsewhere is free then.
+    del constants["elementwise_launch_s"], constants["elementwise_bytes_per_s"]
+    bare = structs.replace(profile, constants=constants)
+    wide = structs.replace(model, num_heads=1, num_kv_heads=1, head_dim=1)
+    quantization = model.expert_quantization
+    moe = model.moe
+    assert moe is not None
+    assert quantization is not None
+    shape = (model.hidden_size, moe.moe_intermediate_size, moe.experts_per_token, moe.num_experts)
+    for tokens in (64, 16384):
+        found = as_dense_s(bare, [sample(tokens, shape, quantization=quantization)])
+        whole_s = RooflineCost(wide, load_hardware("h100"), bare, 1).linear_s(tokens) / model.num_layers
+        assert found == pytest.approx(whole_s, rel=0.1)
+
+
+def test_bytes_of_weights_are_those_of_checkpoints():
+    assert WEIGHT_BYTES[""] == load_model("qwen3-30b-a3b").expert_dtype_bytes
+    assert WEIGHT_BYTES["fp8"] == load_model("minimax-m2.5").expert_dtype_bytes
+    assert WEIGHT_BYTES["mxfp4"] == load_model("gpt-oss-120b").expert_dtype_bytes

@@ -1,0 +1,191 @@
+"""Routed experts priced by constants of their own: what they add, what falls away, bounds below, jumps as steps."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from calib.experts import WEIGHT_BYTES, ExpertSample, ExpertTerms, predict_expert_s
+from kvtwin.testing import conformance, limits, requests
+from kvtwin.testing.conformance import limits_of
+from kvtwin.testing.engines import roofline_machine
+from sim.bounds.step_price import step_prices
+from sim.cost.changed_profile import changed
+from sim.cost.profile import (
+    EXPERT_NAMES,
+    EXPERT_QUANTIZATIONS,
+    EXPERT_UNITS,
+    Profile,
+    expert_names,
+    load_profile,
+    read_profile,
+)
+from sim.cost.roofline import RooflineCost
+from sim.engine.plan import IterationPlan
+from sim.errors import UserError
+from sim.policy_options import parse_policy
+from sim.prepare import prepare
+from sim.scenario import Scenario
+from sim.specs.hardware import load_hardware
+from sim.specs.model_spec import ModelSpec
+from sim.specs.models import load_model
+from sim.systems import POLICIES
+
+HARDWARE = load_hardware("h100")
+PROFILE = load_profile("h100-imported")
+TYPES = {"": "qwen3-30b-a3b", "fp8": "minimax-m2.5", "mxfp4": "gpt-oss-20b"}
+
+
+def without_experts(profile: Profile) -> Profile:
+    return structs.replace(profile, constants={n: c for n, c in profile.constants.items() if n not in EXPERT_NAMES})
+
+
+def cost_of(model: str | ModelSpec, profile: Profile = PROFILE, tp: int = 1) -> RooflineCost:
+    return RooflineCost(load_model(model) if isinstance(model, str) else model, HARDWARE, profile, tp)
+
+
+@pytest.mark.parametrize(("quantization", "name"), TYPES.items())
+def test_models_have_experts_of_the_types_of_weights_that_were_timed(quantization, name):
+    model = load_model(name)
+    assert model.expert_quantization == quantization
+    assert model.expert_dtype_bytes == WEIGHT_BYTES[quantization]
+
+
+@pytest.mark.parametrize("quantization", EXPERT_QUANTIZATIONS)
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 7, 300, 9000])
+def test_the_simulator_prices_what_the_fit_explains(quantization, tp, tokens):
+    model = load_model(TYPES[quantization])
+    moe = model.moe
+    assert moe
+    sample = ExpertSample(
+        quantization=quantization, tokens=tokens, hidden_size=model.hidden_size, tp=tp, gated=1, routing="random",
+        intermediate_size=moe.moe_intermediate_size, experts_per_token=moe.experts_per_token,
+        num_experts=moe.num_experts, latency_s=1.0,
+        experts_met=moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens),
+    )  # fmt: skip
+    constants = {name: PROFILE.value(own) for name, own in expert_names(quantization).items()}
+    (layer_s,) = predict_expert_s(constants, ExpertTerms.of([sample]))
+    assert cost_of(model, tp=tp).experts_s(tokens) == pytest.approx(moe.num_moe_layers * layer_s)
+
+
+def test_one_token_by_hand():
+    given = dict(zip(EXPERT_UNITS, (1e15, 2e12, 1.0, 4e12, 1e-5), strict=True))
+    constants = {n: structs.replace(c, value=given.get(n, c.value)) for n, c in PROFILE.constants.items()}
+    model = load_model("qwen3-30b-a3b")
+    weights = 48 * 8 * 3 * 2048 * 768
+    moved_bytes = 48 * 8 * (3 * 2048 + 6 * 768) * 2
+    expected_s = 2 * weights / 1e15 + 2 * weights / 2e12 + moved_bytes / 4e12 + 48 * 1e-5
+    assert cost_of(model, structs.replace(PROFILE, constants=constants)).experts_s(1) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("name", TYPES.values())
+def test_the_rest_is_that_of_a_model_whose_experts_are_gone(name):
+    """Factors of the dense products count, and neither quantising nor activating experts is paid twice."""
+    model = load_model(name)
+    rest = model.without_routed_experts()
+    bare = cost_of(structs.replace(model, moe=None, intermediate_size=0, mlp_bias=False))
+    cost = cost_of(model)
+    assert cost.factors
+    for tokens in (1, 40, 5000):
+        priced_s = cost.linear_s(tokens) - cost.experts_s(tokens)
+        # The router is all that is left of the MLP.
+        assert 0.98 * bare.linear_s(tokens) < priced_s < 1.3 * bare.linear_s(tokens)
+    assert rest.linear_flops_per_token == model.linear_flops_per_token - model.routed_flops_per_token
+    routed_bytes = model.linear_weight_bytes - model.linear_weight_bytes_read(0)
+    assert model.routed_weight_bytes == pytest.approx(routed_bytes)
+    assert rest.linear_weight_bytes == pytest.approx(model.linear_weight_bytes - routed_bytes)
+
+
+def test_a_layer_of_experts_launches_its_products_once():
+    """Of four products and attention two products are the experts', and one the router's in their place."""
+    cost = cost_of("qwen3-30b-a3b")
+    assert cost.overhead_s == pytest.approx(48 * 0.8 * PROFILE.value("layer_overhead_s"))
+    fp8 = cost_of("minimax-m2.5")
+    share = load_model("minimax-m2.5").without_routed_experts().fp8_flops_share
+    more_s = share * (PROFILE.value("fp8_layer_overhead_s") - PROFILE.value("layer_overhead_s"))
+    assert fp8.overhead_s == pytest.approx(62 * (0.8 * PROFILE.value("layer_overhead_s") + more_s / 2))
+    # With shared experts it has all of them.
+    shared = cost_of("deepseek-v2-lite")
+    assert shared.overhead_s == pytest.approx(27 * PROFILE.value("layer_overhead_s"))
+
+
+def test_without_constants_experts_are_linear_layers():
+    profile, model = without_experts(PROFILE), load_model("qwen3-30b-a3b")
+    cost = cost_of(model, profile)
+    assert not cost.expert_layers
+    ridge_s = cost.linear_s(8) - max(cost.elementwise_least_s, 8 * cost.elementwise_s_per_token)
+    read_bytes = model.linear_weight_bytes_read(8) + 8 * model.linear_activation_bytes_per_token()
+    assert ridge_s >= read_bytes / profile.value("hbm_bytes_per_s")
+    assert cost_of(model).linear_s(8) != cost.linear_s(8)
+
+
+@pytest.mark.parametrize("kind", ["int8", "half fp8"])
+def test_experts_of_another_type_are_linear_layers(kind):
+    model = load_model("qwen3-30b-a3b")
+    sizes = {"int8": {"expert_dtype_bytes": 1.02}, "half fp8": {"expert_dtype_bytes": 1.5, "fp8_products": True}}
+    assert not cost_of(structs.replace(model, **sizes[kind])).expert_layers
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "warned"),
+    [("qwen3-30b-a3b", "h100", False), ("qwen3-30b-a3b", "l20", True), ("minimax-m2.5", "a100-80g", True),
+     ("llama-3.1-8b", "l20", False)],
+)  # fmt: skip
+def test_a_result_says_where_experts_are_priced_as_dense_matrices(model, gpu, warned):
+    scenario = Scenario(model=model, gpu=gpu, tp=8)
+    warnings = prepare(scenario, *parse_policy("vllm-v1", {})).warnings
+    found = [text for text in warnings if "routed experts are priced as if" in text]
+    assert bool(found) == warned
+    assert all(f"profile {gpu}-" in text for text in found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([*TYPES.values()]), st.sampled_from([1, 8]), st.integers(0, 6000), st.integers(0, 300))
+def test_bounds_stay_below(name, tp, prompt, decodes):
+    cost = cost_of(name, tp=tp)
+    plan = IterationPlan()
+    plan.prefill_tokens, plan.num_decodes = prompt, decodes
+    plan.decode_context_tokens = 100 * decodes
+    if not prompt + decodes:
+        return
+    price_s = cost.linear_s(prompt + decodes) + cost.overhead_s
+    least_s = max(price.least_s(plan, 0.0) for price in step_prices(cost, 16, 1000))
+    assert least_s <= 1.0000001 * (cost.decode_run(decodes, 100 * decodes)[0] if not prompt else cost.iteration_s(plan))
+    # And not by far: what experts take at the least is in it.
+    if prompt > 3000:
+        assert least_s > 0.5 * price_s
+
+
+@pytest.mark.parametrize("policy", ["vllm-v1", "vllm-recompute", "sarathi", "layerkv"])
+def test_jumps_are_as_steps(policy):
+    machine = replace(roofline_machine("h100", 1.0), cost=cost_of("qwen3-30b-a3b"))
+    arrivals = requests(*[(0.02 * i, 40 + 37 * i % 500, 5 + 11 * i) for i in range(40)])
+    limit = limits_of(POLICIES[policy](), limits(gpu=150), 16, None)
+    conformance.check_jumps(POLICIES[policy](), conformance.Workload(arrivals, limit, machine))
+
+
+def test_a_gpu_twice_as_fast_halves_experts():
+    for name in TYPES.values():
+        fast = cost_of(name, changed(PROFILE, "gpu_speed=2"))
+        for tokens in (1, 5000):
+            assert fast.experts_s(tokens) == pytest.approx(cost_of(name).experts_s(tokens) / 2)
+
+
+@pytest.mark.parametrize("quantization", EXPERT_QUANTIZATIONS)
+@pytest.mark.parametrize("constant", EXPERT_UNITS)
+def test_a_profile_has_all_constants_of_a_type_or_none(tmp_path, quantization, constant):
+    data = json.loads(PROFILE.to_json())
+    name = expert_names(quantization)[constant]
+    del data["constants"][name]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=f"constants.{name} is missing"):
+        read_profile(path)
+    for other in expert_names(quantization).values():
+        data["constants"].pop(other, None)
+    path.write_text(json.dumps(data))
+    assert read_profile(path).experts(quantization) is None
