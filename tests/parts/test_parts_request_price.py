@@ -1,5 +1,6 @@
 """What a request still takes: formulas by hand, and lengths from predictions alone."""
 
+import numpy as np
 import pytest
 
 from kvtwin.testing import limits, linear_machine
@@ -70,3 +71,17 @@ def test_predictions_are_trusted_as_long_as_they_can_be(lower, median, generated
     seq = Sequence(Request(0, 0.0, 10, 10**6))
     seq.predicted_lower_tokens, seq.predicted_median_tokens = lower, median
     assert price_of().tokens_left(seq, generated) == left
+
+
+def test_nobody_gets_more_than_the_context_has_room_for():
+    """A context of 100 tokens, 90 of them the prompt: ten in all, whatever the predictor says, or nobody does."""
+    price = RequestPrice(linear_machine().cost, limits(), longest=100)
+    seq = Sequence(Request(0, 0.0, 90, 10**6))
+    generated, context = np.array([0.0, 4.0, 20.0]), np.array([90.0, 94.0, 110.0])
+    for lower, median in ((300, 300), (257, 384), (1, 0)):
+        seq.predicted_lower_tokens, seq.predicted_median_tokens = lower, median
+        assert [price.tokens_left(seq, n) for n in (0, 4, 20)] == [10, 6, 1]
+        medians = np.full(3, float(median))
+        assert price.all_tokens_left(medians, np.full(3, lower == median), generated, context).tolist() == [10, 6, 1]
+    seq.predicted_lower_tokens = seq.predicted_median_tokens = 7
+    assert price.tokens_left(seq, 0) == 7

@@ -10,7 +10,8 @@ be met, q what prompts take for each token that is decoded. A prompt of p tokens
 are read off the deployment's cost model, whatever its form.
 
 Lengths come from the predictor alone: a median that is exact (it is the lower bound, too) or a class's, which is
-mistrusted when nearly spent; without one the mean of what the last outputs had left at that point.
+mistrusted when nearly spent; without one the mean of what the last outputs had left at that point. Nobody is expected
+to get more than the engine lets a context grow to.
 """
 
 from collections import deque
@@ -99,10 +100,16 @@ class LengthHistory:
 
 
 class RequestPrice:
-    """Prices of what requests still need."""
+    """Prices of what requests still need.
 
-    def __init__(self, cost: CostModel, limits: Limits) -> None:
+    Args:
+        cost, limits: of the engine.
+        longest: context at which it ends a request, tokens.
+    """
+
+    def __init__(self, cost: CostModel, limits: Limits, longest: float = inf) -> None:
         self.history = LengthHistory()
+        self._longest = longest
         self._block_share = 1.0 / (limits.block_size * limits.num_gpu_blocks)
         self._half_block = 0.5 / limits.num_gpu_blocks
         self._seat_share = 1.0 / limits.max_num_seqs
@@ -128,6 +135,11 @@ class RequestPrice:
 
     def tokens_left(self, seq: Sequence, num_generated: int) -> float:
         """Output tokens that `seq`, with so many, is expected to get yet; at least 1."""
+        room = max(1.0, self._longest - seq.request.prompt_tokens - num_generated)
+        return min(room, self._expected(seq, num_generated))
+
+    def _expected(self, seq: Sequence, num_generated: int) -> float:
+        """The same by its prediction alone."""
         median = seq.predicted_median_tokens
         if not median:
             return self.history.left_after(num_generated)
@@ -136,8 +148,10 @@ class RequestPrice:
             return max(1, left)
         return left if left >= FEW_LEFT else max(FEW_LEFT, min(num_generated / 4, MOST_MORE))
 
-    def all_tokens_left(self, median: Floats, is_exact: NDArray[np.bool_], num_generated: Floats) -> Floats:
-        """The same of many; `is_exact`: the median is the lower bound, too."""
+    def all_tokens_left(
+        self, median: Floats, is_exact: NDArray[np.bool_], num_generated: Floats, context: Floats
+    ) -> Floats:
+        """Tokens left of many; `is_exact`: the median is the lower bound, too; `context`: tokens that each has."""
         left = median - num_generated
         spent = np.maximum(FEW_LEFT, np.minimum(num_generated / 4, MOST_MORE))
         expected = np.where(left >= FEW_LEFT, left, spent)
@@ -146,7 +160,7 @@ class RequestPrice:
         if np.count_nonzero(median) < len(median):
             unknown = median == 0.0
             expected[unknown] = self.history.all_left_after(num_generated[unknown])
-        return expected
+        return np.minimum(expected, np.maximum(1.0, self._longest - context))
 
     def decodes_s(self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max) -> Number:
         """What so many more tokens from that context on take; of arrays with `larger` of numpy."""

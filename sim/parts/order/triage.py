@@ -125,7 +125,9 @@ class Triage(Order):
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
         self.cost = scheduler.deployment.cost
-        self.price = RequestPrice(self.cost, scheduler.limits)
+        limits = scheduler.limits
+        longest = limits.max_model_len if scheduler.batching.stops_at_max_model_len else inf
+        self.price = RequestPrice(self.cost, limits, longest)
         self.price.keep_pace(PACE * self.tpot_slo_s)
 
     # -- prospects -----------------------------------------------------------------------------------------------------
