@@ -34,9 +34,11 @@ def test_decodes_share_an_iteration_by_time_where_tpot_is_short():
     price.keep_pace(0.0205)
     assert price.iterations(10, 800) == pytest.approx(10 * added_s / 0.0005, rel=1e-2)
     assert price.most_decodes(805) == pytest.approx(0.0005 / added_s, rel=1e-2)
-    # Prompts of 1 s for a thousand tokens take as much again as two of them.
+    # With prompts of 1 ms beside each token, three times as long as itself, fewer decode together; none is dearer.
+    alone = price.iterations(10, 800)
     price.keep_pace(0.0205, prompt_s=0.001)
-    assert price.iterations(10, 800) == pytest.approx(10 * (added_s + 0.001) / 0.0005, rel=1e-2)
+    assert price.most_decodes(805) == pytest.approx(0.0005 / (added_s + 0.001), rel=1e-2)
+    assert price.iterations(10, 800) == alone
     # Weights take longer than that: time is no limit, nobody can be in time.
     price.keep_pace(0.02)
     assert price.iterations(10, 800) == pytest.approx(10 * 0.508, rel=1e-2)
@@ -50,6 +52,19 @@ def test_prompts_cost_tokens_and_their_square():
     machine = linear_machine(prefill=(0.0, 4e-5, 2e-9))
     price = RequestPrice(machine.cost, limits())
     assert price.prefill_s(1000) == pytest.approx(1000 * 4e-5 + 1000**2 * 2e-9)
+
+
+def test_prompts_pay_for_the_weights_where_time_limits_the_batch():
+    """Of iterations of 25 ms 20 ms are spent anyway: a second of prompts takes what 200 leave, which are 5 s."""
+    price = price_of()
+    assert price.prompt_work_s(1.0) == 1.0
+    price.keep_pace(0.025, is_limit=True)
+    assert price.prompt_work_s(1.0) == pytest.approx(5.0, rel=1e-2)
+    by_room, by_time = price.iterations_by_limit(10, 800, 1.0)
+    assert by_room == pytest.approx(10 * (805 / 16 + 0.5) / 100)
+    assert by_time == pytest.approx((10 * (6e-7 * 805 + 2e-5) + 1.0) / 0.005, rel=1e-2)
+    price.keep_pace(0.025)
+    assert price.prompt_work_s(1.0) == 1.0
 
 
 def test_what_is_left_is_the_mean_of_what_longer_outputs_had():

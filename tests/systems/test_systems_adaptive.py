@@ -78,14 +78,15 @@ def test_prompts_of_the_dear_are_computed_as_far_as_they_take_little_time(monkey
         seq = Sequence(Request(i, i * gap_s, prompt, 100 * i))
         seq.predicted_lower_tokens = seq.predicted_median_tokens = 100 * i
         order.add(seq)
-    dear = [one for one in order._arrivals if one.work_s > order.theta_s]
+    dear = [one for one in order._arrivals if one.decodes_s + order.price.prompt_work_s(one.prompt_s) > order.theta_s]
     span_s = order._arrivals[-1].arrival_s - order._arrivals[0].arrival_s
     assert len(dear) > 5
     if prompt == 16:
         assert order.most_prompt_s == PROMPT_SHARE * order.theta_s > dear[0].prompt_s
     else:
         assert sum(one.prompt_s for one in dear) > CHANCE * span_s
-        assert order.most_prompt_s == dear[0].prompt_s < PROMPT_SHARE * order.theta_s
+        assert order.most_prompt_s in [one.prompt_s for one in dear]
+        assert order.most_prompt_s < PROMPT_SHARE * order.theta_s
 
 
 @pytest.mark.parametrize(("context", "alone"), [(200, False), (9000, True)])
@@ -180,6 +181,29 @@ def test_who_cannot_have_its_first_token_in_time_is_hopeless_two_iterations_befo
     assert order.laxity_s(late, 0.1) == pytest.approx(3.0 - now_s - 2 * 0.1 - 1.3 * order.price.prefill_s(16))
 
 
+@pytest.mark.parametrize("spread", [True, False])
+def test_of_requests_alike_those_kept_are_spread_evenly(monkeypatch, spread):
+    """Twenty of 4 s each, one a second: theta is their price. Without the spread all are kept."""
+    monkeypatch.setattr(Triage, "_room_s", lambda order: 0.0)
+    if not spread:
+        monkeypatch.setattr("sim.parts.order.triage.TIE", 0.0)
+    machine = linear_machine(prefill=(0.0, 1e-3, 0.0), decode=(0.02, 0.0, 0.0))
+    order = simulate(Adaptive(predictor="oracle"), requests((0.0, 16, 1)), limits(), machine=machine).scheduler.order
+    assert isinstance(order, Triage)
+    seqs = [Sequence(Request(i, float(i), 4000, 2)) for i in range(1, 20)]
+    for seq in seqs:
+        seq.predicted_lower_tokens = seq.predicted_median_tokens = 2
+        order.add(seq)
+    assert order.num_thetas == 1
+    kept = [i for i, seq in enumerate(seqs) if order.outlook(seq).work_s <= order.theta_s]
+    if not spread:
+        assert len(kept) == 19
+        return
+    # Prompts limit the batch, so that 80 % of 19 s are for three of them: theta is the first that does not fit.
+    assert len(kept) == 4
+    assert max(np.diff([-1, *kept, 19])) <= 6
+
+
 def test_nobody_starts_whose_first_token_would_be_late():
     """Twice as many prompts as there is time for. Iterations of a whole budget last 0.35 s, and a prompt waits for two:
     117 were in time, and 45 a little late, when these were not counted."""
@@ -189,7 +213,7 @@ def test_nobody_starts_whose_first_token_would_be_late():
     waits_s = [seq.first_token_s - seq.request.arrival_s for seq in outcome.ended]
     assert sum(wait_s > 2.5 for wait_s in waits_s) > 100
     assert not any(3.0 < wait_s < 3.8 for wait_s in waits_s)
-    assert outcome.log.good > 150
+    assert outcome.log.good > 140
 
 
 @pytest.mark.parametrize(

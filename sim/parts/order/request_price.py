@@ -2,12 +2,12 @@
 
 Who decodes l more tokens from context c, m = c + l / 2 on average, takes
 
-    l (F max((m / block + 1/2) / blocks, 1 / max_num_seqs, (k m + h + q) / (P - F)) + k m + h)
+    l (F max((m / block + 1/2) / blocks, 1 / max_num_seqs, (k m + h) / (P - F)) + k m + h)
 
 of the engine's time: its share, by blocks, by seat or by what fits an iteration of P seconds, of what an iteration
 costs however small it is (F), and what it adds to the iteration (k a token of its context, h). P is the TPOT that is to
-be met, q what prompts take for each token that is decoded. A prompt of p tokens takes a p + b p^2. F, k, h, a and b
-are read off the deployment's cost model, whatever its form.
+be met. A prompt of p tokens takes a p + b p^2, and its share of F where time limits the batch: P / (P - F) times that.
+F, k, h, a and b are read off the deployment's cost model, whatever its form.
 
 Lengths come from the predictor alone: a median that is exact (it is the lower bound, too) or a class's, which is
 mistrusted when nearly spent; without one the mean of what the last outputs had left at that point. Nobody is expected
@@ -121,12 +121,17 @@ class RequestPrice:
         self.square_s = max(0.0, cost.prefill_s(long) / long - cost.prefill_s(short) / short) / (long - short)
         self.token_s = max(0.0, cost.prefill_s(short) / short - self.square_s * short)
         self._per_pace = self._prompt_s = 0.0
-        """1 / (P - F), or 0 where the weights alone take longer than P: nothing helps then. And q."""
+        """1 / (P - F), or 0 where the weights alone take longer than P: nothing helps then. And prompts, s a token."""
+        self._prompt_factor = 1.0
 
-    def keep_pace(self, iteration_s: float, prompt_s: float = 0.0) -> None:
-        """Iterations are to take so long at most (P); `prompt_s`: of prompts for each token that is decoded (q)."""
+    def keep_pace(self, iteration_s: float, prompt_s: float = 0.0, *, is_limit: bool = False) -> None:
+        """Iterations are to take so long at most (P).
+
+        `prompt_s`: of prompts for each token that is decoded. `is_limit`: that limits the batch, not blocks or seats.
+        """
         self._per_pace = 1.0 / (iteration_s - self.step_s) if iteration_s > self.step_s else 0.0
         self._prompt_s = prompt_s
+        self._prompt_factor = 1.0 + self.step_s * self._per_pace if is_limit else 1.0
 
     def most_decodes(self, context: float) -> float:
         """How many of such contexts decode together in P."""
@@ -173,9 +178,19 @@ class RequestPrice:
         """Of a full batch, how many iterations they are: each is a share of one, by blocks, by seat or by time."""
         mean = context + num_tokens / 2
         share = larger(mean * self._block_share + self._half_block, self._seat_share)
-        by_time = self._per_pace * (self.context_s * mean + self.decode_s + self._prompt_s)
+        by_time = self._per_pace * (self.context_s * mean + self.decode_s)
         return num_tokens * larger(share, by_time)  # type: ignore[arg-type]
+
+    def iterations_by_limit(self, num_tokens: float, context: float, prompt_s: float) -> tuple[float, float]:
+        """The same by blocks or seats alone, and by time alone with a prompt of so many seconds."""
+        mean = context + num_tokens / 2
+        room = num_tokens * max(mean * self._block_share + self._half_block, self._seat_share)
+        return room, self._per_pace * (num_tokens * (self.context_s * mean + self.decode_s) + prompt_s)
 
     def prefill_s(self, num_tokens: int) -> float:
         """What a prompt takes in batches that others share."""
         return num_tokens * (self.token_s + self.square_s * num_tokens)
+
+    def prompt_work_s(self, prefill_s: float) -> float:
+        """What a prompt of so many seconds costs."""
+        return self._prompt_factor * prefill_s

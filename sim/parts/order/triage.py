@@ -13,7 +13,8 @@ A first token is cheap: prompts of up to `PROMPT_SHARE` of theta are computed wh
 of them, as far as they fill `CHANCE` of the span.
 
 Where TPOT is short, time limits the batch before memory does: no more decode together than an iteration of `PACE` of
-it holds, and prices share an iteration's fixed time among so many (`most_decodes`).
+it holds (`most_decodes`), prices share an iteration's fixed time among so many and the prompts beside them, and theta
+fills `PACED_FILL` alone.
 
 The shelf has the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for classes and
 laxities. All of it changes with facts and every `TICK_S` alone, so that jumps end there.
@@ -23,7 +24,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, compress, islice
-from math import floor, inf
+from math import floor, inf, sqrt
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -42,10 +43,13 @@ SEQ_OF: Callable[[tuple[Place, Sequence]], Sequence] = itemgetter(1)
 
 TICK_S = 0.2
 TIE_S = 1e-9
+TIE, GOLDEN = 1e-6, (sqrt(5.0) - 1.0) / 2.0
 ARRIVALS = 200
 EVERY = 20
 """theta is anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
 FILL = 0.92
+PACED_FILL = 0.8
+"""The same where TPOT limits the batch: nobody is parked there until there is time. Chosen by trials."""
 PROMPT_SHARE = 0.2
 """Of theta, that a prompt must cost for its request to be deferred before it has started."""
 CHANCE = 0.04
@@ -72,13 +76,15 @@ class Arrival(NamedTuple):
     """What theta is found of."""
 
     arrival_s: float
-    work_s: float
+    decodes_s: float
+    """Price of its output alone."""
     prompt_tokens: int
     prompt_s: float
     num_tokens: float
     """That it decodes."""
-    iterations: float
-    """Of the batch, that its decodes fill."""
+    by_room: float
+    by_time: float
+    """Iterations of a full batch that it fills, by blocks or seats alone and by time alone."""
     kept: bool
 
 
@@ -144,8 +150,9 @@ class Triage(Order):
         work_s = price.decodes_s(left, request.prompt_tokens + generated)
         prompt_s = 0.0
         if seq.prefilling:
-            prompt_s = price.prefill_s(num_tokens)
-            work_s += prompt_s
+            # Of requests alike some fit: those kept are to be spread evenly, not all or none.
+            prompt_s = price.prefill_s(num_tokens) * (1.0 + TIE * (request.request_id * GOLDEN % 1.0))
+            work_s += price.prompt_work_s(prompt_s)
         if seq.first_token_s < 0.0:
             due_s = request.arrival_s + self.ttft_slo_s
             return make_outlook((due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s))
@@ -212,26 +219,30 @@ class Triage(Order):
         self._stale = True
         outlook = self.outlook(seq)
         kept, price, num_tokens = self._insert(seq, outlook) == KEPT, self.price, seq.num_tokens
-        left, arrival_s = price.tokens_left(seq, 0), seq.request.arrival_s
-        iterations = price.iterations(left, num_tokens)
-        self._arrivals.append(Arrival(arrival_s, outlook.work_s, num_tokens, outlook.first_s, left, iterations, kept))
+        left, prompt_s = price.tokens_left(seq, 0), outlook.first_s
+        decodes_s, by_limit = price.decodes_s(left, num_tokens), price.iterations_by_limit(left, num_tokens, prompt_s)
+        arrival_s = seq.request.arrival_s
+        self._arrivals.append(Arrival(arrival_s, decodes_s, num_tokens, prompt_s, left, *by_limit, kept))
         self._num_arrivals += 1
         if self._num_arrivals % EVERY == 0:
             self._find_theta()
 
     def _find_theta(self) -> None:
         """The price up to which the last arrivals fit their span, cheapest first; then the prompts of the others."""
-        arrivals = self._arrivals
+        arrivals, price = self._arrivals, self.price
         span_s = arrivals[-1].arrival_s - arrivals[0].arrival_s
         if span_s <= 0.0:
             return
         self.num_thetas += 1
-        _, work_s, prompt_tokens, prompt_s, num_tokens, iterations, kept = zip(*arrivals, strict=True)
+        _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept = zip(*arrivals, strict=True)
         self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
-        self.price.keep_pace(PACE * self.tpot_slo_s, sum(prompt_s) / sum(num_tokens))
+        iterations_by_room, iterations_by_time = sum(by_room), sum(by_time)
+        is_limit = iterations_by_time >= iterations_by_room
+        price.keep_pace(PACE * self.tpot_slo_s, sum(prompt_s) / sum(num_tokens), is_limit=is_limit)
         self._outlooks.clear()
-        self.tokens_per_iteration = sum(prompt_tokens) / sum(iterations)
-        self.theta_s = first_beyond(work_s, FILL * span_s + self._room_s())
+        self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
+        work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
+        self.theta_s = first_beyond(work_s, (PACED_FILL if is_limit else FILL) * span_s + self._room_s())
         prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.theta_s]
         self.most_prompt_s = min(PROMPT_SHARE * self.theta_s, first_beyond(prompts, CHANCE * span_s))
 
