@@ -14,16 +14,11 @@ from sim.files import out_folder, write_atomically
 from sim.flags import add_flags
 from sim.folders import owning
 from sim.scenario import SHAPING, Outputs
-from sim.specs.hardware import HardwareSpec, built_in_hardware, load_hardware
+from sim.specs.hardware import HardwareSpec, built_in_hardware, gpu_called, load_hardware
 
 DATA = Path(__file__).parent / "data"
 """Samples of shipped profiles."""
 SAMPLES_FILE = "samples.csv"
-DEVICES = {
-    "H200": "h200", "H100": "h100", "L40S": "l40s", "L20": "l20", "A100": "a100-80g", "RTX 4090": "rtx-4090",
-    "RTX PRO 6000 Blackwell Server": "rtx-pro-6000", "V100": "v100", "T4": "t4",
-}  # fmt: skip
-"""Parts of names that CUDA gives devices, and our specs of them; the first that fits."""
 FORMS = ("roofline", "linear")
 NOT_OF_A_SERVER = ("out", "gpu", "profile", *(f.name for f in fields(Outputs)), *SHAPING)
 """Flags of `run` that fitting to a server's run has under another name, or has no use for."""
@@ -285,8 +280,4 @@ def hardware_of(device: str) -> HardwareSpec:
         return load_hardware("cpu")
     from calib.measure.run import device_name  # noqa: PLC0415
 
-    name = device_name(device)
-    for part, gpu in DEVICES.items():
-        if part in name:
-            return load_hardware("a100-40g" if part == "A100" and "40GB" in name else gpu)
-    raise UserError(f"--gpu: no spec for {name!r}: name one of {', '.join(built_in_hardware())}, or give a file")
+    return load_hardware(gpu_called(device_name(device)))

@@ -20,7 +20,7 @@ from sim.run_files import draw_result, print_result, record
 from sim.runs import Recording, Run
 from sim.scenario import Outputs, Scenario
 from sim.scenario_file import read_scenario
-from sim.specs.hardware import load_hardware
+from sim.specs.hardware import gpu_called, load_hardware
 from sim.systems.base import Policy
 from traces.request import Request
 
@@ -219,10 +219,14 @@ def _own_options(arguments: argparse.Namespace) -> "tuple[LiveOptions, dict[str,
 
 
 def name_gpu(arguments: argparse.Namespace, device: str) -> None:
-    """On a CPU the machine is `cpu`, unless flags or the scenario file say otherwise."""
-    if device == "cpu" and arguments.gpu is None:
-        given = read_scenario(arguments.scenario) if arguments.scenario else {}
-        arguments.gpu = None if "gpu" in given else "cpu"
+    """The machine is what executes, a CPU or the GPU that CUDA names, unless flags or the scenario file say otherwise.
+
+    UserError for a GPU without a spec.
+    """
+    if arguments.gpu is None and "gpu" not in (read_scenario(arguments.scenario) if arguments.scenario else {}):
+        import torch  # noqa: PLC0415 - slow to import
+
+        arguments.gpu = "cpu" if device == "cpu" else gpu_called(torch.cuda.get_device_name())
 
 
 def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":

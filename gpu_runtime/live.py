@@ -59,11 +59,22 @@ class LiveOptions:
 
 
 def check_device(device: str) -> None:
-    """UserError unless torch can use the device."""
+    """UserError unless torch can use the device; says why it cannot."""
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device: {device!r} is not known: use cuda or cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device: use --device cpu, or install a CUDA build of torch")
+    if device == "cpu":
+        return
+    if torch.version.cuda is None:
+        raise UserError(
+            f"--device cuda: torch {torch.__version__} is a build without CUDA: install another, or use --device cpu"
+        )
+    try:
+        # The first that asks the driver: there may be no device, an old driver, or somebody who has it to himself.
+        torch.cuda.mem_get_info()
+    except RuntimeError as error:
+        raise UserError(
+            f"--device cuda: {str(error).splitlines()[0].rstrip('.')}; mend that, or use --device cpu"
+        ) from error
 
 
 def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:

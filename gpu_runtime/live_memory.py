@@ -30,6 +30,9 @@ from sim.systems.offload_options import OffloadOptions
 
 DEFAULT_SHARE = 4
 """Unless told otherwise a pool takes at most one part in so many of the memory that is free."""
+KEPT_SHARE = 0.05
+"""Of a CUDA device's free memory, what pools of default size leave: for loaded code, graphs' nodes, fragments
+(assumed)."""
 CGROUP = Path("/sys/fs/cgroup")
 PRODUCT_WORKSPACE_BYTES = 32 * 2**20
 PRODUCT_STREAMS = 2
@@ -158,10 +161,11 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
 
 def _fit_gpu(scenario: Scenario, limits: Limits, free: int, working: float) -> Scenario:
     """The GPU's pool in what a CUDA device has left, which may be less than its kind has."""
-    most = int((free - working) / limits.block_bytes)
+    given = scenario.num_gpu_blocks_override is not None
+    most = int(((1.0 if given else 1.0 - KEPT_SHARE) * free - working) / limits.block_bytes)
     if limits.num_gpu_blocks <= most:
         return scenario
-    if scenario.num_gpu_blocks_override is not None or most < 1:
+    if given or most < 1:
         needed = max(limits.num_gpu_blocks if most >= 1 else 1, 1) * limits.block_bytes
         raise UserError(
             f"GPU memory: KV blocks of {needed:.0f} bytes and {working:.0f} bytes to compute with, {free} bytes "

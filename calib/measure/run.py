@@ -143,13 +143,9 @@ def _check_device(device: str) -> None:
     for package in ("torch", "psutil"):
         if find_spec(package) is None:
             raise UserError(f"--device: measuring needs {package}, which is not installed: pip install 'kvtwin[gpu]'")
-    import torch  # noqa: PLC0415
+    from gpu_runtime.live import check_device  # noqa: PLC0415 - torch is slow to import
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"--device: cuda is not available to torch {torch.__version__}: check the driver and that torch is a CUDA "
-            "build, or use --device cpu"
-        )
+    check_device(device)
 
 
 def _default_dtype(device: "torch.device") -> str:

@@ -82,11 +82,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise UserError(f"--max-queue: {arguments.max_queue} is less than 1: give how many requests may wait")
     _refuse_traffic(arguments.scenario)
     arguments.workload = HTTP
+    check_device(arguments.device)
     name_gpu(arguments, arguments.device)
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
         raise UserError(f"serve takes one --policy, {len(policies)} given")
-    check_device(arguments.device)
     live = LiveOptions(arguments.device, arguments.weights, scenario.seed, arguments.attention_backend)
     bound = bind(arguments.host, arguments.port)
     if is_public(bound) and api_key is None:

@@ -1,5 +1,6 @@
 """GPUs and their host: `load_hardware`. Built-ins lie in `sim/specs/gpus/`, every value with its source."""
 
+import re
 from math import isfinite
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,11 @@ MOST = 1e24
 """Of any quantity: bytes, rates, the GPUs at a link."""
 PLAIN_FIELDS = ("name", "copies_beside_compute")
 """Fields of a hardware file that are no quantities."""
+DEVICES = {
+    "H200": "h200", "H100": "h100", "B200": "b200", "L40S": "l40s", "L20": "l20", "A100": "a100-80g",
+    "RTX 4090": "rtx-4090", "RTX PRO 6000 Blackwell Server": "rtx-pro-6000", "V100": "v100", "T4": "t4",
+}  # fmt: skip
+"""Words of the names that CUDA gives devices, and our specs of them; the first that fits."""
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,6 +83,14 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 def built_in_hardware() -> list[str]:
     """Names that `load_hardware` knows without a path."""
     return built_in_names(BUILT_IN)
+
+
+def gpu_called(name: str) -> str:
+    """The built-in GPU that CUDA calls so; UserError for others, and for slices of one (MIG)."""
+    for words, gpu in DEVICES.items():
+        if re.search(rf"\b{words}\b", name) and "MIG" not in name:
+            return "a100-40g" if gpu == "a100-80g" and "40GB" in name else gpu
+    raise UserError(f"--gpu: no spec for {name!r}: name one of {', '.join(built_in_hardware())}, or give a file")
 
 
 def load_hardware(name_or_path: str) -> HardwareSpec:

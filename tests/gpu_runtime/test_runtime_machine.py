@@ -14,7 +14,7 @@ pytest.importorskip("psutil")
 import kvtwin
 from gpu_runtime import live_memory, threads
 from gpu_runtime.cli import name_gpu
-from gpu_runtime.live import LiveOptions, load_decoder
+from gpu_runtime.live import LiveOptions, check_device, load_decoder
 from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.weights import RandomWeights
@@ -96,9 +96,12 @@ def test_a_gpu_that_has_less_free_gets_a_smaller_pool(monkeypatch):
     limits = prepare(SCENARIO, "", POLICIES["vllm-v1"]()).limits
     working = working_bytes(SMALL, torch.float32, limits, graphs=True) + held_bytes(limits, 1)
     whole = limits.num_gpu_blocks * limits.block_bytes + working
-    # As many as the simulator counts, beside what the pool keeps for itself.
-    assert on_cuda(monkeypatch, whole) == SCENARIO
-    assert on_cuda(monkeypatch, working + 100.5 * limits.block_bytes).num_gpu_blocks_override == 100
+    # As many as the simulator counts, beside what computes and a twentieth that nobody counts.
+    assert on_cuda(monkeypatch, whole / 0.95 + 1) == SCENARIO
+    assert on_cuda(monkeypatch, (working + 100.5 * limits.block_bytes) / 0.95).num_gpu_blocks_override == 100
+    # Who names a number has it, as long as there is room.
+    asked = replace(SCENARIO, num_gpu_blocks_override=100)
+    assert on_cuda(monkeypatch, working + 100.5 * limits.block_bytes, asked) == asked
     asked = replace(SCENARIO, num_gpu_blocks_override=200)
     with pytest.raises(UserError, match=r"KV blocks of \d+ bytes and \d+ bytes to compute with, \d+ bytes"):
         on_cuda(monkeypatch, int(working + 100.5 * limits.block_bytes), asked)
@@ -111,7 +114,7 @@ def test_layers_that_pass_through_take_room_as_well(monkeypatch):
     limits = prepare(few, "", POLICIES["layerkv"]()).limits
     free = working_bytes(SMALL, torch.float32, limits, graphs=True) + 100.5 * limits.block_bytes
     free += held_bytes(limits, prepare(few, "", POLICIES["layerkv"]()).model.num_layers)
-    assert on_cuda(monkeypatch, free, few, "layerkv").num_gpu_blocks_override == 100
+    assert on_cuda(monkeypatch, free / 0.95, few, "layerkv").num_gpu_blocks_override == 100
     streams = fit_to_machine(few, POLICIES["layerkv"](decode="stream"), "cuda", small_decoder())
     assert streams.num_gpu_blocks_override == 50
 
@@ -137,15 +140,37 @@ def test_graphs_copies_and_products_hold_memory_of_their_own():
         ("cpu", "l20", None, "l20"),
         ("cpu", None, 'gpu = "l20"', None),
         ("cpu", None, "seed = 1", "cpu"),
-        ("cuda", None, None, None),
+        ("cuda", None, None, "h200"),
+        ("cuda", "l20", None, "l20"),
+        ("cuda", None, 'gpu = "l20"', None),
     ],
 )
-def test_a_cpu_is_called_so(tmp_path, device, flag, file, named):
+def test_a_machine_is_called_what_it_is(tmp_path, monkeypatch, device, flag, file, named):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     path = tmp_path / "scenario.toml"
     path.write_text(file or "")
     arguments = Namespace(gpu=flag, scenario=path if file else None)
     name_gpu(arguments, device)
     assert arguments.gpu == named
+
+
+def test_a_device_that_cannot_be_used_says_why(monkeypatch):
+    def no_memory():
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match=r"torch \S+ is a build without CUDA: install another, or use --device cpu"):
+        check_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", no_memory)
+    for why in (
+        "The NVIDIA driver on your system is too old (found version 11040).",
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be reported elsewhere",
+    ):
+        with pytest.raises(UserError) as caught:
+            check_device("cuda")
+        first = why.splitlines()[0].rstrip(".")
+        assert str(caught.value) == f"--device cuda: {first}; mend that, or use --device cpu"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sim.errors import UserError
-from sim.specs.hardware import BUILT_IN, built_in_hardware, load_hardware
+from sim.specs.hardware import BUILT_IN, DEVICES, built_in_hardware, gpu_called, load_hardware
 
 NAMES = ["a100-40g", "a100-80g", "b200", "cpu", "h100", "h200", "l20", "l40s", "rtx-4090", "rtx-pro-6000", "t4", "v100"]
 
@@ -30,6 +30,27 @@ def test_the_l20_of_the_testbed():
     assert (l20.fp16_flops_per_s, l20.hbm_bytes_per_s) == (119.5e12, 864e9)
     assert (l20.gpus_per_pcie_link, l20.nvlink_bytes_per_s, l20.host_memory_bytes) == (2, None, 2e12)
     assert l20.memory_bytes == pytest.approx(44.53 * 2**30, abs=1)  # of 48 GB, what CUDA reports
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40g"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+    ],
+)
+def test_cudas_names(name, gpu):
+    assert gpu_called(name) == gpu
+    assert set(DEVICES.values()) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA T400 4GB", "NVIDIA L200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
+def test_a_gpu_that_only_sounds_like_one_has_no_spec(name):
+    with pytest.raises(UserError, match=f"--gpu: no spec for '{name}': name one of a100-40g"):
+        gpu_called(name)
 
 
 def write(tmp_path, field, change):
