@@ -8,7 +8,6 @@ from collections import abc
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gpu_runtime.kv.block_ids import BlockIds
@@ -22,6 +21,7 @@ from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
 from gpu_runtime.pass_members import BlockTables, Member
+from gpu_runtime.to_device import to_device
 from sim.engine.changes import Direction
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.sequence import Sequence
@@ -112,12 +112,12 @@ class LayerPass:
         num_new, cached = [member.num_new for member in self.members], [member.cached for member in self.members]
         device = pool.device
         batch = AttentionBatch.build(num_new, cached, tables.of(self.members), pool.block_tokens, device)
-        token_ids = torch.tensor(self._token_ids, device=device)
+        token_ids = to_device(self._token_ids, device)
         logits = decoder.forward(
             token_ids,
             batch,
             pool,
-            batch.last_rows[torch.tensor(self._sampled, device=device)] if self._sampled else None,
+            batch.last_rows[to_device(self._sampled, device)] if self._sampled else None,
             before_layer=self._before_layer,
             after_layer=lambda layer, entered: self._computed(layer, entered, batch, pool),
         )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gpu_runtime.executed import Moved
@@ -27,6 +26,7 @@ from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.pass_members import BlockTables
+from gpu_runtime.to_device import to_device
 from sim.engine.changes import Direction, Move, Restore, Save, Unsave
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -212,7 +212,7 @@ class LiveStates:
         for first in range(0, planned.num_tokens if again else 0, self._budget):
             new = list(tokens[first : min(first + self._budget, planned.num_tokens)])
             batch = self._batch(len(new), first, copy.target)
-            hidden = self.decoder.embed(torch.tensor(new, device=self.pool.device))
+            hidden = self.decoder.embed(to_device(new, self.pool.device))
             for layer in again:
                 hidden = self.decoder.layers[layer].forward(hidden, batch, self.pool, layer)
         return again
@@ -225,7 +225,7 @@ class LiveStates:
 
     def _write(self, layer: int, values: Tensor, blocks: abc.Sequence[int]) -> None:
         slots = token_places(blocks, 0, len(values), self.pool.block_tokens)
-        found, offsets = self._at(torch.from_numpy(slots).to(self.pool.device))
+        found, offsets = self._at(to_device(slots, self.pool.device))
         cache = self.pool.raw[:, layer]
         cache[found, :, :, offsets] = values.unflatten(1, (2, cache.shape[2], cache.shape[4]))
 

@@ -7,7 +7,6 @@ way.
 
 from collections import abc
 
-import torch
 from torch import Tensor
 
 from gpu_runtime.kv.block_ids import BlockIds
@@ -20,6 +19,7 @@ from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.pass_members import BlockTables, Member
+from gpu_runtime.to_device import to_device
 from gpu_runtime.uncached_placement import Uncached, UncachedPlacement
 from sim.engine.changes import Direction, Rebuilt
 from sim.engine.plan import IterationPlan
@@ -123,7 +123,7 @@ class RebuildingPass(LayerPass):
         tables = [[member.held.gpu[group] for member in members] for group in range(self._placement.num_groups)]
         batch = AttentionBatch.build(counts, [0] * len(counts), tables, self._pool.block_tokens, self._pool.device)
         ids = [token for member, n in zip(members, counts, strict=True) for token in self._ids[member.seq][:n]]
-        return members, batch, self._decoder.embed(torch.tensor(ids, device=self._pool.device))
+        return members, batch, self._decoder.embed(to_device(ids, self._pool.device))
 
     def _compute_again(self, layer: int) -> None:
         """The KV of a layer, and the inputs of the next if that computes again as well."""

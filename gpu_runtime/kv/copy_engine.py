@@ -10,6 +10,7 @@ from gpu_runtime.kv.batched_copies import Piece
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.copy_worker import CopyFailed, CopyHandle, CopyWorker, InlineWorker
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.to_device import to_device
 from sim.engine.changes import Direction
 
 __all__ = ["CopyEngine", "CopyFailed", "CopyHandle"]
@@ -163,8 +164,10 @@ def pieces(src_ids: Sequence[int], dst_ids: Sequence[int], most: int) -> list[Pi
 def _copy_runs(src: Tensor, src_ids: Sequence[int], dst: Tensor, dst_ids: Sequence[int]) -> None:
     """Queue copies of blocks as they lie."""
     found = pieces(src_ids, dst_ids, max(1, PIECE_BYTES // (src[0].numel() * src.element_size())))
-    on_gpu = src.is_cuda or dst.is_cuda
-    if on_gpu and len(found) >= batched_copies.LEAST and batched_copies.copy_pieces(src, dst, found):
+    host = dst if src.is_cuda else src
+    # Of pageable memory the driver's batches promise nothing.
+    batches = (src.is_cuda or dst.is_cuda) and len(found) >= batched_copies.LEAST and host.is_pinned()
+    if batches and batched_copies.copy_pieces(src, dst, found):
         return
     for start, to, count in found:
         dst[to : to + count].copy_(src[start : start + count], non_blocking=True)
@@ -180,17 +183,11 @@ def _copy_staged(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[int
         used = staging[: len(from_ids)]
         places = range(len(from_ids))
         if direction is Direction.D2H:
-            torch.index_select(src, 0, _index(from_ids, src.device), out=used)
+            torch.index_select(src, 0, to_device(from_ids, src.device), out=used)
             _copy_runs(used, places, dst, to_ids)
         else:
             _copy_runs(src, from_ids, used, places)
-            dst.index_copy_(0, _index(to_ids, dst.device), used)
-
-
-def _index(ids: list[int], device: torch.device) -> Tensor:
-    """Ids on the device, without waiting for its stream."""
-    index = torch.tensor(ids)
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
+            dst.index_copy_(0, to_device(to_ids, dst.device), used)
 
 
 def _check(src_pool: KVPool, src_ids: Sequence[int], dst_pool: KVPool, dst_ids: Sequence[int]) -> None:

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_runtime.to_device import to_device
+
 NOWHERE = -1
 """A slot that `write_kv` skips on CUDA: padding of a captured batch."""
 LONG_PROMPT = 512
@@ -151,8 +153,6 @@ def _tables(given: TablesLike, num_blocks: np.ndarray) -> np.ndarray:
 
 def _to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """The arrays as int32 tensors, sent as one."""
-    flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays.values()]).astype(np.int32))
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays.values()])
+    flat = np.concatenate([array.reshape(-1) for array in arrays.values()]).astype(np.int32)
+    parts = to_device(flat, device).split([array.size for array in arrays.values()])
     return {name: part.view(arrays[name].shape) for name, part in zip(arrays, parts, strict=True)}

@@ -17,6 +17,7 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model import torch_attention
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.kernels import Kernels, PlanDecodes
+from gpu_runtime.to_device import to_device
 
 WORKSPACE_BYTES = 394 * 2**20
 """For partial results of split contexts, as vLLM has it (FLASHINFER_WORKSPACE_BUFFER_SIZE)."""
@@ -83,7 +84,7 @@ class FlashinferKernels(Kernels):
         if pool.dtype != self._dtype:
             members = np.flatnonzero((num_new == 1) | (context > 0))
         rows = np.repeat(np.isin(np.arange(len(num_new)), members), num_new)
-        self._rows = None if rows.all() else torch.from_numpy(np.flatnonzero(rows)).to(self._device)
+        self._rows = None if rows.all() else to_device(np.flatnonzero(rows), self._device)
         self._planned, self._runs = batch, None
         if not len(members):
             return
@@ -93,7 +94,7 @@ class FlashinferKernels(Kernels):
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], pages)
         tables = batch.block_tables[0]
         places = np.repeat(members * tables.shape[1], pages) + within
-        indices = tables.reshape(-1)[torch.from_numpy(places).to(self._device)]
+        indices = tables.reshape(-1)[to_device(places, self._device)]
         last = _last_page_len((context[members] + num_new), pool.block_tokens)
         if batch.max_query_len == 1:
             self._runs = self._decodes
