@@ -72,6 +72,8 @@ class Computation:
         parts: list[tuple[abc.Sequence[PrefillChunk], abc.Sequence[Decode]]] = [((chunk,), ()) for chunk in plan.chunks]
         parts += [((), (decode,)) for decode in decodes]
         for chunks, few in parts:
+            # What was queued before may still read what the host writes next (`DecodeGraph`).
+            backend.finish(self._memory.device)
             if self._memory.device.type == "cuda":
                 torch.cuda.empty_cache()
             try:

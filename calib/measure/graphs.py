@@ -3,6 +3,7 @@
 import torch
 
 from calib.measure.clocks import Unmeasurable, Work
+from gpu_runtime.model.decode_graph import capture_graph
 
 WARMUPS = 3
 """Executions before the capture: kernels are compiled and libraries choose theirs, which a capture forbids."""
@@ -14,26 +15,22 @@ def captured(work: Work, device: torch.device) -> Work:
     Raises:
         Unmeasurable: the work cannot be captured, because it waits for the device or sends it something.
     """
-    stream, before = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(before)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(WARMUPS):
             work()
     stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    results: list[object] = []
     try:
-        with torch.cuda.graph(graph, stream=stream):
-            result = work()
+        graph = capture_graph(lambda: results.append(work()), stream)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise Unmeasurable(f"cannot be captured in a CUDA graph ({str(error).splitlines()[0]})") from error
-    finally:
-        # Where ending the capture fails, torch leaves its stream current.
-        torch.cuda.set_stream(before)
 
     # A graph knows addresses only: what the work reads, and what it returns, lives as long as the graph.
-    kept = (work, result)
+    kept = (work, results[0])
 
     def replay() -> object:
         graph.replay()

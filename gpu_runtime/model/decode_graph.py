@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -252,9 +253,33 @@ class CudaCapture:
             # Compiles the kernels and lets libraries take their workspaces: neither may happen under capture.
             compute()
         caller.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
-            compute()
+        graph = capture_graph(compute, self._stream, self._memory)
         # The first launch also moves the graph to the GPU: no request shall wait for that, or find no room for it.
         graph.replay()
         return graph.replay
+
+
+def capture_graph(
+    compute: Callable[[], object],
+    stream: torch.cuda.Stream,
+    memory: Any = None,  # noqa: ANN401 - torch does not name the type publicly
+) -> torch.cuda.CUDAGraph:
+    """A graph of `compute`, captured on a stream, with memory of its own or of a pool.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for it.
+        RuntimeError: it waits for the device, or sends it something.
+    """
+    graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(stream.device)
+    try:
+        with torch.cuda.graph(graph, pool=memory, stream=stream):
+            compute()
+    except RuntimeError as error:
+        # Where memory runs out, ending the capture may fail as well: what came first is told.
+        if isinstance(error.__context__, torch.OutOfMemoryError):
+            raise error.__context__ from None
+        raise
+    finally:
+        # Where ending the capture fails, torch leaves its stream current.
+        torch.cuda.set_stream(caller)
+    return graph

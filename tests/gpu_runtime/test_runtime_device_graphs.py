@@ -16,7 +16,7 @@ from test_runtime_policies import WORKLOADS, check  # noqa: E402
 
 from gpu_runtime.model import backend  # noqa: E402
 from gpu_runtime.model.capture_sizes import capture_sizes  # noqa: E402
-from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
+from gpu_runtime.model.decode_graph import DecodeGraph, capture_graph  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
 from kvtwin.testing import limits, live, requests  # noqa: E402
 from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder  # noqa: E402
@@ -149,6 +149,35 @@ def test_a_batch_that_was_not_captured_is_refused():
     runner.batch({0: [0] * (512 - len(runner.tokens[0]))})
     with pytest.raises(ValueError, match="up to 513 tokens"):
         graph.run(*runner.decodes({0: [1]}))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_capture_without_memory_says_so_and_leaves_the_stream(monkeypatch, ends):
+    """Torch ends the capture whatever happened in it; where that fails too, its stream stays current."""
+
+    class Capturing:
+        def __init__(self, graph, pool, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            current.append(self.stream)
+
+        def __exit__(self, *_):
+            if not ends:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            current.pop()
+
+    def compute():
+        raise torch.OutOfMemoryError("tried to allocate too much")
+
+    current = ["the caller's"]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    with pytest.raises(torch.OutOfMemoryError, match="too much"):
+        capture_graph(compute, SimpleNamespace(device="cuda"))
+    assert current[-1] == "the caller's"
 
 
 def test_one_graph_of_all_layers_cannot_be_interrupted():
