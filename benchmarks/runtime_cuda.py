@@ -25,7 +25,7 @@ from msgspec import structs  # noqa: E402
 
 from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
-from gpu_runtime.live import DTYPES, check_device, describe_machine  # noqa: E402
+from gpu_runtime.live import DTYPES, check_device, default_dtype, describe_machine  # noqa: E402
 from gpu_runtime.live_memory import check_weights, free_bytes  # noqa: E402
 from gpu_runtime.model.attention_batch import AttentionBatch  # noqa: E402
 from gpu_runtime.model.backend import check_backend  # noqa: E402
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runtime-cuda"))
     arguments = parser.parse_args()
     check_device(arguments.device)
-    dtype = DTYPES[arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")]
+    dtype = DTYPES[arguments.dtype or default_dtype(arguments.device)]
     prompts, decodes = SHAPES[arguments.quick]
     longest = max(*prompts, *(context + 1 for _, context in decodes))
     decoder = build_decoder(arguments.model, dtype, arguments.device, longest)

@@ -232,7 +232,7 @@ def name_gpu(arguments: argparse.Namespace, device: str) -> None:
 def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":
     """The weights, and the scenario with the dtype they are in and our own engine's costs."""
     from gpu_runtime.kv.stored import stored_dtype  # noqa: PLC0415 - torch is slow to import
-    from gpu_runtime.live import DTYPES, load_decoder  # noqa: PLC0415
+    from gpu_runtime.live import DTYPES, default_dtype, load_decoder  # noqa: PLC0415
 
     if scenario.tp != 1:
         raise UserError(f"--tp: {scenario.tp} GPUs; the live runtime serves from one: simulate tensor parallelism")
@@ -250,7 +250,7 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
             f"--quantization {scenario.quantization}: the live runtime computes with weights as they are; leave it out"
         )
     if scenario.dtype == "auto":
-        scenario = replace(scenario, dtype="float32" if options.device == "cpu" else "bfloat16")
+        scenario = replace(scenario, dtype=default_dtype(options.device))
     stored_dtype(scenario.kv_cache_dtype, DTYPES[scenario.dtype], options.device)
     scenario = of_our_engine(scenario)
     return scenario, load_decoder(scenario.model, scenario.dtype, options)

@@ -77,6 +77,14 @@ def check_device(device: str) -> None:
         ) from error
 
 
+def default_dtype(device: str) -> str:
+    """What `--dtype auto` computes in, a key of `DTYPES`."""
+    if device == "cpu":
+        return "float32"
+    # Before Ampere, bfloat16 is emulated.
+    return "bfloat16" if torch.cuda.get_device_capability()[0] >= 8 else "float16"
+
+
 def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
     """The model with its weights on the device.
 

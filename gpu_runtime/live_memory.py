@@ -63,7 +63,9 @@ def check_weights(config: DecoderConfig, dtype: torch.dtype, device: str) -> Non
 
 
 def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, graphs: bool) -> int:
-    """Bytes that one iteration computes with beside weights and pools, at most; `graphs` keep as much for decodes.
+    """Bytes that one iteration computes with beside weights and pools, at most.
+
+    `graphs` keep as much for decodes, and hidden states and logits that all of them write to.
 
     A token has its residual, a layer's input and output, and the MLP's gate, up and product or the queries, keys,
     values and what attention gives, whichever is more; a sequence has logits; and one sequence's keys and values of a
@@ -74,7 +76,7 @@ def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, 
     elements = limits.max_num_batched_tokens * token + rows * config.vocab_size
     elements += 2 * limits.max_model_len * config.kv_size
     if graphs:
-        elements += min(limits.max_num_seqs, LARGEST_CAPTURE) * (token + config.vocab_size)
+        elements += min(limits.max_num_seqs, LARGEST_CAPTURE) * (token + config.hidden_size + 2 * config.vocab_size)
     return elements * dtype.itemsize
 
 

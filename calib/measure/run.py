@@ -30,8 +30,6 @@ from sim.specs.models import BUILT_IN, built_in_models, load_model
 from sim.version import VERSION
 
 if TYPE_CHECKING:
-    import torch
-
     from calib.measure.bench import Bench
     from calib.measure.readings import Readings
 
@@ -94,9 +92,10 @@ def calibrate(
     import torch  # noqa: PLC0415
 
     from calib.measure import machine  # noqa: PLC0415
+    from gpu_runtime.live import default_dtype  # noqa: PLC0415
 
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    kind: torch.dtype = getattr(torch, dtype or _default_dtype(place))
+    kind: torch.dtype = getattr(torch, dtype or default_dtype(device))
     settings = machine.device_facts(place) | {
         "kvtwin": VERSION,
         "dtype": str(kind).removeprefix("torch."),
@@ -146,15 +145,6 @@ def _check_device(device: str) -> None:
     from gpu_runtime.live import check_device  # noqa: PLC0415 - torch is slow to import
 
     check_device(device)
-
-
-def _default_dtype(device: "torch.device") -> str:
-    if device.type == "cpu":
-        return "float32"
-    import torch  # noqa: PLC0415
-
-    # Before Ampere, bfloat16 is emulated.
-    return "bfloat16" if torch.cuda.get_device_capability(device)[0] >= 8 else "float16"
 
 
 def _models(names: Sequence[str]) -> list[_Model]:

@@ -14,7 +14,7 @@ pytest.importorskip("psutil")
 import kvtwin
 from gpu_runtime import live_memory, threads
 from gpu_runtime.cli import name_gpu
-from gpu_runtime.live import LiveOptions, check_device, load_decoder
+from gpu_runtime.live import LiveOptions, check_device, default_dtype, load_decoder
 from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.weights import RandomWeights
@@ -124,7 +124,9 @@ def test_computing_takes_what_its_largest_pass_does():
     limits = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=8)
     elements = 4 * (3 * 48 + 2 * 128) + 2 * 101 + 2 * 8 * 32
     assert working_bytes(SMALL, torch.float32, limits, graphs=False) == 4 * elements
-    assert working_bytes(SMALL, torch.float16, limits, graphs=True) == 2 * (elements + 2 * (3 * 48 + 2 * 128 + 101))
+    assert working_bytes(SMALL, torch.float16, limits, graphs=True) == 2 * (
+        elements + 2 * (3 * 48 + 2 * 128 + 48 + 2 * 101)
+    )
 
 
 def test_graphs_copies_and_products_hold_memory_of_their_own():
@@ -152,6 +154,12 @@ def test_a_machine_is_called_what_it_is(tmp_path, monkeypatch, device, flag, fil
     arguments = Namespace(gpu=flag, scenario=path if file else None)
     name_gpu(arguments, device)
     assert arguments.gpu == named
+
+
+@pytest.mark.parametrize(("capability", "named"), [((7, 5), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+def test_a_gpu_before_ampere_computes_in_float16(monkeypatch, capability, named):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert default_dtype("cuda") == named and default_dtype("cpu") == "float32"
 
 
 def test_a_device_that_cannot_be_used_says_why(monkeypatch):

@@ -22,10 +22,10 @@ from gpu_runtime.model.attention import AttentionBatch
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """What a block of threads may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 CASES = [
-    (80, torch.float16, torch.float8_e5m2),
-    (89, torch.bfloat16, torch.bfloat16),
-    (90, torch.bfloat16, torch.float8_e4m3fn),
-    (90, torch.float16, torch.bfloat16),
+    (80, torch.float16, torch.float8_e5m2, 128),
+    (89, torch.bfloat16, torch.bfloat16, 256),
+    (90, torch.bfloat16, torch.float8_e4m3fn, 128),
+    (90, torch.float16, torch.bfloat16, 128),
 ]
 
 
@@ -62,20 +62,20 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
-@pytest.mark.parametrize(("capability", "computed", "stored"), CASES)
-def test_kernels_compile_and_fit_a_multiprocessor(compiled, capability, computed, stored):
+@pytest.mark.parametrize(("capability", "computed", "stored", "head_dim"), CASES)
+def test_kernels_compile_and_fit_a_multiprocessor(compiled, capability, computed, stored, head_dim):
     driver.set_active(Absent(capability))
-    config = msgspec.structs.replace(SMALL, num_layers=1, num_heads=7, num_kv_heads=1, head_dim=128)
+    config = msgspec.structs.replace(SMALL, num_layers=1, num_heads=7, num_kv_heads=1, head_dim=head_dim)
     pool = KVPool(config, 20, 16, 1, "cpu", stored)
     batch = AttentionBatch.build([1, 20], [150, 17], [[list(range(10)), list(range(10, 13))]], 16, "cpu")
-    query = torch.zeros(21, 7, 128, dtype=computed)
+    query = torch.zeros(21, 7, head_dim, dtype=computed)
     place = pool.key_value(0), batch.block_tables[0], batch
     for splits in (1, 3):
         triton_attention.attend_decodes(query, *place, torch.empty_like(query), splits)
     triton_attention.attend_chunks(query, *place, batch.chunk_seqs, torch.empty_like(query))
-    norms, table = (torch.ones(128, dtype=computed),) * 2, torch.zeros(200, 128)
+    norms, table = (torch.ones(head_dim, dtype=computed),) * 2, torch.zeros(200, head_dim)
     for heads, weights in ((9, norms), (9, None), (2, None)):
-        projected = torch.zeros(21, heads * 128, dtype=computed)
+        projected = torch.zeros(21, heads * head_dim, dtype=computed)
         slots = batch.slot_mapping[0]
         triton_layer.rotate_and_write(projected, weights, 1e-5, table, batch.positions, slots, pool.key_value(0))
     triton_layer.silu_and_mul(torch.zeros(3, 2 * 688, dtype=computed))
