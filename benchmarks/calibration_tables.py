@@ -3,7 +3,7 @@
     python benchmarks/calibration_tables.py [NAME ...]
 
 Every block between `<!-- NAME -->` and `<!-- end -->` is replaced, or those named; the text around them stays. Takes
-minutes, `experts` alone seconds.
+minutes, `experts` and `latents` alone seconds.
 """
 
 import re
@@ -11,16 +11,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+import numpy as np
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from calib.cli import DATA  # noqa: E402
 from calib.experts import EXPERT_DATA, fit_experts, read_expert_samples  # noqa: E402
-from calib.experts_report import experts_table  # noqa: E402
+from calib.experts_report import error, experts_table, signed  # noqa: E402
 from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
 from calib.holdout import Holdout, leave_one_model_out, leave_rows_out, mean_holdout  # noqa: E402
+from calib.latents import LATENT_DATA, as_other_attention_s, fit_latents, read_latent_samples  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
 from calib.report import (  # noqa: E402
     forms_table,
@@ -31,7 +35,7 @@ from calib.report import (  # noqa: E402
     worst_region,
 )
 from calib.samples import read_samples  # noqa: E402
-from sim.cost.profile import load_profile  # noqa: E402
+from sim.cost.profile import LATENT_UNITS, load_profile  # noqa: E402
 from sim.results.figures.style import save_figure  # noqa: E402
 from sim.specs.hardware import load_hardware  # noqa: E402
 
@@ -199,6 +203,33 @@ def experts() -> str:
     return experts_table(found)
 
 
+def latents() -> str:
+    """Kernels of latent attention: their price as other attention, and by constants of their own."""
+    rows = []
+    for path in sorted(LATENT_DATA.glob("*.csv.gz")):
+        profile = load_profile(path.name.removesuffix(".csv.gz"))
+        others = {name: constant for name, constant in profile.constants.items() if name not in LATENT_UNITS}
+        without, hardware = msgspec.structs.replace(profile, constants=others), load_hardware(profile.gpu)
+        fit = fit_latents(read_latent_samples(path), without, hardware)
+        measured = np.array([s.latency_s for s in fit.samples])
+        other = as_other_attention_s(fit.samples, without, hardware) / measured - 1
+        heads = np.array([s.num_heads for s in fit.samples])
+        for phase in ("decode", "prefill"):
+            chosen = np.array([s.phase == phase for s in fit.samples])
+            by_heads = [(n, fit.unseen[chosen & (heads == n)]) for n in sorted(set(heads))]
+            rows.append(
+                (
+                    f"{profile.gpu}, {phase}",
+                    f"{chosen.sum():,}",
+                    signed(other[chosen]),
+                    f"**{percent(error(fit.unseen[chosen]))}**",
+                    " / ".join(signed(errors) for _, errors in by_heads),
+                )
+            )
+    sizes = " / ".join(str(count) for count in sorted(set(heads)))
+    return table(("GPU, phase", "samples", "as other attention", "left out", f"left out, {sizes} heads"), rows)
+
+
 TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "errors": errors,
     "constants": constants,
@@ -209,20 +240,20 @@ TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "papers": papers,
     "regions": regions,
 }
-EXPERTS = "experts"
-"""The block that has samples of its own."""
+KERNELS: dict[str, Callable[[], str]] = {"experts": experts, "latents": latents}
+"""Blocks that have samples of their own."""
 
 
 def main(names: Sequence[str]) -> None:
     """Replace blocks of the document, by default all of them, and draw the figures it shows."""
-    chosen = names or [*TABLES, EXPERTS]
-    reports = fits() if set(chosen) - {EXPERTS} else []
+    chosen = names or [*TABLES, *KERNELS]
+    reports = fits() if set(chosen) - set(KERNELS) else []
     text = DOCUMENT.read_text(encoding="utf-8")
     for name in chosen:
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not block.search(text):
             raise SystemExit(f"{DOCUMENT}: has no block <!-- {name} --> ... <!-- end -->")
-        content = experts() if name == EXPERTS else TABLES[name](reports)
+        content = KERNELS[name]() if name in KERNELS else TABLES[name](reports)
         text = block.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
     DOCUMENT.write_text(text, encoding="utf-8")
     for report in reports:

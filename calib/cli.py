@@ -89,6 +89,7 @@ def _add_fit(commands: Any) -> None:  # noqa: ANN401
         "--constants", nargs="+", metavar="NAME", help="what to fit to --bench, at most 4 (default: what it tells)"
     )
     parser.add_argument("--experts", type=Path, metavar="FILE.csv.gz", help="samples of routed experts' kernels")
+    parser.add_argument("--latents", type=Path, metavar="FILE.csv.gz", help="samples of latent attention (MLA)")
     add_target(parser)
     parser.add_argument("--form", choices=FORMS, default="roofline", help="what to fit to samples (%(default)s)")
     # The engine's, as `run` has them; the base profile is where the fit starts.
@@ -232,8 +233,10 @@ def run_fit(arguments: argparse.Namespace) -> int:
         raise UserError("--constants: goes with --bench; samples tell all constants that they can")
     hardware = load_hardware(arguments.gpu)
     name = profile_name(arguments, hardware, arguments.status)
-    experts = getattr(arguments, "experts", None)
-    report = fit_samples(arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form, experts)
+    report = fit_samples(
+        arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form,
+        experts=getattr(arguments, "experts", None), latents=getattr(arguments, "latents", None),
+    )  # fmt: skip
     return write_report(report, arguments.out)
 
 

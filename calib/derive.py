@@ -2,7 +2,7 @@
 
 import msgspec
 
-from sim.cost.profile import EXPERT_NAMES, ROOFLINE_UNITS, Constant, Profile
+from sim.cost.profile import KERNEL_NAMES, ROOFLINE_UNITS, Constant, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
@@ -55,7 +55,7 @@ def derive_profile(
         if name in assumed:
             value, text = assumed[name]
             found[name] = Constant(value, None, unit, text)
-        elif name == "step_overhead_s" or name.startswith("fp8") or name in EXPERT_NAMES:
+        elif name == "step_overhead_s" or name.startswith("fp8") or name in KERNEL_NAMES:
             # Of the engine that was timed there; of kernels that GPUs of one family need not share.
             continue
         elif name in OWN:

@@ -11,23 +11,20 @@ input and output of both products and of the activation function, and in the sum
 are constants of a GPU and a type of weights: kernels of 16 bits, block FP8 and MXFP4 differ in all of them.
 """
 
-import csv
-import gzip
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, fastest, ridge_s, with_exponent
 from sim.cost.model import ACTIVATION_BYTES
 from sim.cost.profile import expert_names
 from sim.errors import UserError
-from sim.files import write_atomically
 from sim.specs.quantization import MXFP4_BYTES
 
 EXPERT_DATA = Path(__file__).parent / "data" / "experts"
@@ -67,28 +64,9 @@ class ExpertSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return f"{self.hidden_size} x {self.intermediate_size}, {self.experts_per_token} of {self.num_experts}"
 
 
-COLUMNS = ExpertSample.__struct_fields__
-
-
-def write_expert_samples(path: Path, samples: Iterable[ExpertSample], comments: Mapping[str, str]) -> None:
-    """Write samples gzipped, whole or not at all; `comments` become lines `# key: value`."""
-    text = StringIO()
-    text.writelines(f"# {key}: {value}\n" for key, value in comments.items())
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(msgspec.structs.astuple(sample) for sample in samples)
-    write_atomically(path, lambda file: file.write(gzip.compress(text.getvalue().encode(), mtime=0)))
-
-
 def read_expert_samples(path: Path) -> list[ExpertSample]:
-    """The samples of a file that `write_expert_samples` wrote. UserError for one that is none."""
-    try:
-        lines = [line for line in gzip.decompress(path.read_bytes()).decode().splitlines() if line[:1] != "#"]
-        found = msgspec.convert(list(csv.DictReader(lines)), list[ExpertSample], strict=False)
-    except (OSError, EOFError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise UserError(
-            f"{path}: holds no samples of experts ({error}): give a gzipped CSV with their columns"
-        ) from error
+    """The samples of a file of `write_kernel_samples`. UserError for one that holds none."""
+    found = read_kernel_samples(path, ExpertSample, "experts")
     for sample in found:
         if sample.quantization not in WEIGHT_BYTES or not 0 < sample.latency_s < 60 or sample.experts_met <= 0:
             raise UserError(f"{path}: {sample} cannot be: correct quantization, latency_s or experts_met")

@@ -1,10 +1,11 @@
 """From samples to a `Profile`: every constant fitted that the samples can tell, the others carried over and marked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from calib.copies import all_reduce_points, fit_all_reduce, fit_copies, fit_host_memcpy
@@ -26,13 +27,14 @@ from calib.holdout import (
     regions,
     small_predicts_large,
 )
+from calib.latents import LatentSample, fit_latents
 from calib.papers import PaperConstant, eq3_alpha, paper_constants
 from calib.robust import Array, Estimate
 from calib.roofline import complete, fit_linear_factors, fit_roofline
 from calib.samples import Sample
 from calib.terms import Terms, load_models, terms_of
 from sim.cost.kernels import Point
-from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile
+from sim.cost.profile import LATENT_UNITS, ROOFLINE_UNITS, Constant, FittedRange, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
@@ -158,6 +160,20 @@ def fit_profile(
         profile, chosen, terms, measured, measured * (1 + errors), estimates, found, by_model, large, papers, carried,
         by_rows,
     )  # fmt: skip
+
+
+def with_latents(report: FitReport, samples: Sequence[LatentSample], hardware: HardwareSpec) -> FitReport:
+    """The report of a fit, and constants of latent attention fitted beside its products."""
+    fit = fit_latents(samples, report.profile, hardware)
+    constants = {
+        name: _constant(estimate, LATENT_UNITS[name], fit.fit.scatter) for name, estimate in fit.fit.estimates.items()
+    }
+    profile = msgspec.structs.replace(
+        report.profile,
+        constants={**report.profile.constants, **constants},
+        residuals={**(report.profile.residuals or {}), **fit.residuals},
+    )
+    return replace(report, profile=profile, estimates={**report.estimates, **fit.fit.estimates})
 
 
 def _factors(
@@ -289,9 +305,13 @@ def _constants(
             old = base.constants[name]
             found[name] = Constant(old.value, old.stderr, unit, f"carried over from {base.name}: {old.source}")
         else:
-            stderr = estimate.stderr if estimate.stderr is not None and np.isfinite(estimate.stderr) else None
-            found[name] = Constant(estimate.value, stderr, unit, _source(estimate, scatter.get(name)))
+            found[name] = _constant(estimate, unit, scatter.get(name))
     return found, carried
+
+
+def _constant(estimate: Estimate, unit: str, scatter: float | None) -> Constant:
+    stderr = estimate.stderr if estimate.stderr is not None and np.isfinite(estimate.stderr) else None
+    return Constant(estimate.value, stderr, unit, _source(estimate, scatter))
 
 
 def _source(estimate: Estimate, scatter: float | None) -> str:

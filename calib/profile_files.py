@@ -63,15 +63,18 @@ def fit_samples(
     name: str,
     status: Status,
     form: str = "roofline",
+    *,
     experts: Path | None = None,
+    latents: Path | None = None,
 ) -> "FitReport":
-    """Fit a profile of that name and form to the samples of all files, and of `experts` to that one's.
+    """Fit a profile of that name and form to the samples of all files, and to those of single kernels.
 
     Raises:
         UserError: a file that holds no samples, or samples that tell no profile; no base where one is needed.
     """
     from calib.experts import read_expert_samples  # noqa: PLC0415
-    from calib.fit import fit_profile  # noqa: PLC0415
+    from calib.fit import fit_profile, with_latents  # noqa: PLC0415
+    from calib.latents import read_latent_samples  # noqa: PLC0415
     from calib.linear import fit_linear_profile  # noqa: PLC0415
     from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
 
@@ -83,19 +86,21 @@ def fit_samples(
     provenance["samples_sha256"] = ", ".join(samples_sha256(path) for path in paths)
     provenance.setdefault("date", datetime.now(UTC).date().isoformat())
     folder = paths[0].parent
-    routed = []
-    if experts is not None:
-        routed = read_expert_samples(experts)
-        provenance["experts"] = read_comments(experts).get("kernels", experts.name)
-        provenance["experts_sha256"] = samples_sha256(experts)
+    kernels = {"experts": experts, "latents": latents}
+    for kind, path in kernels.items():
+        if path is not None and form == "linear":
+            raise UserError(f"--{kind}: form linear has no constants of such kernels; leave it out")
+        if path is not None:
+            provenance[kind] = read_comments(path).get("kernels", path.name)
+            provenance[f"{kind}_sha256"] = samples_sha256(path)
     if form == "linear":
-        if routed:
-            raise UserError("--experts: form linear has no constants of experts; leave it out")
         return fit_linear_profile(found, folder, hardware, name=name, status=status, provenance=provenance)
     completed = base_profile(base, hardware)
-    return fit_profile(
-        found, folder, hardware, completed, name=name, status=status, provenance=provenance, experts=routed
-    )
+    report = fit_profile(
+        found, folder, hardware, completed, name=name, status=status, provenance=provenance,
+        experts=read_expert_samples(experts) if experts else (),
+    )  # fmt: skip
+    return with_latents(report, read_latent_samples(latents), hardware) if latents else report
 
 
 def write_report(report: "FitReport", out: Path) -> int:

@@ -1,9 +1,10 @@
 """The commands `profile import`."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -75,24 +76,28 @@ def _samples_help() -> str:
 
 def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
     """Compose samples from operator tables and fit them."""
-    from calib.experts import write_expert_samples  # noqa: PLC0415
-    from calib.importers import aiconfigurator, aiconfigurator_experts  # noqa: PLC0415
+    from calib.importers import aiconfigurator  # noqa: PLC0415
+    from calib.importers.aiconfigurator_experts import import_experts  # noqa: PLC0415
+    from calib.importers.aiconfigurator_latents import import_latents  # noqa: PLC0415
+    from calib.kernel_samples import write_kernel_samples  # noqa: PLC0415
 
     gpu = aiconfigurator.SYSTEMS.get(arguments.system, "")
     models = arguments.model or aiconfigurator.MODELS
     found = aiconfigurator.import_samples(arguments.system, models, arguments.engine, arguments.tables)
     arguments.gpu = gpu
     folder = arguments.tables or aiconfigurator.package_data()
-    experts, kernels = aiconfigurator_experts.import_experts(folder / arguments.system)
-    if not experts:
-        return _import(arguments, found)
-    path = arguments.out / f"{profile_name(arguments, load_hardware(gpu), 'imported')}-experts.csv.gz"
-    with owning(arguments.out):
-        write_expert_samples(
-            path, experts, {"tables": found[1]["tables"], "system": arguments.system, "kernels": kernels}
-        )
-    print(f"wrote {path} ({len(experts)} samples)")
-    return _import(arguments, found, experts=path)
+    root, files = folder / arguments.system, {}
+    name = profile_name(arguments, load_hardware(gpu), "imported")
+    for kind, read in (("experts", import_experts), ("latents", import_latents)):
+        samples, kernels = read(root)
+        if not samples:
+            continue
+        files[kind] = path = arguments.out / f"{name}-{kind}.csv.gz"
+        comments = {"tables": found[1]["tables"], "system": arguments.system, "kernels": kernels}
+        with owning(arguments.out):
+            write_kernel_samples(path, samples, comments)
+        print(f"wrote {path} ({len(samples)} samples)")
+    return _import(arguments, found, files=files)
 
 
 def run_import_vidur(arguments: argparse.Namespace) -> int:
@@ -136,7 +141,7 @@ def _import(
     arguments: argparse.Namespace,
     found: "tuple[list[Sample], dict[str, str]]",
     kernels: KernelTables | None = None,
-    experts: Path | None = None,
+    files: Mapping[str, Path] = MappingProxyType({}),
 ) -> int:
     from calib.fit import check_plausible  # noqa: PLC0415
 
@@ -145,7 +150,15 @@ def _import(
     with owning(arguments.out):
         path = _write_samples(arguments, found)
         name = profile_name(arguments, hardware, "imported")
-        report = fit_samples([path], hardware, arguments.base, name, "imported", experts=experts)
+        report = fit_samples(
+            [path],
+            hardware,
+            arguments.base,
+            name,
+            "imported",
+            experts=files.get("experts"),
+            latents=files.get("latents"),
+        )
         check_plausible(report, hardware)
         if kernels is not None:
             profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)

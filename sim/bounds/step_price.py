@@ -98,7 +98,7 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
     ):
         elementwise_s = growing * cost.elementwise_s_per_token
         token_s = linear_c * cost.linear_s_per_token + linear_m * cost.activations_s_per_token + elementwise_s
-        token_s += cost.quantize_s_per_token + expert_c * cost.expert_s_per_token + cost.expert_activation_s_per_token
+        token_s += cost.added_s_per_token + expert_c * cost.expert_s_per_token + cost.expert_activation_s_per_token
         # Of the experts, what one token meets.
         weights_s = cost.linear_weights_s - cost.routed_weights_s * cost.idle_share
         fixed_s = expert_m * cost.expert_weights_s * (1.0 - cost.idle_share) + cost.expert_least_s

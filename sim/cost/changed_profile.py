@@ -7,7 +7,7 @@ from math import isfinite
 
 from msgspec import structs
 
-from sim.cost.profile import EXPERT_QUANTIZATIONS, MAY_BE_ZERO, UNITS, Constant, Profile, expert_names, load_profile
+from sim.cost.profile import KERNEL_NAMES, MAY_BE_ZERO, UNITS, Constant, Profile, load_profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
@@ -25,8 +25,7 @@ RATES = (
     "fp8_kv_bytes_per_s",
     "elementwise_bytes_per_s",
 )
-EXPERTS = [expert_names(quantization) for quantization in EXPERT_QUANTIZATIONS]
-RATES += tuple(own for names in EXPERTS for name, own in names.items() if name.endswith("_per_s"))
+RATES += tuple(sorted(name for name in KERNEL_NAMES if name.endswith("_per_s")))
 TIMES = (
     "layer_overhead_s",
     "fp8_layer_overhead_s",
@@ -35,7 +34,7 @@ TIMES = (
     "step_overhead_s",
     "alpha",
 )
-TIMES += tuple(names["expert_launch_s"] for names in EXPERTS)
+TIMES += tuple(sorted(name for name in KERNEL_NAMES if name.endswith("_launch_s")))
 TIMES += ("prefill_base_s", "prefill_s_per_token", "prefill_s_per_square_token")
 TIMES += ("decode_base_s", "decode_s_per_sequence", "decode_s_per_context_token")
 

@@ -5,7 +5,7 @@ The shipped ones lie in `calib/profiles/`. A data edge, not an import: this modu
 
 import hashlib
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -36,9 +36,18 @@ def expert_names(quantization: str) -> dict[str, str]:
     return {name: f"{quantization}_{name}" if quantization else name for name in EXPERT_UNITS}
 
 
-EXPERT_NAMES = frozenset(name for quantization in EXPERT_QUANTIZATIONS for name in expert_names(quantization).values())
-"""Constants of experts of all types of weights; of each type a profile has all or none."""
-
+LATENT_UNITS = {
+    "latent_decode_flops_per_s": "FLOP/s",
+    "latent_prefill_flops_per_s": "FLOP/s",
+    "latent_padding_tokens": "token",
+    "latent_joined_bytes_per_s": "B/s",
+    "latent_launch_s": "s",
+}
+"""Constants of latent attention (MLA) over KV of 16 bits: `sim.cost.latents`."""
+KERNELS = (*(tuple(expert_names(quantization).values()) for quantization in EXPERT_QUANTIZATIONS), tuple(LATENT_UNITS))
+"""Kinds of kernels with constants of their own; of each kind a profile has all or none."""
+EXPERT_NAMES = frozenset(chain.from_iterable(KERNELS[:-1]))
+KERNEL_NAMES = EXPERT_NAMES | LATENT_UNITS.keys()
 
 ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
@@ -62,6 +71,7 @@ ROOFLINE_UNITS = {
     "step_overhead_s": "s",
     "step_s_per_sequence": "s/sequence",
     **{names[name]: EXPERT_UNITS[name] for names in map(expert_names, EXPERT_QUANTIZATIONS) for name in names},
+    **LATENT_UNITS,
     "h2d_bytes_per_s": "B/s",
     "d2h_bytes_per_s": "B/s",
     "copy_launch_s": "s",
@@ -120,7 +130,7 @@ RANGES = {"FLOP/s": (1.0, 1e24), "B/s": (1.0, 1e24), "1": (0.01, 1e9)}
 """Least and most of a constant, by its unit; 1e9 s, tokens or sequences is the most of all others."""
 MAY_BE_ZERO = frozenset(
     {"layer_overhead_s", "fp8_layer_overhead_s", "fp8_kv_padding_tokens", "copy_launch_s", "allreduce_latency_s"}
-    | {expert_names(quantization)["expert_launch_s"] for quantization in EXPERT_QUANTIZATIONS}
+    | {name for name in KERNEL_NAMES if name.endswith(("_launch_s", "_padding_tokens"))}
     | LINEAR_UNITS.keys()
     | {name for name, absent in OPTIONAL.items() if absent == 0.0}
 )
@@ -211,6 +221,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         if quantization is None or expert_names(quantization)["expert_flops_per_s"] not in self.constants:
             return None
         return {name: self.value(own) for name, own in expert_names(quantization).items()}
+
+    @property
+    def latents(self) -> dict[str, float] | None:
+        """Constants of `LATENT_UNITS`; None where no such kernels were timed."""
+        if "latent_launch_s" not in self.constants:
+            return None
+        return {name: self.value(name) for name in LATENT_UNITS}
 
     @property
     def linear(self) -> LinearCoefficients | None:
@@ -343,9 +360,8 @@ def _check_constants(profile: Profile, path: Path) -> None:
 
 
 def _may_lack(profile: Profile, name: str) -> bool:
-    """Whether a constant is one of experts, and the profile has none of those of their type."""
-    kinds = [names for names in map(expert_names, EXPERT_QUANTIZATIONS) if name in names.values()]
-    return bool(kinds) and not any(own in profile.constants for own in kinds[0].values())
+    """Whether a constant is one of kernels of which the profile has none."""
+    return any(name in kind and not any(own in profile.constants for own in kind) for kind in KERNELS)
 
 
 def _check_numbers(profile: Profile, path: Path) -> None:

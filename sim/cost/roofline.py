@@ -14,7 +14,8 @@ T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) +
   those met, and no factors count.
 - Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
   needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
-  (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those were timed.
+  (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those were timed;
+  latents of 16 bits with constants of their own kernels where the profile has them (`sim.cost.latents`).
 - Prompts: query-context pairs / (G F_attn). Where `attention_tile_tokens` is given, one kernel does prompts and decodes
   (FlashAttention-2's for lengths that vary): a tile of so many rows costs the same however few of them are used, a
   decode's row as well; one head of one tile walks its whole context on one of `attention_slots`; and decodes' query
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from math import ceil, inf, sqrt
 
 from sim.cost.kernels import grid_of, value_at
+from sim.cost.latents import latent_price
 from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
 from sim.cost.profile import FittedRange, Profile
 from sim.engine.changes import D2H, Direction
@@ -73,10 +75,14 @@ class RooflineCost(CostModel):
         self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
         self._set_met_experts(model, tp * bandwidth)
         self._set_factors(model, profile)
-        self.quantize_s_per_token = model.fp8_input_bytes_per_token(tp) / value("fp8_quantize_bytes_per_s")
+        self.added_s_per_token = model.fp8_input_bytes_per_token(tp) / value("fp8_quantize_bytes_per_s")
         self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
         self.elementwise_s_per_token = model.elementwise_bytes_per_token(tp) / value("elementwise_bytes_per_s")
         self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))
+        self.latents = latent_price(model, profile, tp)
+        if self.latents:
+            self.attention_s_per_pair = self.latents.prefill_s_per_pair
+            self.added_s_per_token += self.latents.joined_s_per_token
         self._set_kv(model, model.kv_format(tp), profile)
         self._set_tiles(model, profile, tp)
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
@@ -143,7 +149,10 @@ class RooflineCost(CostModel):
         bandwidth = profile.value(f"{kind}_bytes_per_s")
         self.kv_layer_overhead_s = profile.value("fp8_kv_layer_overhead_s") if timed else 0.0
         compute_s = kv.flops_per_token_read / profile.value("attention_flops_per_s")
-        if not timed:
+        if self.latents:
+            compute_s = self.latents.decode_s_per_token_read
+            self.kv_layer_overhead_s = self.latents.launch_s
+        elif not timed:
             compute_s += kv.dequantize_ops_per_token_read / (VECTOR_SHARE * profile.value("flops_per_s"))
 
         def read_s(layers: int) -> float:
@@ -157,7 +166,8 @@ class RooflineCost(CostModel):
         self.unread_s_per_token = max(0.0, self.full_s_per_token - computed_s)
         # Where nobody says what is in the windows, as if they held everything.
         self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
-        self.kv_padding_s = profile.value(f"{kind}_padding_tokens") * self.decode_s_per_context_token
+        padding = self.latents.padding_tokens if self.latents else profile.value(f"{kind}_padding_tokens")
+        self.kv_padding_s = padding * self.decode_s_per_context_token
         self.is_uniform = kv.window is None and not self.last_token_share
 
     def _set_tiles(self, model: ModelSpec, profile: Profile, tp: int) -> None:
@@ -196,21 +206,25 @@ class RooflineCost(CostModel):
         self.all_reduce_chunk_s = value("allreduce_chunk_s")
         self.all_reduce_fixed_s = value("allreduce_launch_s") + 2 * (tp - 1) * value("allreduce_latency_s")
 
-    def linear_s(self, tokens: int) -> float:
-        """Linear layers of all layers, and what lies between them, over `tokens` tokens, s."""
-        # Batches are of few sizes and come again and again: here and below what depends on the size alone is kept.
-        known_s = self._linear_s.get(tokens)
-        if known_s is not None:
-            return known_s
+    def products_s(self, tokens: int) -> float:
+        """Linear layers of all layers over `tokens` tokens, inputs made FP8 included, routed experts left out, s."""
         memory = self.linear_weights_s + tokens * self.activations_s_per_token
         if self.routed_weights_s:
             memory -= self.routed_weights_s * self.idle_share**tokens
         seconds = ridge(tokens * self.linear_s_per_token, memory, self.linear_exponent)
         if self.factors:
             seconds *= value_at(self.factors, (tokens,))
+        return seconds + tokens * self.added_s_per_token
+
+    def linear_s(self, tokens: int) -> float:
+        """Linear layers of all layers, and what lies between them, over `tokens` tokens, s."""
+        # Batches are of few sizes and come again and again: here and below what depends on the size alone is kept.
+        known_s = self._linear_s.get(tokens)
+        if known_s is not None:
+            return known_s
+        seconds = self.products_s(tokens)
         if self.expert_layers:
             seconds += self.experts_s(tokens)
-        seconds += tokens * self.quantize_s_per_token
         seconds += max(self.elementwise_least_s, tokens * self.elementwise_s_per_token)
         self._linear_s[tokens] = seconds
         return seconds

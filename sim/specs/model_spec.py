@@ -13,6 +13,10 @@ HIDDEN_STATE_BYTES = 2
 """Bytes per element of hidden states."""
 
 
+LATENT_TILE_HEADS = 64
+"""Query heads that a block of the kernels of latent attention computes together (FlashMLA, FlashAttention-3)."""
+
+
 class MlaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Multi-head latent attention: one latent of `kv_lora_rank` plus one rotary key per token, shared by all heads."""
 
@@ -160,6 +164,22 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.mla is None:
             return 0.0
         return 2.0 * self.num_heads * (2 * self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+
+    def latent_flops_per_token_read(self, tp: int = 1) -> float:
+        """FLOPs of a decode's kernel per GPU, layer and token read; heads are taken in tiles of `LATENT_TILE_HEADS`.
+
+        Of latent attention; 0 of other models.
+        """
+        if self.mla is None:
+            return 0.0
+        heads = max(self.num_heads / tp, LATENT_TILE_HEADS)
+        return 2.0 * heads * (2 * self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+
+    def latent_joined_bytes_per_token(self, tp: int = 1) -> float:
+        """Bytes per GPU and layer of one token's queries, of latent width, read and written; 0 of others."""
+        if self.mla is None:
+            return 0.0
+        return 2.0 * self.num_heads / tp * (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim) * self.dtype_bytes
 
     # -- routed experts, where they are priced apart -------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ from calib.experts import (
     fit_experts,
     predict_expert_s,
     read_expert_samples,
-    write_expert_samples,
 )
 from calib.experts_report import as_dense_s, experts_table, simulated_s
 from calib.importers.aiconfigurator_experts import import_experts
+from calib.kernel_samples import write_kernel_samples
 from calib.samples import samples_sha256
 from sim.cost.profile import EXPERT_NAMES, EXPERT_UNITS, expert_names, load_profile, shipped_profiles
 from sim.cost.roofline import RooflineCost
@@ -102,7 +102,7 @@ def test_of_one_shape_no_shape_is_left_out():
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
     path, samples = tmp_path / "x.csv.gz", [sample(), sample(tokens=1, quantization="mxfp4", latency_s=3.25e-5)]
-    write_expert_samples(path, samples, {"kernels": "mine"})
+    write_kernel_samples(path, samples, {"kernels": "mine"})
     assert read_expert_samples(path) == samples
 
 
@@ -111,7 +111,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 )
 def test_samples_that_cannot_be_are_refused(tmp_path, changes):
     path = tmp_path / "x.csv.gz"
-    write_expert_samples(path, [sample(**changes)], {})
+    write_kernel_samples(path, [sample(**changes)], {})
     with pytest.raises(UserError, match="cannot be"):
         read_expert_samples(path)
 

@@ -10,7 +10,7 @@ from calib.derive import OWN, derive_profile
 from calib.samples import read_samples, samples_sha256
 from calib.terms import load_models
 from sim.cost.profile import (
-    EXPERT_NAMES,
+    KERNEL_NAMES,
     MAY_BE_ZERO,
     OPTIONAL,
     ROOFLINE_UNITS,
@@ -52,7 +52,7 @@ def test_a_shipped_profile_keeps_the_schema(name):
     assert data["form"] == "roofline" or data["status"] == "measured"
     units = UNITS[data["form"]]
     assert list(data["constants"]) == [name for name in units if name in data["constants"]]
-    assert set(units) - set(data["constants"]) <= set(OPTIONAL) | EXPERT_NAMES
+    assert set(units) - set(data["constants"]) <= set(OPTIONAL) | KERNEL_NAMES
     for constant, fields in data["constants"].items():
         assert list(fields) == ["value", "stderr", "unit", "source"]
         assert fields["unit"] == units[constant]
@@ -157,7 +157,7 @@ def test_a_derived_profile_takes_the_siblings_shares_of_the_specification():
         assert profile.constants.get(name) == base.constants.get(name)
     assert (profile.name, profile.gpu, profile.status, profile.form) == ("l20-derived", "l20", "derived", "roofline")
     known = {*base.constants, *sibling.constants}
-    assert set(ROOFLINE_UNITS) - set(profile.constants) <= set(OPTIONAL) | EXPERT_NAMES
+    assert set(ROOFLINE_UNITS) - set(profile.constants) <= set(OPTIONAL) | KERNEL_NAMES
     for name, constant in profile.constants.items():
         assert name in known
         assert constant.stderr is None

@@ -110,7 +110,8 @@ def test_a_layer_of_experts_launches_its_products_once():
     assert fp8.overhead_s == pytest.approx(62 * (0.8 * PROFILE.value("layer_overhead_s") + more_s / 2))
     # With shared experts it has all of them.
     shared = cost_of("deepseek-v2-lite")
-    assert shared.overhead_s == pytest.approx(27 * PROFILE.value("layer_overhead_s"))
+    launch_s = PROFILE.value("layer_overhead_s") + PROFILE.value("latent_launch_s")
+    assert shared.overhead_s == pytest.approx(27 * launch_s)
 
 
 def test_without_constants_experts_are_linear_layers():

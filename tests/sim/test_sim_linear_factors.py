@@ -12,7 +12,7 @@ from kvtwin.testing import conformance, limits, requests
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import roofline_machine
 from sim.bounds.step_price import step_prices
-from sim.cost.profile import EXPERT_NAMES, load_profile, read_profile
+from sim.cost.profile import KERNEL_NAMES, load_profile, read_profile
 from sim.cost.roofline import RooflineCost
 from sim.engine.plan import IterationPlan
 from sim.errors import UserError
@@ -53,7 +53,7 @@ def test_without_factors_nothing_changes(tokens):
 
 
 def test_a_mixture_whose_experts_are_not_priced_apart_has_none():
-    constants = {name: c for name, c in PROFILE.constants.items() if name not in EXPERT_NAMES}
+    constants = {name: c for name, c in PROFILE.constants.items() if name not in KERNEL_NAMES}
     with_factors, plain = (cost_of(points, "deepseek-v2-lite", constants=constants) for points in (CURVE, None))
     assert with_factors.linear_s(300) == plain.linear_s(300)
 

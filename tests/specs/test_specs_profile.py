@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sim.cost.profile import (
-    EXPERT_NAMES,
+    KERNEL_NAMES,
     OPTIONAL,
     ROOFLINE_UNITS,
     SHIPPED,
@@ -22,7 +22,7 @@ from sim.specs.hardware import built_in_hardware, load_hardware
 def test_every_gpu_has_a_derived_profile_that_says_where_each_constant_comes_from(gpu):
     profile = load_profile(f"{gpu}-derived", load_hardware(gpu))
     assert (profile.gpu, profile.status, profile.form) == (gpu, "derived", "roofline")
-    assert set(ROOFLINE_UNITS) - set(profile.constants) <= set(OPTIONAL) | EXPERT_NAMES
+    assert set(ROOFLINE_UNITS) - set(profile.constants) <= set(OPTIONAL) | KERNEL_NAMES
     for name, constant in profile.constants.items():
         assert len(constant.source) > 20, name
     assert profile.linear is None

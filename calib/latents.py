@@ -1,0 +1,216 @@
+"""Kernels of latent attention (MLA): samples of them, and the constants that explain these.
+
+One sample is one layer's whole attention on one GPU, as DeepSeek V3 has it: projections, norms of latents, rotary
+embedding, KV's write, attention, output projection. The norm before it and the all-reduce are not in it.
+
+    decodes: T = products + launch + N n_q 4 (d_c + d_R) / J + (context + N padding) ridge(compute, read)
+    prompts: T = products + launch + N n_q 4 (d_c + d_R) / J + pairs 2 n_q (d_qk + d_v) / F_prefill
+
+N tokens, n_q heads of this GPU. A decode computes 2 max(n_q, 64) (2 d_c + d_R) / F_decode for each token of its
+context, since kernels take heads in tiles of 64, and reads latents at the profile's KV rate. J is the rate at which
+queries and keys are put together. `products` are the profile's own, overhead of a layer included.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from calib.kernel_samples import read_kernel_samples
+from calib.robust import Array, Fit, Parameter, fit_relative
+from calib.roofline import ridge_s
+from sim.cost.profile import Profile
+from sim.cost.roofline import RooflineCost
+from sim.errors import UserError
+from sim.specs.hardware import HardwareSpec
+from sim.specs.models import ModelSpec, load_model
+
+LATENT_DATA = Path(__file__).parent / "data" / "latents"
+"""Samples of shipped profiles."""
+MODEL = "deepseek-v3"
+"""Whose attention the samples are."""
+
+
+class LatentSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One operating point; fields are the CSV's columns.
+
+    Attributes:
+        phase: `decode`, one token of each sequence, or `prefill`, prompts with nothing cached.
+        fp8: 1 where projections are FP8 in blocks of 128 by 128 weights, 0 where they have 16 bits.
+        num_heads: query heads of one GPU.
+        batch: sequences.
+        context_tokens: of each sequence, the new ones included.
+        latency_s: mean seconds of one layer.
+    """
+
+    phase: Literal["decode", "prefill"]
+    fp8: int
+    num_heads: int
+    batch: int
+    context_tokens: int
+    latency_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return self.batch if self.phase == "decode" else self.batch * self.context_tokens
+
+
+@dataclass(frozen=True)
+class LatentTerms:
+    """Per sample, of one layer on one GPU; arrays of shape (samples,). Those of the other phase are zero.
+
+    Attributes:
+        known_s: what the profile prices: products, and overhead of a layer.
+        joined_bytes: of queries and keys that are put together.
+        decodes, context_tokens: sequences that decode, and their contexts together.
+        token_flops: of a decode for each token of its context.
+        prefill_flops: of prompts' attention.
+    """
+
+    known_s: Array
+    joined_bytes: Array
+    decodes: Array
+    context_tokens: Array
+    token_flops: Array
+    prefill_flops: Array
+
+    @classmethod
+    def of(cls, samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> "LatentTerms":
+        """The terms of samples, products at the profile's price."""
+        models = {(s.fp8, s.num_heads): attention_model(s.num_heads, fp8=bool(s.fp8)) for s in samples}
+        prices = {key: RooflineCost(model, hardware, profile, 1) for key, model in models.items()}
+        known, joined, token_flops, pair_flops = [], [], [], []
+        for s in samples:
+            model, price = models[s.fp8, s.num_heads], prices[s.fp8, s.num_heads]
+            known.append(price.products_s(s.num_tokens) + price.overhead_s)
+            joined.append(s.num_tokens * model.latent_joined_bytes_per_token())
+            token_flops.append(model.latent_flops_per_token_read())
+            pair_flops.append(model.attention_flops_per_token_pair)
+        decode = np.array([s.phase == "decode" for s in samples])
+        batch = np.array([s.batch for s in samples], dtype=np.float64)
+        context = np.array([s.context_tokens for s in samples], dtype=np.float64)
+        pairs = batch * context * (context + 1) / 2
+        return cls(
+            np.array(known),
+            np.array(joined),
+            batch * decode,
+            batch * context * decode,
+            np.array(token_flops),
+            np.array(pair_flops) * pairs * ~decode,
+        )
+
+    def __getitem__(self, chosen: NDArray[np.bool_]) -> "LatentTerms":
+        return LatentTerms(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+def attention_model(num_heads: int, *, fp8: bool) -> ModelSpec:
+    """One layer of DeepSeek V3 with so many query heads, and an MLP and vocabulary of next to nothing."""
+    model = load_model(MODEL)
+    kept = model.attention_dtype_bytes if fp8 else model.dtype_bytes
+    return msgspec.structs.replace(
+        model, num_layers=1, num_heads=num_heads, num_kv_heads=num_heads, moe=None, intermediate_size=1, vocab_size=1,
+        attention_dtype_bytes=kept, mlp_dtype_bytes=kept, fp8_products=fp8,
+    )  # fmt: skip
+
+
+def as_other_attention_s(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> Array:
+    """Seconds of every sample, shape (samples,), by a profile without constants of these kernels."""
+    found = []
+    for s in samples:
+        price = RooflineCost(attention_model(s.num_heads, fp8=bool(s.fp8)), hardware, profile, 1)
+        seconds = price.products_s(s.num_tokens) + price.overhead_s
+        if s.phase == "decode":
+            seconds += price.full_s_per_token * s.batch * s.context_tokens + price.kv_padding_s * s.batch
+        else:
+            seconds += price.attention_s_per_pair * s.batch * s.context_tokens * (s.context_tokens + 1) / 2
+        found.append(seconds)
+    return np.array(found)
+
+
+@dataclass(frozen=True)
+class LatentFit:
+    """Constants by their names in a profile, and errors (predicted / measured - 1).
+
+    Attributes:
+        own, unseen: on the samples, and on those of each number of heads by a fit to the others; shapes (samples,).
+    """
+
+    fit: Fit
+    samples: list[LatentSample]
+    own: Array
+    unseen: Array
+
+    @property
+    def residuals(self) -> dict[str, float]:
+        """Mean absolute relative errors, under their names in a profile."""
+        found = {}
+        for phase in ("prefill", "decode"):
+            chosen = np.array([s.phase == phase for s in self.samples])
+            found[f"latent_{phase}_mape"] = round(float(np.abs(self.own[chosen]).mean()), 5)
+            found[f"unseen_heads_latent_{phase}_mape"] = round(float(np.abs(self.unseen[chosen]).mean()), 5)
+        return found
+
+
+def read_latent_samples(path: Path) -> list[LatentSample]:
+    """The samples of a file. UserError for one that holds none."""
+    found = read_kernel_samples(path, LatentSample, "latent attention")
+    for sample in found:
+        if min(sample.num_heads, sample.batch, sample.context_tokens) < 1 or not 0 < sample.latency_s < 60:
+            raise UserError(f"{path}: {sample} cannot be: correct its sizes or latency_s")
+    return found
+
+
+def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> LatentFit:
+    """A fit to samples whose products `profile` prices, with errors on numbers of heads left out.
+
+    Raises:
+        UserError: samples of one number of heads, or of one phase.
+    """
+    heads = np.array([s.num_heads for s in samples])
+    if len(set(heads)) < 2 or len({s.phase for s in samples}) < 2:
+        raise UserError("samples of latent attention need both phases and two numbers of heads: give more")
+    terms, seconds = LatentTerms.of(samples, profile, hardware), np.array([s.latency_s for s in samples])
+    token_bytes = attention_model(1, fp8=False).kv_bytes_per_token_layer()
+    kv = KVPrice(token_bytes / profile.value("kv_bytes_per_s"), profile.value("roofline_exponent"))
+    fit = _fit(terms, seconds, kv, hardware)
+    unseen = np.zeros(len(samples))
+    for count in set(heads):
+        out = heads == count
+        values = _fit(terms[~out], seconds[~out], kv, hardware).values
+        unseen[out] = predict_latent_s(values, terms[out], kv) / seconds[out] - 1
+    own = predict_latent_s(fit.values, terms, kv) / seconds - 1
+    return LatentFit(fit, list(samples), own, unseen)
+
+
+@dataclass(frozen=True)
+class KVPrice:
+    """What reading latents costs: seconds for a token's by the profile's KV rate, and the ridge's exponent."""
+
+    s_per_token: float
+    exponent: float
+
+
+def _fit(terms: LatentTerms, seconds: Array, kv: KVPrice, hardware: HardwareSpec) -> Fit:
+    parameters = {
+        "latent_decode_flops_per_s": Parameter(hardware.fp16_flops_per_s / 2),
+        "latent_prefill_flops_per_s": Parameter(hardware.fp16_flops_per_s / 2),
+        "latent_padding_tokens": Parameter(100.0, 0.0, log=False),
+        "latent_joined_bytes_per_s": Parameter(hardware.hbm_bytes_per_s / 2),
+        "latent_launch_s": Parameter(2e-5, 0.0, log=False),
+    }
+    return fit_relative(lambda values: predict_latent_s(values, terms, kv), seconds, parameters)
+
+
+def predict_latent_s(constants: Mapping[str, float], terms: LatentTerms, kv: KVPrice) -> Array:
+    """Seconds of every sample, shape (samples,)."""
+    compute_s = terms.token_flops / constants["latent_decode_flops_per_s"]
+    token_s = ridge_s(compute_s, np.full_like(compute_s, kv.s_per_token), kv.exponent)
+    seconds = terms.known_s + constants["latent_launch_s"]
+    seconds = seconds + terms.joined_bytes / constants["latent_joined_bytes_per_s"]
+    seconds += (terms.context_tokens + constants["latent_padding_tokens"] * terms.decodes) * token_s
+    return seconds + terms.prefill_flops / constants["latent_prefill_flops_per_s"]

@@ -1,0 +1,196 @@
+"""Kernels of latent attention: terms by hand, planted constants found again, what the importer takes, shipped fits."""
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from calib.importers.aiconfigurator_latents import import_latents
+from calib.kernel_samples import write_kernel_samples
+from calib.latents import (
+    LATENT_DATA,
+    KVPrice,
+    LatentSample,
+    LatentTerms,
+    attention_model,
+    fit_latents,
+    predict_latent_s,
+    read_latent_samples,
+)
+from calib.samples import samples_sha256
+from sim.cost.profile import LATENT_UNITS, Profile, load_profile, shipped_profiles
+from sim.cost.roofline import RooflineCost
+from sim.errors import UserError
+from sim.specs.hardware import load_hardware
+
+HARDWARE = load_hardware("h100")
+SHIPPED = sorted(path.name.removesuffix(".csv.gz") for path in LATENT_DATA.iterdir())
+PLANTED = dict(zip(LATENT_UNITS, (7e14, 6e14, 150.0, 1.2e12, 4e-5), strict=True))
+
+
+def without_latents(profile: Profile) -> Profile:
+    kept = {name: constant for name, constant in profile.constants.items() if name not in LATENT_UNITS}
+    return structs.replace(profile, constants=kept)
+
+
+PROFILE = without_latents(load_profile("h100-imported"))
+
+
+def sample(**changes) -> LatentSample:
+    fields = {"phase": "decode", "fp8": 0, "num_heads": 16, "batch": 32, "context_tokens": 1000, "latency_s": 1e-3}
+    return LatentSample(**fields | changes)
+
+
+def planted(noise: float = 0.01) -> list[LatentSample]:
+    samples = [
+        sample(phase=phase, fp8=fp8, num_heads=heads, batch=batch, context_tokens=context)
+        for phase, sizes in (("decode", (1, 16, 128, 512)), ("prefill", (1, 8)))
+        for fp8 in (0, 1)
+        for heads in (8, 32, 128)
+        for batch in sizes
+        for context in (64, 1024, 4096, 16384)
+    ]
+    kv = KVPrice(1152 / PROFILE.value("kv_bytes_per_s"), PROFILE.value("roofline_exponent"))
+    seconds = predict_latent_s(PLANTED, LatentTerms.of(samples, PROFILE, HARDWARE), kv)
+    seconds *= 1 + noise * np.random.default_rng(1).standard_normal(len(samples))
+    return [structs.replace(s, latency_s=float(t)) for s, t in zip(samples, seconds, strict=True)]
+
+
+def test_terms_by_hand():
+    """DeepSeek V3: latents of 512 and 64, queries of 128 and 64, values of 128."""
+    samples = [sample(), sample(phase="prefill", num_heads=128, batch=2, context_tokens=100)]
+    terms = LatentTerms.of(samples, PROFILE, HARDWARE)
+    assert list(terms.joined_bytes) == [32 * 16 * 576 * 2 * 2, 200 * 128 * 576 * 2 * 2]
+    assert (list(terms.decodes), list(terms.context_tokens)) == ([32, 0], [32_000, 0])
+    # Sixteen heads take a tile of 64.
+    assert list(terms.token_flops) == [2 * 64 * (2 * 512 + 64), 2 * 128 * (2 * 512 + 64)]
+    assert list(terms.prefill_flops) == [0, 2 * 128 * (192 + 128) * 2 * 100 * 101 / 2]
+    price = RooflineCost(attention_model(16, fp8=False), HARDWARE, PROFILE, 1)
+    assert terms.known_s[0] == price.products_s(32) + price.overhead_s
+
+
+def test_the_model_of_a_sample_is_one_layers_attention():
+    model, fp8 = attention_model(16, fp8=False), attention_model(16, fp8=True)
+    projections = 7168 * 1536 + 1536 * 16 * 192 + 7168 * 576 + 512 * 16 * 256 + 16 * 128 * 7168
+    # The MLP's width is one, not none.
+    assert model.linear_flops_per_token == 2 * (projections + 3 * 7168)
+    assert (model.fp8_flops_share, fp8.fp8_flops_share) == (0.0, pytest.approx(1.0, abs=3e-4))
+    assert fp8.linear_weight_bytes == pytest.approx((projections + 3 * 7168) * (1 + 4 / 128**2))
+
+
+def test_planted_constants_are_found_again():
+    fit = fit_latents(planted(), PROFILE, HARDWARE)
+    assert set(fit.fit.estimates) == set(LATENT_UNITS)
+    for name, value in PLANTED.items():
+        assert fit.fit.values[name] == pytest.approx(value, rel=0.1)
+    assert np.abs(fit.own).mean() < 0.012
+    assert np.abs(fit.unseen).mean() < 0.015
+    prefill = np.array([s.phase == "prefill" for s in fit.samples])
+    assert fit.residuals == {
+        "latent_prefill_mape": pytest.approx(np.abs(fit.own[prefill]).mean(), abs=1e-5),
+        "unseen_heads_latent_prefill_mape": pytest.approx(np.abs(fit.unseen[prefill]).mean(), abs=1e-5),
+        "latent_decode_mape": pytest.approx(np.abs(fit.own[~prefill]).mean(), abs=1e-5),
+        "unseen_heads_latent_decode_mape": pytest.approx(np.abs(fit.unseen[~prefill]).mean(), abs=1e-5),
+    }
+
+
+def test_heads_that_are_left_out_are_not_seen():
+    """128 heads twice as slow show in their own error."""
+    samples = [s if s.num_heads < 128 else structs.replace(s, latency_s=2 * s.latency_s) for s in planted()]
+    fit = fit_latents(samples, PROFILE, HARDWARE)
+    slow = np.array([s.num_heads == 128 for s in samples])
+    assert fit.unseen[slow].mean() == pytest.approx(-0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("kept", [{"num_heads": 8}, {"phase": "decode"}])
+def test_samples_of_one_kind_tell_too_little(kept):
+    samples = [s for s in planted() if all(getattr(s, name) == value for name, value in kept.items())]
+    with pytest.raises(UserError, match="need both phases and two numbers of heads"):
+        fit_latents(samples, PROFILE, HARDWARE)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    path, samples = tmp_path / "x.csv.gz", [sample(), sample(phase="prefill", fp8=1, latency_s=3.25e-5)]
+    write_kernel_samples(path, samples, {"kernels": "mine"})
+    assert read_latent_samples(path) == samples
+
+
+@pytest.mark.parametrize("changes", [{"latency_s": 61.0}, {"latency_s": 0.0}, {"batch": 0}, {"num_heads": -1}])
+def test_samples_that_cannot_be_are_refused(tmp_path, changes):
+    path = tmp_path / "x.csv.gz"
+    write_kernel_samples(path, [sample(**changes)], {})
+    with pytest.raises(UserError, match="cannot be"):
+        read_latent_samples(path)
+
+
+def test_a_file_without_samples_is_refused(tmp_path):
+    path = tmp_path / "x.csv.gz"
+    path.write_bytes(b"phase\ndecode\n")
+    with pytest.raises(UserError, match="holds no samples of latent attention"):
+        read_latent_samples(path)
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def row(**changes):
+    base = {
+        "kernel_source": "FLASH_ATTN_MLA", "kv_cache_dtype": "bfloat16", "gemm_type": "bfloat16", "num_heads": 16,
+        "batch_size": 32, "isl": 1, "step": 1000, "latency": 1.0,
+    }  # fmt: skip
+    return base | changes
+
+
+def imported(tmp_path, decodes, prefills, system="h100_sxm"):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for version, rows in (("0.9.0", [row(latency=9.0)] * 2), ("0.10.0", [decodes, prefills])):
+        for name, found in zip(("generation", "context"), rows, strict=True):
+            path = tmp_path / system / "mla" / "vllm" / version / f"mla_{name}_module_perf.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table = found if isinstance(found, list) else [found]
+            parquet.write_table(pyarrow.Table.from_pylist(table), path)
+    return import_latents(tmp_path / system)
+
+
+def test_rows_are_one_layer_in_milliseconds_of_the_newest_engine(tmp_path):
+    prompt = row(kernel_source="FLASH_ATTN", gemm_type="fp8_block", batch_size=2, isl=2048, step=0, latency=2.5)
+    found, kernels = imported(tmp_path, [row()], [prompt])
+    assert kernels == "attention of DeepSeek V3, vLLM 0.10.0"
+    prefill = sample(phase="prefill", fp8=1, batch=2, context_tokens=2048, latency_s=2.5e-3)
+    assert found == [prefill, sample()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kernel_source": "FLASHMLA"}, {"kv_cache_dtype": "fp8"}, {"gemm_type": "nvfp4"}, {"num_heads": 4}],
+)
+def test_what_of_the_tables_is_not_taken(tmp_path, changes):
+    """Prompts that vLLM computes with the kernels of decodes neither."""
+    found, _ = imported(tmp_path, [row(**changes), row()], [row(), row(kernel_source="FLASH_ATTN", isl=2048)])
+    assert [s.phase for s in found] == ["prefill", "decode"]
+
+
+def test_other_kernels_than_hoppers_are_not_taken(tmp_path):
+    assert imported(tmp_path, [row()], [row()], system="b200_sxm")[0] == []
+    assert import_latents(tmp_path / "h200_sxm")[0] == []
+
+
+# -- what ships --------------------------------------------------------------------------------------------------------
+
+
+def test_profiles_have_constants_of_latents_where_samples_of_them_ship():
+    assert SHIPPED == ["h100-imported", "h200-imported"]
+    assert [name for name in shipped_profiles() if load_profile(name).latents] == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_constants_are_those_of_the_shipped_samples(name):
+    path, profile = LATENT_DATA / f"{name}.csv.gz", load_profile(name)
+    assert profile.provenance["latents_sha256"] == samples_sha256(path)
+    fit = fit_latents(read_latent_samples(path), without_latents(profile), load_hardware(profile.gpu))
+    assert profile.latents == pytest.approx(fit.fit.values, rel=1e-4)
+    assert profile.residuals
+    assert fit.residuals == pytest.approx({key: profile.residuals[key] for key in fit.residuals}, abs=2e-5)
+    assert max(profile.latents[f"latent_{phase}_flops_per_s"] for phase in ("decode", "prefill")) < 9.9e14
+    # Priced as other attention is, decodes are a third off.
+    assert fit.residuals["unseen_heads_latent_decode_mape"] < 0.08
+    assert fit.residuals["unseen_heads_latent_prefill_mape"] < 0.07
