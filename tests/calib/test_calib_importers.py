@@ -7,10 +7,11 @@ import pytest
 
 import kvtwin
 from calib.cli import DATA
+from calib.experts import read_expert_samples
 from calib.importers import aiconfigurator, steps, vidur
 from calib.importers.tables import Table
 from calib.samples import MADS, Sample, fault_of, read_comments, read_samples
-from sim.cost.profile import read_profile
+from sim.cost.profile import EXPERT_UNITS, read_profile
 from sim.errors import UserError
 
 # -- CSV tables ------------------------------------------------------------------------------------------------------
@@ -376,6 +377,32 @@ def tables(tmp_path):
     return root.parent
 
 
+def moe_rows():
+    """Layers of three shapes of experts whose sixteen are all met: FLOP/s, bytes/s and a launch by hand."""
+    found = []
+    for hidden, width in ((4096, 1024), (2048, 4096), (8192, 2048)):
+        for tokens in (16, 64, 256, 512, 1024, 2048, 4096, 16384):
+            weights, rows = 3 * hidden * width, 2 * tokens
+            moved = rows * (3 * hidden + 6 * width) * 2
+            seconds = 2 * rows * weights / 1.5e14 + 16 * weights * 2 / 1.2e12 + moved / 1e12 + 4e-5
+            found.append(
+                {
+                    "moe_dtype": "bfloat16",
+                    "kernel_source": "vllm_fused_moe",
+                    "num_tokens": tokens,
+                    "hidden_size": hidden,
+                    "inter_size": width,
+                    "topk": 2,
+                    "num_experts": 16,
+                    "moe_tp_size": 1,
+                    "moe_ep_size": 1,
+                    "distribution": "balanced",
+                    "latency": 1e3 * seconds,
+                }
+            )
+    return found
+
+
 def composed(tables, **options):
     given = {"system": "a100_sxm", "models": ["llama-3.1-8b"], "folder": tables, **options}
     return aiconfigurator.import_samples(**given)
@@ -557,6 +584,7 @@ def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, cap
         for n in (8192, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
     ]
     put(root, "comm/nccl/2.20.5/nccl_perf.parquet", reduces)
+    put(root, "moe/vllm/0.20.0/moe_perf.parquet", moe_rows())
     words = ["--system", "a100_sxm", "--model", "llama-3.1-8b", "--tables", str(tables), "--out", str(tmp_path / "out")]
     assert kvtwin.main(["profile", "import", "aiconfigurator", *words]) == 0
     assert "(39 samples)" in capsys.readouterr().out
@@ -573,6 +601,25 @@ def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, cap
     assert {n: profile.value(n) for n in expected} == pytest.approx(expected, rel=0.05)
     assert profile.provenance["device"] == "A CARD"
     assert len(read_samples(tmp_path / "out" / "a100-80g-imported.csv.gz")) == 39
+    # Experts have samples of their own, which `profile fit` takes as well.
+    assert profile.provenance["experts"] == "FusedMoE of vLLM 0.20.0"
+    own = {name: profile.value(name) for name in EXPERT_UNITS}
+    expected = dict(zip(EXPERT_UNITS, (1.5e14, 1.2e12, 1.0, 1e12, 4e-5), strict=True))
+    assert own == pytest.approx(expected, rel=0.05)
+    path = tmp_path / "out" / "a100-80g-imported-experts.csv.gz"
+    assert len(read_expert_samples(path)) == 24
+    words = [
+        "profile",
+        "fit",
+        str(tmp_path / "out" / "a100-80g-imported.csv.gz"),
+        "--gpu",
+        "a100-80g",
+        "--name",
+        "mine",
+    ]
+    assert kvtwin.main([*words, "--experts", str(path), "--out", str(tmp_path / "fit")]) == 0
+    refit = read_profile(tmp_path / "fit" / "mine.json")
+    assert {name: refit.value(name) for name in EXPERT_UNITS} == pytest.approx(own)
 
 
 @pytest.mark.parametrize(
