@@ -4,7 +4,7 @@
     python benchmarks/runtime_cuda.py --device cpu --model CONFIG --quick            # only to see that it runs
 
 Sizes are those that the device has memory for; what it has none for is listed. Writes OUT.json after every figure (with
-the device's name) and prints the table of docs/runtime.md. Random weights.
+every repeat and the device's name) and prints the table of docs/runtime.md. Random weights.
 """
 
 import argparse
@@ -69,7 +69,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(device: torch.device, work: Callable[[], object], repeats: int = REPEATS) -> float:
+class Timed(float):
+    """The median of some repeats, s."""
+
+    repeats_s: Sequence[float]
+
+
+def timed(device: torch.device, work: Callable[[], object], repeats: int = REPEATS) -> Timed:
     """Median seconds, the device idle before and after."""
     seconds = []
     for i in range(repeats + 2):
@@ -79,7 +85,9 @@ def timed(device: torch.device, work: Callable[[], object], repeats: int = REPEA
         synchronize(device)
         if i >= 2:
             seconds.append(perf_counter() - begun)
-    return median(seconds)
+    found = Timed(median(seconds))
+    found.repeats_s = seconds
+    return found
 
 
 def regrouped(pool: KVPool, layers: int) -> KVPool:
@@ -111,8 +119,8 @@ class Rig:
         h2d_s = timed(self.device, lambda: gpu.copy_(host, non_blocking=True))
         return {"d2h": num_bytes / d2h_s, "h2d": num_bytes / h2d_s}
 
-    def copy_rate(self, direction: Direction, blocks: int, *, scattered: Sequence[str]) -> float:
-        """Bytes/s of the copy engine moving `blocks` blocks, in random order in the pools that `scattered` names."""
+    def copy_s(self, direction: Direction, blocks: int, *, scattered: Sequence[str]) -> Timed:
+        """Seconds of the copy engine moving `blocks` blocks, in random order in the pools that `scattered` names."""
 
         def ids(pool: str, seed: int) -> list[int]:
             shuffled = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -121,10 +129,9 @@ class Rig:
         gpu, host = (self.gpu, ids("gpu", 0)), (self.host, ids("host", 1))
         source, target = (gpu, host) if direction is Direction.D2H else (host, gpu)
         copies = self.copies
-        seconds = timed(self.device, lambda: copies.copy_blocks(*source, *target, direction).wait())
-        return blocks * self.gpu.block_bytes / seconds
+        return timed(self.device, lambda: copies.copy_blocks(*source, *target, direction).wait())
 
-    def prefill_s(self, tokens: int, *, offload: bool) -> float:
+    def prefill_s(self, tokens: int, *, offload: bool) -> Timed:
         """Seconds of a prompt; `offload`: every layer leaves for the host through a send buffer of two."""
         layers, blocks = self.decoder.config.num_layers, blocks_of(tokens)
         slots = [list(range(k * blocks, (k + 1) * blocks)) for k in range(2 if offload else layers)]
@@ -148,13 +155,13 @@ class Rig:
 
         return timed(self.device, run, 5)
 
-    def whole_prefill_s(self, tokens: int) -> float:
+    def whole_prefill_s(self, tokens: int) -> Timed:
         """Seconds of a prompt that is kept, all layers in one block table."""
         batch = AttentionBatch.build([tokens], [0], [[list(range(blocks_of(tokens)))]], BLOCK, self.device)
         ids = torch.randint(0, self.decoder.config.vocab_size, (tokens,), device=self.device)
         return timed(self.device, lambda: self.decoder.forward(ids, batch, self.whole), 5)
 
-    def decode_s(self, sequences: int, context: int, *, whole: bool = False) -> float:
+    def decode_s(self, sequences: int, context: int, *, whole: bool = False) -> Timed:
         """Seconds of a decode step, on CUDA as a graph; `whole`: all layers in one block table."""
         pool, blocks = self.whole if whole else self.gpu, blocks_of(context + 1)
         groups = pool.num_groups
@@ -180,7 +187,7 @@ class Rig:
         out = torch.empty_like(left)
         return 2 * size**3 / timed(self.device, lambda: torch.mm(left, right, out=out))
 
-    def overlap(self, prefix: int, sequences: int, context: int) -> tuple[float, float]:
+    def overlap(self, prefix: int, sequences: int, context: int) -> tuple[Timed, Timed]:
         """Seconds of recomputing a prefix and decoding in turn, and on two streams at once (eLLM's K1 beside K2)."""
         layers = self.decoder.config.num_layers
         prefix_blocks, blocks = blocks_of(prefix), blocks_of(context + 1)
@@ -219,8 +226,10 @@ class Figures:
     def __init__(self, path: Path, **facts: object) -> None:
         self._path, self.found = path.with_suffix(".json"), dict(facts)
 
-    def add(self, name: str, value: float, against: float, unit: str, verdict: str) -> None:
-        self._put(name, {"value": value, "against": against, "unit": unit, "verdict": verdict})
+    def add(self, name: str, value: float, against: float, unit: str, verdict: str, found: Timed) -> None:
+        """A figure, what it is held against, and the seconds that it comes from."""
+        entry = {"value": value, "against": against, "unit": unit, "verdict": verdict, "repeats_s": found.repeats_s}
+        self._put(name, entry)
         print(f"| {name} | {value:.4g} {unit} | {against:.4g} {unit} | {verdict} |", flush=True)
 
     def leave_out(self, name: str, needed: int, there: int) -> None:
@@ -321,10 +330,12 @@ def copies(rig: Rig, blocks: int, figures: Figures) -> None:
     peak = rig.link_peak(blocks * rig.gpu.block_bytes)
     for direction in Direction:
         for scattered in ((), ("gpu",), ("gpu", "host")):
-            rate = rig.copy_rate(direction, blocks, scattered=scattered)
+            seconds = rig.copy_s(direction, blocks, scattered=scattered)
+            rate = blocks * rig.gpu.block_bytes / seconds
             name = f"{direction.value} blocks {'scattered on ' + ' and '.join(scattered) if scattered else 'in a row'}"
             share = rate / peak[direction.value]
-            figures.add(name, rate / 1e9, peak[direction.value] / 1e9, "GB/s", f"{share:.1%} of the link's peak")
+            verdict = f"{share:.1%} of the link's peak"
+            figures.add(name, rate / 1e9, peak[direction.value] / 1e9, "GB/s", verdict, seconds)
 
 
 def decode(rig: Rig, sequences: int, context: int, rate: list[float], figures: Figures) -> None:
@@ -335,7 +346,7 @@ def decode(rig: Rig, sequences: int, context: int, rate: list[float], figures: F
     read += config.num_layers * sequences * (context + 1) * 2 * config.kv_size * element
     seconds, bound_s = rig.decode_s(sequences, context), read / rate[0]
     verdict = f"{seconds / bound_s:.2f}x the bandwidth bound at {rate[0] / 1e12:.2f} TB/s"
-    figures.add(f"decode {sequences} x {context}", seconds * 1e3, bound_s * 1e3, "ms", verdict)
+    figures.add(f"decode {sequences} x {context}", seconds * 1e3, bound_s * 1e3, "ms", verdict, seconds)
     with_flashinfer(
         rig, figures, f"decode {sequences} x {context}", lambda: rig.decode_s(sequences, context, whole=True)
     )
@@ -349,15 +360,14 @@ def prefill(rig: Rig, tokens: int, rate: list[float], figures: Figures) -> None:
     flops += config.num_layers * 4 * config.q_size * tokens * (tokens + 1) / 2
     kept_s, bound_s = rig.prefill_s(tokens, offload=False), flops / rate[0]
     verdict = f"{kept_s / bound_s:.2f}x the compute bound at {rate[0] / 1e12:.4g} TFLOP/s"
-    figures.add(f"prefill {tokens}", kept_s * 1e3, bound_s * 1e3, "ms", verdict)
+    figures.add(f"prefill {tokens}", kept_s * 1e3, bound_s * 1e3, "ms", verdict, kept_s)
     with_flashinfer(rig, figures, f"prefill {tokens}", lambda: rig.whole_prefill_s(tokens))
     left_s = rig.prefill_s(tokens, offload=True)
-    figures.add(
-        f"prefill {tokens}, every layer offloaded", left_s * 1e3, kept_s * 1e3, "ms", f"{left_s / kept_s:.3f}x kept"
-    )
+    verdict = f"{left_s / kept_s:.3f}x kept"
+    figures.add(f"prefill {tokens}, every layer offloaded", left_s * 1e3, kept_s * 1e3, "ms", verdict, left_s)
 
 
-def with_flashinfer(rig: Rig, figures: Figures, name: str, measured_s: Callable[[], float]) -> None:
+def with_flashinfer(rig: Rig, figures: Figures, name: str, measured_s: Callable[[], Timed]) -> None:
     """The same with ours and with flashinfer's kernels, all layers in one block table; where it cannot, why."""
     decoder = rig.decoder
     try:
@@ -371,7 +381,8 @@ def with_flashinfer(rig: Rig, figures: Figures, name: str, measured_s: Callable[
         theirs_s = measured_s()
     finally:
         decoder.compute_with(Kernels())
-    figures.add(f"{name}, flashinfer", theirs_s * 1e3, ours_s * 1e3, "ms", f"{ours_s / theirs_s:.2f}x as fast as ours")
+    verdict = f"{ours_s / theirs_s:.2f}x as fast as ours"
+    figures.add(f"{name}, flashinfer", theirs_s * 1e3, ours_s * 1e3, "ms", verdict, theirs_s)
 
 
 def layer_weights(config: DecoderConfig) -> int:
@@ -382,7 +393,8 @@ def layer_weights(config: DecoderConfig) -> int:
 def overlap(rig: Rig, shape: tuple[int, int, int], figures: Figures) -> None:
     """Recomputation and decodes on two streams against in turn."""
     turn, once = rig.overlap(*shape)
-    figures.add("recompute beside decode", once * 1e3, turn * 1e3, "ms", f"{turn / once:.2f}x faster than in turn")
+    verdict = f"{turn / once:.2f}x faster than in turn"
+    figures.add("recompute beside decode", once * 1e3, turn * 1e3, "ms", verdict, once)
 
 
 if __name__ == "__main__":

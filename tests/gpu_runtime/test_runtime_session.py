@@ -64,4 +64,6 @@ def test_what_the_device_has_no_room_for_is_left_out_by_name(benchmark, tmp_path
         benchmark.measure(decoder, (), ((1, 128), (4, 128)), figures, ["decode"], quick=True)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["decode 1 x 128"]["value"] > 0
+    repeats_s = found["decode 1 x 128"]["repeats_s"]
+    assert len(repeats_s) == 7 and sorted(repeats_s)[3] * 1e3 == found["decode 1 x 128"]["value"]
     assert found["decode 4 x 128"] == {"left_out": f"needs {4 * 36 * block} bytes of KV blocks, there are {36 * block}"}
