@@ -145,6 +145,8 @@ def park(b: Builder) -> "Eviction":
 
     if b.names["batching"] != "paced":
         raise UserError("eviction=park asks whether a prompt is due: it goes with batching=paced")
+    if b.names["memory"] != "paged":
+        raise UserError("eviction=park moves whole sequences of memory=paged: it goes with that alone")
     return Park(by_price=b.options(AdaptiveOptions).mechanism == "price")
 
 

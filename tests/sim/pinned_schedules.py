@@ -42,20 +42,49 @@ from sim.systems.base import Policy
 from traces.request import Request
 
 SCHEDULES = GOLDEN / "schedules.txt"
-RUNS = 14
-"""Of each system."""
+RUNS, RUNS_OF_PAIRS = 14, 5
+"""Of each system, and of each in `PAIRS`."""
 WINDOWED = (
     "vllm-recompute", "vllm-swap", "sarathi", "sarathi:eviction=swap", "fastgen", "vllm-v1",
     "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority", "vllm-v1:watermark=0.1",
     "vllm-v1:long-prefill-token-threshold=20",
 )  # fmt: skip
 """These also with layers that keep a window."""
+PAIRS = {
+    "layerkv": (
+        "order=triage order=lpm order=dfs-weight order=prefix-groups order=priority batching=request-level "
+        "admission=memory memory=hosted-layers eviction=recompute"
+    ),
+    "vllm-swap": "memory=prefix-groups order=dfs-weight order=prefix-groups order=lpm memory=radix",
+    "hcache": "order=triage batching=request-level order=mlfq admission=slack",
+    "kvpr": (
+        "batching=iteration-level order=priority order=mlfq order=triage order=lpm order=dfs-weight "
+        "order=prefix-groups batching=request-level batching=sarathi batching=fastgen admission=memory "
+        "eviction=recompute"
+    ),
+    "orca": "order=triage memory=saved-states order=priority order=lpm order=dfs-weight order=prefix-groups",
+    "fastserve": "memory=radix memory=prefix-groups admission=watermark",
+    "radix": "batching=fastgen order=priority batching=request-level admission=slack memory=chunks",
+    "batchllm": "batching=sarathi batching=request-level batching=fastgen batching=sglang admission=slack",
+    "vllm-v1": "memory=tiered-states order=mlfq order=triage",
+    "ellm": "order=prefix-groups batching=request-level memory=retained",
+    "pensieve": "order=mlfq",
+    "adaptive": "admission=watermark admission=slack",
+}
+"""Parts beside others with which no system above has them."""
 
 
 def names() -> list[str]:
     """Presets, their options, and mixes."""
     more = (f"{name}:{options}" for name, variants in VARIANTS.items() for options in variants)
-    return [*dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)), *(f"{name} windowed" for name in WINDOWED)]
+    pairs = (f"{name}:{part}" for name, parts in PAIRS.items() for part in parts.split())
+    return [*dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)), *(f"{name} windowed" for name in WINDOWED), *pairs]
+
+
+def runs_of(name: str) -> int:
+    """How many are pinned of a system."""
+    system, _, part = name.partition(":")
+    return RUNS_OF_PAIRS if part in PAIRS.get(system, "").split() else RUNS
 
 
 def requests_of(rng: random.Random, length: int, block: int) -> list[Request]:
@@ -182,7 +211,7 @@ def lines(name: str) -> list[str]:
     """Of a system."""
     text, _, windowed = name.partition(" ")
     policy = parse_policy(text, {})[1]
-    return [f"{name} #{place}: {answer(policy, place, windowed=bool(windowed))}" for place in range(RUNS)]
+    return [f"{name} #{place}: {answer(policy, place, windowed=bool(windowed))}" for place in range(runs_of(name))]
 
 
 def main() -> None:

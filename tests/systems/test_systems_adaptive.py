@@ -328,6 +328,14 @@ def test_parking_needs_a_batching_that_knows_who_is_due():
         simulate(mixed, requests((0.0, 16, 1)), limits())
 
 
+@pytest.mark.parametrize("memory", ["radix", "chunks", "tiered", "tiered-states"])
+def test_parking_needs_sequences_that_are_moved_whole(memory):
+    """What trees share would be given back twice, and copies of what has ended taken for parked sequences'."""
+    _, mixed = parse_policy(f"adaptive:memory={memory}", {})
+    with pytest.raises(UserError, match="of memory=paged: it goes with that alone"):
+        simulate(mixed, requests((0.0, 16, 1)), limits())
+
+
 def test_who_decodes_the_last_token_that_it_had_takes_one_block_for_it():
     """33 tokens, computed again 16 at a time: the last, generated before, is left for a decode, in the ninth block."""
     rows = requests(*[(0.0, 1, 1)] * 4, (0.0, 30, 4), (0.0, 32, 2))
