@@ -9,7 +9,6 @@ import pytest
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.engines import build_engine
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import Direction
 from sim.engine.itl import GapCollector
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
@@ -73,35 +72,22 @@ def test_as_many_iterations_are_kept_free_as_a_copy_takes():
     assert park._copy_iterations() == HORIZON
 
 
-@pytest.mark.parametrize(("copy_s_per_block", "cheaper"), [(10.0, False), (10.01, True)])
-def test_parking_late_copies_out_unless_computing_again_is_sooner(copy_s_per_block, cheaper):
-    """Three blocks against 30 s of prompt; D2H."""
-    asked = []
-    mechanism = SimpleNamespace(copy_s=lambda *words: asked.append(words) or words[0] * copy_s_per_block)
-    park = SimpleNamespace(
-        paged=SimpleNamespace(held_blocks=lambda seq: 3), mechanism=mechanism,
-        order=SimpleNamespace(price=SimpleNamespace(prefill_s=lambda tokens: tokens / 2)),
-    )  # fmt: skip
-    assert Park._is_cheaper_again(park, SimpleNamespace(num_tokens=60)) is cheaper
-    assert asked == [(3, Direction.D2H)]
-
-
 class Left(Park):
     """Notes what becomes of victims; copies of those below 9 take longer than computing them again."""
 
     def __init__(self):
         super().__init__()
         self.noted = []
-        self.paged = SimpleNamespace(swap_out=lambda seq, plan: self.noted.append(("out", seq)))
+        self.paged = SimpleNamespace(
+            swap_out=lambda seq, plan: self.noted.append(("out", seq)), held_blocks=lambda seq: seq.num_tokens + 1
+        )
+        self.mechanism = SimpleNamespace(recomputes_late=lambda tokens, blocks: tokens < 9 and blocks == tokens + 1)
         self.scheduler = SimpleNamespace(park=lambda seq: self.noted.append(("parked", seq)))
         self.prospects = SimpleNamespace(stands=lambda seq, where: self.noted.append((where, seq)))
         self.tally = {"late_swap_outs": 0}
 
     def _may_leave(self, seq):
         return seq.may_leave
-
-    def _is_cheaper_again(self, seq):
-        return seq.num_tokens < 9
 
 
 @pytest.mark.parametrize(

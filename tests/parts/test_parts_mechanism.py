@@ -50,6 +50,12 @@ def test_the_choice_turns_where_the_prices_cross(blocks_per_s, num_ahead, again)
     assert not mechanism(blocks_per_s, by_price=False).recomputes(480, 30, num_ahead, 0.1)
 
 
+def test_late_it_is_computed_again_where_that_is_sooner_than_the_copy():
+    """30 blocks at 10 a second against 1 ms a token; whoever is to be swapped always is swapped here, too."""
+    assert [mechanism(10.0).recomputes_late(tokens, 30) for tokens in (2999, 3000)] == [True, False]
+    assert not mechanism(10.0, by_price=False).recomputes_late(1, 30)
+
+
 def test_blocks_of_each_piece_are_free_when_its_copy_has_ended():
     """Seven blocks in three pieces: two, two and three."""
     scheduler = build_engine(Adaptive(), limits(gpu=20), linear_machine(), lambda seq: None).scheduler

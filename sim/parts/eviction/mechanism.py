@@ -59,3 +59,7 @@ class Mechanism:
         if not self.by_price:
             return False
         return self.recompute_s(num_tokens, num_blocks) < self.swap_s(num_blocks, num_ahead, iteration_s)
+
+    def recomputes_late(self, num_tokens: int, num_blocks: int) -> bool:
+        """The same where a swap would hold up all iterations for as long as its copy out takes, and not only blocks."""
+        return self.by_price and self._price.prefill_s(num_tokens) < self.copy_s(num_blocks, Direction.D2H)

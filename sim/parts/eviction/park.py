@@ -353,7 +353,8 @@ class Park(Recompute):
             self.scheduler.batching.preempt(victim, plan)
 
     def evict(self, seq: Sequence, plan: IterationPlan) -> None:
-        if seq.prefilling or not self._may_leave(seq) or self._is_cheaper_again(seq):
+        stays = seq.prefilling or not self._may_leave(seq)
+        if stays or self.mechanism.recomputes_late(seq.num_tokens, self.paged.held_blocks(seq)):
             super().evict(seq, plan)
             return
         self.paged.swap_out(seq, plan)
@@ -362,11 +363,6 @@ class Park(Recompute):
         self.prospects.stands(seq, AWAY)
         self.scheduler.park(seq)
         self.tally["late_swap_outs"] += 1
-
-    def _is_cheaper_again(self, seq: Sequence) -> bool:
-        """Whether computing it again costs less than having everybody wait for its copy."""
-        copy_s = self.mechanism.copy_s(self.paged.held_blocks(seq), Direction.D2H)
-        return copy_s > self.order.price.prefill_s(seq.num_tokens)
 
     def unblock(self) -> bool:
         """Nothing can be computed: who stands first comes back, whatever shall be free."""
