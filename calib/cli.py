@@ -24,11 +24,9 @@ NOT_OF_A_SERVER = ("out", "gpu", "profile", *(f.name for f in fields(Outputs)), 
 """Flags of `run` that fitting to a server's run has under another name, or has no use for."""
 
 
-def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
-    """Mount `calibrate` and `profile`; each leaf sets `run`, from the parsed arguments to the exit status."""
-    _add_calibrate(subparsers)
-    profile = subparsers.add_parser("profile", help="list, show, compare, fit and import fitted constants")
-    commands = profile.add_subparsers(title="commands", metavar="COMMAND", required=True)
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Mount the commands of `profile`; each leaf sets `run`, from the parsed arguments to the exit status."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = commands.add_parser("list", help="list the shipped profiles")
     listing.set_defaults(run=run_list)
     show = commands.add_parser("show", help="show a profile: constants, errors, range and where it comes from")
@@ -47,12 +45,11 @@ def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not n
     _add_derive(commands)
 
 
-def _add_calibrate(subparsers: Any) -> None:  # noqa: ANN401
-    parser = subparsers.add_parser(
-        "calibrate",
-        help="measure this machine's kernels and copies, and fit a profile",
-        description="Time the runtime's own layers, copies and whole steps, then fit a profile. A killed run resumes "
-        "with the same command. Needs the extra `gpu` (torch).",
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `calibrate`."""
+    parser.description = (
+        "Time the runtime's own layers, copies and whole steps, then fit a profile. A killed run resumes with the same "
+        "command. Needs the extra `gpu` (torch)."
     )
     parser.add_argument("--device", required=True, choices=("cuda", "cpu"))
     parser.add_argument(

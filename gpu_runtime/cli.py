@@ -13,11 +13,6 @@ from sim.errors import UserError
 from sim.files import folder_name
 from sim.flags import add_flags, read_options
 from sim.folders import clear, owning
-from sim.prepare import FORMS_WITH_ENGINE, Setup, prepare
-from sim.results.metrics import TableSink
-from sim.results.schema import Result
-from sim.run_files import draw_result, print_result, record
-from sim.runs import Recording, Run
 from sim.scenario import Outputs, Scenario
 from sim.scenario_file import read_scenario
 from sim.specs.hardware import gpu_called, load_hardware
@@ -28,33 +23,23 @@ if TYPE_CHECKING:
     from gpu_runtime.instance import Observer
     from gpu_runtime.live import LiveOptions
     from gpu_runtime.model.decoder import Decoder
+    from sim.prepare import Setup
+    from sim.results.metrics import TableSink
+    from sim.results.schema import Result
+    from sim.runs import Recording, Run
 
 OWN = ("device", "weights", "attention_backend", "runs", "max_drift")
 """Flags that are not a scenario's."""
 ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch")
 
 
-def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
-    """Mount `live` and `validate`; each sets `run`, from the parsed arguments to the exit status."""
-    live = subparsers.add_parser(
-        "live",
-        help="execute one policy on this machine, in real time",
-        description="Serve a trace or a generated workload with torch: the policies of `kvtwin run`, on a real clock. "
-        "The same files come out. Needs the extra `gpu` (torch).",
+def add_live(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `live`."""
+    parser.description = (
+        "Serve a trace or a generated workload with torch: the policies of `kvtwin run`, on a real clock. "
+        "The same files come out. Needs the extra `gpu` (torch)."
     )
-    validate = subparsers.add_parser(
-        "validate",
-        help="run the same traffic simulated and live, or beside a server's run, and compare",
-        description="Simulate a scenario, execute it on this machine several times, and report the error of every "
-        "metric against the live runs' own spread. With --against: simulate what a server was sent, and report every "
-        "metric and the worst requests beside what its client measured.",
-    )
-    for parser, command in ((live, run_live), (validate, run_validate)):
-        parser.later(_add_live_flags if parser is live else _add_validate_flags)
-        parser.set_defaults(run=command)
-
-
-def _add_live_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_live)
     add_flags(parser)
     add_device_flags(parser)
 
@@ -72,7 +57,14 @@ def add_device_flags(parser: argparse.ArgumentParser, *, required: bool = True) 
     )
 
 
-def _add_validate_flags(parser: argparse.ArgumentParser) -> None:
+def add_validate(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `validate`."""
+    parser.description = (
+        "Simulate a scenario, execute it on this machine several times, and report the error of every metric against "
+        "the live runs' own spread. With --against: simulate what a server was sent, and report every metric and the "
+        "worst requests beside what its client measured."
+    )
+    parser.set_defaults(run=run_validate)
     add_flags(parser)
     add_device_flags(parser, required=False)
     parser.add_argument(
@@ -93,6 +85,8 @@ def _add_validate_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_live(arguments: argparse.Namespace) -> int:
     """`kvtwin live`."""
+    from sim.run_files import draw_result, print_result  # noqa: PLC0415 - numpy is slow to import
+
     options, _ = _own_options(arguments)
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
@@ -123,6 +117,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     options, own = _own_options(arguments)
     from gpu_runtime.twin.probe import Probe  # noqa: PLC0415
     from gpu_runtime.twin.validate import BrokenOff, Validator  # noqa: PLC0415
+    from sim.run_files import draw_result, print_result  # noqa: PLC0415
 
     runs, max_drift = own["runs"], own["max_drift"]
     if runs < 1:
@@ -142,7 +137,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
         def execute(
             fitting: Scenario, label: str, policy: Policy, place: Path, watch: "Observer"
-        ) -> tuple[Run, Result]:
+        ) -> "tuple[Run, Result]":
             return execute_live(fitting, label, policy, place, outputs, decoder, options, series=True, watch=watch)
 
         validator = Validator(folder, outputs, runs, probe, execute)
@@ -162,6 +157,7 @@ def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder:
     """The scenario as this machine can hold it. UserError for what a run on it would refuse."""
     from gpu_runtime.live import check_lengths  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+    from sim.prepare import prepare  # noqa: PLC0415
 
     fitting = fit_to_machine(scenario, policy, options.device, decoder)
     check_lengths(prepare(fitting, policy.name, policy), decoder.config)
@@ -179,11 +175,13 @@ def execute_live(
     *,
     series: bool = False,
     watch: "Observer | None" = None,
-) -> tuple[Run, Result]:
+) -> "tuple[Run, Result]":
     """One live run with its files; `watch` hears of every plan."""
     from gpu_runtime.live import perform  # noqa: PLC0415 - torch is slow to import
+    from sim.prepare import prepare  # noqa: PLC0415
+    from sim.run_files import record  # noqa: PLC0415
 
-    def on_device(setup: Setup, requests: Iterable[Request], table: TableSink, keep: Recording) -> Run:
+    def on_device(setup: "Setup", requests: Iterable[Request], table: "TableSink", keep: "Recording") -> "Run":
         return perform(setup, requests, table, keep, decoder, options)
 
     return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series, watch=watch)
@@ -191,6 +189,8 @@ def execute_live(
 
 def of_our_engine(scenario: Scenario) -> Scenario:
     """With the host time of the live runtime, whose engine this is; UserError where another was asked for."""
+    from sim.prepare import FORMS_WITH_ENGINE  # noqa: PLC0415 - numpy is slow to import
+
     if scenario.engine_profile in shipped_engines() and scenario.engine_profile != OURS:
         raise UserError(
             f"--engine-profile {scenario.engine_profile}: the live runtime's engine is {OURS}; leave it out, or give a "

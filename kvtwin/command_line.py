@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
 from typing import Any, NoReturn
 
 from sim.errors import UserError
@@ -76,25 +78,37 @@ def _one_line(message: object) -> str:
     return str(message).replace("\n", "\\n")
 
 
-def build_parser() -> Parser:
-    """All commands; each adds its flags when it is asked for."""
-    from calib import cli as calib_cli  # noqa: PLC0415
-    from gpu_runtime import cli as gpu_cli  # noqa: PLC0415
-    from gpu_runtime.serve import cli as serve_cli  # noqa: PLC0415
-    from sim import cli as sim_cli  # noqa: PLC0415
-    from sim.study import cli as study_cli  # noqa: PLC0415
-    from traces import cli as traces_cli  # noqa: PLC0415
+COMMANDS = {
+    "run": ("sim.cli", "simulate one policy"),
+    "compare": ("sim.cli", "simulate several policies side by side"),
+    "report": ("sim.cli", "one HTML page of saved runs"),
+    "explain": ("sim.cli", "why one request waited, in sentences"),
+    "sweep": ("sim.study.cli", "simulate every point of a study file"),
+    "tune": ("sim.study.cli", "search for the best policy and knobs under SLOs"),
+    "map": ("sim.study.cli", "draw which policy wins over two parameters"),
+    "reproduce": ("sim.study.cli", "a paper's figures beside ours"),
+    "trace": ("traces.cli", "inspect, convert, generate, list and fetch traces"),
+    "live": ("gpu_runtime.cli", "execute one policy on this machine, in real time"),
+    "validate": ("gpu_runtime.cli", "run the same traffic simulated and live, or beside a server's run, and compare"),
+    "serve": ("gpu_runtime.serve.cli", "serve a model over HTTP with one policy"),
+    "calibrate": ("calib.cli", "measure this machine's kernels and copies, and fit a profile"),
+    "profile": ("calib.cli", "list, show, compare, fit and import fitted constants"),
+}
+"""The module of each, whose function `add_NAME` fills the command's parser, and what it does."""
 
+
+def build_parser() -> Parser:
+    """All commands; each is imported, and adds its flags, when it is asked for."""
     parser = Parser(prog="kvtwin", description="Which KV-cache policy for this model, GPU and traffic?")
     parser.add_argument("--version", action="version", version=f"kvtwin {VERSION}")
     commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    sim_cli.add_commands(commands)
-    study_cli.add_commands(commands)
-    traces_cli.add_commands(commands)
-    gpu_cli.add_commands(commands)
-    serve_cli.add_commands(commands)
-    calib_cli.add_commands(commands)
+    for name, (module, about) in COMMANDS.items():
+        commands.add_parser(name, help=about).later(partial(_fill, name=name, module=module))
     return parser
+
+
+def _fill(parser: Parser, name: str, module: str) -> None:
+    getattr(import_module(module), f"add_{name}")(parser)
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:

@@ -3,19 +3,18 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sim.errors import UserError
 from sim.files import folder_name
 from sim.flags import add_bound_flags, add_flags, asked_values, read_options
 from sim.folders import clear, owning
 from sim.interrupts import INTERRUPTED
-from sim.prepare import prepare, with_one_swap_space
-from sim.results.schema import Result
-from sim.run_files import draw_result, exit_status, print_result, record, simulate, simulator
 from sim.scenario_file import write_asked
 from sim.systems import DEFAULT_POLICY
-from sim.traffic import requests_of
+
+if TYPE_CHECKING:
+    from sim.results.schema import Result
 
 EXPLAIN_HELP = "What became of one request of a saved run and why it waited, in sentences."
 REPORT_HELP = (
@@ -29,23 +28,25 @@ COMPARE_HELP = (
 )
 
 
-def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
-    """Mount `run`, `compare`, `report` and `explain`."""
-    run = subparsers.add_parser("run", help="simulate one policy", description=RUN_HELP)
-    compare = subparsers.add_parser("compare", help="simulate several policies side by side", description=COMPARE_HELP)
-    report = subparsers.add_parser("report", help="one HTML page of saved runs", description=REPORT_HELP)
-    report.later(_add_report_flags)
-    report.set_defaults(run=report_command)
-    explain = subparsers.add_parser("explain", help="why one request waited, in sentences", description=EXPLAIN_HELP)
-    explain.later(_add_explain_flags)
-    explain.set_defaults(run=explain_command)
-    for parser, command in ((run, run_command), (compare, compare_command)):
-        parser.later(add_flags)
-        parser.set_defaults(run=command)
-    compare.later(add_bound_flags)
+def add_run(parser: Any) -> None:  # noqa: ANN401 - `kvtwin.command_line`'s
+    """Fill the parser of `run`, as the next ones those of their commands."""
+    parser.description = RUN_HELP
+    parser.set_defaults(run=run_command)
+    add_flags(parser)
 
 
-def _add_report_flags(parser: Any) -> None:  # noqa: ANN401
+def add_compare(parser: Any) -> None:  # noqa: ANN401
+    """`compare`."""
+    parser.description = COMPARE_HELP
+    parser.set_defaults(run=compare_command)
+    add_flags(parser)
+    add_bound_flags(parser)
+
+
+def add_report(parser: Any) -> None:  # noqa: ANN401
+    """`report`."""
+    parser.description = REPORT_HELP
+    parser.set_defaults(run=report_command)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="what run, compare or live wrote")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the first DIR)")
 
@@ -61,7 +62,10 @@ def report_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_explain_flags(parser: Any) -> None:  # noqa: ANN401
+def add_explain(parser: Any) -> None:  # noqa: ANN401
+    """`explain`."""
+    parser.description = EXPLAIN_HELP
+    parser.set_defaults(run=explain_command)
     parser.add_argument("folder", type=Path, metavar="DIR", help="of one run, made with --timeline")
     parser.add_argument("--request", type=int, required=True, metavar="N", help="request id: its place in the trace")
 
@@ -76,6 +80,8 @@ def explain_command(arguments: argparse.Namespace) -> int:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """`kvtwin run`."""
+    from sim.run_files import draw_result, print_result, simulate  # noqa: PLC0415 - numpy is slow to import
+
     scenario, policies, folder, outputs = read_options(arguments, DEFAULT_POLICY)
     if len(policies) != 1:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
@@ -89,8 +95,11 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def compare_command(arguments: argparse.Namespace) -> int:
     """`kvtwin compare`."""
+    from sim.prepare import prepare, with_one_swap_space  # noqa: PLC0415 - as for `run`
     from sim.results.comparison import print_comparison, write_comparison  # noqa: PLC0415
     from sim.results.figures import FigureRun, write_figures  # noqa: PLC0415
+    from sim.run_files import exit_status, record, simulator  # noqa: PLC0415
+    from sim.traffic import requests_of  # noqa: PLC0415
 
     scenario, policies, folder, outputs = read_options(arguments)
     labels = [label for label, _ in policies]

@@ -2,12 +2,14 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from kvtwin.command_line import build_parser
+from kvtwin.command_line import COMMANDS, build_parser
 from sim.flags import read_options
 from sim.systems import DEFAULT_POLICY
 
@@ -61,3 +63,16 @@ def test_commands_in_sentences_have_flags_that_exist(words, capsys):
     assert end.value.code == 0
     known = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
     assert {word for word in words if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS), ("profile", "fit"), ("trace", "generate")])
+def test_help_imports_no_slow_package(words):
+    """In a process of its own: this one has them all."""
+    slow = {"numpy", "scipy", "pandas", "pyarrow", "matplotlib", "simpy", "torch", "rich"}
+    ask = (
+        "import sys\nfrom kvtwin import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n"
+        f"    sys.exit(end.code or ' '.join(sorted({slow!r} & set(sys.modules))) or None)"
+    )
+    told = subprocess.run([sys.executable, "-c", ask, *words, "--help"], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout.startswith("usage: kvtwin")

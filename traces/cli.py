@@ -22,12 +22,10 @@ _FORMAT_HELP = "\n".join(
 _WORKLOAD_HELP = "\n".join(("workloads:", *(f"  {name:16} {about}" for name, about in WORKLOADS.items())))
 
 
-def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Mount `trace` and its commands; each sets `run`, a function from the parsed arguments to the exit status."""
-    trace = subparsers.add_parser(
-        "trace", help="inspect, convert, generate, list and fetch traces", description=__doc__
-    )
-    commands = trace.add_subparsers(title="commands", metavar="COMMAND", required=True)
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """Mount the commands of `trace`; each sets `run`, a function from the parsed arguments to the exit status."""
+    parser.description = __doc__
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_convert(commands)
     _add_generate(commands)

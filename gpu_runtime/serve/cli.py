@@ -4,18 +4,19 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu_runtime.cli import add_device_flags, check_installed, decoder_for, name_gpu
 from sim.errors import UserError
 from sim.flags import add_flags, read_options
 from sim.folders import owning
 from sim.option_values import flag
-from sim.prepare import Setup, prepare
-from sim.run_files import draw_result, print_result, record
-from sim.runs import Run
 from sim.scenario import OF_WORKLOADS, READING
 from sim.scenario_file import read_scenario
+
+if TYPE_CHECKING:
+    from sim.prepare import Setup
+    from sim.runs import Run
 
 API_KEY = "KVTWIN_API_KEY"
 HTTP = "http"
@@ -34,14 +35,10 @@ HELP = (
 )
 
 
-def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
-    """Mount `serve`."""
-    parser = subparsers.add_parser("serve", help="serve a model over HTTP with one policy", description=HELP)
-    parser.later(_add_flags)
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `serve`."""
+    parser.description = HELP
     parser.set_defaults(run=run_serve)
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, without=(*TRAFFIC, "step"))
     add_device_flags(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (%(default)s)")
@@ -76,6 +73,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from gpu_runtime.serve.run import bind, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
     from gpu_runtime.serve.server import ServerOptions  # noqa: PLC0415
     from gpu_runtime.serve.text import load_codec  # noqa: PLC0415
+    from sim.prepare import prepare  # noqa: PLC0415
+    from sim.run_files import draw_result, print_result, record  # noqa: PLC0415
 
     api_key = arguments.api_key or os.environ.get(API_KEY) or None
     if arguments.max_queue < 1:
@@ -113,7 +112,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             what = f"{options.model} with {setup.label} on {arguments.device}, {setup.limits.num_gpu_blocks} KV blocks"
             print(f"kvtwin: serving {what}: {url_of(bound)}", flush=True)
 
-    def on_device(setup: Setup, requests: object, table: Any, keep: Any) -> Run:  # noqa: ANN401
+    def on_device(setup: "Setup", requests: object, table: Any, keep: Any) -> "Run":  # noqa: ANN401
         return perform(setup, table, keep, decoder, live, codec, options, bound, folder=folder, announce=announce)
 
     with owning(folder):

@@ -12,11 +12,14 @@ are known in advance (`_finishing`). Members whose last token came at another ti
 from collections import OrderedDict
 from collections.abc import Collection
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
-from sim.engine.itl import GapCollector
 from sim.engine.plan import StepTimes, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
+
+if TYPE_CHECKING:
+    from sim.engine.itl import GapCollector
 
 
 class Cohort:
@@ -80,7 +83,7 @@ class DecodeBatch:
         "token_log",
     )
 
-    def __init__(self, block_size: int, gaps: GapCollector) -> None:
+    def __init__(self, block_size: int, gaps: "GapCollector") -> None:
         self.block_size = block_size
         self.step = 0
         self.context_tokens = 0

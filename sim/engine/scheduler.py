@@ -6,17 +6,20 @@ cost nothing.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import PEER, Change, Move, Tier
 from sim.engine.decisions import DecisionLog
-from sim.engine.itl import GapCollector
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
 from sim.engine.sequence import FINISHED, PARKED, RUNNING, Sequence, Status
 from sim.engine.windowed_batch import WindowedBatch
 from sim.parts.base import Admission, Eviction, Memory, Order, Part, Stage, overrides
 from sim.parts.batching.base import Batching
+
+if TYPE_CHECKING:
+    from sim.engine.itl import GapCollector
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Scheduler:
         "stage",
     )
 
-    def __init__(self, parts: Parts, limits: Limits, gaps: GapCollector, deployment: Deployment) -> None:
+    def __init__(self, parts: Parts, limits: Limits, gaps: "GapCollector", deployment: Deployment) -> None:
         self.limits, self.gaps, self.deployment = limits, gaps, deployment
         self.batch = DecodeBatch(limits.block_size, gaps)
         self._windowed: WindowedBatch | None = None

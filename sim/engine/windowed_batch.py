@@ -6,12 +6,15 @@ counted by the step at which it gets there, as completions are: a step still cos
 
 from heapq import heappop, heappush
 from math import inf
+from typing import TYPE_CHECKING
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.itl import GapCollector
 from sim.engine.limits import WindowLimits
 from sim.engine.plan import IterationPlan, StepTimes, WindowTokens
 from sim.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from sim.engine.itl import GapCollector
 
 
 class Below:
@@ -68,7 +71,7 @@ class WindowedBatch(DecodeBatch):
 
     __slots__ = ("_reading", "_ring", "window")
 
-    def __init__(self, block_size: int, gaps: GapCollector, limits: WindowLimits) -> None:
+    def __init__(self, block_size: int, gaps: "GapCollector", limits: WindowLimits) -> None:
         super().__init__(block_size, gaps)
         self.window = limits.tokens
         self._reading = Below(limits.tokens, block_size)

@@ -42,40 +42,36 @@ MAP_HELP = (
 )
 
 
-def add_commands(subparsers: Any) -> None:  # noqa: ANN401 - argparse does not name the type publicly
-    """Mount the commands."""
-    sweep = subparsers.add_parser("sweep", help="simulate every point of a study file", description=SWEEP_HELP)
-    sweep.later(_add_sweep_flags)
-    sweep.set_defaults(run=partial(_goes_on, sweep_command))
-    tune = subparsers.add_parser("tune", help="search for the best policy and knobs under SLOs", description=TUNE_HELP)
-    tune.later(_add_tune_flags)
-    tune.set_defaults(run=partial(_goes_on, tune_command))
-    regimes = subparsers.add_parser("map", help="draw which policy wins over two parameters", description=MAP_HELP)
-    regimes.later(_add_map_flags)
-    regimes.set_defaults(run=partial(_goes_on, map_command))
-    reproduce = subparsers.add_parser("reproduce", help="a paper's figures beside ours", description=REPRODUCE_HELP)
-    reproduce.later(_add_reproduce_flags)
-    reproduce.set_defaults(run=partial(_goes_on, reproduce_command))
-
-
-def _add_reproduce_flags(parser: argparse.ArgumentParser) -> None:
+def add_reproduce(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `reproduce`, as the next ones those of their commands."""
+    parser.description = REPRODUCE_HELP
+    parser.set_defaults(run=partial(_goes_on, reproduce_command))
     parser.add_argument("paper", nargs="?", help="layerkv, ellm, hcache, kvpr or sarathi (default: all)")
     parser.add_argument("--figure", metavar="N", help="of the paper (default: all that are known)")
     parser.add_argument("--page", type=Path, metavar="FILE", help="Markdown page whose tables to replace")
     add_means(parser)
 
 
-def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """`sweep`."""
+    parser.description = SWEEP_HELP
+    parser.set_defaults(run=partial(_goes_on, sweep_command))
     _add_study(parser, "scenario and axes")
     parser.add_argument("--table", choices=("csv", "parquet"), default="csv", help="format of the tables (default csv)")
     parser.add_argument("--no-figures", action="store_true", help="draw nothing")
 
 
-def _add_tune_flags(parser: argparse.ArgumentParser) -> None:
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    """`tune`."""
+    parser.description = TUNE_HELP
+    parser.set_defaults(run=partial(_goes_on, tune_command))
     _add_study(parser, "scenario, goal, SLOs and knobs")
 
 
-def _add_map_flags(parser: argparse.ArgumentParser) -> None:
+def add_map(parser: argparse.ArgumentParser) -> None:
+    """`map`."""
+    parser.description = MAP_HELP
+    parser.set_defaults(run=partial(_goes_on, map_command))
     _add_study(parser, "scenario, policies and axes")
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from traces.cli import add_commands
+from traces.cli import add_trace
 from traces.errors import TraceError
 from traces.readers import open_trace
 
@@ -23,8 +23,8 @@ def trace(tmp_path):
 
 def kvtwin(*words):
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
-    args = parser.parse_args(["trace", *map(str, words)])
+    add_trace(parser)
+    args = parser.parse_args([*map(str, words)])
     return args.run(args)
 
 
