@@ -114,8 +114,8 @@ class Paced(Unified):
             tokens += seq.num_tokens - seq.num_computed
             left_s = seq.request.arrival_s + within_s - now_s
             if left_s <= 0.0:
-                rate = inf
-            elif tokens / left_s > rate:
+                return self.limit
+            if tokens / left_s > rate:
                 rate = tokens / left_s
         least = tokens if tokens <= 2 * worth else max(worth, LEAST_CHUNK)
         busy = rate * order.price.token_s
@@ -169,7 +169,7 @@ class Paced(Unified):
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
         found = [*self.partials, *islice(self.order.kept(), LOOK_AHEAD + 1)]
-        if self._shelved in found:
+        if self._shelved is not None and self._shelved in found:
             found.remove(self._shelved)
         return found[:LOOK_AHEAD]
 

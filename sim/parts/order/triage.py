@@ -28,7 +28,7 @@ from math import floor, inf, sqrt
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from sim.engine.plan import IterationPlan, WindowTokens
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.base import Order
 from sim.parts.order.request_price import Outlook, RequestPrice, make_outlook
@@ -122,8 +122,11 @@ class Triage(Order):
         self.is_quiet = False
         """Whether nobody has arrived for `QUIET_S`."""
         self._next_tick_s = 0.0
-        self._decodes: tuple[int, int, WindowTokens | None] | None = None
+        # Of the batch that was asked for last, and what its iteration takes without prompts.
+        self._num_decodes = self._context_tokens = -1
         self._decodes_s = 0.0
+        self._decode_share = 1.0
+        """Of time, what is not for the prompts to be expected."""
         self.changed = True
         """Whether this step follows a fact or a tick: else all answers are as they were."""
         self._stale = True
@@ -135,6 +138,7 @@ class Triage(Order):
         longest = limits.max_model_len if scheduler.batching.stops_at_max_model_len else inf
         self.price = RequestPrice(self.cost, limits, longest)
         self.price.keep_pace(PACE * self.tpot_slo_s)
+        self._has_window = limits.window is not None
 
     # -- prospects -----------------------------------------------------------------------------------------------------
 
@@ -175,15 +179,16 @@ class Triage(Order):
 
     def iteration_s(self) -> float:
         """What an iteration takes, its share of the prompts that are to be expected included."""
-        return self.decodes_s() / (1.0 - min(0.8, self.kept_tokens_per_s * self.price.token_s))
+        return self.decodes_s() / self._decode_share
 
     def decodes_s(self) -> float:
         """What it takes without prompts."""
         batch = self.batch
-        decodes = max(1, len(batch.members)), batch.context_tokens, batch.windowed
-        if decodes != self._decodes:
-            # Asked several times a step, of the same batch.
-            self._decodes, self._decodes_s = decodes, self.cost.decode_steps(*decodes)[0]
+        num_decodes, context_tokens = len(batch.members) or 1, batch.context_tokens
+        if context_tokens != self._context_tokens or num_decodes != self._num_decodes or self._has_window:
+            # Else of the same batch: asked several times a step.
+            self._num_decodes, self._context_tokens = num_decodes, context_tokens
+            self._decodes_s = self.cost.decode_steps(num_decodes, context_tokens, batch.windowed)[0]
         return self._decodes_s
 
     def first_due_s(self, seq: Sequence) -> float:
@@ -236,6 +241,7 @@ class Triage(Order):
         self.num_thetas += 1
         _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept = zip(*arrivals, strict=True)
         self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
+        self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s)
         iterations_by_room, iterations_by_time = sum(by_room), sum(by_time)
         is_limit = iterations_by_time >= iterations_by_room
         price.keep_pace(PACE * self.tpot_slo_s, sum(prompt_s) / sum(num_tokens), is_limit=is_limit)
@@ -270,9 +276,18 @@ class Triage(Order):
         kind = self.class_of(seq, outlook, self.iteration_s())
         key = outlook.work_s if kind == DEFERRED else seq.request.arrival_s
         self._place_at(seq, (kind, key, seq.request.request_id))
+        self._keep(seq, outlook)
+        return kind
+
+    def _look(self, seq: Sequence) -> Outlook:
+        """The outlook of one who waits, anew."""
+        outlook = self.outlook(seq)
+        self._keep(seq, outlook)
+        return outlook
+
+    def _keep(self, seq: Sequence, outlook: Outlook) -> None:
         if seq.predicted_median_tokens:
             self._outlooks[seq] = outlook
-        return kind
 
     def _place_at(self, seq: Sequence, place: Place) -> None:
         self._place[seq] = place
@@ -335,7 +350,7 @@ class Triage(Order):
         hoping = len(self._queue) - (0 if self.patience_s else self._num_hopeless)
         moved: list[tuple[Sequence, Outlook]] = []
         for (old, key, _), seq in self._queue[:hoping]:
-            outlook = self._outlooks.get(seq) or self.outlook(seq)
+            outlook = self._outlooks.get(seq) or self._look(seq)
             kind = self.class_of(seq, outlook, iteration_s)
             if kind != old or (kind == DEFERRED and key != outlook.work_s):
                 moved.append((seq, outlook))
