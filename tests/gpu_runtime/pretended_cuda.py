@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ class Machine(TorchDispatchMode):
         self.order, self.dice = order, random.Random(seed)
         self.syncs: list[str] = []
         """Operations that made the host wait for the device, by name."""
-        self._local, self._lock = threading.local(), threading.Lock()
+        self._local = threading.local()
         self._handles = DEFAULT
         self.Stream, self.Event = (type(kind.__name__, (kind,), {"machine": self}) for kind in (Stream, Event))
         self._default = self.Stream()
@@ -58,7 +58,7 @@ class Machine(TorchDispatchMode):
         # By the address of their storage.
         self._kept: list[Tensor] = []
         # Page-locked tensors of torch's own allocator, which waits for copies before it gives them out again.
-        self._on_device: WeakValueDictionary[int, Memory] = WeakValueDictionary()
+        self._on_device: dict[int, ref[Memory]] = {}
 
     # -- torch.cuda ----------------------------------------------------------------------------------------------------
 
@@ -140,18 +140,18 @@ class Machine(TorchDispatchMode):
 
     def at(self, address: int) -> Place:
         """The memory that an address lies in, and from which byte on."""
-        with self._lock:
-            known = {**dict(self._on_device), **self._pinned}
+        # Copies are made in one go: other threads allocate and free meanwhile.
+        alive = {start: found for start, kept in self._on_device.copy().items() if (found := kept()) is not None}
+        known = alive | self._pinned.copy()
         starts = sorted(known)
         start = starts[bisect_right(starts, address) - 1]
-        return known[start], address - start  # type: ignore[return-value]
+        return known[start], address - start
 
     def fresh(self, inner: Tensor) -> OnDevice:
         """A tensor whose storage has just been allocated on the current stream."""
         storage = inner.untyped_storage()
         memory = Memory(self.order, f"memory of {list(inner.shape)}", storage.nbytes(), self.current_stream().agent)
-        with self._lock:
-            self._on_device[storage.data_ptr()] = memory
+        self._on_device[storage.data_ptr()] = ref(memory)
         return OnDevice(inner, memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
