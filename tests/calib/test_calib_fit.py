@@ -49,8 +49,8 @@ from traces.request import Request
 PROFILES = ("a100-80g-imported", "l40s-imported", "h100-imported", "h200-imported", "l20-derived", "cpu-derived")
 
 
-DENSE_UNITS = [name for name in ROOFLINE_UNITS if "expert" not in name]
-"""Constants that samples are priced with; those of routed experts are fitted by themselves."""
+DENSE_UNITS = [name for name in ROOFLINE_UNITS if "expert" not in name and "latent" not in name]
+"""Constants that samples are priced with; those of routed experts and of latents are fitted by themselves."""
 
 
 def cost_and_constants(model, name, tp):
