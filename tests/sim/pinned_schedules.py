@@ -50,6 +50,14 @@ WINDOWED = (
     "vllm-v1:long-prefill-token-threshold=20",
 )  # fmt: skip
 """These also with layers that keep a window."""
+DEEP = (
+    "ellm:tpot-slo-ms=1000", "ellm:layers-per-block=2,tpot-slo-ms=100",
+    "ellm:layers-per-block=8,equations=paper,fused=false",
+    "ellm:layers-per-block=1,least-uncached-ratio=0.5,overlapped=false",
+    "ellm:layer-order=contiguous,layers-per-block=2,tpot-slo-ms=100",
+    "ellm:layer-order=contiguous,layers-per-block=1,least-uncached-ratio=0.5", "layerkv", "hcache", "kvpr",
+)  # fmt: skip
+"""These with a model of 40 layers: on one of four it seldom pays to leave tokens uncached."""
 PAIRS = {
     "layerkv": (
         "order=triage order=lpm order=dfs-weight order=prefix-groups order=priority batching=request-level "
@@ -78,7 +86,8 @@ def names() -> list[str]:
     """Presets, their options, and mixes."""
     more = (f"{name}:{options}" for name, variants in VARIANTS.items() for options in variants)
     pairs = (f"{name}:{part}" for name, parts in PAIRS.items() for part in parts.split())
-    return [*dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)), *(f"{name} windowed" for name in WINDOWED), *pairs]
+    return [*dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)), *(f"{name} windowed" for name in WINDOWED),
+            *(f"{name} deep" for name in DEEP), *pairs]  # fmt: skip
 
 
 def runs_of(name: str) -> int:
@@ -108,13 +117,13 @@ def requests_of(rng: random.Random, length: int, block: int) -> list[Request]:
     return found
 
 
-def machine_of(rng: random.Random, policy: Policy, block_bytes: float) -> Machine:
+def machine_of(rng: random.Random, policy: Policy, block_bytes: float, layers: int = 4) -> Machine:
     """Mostly linear in all; else a small model on a card."""
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and layers == 4:
         model, hardware, profile = tiny_model(), load_hardware("l20"), read_profile(GOLDEN / "l20-profile.json")
         return Machine(model, build_cost(model, hardware, profile, 1, block_bytes), profile, hardware)
     return linear_machine(
-        block_bytes, decode=rng.choice(DECODES), host=rng.choice(hosts_of(policy)),
+        block_bytes, layers=layers, decode=rng.choice(DECODES), host=rng.choice(hosts_of(policy)),
         swap_s_per_block=rng.choice((1e-4, 3e-3, 0.05)),
     )  # fmt: skip
 
@@ -136,8 +145,8 @@ def with_windows(rng: random.Random, work: Workload, policy: Policy) -> Workload
     return Workload(work.arrivals, limit, Machine(model, cost, plain.profile, plain.hardware))
 
 
-def workload(policy: Policy, place: int, *, windowed: bool = False) -> Workload:
-    """The `place`-th; the same for all systems but for what their limits refuse."""
+def workload(policy: Policy, place: int, kind: str = "") -> Workload:
+    """The `place`-th, `windowed`, `deep` or plain; the same for all systems but for what their limits refuse."""
     rng = random.Random(f"schedules {place}")
     block, length = rng.choice((4, 16)), rng.choice((64, 256))
     blocks = length // block * rng.randint(10, 40) // 16
@@ -148,8 +157,8 @@ def workload(policy: Policy, place: int, *, windowed: bool = False) -> Workload:
     arrivals = requests_of(rng, length, block)
     if policy.can_cache_prefixes and place % 2:
         limit = replace(limit, enable_prefix_caching=True)
-    work = Workload(arrivals, limit, machine_of(rng, policy, limit.block_bytes))
-    return with_windows(rng, work, policy) if windowed else work
+    work = Workload(arrivals, limit, machine_of(rng, policy, limit.block_bytes, 40 if kind == "deep" else 4))
+    return with_windows(rng, work, policy) if kind == "windowed" else work
 
 
 def teller() -> Callable[[object], object]:
@@ -183,9 +192,9 @@ def teller() -> Callable[[object], object]:
     return told
 
 
-def answer(policy: Policy, place: int, *, windowed: bool = False) -> str:
+def answer(policy: Policy, place: int, kind: str = "") -> str:
     """What is pinned of a run."""
-    work, told, plans = workload(policy, place, windowed=windowed), teller(), []
+    work, told, plans = workload(policy, place, kind), teller(), []
 
     def watch(scheduler: Scheduler) -> Callable[[IterationPlan, float, StepTimes], None]:
         if place % 2:
@@ -209,9 +218,9 @@ def answer(policy: Policy, place: int, *, windowed: bool = False) -> str:
 
 def lines(name: str) -> list[str]:
     """Of a system."""
-    text, _, windowed = name.partition(" ")
+    text, _, kind = name.partition(" ")
     policy = parse_policy(text, {})[1]
-    return [f"{name} #{place}: {answer(policy, place, windowed=bool(windowed))}" for place in range(runs_of(name))]
+    return [f"{name} #{place}: {answer(policy, place, kind)}" for place in range(runs_of(name))]
 
 
 def main() -> None:
