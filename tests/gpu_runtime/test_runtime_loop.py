@@ -104,3 +104,24 @@ def test_a_block_that_two_share_is_none():
     found.gpu.free(ids)
     with pytest.raises(InvariantError, match="gpu blocks"):
         found.check()
+
+
+def test_a_device_sleeps_until_it_is_time_or_somebody_wakes_it():
+    live, wake_s = pytest.importorskip("kvtwin.testing.live"), pytest.importorskip("gpu_runtime.device").WAKE_S
+    device = live.build_device(build_engine(VllmRecompute(), limits(20, 0), linear_machine(), print).scheduler)
+
+    def slept_s(until_s):
+        began_s = device.now_s()
+        device.wait(began_s + until_s)
+        return device.now_s() - began_s
+
+    def woken_s():
+        device.wake()
+        return slept_s(1000.0)
+
+    device.start()
+    assert slept_s(0.02) >= 0.02
+    # Far from the next event it looks whether anything has happened.
+    assert wake_s <= slept_s(1000.0) < 100.0
+    assert min(woken_s() for _ in range(5)) < wake_s
+    device.close()
