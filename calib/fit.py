@@ -24,7 +24,6 @@ from calib.holdout import (
     leave_rows_out,
     mean,
     mean_holdout,
-    misses,
     regions,
     small_predicts_large,
 )
@@ -43,8 +42,7 @@ FITTED_OPS = ("layers", "products", "linear", "elementwise", "step", "lm_head", 
 """Operations that the roofline explains."""
 FIXED = (
     "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s", "attention_tile_tokens",
-    "attention_slots", "attention_padding_tokens", "attention_roofline_exponent", "kv_padding_waves",
-    "elementwise_bytes_per_s", "elementwise_launch_s",
+    "attention_slots", "elementwise_bytes_per_s", "elementwise_launch_s",
 )  # fmt: skip
 """Constants that count as the base has them where the samples do not tell them."""
 MOST_ERROR = 0.25
@@ -121,7 +119,7 @@ def fit_profile(
         if fit is not None:
             estimates |= fit.estimates
             scatter |= dict.fromkeys(fit.estimates, fit.scatter)
-    fixed = {name: _value(name, estimates, base) for name in FIXED} | {"l2_bytes": hardware.l2_bytes or 0.0}
+    fixed = {name: _value(name, estimates, base) for name in FIXED}
     fit = fit_roofline(terms, measured, fixed=fixed, own_engine=status == "measured")
     estimates |= fit.estimates
     scatter |= dict.fromkeys(fit.estimates, fit.scatter)
@@ -183,15 +181,14 @@ def _factors(
 ) -> tuple[list[Point] | None, dict[str, Holdout], dict[str, Holdout]]:
     """Factors of products' tokens where they pay, and errors on models left out, or on rows where there is one only.
 
-    They pay where the fit without them leans or misses what is left out, and predicts that better with them.
+    They pay where the fit without them leans, and what is left out is predicted better with them.
     """
     by_model = leave_one_model_out(samples, terms, measured, fixed=fixed)
-    left_out = leave_one_model_out if by_model else leave_rows_out
-    alone = by_model or left_out(samples, terms, measured, fixed=fixed)
-    if not leans(regions(samples, errors_of(constants, terms, measured))) and not misses(alone):
+    if not leans(regions(samples, errors_of(constants, terms, measured))):
         return None, by_model, {}
+    left_out = leave_one_model_out if by_model else leave_rows_out
     held_out = left_out(samples, terms, measured, fixed=fixed, factored=True)
-    if is_better(held_out, alone):
+    if is_better(held_out, by_model or left_out(samples, terms, measured, fixed=fixed)):
         return fit_linear_factors(constants, terms, measured), *((held_out, {}) if by_model else ({}, held_out))
     return None, by_model, {}
 

@@ -12,17 +12,15 @@ T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) +
   constants of their type of weights (`Profile.experts`). These kernels choose experts, make inputs FP8, activate and
   sum as well, so that nothing else counts that. Where no such kernel was timed, experts are linear layers with W of
   those met, and no factors count.
-- Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. Where
-  `kv_padding_waves` is given, only as many do as fill the `attention_slots` so often: the rest start while others
-  read. KV that needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector
-  operations / (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those
-  were timed; latents of 16 bits with constants of their own kernels where the profile has them (`sim.cost.latents`).
+- Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
+  needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
+  (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those were timed;
+  latents of 16 bits with constants of their own kernels where the profile has them (`sim.cost.latents`).
 - Prompts: query-context pairs / (G F_attn). Where `attention_tile_tokens` is given, one kernel does prompts and decodes
   (FlashAttention-2's for lengths that vary): a tile of so many rows costs the same however few of them are used, a
-  decode's row as well, over its context and `attention_padding_tokens`; one head of one tile walks its whole context on
-  one of `attention_slots`. Heads go one after the other: where a batch does not leave slots for all query heads of a KV
-  head, those to come read its KV anew, unless L2 holds it. Computing and reading make a ridge of its own. Else prompts'
-  and decodes' kernels run in turn, as they do where layers differ in their KV.
+  decode's row as well; one head of one tile walks its whole context on one of `attention_slots`; and decodes' query
+  heads read their shared KV anew, where more of them run than slots. Its computing and reading do not overlap. Else
+  prompts' and decodes' kernels run in turn, as they do where layers differ in their KV.
 - All-reduces, two a layer: as measured where the profile has points of G GPUs. Else launch + 2 (G-1) latency + r / X
   + 2 sqrt(chunk r / X), r = 2 (G-1)/G bytes: a pipeline whose chunks have the best size.
 """
@@ -86,7 +84,7 @@ class RooflineCost(CostModel):
             self.attention_s_per_pair = self.latents.prefill_s_per_pair
             self.added_s_per_token += self.latents.joined_s_per_token
         self._set_kv(model, model.kv_format(tp), profile)
-        self._set_tiles(model, hardware, profile, tp)
+        self._set_tiles(model, profile, tp)
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
@@ -172,19 +170,14 @@ class RooflineCost(CostModel):
         self.kv_padding_s = padding * self.decode_s_per_context_token
         self.is_uniform = kv.window is None and not self.last_token_share
 
-    def _set_tiles(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
+    def _set_tiles(self, model: ModelSpec, profile: Profile, tp: int) -> None:
         """What the kernel that does prompts and decodes together rounds up; no tile where layers differ in their KV."""
         self.tile_tokens = profile.value("attention_tile_tokens") if self.is_uniform and not model.mla else 0.0
         self.slots = profile.value("attention_slots")
-        self.attention_exponent = profile.value("attention_roofline_exponent")
-        self.tile_padding_tokens = profile.value("attention_padding_tokens")
-        heads, kv_heads = model.num_heads / tp, max(1, model.num_kv_heads // tp)
+        heads = model.num_heads / tp
         # Pairs of a GPU's whole time that one tile of one head takes of it for each token of its context.
         self.walk_pairs_per_token = self.tile_tokens * self.slots / heads
-        self.heads_per_kv = heads / kv_heads
-        self.most_padded = profile.value("kv_padding_waves") * self.slots / kv_heads if self.slots else inf
-        # Tokens of which L2 holds one KV head's keys and values of a layer.
-        self.cached_tokens = (hardware.l2_bytes or 0.0) / (self.kv.token_layer_bytes / kv_heads)
+        self.heads_per_kv = heads / max(1, model.num_kv_heads // tp)
 
     def _note_beyond(self, name: str, value: float) -> None:
         if value > self.beyond.get(name, 0.0):
@@ -212,10 +205,6 @@ class RooflineCost(CostModel):
         self.all_reduced_s_per_token = ring / value("allreduce_bytes_per_s")
         self.all_reduce_chunk_s = value("allreduce_chunk_s")
         self.all_reduce_fixed_s = value("allreduce_launch_s") + 2 * (tp - 1) * value("allreduce_latency_s")
-
-    def padding_s(self, num_decodes: float) -> float:
-        """What decodes read beyond their contexts, s."""
-        return self.kv_padding_s * min(num_decodes, self.most_padded)
 
     def products_s(self, tokens: int) -> float:
         """Linear layers of all layers over `tokens` tokens, inputs made FP8 included, routed experts left out, s."""
@@ -265,7 +254,7 @@ class RooflineCost(CostModel):
         return self.attention_s_per_pair / self.layers * pairs
 
     def _tiled_s(self, plan: IterationPlan, num_decodes: int, read_s: float) -> float:
-        """Attention of prompts, and of decodes that would read for `read_s` by themselves, in one kernel, s."""
+        """Attention of prompts and of decodes that would read for `read_s` by themselves, in one kernel, s."""
         pairs: float = plan.prefill_pairs
         longest = 0.0
         for _, num_new, cached, _ in plan.chunks:
@@ -280,12 +269,13 @@ class RooflineCost(CostModel):
         """The same, of prompts' pairs and longest context, tiles included, and of decodes over `context_tokens`."""
         if not num_decodes:
             return self.attention_s_per_pair * max(pairs, self.walk_pairs_per_token * longest)
-        pairs += self.tile_tokens * (context_tokens + num_decodes * self.tile_padding_tokens)
+        pairs += self.tile_tokens * context_tokens
         longest = max(longest, context_tokens / num_decodes)
-        if self.slots and context_tokens > self.cached_tokens:
-            read_s *= min(max(1.0, num_decodes * self.heads_per_kv / self.slots), self.heads_per_kv)
+        reads = 1.0
+        if self.slots:
+            reads = min(max(1.0, num_decodes * self.heads_per_kv / self.slots), self.heads_per_kv)
         compute_s = self.attention_s_per_pair * max(pairs, self.walk_pairs_per_token * longest)
-        return ridge(compute_s, read_s, self.attention_exponent)
+        return compute_s + reads * read_s
 
     def _uneven_s(self, plan: IterationPlan) -> float:
         """Linear layers and prompts' attention of an iteration where layers differ."""
@@ -320,11 +310,9 @@ class RooflineCost(CostModel):
         else:
             read_s = self.full_s_per_token * plan.decode_context_tokens
             read_s += self.window_s_per_token * plan.decode_window.tokens
-        read_s += self.padding_s(num_decodes)
+        read_s += self.kv_padding_s * num_decodes
         if self.tile_tokens:
-            # Whoever asks takes off what is read together.
-            shared_s = self.unread_s(plan.decode_shared_tokens)
-            work_s = self.linear_s(tokens) + self._tiled_s(plan, num_decodes, read_s - shared_s) + shared_s
+            work_s = self.linear_s(tokens) + self._tiled_s(plan, num_decodes, read_s)
         elif self.is_uniform:
             work_s = self.linear_s(tokens) + self.attention_s_per_pair * plan.prefill_pairs + read_s
         else:
@@ -353,7 +341,7 @@ class RooflineCost(CostModel):
         if batch_s is None:
             tokens = num_decodes if self.padded is None else self.padded(num_decodes)
             batch_s = self.linear_s(tokens) + self.head_s(num_decodes) + self.overhead_s
-            batch_s += self.padding_s(num_decodes) + self.all_reduce_s(tokens)
+            batch_s += self.kv_padding_s * num_decodes + self.all_reduce_s(tokens)
             self._batch_s[num_decodes] = batch_s
         if window is None:
             slope = self.decode_s_per_context_token * num_decodes

@@ -66,7 +66,7 @@ class TableCost(RooflineCost):
 
     def _shape_s(self, new: float, cached: float, decodes: float, context: float) -> float:
         """The roofline's attention of all layers, for how it grows beyond the tables."""
-        read_s = self.decode_s_per_context_token * decodes * (context + 1) + self.padding_s(decodes)
+        read_s = self.decode_s_per_context_token * decodes * (context + 1) + self.kv_padding_s * decodes
         if not new:
             return read_s
         pairs = max(new, self.tile_tokens) * (cached + (new + 1) / 2)
@@ -87,10 +87,14 @@ class TableCost(RooflineCost):
             return max(0.0, self._decodes_s(decodes, context) - self._launch_s)
         point = new, cached, decodes, context
         at = edge(self._mixed, point)
-        seconds = value_at(self._mixed, at)
-        if any(x > most for x, most in zip(point, at, strict=True)):
-            seconds *= self._shape_s(*point) / self._shape_s(*at)
-        return max(0.0, seconds - self._chunk_s(new, cached))
+        seconds = value_at(self._mixed, at) - self._chunk_s(at[0], at[1])
+        if all(x <= most for x, most in zip(point, at, strict=True)):
+            return max(0.0, seconds)
+
+        def added_s(new: float, cached: float, decodes: float, context: float) -> float:
+            return self._shape_s(new, cached, decodes, context) - self._shape_s(new, cached, 0, 0)
+
+        return max(0.0, seconds) * max(1.0, added_s(*point) / added_s(*at))
 
     def _attention_of(self, plan: IterationPlan, num_decodes: int) -> float:
         """Attention of prompts, and of decodes beside them, in all layers, s."""

@@ -35,7 +35,6 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies_beside_compute: bool = True
     compute_capability: Quantity | None = None
     fp8_flops_per_s: Quantity | None = None
-    l2_bytes: Quantity | None = None
 
 
 MOST = 1e24
@@ -64,7 +63,6 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         copies_beside_compute: whether it has copy engines; false for a CPU, which copies itself.
         compute_capability: CUDA's, major.minor; None: unknown, or not an NVIDIA GPU.
         fp8_flops_per_s: dense FP8 peak with float32 accumulation, FLOP/s; None: it multiplies nothing in FP8.
-        l2_bytes: the L2 cache that all of its multiprocessors share; None: not given.
         sources: field name to "status: source".
     """
 
@@ -79,7 +77,6 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     copies_beside_compute: bool = True
     compute_capability: float | None = None
     fp8_flops_per_s: float | None = None
-    l2_bytes: float | None = None
     sources: dict[str, str]
 
 

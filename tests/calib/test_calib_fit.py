@@ -3,7 +3,6 @@
 import json
 import warnings
 from dataclasses import fields
-from math import hypot
 
 import msgspec
 import numpy as np
@@ -35,7 +34,7 @@ from calib.roofline import MOST_EXPONENT, attention_s, complete, fit_roofline, p
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
 from sim.cost.model import ridge
-from sim.cost.profile import ROOFLINE_UNITS, load_profile, read_profile
+from sim.cost.profile import KERNEL_NAMES, ROOFLINE_UNITS, load_profile, read_profile
 from sim.cost.roofline import RooflineCost
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
@@ -49,8 +48,8 @@ from traces.request import Request
 PROFILES = ("a100-80g-imported", "l40s-imported", "h100-imported", "h200-imported", "l20-derived", "cpu-derived")
 
 
-DENSE_UNITS = [name for name in ROOFLINE_UNITS if "expert" not in name and "latent" not in name]
-"""Constants that samples are priced with; those of routed experts and of latents are fitted by themselves."""
+DENSE_UNITS = [name for name in ROOFLINE_UNITS if name not in KERNEL_NAMES]
+"""Constants that samples are priced with; those of experts and of latents are fitted by themselves."""
 
 
 def cost_and_constants(model, name, tp):
@@ -60,8 +59,7 @@ def cost_and_constants(model, name, tp):
     profile = msgspec.structs.replace(profile, all_reduce=None, constants=dense)
     hardware = load_hardware(profile.gpu)
     cost = RooflineCost(spec(model), hardware, profile, tp)
-    constants = {name: profile.value(name) for name in DENSE_UNITS} | {"l2_bytes": hardware.l2_bytes or 0.0}
-    return cost, constants, cost.factor_points or None
+    return cost, {name: profile.value(name) for name in DENSE_UNITS}, cost.factor_points or None
 
 
 def divides(model, tp):
@@ -151,31 +149,24 @@ def test_a_mixed_step_costs_what_the_simulator_charges(model, tp, chunk, cached,
 
 
 def test_a_mixed_kernel_by_hand():
-    """Llama-3.1 8B: a chunk of 10 after 990 counts as 40 rows, as does each of 64 decodes after 999, over 30 more.
-
-    A KV head has 32.8 MB: beyond L2 two of its four query heads read them at once, and the others again.
-    """
-    tiles = {"attention_tile_tokens": 40.0, "attention_slots": 128.0, "attention_padding_tokens": 30.0}
-    constants = complete({**A100, **tiles, "attention_roofline_exponent": 2.0, "l2_bytes": 3.3e7})
+    """Llama-3.1 8B: a chunk of 10 after 990 counts as 40 rows, as do 64 decodes after 999; KV is read twice."""
+    constants = complete({**A100, "attention_tile_tokens": 40.0, "attention_slots": 128.0})
     sample = Sample(
         op="products", latency_s=1.0, model="llama-3.1-8b", new_tokens=10, context_tokens=990, decodes=64,
         decode_context_tokens=999,
     )  # fmt: skip
     pair, kv = 4 * 32 * 128, 2 * 8 * 128 * 2
-    compute_s = (40 * 995.5 + 40 * 64 * (1000 + 30)) * pair / 1.75e14
-    read_s = 64 * (1000 + 20) * kv / 1.5e12
+    compute_s = (40 * 995.5 + 40 * 64 * 1000) * pair / 1.75e14
     assert compute_s > 40 * 1000 * 128 / 32 * pair / 1.75e14
-    assert attention_s(constants, terms([sample]))[0] == pytest.approx(hypot(compute_s, read_s))
-    beyond = {**constants, "l2_bytes": 3.2e7}
-    assert attention_s(beyond, terms([sample]))[0] == pytest.approx(hypot(compute_s, 2 * read_s))
+    read_s = 64 * (1000 + 20) * kv / 1.5e12
+    assert attention_s(constants, terms([sample]))[0] == pytest.approx(compute_s + 2 * read_s)
     # Alone, the chunk waits for one head's tile to walk its context: 128 slots, 32 heads.
     alone = msgspec.structs.replace(sample, decodes=0, decode_context_tokens=0)
     assert attention_s(constants, terms([alone]))[0] == pytest.approx(40 * 1000 * 128 / 32 * pair / 1.75e14)
 
 
-def test_exact_mixed_samples_give_tiles_slots_and_padding_back():
-    tiles = {"attention_tile_tokens": 48.0, "attention_slots": 150.0, "attention_padding_tokens": 90.0}
-    constants = {**A100, **tiles, "attention_roofline_exponent": 3.0, "kv_padding_waves": 2.0}
+def test_exact_mixed_samples_give_tiles_and_slots_back():
+    constants = {**A100, "attention_tile_tokens": 48.0, "attention_slots": 150.0}
     mixed = [
         Sample(op="layers", latency_s=1.0, model=model, new_tokens=n, context_tokens=c, decodes=d,
                decode_context_tokens=k)
@@ -493,15 +484,7 @@ def test_everything_measured_leaves_nothing_to_carry_over(everything):
     }
     profile = everything.profile
     assert everything.carried == []
-    apart = {
-        "attention_tile_tokens",
-        "attention_slots",
-        "attention_padding_tokens",
-        "attention_roofline_exponent",
-        "kv_padding_waves",
-        "elementwise_bytes_per_s",
-        "elementwise_launch_s",
-    }
+    apart = {"attention_tile_tokens", "attention_slots", "elementwise_bytes_per_s", "elementwise_launch_s"}
     apart |= {name for name in DENSE_UNITS if name.startswith("fp8")}
     assert list(profile.constants) == [name for name in DENSE_UNITS if name not in apart]
     assert profile.all_reduce is not None
@@ -751,7 +734,7 @@ def test_a_profile_fitted_to_another_profiles_predictions_prices_like_it(tmp_pat
         linear_factors=None,
     )
     samples = [*shapes(), *shapes(("llama-3.1-8b",), "step")]
-    exact = timed(samples, predict_s({n: source.value(n) for n in DENSE_UNITS} | {"l2_bytes": 0.0}, terms(samples)))
+    exact = timed(samples, predict_s({n: source.value(n) for n in DENSE_UNITS}, terms(samples)))
     profile = fitted(exact, tmp_path).profile
     cost = RooflineCost(spec("llama-2-13b"), HARDWARE, profile, 1)
     true = RooflineCost(spec("llama-2-13b"), HARDWARE, source, 1)

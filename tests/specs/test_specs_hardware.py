@@ -18,7 +18,7 @@ def test_the_built_ins():
 def test_every_value_has_a_source_that_says_how_it_is_known(name):
     hardware = load_hardware(name)
     assert hardware.name == name
-    may_lack = hardware.compute_capability, hardware.fp8_flops_per_s, hardware.l2_bytes
+    may_lack = hardware.compute_capability, hardware.fp8_flops_per_s
     assert len(hardware.sources) == 7 + sum(value is not None for value in may_lack)
     assert (hardware.fp8_flops_per_s is not None) == ((hardware.compute_capability or 0) >= 8.9)
     for source in hardware.sources.values():
