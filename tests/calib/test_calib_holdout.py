@@ -10,7 +10,7 @@ from calib_small import A100, THREE, noisy, planted, shapes, terms
 
 from calib.cli import DATA
 from calib.experts import EXPERT_DATA, read_expert_samples
-from calib.fit import FitReport, fit_profile
+from calib.fit import FitReport, fit_profile, with_latents
 from calib.holdout import (
     Holdout,
     is_decode,
@@ -20,6 +20,7 @@ from calib.holdout import (
     regions,
     small_predicts_large,
 )
+from calib.latents import LATENT_DATA, read_latent_samples
 from calib.papers import eq3_alpha
 from calib.report import fit_markdown, forms_table, size_table, worst_region
 from calib.roofline import FORMS
@@ -56,6 +57,9 @@ def refit_of(gpu):
         provenance=read_comments(path),
         experts=read_expert_samples(EXPERT_DATA / path.name),
     )
+    latents = LATENT_DATA / path.name
+    if latents.exists():
+        report = with_latents(report, read_latent_samples(latents), load_hardware(gpu))
     return Refit(report, load_profile(f"{gpu}-imported"))
 
 

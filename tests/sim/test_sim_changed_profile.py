@@ -6,7 +6,7 @@ import pytest
 
 import kvtwin
 from sim.cost.changed_profile import RATES, profile_named
-from sim.cost.profile import load_profile
+from sim.cost.profile import KERNEL_NAMES, load_profile
 from sim.errors import UserError
 
 BASE = load_profile("l20-derived")
@@ -26,7 +26,13 @@ def test_constants_are_replaced_and_the_rest_stays():
 
 def test_a_gpu_twice_as_fast_halves_the_time_of_what_it_computes(tmp_path):
     fast = profile_named("l20-derived:gpu_speed=2")
-    assert all(fast.value(name) == 2 * BASE.value(name) for name in RATES)
+    assert all(fast.value(name) == 2 * BASE.value(name) for name in RATES if name not in KERNEL_NAMES)
+    timed, faster = load_profile("h100-imported"), profile_named("h100-imported:gpu_speed=2")
+    rates = KERNEL_NAMES & set(RATES)
+    assert len(rates) == 3 * 3 + 3
+    assert all(faster.value(name) == 2 * timed.value(name) for name in rates)
+    launches = [name for name in KERNEL_NAMES if name.endswith("_launch_s")]
+    assert [faster.value(name) / timed.value(name) for name in launches] == [0.5] * 4
     assert fast.value("layer_overhead_s") == BASE.value("layer_overhead_s") / 2
     assert fast.value("h2d_bytes_per_s") == BASE.value("h2d_bytes_per_s")
     (tmp_path / "p.json").write_text(
