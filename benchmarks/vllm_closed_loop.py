@@ -63,99 +63,6 @@ rows do not say so; but Qwen3-32B's means, times ten for each client, are whole 
 
 
 @dataclass(frozen=True)
-class Served:
-    """Rows of one model on one GPU, and the settings of the server that they are of.
-
-    Attributes:
-        columns: what the rows' columns say.
-        options: of the `Scenario`, beside what the row says.
-        prompts_per_iteration: as many of the row's prompts an iteration computes, where that is set.
-        asynchronous: whether vLLM schedules ahead.
-        seqs_as_clients: whether it takes as many sequences as there are clients, else `options` or its default.
-    """
-
-    columns: dict[str, str]
-    client: Client
-    options: dict[str, Any]
-    asynchronous: bool = True
-    seqs_as_clients: bool = False
-    prompts_per_iteration: int | None = None
-
-
-def _llama_70b(system: str, max_num_seqs: int | None = None) -> Served:
-    """Labelled as Llama-3.1-70B, of Llama-3.3-70B: the shapes are the same. vLLM about 0.10.2; `70b_fp8_*.sh`."""
-    columns = {"model_path": "meta-llama/Llama-3.1-70B", "system": system, "precision": "fp8"}
-    options = {"model": "llama-3.1-70b", "quantization": "fp8", "kv_cache_dtype": "fp8"}
-    options |= {"max_num_batched_tokens": 8192, "max_num_seqs": max_num_seqs, "enable_prefix_caching": False}
-    return Served(columns, INFERENCEMAX, options, seqs_as_clients=max_num_seqs is None)
-
-
-def _gpt_oss(system: str) -> Served:
-    """vLLM 0.18, MXFP4 experts by Marlin's kernels; `gptoss_fp4_*.sh` of spring 2026."""
-    columns = {"model_path": "openai/gpt-oss-120b", "system": system, "backend_version": "0.18.0"}
-    options = {"model": "gpt-oss-120b", "max_num_batched_tokens": 8192, "enable_prefix_caching": False}
-    return Served(columns, INFERENCEMAX, options, seqs_as_clients=True)
-
-
-def _gpt_oss_b200() -> Served:
-    """vLLM 0.15.1, MXFP4 experts over activations in MXFP8 (FlashInfer's kernels); `gptoss_fp4_b200.sh` of February
-    2026."""
-    columns = {"model_path": "openai/gpt-oss-120b", "system": "b200_sxm", "backend_version": "0.15.1"}
-    options = {"model": "gpt-oss-120b", "kv_cache_dtype": "fp8", "max_num_batched_tokens": 8192, "max_num_seqs": 512}
-    return Served(columns, INFERENCEMAX, options | {"enable_prefix_caching": False})
-
-
-def _minimax(system: str, version: str, **options: str | float) -> Served:
-    """Experts split over the group, not parallel; `minimaxm2.5_fp8_h200.sh` and `..._b200.sh` of spring 2026.
-
-    The first ones left the prefix cache on, in which a warm-up left one of the prompts.
-    """
-    columns = {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": system, "precision": "fp8"}
-    columns |= {"backend_version": version, "moe_ep_size": "1"}
-    return Served(columns, INFERENCEMAX, {"model": "minimax-m2.5", "enable_prefix_caching": False, **options})
-
-
-SERVED = {
-    "llama-3.3-70b-h100": _llama_70b("h100_sxm"),
-    "llama-3.3-70b-h200": _llama_70b("h200_sxm"),
-    "llama-3.3-70b-b200": _llama_70b("b200_sxm", max_num_seqs=512),
-    # vLLM 0.12 schedules in series unless asked (`SchedulerConfig.async_scheduling`), and sorts to sample: both models'
-    # `generation_config.json` has top-k and top-p. Its other settings are assumed to be its defaults.
-    "qwen3-32b-h100": Served(
-        {"model_path": "Qwen/Qwen3-32B", "system": "h100_sxm", "precision": ""},
-        AIPERF,
-        {"model": "qwen3-32b", "engine_profile": "vllm-0.12-top-p"},
-        asynchronous=False,
-    ),
-    "qwen3-235b-a22b-h200": Served(
-        {"model_path": "Qwen/Qwen3-235B-A22B-FP8", "system": "h200_sxm"},
-        AIPERF,
-        {"model": "qwen3-235b-a22b", "quantization": "fp8", "engine_profile": "vllm-0.12-top-p"},
-        asynchronous=False,
-    ),
-    "gpt-oss-120b-h100": _gpt_oss("h100_sxm"),
-    "gpt-oss-120b-h200": _gpt_oss("h200_sxm"),
-    "gpt-oss-120b-b200": _gpt_oss_b200(),
-    # vLLM 0.18, experts parallel: `minimaxm2.5_fp8_h100.sh` and `..._h200.sh` of spring 2026.
-    "minimax-m2.5-h100": Served(
-        {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "h100_sxm", "precision": "fp8", "backend_version": "0.18.0"},
-        INFERENCEMAX,
-        {"model": "minimax-m2.5", "max_num_seqs": 256, "enable_prefix_caching": False},
-    ),
-    "minimax-m2.5-h200": Served(
-        {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "h200_sxm", "precision": "fp8", "backend_version": "0.18.0"},
-        INFERENCEMAX,
-        {"model": "minimax-m2.5", "gpu_memory_utilization": 0.95, "enable_prefix_caching": False},
-    ),
-    "minimax-m2.5-h200-vllm-0.16": _minimax("h200_sxm", "0.16.0", gpu_memory_utilization=0.95),
-    "minimax-m2.5-b200-vllm-0.17": _minimax("b200_sxm", "0.17.0", gpu_memory_utilization=0.95, block_size=32),
-    "minimax-m2.5-b200-vllm-0.19": replace(
-        _minimax("b200_sxm", "0.19.0", block_size=32, kv_cache_dtype="fp8"), prompts_per_iteration=2
-    ),
-}
-
-
-@dataclass(frozen=True)
 class Row:
     """A measured row."""
 
@@ -170,6 +77,95 @@ class Row:
     def name(self) -> str:
         """As people write it."""
         return f"TP{self.tp} {self.input_tokens}/{self.output_tokens} c{self.concurrency}"
+
+
+def _nothing(_: Row) -> dict[str, Any]:
+    """No settings that differ by row."""
+    return {}
+
+
+def _seqs_as_clients(row: Row) -> dict[str, Any]:
+    """As InferenceMAX's scripts ask for: as many sequences as there are clients."""
+    return {"max_num_seqs": row.concurrency}
+
+
+def _generated(row: Row) -> dict[str, Any]:
+    """As aiconfigurator's generator set vLLM up in January 2026 (`generator/rule_plugin/vllm.rule`)."""
+    return {
+        "max_num_seqs": row.concurrency,
+        "max_num_batched_tokens": row.concurrency + row.input_tokens + 1500,
+        "max_model_len": row.input_tokens + row.output_tokens + 1500,
+    }
+
+
+@dataclass(frozen=True)
+class Served:
+    """Rows of one model on one GPU, and the settings of the server that they are of.
+
+    Attributes:
+        columns: what the rows' columns say.
+        options: of the `Scenario`, beside what the row says.
+        asynchronous: whether vLLM schedules ahead.
+        options_of: those that differ by row.
+    """
+
+    columns: dict[str, str]
+    client: Client
+    options: dict[str, Any]
+    asynchronous: bool = True
+    options_of: Callable[[Row], dict[str, Any]] = _nothing
+
+
+def _llama_70b(system: str, max_num_seqs: int | None = None) -> Served:
+    """Labelled as Llama-3.1-70B, of Llama-3.3-70B: the shapes are the same. vLLM about 0.10.2; `70b_fp8_*.sh`."""
+    columns = {"model_path": "meta-llama/Llama-3.1-70B", "system": system, "precision": "fp8"}
+    options = {"model": "llama-3.1-70b", "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    options |= {"max_num_batched_tokens": 8192, "max_num_seqs": max_num_seqs, "enable_prefix_caching": False}
+    return Served(columns, INFERENCEMAX, options, options_of=_nothing if max_num_seqs else _seqs_as_clients)
+
+
+def _gpt_oss(system: str) -> Served:
+    """vLLM 0.18, MXFP4 experts by Marlin's kernels; `gptoss_fp4_*.sh` of spring 2026."""
+    columns = {"model_path": "openai/gpt-oss-120b", "system": system, "backend_version": "0.18.0"}
+    options = {"model": "gpt-oss-120b", "max_num_batched_tokens": 8192, "enable_prefix_caching": False}
+    return Served(columns, INFERENCEMAX, options, options_of=_seqs_as_clients)
+
+
+SERVED = {
+    "llama-3.3-70b-h100": _llama_70b("h100_sxm"),
+    "llama-3.3-70b-h200": _llama_70b("h200_sxm"),
+    "llama-3.3-70b-b200": _llama_70b("b200_sxm", max_num_seqs=512),
+    # vLLM 0.12 schedules in series unless asked (`SchedulerConfig.async_scheduling`), and sorts to sample: both models'
+    # `generation_config.json` has top-k and top-p. The rows do not say how the servers were started. Other rows of the
+    # same folder are of Dynamo 0.8.0, 23 January 2026: the settings assumed are those that its generator wrote then.
+    "qwen3-32b-h100": Served(
+        {"model_path": "Qwen/Qwen3-32B", "system": "h100_sxm", "precision": ""},
+        AIPERF,
+        {"model": "qwen3-32b", "engine_profile": "vllm-0.12-top-p"},
+        asynchronous=False,
+        options_of=_generated,
+    ),
+    "qwen3-235b-a22b-h200": Served(
+        {"model_path": "Qwen/Qwen3-235B-A22B-FP8", "system": "h200_sxm"},
+        AIPERF,
+        {"model": "qwen3-235b-a22b", "quantization": "fp8", "engine_profile": "vllm-0.12-top-p"},
+        asynchronous=False,
+        options_of=_generated,
+    ),
+    "gpt-oss-120b-h100": _gpt_oss("h100_sxm"),
+    "gpt-oss-120b-h200": _gpt_oss("h200_sxm"),
+    # vLLM 0.18, experts parallel: `minimaxm2.5_fp8_h100.sh` and `..._h200.sh` of spring 2026.
+    "minimax-m2.5-h100": Served(
+        {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "h100_sxm", "precision": "fp8", "backend_version": "0.18.0"},
+        INFERENCEMAX,
+        {"model": "minimax-m2.5", "max_num_seqs": 256, "enable_prefix_caching": False},
+    ),
+    "minimax-m2.5-h200": Served(
+        {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "h200_sxm", "precision": "fp8", "backend_version": "0.18.0"},
+        INFERENCEMAX,
+        {"model": "minimax-m2.5", "gpu_memory_utilization": 0.95, "enable_prefix_caching": False},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -219,17 +215,12 @@ def _in_one_group(row: dict[str, str]) -> bool:
 
 def simulate(row: Row, served: Served) -> Simulated:
     """Replay a row."""
-    options = dict(served.options)
-    if served.seqs_as_clients:
-        options["max_num_seqs"] = row.concurrency
-    if served.prompts_per_iteration:
-        options["max_num_batched_tokens"] = served.prompts_per_iteration * row.input_tokens
+    options = {"max_model_len": row.input_tokens + row.output_tokens + 256} | served.options | served.options_of(row)
     scenario = Scenario(
         workload="fixed",
         gpu=served.columns["system"].removesuffix("_sxm"),
         tp=row.tp,
         max_concurrency=row.concurrency,
-        max_model_len=row.input_tokens + row.output_tokens + 256,
         **options,
     )
     policy = f"vllm-v1:async-scheduling={str(served.asynchronous).lower()}"
@@ -297,11 +288,9 @@ def main() -> None:
         served = replace(served, options=served.options | {"engine_profile": arguments.engine_profile})
     print("Simulated: means over all requests of a row, the burst at its start included.")
     print(f"{'row':<22}{'TTFT, ms':>11}{'simulated':>11}{'':>9}{'TPOT, ms':>11}{'simulated':>11}")
-    pairs: list[tuple[Row, Simulated]] = []
+    pairs = []
     for row in read(arguments.file, served)[:: arguments.every]:
-        # What was measured twice lies together, and is simulated once.
-        again = bool(pairs) and pairs[-1][0].name == row.name
-        pairs.append((row, pairs[-1][1] if again else simulate(row, served)))
+        pairs.append((row, simulate(row, served)))
         print(line(*pairs[-1]), flush=True)
     for which, kind in enumerate(("medians", "means")):
         print(f"\nsimulated {kind}:")
