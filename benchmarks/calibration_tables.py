@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
@@ -208,8 +207,7 @@ def latents() -> str:
     rows = []
     for path in sorted(LATENT_DATA.glob("*.csv.gz")):
         profile = load_profile(path.name.removesuffix(".csv.gz"))
-        others = {name: constant for name, constant in profile.constants.items() if name not in LATENT_UNITS}
-        without, hardware = msgspec.structs.replace(profile, constants=others), load_hardware(profile.gpu)
+        without, hardware = profile.without(LATENT_UNITS), load_hardware(profile.gpu)
         fit = fit_latents(read_latent_samples(path), without, hardware)
         measured = np.array([s.latency_s for s in fit.samples])
         other = as_other_attention_s(fit.samples, without, hardware) / measured - 1

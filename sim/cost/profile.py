@@ -4,7 +4,7 @@ The shipped ones lie in `calib/profiles/`. A data edge, not an import: this modu
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
 from math import inf, isfinite
 from pathlib import Path
@@ -215,6 +215,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
                 f"it has {', '.join(self.constants)}"
             )
         return constant.value
+
+    def without(self, names: Collection[str]) -> "Profile":
+        """The profile without the constants of these names."""
+        kept = {name: constant for name, constant in self.constants.items() if name not in names}
+        return msgspec.structs.replace(self, constants=kept)
 
     def experts(self, quantization: str | None) -> dict[str, float] | None:
         """Constants of experts of that type by the names of `EXPERT_UNITS`; None where none were timed."""

@@ -170,10 +170,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
         Of latent attention; 0 of other models.
         """
-        if self.mla is None:
-            return 0.0
-        heads = max(self.num_heads / tp, LATENT_TILE_HEADS)
-        return 2.0 * heads * (2 * self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+        return self._absorbed_flops_per_token_read * max(1 / tp, LATENT_TILE_HEADS / self.num_heads)
 
     def latent_joined_bytes_per_token(self, tp: int = 1) -> float:
         """Bytes per GPU and layer of one token's queries, of latent width, read and written; 0 of others."""

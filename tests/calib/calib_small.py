@@ -42,10 +42,7 @@ L20 = {
 }
 """Constants of the size that such GPUs have."""
 HARDWARE = load_hardware("a100-80g")
-BASE = load_profile("a100-80g-derived")
-BASE = msgspec.structs.replace(
-    BASE, constants={name: constant for name, constant in BASE.constants.items() if name not in OPTIONAL}
-)
+BASE = load_profile("a100-80g-derived").without(OPTIONAL)
 """Without assumptions about what the samples leave out, so that planted constants are all there is."""
 THREE = ("llama-2-7b", "llama-2-70b", "llama-3.1-8b")
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

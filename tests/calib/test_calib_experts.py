@@ -235,10 +235,8 @@ def test_the_table_compares_both_prices():
 def test_as_dense_is_what_a_profile_without_constants_says(name):
     """Where experts are all that a model has, but for attention, the two agree."""
     model, profile = load_model(name), load_profile("h100-imported")
-    constants = {n: c for n, c in profile.constants.items() if n not in EXPERT_NAMES}
     # What lies between products elsewhere is free then.
-    del constants["elementwise_launch_s"], constants["elementwise_bytes_per_s"]
-    bare = structs.replace(profile, constants=constants)
+    bare = profile.without(EXPERT_NAMES | {"elementwise_launch_s", "elementwise_bytes_per_s"})
     wide = structs.replace(model, num_heads=1, num_kv_heads=1, head_dim=1)
     quantization = model.expert_quantization
     moe = model.moe

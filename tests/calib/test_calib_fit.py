@@ -55,8 +55,7 @@ DENSE_UNITS = [name for name in ROOFLINE_UNITS if name not in KERNEL_NAMES]
 def cost_and_constants(model, name, tp):
     # Measured all-reduces stand for themselves; samples are priced by the form.
     profile = load_profile(name)
-    dense = {name: constant for name, constant in profile.constants.items() if name in DENSE_UNITS}
-    profile = msgspec.structs.replace(profile, all_reduce=None, constants=dense)
+    profile = msgspec.structs.replace(profile.without(KERNEL_NAMES), all_reduce=None)
     hardware = load_hardware(profile.gpu)
     cost = RooflineCost(spec(model), hardware, profile, tp)
     return cost, {name: profile.value(name) for name in DENSE_UNITS}, cost.factor_points or None

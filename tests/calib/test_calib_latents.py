@@ -17,7 +17,7 @@ from calib.latents import (
     read_latent_samples,
 )
 from calib.samples import samples_sha256
-from sim.cost.profile import LATENT_UNITS, Profile, load_profile, shipped_profiles
+from sim.cost.profile import LATENT_UNITS, load_profile, shipped_profiles
 from sim.cost.roofline import RooflineCost
 from sim.errors import UserError
 from sim.specs.hardware import load_hardware
@@ -27,12 +27,7 @@ SHIPPED = sorted(path.name.removesuffix(".csv.gz") for path in LATENT_DATA.iterd
 PLANTED = dict(zip(LATENT_UNITS, (7e14, 6e14, 150.0, 1.2e12, 4e-5), strict=True))
 
 
-def without_latents(profile: Profile) -> Profile:
-    kept = {name: constant for name, constant in profile.constants.items() if name not in LATENT_UNITS}
-    return structs.replace(profile, constants=kept)
-
-
-PROFILE = without_latents(load_profile("h100-imported"))
+PROFILE = load_profile("h100-imported").without(LATENT_UNITS)
 
 
 def sample(**changes) -> LatentSample:
@@ -186,7 +181,7 @@ def test_profiles_have_constants_of_latents_where_samples_of_them_ship():
 def test_shipped_constants_are_those_of_the_shipped_samples(name):
     path, profile = LATENT_DATA / f"{name}.csv.gz", load_profile(name)
     assert profile.provenance["latents_sha256"] == samples_sha256(path)
-    fit = fit_latents(read_latent_samples(path), without_latents(profile), load_hardware(profile.gpu))
+    fit = fit_latents(read_latent_samples(path), profile.without(LATENT_UNITS), load_hardware(profile.gpu))
     assert profile.latents == pytest.approx(fit.fit.values, rel=1e-4)
     assert profile.residuals
     assert fit.residuals == pytest.approx({key: profile.residuals[key] for key in fit.residuals}, abs=2e-5)

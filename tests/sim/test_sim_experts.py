@@ -39,10 +39,6 @@ PROFILE = load_profile("h100-imported")
 TYPES = {"": "qwen3-30b-a3b", "fp8": "minimax-m2.5", "mxfp4": "gpt-oss-20b"}
 
 
-def without_experts(profile: Profile) -> Profile:
-    return structs.replace(profile, constants={n: c for n, c in profile.constants.items() if n not in EXPERT_NAMES})
-
-
 def cost_of(model: str | ModelSpec, profile: Profile = PROFILE, tp: int = 1) -> RooflineCost:
     return RooflineCost(load_model(model) if isinstance(model, str) else model, HARDWARE, profile, tp)
 
@@ -115,7 +111,7 @@ def test_a_layer_of_experts_launches_its_products_once():
 
 
 def test_without_constants_experts_are_linear_layers():
-    profile, model = without_experts(PROFILE), load_model("qwen3-30b-a3b")
+    profile, model = PROFILE.without(EXPERT_NAMES), load_model("qwen3-30b-a3b")
     cost = cost_of(model, profile)
     assert not cost.expert_layers
     ridge_s = cost.linear_s(8) - max(cost.elementwise_least_s, 8 * cost.elementwise_s_per_token)

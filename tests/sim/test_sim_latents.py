@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from calib.latents import KVPrice, LatentSample, LatentTerms, attention_model, predict_latent_s
 from kvtwin.testing import conformance, limits, requests
@@ -25,7 +24,7 @@ from sim.systems import POLICIES
 
 HARDWARE = load_hardware("h100")
 PROFILE = load_profile("h100-imported")
-WITHOUT = structs.replace(PROFILE, constants={n: c for n, c in PROFILE.constants.items() if n not in LATENT_UNITS})
+WITHOUT = PROFILE.without(LATENT_UNITS)
 
 
 def cost_of(model=None, profile=PROFILE, tp: int = 1) -> RooflineCost:

@@ -53,7 +53,7 @@ def test_without_factors_nothing_changes(tokens):
 
 
 def test_a_mixture_whose_experts_are_not_priced_apart_has_none():
-    constants = {name: c for name, c in PROFILE.constants.items() if name not in KERNEL_NAMES}
+    constants = PROFILE.without(KERNEL_NAMES).constants
     with_factors, plain = (cost_of(points, "deepseek-v2-lite", constants=constants) for points in (CURVE, None))
     assert with_factors.linear_s(300) == plain.linear_s(300)
 
