@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from calib.samples import MADS
 
@@ -151,7 +151,7 @@ def _estimates(
     points: int,
     values: Callable[[Array], dict[str, float]],
 ) -> dict[str, Estimate]:
-    wide = float(student.ppf(0.975, max(points - len(names), 1)))
+    wide = float(stdtrit(max(points - len(names), 1), 0.975))
     spread = np.where(np.isnan(deviations), 0.0, deviations)
     centre, low, high = values(x), values(x - wide * spread), values(x + wide * spread)
     found = {}

@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """The names of `kvtwin.api`: importing it takes as long as pandas and matplotlib do, and commands need neither."""
+    """The names of `kvtwin.api`: importing it takes as long as pandas does, which `kvtwin run` does without."""
     if name in __all__:
         return getattr(import_module("kvtwin.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from kvtwin.studies import MapResult, SweepResult, TuneResult, regime_map, sweep, tune
 from sim.cost.changed_profile import profile_named
@@ -25,8 +25,6 @@ from sim.option_values import option_fields
 from sim.policy_options import options_of, parse_policy
 from sim.prepare import prepare, with_one_swap_space
 from sim.results.comparison_sentences import sentences
-from sim.results.figures import FIGURES, FigureRun
-from sim.results.figures.data import together
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
@@ -38,6 +36,11 @@ from sim.systems import DEFAULT_POLICY
 from sim.systems.base import Policy
 from sim.traffic import requests_of
 from traces.errors import TraceError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from sim.results.figures import FigureRun
 
 __all__ = [
     "ComparisonResult",
@@ -87,7 +90,7 @@ class RunResult:
         """The metrics of `kvtwin compare` by key; NaN where the run has none."""
         return pd.Series(metric_values(self.result), name=self.label, dtype=float)
 
-    def figure(self, name: str) -> Figure:
+    def figure(self, name: str) -> "Figure":
         """One figure of this run: `ttft_tpot`, `queueing`, `memory`, `lanes` or, of several engines, `engines`."""
         return _drawn(name, [self])
 
@@ -109,7 +112,7 @@ class ComparisonResult:
         """What differs from the first policy, a paragraph for each further one."""
         return sentences([run.result for run in self.runs])
 
-    def figure(self, name: str) -> Figure:
+    def figure(self, name: str) -> "Figure":
         """One figure of all runs, as `RunResult.figure` has it."""
         return _drawn(name, self.runs)
 
@@ -247,14 +250,18 @@ def _series(engines: list[EngineParts]) -> pd.DataFrame:
     return pd.concat(placed).sort_values("time_s", kind="stable", ignore_index=True)
 
 
-def _drawn(name: str, runs: Sequence[RunResult]) -> Figure:
+def _drawn(name: str, runs: Sequence[RunResult]) -> "Figure":
+    from sim.results.figures import FIGURES  # noqa: PLC0415 - matplotlib is slow to import
+
     draw = FIGURES.get(f"{name}.png")
     if draw is None:
         raise UserError(f"figure {name!r} is not one of {', '.join(file.removesuffix('.png') for file in FIGURES)}")
     return draw([_figure_run(run) for run in runs])
 
 
-def _figure_run(run: RunResult) -> FigureRun:
+def _figure_run(run: RunResult) -> "FigureRun":
+    from sim.results.figures.data import FigureRun, together  # noqa: PLC0415
+
     done = run.requests.loc[run.requests["status"] == "completed"]
     ttft_s, queue_s, arrival_s = (np.asarray(done[name], dtype=float) for name in ("ttft_s", "queue_s", "arrival_s"))
     tpot_s = np.asarray(done["tpot_s"], dtype=float)[np.asarray(done["output_tokens"]) > 1]

@@ -3,26 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from sim.errors import UserError
 from sim.folders import owning
 from sim.scenario_file import read_toml
 from sim.study.axes import Study, read_study
 from sim.study.backends import Backend
-from sim.study.figures import draw
-from sim.study.regimes import Regimes, cells, read_map
-from sim.study.regimes import draw as draw_map
-from sim.study.regimes import lines as map_lines
 from sim.study.sweep import Means, run_study
 from sim.study.tables import means, tidy
 from sim.study.tune import Tuned, read_tune
 from sim.study.tune import tune as search
-from sim.study.tune_report import candidates_table, lines
-from sim.study.tune_report import draw as draw_tuned
+
+# What draws is imported when something is drawn: matplotlib is slow to import.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from sim.study.regimes import Regimes
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,10 @@ class SweepResult:
         """A row for each point: means over its repeats, and in `METRIC_ci95` half of their 95 % interval."""
         return means(self.study, self.table)
 
-    def figure(self, metric: str) -> Figure:
+    def figure(self, metric: str) -> "Figure":
         """A metric over the axes: `p99_ttft_ms`, or any other numeric column of the table."""
+        from sim.study.figures import draw  # noqa: PLC0415
+
         if metric not in self.table.select_dtypes("number"):
             raise UserError(f"metric {metric!r} is no numeric column of the table")
         return draw(self.study, self.means, metric)
@@ -93,16 +94,22 @@ class TuneResult:
     @property
     def table(self) -> pd.DataFrame:
         """A row for each candidate, the best first, with what it reached and whether it is on the Pareto front."""
+        from sim.study.tune_report import candidates_table  # noqa: PLC0415
+
         return candidates_table(self.tuned)
 
     @property
     def text(self) -> str:
         """The answer in sentences, as `kvtwin tune` prints it."""
+        from sim.study.tune_report import lines  # noqa: PLC0415
+
         return "\n".join(lines(self.tuned))
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """Candidates, Pareto front, and what raising each limit brings."""
-        return draw_tuned(self.tuned)
+        from sim.study.tune_report import draw  # noqa: PLC0415
+
+        return draw(self.tuned)
 
 
 def tune(
@@ -134,16 +141,20 @@ class MapResult:
     """
 
     sweep: SweepResult
-    regimes: Regimes
+    regimes: "Regimes"
 
     @property
     def text(self) -> str:
         """How many places each policy wins, and where by most."""
-        return "\n".join(map_lines(self.regimes, cells(self.regimes, self.sweep.means)))
+        from sim.study.regimes import cells, lines  # noqa: PLC0415
 
-    def figure(self) -> Figure:
+        return "\n".join(lines(self.regimes, cells(self.regimes, self.sweep.means)))
+
+    def figure(self) -> "Figure":
         """The map."""
-        return draw_map(self.regimes, cells(self.regimes, self.sweep.means))
+        from sim.study.regimes import cells, draw  # noqa: PLC0415
+
+        return draw(self.regimes, cells(self.regimes, self.sweep.means))
 
 
 def regime_map(
@@ -159,6 +170,8 @@ def regime_map(
     Raises:
         UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.
     """
+    from sim.study.regimes import read_map  # noqa: PLC0415
+
     regimes = read_map(*_read(study))
     with owning(Path(out), "out"):
         places = run_study(regimes.study, Path(out), Means(backend, address, jobs))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from calib.robust import Array, Estimate, Fit, Parameter
 from calib.samples import MADS
@@ -238,7 +238,7 @@ def _limits(parameters: Mapping[str, Parameter]) -> tuple[Array, Array]:
 def _estimates(
     parameters: Mapping[str, Parameter], x: Array, deviations: Array, values: Callable[[Array], dict[str, float]]
 ) -> dict[str, Estimate]:
-    wide = float(student.ppf(0.975, BLOCKS - 1))
+    wide = float(stdtrit(BLOCKS - 1, 0.975))
     spread = np.where(np.isnan(deviations), 0.0, deviations)
     with np.errstate(over="ignore", invalid="ignore"):
         centre, low, high = values(x), values(x - wide * spread), values(x + wide * spread)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import t as student
 
 from sim.files import write_atomically
 from sim.study.axes import Study
@@ -89,7 +88,9 @@ def half_width(values: np.ndarray) -> float:
     count = len(values)
     if count < 2:
         return float("nan")
-    return float(student.ppf(0.5 + CONFIDENCE / 2, count - 1) * values.std(ddof=1) / sqrt(count))
+    from scipy.special import stdtrit  # noqa: PLC0415 - slow to import, and only repeats need it
+
+    return float(stdtrit(count - 1, 0.5 + CONFIDENCE / 2) * values.std(ddof=1) / sqrt(count))
 
 
 def summary(study: Study, places: Sequence[Place]) -> list[dict[str, Any]]:

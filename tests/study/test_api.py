@@ -120,10 +120,20 @@ def test_the_example_programs_run(path, tmp_path):
     assert len(done.stdout.splitlines()) > 3
 
 
-def test_importing_the_package_imports_nothing_heavy():
-    code = "import kvtwin, sys; print([m for m in ('pandas', 'matplotlib', 'numpy', 'joblib') if m in sys.modules])"
+@pytest.mark.parametrize(
+    ("use", "heavy"),
+    [
+        ("import kvtwin", {"pandas", "matplotlib", "numpy", "joblib"}),
+        ("import kvtwin; kvtwin.simulate, kvtwin.sweep, kvtwin.regime_map, kvtwin.tune", {"matplotlib", "scipy"}),
+    ],
+)
+def test_importing_the_package_imports_nothing_heavy(use, heavy):
+    code = f"import sys; {use}; print(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_package_has_the_names_that_it_lists():
     assert set(kvtwin.__all__) <= set(dir(kvtwin))
     assert np.all([hasattr(kvtwin, name) for name in kvtwin.__all__])
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
