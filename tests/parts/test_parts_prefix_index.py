@@ -239,8 +239,10 @@ def test_how_much_two_lists_of_keys_share(left, at, right, begin, end, shared):
         (32, 16, (7, 8), (14, 15, 16, 17)),
         (8, 16, (7, 8, 9, 4, 5), (0, 1)),
         (24, 16, (7, 8), (0, 1, 2)),
+        (5, 15, (1, 2, 3, 1, 2, 3, 4), (0, 0)),
+        (5, 16, (1, 2, 3), ()),
     ],
-    ids=["as long", "twice", "half", "crosswise"],
+    ids=["as long", "twice", "half", "crosswise", "a third", "one token short"],
 )
 def test_keys_of_blocks_of_any_size(named, size, ids, keys):
     """24-token ids and 16-token blocks: the first block is in 7, the second in 7 and 8, the third in 8."""
@@ -248,7 +250,19 @@ def test_keys_of_blocks_of_any_size(named, size, ids, keys):
     assert BlockKeys(size).of(Request(0, 0.0, prompt, 1, "", ids, named)) == keys
 
 
+def test_a_block_is_all_that_its_first_and_last_token_are_in():
+    """16 tokens of ids of 5: the last one alone is in the fourth, the first one of the second block too."""
+    keys = BlockKeys(16)
+    found = [
+        keys.of(Request(0, 0.0, 5 * len(ids), 1, "", ids, 5)) for ids in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3, 4))
+    ]
+    assert found == [(0,), (1,), (0,)]
+    assert keys.of(Request(0, 0.0, 35, 1, "", (1, 2, 3, 4, 6, 7, 8), 5)) == (0, 2)
+    assert keys.of(Request(0, 0.0, 35, 1, "", (1, 2, 3, 5, 6, 7, 8), 5)) == (1, 3)
+
+
 def test_ids_of_the_output_count_where_the_prompt_is_named_to_its_end():
     keys = BlockKeys(16)
     assert keys.of(Request(0, 0.0, 40, 20, "", (1, 2, 3), 16, (4,))) == (1, 2, 3, 4)
+    assert keys.of(Request(0, 0.0, 48, 20, "", (1, 2, 3), 16, (4,))) == (1, 2, 3, 4)
     assert keys.of(Request(0, 0.0, 40, 20, "", (1, 2), 16, (4,))) == (1, 2)

@@ -29,6 +29,7 @@ from matplotlib.collections import Collection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
@@ -176,6 +177,7 @@ def drawn_of(artist: Artist, background: Artist) -> Iterator[str]:
     if look:
         yield " ".join(look.split())
     if isinstance(artist, Axes):
+        yield f"  {place_of(artist)}"
         for axis in (artist.xaxis, artist.yaxis):
             yield f"  {axis.axis_name} {axis_of(axis)}"
         for title in ("center", "left", "right"):
@@ -187,19 +189,35 @@ def drawn_of(artist: Artist, background: Artist) -> Iterator[str]:
             yield from (f"  {line}" for line in drawn_of(child, getattr(artist, "patch", background)))
 
 
+def place_of(axes: Axes) -> str:
+    """In which rows and columns of the figure they are, how high and wide those are, and which edges are drawn."""
+    spec, edges = axes.get_subplotspec(), [side for side, spine in axes.spines.items() if spine.get_visible()]
+    if spec is None:
+        return f"at {short(axes.get_position().bounds)} edges {edges}"
+    grid = spec.get_gridspec()
+    shape = f"rows {list(spec.rowspan)} of {grid.get_height_ratios()}, columns {list(spec.colspan)} of"
+    return f"{shape} {grid.get_width_ratios()} edges {edges}"
+
+
 def axis_of(axis: Axis) -> str:
     """Its scale, ends, name, and its ticks where they were given."""
     ends = short(axis.get_view_interval())
     given = isinstance(axis.get_major_locator(), FixedLocator | LogLocator | NullLocator)
     ticks = f"{short(axis.get_ticklocs())} {[text.get_text() for text in axis.get_ticklabels()]}" if given else ""
-    grid = axis.get_tick_params().get("gridOn")
+    look = axis.get_tick_params()
+    grid, size = look.get("gridOn"), look.get("labelsize")
     between = "" if isinstance(axis.get_minor_formatter(), NullFormatter) else "ticks between have words"
-    return f"{axis.get_scale()} {ends} {axis.get_label_text()!r} grid {grid} {ticks} {between}"
+    return f"{axis.get_scale()} {ends} {axis.get_label_text()!r} grid {grid} size {size} {ticks} {between}"
 
 
 def told_of(artist: Artist) -> str:
     """How an artist looks; empty where it only holds others."""
     match artist:
+        case Legend():
+            # Where it was asked to be: of the axes, or outside of them.
+            anchor = short(artist.get_bbox_to_anchor().bounds) if artist._bbox_to_anchor else ""
+            size = artist.prop.get_size_in_points()
+            return f"legend {artist._loc_real} {anchor} {artist._ncols} columns {size:g} {artist.get_frame_on()}"
         case Text():
             text, colour = artist.get_text(), to_hex(artist.get_color(), keep_alpha=True)
             at, kind = short(artist.get_position()), type(artist).__name__

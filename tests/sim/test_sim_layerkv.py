@@ -13,6 +13,7 @@ from sim.cost.profile import load_profile
 from sim.engine.predictor import BucketPredictor
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.parts.admission.slack import SlackAdmission
 from sim.parts.admission.slack_book import SlackBook
 from sim.parts.eviction.layer_offload import LayerOffload
 from sim.parts.memory.layer_blocks import LayerBlocks
@@ -92,6 +93,23 @@ def test_slack_of_one_request_by_hand() -> None:
     assert book.least_s(0.0, 3.0, 0.05, 0) == pytest.approx(5.0)
     # Ten steps on, the same request has ten tokens more to its name.
     assert book.least_s(0.0, 3.5, 0.05, 10) == pytest.approx(0.2 * 40 - (2.5 + 0.05 * 10))
+
+
+def test_the_admission_hears_of_who_joins_parks_leaves_and_is_ahead_of_the_step() -> None:
+    """As above: 22 tokens at the same step are 0.05 s more; parked, no step brings a token: 0.2*40 - (3 + 0.05*19)."""
+    admission = SlackAdmission(100, lambda tokens: 0.0, 0.2, drop_irrecoverable=True, lengths_known=True)
+    seq = decoding(41, 21, 1.0)
+    admission.joined(seq)
+    assert admission.book.least_s(0.0, 3.0, 0.05, 0) == pytest.approx(5.0)
+    seq.finish_step -= 1
+    admission.moved(seq)
+    assert admission.book.least_s(0.0, 3.0, 0.05, 0) == pytest.approx(5.05)
+    assert admission.book.least_s(0.0, 4.0, 0.05, 10) == pytest.approx(4.55)
+    seq.num_generated += 1
+    admission.parked(seq)
+    assert admission.book.least_s(0.0, 4.0, 0.05, 10) == pytest.approx(4.05)
+    admission.left(seq)
+    assert admission.book.least_s(0.0, 4.0, 0.05, 10) == inf
 
 
 slacks = st.lists(

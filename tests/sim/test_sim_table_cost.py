@@ -147,6 +147,28 @@ def test_beyond_the_tables_a_chunk_alone_grows_as_the_roofline(new, cached, at_e
     assert COST.iteration_s(plan_of([(new, cached)])) == pytest.approx((linear + growth * attention) * US)
 
 
+@pytest.mark.parametrize(("decodes", "context"), [(16, 2048), (64, 1024), (3, 5000)])
+def test_beyond_the_tables_decodes_beside_a_chunk_grow_as_the_roofline(decodes, context) -> None:
+    """By query-context pairs: the chunk's, its tiles' with every token of the decodes, and what the decodes read."""
+    cost = COST
+    assert isinstance(cost, TableCost) and cost.tile_tokens and cost.slots
+
+    def added(num: int, tokens: int) -> float:
+        read_s = (cost.decode_s_per_context_token * (tokens + 1) + cost.kv_padding_s) * num
+        reads = min(max(1.0, num * cost.heads_per_kv / cost.slots), cost.heads_per_kv)
+        chunk = max(128, cost.tile_tokens) * (512 + 129 / 2)
+        walk = [cost.walk_pairs_per_token * longest for longest in (640, max(640, tokens + 1))]
+        pairs = [max(chunk, walk[0]), max(chunk + cost.tile_tokens * num * (tokens + 1), walk[1])]
+        return cost.attention_s_per_pair * (pairs[1] - pairs[0]) + reads * read_s
+
+    at = min(decodes, 16), min(context, 1024)
+    by_hand = (attention_us(128, 512, *at) - attention_us(128, 512, 0, 0)) * added(decodes, context) / added(*at)
+    found = [cost.iteration_s(plan_of([(128, 512)], n, n * (context + 1))) for n in (decodes, 0)]
+    base = [32 * (500 + 128 + n) + 4 + 36 * (127 + n) / 1023 for n in (decodes, 0)]
+    head_s = cost.head_s(decodes)
+    assert found[0] - found[1] == pytest.approx((32 * by_hand + base[0] - base[1]) * US + head_s, rel=1e-9)
+
+
 def test_jumps_are_exact_across_the_bends() -> None:
     rows = [(0.01 * i, 20 + 37 * i % 300, 30 + 61 * i % 400) for i in range(24)]
     limit = limits(gpu=600, seqs=16, block_bytes=16 * 131072.0)

@@ -123,13 +123,14 @@ class ProactiveSwap(Recompute):
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """Until fewer blocks are free than shall be, if somebody could leave then."""
-        batch, spare = self.batch, self.memory.gpu.free + self.memory.releasing - self.threshold
         if not self.batching.paused:
             return steps
-        if spare < 0 and spare + batch.blocks_needed(1) < 0:
-            # Too few were free before this step, and who could leave then has been looked at.
+        # Before this step.
+        spare = self.memory.gpu.free + self.memory.releasing + self.batch.blocks_needed(1) - self.threshold
+        if spare < 0:
+            # Too few were free, and who could leave then has been looked at.
             return 1 if self._has_paused else steps
-        return max(1, min(steps, batch.steps_within(spare + batch.blocks_needed(1))))
+        return max(1, min(steps, self.batch.steps_within(spare)))
 
     # -- too late ----------------------------------------------------------------------------------------------------
 
