@@ -97,11 +97,13 @@ def compare_command(arguments: argparse.Namespace) -> int:
     """`kvtwin compare`."""
     from sim.prepare import prepare, with_one_swap_space  # noqa: PLC0415 - as for `run`
     from sim.results.comparison import print_comparison, write_comparison  # noqa: PLC0415
-    from sim.results.figures import FigureRun, write_figures  # noqa: PLC0415
     from sim.run_files import exit_status, record, simulator  # noqa: PLC0415
     from sim.traffic import requests_of  # noqa: PLC0415
 
     scenario, policies, folder, outputs = read_options(arguments)
+    drawing = None
+    if outputs.figures is not False:
+        from sim.results import figures as drawing  # noqa: PLC0415 - matplotlib is slow to import
     labels = [label for label, _ in policies]
     if len(set(labels)) != len(labels):
         raise UserError(f"--policy: {', '.join(labels)} names one twice")
@@ -111,7 +113,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     with owning(folder):
         clear(folder, below=[folder_name(label) for label in labels])
         results: list[Result] = []
-        figures: list[FigureRun] = []
+        drawn = []
         status = 0
         for setup, requests in planned:
             place = folder / folder_name(setup.label)
@@ -124,7 +126,8 @@ def compare_command(arguments: argparse.Namespace) -> int:
                 status = INTERRUPTED
                 break
             results.append(result)
-            figures.append(FigureRun.of(run, result))
+            if drawing is not None:
+                drawn.append(drawing.FigureRun.of(run, result))
             status = exit_status(run)
             if status:
                 break
@@ -138,9 +141,10 @@ def compare_command(arguments: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 print("kvtwin: interrupted; the policies are compared without bounds", file=sys.stderr)
                 status = INTERRUPTED
-        write_comparison(folder, results, bounds)
+        write_comparison(folder, results, bounds, figures=drawing is not None)
         write_asked(folder, asked_values(arguments))
-        write_figures(folder / "figures", figures)
+        if drawing is not None:
+            drawing.write_figures(folder / "figures", drawn)
     if not outputs.quiet:
-        print_comparison(results, folder, bounds)
+        print_comparison(results, folder, bounds, figures=drawing is not None)
     return status

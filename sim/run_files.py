@@ -77,7 +77,7 @@ def record(
         if not outputs.quiet and sys.stderr.isatty():
             requests = _with_progress(requests, label, scenario)
         try:
-            keep = Recording(outputs.timeline, series or outputs.figures, outputs.save_detailed, watch)
+            keep = Recording(outputs.timeline, series or bool(outputs.figures), outputs.save_detailed, watch)
             run = perform(setup, requests, table, keep)
         finally:
             table.close()

@@ -173,7 +173,7 @@ class Outputs:
     quiet: bool = _flag(False, "print nothing but errors and warnings")
     save_detailed: bool = _flag(False, "keep every inter-token latency (itls)")
     timeline: bool = _flag(False, "write timeline.json.gz for Perfetto, and series.csv")
-    figures: bool = _flag(False, "draw figures (compare always does)")
+    figures: bool | None = _flag(None, "draw figures (default: compare does, run does not)")
     step: bool = _flag(False, "simulate every iteration alone instead of jumping")
 
 

@@ -34,13 +34,17 @@ FIGURES = {
 }
 
 
-def print_comparison(results: list[Result], folder: Path, bounds: Bounds | None = None) -> None:
+def print_comparison(
+    results: list[Result], folder: Path, bounds: Bounds | None = None, *, figures: bool = True
+) -> None:
     """Print metrics side by side with ratios to the first policy, then what differs in words; at most 80 columns."""
-    print("\n".join(comparison_lines(results, folder, bounds)))
+    print("\n".join(comparison_lines(results, folder, bounds, figures=figures)))
 
 
-def comparison_lines(results: list[Result], folder: Path, bounds: Bounds | None = None) -> list[str]:
-    """The lines of `print_comparison`."""
+def comparison_lines(
+    results: list[Result], folder: Path, bounds: Bounds | None = None, *, figures: bool = True
+) -> list[str]:
+    """The lines of `print_comparison`; `figures`: whether there are any."""
     if not results:
         return ["no policy was run"]
     lines = [deployment(results[0]), f"constants: {', '.join(_distinct(constants(r) for r in results))}", ""]
@@ -62,7 +66,7 @@ def comparison_lines(results: list[Result], folder: Path, bounds: Bounds | None 
         bound = re.sub(r"(?<=\d) (?=(%|ms|s)(\W|$))", "\xa0", sentence)
         broken = wrap(bound, WIDTH, break_on_hyphens=False, break_long_words=False)
         lines += [*(line.replace("\xa0", " ") for line in broken), ""]
-    return [*lines, f"Results, comparison.md and figures are in {folder}"]
+    return [*lines, f"Results{', comparison.md and figures' if figures else ' and comparison.md'} are in {folder}"]
 
 
 def _column(rows: list["Row"], index: int, label: str) -> list[str]:
@@ -141,7 +145,9 @@ def _best(metric: Metric, numbers: Sequence[float | None], texts: Sequence[str])
     return {(min if metric.less_is_better else max)(known)[1]}
 
 
-def write_comparison(folder: Path, results: list[Result], bounds: Bounds | None = None) -> Path:
+def write_comparison(
+    folder: Path, results: list[Result], bounds: Bounds | None = None, *, figures: bool = True
+) -> Path:
     """Write `comparison.json` and `comparison.md` into `folder`; returns the latter's path."""
     make_folder(folder, "--out")
     names = labels(results)
@@ -162,13 +168,13 @@ def write_comparison(folder: Path, results: list[Result], bounds: Bounds | None 
     encoded = msgspec.json.format(msgspec.json.encode(comparison), indent=2)
     write_atomically(folder / "comparison.json", lambda file: file.write(encoded + b"\n"))
     path = folder / "comparison.md"
-    page = "\n".join(markdown_lines(results, bounds)) + "\n"
+    page = "\n".join(markdown_lines(results, bounds, figures=figures)) + "\n"
     write_atomically(path, lambda file: file.write(page.encode()))
     return path
 
 
-def markdown_lines(results: list[Result], bounds: Bounds | None = None) -> list[str]:
-    """The page `comparison.md`: sentences, table, figures, and where the times come from."""
+def markdown_lines(results: list[Result], bounds: Bounds | None = None, *, figures: bool = True) -> list[str]:
+    """The page `comparison.md`: sentences, table, figures if there are any, and where the times come from."""
     if not results:
         return ["# Comparison", "", "No policy was run."]
     names = [f"`{_cell(name)}`" for name in labels(results)]
@@ -178,7 +184,7 @@ def markdown_lines(results: list[Result], bounds: Bounds | None = None) -> list[
     lines += [f"| | {' | '.join(names)} |", "|:--|" + "--:|" * len(results)]
     lines += [f"| {row.name} | {' | '.join(_markdown(cell) for cell in row.cells)} |" for row in table(results)]
     lines += ["", "In parentheses: ratio to the first policy. Bold: the best, where they differ.", ""]
-    for file, caption in FIGURES.items():
+    for file, caption in FIGURES.items() if figures else ():
         lines += [f"## {caption}", "", f"![{caption}](figures/{file})", ""]
     lines += ["## Where the times come from", "", "The times are simulated, from these fitted constants:", ""]
     for name, result in zip(names, results, strict=True):

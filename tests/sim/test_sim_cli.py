@@ -92,6 +92,14 @@ def test_compare_gives_the_numbers_of_single_runs(tmp_path):
     assert (tmp_path / "both" / "vllm-swap" / "result.json").read_bytes() == single
 
 
+def test_compare_draws_nothing_where_that_is_said(tmp_path, capsys):
+    words = ["--no-figures", "--policy", "vllm-v1", "--policy", "layerkv", "--out", str(tmp_path)]
+    assert kvtwin.main(["compare", *SMALL, *words]) == 0
+    assert capsys.readouterr().out.endswith(f"Results and comparison.md are in {tmp_path}\n")
+    assert names(tmp_path) >= {"vllm-v1", "layerkv", "comparison.json", "comparison.md"}
+    assert "figures" not in names(tmp_path) and "figures" not in (tmp_path / "comparison.md").read_text()
+
+
 # -- starting up -----------------------------------------------------------------------------------------------------
 
 HEAVY = {"matplotlib", "numpy", "pandas", "torch", "rich", "pyarrow", "scipy", "simpy", "IPython"}
