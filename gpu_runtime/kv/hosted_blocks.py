@@ -84,7 +84,7 @@ class HostedBlocks:
             self._lost.discard(key)
 
     def lose(self, keys: Iterable[int]) -> None:
-        """The copy to their blocks failed."""
+        """Their blocks hold nothing: what was to be saved there was never computed, or the copy failed."""
         self._lost.update(keys)
 
     def _of(self, key: int) -> int:

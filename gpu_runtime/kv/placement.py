@@ -98,8 +98,11 @@ class Placement:
                     self.prefixes.hit(change)
                 case Adopt():
                     self.prefixes.adopt(change)
-                case Store():
+                case Store(seq, places, keys):
                     self.hosted.store(change)
+                    # Of who failed: nobody shall load them.
+                    written = self._held_by(seq).num_written // self.block_tokens
+                    self.hosted.lose(key for place, key in zip(places, keys, strict=True) if place >= written)
                 case Load():
                     self.prefixes.load(change)
                 case Drop(keys):

@@ -57,10 +57,10 @@ def running_out(owner: type, method: str, share: float) -> Iterator[None]:
     """A share of the calls of a method finds no memory."""
     dice, right = random.Random(2), getattr(owner, method)
 
-    def sometimes(self, *arguments):
+    def sometimes(self, *arguments, **options):
         if dice.random() < share:
             raise torch.OutOfMemoryError("tried to allocate too much")
-        return right(self, *arguments)
+        return right(self, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, method, sometimes)

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime_mistakes import running_out
 from runtime_turns import converse
 from runtime_variants import TIERED, policy_of
 
@@ -20,6 +21,7 @@ from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.hosted_blocks import HostedBlocks
 from gpu_runtime.kv.placement import Placement
 from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, SMALL, alike, tight_limits
 from sim.engine.changes import Direction, Drop, Load, Move, Place, Release, Share, Store, Tier
@@ -216,8 +218,9 @@ class Facts:
         self.placement.replay(plan, lambda seq: None)
         self.placement.check()
 
-    def save(self, name, places, keys):
+    def save(self, name, places, keys, written=12):
         seq = self.seq(name)
+        self.placement.prefixes.computed([(seq, 0, written)])
         self.replay(Store(seq, places, keys))
         first, end = places[0] * 4, (places[-1] + 1) * 4
         return self.placement.begin(Move(seq, (0,), first, end, Tier.GPU, Tier.HOST, len(places), 3, True))
@@ -259,6 +262,27 @@ def test_blocks_that_hold_nothing_are_computed_by_who_would_load_them():
     facts.replay(Drop((71,)))
     facts.save("a", (1,), (71,))
     assert facts.placement.hosted.load(Load(b, 0, (71,)), [0]) == []
+
+
+def test_blocks_of_one_who_failed_are_computed_by_who_would_load_them():
+    facts = Facts()
+    a, b = facts.seq("a"), facts.seq("b")
+    facts.replay(Place(a, (0,), 3, 0))
+    facts.save("a", (0, 1, 2), (70, 71, 72), written=8)
+    facts.replay(Place(b, (0,), 4, 0), Load(b, 0, (70, 71, 72)))
+    assert len(facts.placement.hosted.loading[b].source) == 2
+    assert facts.placement.prefixes.to_compute([(b, 12, 14)]) == [(b, 8, 14)]
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", TIERED)
+def test_what_ran_out_of_memory_is_not_kept_on_the_host(variant):
+    policy, arrivals = policy_of(variant), spread(ALIKE * 3)
+    with running_out(Decoder, "forward", 0.5):
+        served = live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=60), kind=TorchDevice)
+    completed = live.check_tokens(served, arrivals)
+    assert 0 < len(completed) < len(arrivals)
+    assert served.counters.tiers["host"].num_loads > 0
 
 
 def test_what_is_computed_on_a_load_that_failed_is_nobodys_to_hit():
