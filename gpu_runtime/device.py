@@ -149,13 +149,13 @@ class TorchDevice:
         return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
 
     def _restore(self, copy: StateRestore) -> None:
-        """Bring KV back from states; a sequence for which there is no memory fails at its next token."""
+        """Bring KV back from states, as far as there is memory."""
         states = self.memory.states
         assert states is not None
         try:
             self.executed.moves.append(states.restore(copy, self.tokens.of(copy.seq)))
         except torch.OutOfMemoryError as error:
-            self.memory.fail(copy.seq, f"out of memory: {str(error).splitlines()[0]}")
+            states.failed(copy, f"out of memory: {str(error).splitlines()[0]}")
             self.executed.given_up.add(copy.seq)
 
     # -- tokens --------------------------------------------------------------------------------------------------

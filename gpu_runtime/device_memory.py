@@ -10,7 +10,8 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.layer_inputs import LayerInputs
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.saved_states import LiveStates
+from gpu_runtime.saved_states import LiveStates, StatePlacement
+from gpu_runtime.turn_states import TurnPlacement, TurnStates
 from gpu_runtime.uncached_placement import UncachedPlacement
 from gpu_runtime.uncached_tokens import UncachedTokens
 from sim.engine.layers import SEND_BUFFER_LAYERS
@@ -18,7 +19,7 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
 from sim.parts.memory.first_layers import FirstLayersAgain
-from sim.parts.memory.saved_states import SavedStates
+from sim.parts.memory.saved_states import SavedStates, TieredStates
 from sim.parts.stage.partial_recompute import PartialRecompute
 
 
@@ -79,7 +80,7 @@ class DeviceMemory:
         pin = device.type == "cuda"
         self.gpu = KVPool(config, scratch + spare_blocks, block_tokens, layer_group, device, dtype)
         # Blocks of states are not of KV alone.
-        kv_blocks = 0 if isinstance(memory, SavedStates) else host_blocks
+        kv_blocks = 0 if isinstance(memory, SavedStates | TieredStates) else host_blocks
         self.host = KVPool(config, max(1, kv_blocks), block_tokens, layer_group, "cpu", dtype, pin=pin)
         self.counted = BlockIds(gpu_blocks)
         self.scratch = BlockIds(scratch)
@@ -93,8 +94,13 @@ class DeviceMemory:
         self.uncached: UncachedTokens | None = None
         groups = memory.num_groups
         if isinstance(memory, SavedStates):
-            self.states = LiveStates(memory, decoder, self.gpu, self.counted, self.engine, self.copies)
-            self.placement: Placement = self.states.placement
+            states = StatePlacement(self.counted, BlockIds(host_blocks), block_tokens)
+            self.placement: Placement = states
+            self.states = LiveStates(memory, states, decoder, self.gpu, self.engine, self.copies)
+        elif isinstance(memory, TieredStates):
+            turns = TurnPlacement(self.counted, host_blocks, block_tokens)
+            self.placement = turns
+            self.states = TurnStates(memory, turns, decoder, self.gpu, self.engine, self.copies)
         elif isinstance(memory, FirstLayersAgain):
             placement = UncachedPlacement(self.counted, self.host, num_groups=groups, block_tokens=block_tokens)
             budget = scheduler.limits.max_num_batched_tokens
@@ -135,7 +141,12 @@ class DeviceMemory:
         for pool, ids, idle, reserved in (
             (memory.gpu, self.counted, self.placement.cached.num_blocks, 0),
             # Set aside for the coming step, and nobody's.
-            (memory.host, self.placement.host, 0, memory.host_reserved - memory.num_cached_on_host),
+            (
+                memory.host,
+                self.placement.host,
+                self.placement.num_idle_hosted,
+                memory.host_reserved - memory.num_cached_on_host,
+            ),
         ):
             used, counted = ids.num_blocks - ids.num_free - idle, pool.num_blocks - pool.free - reserved
             if used != counted:

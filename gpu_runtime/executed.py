@@ -49,7 +49,8 @@ class Executed:
         planned = [move for move in moves_of(plan) if not isinstance(move, Restore) or move.seq not in self.given_up]
         _compare("copied before and beside the computation", self.moves, planned)
         behind = [_moved(move) for move in plan.behind if move.seq not in self.given_up]
-        _compare("sent behind the prefills", sorted(self.behind, key=_key), sorted(behind, key=_key))
+        sent = [moved for moved in self.behind if moved.seq not in self.given_up]
+        _compare("sent behind the prefills", sorted(sent, key=_key), sorted(behind, key=_key))
         _compare("sequences that decode", self.num_decodes, plan.num_decodes)
         if self.given_up:
             # The plan's sums are theirs as well.

@@ -127,7 +127,7 @@ class LayerPass:
         """A layer, whose input [N, h] was `entered`, has been queued."""
         self._after_layer(layer)
 
-    def _new_tokens(self, blocks_of: Callable[[Member], list[int] | None]) -> tuple[list[int], np.ndarray]:
+    def _new_tokens(self, blocks_of: Callable[[Member], abc.Sequence[int] | None]) -> tuple[list[int], np.ndarray]:
         """The rows of the pass that tokens of members have, and the places of these in blocks on the host.
 
         `blocks_of` a member are the blocks, in order; None leaves it out. Places [rows] are those of `token_places`.

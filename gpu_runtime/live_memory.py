@@ -20,6 +20,7 @@ from gpu_runtime.model.decoder import Decoder
 from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.errors import UserError
+from sim.parts.memory.saved_states import TieredStates
 from sim.prepare import GIB, prepare
 from sim.runs import Recording, build_engine
 from sim.scenario import Scenario
@@ -158,7 +159,20 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
             f"{host_bytes / GIB:.1f} GiB are free: lower --swap-space (or --num-cpu-blocks-override)"
             + ("" if cuda else " or --num-gpu-blocks-override")
         )
+    if isinstance(scheduler.memory, TieredStates):
+        _check_states(scenario, policy)
     return scenario
+
+
+def _check_states(scenario: Scenario, policy: Policy) -> None:
+    """UserError where the host has room for states of what is on the GPU, and none for those of ended turns."""
+    memory = build_engine(prepare(scenario, "", policy), None, Recording()).scheduler.memory
+    assert isinstance(memory, TieredStates)
+    if not memory.cache.num_chunks:
+        raise UserError(
+            f"memory=tiered-states: states of the GPU's {memory.gpu.num_blocks} blocks leave no host memory to ended "
+            "turns: raise --swap-space, or lower --num-gpu-blocks-override"
+        )
 
 
 def _fit_gpu(scenario: Scenario, limits: Limits, free: int, working: float) -> Scenario:

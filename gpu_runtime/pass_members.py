@@ -8,6 +8,7 @@ import numpy as np
 from gpu_runtime.kv.copy_engine import CopyHandle
 from gpu_runtime.kv.held import Held
 from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.prefix_blocks import Span
 from sim.engine.sequence import Sequence
 
 
@@ -40,6 +41,11 @@ class Member:
 
     def __post_init__(self) -> None:
         self.turns = {layer: turn for turn, layer in enumerate(self.hosted)}
+
+    @property
+    def span(self) -> Span:
+        """The tokens that it computes."""
+        return self.seq, self.cached, self.cached + self.num_new
 
     def slot(self, layer: int) -> list[int]:
         """GPU blocks that a layer on the host passes through."""

@@ -5,7 +5,7 @@ block of states has a row for each of its tokens and of those layers (`kv.token_
 """
 
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
@@ -15,37 +15,53 @@ from torch import Tensor
 from gpu_runtime.executed import Moved
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
-from gpu_runtime.kv.copy_engine import CopyEngine
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed
 from gpu_runtime.kv.copy_worker import CopyHandle
 from gpu_runtime.kv.held import BlockCopy
 from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.prefix_blocks import Span
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.pass_members import BlockTables
+from gpu_runtime.pass_members import BlockTables, Member
 from gpu_runtime.to_device import to_device
 from sim.engine.changes import Direction, Move, Restore, Save, Unsave
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.parts.memory.saved_states import SavedStates
+from sim.parts.memory.saved_states import SavedStates, TieredStates
 
 AHEAD = 2
 """Layers whose states are on their way to the GPU at a time."""
+AWAITED = CopyHandle()
+"""Stands for copies that are over and have been heard of."""
+AWAITED.finish(None)
 WHOLE = (0,)
 """The one layer group."""
 
 
 @dataclass(frozen=True)
 class StateRestore(BlockCopy):
-    """KV of the GPU blocks `target` comes back from the states in `source`, each layer in its way."""
+    """KV of the GPU blocks `target` comes back from the states in `source`, each layer in its way.
+
+    The sequence's blocks `before` them have KV.
+    """
 
     restore: Restore
+    before: tuple[int, ...] = ()
 
 
-class StatePlacement(Placement):
+class SavingPlacement(Placement):
+    """`Placement` with state blocks on the host."""
+
+    def states_of(self, spans: Iterable[Span]) -> dict[Sequence, abc.Sequence[int]]:
+        """State blocks, in order, of who is about to compute tokens [first, end), if these are saved."""
+        raise NotImplementedError
+
+
+class StatePlacement(SavingPlacement):
     """`Placement` of whole blocks whose sequences' states, if saved, have host blocks beside those on the GPU.
 
     Args:
@@ -89,6 +105,9 @@ class StatePlacement(Placement):
         held.version += 1
         return StateRestore(seq, restore.kv_groups, Direction.H2D, tuple(states), tuple(held.gpu[0]), restore)
 
+    def states_of(self, spans: Iterable[Span]) -> dict[Sequence, abc.Sequence[int]]:
+        return {seq: self.states[seq] for seq, _, _ in spans if seq in self.states}
+
     def _host_lists(self) -> Iterator[abc.Sequence[int]]:
         yield from super()._host_lists()
         yield from self.states.values()
@@ -99,27 +118,26 @@ class LiveStates:
 
     Args:
         memory: says how each layer is restored.
+        placement: whose blocks are where.
         decoder, pool: compute and hold the KV.
-        counted: ids of the pool's blocks.
         engine, copies: make copies; of the latter whoever hears of failures.
     """
 
     def __init__(
         self,
-        memory: SavedStates,
+        memory: SavedStates | TieredStates,
+        placement: "SavingPlacement",
         decoder: Decoder,
         pool: KVPool,
-        counted: BlockIds,
         engine: CopyEngine,
         copies: KVCopies,
     ) -> None:
-        config, tokens, blocks = decoder.config, pool.block_tokens, memory.host.num_blocks
+        config, tokens, blocks = decoder.config, pool.block_tokens, placement.host.num_blocks
         self.split, self.share = memory.split, memory.share
-        self.decoder, self.pool, self.copies = decoder, pool, copies
+        self.placement, self.decoder, self.pool, self.copies = placement, decoder, pool, copies
         if sum(self.split) != config.num_layers:
             raise ValueError(f"{sum(self.split)} layers are restored, {config.name} has {config.num_layers}")
         self._budget = memory.limits.max_num_batched_tokens
-        self.placement = StatePlacement(counted, BlockIds(blocks), tokens)
         kv_width, kv_dtype = 2 * config.kv_size, pool.raw.dtype
         self._inputs = TokenRows(engine, blocks, self.split.hidden, tokens, config.hidden_size, decoder.dtype)
         self._kv = TokenRows(engine, blocks, self.split.copied, tokens, kv_width, kv_dtype)
@@ -156,6 +174,11 @@ class LiveStates:
         values = self.pool.raw[:, layer][blocks, :, :, offsets].flatten(1)
         return self._kv.save(layer - recomputed - hidden, values, rows, places)
 
+    def await_saved(self, members: abc.Sequence[Member], handles: abc.Sequence[CopyHandle]) -> None:
+        """Wait until the states of a pass are on the host; where a copy fails, nobody's are."""
+        for member in members:
+            self.copies.wait(member.seq, handles)
+
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots = slots.long()
         return slots // self.pool.block_tokens, slots % self.pool.block_tokens
@@ -186,9 +209,13 @@ class LiveStates:
         num_blocks = 0
         for turn, layer in enumerate(wanted):
             values, handle = under_way.pop(0)
-            self.copies.wait_in_stream([copy.seq], handle)
+            try:
+                handle.wait_in_stream()
+            except CopyFailed as error:
+                self.failed(copy, f"copy of KV blocks: {error}")
             if layer in planned.hidden_groups:
-                self._project(layer, values, copy.target)
+                batch = self._batch(copy, len(values), 0)
+                self.decoder.layers[layer].restore_kv(values, batch, self.pool, layer)
                 projected.append(layer)
             else:
                 self._write(layer, values, copy.target)
@@ -200,6 +227,10 @@ class LiveStates:
             return Restore(copy.seq, planned.num_tokens, tuple(projected), tuple(written), again, num_blocks)
         return Moved(copy.seq, copy.groups, copy.direction, num_blocks // len(layers))
 
+    def failed(self, copy: StateRestore, reason: str) -> None:
+        """KV has not come back."""
+        self.copies.fail(copy.seq, reason)
+
     def _load(self, layer: int, places: np.ndarray, whole: np.ndarray) -> tuple[Tensor, CopyHandle]:
         index = layer - self.split.recomputed
         if index < self.split.hidden:
@@ -208,20 +239,20 @@ class LiveStates:
 
     def _recompute(self, copy: StateRestore, planned: Restore, tokens: abc.Sequence[int]) -> tuple[int, ...]:
         """The first layers compute again, as many tokens at a time as an iteration may have; which ones."""
-        again = planned.recomputed_groups
+        again, before = planned.recomputed_groups, len(copy.before) * self.pool.block_tokens
         for first in range(0, planned.num_tokens if again else 0, self._budget):
-            new = list(tokens[first : min(first + self._budget, planned.num_tokens)])
-            batch = self._batch(len(new), first, copy.target)
+            num_new = min(self._budget, planned.num_tokens - first)
+            new = list(tokens[before + first : before + first + num_new])
+            batch = self._batch(copy, num_new, first)
             hidden = self.decoder.embed(to_device(new, self.pool.device))
             for layer in again:
                 hidden = self.decoder.layers[layer].forward(hidden, batch, self.pool, layer)
         return again
 
-    def _batch(self, num_new: int, cached: int, blocks: abc.Sequence[int]) -> AttentionBatch:
-        return AttentionBatch.build([num_new], [cached], [[blocks]], self.pool.block_tokens, self.pool.device)
-
-    def _project(self, layer: int, values: Tensor, blocks: abc.Sequence[int]) -> None:
-        self.decoder.layers[layer].restore_kv(values, self._batch(len(values), 0, blocks), self.pool, layer)
+    def _batch(self, copy: StateRestore, num_new: int, first: int) -> AttentionBatch:
+        """Some of the tokens that come back."""
+        cached, blocks = len(copy.before) * self.pool.block_tokens + first, [[(*copy.before, *copy.target)]]
+        return AttentionBatch.build([num_new], [cached], blocks, self.pool.block_tokens, self.pool.device)
 
     def _write(self, layer: int, values: Tensor, blocks: abc.Sequence[int]) -> None:
         slots = token_places(blocks, 0, len(values), self.pool.block_tokens)
@@ -241,17 +272,16 @@ class SavingPass(LayerPass):
         self._handles: list[CopyHandle] = []
 
     def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Tensor:
-        states = self._states.placement.states
-        self._rows, self._places = self._new_tokens(lambda member: states.get(member.seq))
+        saved = self._states.placement.states_of(member.span for member in self.members)
+        self._rows, self._places = self._new_tokens(lambda member: saved.get(member.seq))
         chosen = super().run(decoder, pool, tables, graph)
-        for member in self.members:
-            if member.seq not in states:
-                continue
-            self._copies.wait(member.seq, self._handles)
+        members = [member for member in self.members if member.seq in saved]
+        self._states.await_saved(members, self._handles)
+        for member in members:
             if member.num_new > 1:
                 # Plans count whole blocks of KV's size, and single tokens not at all.
                 member.num_sent = ceil(self._placement.blocks_for(member.num_new) * self._states.share)
-                member.leaving = dict.fromkeys(WHOLE, self._handles[-1])
+                member.leaving = dict.fromkeys(WHOLE, AWAITED)
         return chosen
 
     def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
@@ -262,6 +292,5 @@ class SavingPass(LayerPass):
                 self._handles.append(handle)
 
     def abandon(self) -> None:
-        for member in self.members:
-            self._copies.wait(member.seq, self._handles)
+        self._states.await_saved(self.members, self._handles)
         super().abandon()

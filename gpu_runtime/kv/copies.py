@@ -21,7 +21,7 @@ class KVCopies:
     """
 
     def __init__(self, engine: CopyEngine, gpu: KVPool, host: KVPool, fail: Callable[[Sequence, str], None]) -> None:
-        self._engine, self._gpu, self._host, self._fail = engine, gpu, host, fail
+        self._engine, self._gpu, self._host, self.fail = engine, gpu, host, fail
         # Holds nothing but waits: what is submitted on it follows another copy without holding up the computation.
         self._order = torch.cuda.Stream(gpu.device) if gpu.device.type == "cuda" else None
 
@@ -58,7 +58,7 @@ class KVCopies:
             try:
                 handle.wait()
             except CopyFailed as error:
-                self._fail(seq, f"copy of KV blocks: {error}")
+                self.fail(seq, f"copy of KV blocks: {error}")
                 well = False
         return well
 
@@ -71,6 +71,6 @@ class KVCopies:
             handle.wait_in_stream()
         except CopyFailed as error:
             for seq in seqs:
-                self._fail(seq, f"copy of KV blocks: {error}")
+                self.fail(seq, f"copy of KV blocks: {error}")
             return False
         return True

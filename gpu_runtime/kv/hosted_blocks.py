@@ -56,10 +56,13 @@ class HostedBlocks:
 
     def store(self, store: Store) -> None:
         """Take blocks for keys that have none."""
+        self._name(store, self._pool.allocate(len(store.keys)))
+        self._stores[store.seq] = store
+
+    def _name(self, store: Store, ids: Iterable[int]) -> None:
         if any(key in self._ids for key in store.keys):
             raise InvariantError(f"{store.seq} is stored on the host under keys that have blocks there")
-        self._ids.update(zip(store.keys, self._pool.allocate(len(store.keys)), strict=True))
-        self._stores[store.seq] = store
+        self._ids.update(zip(store.keys, ids, strict=True))
 
     def begin(self, move: Move, held: Held) -> tuple[tuple[int, ...], BlockCopy] | None:
         """The copy that fills what was taken for its sequence, and the keys; None where it fills nothing here."""

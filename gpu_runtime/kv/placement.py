@@ -46,14 +46,17 @@ class Placement:
         gpu, host: pools of ids, of the blocks that the scheduler counts.
         num_groups: groups of layers; 1 for vLLM.
         block_tokens: tokens a block holds.
+        hosted: what the host's cache keeps; None: blocks of its own of `host`.
     """
 
-    def __init__(self, gpu: BlockIds, host: Blocks, *, num_groups: int, block_tokens: int) -> None:
+    def __init__(
+        self, gpu: BlockIds, host: Blocks, *, num_groups: int, block_tokens: int, hosted: HostedBlocks | None = None
+    ) -> None:
         self.gpu, self.host = gpu, host
         self.num_groups, self.block_tokens = num_groups, block_tokens
         self.held: dict[Sequence, Held] = {}
         self.cached = CachedBlocks(gpu)
-        self.hosted = HostedBlocks(host)
+        self.hosted = HostedBlocks(host) if hosted is None else hosted
         self.prefixes = PrefixBlocks(gpu, self.cached, self.hosted, self._held_by, block_tokens)
         self.under_way: dict[Transfer, None] = {}
         """Copies that have begun and not been ended, in order."""
@@ -99,7 +102,7 @@ class Placement:
                 case Adopt():
                     self.prefixes.adopt(change)
                 case Store(seq, places, keys):
-                    self.hosted.store(change)
+                    self._store(change)
                     # Of who failed: nobody shall load them.
                     written = self._held_by(seq).num_written // self.block_tokens
                     self.hosted.lose(key for place, key in zip(places, keys, strict=True) if place >= written)
@@ -184,6 +187,9 @@ class Placement:
             raise InvariantError(f"{move.seq}: a copy before the computation ends with it and is not reported")
         return self._change_tier(move.seq, move.groups, move.direction, self.blocks_for(move.end_token))
 
+    def _store(self, store: Store) -> None:
+        self.hosted.store(store)
+
     def _note_states(self, change: Save | Unsave) -> None:
         raise InvariantError(f"{change.seq}: this device keeps no states on the host")
 
@@ -263,6 +269,11 @@ class Placement:
         held.version += 1
 
     # -- checks --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_idle_hosted(self) -> int:
+        """Host blocks in use that the scheduler does not count."""
+        return 0
 
     def check(self) -> None:
         """InvariantError if two sequences or copies hold the same block, unless it is shared."""

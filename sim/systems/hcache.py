@@ -7,6 +7,9 @@ recomputation; the rest of the layers is copied or computed again, so that link 
 `keeps` says whose states: those of everybody who runs, for who is preempted (as eLLM's authors rebuilt it within vLLM),
 or those of ended turns, for the next turn (`turns`, the paper's case).
 
+States leave as they are computed, since KV does not give them back. Under `turns` the host has room for those of all
+that the GPU holds: any sequence's, when it ends, are to be kept.
+
 Assumed: the split is the one that restores 1,024 tokens soonest by the run's own prices, and stays; states fill host
 memory (`--swap-space`), no SSD; each GPU of a group reads whole hidden states. Where these are larger than the KV
 (grouped queries) layers are copied or computed again, by price.

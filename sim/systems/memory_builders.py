@@ -118,8 +118,7 @@ def tiered_states(b: Builder) -> "Memory":
 
     each_layer_keeps_all(b)
     split, share, state = split_of(b.deployment, b.limits)
-    limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / share))
-    return TieredStates(limits, worth_of(b), b.deployment.cost, split, share, state)
+    return TieredStates(b.limits, worth_of(b), b.deployment.cost, split, share, state)
 
 
 def each_layer_keeps_all(b: Builder) -> None:

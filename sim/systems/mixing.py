@@ -55,7 +55,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "layers": KnownMemory(memory_builders.layer_blocks, LayerKVOptions),
     "saved-states": KnownMemory(memory_builders.saved_states, StatesOptions),
     "tiered-states": KnownMemory(
-        memory_builders.tiered_states, StatesOptions, runs_live=False, can_cache_prefixes=True, always_caches=True
+        memory_builders.tiered_states, StatesOptions, can_cache_prefixes=True, always_caches=True
     ),
     "hosted-layers": KnownMemory(memory_builders.hosted_layers, PartialRecomputeOptions),
     "token-wise": KnownMemory(memory_builders.token_wise_memory, TokenWiseOptions),

@@ -21,6 +21,7 @@ VARIANTS = [
     "layerkv:threshold=0.3,horizon-steps=40",
     "layerkv:batching=sarathi",
     "fastserve:memory=reserved",
+    "hcache:keeps=turns",
     "adaptive:ttft-slo-ms=300,tpot-slo-ms=30",
 ]
 TIERED = ["cachedattention:disk-space=0", "vllm-v1:memory=tiered", "sarathi:memory=tiered"]

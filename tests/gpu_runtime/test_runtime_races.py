@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import pretended_kernels
 import test_runtime_host_tier as host_tier
 import test_runtime_layer_inputs as layer_inputs
+import test_runtime_turn_states as turn_states
 import test_runtime_uncached_tokens as uncached_tokens
 from pretended_cuda import pretended_cuda
 from pretended_streams import Event, Stream
@@ -78,6 +79,12 @@ def tiered(patch):
     return live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=40)), arrivals
 
 
+def turns(patch):
+    """KV is made from states of ended turns."""
+    arrivals = host_tier.spread(ALIKE[:10])
+    return turn_states.serve(patch, arrivals=arrivals), arrivals
+
+
 def projecting(patch):
     """KV is made from inputs in part."""
     rows = live.GROWING[:5]
@@ -99,6 +106,7 @@ WORK = {
     "chunks": plainly(STREAM, chunked=True),
     "hcache": plainly("hcache"),
     "tiered": tiered,
+    "turns": turns,
     "projecting": projecting,
     "rebuilding": rebuilding,
 }
@@ -149,7 +157,8 @@ NEEDED = {
     "TorchDevice.execute": "swap",
     "CopyEngine.copy_rows.<locals>.job": "hcache",
     "LiveStates.restore": "hcache",
-    "SavingPass.run": "hcache",
+    "LiveStates.await_saved": "hcache",
+    "TurnStates.await_saved": "turns",
     "ProjectingPass._before_layer": "projecting",
     "RebuildingPass._before_layer": "rebuilding",
     "run_copies": "swap",

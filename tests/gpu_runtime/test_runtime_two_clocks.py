@@ -67,12 +67,12 @@ def named_alike(rows):
     return found
 
 
-@pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute", "sarathi"])
+@pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute", "sarathi", "hcache:keeps=turns"])
 @settings(max_examples=25, deadline=None)
 @given(rows=WORKLOADS, gpu=st.integers(20, 60), chunked=st.booleans())
 def test_so_they_do_where_prefixes_are_cached(variant, rows, gpu, chunked):
     policy = policy_of(variant)
-    limit = limits_of(policy, limits(gpu, 0, max_model_len=512), 8, 64 if chunked else None)
+    limit = limits_of(policy, limits(gpu, 200, max_model_len=512), 8, 64 if chunked else None)
     limit = replace(limit, enable_prefix_caching=True)
     check(policy, named_alike(rows), limit, linear_machine(limit.block_bytes))
 

@@ -87,6 +87,15 @@ def test_what_a_device_cannot_do_yet_is_refused(name, option, refusal):
         fit_to_machine(scenario, policy, "cpu")
 
 
+def test_turns_whose_states_have_no_room_on_the_host_are_refused(free_bytes):
+    free_bytes(400 * GIB)
+    policy = policy_of("hcache:keeps=turns")
+    few = replace(SCENARIO, num_gpu_blocks_override=100)
+    assert fit_to_machine(replace(few, num_cpu_blocks_override=300), policy, "cpu").num_gpu_blocks_override == 100
+    with pytest.raises(UserError, match="100 blocks leave no host memory to ended turns: raise --swap-space"):
+        fit_to_machine(replace(few, num_cpu_blocks_override=30), policy, "cpu")
+
+
 def test_pools_that_were_asked_for_are_refused_where_they_do_not_fit(free_bytes):
     free_bytes(4 * GIB)
     policy = POLICIES["vllm-swap"]()

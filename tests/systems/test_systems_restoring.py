@@ -12,7 +12,7 @@ from kvtwin.testing.conformance import Workload
 from sim.cost.lanes import restored_s, streamed_s
 from sim.cost.model import LayerTimes, LayerWork
 from sim.cost.restoring import LayerSplit, StateBytes, best_split, restore_times, state_share
-from sim.engine.changes import D2H, H2D, Save, Tier, Unsave
+from sim.engine.changes import D2H, H2D, Save, Unsave
 from sim.errors import UserError
 from sim.parts.stage.partial_recompute import BlockSeconds
 from sim.policy_options import parse_policy
@@ -263,16 +263,33 @@ def test_a_turn_whose_states_take_longer_than_its_tokens_is_computed():
     assert last.first_token_s - last.request.arrival_s == pytest.approx(0.02 + 0.002 * 320)
 
 
-def test_saving_a_turn_takes_as_long_as_the_bytes_that_are_kept():
+def kept_turns(host):
+    """The turns above where so many blocks of KV have room on the host, copies at 4 ms a block; and their plans."""
     machine = linear_machine(BLOCK_BYTES, prefill=(0.02, 0.002, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.004)
-    limit = replace(limits(gpu=27, host=100, max_model_len=512, block_bytes=BLOCK_BYTES), enable_prefix_caching=True)
+    limit = replace(limits(gpu=27, host=host, max_model_len=512, block_bytes=BLOCK_BYTES), enable_prefix_caching=True)
     policy = parse_policy("hcache:keeps=turns", {})[1]
     outcome = simulate(policy, turns(), limit, machine=machine, record=True, jump=False)
-    # Two layers' hidden states, half as many bytes as their KV, and two layers' KV: three quarters of 4 ms a block.
+    # Two layers' hidden states, half as many bytes as their KV, and two layers' KV: three quarters of a block's.
     assert outcome.scheduler.memory.split == (0, 2, 2)
-    moves = [move for plan, *_ in outcome.plans for move in (*plan.beside, *plan.after) if move.target is Tier.HOST]
-    assert moves
-    assert outcome.lanes.d2h.busy_s == pytest.approx(0.003 * sum(move.num_blocks for move in moves))
+    return outcome, [plan for plan, *_ in outcome.plans]
+
+
+def test_states_leave_behind_the_layers_of_prompts_and_not_when_a_turn_ends():
+    outcome, plans = kept_turns(100)
+    assert not any(plan.beside or plan.after for plan in plans)
+    sent = [(chunk.seq.request.request_id, plan.behind_blocks) for plan in plans for chunk in plan.chunks]
+    # Three quarters of 16 and 25 blocks, rounded up, and of the four by which the next turn is longer. Between them one
+    # block at a time is computed again: the pool is too small for the second's answer.
+    assert [sent[0], sent[1], sent[-1]] == [(0, 12), (1, 19), (2, 3)]
+    assert set(sent[2:-1]) == {(1, 1)}
+    assert outcome.lanes.d2h.busy_s == pytest.approx(0.004 * sum(blocks for _, blocks in sent))
+
+
+@pytest.mark.parametrize(("host", "kept"), [(100, 133 - 27), (21, 1), (20, 0), (0, 0)])
+def test_the_host_holds_states_of_all_that_the_gpu_holds_first(host, kept):
+    outcome, plans = kept_turns(host)
+    assert outcome.scheduler.memory.cache.num_chunks == kept
+    assert any(plan.behind for plan in plans) == bool(kept)
 
 
 # -- KVPR ------------------------------------------------------------------------------------------------------------

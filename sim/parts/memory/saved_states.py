@@ -1,12 +1,14 @@
 """`SavedStates`: paged blocks of sequences whose states are on the host while they run (HCache).
 
 A victim's blocks are free at once, since everything about it has been saved; it comes back layer by layer in up to
-three ways (`sim.cost.restoring`). `TieredStates` keeps states of ended turns instead, for the next turn.
+three ways (`sim.cost.restoring`). `TieredStates` keeps states of ended turns instead, for the next turn. Either way
+they leave behind the layers that compute them: KV does not give them back.
 
 What decodes save, a token a step, is not priced: 41 MB for 100 sequences of Llama-2-13B, 8 % of what a link of 25 GB/s
 carries in a step of 20 ms.
 """
 
+from dataclasses import replace
 from math import ceil
 from typing import ClassVar
 
@@ -17,9 +19,10 @@ from sim.engine.batch import DecodeBatch
 from sim.engine.blocks import BlockPool
 from sim.engine.changes import Move, Restore, Save, Tier, Unsave
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.parts.memory.paged import ALL_LAYERS, PagedMemory
+from sim.parts.memory.prefix import PrefixMemory
 from sim.parts.memory.tiered import TieredMemory
 from sim.parts.offload.worth import Worth
 
@@ -30,6 +33,25 @@ def restore_of(seq: Sequence, num_tokens: int, num_blocks: int, split: LayerSpli
     layers = range(sum(split))
     ways = tuple(layers[first:last]), tuple(layers[last:]), tuple(layers[:first])
     return Restore(seq, num_tokens, *ways, num_blocks * split.copied)
+
+
+def add_restore(plan: IterationPlan, seq: Sequence, num_tokens: int, num_blocks: int, split: LayerSplit) -> Restore:
+    """Let a plan begin with a restore: a copy of KV where nothing else is kept, priced as vLLM's swap-in."""
+    if split.copied == sum(split):
+        plan.swapped_in_blocks += num_blocks
+        return Restore(seq, num_tokens, (), ALL_LAYERS, (), num_blocks)
+    restore = restore_of(seq, num_tokens, num_blocks, split)
+    plan.mixed_restores += (restore,)
+    return restore
+
+
+def save_behind(plan: IterationPlan, chunk: PrefillChunk, block_size: int, split: LayerSplit, share: float) -> None:
+    """States of a prompt's tokens leave behind their layers; `share` as for `SavedStates`."""
+    seq, num_new, cached, _ = chunk
+    blocks = ceil(-(-num_new // block_size) * share)
+    plan.behind += (Move(seq, ALL_LAYERS, cached, cached + num_new, Tier.GPU, Tier.HOST, blocks, 0, False),)
+    plan.behind_blocks += blocks
+    plan.behind_groups = split.hidden + split.copied
 
 
 class SavedStates(PagedMemory):
@@ -113,12 +135,9 @@ class SavedStates(PagedMemory):
 
     def complete(self, plan: IterationPlan) -> None:
         """States of prompts leave behind their layers."""
-        for seq, num_new, cached, _ in plan.chunks:
-            if seq in self.saved and num_new > 1:
-                blocks = ceil(self.blocks_holding(num_new) * self.share)
-                plan.behind += (Move(seq, ALL_LAYERS, cached, cached + num_new, Tier.GPU, Tier.HOST, blocks, 0, False),)
-                plan.behind_blocks += blocks
-                plan.behind_groups = self.split.hidden + self.split.copied
+        for chunk in plan.chunks:
+            if chunk.seq in self.saved and chunk.num_new > 1:
+                save_behind(plan, chunk, self.block_size, self.split, self.share)
 
     # -- to the host and back ----------------------------------------------------------------------------------------
 
@@ -138,14 +157,10 @@ class SavedStates(PagedMemory):
         self.gpu.allocate(blocks)
         self.saved[seq] = None
         self.scheduler.counters.swap_in_blocks += blocks
-        if self.split.copied == sum(self.split):
-            plan.swapped_in_blocks += blocks
-            restore = Restore(seq, blocks * self.block_size, (), ALL_LAYERS, (), blocks)
-        else:
+        tokens = blocks * self.block_size
+        if self.split.copied < sum(self.split):
             tokens = seq.num_computed if seq.prefilling else seq.num_tokens - 1
-            restore = restore_of(seq, tokens, blocks, self.split)
-            plan.mixed_restores += (restore,)
-        self.scheduler.changes.append(restore)
+        self.scheduler.changes.append(add_restore(plan, seq, tokens, blocks, self.split))
 
     def release(self, seq: Sequence) -> None:
         if seq in self.saved:
@@ -162,6 +177,9 @@ class SavedStates(PagedMemory):
 class TieredStates(TieredMemory):
     """`TieredMemory` that keeps states of ended turns instead of their KV, and restores them before the new tokens.
 
+    States of all that the GPU holds have room of their own on the host, since who ends next is not known: a turn that
+    ends leaves its there, and its blocks are free at once.
+
     Args:
         limits: of the engine; its host blocks are of KV.
         worth: prices what is computed.
@@ -173,9 +191,9 @@ class TieredStates(TieredMemory):
     def __init__(
         self, limits: Limits, worth: Worth, cost: CostModel, split: LayerSplit, share: float, state: StateBytes
     ) -> None:
-        super().__init__(limits, worth)
-        self.split, self.state, self._cost = split, state, cost
-        self.save_s_per_block = share * worth.load_s(1)
+        kept = max(0, int(limits.num_cpu_blocks / share) - limits.num_gpu_blocks)
+        super().__init__(replace(limits, num_cpu_blocks=kept), worth)
+        self.split, self.share, self.state, self._cost = split, share, state, cost
 
     def _restore_s(self, places: range) -> float:
         times = restore_times(self._cost, self.split, len(places) * self.block_size, len(places), self.state)
@@ -187,6 +205,17 @@ class TieredStates(TieredMemory):
 
     def _load(self, plan: IterationPlan, loads: list[tuple[Sequence, range]]) -> None:
         for seq, places in loads:
-            restore = restore_of(seq, len(places) * self.block_size, len(places), self.split)
-            self.scheduler.changes.append(restore)
-            plan.mixed_restores += (restore,)
+            tokens = len(places) * self.block_size
+            self.scheduler.changes.append(add_restore(plan, seq, tokens, len(places), self.split))
+
+    def complete(self, plan: IterationPlan) -> None:
+        super().complete(plan)
+        for chunk in plan.chunks if self.cache.num_chunks else ():
+            if chunk.num_new > 1:
+                save_behind(plan, chunk, self.block_size, self.split, self.share)
+
+    def _save(self, seq: Sequence, taken: list[int], keys: list[int]) -> None:
+        """It has been saved as it was computed."""
+        self._tell_save(seq, taken, keys)
+        self.cache.written(keys)
+        PrefixMemory.release(self, seq)

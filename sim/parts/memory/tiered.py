@@ -41,8 +41,6 @@ class TieredMemory(PrefixMemory):
         self._accesses: dict[Sequence, Access] = {}
         # The last prompt that was looked up, what both caches were then, and which blocks it would load.
         self._looked_on_host: tuple[Sequence | None, tuple[int, ...], range] = (None, (), NOWHERE)
-        self.save_s_per_block: float | None = None
-        """What saving a block takes where that is not its bytes over the link."""
         # With the sequence: places of its blocks that come within the iteration.
         self._loading: list[tuple[Sequence, Access, range]] = []
         self._saving: dict[Sequence, list[int]] = {}
@@ -172,15 +170,21 @@ class TieredMemory(PrefixMemory):
         if not taken:
             super().release(seq)
             return
-        self.publish(seq, full * self.block_size)
-        keys = self._saving[seq] = [access.keys[place] for place in taken]
+        self.tier.stored_blocks += len(taken)
+        self._save(seq, taken, [access.keys[place] for place in taken])
+
+    def _save(self, seq: Sequence, taken: list[int], keys: list[int]) -> None:
+        """Copy blocks of a turn that has ended; `seq` gives its blocks back when that is done."""
+        self.publish(seq, self.full_blocks(seq) * self.block_size)
+        self._tell_save(seq, taken, keys)
+        self._saving[seq] = keys
+        first, end = taken[0] * self.block_size, (taken[-1] + 1) * self.block_size
+        move = Move(seq, ALL_LAYERS, first, end, Tier.GPU, Tier.HOST, len(taken), seq.num_blocks, True)
+        self.scheduler.beside.append(move)
+
+    def _tell_save(self, seq: Sequence, taken: list[int], keys: list[int]) -> None:
         if self._tells:
             self.scheduler.changes.append(Store(seq, tuple(taken), tuple(keys)))
-        self.tier.stored_blocks += len(taken)
-        first, end = taken[0] * self.block_size, (taken[-1] + 1) * self.block_size
-        blocks = len(taken), seq.num_blocks
-        move = Move(seq, ALL_LAYERS, first, end, Tier.GPU, Tier.HOST, *blocks, True, s_per_block=self.save_s_per_block)
-        self.scheduler.beside.append(move)
 
     def _offer(self, seq: Sequence, access: Access, num_blocks: int) -> list[int]:
         """Which of the first blocks are to be saved."""

@@ -1,0 +1,222 @@
+"""HCache over turns, live: a turn's states stay on the host, the next turn's KV is made from them, no token changes."""
+# ruff: noqa: E402 (torch may be absent)
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_mistakes import failing_copies, misled, running_out
+from runtime_turns import converse
+from runtime_variants import policy_of
+from test_runtime_host_tier import ROWS, spread, turns
+from test_runtime_saved_states import SPLITS, STATE
+
+from gpu_runtime.device import TorchDevice
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.model.decoder import Decoder, DecoderLayer
+from gpu_runtime.turn_states import StateBlocks, TurnPlacement, TurnStates
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import ALIKE, BLOCK_SIZE, SMALL, CheckedDevice, alike, tight_limits
+from sim.cost.restoring import LayerSplit, state_share
+from sim.engine.changes import Load, Place, Restore, Store
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+from sim.parts.memory.saved_states import TieredStates
+from sim.systems import memory_builders
+from traces.request import Request
+
+TURNS = "hcache:keeps=turns"
+MIXES = [TURNS, "sarathi:memory=tiered-states", "vllm-v1:memory=tiered-states"]
+SPLIT = LayerSplit(1, 2, 1)
+
+
+def split_so(patch, split):
+    """Layers are restored so, and restores are always worth it: what they take is not the question here."""
+    share = state_share(split, BLOCK_SIZE, STATE)
+    patch.setattr(memory_builders, "split_of", lambda deployment, limits: (split, share, STATE))
+    patch.setattr(TieredStates, "_restore_s", lambda self, places: 0.0)
+
+
+def serve(patch, split=SPLIT, arrivals=None, variant=TURNS, **sizes):
+    split_so(patch, split)
+    options = {name: sizes.pop(name) for name in ("kind", "inline_copies") if name in sizes}
+    policy = policy_of(variant)
+    limit = tight_limits(policy, **{"gpu": 18, "host": 90, **sizes})
+    return live.serve(policy, arrivals or spread(ALIKE), limit, **options)
+
+
+def restores(served):
+    return [change for plan, _, _ in served.plans for change in plan.changes if isinstance(change, Restore)]
+
+
+@pytest.mark.parametrize("variant", MIXES)
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_tokens_are_those_of_each_request_alone(monkeypatch, split, chunked, variant):
+    served = serve(monkeypatch, split, variant=variant, chunked=chunked)
+    assert len(live.check_tokens(served, spread(ALIKE))) == len(ALIKE)
+    tier, found = served.counters.tiers["host"], restores(served)
+    assert min(tier.hit_tokens, tier.stored_blocks) > 0
+    assert tier.num_loads >= len(found) > 0
+    recomputed, hidden, _ = split
+    if hidden:
+        assert {(len(each.recomputed_groups), len(each.hidden_groups)) for each in found} == {(recomputed, hidden)}
+    assert not any(plan.beside for plan, _, _ in served.plans)
+
+
+@pytest.mark.parametrize("variant", MIXES)
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=ROWS, split=st.sampled_from([*SPLITS, SPLIT]), gap_s=st.sampled_from([0.0, 0.005, 0.02]),
+    gpu=st.integers(17, 40), host=st.sampled_from([0, 40, 60, 90]), seqs=st.sampled_from([2, 5]), chunked=st.booleans(),
+    kinds=st.integers(1, 3), common=st.integers(1, 8), inline=st.booleans(),
+)  # fmt: skip
+def test_no_workload_finds_a_token_that_a_split_changes(variant, rows, split, gap_s, kinds, common, inline, **sizes):
+    arrivals = alike(requests(*((i * gap_s, *row[1:]) for i, row in enumerate(rows))), kinds, common)
+    with pytest.MonkeyPatch.context() as patch:
+        served = serve(patch, split, arrivals, variant, inline_copies=inline, **sizes)
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+
+
+@pytest.mark.parametrize("split", [*SPLITS, SPLIT], ids=str)
+@pytest.mark.parametrize("variant", MIXES)
+def test_the_next_turn_is_made_from_what_was_really_said(monkeypatch, variant, split):
+    split_so(monkeypatch, split)
+    policy = policy_of(variant)
+    held = converse(policy, tight_limits(policy, gpu=17, host=90), turns())
+    assert held.asked[2][:22] == held.asked[0] + held.said[0]
+    assert {seq.request.request_id: seq.num_cached_tokens for seq in held.ended}[2] == 20
+    assert 12 <= held.engine.scheduler.counters.tiers["host"].hit_tokens <= 20
+    # Five blocks of the first turn, 14 of the other's, two that were new in the second.
+    placement = held.device.memory.placement
+    assert placement.hosted.num_blocks == 5 + 14 + 2
+    # Beside them the host has states of what the GPU holds alone, not more.
+    assert placement.host.num_blocks - placement.host.num_free <= 17 + placement.hosted.num_blocks
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_states_take_the_host_memory_that_was_given(monkeypatch, split):
+    sizes = []
+
+    class Measured(CheckedDevice):
+        def close(self):
+            states = self.memory.states
+            sizes.append(states._inputs.data.nbytes + states._kv.data.nbytes)
+            super().close()
+            sizes.append(states._inputs.data.nbytes + states._kv.data.nbytes)
+
+    serve(monkeypatch, split, gpu=20, host=60, kind=Measured)
+    given = 60 * SMALL.num_layers * STATE.kv_block
+    assert given - SMALL.num_layers * STATE.kv_block < sizes[0] <= given
+    assert sizes[1] == 0
+
+
+# -- a wrong plan ------------------------------------------------------------------------------------------------------
+
+
+def mistaken(monkeypatch, part, wrong):
+    """Serve with a mistake in every plan that it fits; in how many."""
+    return misled(lambda kind: serve(monkeypatch, kind=kind), part, wrong)
+
+
+MISTAKES = {
+    "a layer too few is projected": (
+        "changes", lambda c: c._replace(hidden_groups=c.hidden_groups[1:]) if isinstance(c, Restore) else c,
+    ),
+    "a block too few is copied": (
+        "changes", lambda c: c._replace(num_blocks=c.num_blocks - 1) if isinstance(c, Restore) else c,
+    ),
+    "what comes back is not said": ("changes", lambda c: None if isinstance(c, Load) else c),
+    "nothing is kept": ("changes", lambda c: None if isinstance(c, Store) else c),
+    "a block too few is saved behind a prompt": ("behind", lambda m: m._replace(num_blocks=m.num_blocks - 1)),
+    "nothing is saved behind a prompt": ("behind", lambda m: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
+    with pytest.raises((InvariantError, KeyError)):
+        mistaken(monkeypatch, *MISTAKES[mistake])
+
+
+def test_a_right_plan_is_not(monkeypatch):
+    assert not mistaken(monkeypatch, "changes", lambda change: change)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [SPLIT, LayerSplit(0, 2, 2), LayerSplit(0, 0, 4)], ids=str)
+def test_states_that_cannot_be_copied_are_computed_and_end_nobody(monkeypatch, split):
+    arrivals = spread(ALIKE * 3)
+    with failing_copies("copy_rows", 0.1):
+        served = serve(monkeypatch, split, arrivals, kind=TorchDevice)
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+    assert served.device.memory.placement.states.lost
+    assert restores(served)
+
+
+def test_a_restore_for_which_there_is_no_memory_is_computed(monkeypatch):
+    arrivals, failed, right = spread(ALIKE * 3), [], TurnStates.failed
+    monkeypatch.setattr(TurnStates, "failed", lambda self, *why: failed.append(why) or right(self, *why))
+    with running_out(DecoderLayer, "restore_kv", 0.3):
+        served = serve(monkeypatch, arrivals=arrivals)
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+    assert failed and all("out of memory" in reason for _, reason in failed)
+
+
+def test_what_ran_out_of_memory_is_nobody_s_state(monkeypatch):
+    arrivals = spread(ALIKE * 3)
+    with running_out(Decoder, "forward", 0.3):
+        served = serve(monkeypatch, arrivals=arrivals, kind=TorchDevice)
+    assert 0 < len(live.check_tokens(served, arrivals)) < len(arrivals)
+    assert restores(served)
+
+
+# -- facts one by one --------------------------------------------------------------------------------------------------
+
+
+def test_a_block_s_states_are_its_own_until_it_is_written_again():
+    states = StateBlocks(3, 2)
+    states.renew([0, 1])
+    first, second = states.of[:2].tolist()
+    states.ids.share([first])
+    states.renew([0])
+    assert states.of[0] not in (first, second)
+    states.check([first])
+    states.share([2], [first])
+    states.check([first])
+    # The GPU's three and the two that are kept: more cannot be.
+    with pytest.raises(InvariantError, match="users"):
+        states.check([])
+
+
+def test_what_is_left_to_the_host_comes_back_behind_what_the_gpu_has():
+    placement = TurnPlacement(BlockIds(8), 4, 4)
+    a, b = (Sequence(Request(i, 0.0, 10, 5)) for i in range(2))
+
+    def replay(*changes):
+        plan = IterationPlan()
+        plan.changes = changes
+        copies = placement.replay(plan, lambda seq: None)
+        placement.check()
+        return copies
+
+    replay(Place(a, (0,), 3, 0))
+    own = list(placement.held[a].gpu[0])
+    states = placement.states_of([(a, 0, 12)])[a]
+    placement.prefixes.computed([(a, 0, 12)])
+    replay(Store(a, (1, 2), (71, 72)))
+    assert placement.hosted.ids() == states[1:]
+    assert placement.num_idle_hosted == 1
+    (copy,) = replay(Place(b, (0,), 4, 0), Load(b, 1, (71, 72)), Restore(b, 8, (1,), (2, 3), (0,), 4))
+    there = placement.held[b].gpu[0]
+    assert (copy.source, copy.target, copy.before) == (tuple(states[1:]), tuple(there[1:3]), (there[0],))
+    assert not placement.hosted.loading
+    # Its blocks have these states, those that it computes have new ones.
+    found = placement.states_of([(b, 12, 14)])[b]
+    assert found[1:3] == states[1:] and found[3] not in states
+    assert placement.states.of[own].tolist() == states
