@@ -197,7 +197,8 @@ def faulty(fault: Fault, text: str) -> ast.Module:
 def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]:
     """Tests that execute a fault's statement, or lines with the names that it gives; each file's fastest first.
 
-    Of a file those before others that name the module, as a case of a table may.
+    Of what an import executes else those that execute anything of the module, or of whoever names it; else all. Of a
+    file those come before others that name the module, as a case of a table may.
     """
     found = set() if fault.is_imported else known.tests_of(fault.path, [fault.line])
     found = found or known.tests_of(fault.path, fault.lines)
@@ -207,8 +208,10 @@ def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]
             lines = [i for i, line in enumerate(text.splitlines(), 1) if is_named.search(line)]
             if lines:
                 found |= known.tests_of(path, lines)
-    if fault.is_imported:
-        found = found or known.tests_of(fault.path)
+    if fault.is_imported and not found:
+        is_named = re.compile(rf"\b{Path(fault.path).stem}\b")
+        users = [fault.path, *(path for path, text in texts.items() if is_named.search(text))]
+        found = set().union(*map(known.tests_of, users)) or set(known.seconds)
     by_file: dict[str, list[str]] = defaultdict(list)
     module = Path(fault.path).stem.replace("_", "-")
     for test in sorted(found, key=lambda test: (module not in test.replace("_", "-"), known.seconds[test], test)):

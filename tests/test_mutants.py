@@ -100,6 +100,30 @@ def test_lines_and_names_that_a_fault_is_looked_up_by(mutants, small):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("executed", "tests"),
+    [
+        ({"sim/half.py": ["a::1"]}, ["a::1"]),
+        ({"sim/user.py": ["b::1"], "sim/other.py": ["c::1"]}, ["b::1"]),
+        ({"sim/other.py": ["c::1"]}, ["b::1", "a::1", "c::1"]),
+    ],
+    ids=["it", "a user", "neither"],
+)
+def test_a_module_of_constants_is_tried_by_its_users_tests_else_by_all(mutants, small, executed, tests):
+    """`LIMIT` stands in no function, and nobody else names it."""
+    limit = next(fault for fault in mutants.faults_of("sim/half.py") if fault.line == 3)
+    texts = {"sim/half.py": "LIMIT = 3", "sim/user.py": "from sim import half", "sim/other.py": "half_of = 2"}
+
+    class Known:
+        seconds = {"a::1": 2.0, "b::1": 1.0, "c::1": 3.0}
+
+        def tests_of(self, path: str, lines: object = None) -> set[str]:
+            return set(executed.get(path, ()) if lines is None else ())
+
+    found = mutants.tests_of(limit, Known(), texts)
+    assert sorted(found) == sorted(tests) and found[0] == tests[0]
+
+
 def run(root: Path, *more: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "benchmarks/mutants.py", "--cache", str(root.parent / "cache"), "--out", "found.jsonl", *more],
