@@ -10,6 +10,7 @@ import sys
 import time
 from difflib import SequenceMatcher
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,13 +115,11 @@ def test_a_module_of_constants_is_tried_by_its_users_tests_else_by_all(mutants, 
     limit = next(fault for fault in mutants.faults_of("sim/half.py") if fault.line == 3)
     texts = {"sim/half.py": "LIMIT = 3", "sim/user.py": "from sim import half", "sim/other.py": "half_of = 2"}
 
-    class Known:
-        seconds = {"a::1": 2.0, "b::1": 1.0, "c::1": 3.0}
+    def tests_of(path: str, lines: object = None) -> set[str]:
+        return set(executed.get(path, ()) if lines is None else ())
 
-        def tests_of(self, path: str, lines: object = None) -> set[str]:
-            return set(executed.get(path, ()) if lines is None else ())
-
-    found = mutants.tests_of(limit, Known(), texts)
+    known = SimpleNamespace(seconds={"a::1": 2.0, "b::1": 1.0, "c::1": 3.0}, tests_of=tests_of)
+    found = mutants.tests_of(limit, known, texts)
     assert sorted(found) == sorted(tests) and found[0] == tests[0]
 
 

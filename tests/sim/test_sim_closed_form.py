@@ -138,6 +138,7 @@ def test_an_end_that_is_the_target_counts_and_a_hair_before_it_does_not(
     assert steps_until(nextafter(end_s, inf), first_s, slope_s, 500) == steps + 1
     assert steps_until(nextafter(end_s, inf), first_s, slope_s, steps) == steps
     assert steps_until(1.0, 0.0, 0.0, steps) == steps
+    assert steps_until(0.0, 0.0, 0.0, steps) == 1
 
 
 def test_linear_cost_matches_its_definition() -> None:

@@ -1,16 +1,17 @@
 """eLLM's rules by hand: when tokens are uncached, how many, what bringing them back costs; and what it must not do."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
 from kvtwin.testing import conformance, limits, linear_machine, requests, roofline_machine, simulate
 from kvtwin.testing.conformance import Workload
-from sim.cost.rebuilding import contiguous_s
+from sim.cost.rebuilding import contiguous_s, kernels_s
 from sim.engine.changes import Move, Rebuilt, Tier, Uncache
 from sim.engine.limits import Deployment
-from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
@@ -301,6 +302,22 @@ def test_contiguous_layers_leave_whole_blocks_uncached_and_say_which():
     assert second.record.num_read == 5 * 3
     assert [(after.num_tokens, after.groups) for after in second.record.after] == [(48, (2, 3, 4)), (32, (2, 3, 4))]
     assert outcome.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize(("fused_loss", "seconds"), [(None, 5.0 + 0.5 * 8.0), (1.5, 5.0 + 0.5 * (8.0 - 5.0) * 1.5)])
+def test_computing_again_is_a_batch_of_prompts_from_their_first_token(fused_loss, seconds):
+    """Half of four layers again, of 9 and 4 tokens; fused, beside the plan's decodes."""
+    one, other = (Sequence(request) for request in requests((0.0, 9, 9), (0.0, 9, 9)))
+    plan = IterationPlan(num_decodes=2, decodes=(one, other), decode_context_tokens=30)
+    asked = []
+    cost = SimpleNamespace(iteration_s=lambda again: asked.append(again) or 8.0)
+    record = Rebuilt(0, 2, 0, ((one, 9), (other, 4)), (0, 1), fused_loss, True)
+    assert kernels_s(cost, plan, record, 5.0, 4) == pytest.approx(seconds)  # type: ignore[arg-type]
+    again = asked[0]
+    assert again.chunks == ((one, 9, 0, Origin.CONTINUED), (other, 4, 0, Origin.CONTINUED))
+    assert (again.prefill_tokens, again.prefill_pairs, again.prefill_squares) == (13, 45 + 10, 81 + 16)
+    beside = (0, (), 0) if fused_loss is None else (2, (one, other), 30)
+    assert (again.num_decodes, tuple(again.decodes), again.decode_context_tokens) == beside
 
 
 @pytest.mark.parametrize(

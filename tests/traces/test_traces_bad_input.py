@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from traces.csv_reader import CsvReader
 from traces.errors import TraceError
+from traces.fields import shown
 from traces.readers import CSV_FORMATS, open_trace
 from traces.rows import Columns
 
@@ -120,6 +121,12 @@ def test_a_bad_row_is_named(tmp_path, text, line, parts):
     for part in parts:
         assert part in message
     assert ";" in message  # what to do stands behind the semicolon
+
+
+def test_a_value_is_shown_in_one_line_of_at_most_sixty_characters():
+    assert shown("x" * 58) == f"'{'x' * 58}'"
+    assert shown("x" * 59) == f"'{'x' * 55}...'" and len(shown("x" * 59)) == 60
+    assert shown([1, 2], 6) == "[1, 2]" and shown([1, 22], 6) == "[1...]"
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,9 @@ def test_a_cut_off_download_is_resumed(server, tmp_path):
     with pytest.raises(TraceError, match=r"cut off after 100000 of 384000 bytes|IncompleteRead"):
         get(server, tmp_path / "t.csv")
     assert [path.name for path in tmp_path.iterdir()] == ["t.csv.part"]
-    server.cut_at = None
-    assert get(server, tmp_path / "t.csv").read_bytes() == DATA
+    server.cut_at, seen = None, []
+    path = get(server, tmp_path / "t.csv", progress=lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == DATA and seen[-1] == (len(DATA), len(DATA))
     assert server.ranges == [None, "bytes=100000-"]
     assert [path.name for path in tmp_path.iterdir()] == ["t.csv"]
 

@@ -72,6 +72,12 @@ def test_mooncakes_jsonl_reads_back(tmp_path):
     assert list(open_trace(path)) == more
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
+def test_a_trace_of_nothing_is_refused(tmp_path, name):
+    with pytest.raises(TraceError, match="no request is left"):
+        write_trace([], tmp_path / name)
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("old")
