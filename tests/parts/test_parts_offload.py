@@ -301,6 +301,23 @@ def check_forgetting(prompts: list[tuple[list[int], int]]) -> None:
         assert len(chain) == len(kept)
 
 
+def test_a_chain_asks_who_is_in_use_once_it_has_doubled(monkeypatch):
+    """At 4 links of at least 4 nobody is asked; at 6, 2 are in use and kept; then not at 4, but at 5."""
+    monkeypatch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", 4)
+    chain, kept, asked = NamedChain(16), [], []
+
+    def links(*ids: int) -> int:
+        found = chain.of(named(0, 0.0, ids))
+        kept[:] = kept or found
+        chain.forget(lambda: asked.append(len(chain)) or kept)
+        return len(chain)
+
+    assert [links(1, 2), links(3, 4), links(5, 6), links(7, 8), links(9)] == [2, 4, 2, 4, 2]
+    assert asked == [6, 5]
+    monkeypatch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", 2)
+    assert [links(3, 4), links(5, 6)] == [4, 2] and asked == [6, 5, 6]
+
+
 def test_jobs_read_the_blocks_of_their_chunks():
     assert ranges_of([0, 1, 3, 5, 6], 2) == [range(4), range(6, 8), range(10, 14)]
     job = Job(Offloaded(Sequence(A), Access(())), [0, 3], ranges_of([0, 3], 2))
