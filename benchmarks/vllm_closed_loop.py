@@ -194,6 +194,9 @@ SERVED = {
     "minimax-m2.5-b200-vllm-0.19": replace(
         _minimax("b200_sxm", "0.19.0", block_size=32, kv_cache_dtype="fp8"), options_of=_two_prompts
     ),
+    "minimax-m2.5-b300-vllm-0.19": replace(
+        _minimax("b300_sxm", "0.19.0", block_size=32, kv_cache_dtype="fp8"), options_of=_two_prompts
+    ),
 }
 
 

@@ -6,10 +6,10 @@ from sim.cost.profile import KERNEL_NAMES, ROOFLINE_UNITS, Constant, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
+COPY_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 OWN = (
     "layer_overhead_s",
-    "h2d_bytes_per_s",
-    "d2h_bytes_per_s",
+    *COPY_RATES,
     "copy_launch_s",
     "host_memcpy_bytes_per_s",
     "allreduce_bytes_per_s",
@@ -58,6 +58,9 @@ def derive_profile(
         elif name == "step_overhead_s" or name.startswith("fp8") or name in KERNEL_NAMES:
             # Of the engine that was timed there; of kernels that GPUs of one family need not share.
             continue
+        elif name in COPY_RATES and base.gpu != hardware.name:
+            text = "assumed: pcie_bytes_per_s of the specification"
+            found[name] = Constant(hardware.pcie_bytes_per_s, None, unit, text)
         elif name in OWN:
             if name in base.constants:
                 found[name] = base.constants[name]

@@ -28,8 +28,6 @@ from sim.errors import UserError
 from sim.specs.models import ModelSpec, load_model
 
 PACKAGE = "aiconfigurator_core"
-SYSTEMS = {"a100_sxm": "a100-80g", "l40s": "l40s", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200"}
-"""Systems of the package and the GPUs of ours that they are."""
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b")
 """Models whose heads are in the tables and whose shapes differ from each other."""
 DTYPE, FP8 = "bfloat16", "fp8"
@@ -46,18 +44,43 @@ ELEMENT_BYTES = 2
 """Of all-reduced messages, whose sizes the tables count in elements."""
 LEAST_REDUCED_BYTES, MOST_REDUCED_BYTES = 8 << 10, 256 << 20
 """Messages of a tensor-parallel layer, from one token to a long prompt."""
-REDUCING_GPUS = {"l40s": (2,)}
-"""Group sizes taken, where not all: over PCIe, NCCL's rate per byte falls 4- and 13-fold at 4 and 8 GPUs in the table,
-which is that machine's topology, not the GPU."""
 FUSING_ENGINE = "trtllm"
-HOPPER_FUSED_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
-FUSED_BYTES = {
-    "h100_sxm": HOPPER_FUSED_BYTES,
-    "h200_sxm": HOPPER_FUSED_BYTES,
-    "b200_sxm": {2: 64 << 20, 4: 32 << 20, 8: 1 << 20},
+"""vLLM fuses small all-reduces with the norm behind them. FlashInfer's kernel does that, which is TensorRT-LLM's."""
+FUSED_HOPPER, FUSED_BLACKWELL, FUSED_BLACKWELL_ULTRA = (
+    {2: 64 << 20, 4: 2 << 20, 8: 1 << 19},
+    {2: 64 << 20, 4: 32 << 20, 8: 1 << 20},
+    {2: 64 << 20, 4: 64 << 20, 8: 4 << 20},
+)
+"""By GPUs: messages up to which it does (vLLM, `FI_ALLREDUCE_FUSION_MAX_SIZE_MB`; on by default at level O2)."""
+
+
+class System(NamedTuple):
+    """A system of the package.
+
+    Attributes:
+        gpu: the GPU of ours that it is.
+        l2_bytes: of its L2 cache: NVIDIA's whitepapers of the Ampere, Ada and Hopper architectures; the B200's as
+            `cudaDeviceProp` has it, and taken for all of Blackwell.
+        fused_bytes: one of the tables above; none where vLLM does not fuse.
+        reducing_gpus: group sizes whose all-reduces are taken.
+    """
+
+    gpu: str
+    l2_bytes: float
+    fused_bytes: dict[int, int] | None = None
+    reducing_gpus: tuple[int, ...] = (2, 4, 8)
+
+
+SYSTEMS = {
+    "a100_sxm": System("a100-80g", 40e6),
+    # Over PCIe, NCCL's rate per byte falls 4- and 13-fold at 4 and 8 GPUs in the table: that machine's, not the GPU's.
+    "l40s": System("l40s", 96e6, reducing_gpus=(2,)),
+    "h100_sxm": System("h100", 50e6, FUSED_HOPPER),
+    "h200_sxm": System("h200", 50e6, FUSED_HOPPER),
+    "b200_sxm": System("b200", 126e6, FUSED_BLACKWELL),
+    "b300_sxm": System("b300", 126e6, FUSED_BLACKWELL_ULTRA),
+    "gb200": System("gb200", 126e6, FUSED_BLACKWELL),
 }
-"""By GPUs: messages up to which vLLM fuses an all-reduce with the norm behind it. FlashInfer's kernel does that, which
-is TensorRT-LLM's (vLLM 0.16, `FI_ALLREDUCE_FUSION_MAX_SIZE_MB`; on by default at level O2)."""
 
 
 class Gemm(NamedTuple):
@@ -288,7 +311,7 @@ def _fp8_layers(
     gemms = _gemm_table(_of_engine(_newest(root / "gemm", GEMMS), engine), FP8)
     for name in models:
         model = load_model(name)
-        for tp in (1, *_group_sizes(root)):
+        for tp in (1, *SYSTEMS[root.name].reducing_gpus):
             if not gemms or model.num_heads % tp:
                 continue
             linear = _linear(model, gemms, tp)
@@ -309,10 +332,6 @@ def _is_power(base: int, value: int) -> bool:
     while value > 1 and value % base == 0:
         value //= base
     return value == 1
-
-
-def _group_sizes(root: Path) -> tuple[int, ...]:
-    return REDUCING_GPUS.get(root.name, (2, 4, 8))
 
 
 def _of_engine(paths: Iterable[Path], engine: str) -> list[Path]:
@@ -340,15 +359,16 @@ def _reducing(root: Path, engine: str) -> list[_Reducing]:
         path, wanted = _newest(root / "comm", "nccl_perf.parquet")[0], {"op_name": "all_reduce", "nccl_dtype": "half"}
         words = f"NCCL {path.parent.name}, half precision"
     found = [_Reducing(path, words, wanted)]
-    if engine == "vllm" and root.name in FUSED_BYTES:
+    fused_bytes = SYSTEMS[root.name].fused_bytes
+    if engine == "vllm" and fused_bytes:
         for path in _of_engine(tables, FUSING_ENGINE):
             words = f"what it fuses with norms: {FUSING_ENGINE} {path.parent.name}"
-            found.append(_Reducing(path, words, {}, FUSED_BYTES[root.name]))
+            found.append(_Reducing(path, words, {}, fused_bytes))
     return found
 
 
 def _all_reduces(root: Path, engine: str) -> Iterator[Sample]:
-    allowed = _group_sizes(root)
+    allowed = SYSTEMS[root.name].reducing_gpus
     for path, _, wanted, most_bytes in _reducing(root, engine):
         for row in read_rows(path, (*wanted, "num_gpus", "message_size", "latency")):
             gpus, num_bytes = row["num_gpus"], row["message_size"] * ELEMENT_BYTES

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from calib.experts import WEIGHT_BYTES, ExpertSample
-from calib.importers.aiconfigurator import MS, newest_of_engine, read_rows
+from calib.importers.aiconfigurator import MS, SYSTEMS, newest_of_engine, read_rows
 
 TABLE = "moe_perf.parquet"
 COLUMNS = (
@@ -32,8 +32,6 @@ QUANTIZATIONS = {"bfloat16": "", "fp8_block": "fp8", "w4a16_mxfp4": "mxfp4"}
 """Types of the tables that are taken, and what they are called here."""
 ROUTINGS = ("balanced", "power_law_1.2")
 MOST_TOKENS, MOST_GPUS = 16_384, 8
-L2_BYTES = {"a100_sxm": 40e6, "l40s": 96e6, "h100_sxm": 50e6, "h200_sxm": 50e6, "b200_sxm": 126e6}
-"""NVIDIA's whitepapers of the Ampere, Ada and Hopper architectures; the B200's as `cudaDeviceProp` has it."""
 GROUPED = {(7168, 2048, 8, 256)}
 """Hidden size, width, experts per token and experts of models that choose among groups of experts."""
 UNGATED = {(2688, 1856), (2048, 5120), (1024, 2688)}
@@ -52,7 +50,7 @@ def import_experts(root: Path) -> tuple[list[ExpertSample], str]:
     met = _ExpertsMet()
     samples = [_sample(row, met) for row in rows]
     version = path.parent.name
-    found = [s for s in samples if _read_bytes(s) > 2 * L2_BYTES[root.name]]
+    found = [s for s in samples if _read_bytes(s) > 2 * SYSTEMS[root.name].l2_bytes]
     return found, f"FusedMoE of vLLM {version}"
 
 

@@ -26,7 +26,9 @@ def add_imports(commands: Any, run_fit: Callable[[argparse.Namespace], int]) -> 
     parser = commands.add_parser("import", help="turn public tables into samples and fit them")
     kinds = parser.add_subparsers(title="tables", metavar="TABLES", required=True)
     tables = kinds.add_parser("aiconfigurator", help="aiconfigurator-core's operator tables (needs pyarrow)")
-    tables.add_argument("--system", required=True, help="a100_sxm, l40s, h100_sxm, h200_sxm or b200_sxm")
+    tables.add_argument(
+        "--system", required=True, help="a100_sxm, l40s, h100_sxm, h200_sxm, b200_sxm, b300_sxm or gb200"
+    )
     tables.add_argument("--model", action="append", help="models to compose; repeatable (default: six Llama and Qwen)")
     tables.add_argument("--engine", default="vllm", help="whose attention: vllm, sglang or trtllm (%(default)s)")
     tables.add_argument("--tables", type=Path, metavar="DIR", help="the package's systems/data (default: installed)")
@@ -81,10 +83,9 @@ def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
     from calib.importers.aiconfigurator_latents import import_latents  # noqa: PLC0415
     from calib.kernel_samples import write_kernel_samples  # noqa: PLC0415
 
-    gpu = aiconfigurator.SYSTEMS.get(arguments.system, "")
     models = arguments.model or aiconfigurator.MODELS
     found = aiconfigurator.import_samples(arguments.system, models, arguments.engine, arguments.tables)
-    arguments.gpu = gpu
+    arguments.gpu = gpu = aiconfigurator.SYSTEMS[arguments.system].gpu
     folder = arguments.tables or aiconfigurator.package_data()
     root, files = folder / arguments.system, {}
     name = profile_name(arguments, load_hardware(gpu), "imported")

@@ -42,8 +42,9 @@ MOST = 1e24
 PLAIN_FIELDS = ("name", "copies_beside_compute")
 """Fields of a hardware file that are no quantities."""
 DEVICES = {
-    "H200": "h200", "H100": "h100", "B200": "b200", "L40S": "l40s", "L20": "l20", "A100": "a100-80g",
-    "RTX 4090": "rtx-4090", "RTX PRO 6000 Blackwell Server": "rtx-pro-6000", "V100": "v100", "T4": "t4",
+    "H200": "h200", "H100": "h100", "GB200": "gb200", "B300": "b300", "B200": "b200", "L40S": "l40s", "L20": "l20",
+    "A100": "a100-80g", "RTX 4090": "rtx-4090", "RTX PRO 6000 Blackwell Server": "rtx-pro-6000", "V100": "v100",
+    "T4": "t4",
 }  # fmt: skip
 """Words of the names that CUDA gives devices, and our specs of them; the first that fits."""
 

@@ -397,9 +397,21 @@ def test_derive_of_a_gpu_that_nothing_is_shipped_for_starts_from_the_sibling(cap
     assert attempt(capsys, *words, "--out", tmp_path)[0] == 0
     profile, sibling = read_profile(tmp_path / "my-gpu-derived.json"), load_profile("rtx-4090-imported")
     assert profile.value("flops_per_s") == pytest.approx(sibling.value("flops_per_s"))
-    carried = profile.constants["h2d_bytes_per_s"]
-    assert carried.value == sibling.value("h2d_bytes_per_s")
+    carried = profile.constants["copy_launch_s"]
+    assert carried.value == sibling.value("copy_launch_s")
     assert carried.source.startswith("carried over from rtx-4090-imported: ")
+
+
+def test_derive_copies_at_the_rate_of_the_gpus_own_link(capsys, tmp_path):
+    """A Grace Blackwell's link to its host is no PCIe."""
+    spec = json.loads((SPECS / "gb200.json").read_text()) | {"name": "my-gpu"}
+    (tmp_path / "my-gpu.json").write_text(json.dumps(spec))
+    words = ["profile", "derive", "--gpu", tmp_path / "my-gpu.json", "--sibling", "b200-imported", "--out", tmp_path]
+    assert attempt(capsys, *words)[0] == 0
+    profile = read_profile(tmp_path / "my-gpu-derived.json")
+    for name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+        assert profile.value(name) == 180e9
+        assert profile.constants[name].source == "assumed: pcie_bytes_per_s of the specification"
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ SHIPPED = sorted(path.name.removesuffix(".csv.gz") for path in EXPERT_DATA.iterd
 def test_profiles_have_constants_of_experts_where_samples_of_them_ship():
     with_experts = [n for n in shipped_profiles() if EXPERT_NAMES & load_profile(n).constants.keys()]
     assert with_experts == SHIPPED
-    assert [f"{gpu}-imported" for gpu in ("a100-80g", "b200", "h100", "h200", "l40s")] == SHIPPED
+    assert [f"{gpu}-imported" for gpu in ("a100-80g", "b200", "b300", "gb200", "h100", "h200", "l40s")] == SHIPPED
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -124,6 +124,8 @@ def test_every_samples_file_that_ships_belongs_to_a_profile():
     assert [name.rpartition("-")[0] for name in IMPORTED] == [
         "a100-80g",
         "b200",
+        "b300",
+        "gb200",
         "h100",
         "h200",
         "l40s",

@@ -7,7 +7,22 @@ import pytest
 from sim.errors import UserError
 from sim.specs.hardware import BUILT_IN, DEVICES, built_in_hardware, gpu_called, load_hardware
 
-NAMES = ["a100-40g", "a100-80g", "b200", "cpu", "h100", "h200", "l20", "l40s", "rtx-4090", "rtx-pro-6000", "t4", "v100"]
+NAMES = [
+    "a100-40g",
+    "a100-80g",
+    "b200",
+    "b300",
+    "cpu",
+    "gb200",
+    "h100",
+    "h200",
+    "l20",
+    "l40s",
+    "rtx-4090",
+    "rtx-pro-6000",
+    "t4",
+    "v100",
+]
 
 
 def test_the_built_ins():
@@ -38,6 +53,8 @@ def test_the_l20_of_the_testbed():
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA A100-PCIE-40GB", "a100-40g"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
         ("Tesla T4", "t4"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
     ],
@@ -47,7 +64,7 @@ def test_cudas_names(name, gpu):
     assert set(DEVICES.values()) <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA T400 4GB", "NVIDIA L200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
+@pytest.mark.parametrize("name", ["NVIDIA GB300", "NVIDIA T400 4GB", "NVIDIA L200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
 def test_a_gpu_that_only_sounds_like_one_has_no_spec(name):
     with pytest.raises(UserError, match=f"--gpu: no spec for '{name}': name one of a100-40g"):
         gpu_called(name)

@@ -149,8 +149,8 @@ def test_a_profile_of_another_gpu_is_refused():
 def test_unknown_names():
     with pytest.raises(UserError, match=r"did you mean 'l20-derived'\?"):
         load_profile("l20-derive")
-    with pytest.raises(UserError, match=r"none is shipped for gpu 'b300' \(there are: a100-40g, "):
-        default_profile("b300")
+    with pytest.raises(UserError, match=r"none is shipped for gpu 'b100' \(there are: a100-40g, "):
+        default_profile("b100")
     with pytest.raises(UserError, match="neither a profile nor a gpu"):
         load_profile()
 
