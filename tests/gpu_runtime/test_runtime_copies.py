@@ -302,6 +302,16 @@ def test_some_rows_are_kept_and_others_are_left_as_they_are(engine):
     assert int((rows.data != 0).sum()) == 10
 
 
+def test_rows_give_their_memory_back_and_unlock_it(engine):
+    rows, unlocked = TokenRows(engine, 3, 2, 4, 5, torch.float32), []
+    rows.release()
+    assert rows.data.numel() == 0 and not unlocked
+    rows = TokenRows(engine, 3, 2, 4, 5, torch.float32)
+    rows._unlock = lambda: unlocked.append(rows.data.numel())
+    rows.release()
+    assert rows.data.numel() == 0 and unlocked == [120]
+
+
 def test_states_that_were_made_in_inference_mode_are_kept():
     """Inference mode belongs to a thread, and the copying one has its own."""
     with torch.inference_mode(), CopyEngine("cpu") as engine:

@@ -13,6 +13,7 @@ from runtime_small import SMALL
 
 from gpu_runtime.kv import page_locked
 from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.cached_blocks import CachedBlocks
 from gpu_runtime.kv.pool import KVPool, OutOfBlocks
 from sim.errors import InvariantError, UserError
 
@@ -54,6 +55,22 @@ def test_a_block_that_is_not_allocated_cannot_be_freed(wrong):
     ids.allocate(2)
     with pytest.raises(InvariantError, match="is not allocated"):
         ids.free(wrong)
+
+
+def test_a_cached_run_is_kept_hit_and_taken_as_it_is():
+    pool = BlockIds(4)
+    cached, ids = CachedBlocks(pool), pool.allocate(2)
+    cached.keep("run", ids)
+    assert cached.num_blocks == 2 and cached.hit("run", 2) == ids and cached.num_blocks == 0
+    for mistake, words in (
+        (lambda: cached.keep("run", ids), "kept twice"),
+        (lambda: cached.hit("run", 1), "1 are hit"),
+        (lambda: cached.take("run", 3), "3 are to be taken"),
+    ):
+        with pytest.raises(InvariantError, match=words):
+            mistake()
+    assert [pool.num_users(block) for block in ids] == [2, 2]
+    assert cached.take("run", 2) == ids and not list(cached.lists())
 
 
 def test_a_broken_free_list_is_found():

@@ -10,6 +10,7 @@ from sim.cost.profile import (
     ROOFLINE_UNITS,
     SHIPPED,
     default_profile,
+    linear_profile,
     load_profile,
     read_profile,
     shipped_profiles,
@@ -103,6 +104,7 @@ BAD = [
     (lambda d: d.update(all_reduce={"2": [[8192, 1e-5], [8192, 2e-5]]}), ["all_reduce.2", "in order of bytes"]),
     (lambda d: d.update(all_reduce={"2": [[8192, 0]]}), ["all_reduce.2", "more than zero"]),
     (lambda d: d.update(all_reduce={"2": [[8192]]}), ["all_reduce"]),
+    (lambda d: d.pop("constants"), ["constants"]),
 ]
 
 
@@ -139,6 +141,10 @@ def test_a_written_profile_reads_back(tmp_path):
     path.write_bytes(profile.to_json())
     assert read_profile(path) == profile
     assert profile.range and profile.range.tokens == (16, 16384)
+    # The linear form in full too, though it has a short one.
+    linear = linear_profile("mine", (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), "a test")
+    path.write_bytes(linear.to_json())
+    assert read_profile(path) == linear
 
 
 def test_a_profile_of_another_gpu_is_refused():

@@ -13,6 +13,7 @@ from small_results import flags
 
 import kvtwin
 import kvtwin.api
+from kvtwin.api import _named
 from sim.policy_options import parse_policy
 from sim.systems.layerkv import LayerKV
 
@@ -67,6 +68,13 @@ def test_a_preset_is_labelled_as_its_text_would_be():
     assert run.label == "layerkv:slo-aware=False"
     assert parse_policy(run.label, {})[1] == policy
     assert run.result.mean_ttft_ms == kvtwin.simulate(CROWD, "layerkv:slo-aware=false").result.mean_ttft_ms
+
+
+@pytest.mark.parametrize(
+    "text", ["sarathi:eviction=swap", "layerkv:threshold=0.5,order=priority,stage=stream", "vllm-v1"]
+)
+def test_a_mix_is_labelled_as_its_text(text):
+    assert _named(parse_policy(text, {})[1]) == (text, parse_policy(text, {})[1]) and _named(text)[0] == text
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,8 @@ def test_a_value_is_shown_in_one_line_of_at_most_sixty_characters():
     ("header", "parts"),
     [
         ("TIMESTAMP,ContextToken,GeneratedTokens", ["nearest: azure", "'ContextToken' to 'ContextTokens'"]),
-        ("a,b,c", ["no known format", "arrival_s,prompt_tokens,output_tokens"]),
+        ("a,b,c", ["no known format", "write the columns arrival_s,prompt_tokens,output_tokens"]),
+        ("arrival_s,zzz", ["nearest: kvtwin", "add prompt_tokens,output_tokens"]),
         ("arrival_s,prompt_tokens,output_tokens,sesion_id", ["'sesion_id'", "did you mean 'session_id'"]),
         ('{"text": 1}', ["no known format", "timestamp"]),
     ],
@@ -166,6 +167,7 @@ def test_a_forced_format_names_the_missing_column(tmp_path):
         (b"\n\n", "is empty"),
         (OWN.splitlines()[0].encode(), "holds no request"),
         (OWN.encode() + b"1.0,5,\xff\n", r"line 3: byte 0xff at column 7 is not UTF-8.*re-encode"),
+        (b"arrival_s,prom\xff\n", "line 1: byte 0xff at column 15 is not"),
         (
             OWN.encode() + "é".encode() * 99_999 + b"\xff\n",
             r"line 3: byte 0xff at column 199999 is not UTF-8.*re-encode",

@@ -146,6 +146,13 @@ def test_what_is_there_and_right_is_not_fetched_again(server, tmp_path):
     assert server.ranges == [None]
 
 
+def test_a_part_of_a_file_that_is_gone_is_kept_and_told(server, tmp_path):
+    (tmp_path / "t.csv.part").write_bytes(DATA[:5000])
+    with pytest.raises(TraceError, match="answers 404"):
+        get(server, tmp_path / "t.csv", url=server.url.replace("trace", "other"))
+    assert (tmp_path / "t.csv.part").read_bytes() == DATA[:5000]
+
+
 def test_missing_pages_dead_servers_and_odd_urls(server, tmp_path):
     with pytest.raises(TraceError, match="404"):
         get(server, tmp_path / "t.csv", url=server.url + "x")

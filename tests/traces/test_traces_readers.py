@@ -176,6 +176,11 @@ def test_bailian_joins_turns_into_sessions(tmp_path):
     assert requests[1].arrival_s == pytest.approx(1.386)
     assert requests[0].hash_ids == (1, 2, 3)
     assert requests[0].hash_block_tokens == 16
+    # What the cache saw may be less than the prompt, never more.
+    lines[0]["hash_ids"], lines[1]["hash_ids"] = [1], [1, 2, 3, 4]
+    path = write(tmp_path, "b.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(TraceError, match=r"line 2: hash_ids .*4 ids"):
+        list(open_trace(path))
 
 
 def test_time_units_and_block_sizes_can_be_given(tmp_path):
