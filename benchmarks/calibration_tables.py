@@ -3,7 +3,7 @@
     python benchmarks/calibration_tables.py [NAME ...]
 
 Every block between `<!-- NAME -->` and `<!-- end -->` is replaced, or those named; the text around them stays. Takes
-minutes, `experts` and `latents` alone seconds.
+minutes, `experts`, `latents` and `gdn` alone seconds.
 """
 
 import re
@@ -22,6 +22,7 @@ from calib.experts_report import error, experts_table, signed  # noqa: E402
 from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
+from calib.gdn import GDN_DATA, fit_gdn, read_gdn_samples  # noqa: E402
 from calib.holdout import Holdout, leave_one_model_out, leave_rows_out, mean_holdout  # noqa: E402
 from calib.latents import LATENT_DATA, as_other_attention_s, fit_latents, read_latent_samples  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
@@ -228,6 +229,22 @@ def latents() -> str:
     return table(("GPU, phase", "samples", "as other attention", "left out", f"left out, {sizes} heads"), rows)
 
 
+def gdn() -> str:
+    """Kernels of Gated DeltaNet by constants of their own."""
+    rows = []
+    for path in sorted(GDN_DATA.glob("*.csv.gz")):
+        profile = load_profile(path.name.removesuffix(".csv.gz"))
+        samples = read_gdn_samples(path)
+        fit = fit_gdn(samples, load_hardware(profile.gpu))
+        heads = np.array([s.num_value_heads for s in fit.samples])
+        for phase in ("decode", "prefill"):
+            chosen = np.array([s.phase == phase for s in fit.samples])
+            of_heads = [fit.unseen[chosen & (heads == n)] for n in (2, 8, 32, 64)]
+            cells = percent(error(fit.own[chosen])), f"**{percent(error(fit.unseen[chosen]))}**"
+            rows.append((f"{profile.gpu}, {phase}", f"{chosen.sum():,}", *cells, " / ".join(map(signed, of_heads))))
+    return table(("GPU, phase", "samples", "fitted", "left out", "left out, 2 / 8 / 32 / 64 heads"), rows)
+
+
 TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "errors": errors,
     "constants": constants,
@@ -238,7 +255,7 @@ TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "papers": papers,
     "regions": regions,
 }
-KERNELS: dict[str, Callable[[], str]] = {"experts": experts, "latents": latents}
+KERNELS: dict[str, Callable[[], str]] = {"experts": experts, "latents": latents, "gdn": gdn}
 """Blocks that have samples of their own."""
 
 

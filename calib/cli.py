@@ -87,6 +87,7 @@ def _add_fit(commands: Any) -> None:  # noqa: ANN401
     )
     parser.add_argument("--experts", type=Path, metavar="FILE.csv.gz", help="samples of routed experts' kernels")
     parser.add_argument("--latents", type=Path, metavar="FILE.csv.gz", help="samples of latent attention (MLA)")
+    parser.add_argument("--gdn", type=Path, metavar="FILE.csv.gz", help="samples of Gated DeltaNet")
     add_target(parser)
     parser.add_argument("--form", choices=FORMS, default="roofline", help="what to fit to samples (%(default)s)")
     # The engine's, as `run` has them; the base profile is where the fit starts.
@@ -233,6 +234,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
     report = fit_samples(
         arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form,
         experts=getattr(arguments, "experts", None), latents=getattr(arguments, "latents", None),
+        gdn=getattr(arguments, "gdn", None),
     )  # fmt: skip
     return write_report(report, arguments.out)
 

@@ -11,6 +11,7 @@ import numpy as np
 from calib.copies import all_reduce_points, fit_all_reduce, fit_copies, fit_host_memcpy
 from calib.experts import ExpertSample, fit_experts
 from calib.fp8 import fit_fp8
+from calib.gdn import GdnSample, fit_gdn
 from calib.holdout import (
     Holdout,
     Region,
@@ -29,12 +30,12 @@ from calib.holdout import (
 )
 from calib.latents import LatentSample, fit_latents
 from calib.papers import PaperConstant, eq3_alpha, paper_constants
-from calib.robust import Array, Estimate
+from calib.robust import Array, Estimate, Fit
 from calib.roofline import complete, fit_linear_factors, fit_roofline
 from calib.samples import Sample
 from calib.terms import Terms, load_models, terms_of
 from sim.cost.kernels import Point
-from sim.cost.profile import LATENT_UNITS, ROOFLINE_UNITS, Constant, FittedRange, Profile
+from sim.cost.profile import GDN_UNITS, LATENT_UNITS, ROOFLINE_UNITS, Constant, FittedRange, Profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
@@ -165,15 +166,24 @@ def fit_profile(
 def with_latents(report: FitReport, samples: Sequence[LatentSample], hardware: HardwareSpec) -> FitReport:
     """The report of a fit, and constants of latent attention fitted beside its products."""
     fit = fit_latents(samples, report.profile, hardware)
-    constants = {
-        name: _constant(estimate, LATENT_UNITS[name], fit.fit.scatter) for name, estimate in fit.fit.estimates.items()
-    }
+    return _with_kernels(report, fit.fit, LATENT_UNITS, fit.residuals)
+
+
+def with_gdn(report: FitReport, samples: Sequence[GdnSample], hardware: HardwareSpec) -> FitReport:
+    """The report of a fit, and constants of Gated DeltaNet."""
+    fit = fit_gdn(samples, hardware)
+    return _with_kernels(report, fit.fit, GDN_UNITS, fit.residuals)
+
+
+def _with_kernels(report: FitReport, fit: Fit, units: Mapping[str, str], residuals: Mapping[str, float]) -> FitReport:
+    constants = {name: _constant(estimate, units[name], fit.scatter) for name, estimate in fit.estimates.items()}
+    found = report.profile.constants | constants
     profile = msgspec.structs.replace(
         report.profile,
-        constants={**report.profile.constants, **constants},
-        residuals={**(report.profile.residuals or {}), **fit.residuals},
+        constants={name: found[name] for name in ROOFLINE_UNITS if name in found},
+        residuals={**(report.profile.residuals or {}), **residuals},
     )
-    return replace(report, profile=profile, estimates={**report.estimates, **fit.fit.estimates})
+    return replace(report, profile=profile, estimates={**report.estimates, **fit.estimates})
 
 
 def _factors(

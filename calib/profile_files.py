@@ -66,6 +66,7 @@ def fit_samples(
     *,
     experts: Path | None = None,
     latents: Path | None = None,
+    gdn: Path | None = None,
 ) -> "FitReport":
     """Fit a profile of that name and form to the samples of all files, and to those of single kernels.
 
@@ -73,7 +74,8 @@ def fit_samples(
         UserError: a file that holds no samples, or samples that tell no profile; no base where one is needed.
     """
     from calib.experts import read_expert_samples  # noqa: PLC0415
-    from calib.fit import fit_profile, with_latents  # noqa: PLC0415
+    from calib.fit import fit_profile, with_gdn, with_latents  # noqa: PLC0415
+    from calib.gdn import read_gdn_samples  # noqa: PLC0415
     from calib.latents import read_latent_samples  # noqa: PLC0415
     from calib.linear import fit_linear_profile  # noqa: PLC0415
     from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
@@ -86,7 +88,7 @@ def fit_samples(
     provenance["samples_sha256"] = ", ".join(samples_sha256(path) for path in paths)
     provenance.setdefault("date", datetime.now(UTC).date().isoformat())
     folder = paths[0].parent
-    kernels = {"experts": experts, "latents": latents}
+    kernels = {"experts": experts, "latents": latents, "gdn": gdn}
     for kind, path in kernels.items():
         if path is not None and form == "linear":
             raise UserError(f"--{kind}: form linear has no constants of such kernels; leave it out")
@@ -100,7 +102,9 @@ def fit_samples(
         found, folder, hardware, completed, name=name, status=status, provenance=provenance,
         experts=read_expert_samples(experts) if experts else (),
     )  # fmt: skip
-    return with_latents(report, read_latent_samples(latents), hardware) if latents else report
+    if latents:
+        report = with_latents(report, read_latent_samples(latents), hardware)
+    return with_gdn(report, read_gdn_samples(gdn), hardware) if gdn else report
 
 
 def write_report(report: "FitReport", out: Path) -> int:

@@ -8,13 +8,13 @@ from sim.cost.engine_profile import EngineProfile, load_engine_profile
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Profile
-from sim.engine.limits import Limits, Role, WindowLimits
+from sim.engine.limits import Limits, Role, StateLimits, WindowLimits
 from sim.errors import UserError
 from sim.results.metrics import Goodput
 from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
-from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype
-from sim.specs.memory import kv_cache_blocks
+from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
+from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state_block_size
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.builder import HAND_OVER, STORED, options_among
@@ -192,6 +192,12 @@ def _limits(
         swap_space = default_swap_space_gib(scenario, policy, hardware)
     block_size = scenario.block_size or policy.default_block_size
     groups, window = _window(scenario, model, policy, block_size)
+    cached, states = _prefix_caching(scenario, model, policy, window, warnings), None
+    if model.gdn:
+        groups, states = _states(scenario, model, hardware, policy)
+        block_size = state_block_size(
+            model, scenario.tp, block_size, within_chunks=cached and states.exports_within_chunks
+        )
     pool = kv_cache_blocks(
         model,
         hardware,
@@ -218,8 +224,9 @@ def _limits(
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         enable_chunked_prefill=engine.enable_chunked_prefill,
-        enable_prefix_caching=_prefix_caching(scenario, model, policy, window, warnings),
+        enable_prefix_caching=cached,
         window=window,
+        states=states,
     )
 
 
@@ -316,6 +323,23 @@ def _window(
     blocks = -(-kv.window // block_size)
     window_first = kv.layers[0].window is not None
     return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks, window_first)
+
+
+def _states(
+    scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, policy: Policy
+) -> tuple[KVGroups, StateLimits]:
+    """How blocks are cut by layers that keep KV and layers that keep a state.
+
+    UserError where the policy is not vLLM v1's: no other has memory of states.
+    """
+    what = f"{model.name} has layers that keep a state (Gated DeltaNet)"
+    if not policy.has_hybrid_manager:
+        raise UserError(f"--policy {policy.name}: {what}, whose memory is vLLM v1's; take vllm-v1, unmixed")
+    if scenario.disable_hybrid_kv_cache_manager:
+        raise UserError(f"--disable-hybrid-kv-cache-manager: {what}, which need it; leave it out")
+    groups = like_groups(model.num_stored_layers, model.num_layers - model.num_attention_layers)
+    exports = (hardware.compute_capability or 0.0) >= LEAST_FLASHINFER_CAPABILITY
+    return groups, StateLimits(groups.num_full, groups.num_window, exports)
 
 
 def _prefix_caching(

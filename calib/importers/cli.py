@@ -80,6 +80,7 @@ def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
     """Compose samples from operator tables and fit them."""
     from calib.importers import aiconfigurator  # noqa: PLC0415
     from calib.importers.aiconfigurator_experts import import_experts  # noqa: PLC0415
+    from calib.importers.aiconfigurator_gdn import import_gdn  # noqa: PLC0415
     from calib.importers.aiconfigurator_latents import import_latents  # noqa: PLC0415
     from calib.kernel_samples import write_kernel_samples  # noqa: PLC0415
 
@@ -89,7 +90,7 @@ def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
     folder = arguments.tables or aiconfigurator.package_data()
     root, files = folder / arguments.system, {}
     name = profile_name(arguments, load_hardware(gpu), "imported")
-    for kind, read in (("experts", import_experts), ("latents", import_latents)):
+    for kind, read in (("experts", import_experts), ("latents", import_latents), ("gdn", import_gdn)):
         samples, kernels = read(root)
         if not samples:
             continue
@@ -159,6 +160,7 @@ def _import(
             "imported",
             experts=files.get("experts"),
             latents=files.get("latents"),
+            gdn=files.get("gdn"),
         )
         check_plausible(report, hardware)
         if kernels is not None:

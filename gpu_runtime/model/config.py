@@ -95,6 +95,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             "multi-head latent attention": spec.mla is not None,
             "a mixture of experts": spec.moe is not None,
             "sliding windows or layers that share KV": bool(spec.kv_layers),
+            "layers that keep a state": spec.gdn is not None,
             "an MLP without gate": not spec.gated_mlp,
             "learned positions": spec.position_rows > 0,
             "biases on its output projection": spec.output_bias,

@@ -104,13 +104,17 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
         fixed_s = expert_m * cost.expert_weights_s * (1.0 - cost.idle_share) + cost.expert_least_s
         fixed_s += linear_m * weights_s + (1.0 - growing) * cost.elementwise_least_s + cost.overhead_s + base_s
         fixed_s += head_m * cost.head_weights_s + reduce_s
+        state_s = state_token_s = 0.0
+        if cost.delta_net:
+            state_s, state_token_s = cost.delta_net.decode_s_per_sequence, cost.delta_net.least_s_per_token
+            fixed_s += cost.delta_net.decode_launch_s
         head_s = head_c * cost.head_s_per_sample + head_m * cost.logits_s_per_sample + cost.sampling_s_per_sample
         found.append(
             LinearPrice(
                 # Layers that see a prompt's last token only may see none of these.
-                token_s * (1.0 - cost.last_token_share) + reduced_s,
+                token_s * (1.0 - cost.last_token_share) + reduced_s + state_token_s,
                 sequence_s,
-                token_s + reduced_s + head_s + cost.kv_padding_s + sequence_s,
+                token_s + reduced_s + head_s + cost.kv_padding_s + sequence_s + state_s,
                 cost.full_s_per_token,
                 max(0.0, cost.full_s_per_token - cost.unread_s_per_token),
                 cost.window_s_per_token,

@@ -65,6 +65,9 @@ def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> 
         tokens = limits.window.tokens
         window = _window_to(prompts + decodes, tokens) - _window_to(prompts, tokens)
         blocks = np.zeros_like(blocks)
+    if limits.states is not None:
+        # Layers that attend may have more of the pool than their share of a whole block.
+        blocks = np.zeros_like(blocks)
     work = Work(
         *(
             column.astype(float)
@@ -121,7 +124,7 @@ def _attention_s(cached: Ints, new: Ints, cost: CostModel) -> Floats:
             pairs += layers.num_layers * (_window_to(cached + new, layers.window) - _window_to(cached, layers.window))
         else:
             pairs += layers.num_layers * (_sum_to(cached + new) - _sum_to(cached))
-    return cost.attention_s_per_pair / cost.layers * pairs
+    return cost.attention_s_per_pair / cost.attention_layers * pairs
 
 
 def priced(work: Work, prices: list[LinearPrice], limits: Limits, cost: CostModel) -> tuple[Floats, Floats]:

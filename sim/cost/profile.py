@@ -44,10 +44,21 @@ LATENT_UNITS = {
     "latent_launch_s": "s",
 }
 """Constants of latent attention (MLA) over KV of 16 bits: `sim.cost.latents`."""
-KERNELS = (*(tuple(expert_names(quantization).values()) for quantization in EXPERT_QUANTIZATIONS), tuple(LATENT_UNITS))
+GDN_UNITS = {
+    "gdn_decode_bytes_per_s": "B/s",
+    "gdn_decode_launch_s": "s",
+    "gdn_prefill_tokens_per_s": "token/s",
+    "gdn_prefill_heads": "1",
+    "gdn_prefill_padding_tokens": "token",
+    "gdn_conv_bytes_per_s": "B/s",
+    "gdn_prefill_launch_s": "s",
+}
+"""Constants of Gated DeltaNet with heads of 128 elements: `sim.cost.gated_delta_net`."""
+_EXPERTS = tuple(tuple(expert_names(quantization).values()) for quantization in EXPERT_QUANTIZATIONS)
+KERNELS = (*_EXPERTS, tuple(LATENT_UNITS), tuple(GDN_UNITS))
 """Kinds of kernels with constants of their own; of each kind a profile has all or none."""
-EXPERT_NAMES = frozenset(chain.from_iterable(KERNELS[:-1]))
-KERNEL_NAMES = EXPERT_NAMES | LATENT_UNITS.keys()
+EXPERT_NAMES = frozenset(chain.from_iterable(_EXPERTS))
+KERNEL_NAMES = EXPERT_NAMES | LATENT_UNITS.keys() | GDN_UNITS.keys()
 
 ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
@@ -72,6 +83,7 @@ ROOFLINE_UNITS = {
     "step_s_per_sequence": "s/sequence",
     **{names[name]: EXPERT_UNITS[name] for names in map(expert_names, EXPERT_QUANTIZATIONS) for name in names},
     **LATENT_UNITS,
+    **GDN_UNITS,
     "h2d_bytes_per_s": "B/s",
     "d2h_bytes_per_s": "B/s",
     "copy_launch_s": "s",
@@ -233,6 +245,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         if "latent_launch_s" not in self.constants:
             return None
         return {name: self.value(name) for name in LATENT_UNITS}
+
+    @property
+    def gdn(self) -> dict[str, float] | None:
+        """Constants of `GDN_UNITS`; None where no such kernels were timed."""
+        if "gdn_prefill_launch_s" not in self.constants:
+            return None
+        return {name: self.value(name) for name in GDN_UNITS}
 
     @property
     def linear(self) -> LinearCoefficients | None:

@@ -16,6 +16,7 @@ T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) +
   needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
   (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those were timed;
   latents of 16 bits with constants of their own kernels where the profile has them (`sim.cost.latents`).
+- Layers that keep a state read no KV: their projections are linear layers, their kernels `sim.cost.gated_delta_net`.
 - Prompts: query-context pairs / (G F_attn). Where `attention_tile_tokens` is given, one kernel does prompts and decodes
   (FlashAttention-2's for lengths that vary): a tile of so many rows costs the same however few of them are used, a
   decode's row as well; one head of one tile walks its whole context on one of `attention_slots`; and decodes' query
@@ -25,9 +26,10 @@ T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) +
   + 2 sqrt(chunk r / X), r = 2 (G-1)/G bytes: a pipeline whose chunks have the best size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import ceil, inf, sqrt
 
+from sim.cost.gated_delta_net import delta_net_price
 from sim.cost.kernels import grid_of, value_at
 from sim.cost.latents import latent_price
 from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
@@ -64,6 +66,8 @@ class RooflineCost(CostModel):
         self.exponent = value("roofline_exponent")
         self.tp = tp
         self.layers = model.num_layers
+        self.attention_layers = model.num_attention_layers
+        self.delta_net = delta_net_price(model, profile, tp)
         self._set_experts(model, profile)
         if self.expert_layers:
             # From here on everything but the routed experts.
@@ -161,7 +165,7 @@ class RooflineCost(CostModel):
 
         self.full_s_per_token, self.window_s_per_token = read_s(kv.num_full_readers), read_s(kv.num_window_readers)
         # What several decodes read together is read once and computed for each. Windows are not shared.
-        full_share = kv.num_full_readers / self.layers
+        full_share = kv.num_full_readers / self.attention_layers
         computed_s = max(self.attention_s_per_pair * full_share, compute_s * kv.num_full_readers)
         self.unread_s_per_token = max(0.0, self.full_s_per_token - computed_s)
         # Where nobody says what is in the windows, as if they held everything.
@@ -251,7 +255,7 @@ class RooflineCost(CostModel):
                 pairs += layers.num_layers * window_pairs(cached, num_new, layers.window)
             else:
                 pairs += layers.num_layers * (num_new * cached + num_new * (num_new + 1) // 2)
-        return self.attention_s_per_pair / self.layers * pairs
+        return self.attention_s_per_pair / self.attention_layers * pairs
 
     def _tiled_s(self, plan: IterationPlan, num_decodes: int, read_s: float) -> float:
         """Attention of prompts and of decodes that would read for `read_s` by themselves, in one kernel, s."""
@@ -318,6 +322,8 @@ class RooflineCost(CostModel):
         else:
             work_s = self._uneven_s(plan) + read_s
         seconds = work_s + self.overhead_s
+        if self.delta_net:
+            seconds += self.delta_net.decode_s(num_decodes) + self.delta_net.prefill_s(_chunks(plan))
         if sampled:
             seconds += self.head_s(sampled)
         if self.tp > 1:
@@ -342,6 +348,8 @@ class RooflineCost(CostModel):
             tokens = num_decodes if self.padded is None else self.padded(num_decodes)
             batch_s = self.linear_s(tokens) + self.head_s(num_decodes) + self.overhead_s
             batch_s += self.kv_padding_s * num_decodes + self.all_reduce_s(tokens)
+            if self.delta_net:
+                batch_s += self.delta_net.decode_s(num_decodes)
             self._batch_s[num_decodes] = batch_s
         if window is None:
             slope = self.decode_s_per_context_token * num_decodes
@@ -367,7 +375,8 @@ class RooflineCost(CostModel):
             if self.tile_tokens:
                 pairs += max(0.0, self.tile_tokens - num_tokens) * (num_tokens + 1) / 2
                 pairs = max(pairs, self.walk_pairs_per_token * num_tokens)
-            return self.linear_s(num_tokens) + self.attention_s_per_pair * pairs
+            states_s = self.delta_net.prefill_s((num_tokens,)) if self.delta_net else 0.0
+            return self.linear_s(num_tokens) + self.attention_s_per_pair * pairs + states_s
         return self._linear_parts_s(num_tokens, 1) + self._attention_s(0, num_tokens, is_sampled=True)
 
     def project_s(self, num_tokens: int) -> float:
@@ -410,6 +419,11 @@ class RooflineCost(CostModel):
         if least_s >= slope_s * first:
             lines.append((least_s - slope_s * first, slope_s))
         return [(count * fixed_s, count * s_per_token) for fixed_s, s_per_token in lines]
+
+
+def _chunks(plan: IterationPlan) -> Iterator[int]:
+    """Tokens of the chunks of prompts in a plan; single tokens count as decodes."""
+    return (new for _, new, _, _ in plan.chunks if new > 1 or not plan.num_single_chunks)
 
 
 def projection_flops(model: ModelSpec) -> float:

@@ -185,7 +185,7 @@ class TableCost(RooflineCost):
 
 
 def _check_model(tables: KernelTables, model: ModelSpec, tp: int, profile: str) -> None:
-    if model.kv_layers or model.mla or model.moe:
+    if model.kv_layers or model.mla or model.moe or model.gdn:
         raise UserError(f"profile {profile}: form table prices layers that are alike: {model.name}'s are not")
     timed = tables.model, tables.tp, tables.weight_bytes, tables.kv_bytes
     weights = model.linear_weight_bytes / model.num_layers

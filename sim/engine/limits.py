@@ -31,6 +31,20 @@ class WindowLimits(msgspec.Struct, frozen=True):
     window_first: bool = False
 
 
+class StateLimits(msgspec.Struct, frozen=True):
+    """Layers that keep a state of fixed size in place of KV; a block of theirs is one state.
+
+    Attributes:
+        num_full: groups of layers of a whole block that keep KV.
+        num_state: groups of layers that keep a state.
+        exports_within_chunks: kernels write a state out amid a chunk of a prompt, at a block's end.
+    """
+
+    num_full: int
+    num_state: int
+    exports_within_chunks: bool
+
+
 @dataclass(frozen=True)
 class Limits:
     """The engine's limits, by vLLM's names. Blocks are whole (`block_size` tokens, all layers), per GPU."""
@@ -45,6 +59,7 @@ class Limits:
     enable_chunked_prefill: bool = False
     enable_prefix_caching: bool = False
     window: WindowLimits | None = None
+    states: StateLimits | None = None
 
     @property
     def has_window_groups(self) -> bool:

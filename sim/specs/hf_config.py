@@ -4,13 +4,15 @@ A reader that divides hidden_size by heads is wrong by 2x on Qwen3-0.6B and by 2
 must be one of `FAMILIES`, and a field whose name speaks of KV, heads, layers or windows must be known or empty.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from sim.errors import UserError
+from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.hf_families import FAMILIES, REFUSED, WRAPPERS, Family
 from sim.specs.hf_fields import Fields
-from sim.specs.hf_layers import read_kv_layers, read_mla, read_moe
+from sim.specs.hf_layers import gdn_layers, read_gdn, read_kv_layers, read_mla, read_moe
 from sim.specs.json_file import read_json_object
 from sim.specs.model_spec import MlaSpec, ModelSpec, MoeSpec
 from sim.specs.quantization import Projection, Quantization
@@ -117,10 +119,18 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         raise fields.error("num_key_value_heads", f"does not divide {heads} attention heads")
     moe = read_moe(fields, family, layers)
     kv_layers = read_kv_layers(fields, family, layers)
-    width = fields.count("ffn_dim" if "ffn_dim" in fields else "intermediate_size")
     plain = _dtype_bytes(fields)
+    gdn = read_gdn(fields, family, layers, plain)
+    # Of no layer where all have experts.
+    unused = moe.moe_intermediate_size if gdn and moe and moe.num_moe_layers == layers else None
+    width = fields.count("ffn_dim" if "ffn_dim" in fields else "intermediate_size", unused)
+    gated = gdn is not None and fields.flag("attn_output_gate", default=True)
     kv_bytes = quantization.kv_bytes(plain)
-    attention = _attention(layers, hidden, heads, kv_heads, head_dim, mla)
+    states = gdn_layers(fields, family, layers)
+    attending = [i for i in range(layers) if i not in states]
+    attention = _attention(attending, hidden, heads, kv_heads, head_dim, mla, gated=gated)
+    if gdn:
+        attention += _delta_net(states, hidden, gdn)
     spec = ModelSpec(
         name=name,
         num_layers=layers,
@@ -146,8 +156,10 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         final_norm_params=hidden * (2 if family.layer_norm else 1) * (2 if kind == "bloom" else 1),
         # OPT's table has two rows more than positions (the padding offset).
         position_rows=fields.count("max_position_embeddings") + 2 if kind == "opt" else 0,
+        output_gate=gated,
         mla=mla,
         moe=moe,
+        gdn=gdn,
         kv_layers=kv_layers,
         fp8_products=quantization.fp8_products,
         mxfp4_experts=quantization.is_mxfp4,
@@ -210,11 +222,12 @@ def _check_opt(fields: Fields, hidden: int) -> None:
 
 
 def _attention(
-    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, mla: MlaSpec | None
+    layers: Iterable[int], hidden: int, heads: int, kv_heads: int, head_dim: int, mla: MlaSpec | None, *, gated: bool
 ) -> list[Projection]:
-    """Projections of attention in every layer, named as checkpoints name them."""
+    """Projections of attention in these layers, named as checkpoints name them; `q_proj` has the output gate's rows."""
     if mla is None:
-        sizes = {"q_proj": hidden * heads * head_dim, "o_proj": hidden * heads * head_dim}
+        queries = hidden * heads * head_dim
+        sizes = {"q_proj": 2 * queries if gated else queries, "o_proj": queries}
         sizes |= dict.fromkeys(("k_proj", "v_proj"), hidden * kv_heads * head_dim)
     else:
         sizes = {
@@ -226,7 +239,19 @@ def _attention(
             sizes |= {"q_a_proj": hidden * mla.q_lora_rank, "q_b_proj": mla.q_lora_rank * heads * head_dim}
         else:
             sizes["q_proj"] = hidden * heads * head_dim
-    return [(f"model.layers.{i}.self_attn.{name}", size) for i in range(layers) for name, size in sizes.items()]
+    return [(f"model.layers.{i}.self_attn.{name}", size) for i in layers for name, size in sizes.items()]
+
+
+def _delta_net(layers: Iterable[int], hidden: int, gdn: GatedDeltaNetSpec) -> list[Projection]:
+    """Projections of Gated DeltaNet in these layers, as Qwen 3.5's checkpoints name them."""
+    sizes = {
+        "in_proj_qkv": hidden * gdn.conv_width,
+        "in_proj_z": hidden * gdn.value_width,
+        "in_proj_a": hidden * gdn.num_value_heads,
+        "in_proj_b": hidden * gdn.num_value_heads,
+        "out_proj": hidden * gdn.value_width,
+    }
+    return [(f"model.layers.{i}.linear_attn.{name}", size) for i in layers for name, size in sizes.items()]
 
 
 def _dense(layers: int, moe: MoeSpec | None) -> list[Projection]:

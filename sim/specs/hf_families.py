@@ -19,6 +19,7 @@ class Family(msgspec.Struct, frozen=True):
         norms: norms of h elements in a layer.
         sinks: a learned logit for each query head in the softmax of attention, which takes no KV.
         expert_bias: biases on the projections of routed experts.
+        gdn: layers that are not full attention keep the state of Gated DeltaNet.
     """
 
     qkv_bias: bool | Literal["config"] = "config"
@@ -35,10 +36,12 @@ class Family(msgspec.Struct, frozen=True):
     norms: int = 2
     sinks: bool = False
     expert_bias: bool = False
+    gdn: bool = False
 
 
 QWEN3 = Family(qk_norm="head", sliding_by_default=False)
 QWEN3_MOE = Family(qk_norm="head", moe="fine", sliding_by_default=False)
+QWEN3_5 = Family(qk_norm="head", moe="fine", shared_gate=True, sliding_by_default=False, gdn=True)
 NO_BIAS = Family(qkv_bias=False, output_bias=False)
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
@@ -56,6 +59,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(qkv_bias=True, output_bias=False, moe="fine", shared_gate=True, sliding_by_default=False),
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5,
     "qwen3_vl_text": QWEN3,
     "qwen3_vl_moe_text": QWEN3_MOE,
     "mimo": Family(qkv_bias="config", output_bias=False, sliding_by_default=False),
@@ -66,11 +72,11 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": Family(mla=True, moe="fine", router_bias=True),
 }
 
-WRAPPERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "kimi_k25", "llava", "mistral3", "gemma3"})
+WRAPPERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "kimi_k25", "llava", "mistral3", "gemma3"})
 """Multimodal models whose language model, under `text_config`, attends as its own `model_type` says."""
 
-_LINEAR = "linear-attention layers keep a state of fixed size, not KV per token"
-_MAMBA = "Mamba layers keep a state of fixed size, not KV per token"
+_LINEAR = "its linear-attention layers keep a state that is not Gated DeltaNet's"
+_MAMBA = "its Mamba layers keep a state that is not Gated DeltaNet's"
 _SPARSE = "its sparse-attention indexer keeps a second cache per token"
 _SLIDING = "its sliding-window layers differ from the others in more than the window, or keep sinks"
 _ENCODER = "an encoder-decoder keeps cross-attention KV"
@@ -85,10 +91,6 @@ REFUSED: dict[str, str] = {
     "falcon_h1": _MAMBA,
     "zamba2": _MAMBA,
     "granitemoehybrid": _MAMBA,
-    "qwen3_next": _LINEAR,
-    "qwen3_5": _LINEAR,
-    "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": _LINEAR,
     "kimi_linear": _LINEAR,
     "rwkv": _LINEAR,
     "minimax": _LINEAR,

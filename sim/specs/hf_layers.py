@@ -1,6 +1,7 @@
 """What differs between the layers of a Hugging Face config: latent attention, experts, windows, shared KV."""
 
 from sim.errors import UserError
+from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.hf_families import Family
 from sim.specs.hf_fields import Fields
 from sim.specs.kv_format import KVLayers
@@ -21,6 +22,46 @@ def read_mla(fields: Fields) -> MlaSpec:
         qk_rope_head_dim=fields.count("qk_rope_head_dim"),
         v_head_dim=fields.count("v_head_dim"),
     )
+
+
+STATE_DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+
+
+def read_gdn(fields: Fields, family: Family, layers: int, dtype_bytes: float) -> GatedDeltaNetSpec | None:
+    """Gated DeltaNet as Qwen names its heads; None where every layer attends.
+
+    The state has the type that the config names, else the model's own, as in vLLM.
+    """
+    kept = gdn_layers(fields, family, layers)
+    if not kept:
+        return None
+    name = fields.get("mamba_ssm_dtype")
+    if name is not None and name not in STATE_DTYPE_BYTES:
+        raise fields.error("mamba_ssm_dtype", f"cannot be sized: known: {', '.join(STATE_DTYPE_BYTES)}")
+    return GatedDeltaNetSpec(
+        num_layers=len(kept),
+        num_key_heads=fields.count("linear_num_key_heads"),
+        num_value_heads=fields.count("linear_num_value_heads"),
+        key_head_dim=fields.count("linear_key_head_dim"),
+        value_head_dim=fields.count("linear_value_head_dim"),
+        conv_kernel=fields.count("linear_conv_kernel_dim"),
+        state_dtype_bytes=STATE_DTYPE_BYTES[str(name)] if name else dtype_bytes,
+    )
+
+
+def gdn_layers(fields: Fields, family: Family, layers: int) -> list[int]:
+    """Numbers of the layers that keep a state: as `layer_types` says, else all but every so many-th."""
+    if not family.gdn:
+        return []
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list):
+        found = [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+    else:
+        every = fields.count("full_attention_interval")
+        found = [i for i in range(layers) if (i + 1) % every]
+    if len(found) == layers:
+        raise UserError(f"{fields.path}: no layer attends: models whose layers all keep a state cannot be sized")
+    return found
 
 
 def read_moe(fields: Fields, family: Family, layers: int) -> MoeSpec | None:
@@ -83,7 +124,7 @@ def read_kv_layers(fields: Fields, family: Family, layers: int) -> tuple[KVLayer
 
     UserError where the config contradicts itself, or combines what no model does.
     """
-    _check_kinds(fields, layers)
+    _check_kinds(fields, family, layers)
     window = _window(fields)
     windowed = _windowed(fields, family, layers, window)
     num_windowed = sum(windowed)
@@ -120,8 +161,8 @@ def refuse_kv_layers(fields: Fields, family: Family, layers: int) -> None:
         raise UserError(f"{fields.path}: layers that share KV are not computed by the runtime: use another model")
 
 
-def _check_kinds(fields: Fields, layers: int) -> None:
-    """UserError unless all layers have softmax attention."""
+def _check_kinds(fields: Fields, family: Family, layers: int) -> None:
+    """UserError unless all layers have softmax attention, or the state that the family's keep."""
     # MiniMax numbers its kinds: 1 is full attention, 0 is linear.
     attention_kinds = fields.get("attn_type_list") or [1]
     if not isinstance(attention_kinds, list) or any(kind != 1 for kind in attention_kinds):
@@ -131,7 +172,8 @@ def _check_kinds(fields: Fields, layers: int) -> None:
         return
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise fields.error("layer_types", f"must name {layers} layers")
-    other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    known = {"full_attention", "linear_attention" if family.gdn else "sliding_attention"}
+    other = sorted({str(kind) for kind in kinds} - known)
     if other:
         raise UserError(f"{fields.path}: field layer_types: {other[0]!r} layers cannot be sized: use another model")
 

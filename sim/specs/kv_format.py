@@ -153,11 +153,15 @@ class KVGroups(msgspec.Struct, frozen=True):
 
 
 def hybrid_groups(kv: KVFormat) -> KVGroups:
-    """Groups of a model with full and windowed layers (vLLM's `kv_cache_utils`, uniform page size).
+    """Groups of a model with full and windowed layers (vLLM's `kv_cache_utils`, uniform page size)."""
+    return like_groups(kv.num_full_stored, kv.num_window_stored)
+
+
+def like_groups(full: int, window: int) -> KVGroups:
+    """Groups of so many layers of two classes, of which the second has a window or keeps a state.
 
     A group has as many layers as the rarer class, or as the other one where that has less than half as many again.
     """
-    full, window = kv.num_full_stored, kv.num_window_stored
     least, most = sorted((full, window)) if full and window else (full or window,) * 2
     size = most if most * 2 < least * 3 else least
     return KVGroups(-(-full // size), -(-window // size), size)

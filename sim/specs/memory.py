@@ -15,7 +15,7 @@ add up because PyTorch's allocator reuses the first's memory for the second. Pub
 No such log was found for groups of GPUs: the allowance for NCCL is an estimate.
 """
 
-from math import ceil
+from math import ceil, lcm
 
 import msgspec
 
@@ -35,6 +35,12 @@ COLLECTIVE_BYTES = 0.4e9
 """NCCL's buffers per GPU of a tensor-parallel group (estimate)."""
 
 
+LEAST_FLASHINFER_CAPABILITY = 9.0
+"""CUDA compute capability from which vLLM 0.33 computes prompts of Gated DeltaNet with FlashInfer's kernel."""
+EXPORT_TOKENS = 64
+"""That kernel writes states out at multiples of so many tokens (vLLM's `FLASHINFER_GDN_CHECKPOINT_ALIGNMENT`)."""
+
+
 class PoolSize(msgspec.Struct, frozen=True):
     """KV blocks of a tensor-parallel group. A block spans all layers; every GPU of the group holds its share of it."""
 
@@ -50,12 +56,14 @@ def activation_bytes(model: ModelSpec, tensor_parallel_size: int, max_num_batche
     Alive at the MLP's down projection: residual, input and output (h elements a token each), gate and up together
     and their product (3 f, split over the group; 2 f without a gate). At attention's output projection: residual,
     input and output, the projected queries, keys and values and the heads' result. Experts keep their inputs and
-    outputs once per token and activated expert.
+    outputs once per token and activated expert. Layers that keep a state: what is between their projections.
     """
     tp, heads = tensor_parallel_size, model.num_heads + model.num_kv_heads
     matrices = 3 if model.gated_mlp else 2
     hidden = 3 * model.hidden_size
     attention = hidden + 2 * heads * model.head_dim / tp
+    if model.gdn:
+        attention = max(attention, hidden + (model.gdn.conv_width + model.gdn.inner_width) / tp)
     mlp = hidden + matrices * model.intermediate_size / tp
     if model.moe:
         per_expert = matrices * model.moe.moe_intermediate_size / tp + model.hidden_size
@@ -128,6 +136,19 @@ def kv_cache_blocks(
     if num_gpu_blocks < 1:
         raise _too_large(model, hardware, tensor_parallel_size, peak + block_bytes, usable)
     return PoolSize(num_gpu_blocks, num_cpu_blocks, block_bytes)
+
+
+def state_block_size(model: ModelSpec, tp: int, block_size: int, *, within_chunks: bool) -> int:
+    """Tokens of a block of a model with layers that keep a state (vLLM 0.33's `_align_hybrid_block_size`).
+
+    The least multiple of `block_size` whose KV in one layer takes as many bytes as a state; of 64 as well where kernels
+    write states out `within_chunks` of prompts.
+    """
+    if model.gdn is None:
+        return block_size
+    step = lcm(block_size, EXPORT_TOKENS if within_chunks else 1)
+    page_bytes = model.gdn.page_bytes(model.dtype_bytes, tp)
+    return step * ceil(page_bytes / (step * model.kv_bytes_per_token_layer(tp)))
 
 
 def _check(utilization: float, tp: int, block_size: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:

@@ -7,6 +7,7 @@ Sources: grouped-query attention (Ainslie et al. 2023), multi-head latent attent
 import msgspec
 
 from sim.errors import UserError
+from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.kv_format import KVDtype, KVFormat, KVLayers
 
 HIDDEN_STATE_BYTES = 2
@@ -71,12 +72,15 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     output_bias: bool = False
     mlp_bias: bool = False
     norm_params_per_layer: int = 0
-    """Elements of all norms of a layer, those on queries and keys included, and of attention sinks."""
+    """Elements of all norms of a layer that attends, those on queries and keys included, and of attention sinks."""
     final_norm_params: int = 0
     position_rows: int = 0
     """Rows of a learned table of positions; 0: rotary or none."""
+    output_gate: bool = False
+    """Whether attention's result is gated, elementwise, by another projection of as many elements as its queries."""
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
+    gdn: GatedDeltaNetSpec | None = None
     kv_layers: tuple[KVLayers, ...] = ()
     """Classes of layers that differ in their KV; none: every layer keeps and reads all of its own."""
     fp8_products: bool = False
@@ -125,7 +129,19 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def kv_classes(self) -> tuple[KVLayers, ...]:
         """Classes of layers by their KV; one of all layers where none differ."""
-        return self.kv_layers or (KVLayers(num_layers=self.num_layers, num_stored=self.num_layers),)
+        return self.kv_layers or (KVLayers(num_layers=self.num_attention_layers, num_stored=self.num_attention_layers),)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that attend; the others keep a state."""
+        return self.num_layers - (self.gdn.num_layers if self.gdn else 0)
+
+    def state_bytes(self, tp: int = 1) -> float:
+        """Bytes per GPU of one sequence's states in all layers that keep one, whatever its length; pages not padded."""
+        if self.gdn is None:
+            return 0.0
+        self.check_tp(tp)
+        return self.gdn.num_layers * self.gdn.page_bytes(self.dtype_bytes, tp)
 
     @property
     def fp8_kv(self) -> bool:
@@ -230,7 +246,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def num_params(self) -> int:
         """Parameters of the language model, norms and biases included."""
-        layers = self.num_layers * (self._attention_weights + self._attention_biases + self.norm_params_per_layer)
+        own = self._attention_weights + self._attention_biases + self.norm_params_per_layer
+        layers = self.num_attention_layers * own
+        if self.gdn:
+            layers += self.gdn.num_layers * (self._gdn_weights + self._gdn_other_params)
         layers -= self._num_borrowing_layers * (self._attention_kv_weights + self._attention_kv_biases)
         mlp = self._num_dense_layers * (self._dense_mlp_weights + self._dense_mlp_biases)
         if self.moe:
@@ -252,11 +271,25 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self._attention_query_output_weights + self._attention_kv_weights + self._attention_latent_weights
 
     @property
+    def _gdn_weights(self) -> int:
+        """Elements of the projections of one layer that keeps a state; 0 where there is none."""
+        return self.gdn.projection_weights(self.hidden_size) if self.gdn else 0
+
+    @property
+    def _gdn_other_params(self) -> int:
+        """Other elements of such a layer, its two norms included."""
+        return self.gdn.other_params + 2 * self.hidden_size if self.gdn else 0
+
+    @property
+    def _num_gdn_layers(self) -> int:
+        return self.num_layers - self.num_attention_layers
+
+    @property
     def _attention_query_output_weights(self) -> int:
         """Elements split over the GPUs of a group by query heads."""
         h, n = self.hidden_size, self.num_heads
         if self.mla is None:
-            return 2 * h * n * self.head_dim
+            return (3 if self.output_gate else 2) * h * n * self.head_dim
         m = self.mla
         query_in = h if m.q_lora_rank is None else m.q_lora_rank
         keys_values = m.kv_lora_rank * n * (m.qk_nope_head_dim + m.v_head_dim)
@@ -270,7 +303,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def _num_borrowing_layers(self) -> int:
         """Layers without keys and values of their own."""
-        return self.num_layers - self.num_stored_layers
+        return self.num_attention_layers - self.num_stored_layers
 
     @property
     def _attention_kv_biases(self) -> int:
@@ -357,6 +390,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 f"{self.name}: tensor_parallel_size {tp} neither divides nor is a multiple of {self.num_kv_heads} "
                 "KV heads: choose one that does"
             )
+        if self.gdn and (self.gdn.num_key_heads % tp or self.gdn.num_value_heads % tp):
+            raise UserError(
+                f"{self.name}: tensor_parallel_size {tp} does not divide {self.gdn.num_key_heads} key heads and "
+                f"{self.gdn.num_value_heads} value heads of Gated DeltaNet: choose one that does"
+            )
 
     def kv_elements_per_token_layer(self, tp: int = 1) -> int:
         """Elements per GPU of one token's KV in one layer."""
@@ -384,7 +422,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         attention = self._attention_query_output_weights / tp + self._attention_kv_weights / kv_split
         per_layer = (attention + self._attention_latent_weights) * self.attention_dtype_bytes
         per_layer += (self._attention_biases / tp + self.norm_params_per_layer) * self.dtype_bytes
-        total = self.num_layers * per_layer
+        total = self.num_attention_layers * per_layer
+        gdn_layer = self._gdn_weights * self.attention_dtype_bytes + self._gdn_other_params * self.dtype_bytes
+        total += self._num_gdn_layers * gdn_layer / tp
         borrowed = self._attention_kv_weights / kv_split * self.attention_dtype_bytes
         borrowed += self._attention_kv_biases / tp * self.dtype_bytes
         total -= self._num_borrowing_layers * borrowed
@@ -406,7 +446,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Each token chooses k of a layer's E routed experts; were the choices uniform and independent, N tokens would
         meet E (1 - (1 - k/E)^N) of them. None: all experts.
         """
-        total = self.num_layers * self._attention_weights * self.attention_dtype_bytes
+        weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
+        total = weights * self.attention_dtype_bytes
         total -= self._num_borrowing_layers * self._attention_kv_weights * self.attention_dtype_bytes
         total += self._num_dense_layers * self._dense_mlp_weights * self.mlp_dtype_bytes
         if self.moe:
@@ -425,7 +466,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """
         self.check_tp(tp)
         h = self.hidden_size
-        elements = self.num_layers * (3 * h + self._attention_inner_width(tp))
+        elements = 3 * h * self.num_layers + self.num_attention_layers * self._attention_inner_width(tp)
+        if self.gdn:
+            elements += self.gdn.num_layers * self.gdn.inner_width / tp
         if not self.mla:
             elements -= self._num_borrowing_layers * self.kv_elements_per_token_layer(tp)
         gates = 2 if self.gated_mlp else 1
@@ -442,7 +485,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Bytes per GPU that the kernels between the matrix products of all layers read and write for one token.
 
         Each layer: two norms that add the residual (4 h each), rotary embedding of queries and keys in place, the
-        activation function of the MLP, the KV cache's write. Norms on queries and keys are not counted.
+        activation function of the MLP, the KV cache's write. Norms on queries and keys are not counted. Attention's
+        output gate, and the gated norm of layers that keep a state, read two operands and write one.
         """
         self.check_tp(tp)
         heads = self.num_heads / tp
@@ -452,7 +496,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         else:
             kv = self.kv_elements_per_token_layer(tp)
             rotated = heads * self.head_dim + kv / 2
-        elements = self.num_layers * (8 * self.hidden_size + 2 * rotated) + self.num_stored_layers * 2 * kv
+        elements = self.num_layers * 8 * self.hidden_size + self.num_attention_layers * 2 * rotated
+        elements += self.num_stored_layers * 2 * kv
+        if self.output_gate:
+            elements += self.num_attention_layers * 3 * heads * self.head_dim
+        if self.gdn:
+            elements += self.gdn.num_layers * 3 * self.gdn.value_width / tp
         operands = 3 if self.gated_mlp else 2
         width = self._num_dense_layers * self.intermediate_size
         if self.moe:
@@ -473,7 +522,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         attention = h + self.num_heads / tp * (m.v_head_dim if m else self.head_dim)
         if m:
             attention += m.kv_lora_rank + (m.q_lora_rank or 0)
-        elements = self.num_layers * attention * self._quantised_share(self.attention_dtype_bytes)
+        inputs = self.num_attention_layers * attention
+        if self.gdn:
+            inputs += self.gdn.num_layers * (h + self.gdn.value_width / tp)
+        elements = inputs * self._quantised_share(self.attention_dtype_bytes)
         width = self.intermediate_size / tp
         elements += self._num_dense_layers * (h + width) * self._quantised_share(self.mlp_dtype_bytes)
         if self.moe:
@@ -486,7 +538,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Elements of one token between the projections of attention: queries, keys, values, and attention's output."""
         n = self.num_heads / tp
         if self.mla is None:
-            return (2 * n + 2 * max(1, self.num_kv_heads // tp)) * self.head_dim
+            return ((3 if self.output_gate else 2) * n + 2 * max(1, self.num_kv_heads // tp)) * self.head_dim
         m = self.mla
         latents = 2 * (m.kv_lora_rank + (m.q_lora_rank or 0)) + m.qk_rope_head_dim
         return latents + n * (m.qk_nope_head_dim + m.qk_rope_head_dim) + n * (m.qk_nope_head_dim + 2 * m.v_head_dim)
@@ -511,7 +563,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def linear_flops_per_token(self) -> float:
         """FLOPs per token of all layers' projections and MLP (c_lin); of the experts only those a token activates."""
-        weights = self.num_layers * self._attention_weights + self._num_dense_layers * self._dense_mlp_weights
+        weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
+        weights += self._num_dense_layers * self._dense_mlp_weights
         weights -= self._num_borrowing_layers * self._attention_kv_weights
         if self.moe:
             weights += self.moe.num_moe_layers * (self._active_expert_weights + self._router_weights)
@@ -522,7 +575,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Share of `linear_flops_per_token` whose weights and activations are FP8: not of what stays unquantised."""
         if not self.fp8_products:
             return 0.0
-        weights = self.num_layers * self._attention_weights - self._num_borrowing_layers * self._attention_kv_weights
+        weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
+        weights -= self._num_borrowing_layers * self._attention_kv_weights
         weights *= self._quantised_share(self.attention_dtype_bytes)
         weights += self._num_dense_layers * self._dense_mlp_weights * self._quantised_share(self.mlp_dtype_bytes)
         if self.moe:
@@ -548,11 +602,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def attention_flops_per_token_pair(self) -> float:
-        """FLOPs per (query token, context token) pair over all layers: 4 L n_q d; for MLA 2 L n_q (d_qk + d_v).
+        """FLOPs per (query token, context token) pair over the L layers that attend.
 
+        4 L n_q d; for MLA 2 L n_q (d_qk + d_v).
         Layers with a window have as many for each pair that they see.
         """
         if self.mla:
             width = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim + self.mla.v_head_dim
-            return 2.0 * self.num_layers * self.num_heads * width
-        return 4.0 * self.num_layers * self.num_heads * self.head_dim
+            return 2.0 * self.num_attention_layers * self.num_heads * width
+        return 4.0 * self.num_attention_layers * self.num_heads * self.head_dim

@@ -145,8 +145,9 @@ class Quantization:
         if self.is_mxfp4:
             # gpt-oss's model card (OpenAI 2025): the experts alone.
             return ".experts." not in name
-        # Multimodal checkpoints nest the language model one level deeper.
-        return bool(self._kept and (self._kept.search(name) or self._kept.search(f"language_model.{name}")))
+        # Multimodal checkpoints nest the language model one level deeper, in one of two orders.
+        nested = f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+        return self._kept is not None and any(map(self._kept.search, (name, *nested)))
 
     def _number(self, field: str) -> int:
         value = self._config.get(field)

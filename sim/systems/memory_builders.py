@@ -13,6 +13,7 @@ from sim.systems.layerkv_options import remembered
 from sim.systems.mempool_options import MemPoolOptions
 from sim.systems.offload_options import OffloadOptions
 from sim.systems.tiered_options import RetentionOptions, TieredOptions
+from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
     from sim.parts.base import Memory
@@ -48,6 +49,8 @@ def group_memory(b: Builder) -> "Memory":
 
 
 def paged(b: Builder) -> "Memory":
+    if b.limits.states is not None:
+        return states(b)
     if b.offloading.offloads:
         from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
 
@@ -68,6 +71,16 @@ def paged(b: Builder) -> "Memory":
     from sim.parts.memory.paged import PagedMemory
 
     return PagedMemory(b.limits)
+
+
+def states(b: Builder) -> "Memory":
+    from sim.parts.memory.states import StateMemory
+
+    if b.offloading.offloads:
+        raise UserError(f"--kv-offloading-size: {b.deployment.model.name} has layers that keep a state; leave it out")
+    threshold = b.options(VllmV1Options).long_prefill_token_threshold
+    most = min(b.limits.max_num_batched_tokens, threshold or b.limits.max_num_batched_tokens)
+    return StateMemory(b.limits, schedules_ahead=b.policy.schedules_ahead, most_prompt_tokens=most)
 
 
 def tiered(b: Builder) -> "Memory":

@@ -50,6 +50,12 @@ WINDOWED = (62, 72, 76, 94, 95, 104, 152, 154, 234, 435, 503, 582)
 WINDOWED_AHEAD = (1, 80, 94, 105, 186, 210, 211, 218)
 """The same with async scheduling, in files `...-window-async`."""
 
+STATES = (13, 18, 40, 58, 94, 172, 197, 268, 275, 310, 330, 340, 426, 444, 484)
+"""With layers that keep a state, in files `...-state`."""
+
+STATES_AHEAD = (23, 38, 94, 172, 275, 288, 321, 330)
+"""The same with async scheduling, in files `...-state-async`."""
+
 BLOCK = 16
 TICK = 1 / 64
 COSTS = (
@@ -126,6 +132,20 @@ class Workload:
             num_full=num_full,
             num_window=num_window,
             window_first=num_full > 0 and dice.random() < 0.5,
+        )
+
+    def state_options(self, *, async_scheduling: bool) -> Options:
+        """Layers of which some keep a state, which kernels write out amid a chunk, or do not."""
+        dice = self.dice
+        options = self.options()
+        num_state = dice.choice([1, 2, 3, 3])
+        return replace(
+            options,
+            # Chunks of prompts that are scheduled together need a state more each.
+            blocks=(options.blocks + dice.choice([0, 1, 2, 4])) * (1 + num_state) + 1,
+            async_scheduling=async_scheduling,
+            num_state=num_state,
+            exports_states=dice.random() < 0.5,
         )
 
     def rows(self) -> list[Row]:
@@ -223,7 +243,9 @@ class Workload:
         return turn
 
 
-Kind = Literal["", "-async", "-offload", "-offload-async", "-window", "-window-async"]
+Kind = Literal[
+    "", "-async", "-offload", "-offload-async", "-window", "-window-async", "-state", "-state-async"
+]  # fmt: skip
 
 
 def make(seed: int, folder: Path, kind: Kind = "") -> str:
@@ -235,6 +257,9 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
             answer = ask_offloading(rows, replace(offloading, async_scheduling=kind == "-offload-async"))
         elif kind.startswith("-window"):
             options, rows = workload.window_options(async_scheduling=kind == "-window-async"), workload.rows()
+            answer = ask(rows, options)
+        elif kind.startswith("-state"):
+            options, rows = workload.state_options(async_scheduling=kind == "-state-async"), workload.rows()
             answer = ask(rows, options)
         else:
             options, rows = replace(workload.options(), async_scheduling=kind == "-async"), workload.rows()
@@ -255,6 +280,8 @@ def main() -> None:
         "-offload-async": OFFLOADED_AHEAD,
         "-window": WINDOWED,
         "-window-async": WINDOWED_AHEAD,
+        "-state": STATES,
+        "-state-async": STATES_AHEAD,
     }
     folder = CASES
     if sys.argv[1:]:

@@ -50,6 +50,11 @@ def test_there_are_cases_of_every_kind() -> None:
     assert {arg["window_first"] for arg in windowed} == {arg["async_scheduling"] for arg in windowed} == {False, True}
     assert {0, 1} <= {arg["num_full"] for arg in windowed} and {1, 2} <= {arg["num_window"] for arg in windowed}
     assert sum(answer["hit_tokens"] for answer in answers if answer["args"].get("window")) > 1000
+    kept = [arg for arg in args if arg.get("num_state")]
+    for flag in ("exports_states", "async_scheduling", "no_prefix_caching"):
+        assert {arg[flag] for arg in kept} == {False, True}
+    assert {1, 2, 3} == {arg["num_state"] for arg in kept} and min(arg["max_batched"] for arg in kept) < 16
+    assert sum(answer["hit_tokens"] for answer in answers if answer["args"].get("num_state")) > 1000
     offloaded = [answer for answer in answers if "copies" in answer]
     args = [answer["args"] for answer in offloaded]
     for name in ("no_prefix_caching", "offload_outputs", "no_reserve_full_isl", "async_scheduling"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtwin.testing import engines
 from sim.engine.decisions import DecisionLog
-from sim.engine.limits import Limits, WindowLimits
+from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.parts.base import Memory
 from sim.parts.batching.unified import Unified
 from sim.parts.offload.connector import OffloadingConnector
@@ -110,8 +110,11 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
     if args.get("window"):
         blocks = -(-args["window"] // 16)
         window = WindowLimits(args["window"], args["num_full"], args["num_window"], blocks, args["window_first"])
+    states, num_state = None, args.get("num_state", 0)
+    if num_state:
+        states = StateLimits(args["num_full"], num_state, args["exports_states"])
     limits = Limits(
-        num_gpu_blocks=(args["blocks"] - 1) // (args.get("num_full", 1) + args.get("num_window", 0)),
+        num_gpu_blocks=(args["blocks"] - 1) // (args.get("num_full", 1) + args.get("num_window", 0) + num_state),
         num_cpu_blocks=0,
         block_size=16,
         block_bytes=1.0,
@@ -121,6 +124,7 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
         enable_chunked_prefill=True,
         enable_prefix_caching=not args["no_prefix_caching"],
         window=window,
+        states=states,
     )
     costs = args["cost"] if "workload" in answer else tuple(map(float, args["cost"].split(",")))
     machine = engines.linear_machine(prefill=costs[:3], decode=costs[3:])

@@ -34,6 +34,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
@@ -96,7 +98,8 @@ class Options:
     """What the scheduler and the price of a step depend on. Of `blocks` one is vLLM's null block.
 
     With a `window` there are `num_window` groups of layers that have it, before or behind `num_full` groups that keep
-    all; blocks are those of one group.
+    all; blocks are those of one group. With `num_state` there are as many groups of layers that keep a state, before
+    the others; `exports_states` says that kernels write one out amid a chunk.
     """
 
     blocks: int
@@ -114,6 +117,8 @@ class Options:
     num_full: int = 1
     num_window: int = 0
     window_first: bool = False
+    num_state: int = 0
+    exports_states: bool = False
     cost: tuple[float, ...] = (0.005, 4e-5, 2e-9, 0.02, 2e-5, 6e-7)
 
 
@@ -150,6 +155,12 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
     )
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=not options.no_prefix_caching)
     cache.num_gpu_blocks = options.blocks
+    size = BLOCK
+    if options.num_state:
+        aligned = not options.no_prefix_caching
+        cache.mamba_cache_mode = "align" if aligned else "none"
+        # Without prefix caching one state lasts a whole request; then nobody hashes, and sizes need a common multiple.
+        size = BLOCK if aligned else math.lcm(BLOCK, options.max_model_len)
     config = VllmConfig(
         model_config=model,
         scheduler_config=scheduler_config,
@@ -160,10 +171,14 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float16}
     specs: list[Any] = [FullAttentionSpec(**shape)] * options.num_full
     windowed: list[Any] = [SlidingWindowSpec(**shape, sliding_window=options.window)] * options.num_window
-    groups = [
-        KVCacheGroupSpec([f"layer {i}"], spec)
-        for i, spec in enumerate(windowed + specs if options.window_first else specs + windowed)
-    ]
+    state = MambaSpec(
+        block_size=BLOCK if cache.mamba_cache_mode == "align" else options.max_model_len, shapes=((1,),),
+        dtypes=(torch.float16,), mamba_cache_mode=cache.mamba_cache_mode,
+        num_prefill_checkpoint_blocks=int(options.exports_states),
+        prefill_checkpoint_alignment=BLOCK if options.exports_states else None,
+    )  # fmt: skip
+    ordered = [state] * options.num_state + (windowed + specs if options.window_first else specs + windowed)
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(ordered)]
     kv = KVCacheConfig(
         num_blocks=options.blocks,
         kv_cache_tensors=[],
@@ -176,7 +191,7 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
         vllm_config=config,
         kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
+        block_size=size,
         log_stats=True,
     )
     hashes = connector is not None or not options.no_prefix_caching
@@ -187,7 +202,8 @@ class Oracle:
     """One scheduler of vLLM with one workload."""
 
     def __init__(self, rows: Sequence[Row], options: Options) -> None:
-        if (options.blocks - 1) // (options.num_full + options.num_window) * BLOCK < options.max_model_len:
+        groups = options.num_full + options.num_window + options.num_state
+        if (options.blocks - 1) // groups * BLOCK < options.max_model_len:
             raise ValueError("vLLM does not start unless a request of max_model_len tokens fits")
         self.rows, self.options = rows, options
         self.tokens = [tokens_of(*row) for row in enumerate(rows)]

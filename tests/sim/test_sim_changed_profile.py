@@ -29,10 +29,10 @@ def test_a_gpu_twice_as_fast_halves_the_time_of_what_it_computes(tmp_path):
     assert all(fast.value(name) == 2 * BASE.value(name) for name in RATES if name not in KERNEL_NAMES)
     timed, faster = load_profile("h100-imported"), profile_named("h100-imported:gpu_speed=2")
     rates = KERNEL_NAMES & set(RATES)
-    assert len(rates) == 3 * 3 + 3
+    assert len(rates) == 3 * 3 + 3 + 3
     assert all(faster.value(name) == 2 * timed.value(name) for name in rates)
     launches = [name for name in KERNEL_NAMES if name.endswith("_launch_s")]
-    assert [faster.value(name) / timed.value(name) for name in launches] == [0.5] * 4
+    assert [faster.value(name) / timed.value(name) for name in launches] == [0.5] * 6
     assert fast.value("layer_overhead_s") == BASE.value("layer_overhead_s") / 2
     assert fast.value("h2d_bytes_per_s") == BASE.value("h2d_bytes_per_s")
     (tmp_path / "p.json").write_text(

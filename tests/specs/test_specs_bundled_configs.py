@@ -19,6 +19,7 @@ needs_package = pytest.mark.skipif(
 )
 
 GQA_4_OF_128, GQA_8_OF_128, LATENT = 2 * 4 * 128 * 2, 2 * 8 * 128 * 2, (512 + 64) * 2
+GQA_2_OF_256 = 2 * 2 * 256 * 2
 SIZED = {
     # name: bytes per token and layer, layers, parameters in billions
     "MiniMaxAI--MiniMax-M2.5": (GQA_8_OF_128, 62, 228.7),
@@ -41,6 +42,10 @@ SIZED = {
     "Qwen--Qwen3-VL-32B-Thinking": (GQA_8_OF_128, 64, 32.76),
     "Qwen--Qwen3-VL-4B-Instruct": (GQA_8_OF_128, 36, 4.022),
     "Qwen--Qwen3-VL-8B-Instruct": (GQA_8_OF_128, 36, 8.191),
+    "Qwen--Qwen3.5-122B-A10B": (GQA_2_OF_256, 48, 122.112),
+    "Qwen--Qwen3.5-27B": (2 * GQA_2_OF_256, 64, 26.896),
+    "Qwen--Qwen3.5-35B-A3B": (GQA_2_OF_256, 40, 34.661),
+    "Qwen--Qwen3.5-397B-A17B": (GQA_2_OF_256, 60, 396.346),
     "XiaomiMiMo--MiMo-7B-Base": (GQA_8_OF_128, 36, 7.62),
     "deepseek-ai--DeepSeek-R1": (LATENT, 61, 671.03),
     "deepseek-ai--DeepSeek-V3": (LATENT, 61, 671.03),
@@ -59,13 +64,14 @@ SIZED = {
     "nvidia--MiniMax-M2.5-NVFP4": (GQA_8_OF_128 / 2, 62, 228.7),
     "nvidia--MiniMax-M2.7-NVFP4": (GQA_8_OF_128 / 2, 62, 228.7),
     "nvidia--Qwen3-235B-A22B-NVFP4": (GQA_4_OF_128 / 2, 94, 235.09),
+    "nvidia--Qwen3.5-122B-A10B-NVFP4": (GQA_2_OF_256 / 2, 48, 122.112),
+    "nvidia--Qwen3.5-397B-A17B-NVFP4": (GQA_2_OF_256 / 2, 60, 396.346),
     "openai--gpt-oss-120b": (2 * 8 * 64 * 2, 36, 116.83),
     "openai--gpt-oss-20b": (2 * 8 * 64 * 2, 24, 20.91),
 }
 REFUSED = {
     # part of the name: the reason
-    "Qwen3.5-": "linear-attention",
-    "Qwen3.6-": "linear-attention",
+    "Qwen3.6-": "MIXED_PRECISION",
     "Kimi-K3": "linear-attention",
     "Nemotron-3": "Mamba",
     "Nemotron-H": "Mamba",
@@ -105,5 +111,5 @@ def test_every_config_is_sized_right_or_refused_by_name(path):
         return
     reasons = [reason for part, reason in REFUSED.items() if part in name]
     assert reasons, f"{name} is in neither table"
-    with pytest.raises(UserError, match=rf"field model_type = .*{reasons[0]}"):
+    with pytest.raises(UserError, match=rf"field (model_type|quantization_config.quant_algo) = .*{reasons[0]}"):
         read_hf_config(path)

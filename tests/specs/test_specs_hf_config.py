@@ -49,6 +49,19 @@ LATENT = {
 }
 EXPERTS = LLAMA | {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
+STATES = LLAMA | {
+    "model_type": "qwen3_5_text",
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32",
+}
+"""Of two layers one keeps a state: two key heads and four value heads of eight elements."""
+
 
 def read(tmp_path, config, beside=None):
     folder = tmp_path / "some-model"
@@ -253,6 +266,51 @@ def test_a_mixture_quantises_the_hidden_state_once_and_each_active_width():
     assert model.fp8_input_bytes_per_token() == pytest.approx(3 * elements)
 
 
+def test_layers_that_keep_a_state_by_hand(tmp_path):
+    model = read(tmp_path, STATES)
+    attention = 3 * 64 * 8 * 16 + 2 * 64 * 2 * 16 + 2 * 16
+    # Queries, keys, values; output gate; two gates a head; output; convolution; decay and time step; norm of a head.
+    delta_net = 64 * 64 + 64 * 32 + 2 * 64 * 4 + 32 * 64 + 64 * 4 + 2 * 4 + 8
+    shared = 2 * (3 * 64 * 96 + 2 * 64) + 2 * 100 * 64 + 64
+    assert model.num_params == attention + delta_net + shared
+    assert model.weight_bytes() == 2 * model.num_params
+    assert (model.num_attention_layers, model.num_stored_layers, model.kv_bytes_per_token()) == (1, 1, 2 * 2 * 16 * 2)
+    # A state of four bytes an element, and three inputs of the convolution of two.
+    assert model.state_bytes() == 4 * 8 * 8 * 4 + 3 * 64 * 2
+    assert model.state_bytes(2) == model.state_bytes() / 2
+    products = 3 * 64 * 8 * 16 + 2 * 64 * 2 * 16 + 64 * (64 + 32 + 8 + 32) + 2 * 3 * 64 * 96
+    assert model.linear_flops_per_token == 2 * products
+    assert model.attention_flops_per_token_pair == 4 * 8 * 16
+    inner = 64 + 2 * 32 + 2 * 4 + (3 * 8 + 2 * 2) * 16
+    assert model.linear_activation_bytes_per_token() == 2 * (6 * 64 + inner + 2 * (64 + 3 * 96))
+    between = 2 * 8 * 64 + 2 * 10 * 16 + 2 * 2 * 2 * 16 + 3 * 8 * 16 + 3 * 32 + 2 * 3 * 96
+    assert model.elementwise_bytes_per_token() == 2 * between
+
+
+def test_a_state_has_the_models_type_where_the_config_names_none(tmp_path):
+    """As vLLM has it for Qwen3-Next, whose layers are told by how often one attends."""
+    config = STATES | {"model_type": "qwen3_next", "mamba_ssm_dtype": None, "layer_types": None}
+    model = read(tmp_path, config | {"full_attention_interval": 2})
+    assert model.gdn and (model.gdn.num_layers, model.gdn.state_dtype_bytes) == (1, 2.0)
+    assert read(tmp_path, STATES | {"attn_output_gate": False}).num_params == model.num_params - 64 * 8 * 16
+
+
+def test_heads_of_states_are_split_over_gpus(tmp_path):
+    model = read(tmp_path, STATES)
+    with pytest.raises(UserError, match="4 does not divide 2 key heads and 4 value heads of Gated DeltaNet"):
+        model.check_tp(4)
+
+
+def test_projections_of_states_may_stay_unquantised(tmp_path):
+    """NVIDIA's checkpoints name modules of the nested language model."""
+    kept = ["model.language_model.layers.0.linear_attn*"]
+    model = read(tmp_path, STATES | {"quantization_config": block_fp8(ignore=kept)})
+    products = 3 * 64 * 8 * 16 + 2 * 64 * 2 * 16
+    states = 64 * (64 + 32 + 8 + 32)
+    mean = (products * (1 + 4 / 128**2) + states * 2) / (products + states)
+    assert model.attention_dtype_bytes == pytest.approx(mean)
+
+
 def test_the_quantisation_file_beside_the_config_counts_too(tmp_path):
     model = read(tmp_path, LLAMA, beside={"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"})
     assert (model.mlp_dtype_bytes, model.kv_bytes_per_token_layer()) == (1, 2 * 2 * 8)
@@ -260,7 +318,7 @@ def test_the_quantisation_file_beside_the_config_counts_too(tmp_path):
 
 REFUSED = [
     ({"model_type": "nemotron_h"}, ["model_type", "'nemotron_h'", "Mamba"]),
-    ({"model_type": "qwen3_next"}, ["model_type", "linear-attention"]),
+    ({"model_type": "kimi_linear"}, ["model_type", "linear-attention"]),
     ({"model_type": "gemma4_text"}, ["model_type", "sliding-window"]),
     ({"model_type": "t5"}, ["model_type", "encoder-decoder"]),
     ({"model_type": "gemma3n_text"}, ["layers share KV"]),
@@ -340,6 +398,11 @@ REFUSED = [
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["group_size", "whole number"]),
     ({"quantization_config": block_fp8(ignore=["re:("])}, ["ignore", "does not compile"]),
     ({"quantization_config": block_fp8(kv_cache_scheme="int3")}, ["kv_cache_scheme", "int3"]),
+    (STATES | {"layer_types": None}, ["full_attention_interval is missing"]),
+    (STATES | {"layer_types": ["linear_attention"] * 2}, ["no layer attends"]),
+    (STATES | {"layer_types": ["linear_attention", "sliding_attention"]}, ["layer_types", "'sliding_attention'"]),
+    (STATES | {"mamba_ssm_dtype": "float8"}, ["mamba_ssm_dtype = 'float8'", "float32"]),
+    (STATES | {"linear_num_key_heads": None}, ["linear_num_key_heads is missing"]),
 ]
 
 

@@ -241,5 +241,5 @@ def test_pairs_of_a_window_are_those_of_each_query(cached, num_new, window):
 @pytest.mark.parametrize("name", built_in_models())
 def test_built_in_models_have_one_window_at_most_and_all_their_layers(name):
     model = load_model(name)
-    assert sum(c.num_layers for c in model.kv_classes) == model.num_layers
+    assert sum(c.num_layers for c in model.kv_classes) == model.num_attention_layers
     assert len({c.window for c in model.kv_classes if c.window}) <= 1

@@ -30,6 +30,7 @@ PARAMETERS = {
     "qwen3-235b-a22b": 235_093_634_560,
     "minimax-m2.5": 228_689_764_864,  # its checkpoint counts 13.9 million scales beside
     "deepseek-v3": 671_026_419_200,
+    "qwen3.5-35b-a3b": 34_660_610_688,  # the language model of transformers, without vision and token prediction
 }
 
 CONSTANTS = [

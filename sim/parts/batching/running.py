@@ -84,7 +84,7 @@ class Running(Batching):
             budget = self.budget - len(batch.members)
             chunk = wanted = 0
             for seq in partials:
-                chunk = min(seq.num_tokens - seq.num_computed, budget)
+                chunk = memory.cut_chunk(seq, seq.num_computed, min(seq.num_tokens - seq.num_computed, budget))
                 wanted = memory.blocks_missing(seq, seq.num_computed + chunk)
             needed = memory.decode_blocks() if batch.members else 0
             if needed + wanted <= memory.gpu.free:
@@ -145,7 +145,9 @@ class Running(Batching):
                 chunk = seq.num_tokens - seq.num_computed
                 if 0 < longest < chunk:
                     chunk = longest
-                chunk = min(chunk, budget)
+                chunk = self.paged.cut_chunk(seq, seq.num_computed, min(chunk, budget))
+                if not chunk:
+                    continue
             elif takes_whole_blocks and (seq.batch_offset + step) % size > 1:
                 done[seq] = 1
                 budget -= 1

@@ -45,7 +45,9 @@ class Unified(Running):
             chunk = seq.num_tokens - cached
             if 0 < longest < chunk:
                 chunk = longest
-            chunk = min(chunk, budget)
+            chunk = memory.cut_chunk(seq, cached, min(chunk, budget))
+            if not chunk:
+                return
             keep_free = self.watermark_blocks if self.running else 0
             if not memory.ever_fits(seq, 0):
                 self.scheduler.ignore(order.pop(), NEVER_FITS)

@@ -10,6 +10,7 @@ before a junction, where a prompt left a prefix that only the full groups had (v
 `prefix_cache_retention_interval` of 0). Whatever else leaves a window is used again first.
 """
 
+from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 
 from sim.engine.batch import DecodeBatch
@@ -18,7 +19,7 @@ from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.parts.memory.block_cache import BlockCache, CachedBlock, chained
+from sim.parts.memory.block_cache import BlockCache, CachedBlock, Key, chained
 from sim.parts.memory.block_keys import BlockKeys
 from sim.parts.memory.caching import CachingMemory
 from sim.parts.memory.hybrid_table import NOT_DUE, NOTHING, Match, Table
@@ -52,6 +53,8 @@ class HybridMemory(CachingMemory):
         self._keys = BlockKeys(self.block_size)
         self._tables: dict[Sequence, Table] = {}
         self._heap: list[tuple[int, int, Table]] = []
+        self._num_growing = self.num_groups
+        """Groups that take a block when a decode begins one."""
         self._num_taken = self._step = 0
         self._looked_up: tuple[Sequence | None, int, int, Match] = (None, 0, -1, NOTHING)
 
@@ -181,15 +184,20 @@ class HybridMemory(CachingMemory):
         begin = min(self._num_left(num_computed), table.end)
         if begin <= table.begin:
             return
+        unread = self._unread(table, begin)
         for group in self._in_order:
             if group in self._windowed:
-                self._give_back(table.cached[group], table.begin, begin)
+                self._give_back(table.cached[group], unread)
         table.begin = begin
 
-    def _give_back(self, cached: dict[int, CachedBlock], begin: int, end: int) -> None:
-        """Blocks of one group, the last first."""
-        freed = end - begin
-        for place in range(end - 1, begin - 1, -1) if cached else ():
+    def _unread(self, table: Table, begin: int) -> Seq[int]:
+        """Places of a windowed group's blocks that are given back, from the last to the first, when it begins there."""
+        return range(begin - 1, table.begin - 1, -1)
+
+    def _give_back(self, cached: dict[int, CachedBlock], places: Seq[int]) -> None:
+        """Blocks of one group, in this order."""
+        freed = len(places)
+        for place in places if cached else ():
             block = cached.pop(place, None)
             if block is not None and not self.cache.let_go(block):
                 freed -= 1
@@ -213,10 +221,17 @@ class HybridMemory(CachingMemory):
         for place in range(table.num_published, num_full):
             for group in self._full:
                 table.cached[group][place] = self.cache.add(group, keys[place])
-            if place >= table.begin and any(end - self._hit_blocks <= place < end for end in ends):
-                for group in self._windowed:
-                    table.cached[group][place] = self.cache.add(group, keys[place])
+            if self._has(table, place) and any(end - self._hit_blocks <= place < end for end in ends):
+                self._cache_windows(table, place, keys[place])
         table.num_published = num_full
+
+    def _has(self, table: Table, place: int) -> bool:
+        """Whether windowed groups have a block there."""
+        return place >= table.begin
+
+    def _cache_windows(self, table: Table, place: int, key: Key) -> None:
+        for group in self._windowed:
+            table.cached[group][place] = self.cache.add(group, key)
 
     # -- decodes -----------------------------------------------------------------------------------------------------
 
@@ -257,10 +272,10 @@ class HybridMemory(CachingMemory):
         self._push(table)
 
     def decode_blocks(self) -> int:
-        return self.num_groups * self.batch.blocks_needed(1)
+        return self._num_growing * self.batch.blocks_needed(1)
 
     def decode_blocks_of(self, seq: Sequence) -> int:
-        return self.num_groups if self.batch.num_tokens_of(seq) > self._tables[seq].end * self.block_size else 0
+        return self._num_growing if self.batch.num_tokens_of(seq) > self._tables[seq].end * self.block_size else 0
 
     def append(self, seq: Sequence) -> None:
         self._extend(self._tables[seq], self.batch.num_tokens_of(seq))
@@ -274,7 +289,11 @@ class HybridMemory(CachingMemory):
     def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
         if self.gpu.free < self.decode_blocks() + spare * self.unit:
             return False
+        due: list[Table] = []
         while (table := self._pop_due(batch.step)) is not None:
+            due.append(table)
+        # Some may be overdue, who joined in the middle of a step: all go in order of admission.
+        for table in sorted(due, key=lambda table: table.number):
             self._decode(table, batch.step, self._num_in_flight(table), self.scheduler.num_unknown(table.seq))
         return True
 
@@ -287,7 +306,7 @@ class HybridMemory(CachingMemory):
         """As long as there are blocks, whatever is given back; where somebody waits, until something happens to any."""
         batch = self.batch
         # The first iteration's blocks are taken already.
-        spare = self.gpu.free // self.num_groups + batch.blocks_needed(1)
+        spare = self.gpu.free // self._num_growing + batch.blocks_needed(1)
         if batch.blocks_needed(steps) > spare:
             steps = max(1, batch.steps_within(spare))
         if self.scheduler.order.waiting and (table := self._pop_due(batch.step + steps - 1)) is not None:
@@ -311,8 +330,9 @@ class HybridMemory(CachingMemory):
         table = self._tables[seq]
         computed = seq.num_computed if seq.prefilling else max(seq.num_computed, seq.num_tokens - 1)
         self._publish(table, min(computed // self.block_size, table.end))
+        unread, whole = self._unread(table, table.end), range(table.end - 1, -1, -1)
         for group in self._in_order:
-            self._give_back(table.cached[group], table.begin if group in self._windowed else 0, table.end)
+            self._give_back(table.cached[group], unread if group in self._windowed else whole)
             table.cached[group].clear()
         table.begin = table.end = table.num_published = seq.num_blocks = 0
         table.due = NOT_DUE

@@ -32,6 +32,7 @@ class Table:
 
     __slots__ = (
         "begin", "cached", "chunk", "chunk_step", "due", "end", "junction", "keys", "num_published", "number", "seq",
+        "states",
     )  # fmt: skip
 
     def __init__(self, seq: Sequence, keys: list[Key], num_groups: int) -> None:
@@ -47,6 +48,8 @@ class Table:
         self.chunk = 0
         self.chunk_step = NOT_DUE
         """Tokens of the last chunk, and the step of the engine that scheduled it."""
+        self.states: list[int] = []
+        """Places of each state group's blocks, rising (`StateMemory`)."""
 
     def keys_until(self, end: int) -> list[Key]:
         """Of at least the first `end` blocks. Those that the trace does not name are the sequence's own."""

@@ -56,6 +56,10 @@ class PagedMemory(Memory):
 
     # -- prompts chunk by chunk --------------------------------------------------------------------------------------
 
+    def cut_chunk(self, seq: Sequence, num_computed: int, num_new: int) -> int:
+        """How many of the next `num_new` tokens of a prompt are computed in one step; 0: none in this one."""
+        return num_new
+
     def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Take the blocks of the first `num_tokens` tokens of a prompt that starts, what it hits among them."""
         self.take(seq, num_tokens)

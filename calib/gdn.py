@@ -1,0 +1,183 @@
+"""Kernels of Gated DeltaNet: samples of them, and the constants that explain these.
+
+One sample is one layer's convolution and state update on one GPU, without the projections around them; a state has 32
+bits, inputs 16. The terms are those of `sim.cost.gated_delta_net`:
+
+    decodes: T = launch + N bytes / H
+    prompts: T = launch + max(tokens + padding, N (tokens + padding) n_v / heads) / W + N tokens 4 (2 k + v) / H_conv
+
+N sequences of as many tokens, n_v value heads; a head walks W tokens a second. Decodes were timed over and over on the
+same states. Where all of them fit a GPU's L2 cache they come from there, which a model's other layers prevent: such
+samples are left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from calib.kernel_samples import read_kernel_samples
+from calib.robust import Array, Fit, Parameter, fit_relative
+from sim.cost.gated_delta_net import HEAD_DIM
+from sim.errors import UserError
+from sim.specs.gated_delta_net import GatedDeltaNetSpec
+from sim.specs.hardware import HardwareSpec
+
+GDN_DATA = Path(__file__).parent / "data" / "gdn"
+"""Samples of shipped profiles."""
+DTYPE_BYTES, STATE_DTYPE_BYTES = 2.0, 4.0
+LAUNCH_BOUND_BYTES, CACHE_BYTES = 1e6, 256e6
+"""States of all sequences: below the first they take no time to speak of, beyond the second no L2 cache holds half of
+them (the largest here has 126 MB)."""
+
+
+class GdnSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One operating point; fields are the CSV's columns.
+
+    Attributes:
+        phase: `decode`, one token of each sequence, or `prefill`, prompts.
+        num_key_heads, num_value_heads: of one GPU, of 128 elements each.
+        batch: sequences.
+        new_tokens: of each sequence.
+        latency_s: mean seconds of one layer.
+    """
+
+    phase: Literal["decode", "prefill"]
+    num_key_heads: int
+    num_value_heads: int
+    batch: int
+    new_tokens: int
+    latency_s: float
+
+    @property
+    def layer(self) -> GatedDeltaNetSpec:
+        """The layer that was timed."""
+        return GatedDeltaNetSpec(
+            num_layers=1, num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads,
+            key_head_dim=HEAD_DIM, value_head_dim=HEAD_DIM, conv_kernel=4, state_dtype_bytes=STATE_DTYPE_BYTES,
+        )  # fmt: skip
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether its states come from memory, as a model's do, or take no time."""
+        states = self.batch * self.layer.recurrent_bytes()
+        return self.phase == "prefill" or not LAUNCH_BOUND_BYTES <= states <= CACHE_BYTES
+
+
+@dataclass(frozen=True)
+class GdnTerms:
+    """Per sample, arrays of shape (samples,).
+
+    Attributes:
+        is_decode: 1 or 0.
+        decode_bytes: read and written by all sequences that decode.
+        tokens, batch, heads: of a prompt, sequences, value heads.
+        conv_bytes: read and written by the convolution over prompts.
+    """
+
+    is_decode: Array
+    decode_bytes: Array
+    tokens: Array
+    batch: Array
+    heads: Array
+    conv_bytes: Array
+
+    @classmethod
+    def of(cls, samples: Sequence[GdnSample]) -> "GdnTerms":
+        """The terms of samples."""
+        rows = [
+            (
+                float(s.phase == "decode"),
+                s.batch * s.layer.decode_bytes(DTYPE_BYTES),
+                s.new_tokens,
+                s.batch,
+                s.num_value_heads,
+                s.batch * s.new_tokens * s.layer.conv_moved_bytes(DTYPE_BYTES),
+            )
+            for s in samples
+        ]
+        return cls(*np.array(rows, dtype=np.float64).T)
+
+
+@dataclass(frozen=True)
+class GdnFit:
+    """Constants by their names in a profile, and errors (predicted / measured - 1).
+
+    Attributes:
+        samples: those that are fitted.
+        own, unseen: on them, and on those of each number of value heads by a fit to the others; shapes (samples,).
+    """
+
+    fit: Fit
+    samples: list[GdnSample]
+    own: Array
+    unseen: Array
+
+    @property
+    def residuals(self) -> dict[str, float]:
+        """Mean absolute relative errors, under their names in a profile."""
+        found = {}
+        for phase in ("prefill", "decode"):
+            chosen = np.array([s.phase == phase for s in self.samples])
+            found[f"gdn_{phase}_mape"] = round(float(np.abs(self.own[chosen]).mean()), 5)
+            found[f"unseen_heads_gdn_{phase}_mape"] = round(float(np.abs(self.unseen[chosen]).mean()), 5)
+        return found
+
+
+def read_gdn_samples(path: Path) -> list[GdnSample]:
+    """The samples of a file. UserError for one that holds none."""
+    found = read_kernel_samples(path, GdnSample, "Gated DeltaNet")
+    for s in found:
+        sizes = s.num_key_heads, s.num_value_heads, s.batch, s.new_tokens
+        if min(sizes) < 1 or (s.phase == "decode" and s.new_tokens > 1) or not 0 < s.latency_s < 60:
+            raise UserError(f"{path}: {s} cannot be: correct its sizes or latency_s")
+    return found
+
+
+def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> GdnFit:
+    """A fit to the samples that `is_fitted`, with errors on numbers of value heads left out.
+
+    Raises:
+        UserError: samples of one number of heads, or of one phase.
+    """
+    chosen = [s for s in samples if s.is_fitted]
+    heads = np.array([s.num_value_heads for s in chosen])
+    if len(set(heads)) < 2 or len({s.phase for s in chosen}) < 2:
+        raise UserError("samples of Gated DeltaNet need both phases and two numbers of value heads: give more")
+    seconds = np.array([s.latency_s for s in chosen])
+    fit = _fit(chosen, seconds, hardware)
+    unseen = np.zeros(len(chosen))
+    for count in sorted(set(heads)):
+        out = heads == count
+        kept = [s for s, is_out in zip(chosen, out, strict=True) if not is_out]
+        left_out = [s for s, is_out in zip(chosen, out, strict=True) if is_out]
+        values = _fit(kept, seconds[~out], hardware).values
+        unseen[out] = predict_gdn_s(values, GdnTerms.of(left_out)) / seconds[out] - 1
+    return GdnFit(fit, chosen, predict_gdn_s(fit.values, GdnTerms.of(chosen)) / seconds - 1, unseen)
+
+
+def _fit(samples: Sequence[GdnSample], seconds: Array, hardware: HardwareSpec) -> Fit:
+    terms = GdnTerms.of(samples)
+    parameters = {
+        "gdn_decode_bytes_per_s": Parameter(hardware.hbm_bytes_per_s / 2),
+        "gdn_decode_launch_s": Parameter(5e-6, 0.0, log=False),
+        "gdn_prefill_tokens_per_s": Parameter(2e7),
+        "gdn_prefill_heads": Parameter(100.0),
+        "gdn_prefill_padding_tokens": Parameter(100.0, 0.0, log=False),
+        "gdn_conv_bytes_per_s": Parameter(hardware.hbm_bytes_per_s / 2),
+        "gdn_prefill_launch_s": Parameter(1e-5, 0.0, log=False),
+    }
+    return fit_relative(lambda values: predict_gdn_s(values, terms), seconds, parameters)
+
+
+def predict_gdn_s(constants: Mapping[str, float], terms: GdnTerms) -> Array:
+    """Seconds of every sample, shape (samples,)."""
+    decodes = constants["gdn_decode_launch_s"] + terms.decode_bytes / constants["gdn_decode_bytes_per_s"]
+    padded = terms.tokens + constants["gdn_prefill_padding_tokens"]
+    walked = np.maximum(padded, terms.batch * padded * terms.heads / constants["gdn_prefill_heads"])
+    prompts = constants["gdn_prefill_launch_s"] + walked / constants["gdn_prefill_tokens_per_s"]
+    prompts = prompts + terms.conv_bytes / constants["gdn_conv_bytes_per_s"]
+    return np.where(terms.is_decode > 0, decodes, prompts)
