@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.copy_engine import CopyFailed, CopyHandle
+from gpu_runtime.kv.copy_engine import CopyHandle
 from gpu_runtime.kv.held import BlockCopy
 from gpu_runtime.kv.hosted_blocks import HostedBlocks
 from gpu_runtime.kv.prefix_blocks import Span
@@ -107,6 +107,7 @@ class TurnPlacement(SavingPlacement):
     def _store(self, store: Store) -> None:
         ids = self._held_by(store.seq).gpu[0]
         self.kept.leave(store, [ids[place] for place in store.places])
+        self._lose_unwritten(store)
 
     def _restore(self, restore: Restore) -> StateRestore:
         seq = restore.seq
@@ -152,11 +153,5 @@ class TurnStates(LiveStates):
         self.placement.prefixes.spoil(copy.seq, set(copy.target))
 
     def await_saved(self, members: Seq[Member], handles: Seq[CopyHandle]) -> None:
-        well = True
-        for handle in handles:
-            try:
-                handle.wait()
-            except CopyFailed:
-                well = False
-        if not well:
+        if not self.copies.went_well(handles):
             self.placement.lose(member.span for member in members)

@@ -48,6 +48,10 @@ class CachedBlocks:
         self._pool.share(ids)
         return list(ids)
 
+    def ids_of(self, run: object) -> list[int]:
+        """Of a run that stays cached."""
+        return self._of(run)
+
     def renumber(self, numbers: dict[int, int]) -> None:
         """Blocks have other ids from now on."""
         for ids in self._ids.values():

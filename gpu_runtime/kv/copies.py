@@ -62,6 +62,16 @@ class KVCopies:
                 well = False
         return well
 
+    def went_well(self, handles: Iterable[CopyHandle]) -> bool:
+        """The same of copies whose failure ends nobody."""
+        well = True
+        for handle in handles:
+            try:
+                handle.wait()
+            except CopyFailed:
+                well = False
+        return well
+
     def wait_in_stream(self, seqs: Iterable[Sequence], handle: CopyHandle) -> bool:
         """Let the current stream wait for a copy of some sequences' blocks; the host goes on queueing layers.
 

@@ -31,6 +31,8 @@ class Held:
     """Tokens that its blocks hold, as of that version."""
     num_written: int = 0
     """Tokens whose KV is there, from the first on; kept where prefixes are cached."""
+    ahead: set[int] = field(default_factory=set)
+    """Places of blocks beyond these whose KV is there, too."""
 
 
 @dataclass(eq=False)
@@ -46,3 +48,5 @@ class Transfer:
     leaving: list[int] = field(default_factory=list)
     arriving: dict[int, list[int]] = field(default_factory=dict)
     stored: tuple[int, ...] = ()
+    is_lost: bool = False
+    """Whether what it reads is given up already, so that it has to end before the computation."""

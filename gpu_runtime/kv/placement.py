@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.cached_blocks import CachedBlocks
 from gpu_runtime.kv.held import BlockCopy, Held, Transfer
-from gpu_runtime.kv.hosted_blocks import Blocks, HostedBlocks
+from gpu_runtime.kv.hosted_blocks import Blocks, Filling, HostedBlocks
 from gpu_runtime.kv.prefix_blocks import PrefixBlocks
 from sim.engine.changes import (
     Adopt,
@@ -101,14 +101,12 @@ class Placement:
                     self.prefixes.hit(change)
                 case Adopt():
                     self.prefixes.adopt(change)
-                case Store(seq, places, keys):
+                case Store():
                     self._store(change)
-                    # Of who failed: nobody shall load them.
-                    written = self._held_by(seq).num_written // self.block_tokens
-                    self.hosted.lose(key for place, key in zip(places, keys, strict=True) if place >= written)
                 case Load():
                     self.prefixes.load(change)
                 case Drop(keys):
+                    self._settle_fillings(keys, settle)
                     self.hosted.drop(keys)
                 case Uncache():
                     copies += self._uncache(change)
@@ -156,11 +154,9 @@ class Placement:
         if seq in self.held:
             raise InvariantError(f"{seq} is given blocks and holds some already")
         held = self.held[seq] = Held()
-        shared = self.prefixes.take(seq)
-        held.num_written = len(shared) * self.block_tokens
         for group in range(self.num_groups):
             if group in gpu_groups:
-                held.gpu[group] = shared + self.gpu.allocate(blocks - len(shared))
+                held.gpu[group] = self.prefixes.take(seq, held, blocks)
             else:
                 held.host[group] = self.host.allocate(blocks)
         held.slots = [self.gpu.allocate(blocks) for _ in range(num_buffers)]
@@ -169,9 +165,12 @@ class Placement:
         """Everything but what is leaving: the scheduler counts that until it hears that the copy has ended."""
         held = self._held_by(seq)
         del self.held[seq]
-        self.hosted.loading.pop(seq, None)
+        load = self.hosted.loading.pop(seq, None)
         for ids in (*held.gpu.values(), *held.slots):
             self.gpu.free(ids)
+        if load is not None:
+            # What others may hit has not come.
+            self.cached.unwritten.update(block for block in load.target if self.gpu.num_users(block))
         for ids in held.host.values():
             self.host.free(ids)
         held.host.clear()
@@ -188,7 +187,24 @@ class Placement:
         return self._change_tier(move.seq, move.groups, move.direction, self.blocks_for(move.end_token))
 
     def _store(self, store: Store) -> None:
-        self.hosted.store(store)
+        source = [block for run in store.runs for block in self.cached.ids_of(run)]
+        self.hosted.store(store, source)
+        self._lose_unwritten(store, source)
+
+    def _lose_unwritten(self, store: Store, source: Seq[int] = ()) -> None:
+        """What was never computed, since its sequence failed, nobody shall load."""
+        if source:
+            written = [block not in self.cached.unwritten for block in source]
+        else:
+            held = self._held_by(store.seq)
+            written = [self.prefixes.is_written(held, place) for place in store.places]
+        self.hosted.lose(key for key, is_there in zip(store.keys, written, strict=True) if not is_there)
+
+    def _settle_fillings(self, keys: Seq[int], settle: Callable[[Sequence], None]) -> None:
+        """Blocks on the host that a copy still fills are free once it has ended."""
+        for transfer in list(self.under_way):
+            if not set(keys).isdisjoint(transfer.stored):
+                settle(transfer.move.seq)
 
     def _note_states(self, change: Save | Unsave) -> None:
         raise InvariantError(f"{change.seq}: this device keeps no states on the host")
@@ -226,14 +242,12 @@ class Placement:
 
     def begin(self, move: Move) -> tuple[Transfer, BlockCopy]:
         """Reserve where a copy beside the computation goes; `end` follows when it has ended."""
+        if (filling := self.hosted.begin(move.seq)) is not None:
+            return self._fill(move, filling)
         seq, held, blocks = move.seq, self._held_by(move.seq), self.blocks_for(move.end_token)
         source: list[int] = []
         target: list[int] = []
         transfer = Transfer(move, held)
-        if (stored := self.hosted.begin(move, held)) is not None:
-            transfer.stored, copy = stored
-            self.under_way[transfer] = None
-            return transfer, copy
         for group in move.groups:
             if move.target is Tier.HOST:
                 ids = _next_piece(seq, held, group, move.first_token // self.block_tokens, blocks)
@@ -249,6 +263,15 @@ class Placement:
         held.version += 1
         self.under_way[transfer] = None
         return transfer, BlockCopy(seq, move.groups, move.direction, tuple(source), tuple(target))
+
+    def _fill(self, move: Move, filling: Filling) -> tuple[Transfer, BlockCopy]:
+        store, source, target = filling
+        # Whoever had a cached run may have gone.
+        held = Held() if source else self._held_by(move.seq)
+        source = source or tuple(held.gpu[0][place] for place in store.places)
+        transfer = Transfer(move, held, stored=store.keys, is_lost=not self.hosted.has(filling))
+        self.under_way[transfer] = None
+        return transfer, BlockCopy(move.seq, move.groups, move.direction, source, target)
 
     def begin_behind(self, move: Move) -> Transfer:
         """The last copies behind a prefill are under way: the send buffer is theirs until `end`."""

@@ -3,7 +3,7 @@
 Blocks here hold all layers, and a sequence's are those of its one group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from gpu_runtime.kv.block_ids import BlockIds
@@ -37,12 +37,27 @@ class PrefixBlocks:
     ) -> None:
         self._gpu, self._cached, self._hosted, self._held_by = gpu, cached, hosted, held_by
         self._block_tokens = block_tokens
+        # Blocks of those about to be placed: the first ones, and others by place.
         self._shared: dict[Sequence, list[int]] = {}
-        # Blocks of those about to be placed.
+        self._apart: dict[Sequence, dict[int, int]] = {}
 
-    def take(self, seq: Sequence) -> list[int]:
-        """The blocks with which a sequence begins that is placed now."""
-        return self._shared.pop(seq, [])
+    def take(self, seq: Sequence, held: Held, num_blocks: int) -> list[int]:
+        """The blocks of a sequence that is placed now: what it hits, and new ones."""
+        shared, apart = self._shared.pop(seq, []), self._apart.pop(seq, {})
+        held.num_written = len(shared) * self._block_tokens
+        ids = shared + self._gpu.allocate(num_blocks - len(shared) - len(apart))
+        for place in sorted(apart):
+            ids.insert(place, apart[place])
+        self._there(held, apart)
+        return ids
+
+    def _there(self, held: Held, places: Iterable[int]) -> None:
+        """The KV of blocks at these places is there, whatever is missing before them."""
+        size = self._block_tokens
+        held.ahead.update(place for place in places if place * size >= held.num_written)
+        while held.num_written // size in held.ahead:
+            held.ahead.remove(held.num_written // size)
+            held.num_written = (held.num_written // size + 1) * size
 
     def share(self, share: Share) -> None:
         """A sequence about to be placed begins with blocks of another one, or with a run that is no longer cached."""
@@ -56,8 +71,13 @@ class PrefixBlocks:
         shared += ids
 
     def hit(self, hit: Hit) -> None:
-        """A sequence about to be placed begins with a run that stays cached."""
-        self._shared.setdefault(hit.seq, []).extend(self._cached.hit(hit.run, hit.num_blocks))
+        """A sequence about to be placed begins with a run that stays cached, or has it at its place."""
+        seq, num_blocks, run, place = hit
+        ids = self._cached.hit(run, num_blocks)
+        if place is None:
+            self._shared.setdefault(seq, []).extend(ids)
+        else:
+            self._apart.setdefault(seq, {}).update(enumerate(ids, place))
 
     def keep(self, keep: Keep) -> None:
         """Blocks of a sequence are cached."""
@@ -79,8 +99,7 @@ class PrefixBlocks:
         seq, first, keys = load
         held, end = self._held_by(seq), first + len(keys)
         self._cached.unwritten.update(self._hosted.load(load, held.gpu[0][first:end]))
-        if held.num_written >= first * self._block_tokens:
-            held.num_written = end * self._block_tokens
+        self._there(held, range(first, end))
 
     def _blocks_of(self, seq: Sequence, first: int, count: int) -> list[int]:
         """Some blocks of a sequence, which are or will be cached; those that it is yet to grow by among them."""
@@ -90,8 +109,13 @@ class PrefixBlocks:
             ids += self._gpu.allocate(end - len(ids))
             held.version += 1
         # A prompt's blocks can be hit before they are computed, in the same iteration.
-        self._cached.unwritten.update(ids[max(first, held.num_written // self._block_tokens) : end])
+        begin = max(first, held.num_written // self._block_tokens)
+        self._cached.unwritten.update(ids[place] for place in range(begin, end) if place not in held.ahead)
         return ids[first:end]
+
+    def is_written(self, held: Held, place: int) -> bool:
+        """Whether the KV of a full block at a place is there."""
+        return place < held.num_written // self._block_tokens or place in held.ahead
 
     # -- what is computed --------------------------------------------------------------------------------------------
 
@@ -119,6 +143,8 @@ class PrefixBlocks:
             held = self._held_by(seq)
             if held.num_written >= first:
                 held.num_written = max(end, held.num_written)
+                if held.ahead:
+                    self._there(held, ())
                 self._cached.unwritten.difference_update(self._written_by(seq, first, end))
 
     def _written_by(self, seq: Sequence, first: int, end: int) -> list[int]:
@@ -131,3 +157,4 @@ class PrefixBlocks:
         first = next(place for place, block in enumerate(ids) if block in blocks)
         self._cached.unwritten.update(ids[first:])
         held.num_written = min(held.num_written, first * self._block_tokens)
+        held.ahead = {place for place in held.ahead if place < first}

@@ -29,6 +29,9 @@ class Transfers:
         """Start a copy beside the computation."""
         transfer, copy = self._placement.begin(move)
         self._under_way.append((transfer, [self._copies.start(copy)]))
+        if transfer.is_lost:
+            # Its blocks are somebody else's already.
+            self.wait(move.seq)
         return copy
 
     def begin_behind(self, move: Move, handles: Seq[CopyHandle]) -> None:
@@ -41,8 +44,7 @@ class Transfers:
         for entry in list(self._under_way):
             transfer, handles = entry
             if _ended(handles):
-                if not self._copies.wait(transfer.move.seq, handles):
-                    self._placement.hosted.lose(transfer.stored)
+                self._await(transfer, handles)
                 self._under_way.remove(entry)
                 self._placement.end(transfer)
                 ended.append(transfer.move)
@@ -52,7 +54,14 @@ class Transfers:
         """Wait for every copy of a sequence; their ends are still to be taken."""
         for transfer, handles in self._under_way:
             if transfer.move.seq is seq:
-                self._copies.wait(seq, handles)
+                self._await(transfer, handles)
+
+    def _await(self, transfer: Transfer, handles: Seq[CopyHandle]) -> None:
+        """Wait for one; where it fills the host's cache and fails, its sequence may go on."""
+        if not transfer.stored:
+            self._copies.wait(transfer.move.seq, handles)
+        elif not self._copies.went_well(handles):
+            self._placement.hosted.lose(transfer.stored)
 
 
 def _ended(handles: Seq[CopyHandle]) -> bool:

@@ -88,11 +88,13 @@ class Hit(NamedTuple):
     """The next `num_blocks` blocks of `seq`, about to be placed, are those of a cached `run`, which stays cached.
 
     So say memories that keep content once (`RadixMemory`), whose runs are cached from the first `Keep` to `Evict`.
+    Where blocks before them are yet to be computed, `place` is the first one's (`RetentionMemory`).
     """
 
     seq: Sequence
     num_blocks: int
     run: object
+    place: int | None = None
 
 
 class Adopt(NamedTuple):
@@ -120,11 +122,15 @@ class Unsave(NamedTuple):
 
 
 class Store(NamedTuple):
-    """The host's cache gives blocks to `keys`; a `Move` of `seq` beside this plan fills them from its `places`."""
+    """The host's cache gives blocks to `keys`; a `Move` of `seq` beside this plan fills them from its `places`.
+
+    `runs`, where there are any, are cached runs of a block each that it fills them from instead.
+    """
 
     seq: Sequence
     places: tuple[int, ...]
     keys: tuple[int, ...]
+    runs: tuple[object, ...] = ()
 
 
 class Load(NamedTuple):

@@ -46,9 +46,7 @@ MEMORIES: dict[str, KnownMemory] = {
     "chunks": KnownMemory(memory_builders.chunks, can_cache_prefixes=True),
     "prefix-groups": KnownMemory(memory_builders.group_memory, can_cache_prefixes=True),
     "tiered": KnownMemory(memory_builders.tiered, TieredOptions, can_cache_prefixes=True, always_caches=True),
-    "retained": KnownMemory(
-        memory_builders.retained, RetentionOptions, can_cache_prefixes=True, always_caches=True, runs_live=False
-    ),
+    "retained": KnownMemory(memory_builders.retained, RetentionOptions, can_cache_prefixes=True, always_caches=True),
     "reserved": KnownMemory(memory_builders.reserved),
     MEMPOOL: KnownMemory(memory_builders.mempool, MemPoolOptions, can_cache_prefixes=True, runs_live=False),
     STORED: KnownMemory(memory_builders.stored, ConductorOptions),

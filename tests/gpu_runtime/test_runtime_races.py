@@ -23,6 +23,7 @@ from gpu_runtime import computation
 from gpu_runtime.kv import batched_copies, copy_engine
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_worker import CopyHandle
+from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, ROWS, CheckedDevice, small_decoder, tight_limits
@@ -85,6 +86,13 @@ def turns(patch):
     return turn_states.serve(patch, arrivals=arrivals), arrivals
 
 
+def retained(patch):
+    """Chunks leave for the host, some give way before they are there, and come back with gaps."""
+    patch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
+    policy, arrivals = policy_of("pensieve:swap-out-threshold=0.8"), host_tier.spread(ALIKE[:10], gap_s=0.0)
+    return live.serve(policy, arrivals, tight_limits(policy, gpu=17, host=60, seqs=3)), arrivals
+
+
 def projecting(patch):
     """KV is made from inputs in part."""
     rows = live.GROWING[:5]
@@ -107,6 +115,7 @@ WORK = {
     "hcache": plainly("hcache"),
     "tiered": tiered,
     "turns": turns,
+    "retained": retained,
     "projecting": projecting,
     "rebuilding": rebuilding,
 }
@@ -137,6 +146,8 @@ WAITS = [
     (CopyHandle, "wait_in_stream"),
     (KVCopies, "wait"),
     (KVCopies, "wait_in_stream"),
+    (KVCopies, "went_well"),
+    (Transfers, "wait"),
     (Stream, "wait_event"),
     (Stream, "wait_stream"),
     (Stream, "synchronize"),
@@ -159,6 +170,8 @@ NEEDED = {
     "LiveStates.restore": "hcache",
     "LiveStates.await_saved": "hcache",
     "TurnStates.await_saved": "turns",
+    "Transfers.begin": "retained",
+    "TorchDevice._settle": "retained",
     "ProjectingPass._before_layer": "projecting",
     "RebuildingPass._before_layer": "rebuilding",
     "run_copies": "swap",

@@ -76,7 +76,7 @@ def test_pools_that_fit_stay_as_they_are(free_bytes):
         ("vllm-v1", "async_scheduling", "--async-scheduling: runs on a device"),
         ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
         ("ellm", "memory", "give layer-order=contiguous, or simulate it"),
-        ("pensieve", "memory", "memory=retained"),
+        ("memserve", "memory", "memory=mempool"),
     ],
 )
 def test_what_a_device_cannot_do_yet_is_refused(name, option, refusal):

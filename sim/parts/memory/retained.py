@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from sim.engine.changes import Move, Release, Streamed, Tier, make_place
+from sim.engine.changes import Hit, Keep, Load, Move, Release, Store, Streamed, Tier, make_place
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk, StepTimes
 from sim.engine.sequence import Sequence
@@ -64,6 +64,7 @@ class RetentionMemory(CachingMemory):
         self._loading: list[Chunk] = []
         # Who is preempted twice may send the same out again before it has arrived: of equal moves the first ends first.
         self._leaving: dict[Move, list[list[Chunk]]] = {}
+        self._tells = False
         # The store's version when chunks were to be copied to the host last, and it had no room.
         self._stuck_at = -1
 
@@ -72,6 +73,21 @@ class RetentionMemory(CachingMemory):
         if scheduler.batching.frees_in_order or scheduler.stage.hands_over or scheduler.stage.pulls:
             raise UserError("memory=retained: not with batching=unified or engines that hand sequences over yet")
         scheduler.counters.tiers["host"] = self.tier
+
+    def tell_blocks(self) -> None:
+        from sim.parts.memory.telling_chunks import TellingChunks  # noqa: PLC0415
+
+        self.store = self.pool.index = TellingChunks(self.store.num_host, self._cost_s, self.scheduler)
+        self._tells = True
+
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        known = self._keys_of(seq)
+        named = self.chain.named((key for key in known if key < FIRST_PRIVATE_KEY), keys)
+        self._keys[seq] = (*named, *known[len(named) :])
+
+    @property
+    def num_cached_on_host(self) -> int:
+        return self.store.num_host - self.store.host_free
 
     def _cost_s(self, place: int) -> float:
         """Of computing the block at a place again: b s + c s (2 x + s) of a prefill that takes a + b x + c x^2."""
@@ -158,7 +174,17 @@ class RetentionMemory(CachingMemory):
         missed = sum(end - begin for begin, end in self._gaps(seq, places)[:-1])
         if missed:
             self.scheduler.counters.policy["refilled_tokens"] += missed
+        if self._tells:
+            self.scheduler.changes += (Hit(seq, 1, store.chunks[keys[place]], place) for place in found.on_gpu)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+        if self._tells:
+            self._tell_loads(seq, [store.chunks[keys[place]] for place in found.to_load])
+
+    def _tell_loads(self, seq: Sequence, chunks: list[Chunk]) -> None:
+        """They come to the GPU, and are cached there from now on."""
+        changes = self.scheduler.changes
+        changes += (Load(seq, chunk.place, (chunk.key,)) for chunk in chunks)
+        changes += (Keep(seq, chunk.place, 1, chunk) for chunk in chunks)
 
     def complete(self, plan: IterationPlan) -> None:
         if self._loading:
@@ -251,6 +277,9 @@ class RetentionMemory(CachingMemory):
         for _, group in groupby(chosen, key=lambda chunk: chunk.owner.request.request_id):
             chunks, size = list(group), self.block_size
             begin, end = chunks[0].place * size, (chunks[-1].place + 1) * size
+            if self._tells:
+                places, keys = (tuple(chunk.place for chunk in chunks), tuple(chunk.key for chunk in chunks))
+                self.scheduler.changes.append(Store(chunks[0].owner, places, keys, tuple(chunks)))
             move = Move(chunks[0].owner, ALL_LAYERS, begin, end, Tier.GPU, Tier.HOST, len(chunks), 0, True)
             self._leaving.setdefault(move, []).append(chunks)
             self.scheduler.beside.append(move)

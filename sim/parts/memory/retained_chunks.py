@@ -126,13 +126,21 @@ class ChunkStore:
 
     def _leave_gpu(self, chunk: Chunk) -> None:
         self._count(chunk, -1)
+        self.left_gpu(chunk)
         chunk.on_gpu = False
         if chunk.is_leaving:
             # Whoever takes its block overwrites what is being copied.
+            self.left_host(chunk)
             chunk.is_leaving = False
             self.host_free += 1
         self.version += 1
         self._forget_if_nowhere(chunk)
+
+    def left_gpu(self, chunk: Chunk) -> None:
+        """A chunk is about to leave the GPU. For those who keep its block (`TellingChunks`)."""
+
+    def left_host(self, chunk: Chunk) -> None:
+        """It, or its copy under way, is about to leave the host."""
 
     def _forget_if_nowhere(self, chunk: Chunk) -> None:
         if not (chunk.on_gpu or chunk.on_host):
@@ -166,6 +174,7 @@ class ChunkStore:
         return chunk.on_host and not chunk.on_gpu and not chunk.copies
 
     def _leave_host(self, chunk: Chunk) -> None:
+        self.left_host(chunk)
         chunk.on_host = False
         self.host_free += 1
         self.version += 1
@@ -186,7 +195,11 @@ class ChunkStore:
         if chunk is None or chunk.users or chunk.copies:
             return
         self._count(chunk, -1)
-        self.host_free += chunk.on_host or chunk.is_leaving
+        if chunk.on_gpu:
+            self.left_gpu(chunk)
+        if chunk.on_host or chunk.is_leaving:
+            self.left_host(chunk)
+            self.host_free += 1
         chunk.on_gpu = chunk.on_host = chunk.is_leaving = False
         self.version += 1
         self._forget_if_nowhere(chunk)

@@ -69,3 +69,7 @@ class BlockChain:
         found, first = self._named.of(seq.request)[:count], self._next_private_key
         self._next_private_key += count - len(found)
         return (*found, *range(first, self._next_private_key))
+
+    def named(self, known: Iterable[int], keys: tuple[int, ...]) -> tuple[int, ...]:
+        """The named blocks of a sequence, `known` ones, and those that have names now."""
+        return self._named.extended(tuple(known), keys)

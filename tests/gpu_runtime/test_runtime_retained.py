@@ -1,0 +1,275 @@
+"""Chunks of conversations on GPU and host (Pensieve) change no token: whatever is hit with gaps, dropped or lost."""
+# ruff: noqa: E402 (torch may be absent)
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_mistakes import misled, running_out
+from runtime_turns import converse
+from runtime_variants import policy_of
+from test_runtime_host_tier import ROWS, failing, spread, turns
+
+from gpu_runtime.device import TorchDevice
+from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.kv.hosted_blocks import HostedBlocks
+from gpu_runtime.kv.placement import Placement
+from gpu_runtime.model.decoder import Decoder
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import ALIKE, alike, tight_limits
+from sim.engine.changes import Drop, Evict, Hit, Keep, Load, Move, Place, Release, Store, Tier
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+from sim.parts.memory.retained_chunks import ChunkStore
+from sim.parts.offload.worth import Worth
+from traces.request import Request
+
+RETAINED = ["pensieve:swap-out-threshold=0.8", "sarathi:memory=retained,swap-out-threshold=0.8"]
+
+
+@pytest.fixture
+def worthwhile(monkeypatch):
+    """Loads are always worth it: what they take is not the question here."""
+    monkeypatch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
+
+
+def serve(variant, arrivals, **sizes):
+    options = {name: sizes.pop(name) for name in ("kind", "inline_copies") if name in sizes}
+    policy = policy_of(variant)
+    return live.serve(policy, arrivals, tight_limits(policy, **{"gpu": 18, "host": 20, **sizes}), **options)
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("variant", RETAINED)
+def test_tokens_are_those_of_each_request_alone(variant, chunked):
+    arrivals = spread(ALIKE * 2)
+    served = serve(variant, arrivals, chunked=chunked)
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+    tier = served.counters.tiers["host"]
+    assert min(tier.hit_tokens, tier.num_loads, tier.stored_blocks, tier.evicted_blocks) > 0
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", RETAINED)
+def test_gaps_are_computed_between_what_is_hit(variant):
+    """The beginning of a conversation is dropped first."""
+    arrivals = spread(ALIKE * 2)
+    served = serve(variant, arrivals, host=5)
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+    assert served.counters.policy["refilled_tokens"] > 0
+    in_parts = [plan for plan, _, _ in served.plans if len({chunk.seq for chunk in plan.chunks}) < len(plan.chunks)]
+    assert in_parts
+
+
+@pytest.mark.parametrize("variant", RETAINED)
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=ROWS, gap_s=st.sampled_from([0.0, 0.005, 0.02]), gpu=st.integers(17, 40), host=st.sampled_from([0, 2, 5, 30]),
+    seqs=st.sampled_from([2, 5]), chunked=st.booleans(), kinds=st.integers(1, 3), common=st.integers(1, 8),
+    inline=st.booleans(),
+)  # fmt: skip
+def test_no_workload_finds_a_token_that_a_chunk_changes(variant, rows, gap_s, kinds, common, inline, **sizes):
+    arrivals = alike(requests(*((i * gap_s, *row[1:]) for i, row in enumerate(rows))), kinds, common)
+    served = serve(variant, arrivals, inline_copies=inline, **sizes)
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", RETAINED)
+def test_the_next_turn_hits_what_was_really_said(variant):
+    policy = policy_of(variant)
+    held = converse(policy, tight_limits(policy, gpu=17, host=40), turns())
+    assert held.asked[2][:22] == held.asked[0] + held.said[0]
+    # All five blocks with KV of the first turn: on the GPU, on the host, or partly dropped.
+    cached = {seq.request.request_id: seq.num_cached_tokens for seq in held.ended}[2]
+    tier = held.engine.scheduler.counters.tiers["host"]
+    assert 0 < tier.hit_tokens <= cached <= 20
+    memory, store = held.device.memory, held.engine.scheduler.memory.store
+    on_host = [chunk.key for chunk in store.chunks.values() if chunk.on_host]
+    assert memory.placement.hosted.num_blocks == len(on_host) > 0
+    # Nothing but these is left of the host's blocks, and on the GPU nothing but what is cached.
+    assert memory.placement.host.num_blocks - memory.placement.host.num_free == len(on_host)
+    assert memory.placement.cached.num_blocks == sum(chunk.on_gpu for chunk in store.chunks.values())
+
+
+# -- a wrong plan ------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "a hit is not said": lambda c: None if isinstance(c, Hit) else c,
+    "what comes back is not said": lambda c: None if isinstance(c, Load) else c,
+    "what stays is not said": lambda c: None if isinstance(c, Keep) else c,
+    "what is given up is not said": lambda c: None if isinstance(c, Evict) else c,
+    "what leaves for the host is not said": lambda c: None if isinstance(c, Store) else c,
+    "what is given up there is not said": lambda c: None if isinstance(c, Drop) else c,
+}
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_plan_is_found_out(mistake):
+    def check(kind):
+        live.check_tokens(serve(RETAINED[0], spread(ALIKE * 2), kind=kind), spread(ALIKE * 2))
+
+    # Whose hit is not said may have as many blocks, and wrong tokens.
+    with pytest.raises((AssertionError, InvariantError, OutOfBlocks)):
+        misled(check, "changes", MISTAKES[mistake])
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", RETAINED)
+def test_what_could_not_be_saved_is_computed_again(variant, monkeypatch):
+    failing(monkeypatch, "copy_blocks", 0.5)
+    right, missed = HostedBlocks.load, []
+
+    def load(self, load, ids):
+        found = right(self, load, ids)
+        missed.extend(found)
+        return found
+
+    monkeypatch.setattr(HostedBlocks, "load", load)
+    arrivals = spread(ALIKE * 3)
+    served = serve(variant, arrivals, host=40, kind=TorchDevice)
+    monkeypatch.undo()
+    assert missed
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", RETAINED)
+def test_a_load_that_fails_ends_who_reads_it_and_nobody_else(variant, monkeypatch):
+    failed = failing(monkeypatch, "copy_layer", 0.1)
+    arrivals = spread(ALIKE * 3)
+    served = serve(variant, arrivals, host=40, kind=TorchDevice)
+    monkeypatch.undo()
+    completed = live.check_tokens(served, arrivals)
+    errors = [seq.error for seq in served.ended if seq.error]
+    assert failed
+    assert 0 < len(errors) < len(arrivals) == len(completed) + len(errors)
+    assert all("the link is down" in error for error in errors)
+
+
+@pytest.mark.usefixtures("worthwhile")
+@pytest.mark.parametrize("variant", RETAINED)
+def test_what_ran_out_of_memory_is_nobody_s_chunk(variant):
+    arrivals = spread(ALIKE * 3)
+    with running_out(Decoder, "forward", 0.3):
+        served = serve(variant, arrivals, host=40, kind=TorchDevice)
+    assert 0 < len(live.check_tokens(served, arrivals)) < len(arrivals)
+
+
+@pytest.mark.usefixtures("worthwhile")
+def test_copies_of_what_has_to_give_way_are_waited_for(monkeypatch):
+    """Who takes the block of a chunk on its way to the host would overwrite what is copied."""
+    lost, right = [], ChunkStore._leave_gpu
+
+    def leave(self, chunk):
+        lost.extend([chunk] if chunk.is_leaving else [])
+        right(self, chunk)
+
+    monkeypatch.setattr(ChunkStore, "_leave_gpu", leave)
+    arrivals = spread(ALIKE * 3, gap_s=0.0)
+    served = serve(RETAINED[0], arrivals, gpu=17, host=60, seqs=3)
+    assert lost
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
+
+
+# -- facts one by one --------------------------------------------------------------------------------------------------
+
+
+class Facts:
+    """A placement of eight blocks on the GPU and four on the host, of which a conversation's four chunks have seven."""
+
+    def __init__(self):
+        self.gpu, self.host = BlockIds(8), BlockIds(4)
+        self.placement = Placement(self.gpu, self.host, num_groups=1, block_tokens=4)
+        self.a, self.b = (Sequence(Request(i, 0.0, 18, 5)) for i in range(2))
+        self.settled = []
+        self.replay(Place(self.a, (0,), 4, 0))
+        self.placement.prefixes.computed([(self.a, 0, 16)])
+        self.own = list(self.placement.held[self.a].gpu[0])
+        self.replay(*(Keep(self.a, i, 1, f"chunk {i}") for i in range(4)), Release(self.a))
+
+    def replay(self, *changes):
+        plan = IterationPlan()
+        plan.changes = changes
+        self.placement.replay(plan, self.settled.append)
+        self.placement.check()
+
+    def save(self, *places):
+        runs = tuple(f"chunk {i}" for i in places)
+        self.replay(Store(self.a, places, tuple(70 + i for i in places), runs))
+        return Move(self.a, (0,), 4 * places[0], 4 * places[-1] + 4, Tier.GPU, Tier.HOST, len(places), 0, True)
+
+
+def test_a_hit_stands_at_its_place_and_gaps_are_computed_around_it():
+    facts = Facts()
+    facts.replay(
+        Evict("chunk 0", 0), Hit(facts.b, 1, "chunk 1", 1), Hit(facts.b, 1, "chunk 3", 3), Place(facts.b, (0,), 5, 0)
+    )
+    placement = facts.placement
+    held = placement.held[facts.b]
+    assert (held.gpu[0][1], held.gpu[0][3]) == (facts.own[1], facts.own[3])
+    assert (held.num_written, held.ahead) == (0, {1, 3})
+    spans = [(facts.b, 0, 4), (facts.b, 8, 12), (facts.b, 16, 18)]
+    assert placement.prefixes.to_compute(spans) == spans
+    placement.prefixes.computed(spans)
+    assert (held.num_written, held.ahead) == (18, set())
+    facts.replay(Keep(facts.b, 0, 1, "chunk 0"))
+    assert not placement.cached.unwritten
+    facts.replay(Release(facts.b))
+    assert placement.cached.num_blocks == 4
+
+
+def test_what_is_spoilt_takes_all_behind_it():
+    facts = Facts()
+    facts.replay(Hit(facts.b, 1, "chunk 1", 1), Hit(facts.b, 1, "chunk 2", 2), Place(facts.b, (0,), 5, 0))
+    facts.placement.prefixes.spoil(facts.b, {facts.own[2]})
+    held = facts.placement.held[facts.b]
+    assert (held.num_written, held.ahead) == (0, {1})
+    assert facts.own[2] in facts.placement.cached.unwritten
+    assert facts.own[1] not in facts.placement.cached.unwritten
+    # A chunk that was never computed is not saved.
+    facts.save(1, 2)
+    facts.replay(Release(facts.b))
+    facts.replay(Evict("chunk 1", 0), Evict("chunk 2", 0), Place(facts.b, (0,), 5, 0), Load(facts.b, 1, (71,)))
+    assert len(facts.placement.hosted.loading[facts.b].source) == 1
+    facts.replay(Load(facts.b, 2, (72,)))
+    assert len(facts.placement.hosted.loading[facts.b].source) == 1
+
+
+def test_loads_of_a_sequence_are_one():
+    facts = Facts()
+    transfer, copy = facts.placement.begin(facts.save(1, 3))
+    assert copy.source == (facts.own[1], facts.own[3])
+    facts.placement.end(transfer)
+    facts.replay(Evict("chunk 1", 0), Evict("chunk 3", 0))
+    facts.replay(Place(facts.b, (0,), 5, 0), Load(facts.b, 1, (71,)), Load(facts.b, 3, (73,)))
+    load, ids = facts.placement.hosted.loading[facts.b], facts.placement.held[facts.b].gpu[0]
+    assert (load.source, load.target) == (copy.target, (ids[1], ids[3]))
+    # Preempted before it is computed: what others hit of these has not come.
+    facts.replay(Keep(facts.b, 1, 1, "chunk 1"), Release(facts.b))
+    assert facts.placement.cached.unwritten == {ids[1]}
+
+
+def test_a_copy_whose_blocks_are_given_up_is_told_so():
+    facts = Facts()
+    move = facts.save(1)
+    facts.replay(Drop((71,)), Evict("chunk 1", 0))
+    transfer, copy = facts.placement.begin(move)
+    assert transfer.is_lost and copy.source == (facts.own[1],)
+    # Under way it is waited for.
+    under_way, _ = facts.placement.begin(facts.save(2))
+    assert not under_way.is_lost and not facts.settled[1:]
+    facts.replay(Drop((72,)))
+    assert facts.settled == [facts.a, facts.a]
+    for ended in (transfer, under_way):
+        facts.placement.end(ended)
+    facts.placement.check()
+    assert facts.host.num_free == 4
