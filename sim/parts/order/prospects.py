@@ -90,8 +90,9 @@ class Prospects:
         columns = self.columns[:, : len(self.seqs)]
         state, base, prompt, median, is_exact, first_s, arrival_s, number = columns
         generated = base + (state == DECODES) * order.batch.step
-        left = price.all_tokens_left(median, is_exact != 0.0, generated, prompt + generated)
-        rank_s = price.decodes_s(left, prompt + generated, np.maximum)
+        context = prompt + generated
+        left = price.all_tokens_left(median, is_exact != 0.0, generated, context)
+        rank_s = price.decodes_s(left, context, np.maximum)
         laxity_s = first_s + order.tpot_slo_s * (generated + left - 1) - now_s - left * iteration_s
         kind = (rank_s > order.theta_s) * DEFERRED
         kind[laxity_s < 0.0] = HOPELESS

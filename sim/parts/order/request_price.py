@@ -168,21 +168,18 @@ class RequestPrice:
         return np.minimum(expected, np.maximum(1.0, self._longest - context))
 
     def decodes_s(self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max) -> Number:
-        """What so many more tokens from that context on take; of arrays with `larger` of numpy."""
-        iterations = self.iterations(num_tokens, context, larger)
-        return self.step_s * iterations + num_tokens * (self.context_s * (context + num_tokens / 2) + self.decode_s)
+        """What so many more tokens from that context on take; of arrays with `larger` of numpy.
 
-    def iterations(
-        self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max
-    ) -> Number:
-        """Of a full batch, how many iterations they are: each is a share of one, by blocks, by seat or by time."""
+        Each is a share of an iteration of a full batch, by blocks, by seat or by time.
+        """
         mean = context + num_tokens / 2
+        token_s = self.context_s * mean + self.decode_s
         share = larger(mean * self._block_share + self._half_block, self._seat_share)
-        by_time = self._per_pace * (self.context_s * mean + self.decode_s)
-        return num_tokens * larger(share, by_time)  # type: ignore[arg-type]
+        iterations = num_tokens * larger(share, self._per_pace * token_s)  # type: ignore[arg-type]
+        return self.step_s * iterations + num_tokens * token_s
 
     def iterations_by_limit(self, num_tokens: float, context: float, prompt_s: float) -> tuple[float, float]:
-        """The same by blocks or seats alone, and by time alone with a prompt of so many seconds."""
+        """Iterations of a full batch: by blocks or seats alone, and by time alone with a prompt of so many seconds."""
         mean = context + num_tokens / 2
         room = num_tokens * max(mean * self._block_share + self._half_block, self._seat_share)
         return room, self._per_pace * (num_tokens * (self.context_s * mean + self.decode_s) + prompt_s)
