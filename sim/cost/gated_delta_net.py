@@ -72,7 +72,7 @@ def delta_net_price(model: ModelSpec, profile: Profile, tp: int) -> DeltaNetPric
     if constants is None:
         raise UserError(
             f"profile {profile.name}: has no constants of Gated DeltaNet (gdn_decode_bytes_per_s ...), and "
-            f"{gdn.num_layers} layers of {model.name} are that: take a GPU whose profile has them (h100, h200, b200)"
+            f"{gdn.num_layers} layers of {model.name} are that: take a GPU whose profile has them, as h200"
         )
     if (gdn.key_head_dim, gdn.value_head_dim) != (HEAD_DIM, HEAD_DIM):
         raise UserError(
