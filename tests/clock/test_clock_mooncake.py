@@ -97,6 +97,7 @@ def test_the_first_token_is_expected_soonest_where_queue_transfer_and_prefill_ar
     # It has begun and takes 10 ms more: 10 + 16 against a queue of 16 + 16, no transfer by now.
     views = [View(running_until_s=0.04), View(num_waiting=1)]
     assert found.route(prompt(2, 1, 2, 3, 4, 7, at_s=0.03), views) == 0
+    assert found.ready_s == 0.03 and told["granted"][-1] == (0, 2, 64)
     # The last token is computed in any case, and engines load whole blocks.
     store.add(1, store.path((1, 2)), 16)
     assert found.route(prompt(3, 1, 2, at_s=0.03), [View(num_waiting=9), View()]) == 1
@@ -112,6 +113,10 @@ def test_a_prefix_is_moved_if_another_node_has_more_than_so_many_times_as_much()
         assert found.route(prompt(0, 1, 2, 3, 4, 5), [View(running_until_s=9.0), View()]) == 1
         assert told["moved"] == moved
         assert told["granted"] == [(1, 0, 64 if moved else 32)]
+    # Node 0 keeps what it has itself, whatever comes after it was looked at.
+    found, told = conductor(store, [View()], threshold=2.0)
+    assert found.route(prompt(0, 1, 2, 3, 4, 5), [View(), View(running_until_s=9.0)]) == 0
+    assert (told["moved"], told["granted"]) == ([], [(0, 0, 64)])
 
 
 def test_who_would_break_an_slo_is_turned_away():

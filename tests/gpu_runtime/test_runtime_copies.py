@@ -20,6 +20,7 @@ from gpu_runtime.kv import batched_copies, copy_engine, copy_worker
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces, prefers_staging
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
+from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.model.decoder import Decoder
 from sim.engine.changes import Direction
 
@@ -300,6 +301,17 @@ def test_some_rows_are_kept_and_others_are_left_as_they_are(engine):
     assert torch.equal(rows.data[2, 1, 1], values[4])
     assert torch.equal(rows.data[0, 1, 2], values[0])
     assert int((rows.data != 0).sum()) == 10
+
+
+def test_a_sequence_waits_for_its_own_copies():
+    waited: list[object] = []
+    copies = SimpleNamespace(wait=lambda seq, handles: waited.append((seq, handles)))
+    transfers = Transfers(None, copies)  # type: ignore[arg-type]
+    one, other = object(), object()
+    for seq, handle in ((one, "a"), (other, "b"), (one, "c")):
+        transfers._under_way.append((SimpleNamespace(move=SimpleNamespace(seq=seq)), [handle]))
+    transfers.wait(one)
+    assert waited == [(one, ["a"]), (one, ["c"])]
 
 
 def test_rows_give_their_memory_back_and_unlock_it(engine):
