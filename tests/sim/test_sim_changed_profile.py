@@ -26,6 +26,8 @@ def test_constants_are_replaced_and_the_rest_stays():
 
 def test_a_gpu_twice_as_fast_halves_the_time_of_what_it_computes(tmp_path):
     fast = profile_named("l20-derived:gpu_speed=2")
+    spaced = profile_named("l20-derived: gpu-speed =2")
+    assert all(spaced.value(name) == fast.value(name) for name in fast.constants)
     assert all(fast.value(name) == 2 * BASE.value(name) for name in RATES if name not in KERNEL_NAMES)
     timed, faster = load_profile("h100-imported"), profile_named("h100-imported:gpu_speed=2")
     rates = KERNEL_NAMES & set(RATES)
