@@ -9,6 +9,7 @@ minutes, `experts`, `latents` and `gdn` alone seconds.
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +36,18 @@ from calib.report import (  # noqa: E402
     worst_region,
 )
 from calib.samples import read_samples  # noqa: E402
-from sim.cost.profile import LATENT_UNITS, load_profile  # noqa: E402
+from sim.cost.profile import LATENT_UNITS, load_profile, product_name  # noqa: E402
 from sim.results.figures.style import save_figure  # noqa: E402
 from sim.specs.hardware import load_hardware  # noqa: E402
+from sim.specs.quantization import PRODUCT_FORMATS  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "calibration.md"
 FIGURES = ROOT / "docs" / "figures"
 CONSTANTS = (
     "flops_per_s", "attention_flops_per_s", "attention_tile_tokens", "attention_slots", "hbm_bytes_per_s",
     "kv_bytes_per_s", "kv_padding_tokens", "fp8_flops_per_s", "fp8_roofline_exponent", "fp8_quantize_bytes_per_s",
-    "fp8_layer_overhead_s", "fp8_kv_bytes_per_s", "fp8_kv_padding_tokens", "fp8_kv_layer_overhead_s",
+    "fp8_layer_overhead_s", "nvfp4_flops_per_s", "nvfp4_roofline_exponent",
+    "nvfp4_layer_overhead_s", "fp8_kv_bytes_per_s", "fp8_kv_padding_tokens", "fp8_kv_layer_overhead_s",
     "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",
     "layer_overhead_s", "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s",
 )  # fmt: skip
@@ -111,12 +114,12 @@ def _errors_of(found: Holdout, phases: Sequence[str]) -> str:
 
 
 def factors(reports: Sequence[FitReport]) -> str:
-    """What matrix products take over their roofline at some sizes, 16 bits and FP8."""
+    """What matrix products take over their roofline at some sizes, of 16 bits and of each format."""
     kinds = [
-        (f"{report.profile.gpu}{kind}", points)
+        (f"{report.profile.gpu}{f', {kind.upper()}' if kind else ''}", points)
         for report in reports
-        for kind, points in (("", report.profile.linear_factors), (", FP8", report.profile.fp8_linear_factors))
-        if points
+        for kind in ("", *PRODUCT_FORMATS)
+        if (points := getattr(report.profile, product_name(kind, "linear_factors")))
     ]
     rows = []
     for tokens in SHOWN_TOKENS:
@@ -142,19 +145,23 @@ def constants(reports: Sequence[FitReport]) -> str:
     return table(("constant", *(report.profile.gpu for report in reports)), rows)
 
 
-def fp8_table(reports: Sequence[FitReport]) -> str:
-    """Errors of FP8 weights and KV by phase: on the samples, and in bold on a model left out; rates over 16 bits'."""
-    phases = ("fp8_linear", "fp8_prefill", "fp8_decode", "fp8_kv_prefill", "fp8_kv_decode")
+def quantised_table(reports: Sequence[FitReport]) -> str:
+    """Errors of quantised weights and FP8 KV by phase: on the samples, and in bold on a model left out; rates over 16
+    bits'."""
     rows = []
-    for report in reports:
+    for report, kind in product(reports, PRODUCT_FORMATS):
         own, value = report.profile.residuals or {}, report.profile.value
-        if "fp8_decode_mape" in own:
-            errors = (
-                f"{percent(own[f'{phase}_mape'])}, **{percent(own[f'unseen_model_{phase}_mape'])}**" for phase in phases
-            )
-            shares = (f"{value(f'fp8_{name}') / value(name):.2f}" for name in ("flops_per_s", "kv_bytes_per_s"))
-            rows.append((f"`{report.profile.name}`", *shares, *errors))
-    header = ("profile", "FLOP/s over 16 bits", "KV bytes/s", "products alone", "prefill", "decode")
+        if f"{kind}_decode_mape" not in own:
+            continue
+        cells = [f"`{report.profile.name}`", kind.upper()]
+        cells.append(f"{value(product_name(kind, 'flops_per_s')) / value('flops_per_s'):.2f}")
+        kv = kind == "fp8"
+        cells.append(f"{value('fp8_kv_bytes_per_s') / value('kv_bytes_per_s'):.2f}" if kv else "-")
+        phases = (f"{kind}_linear", f"{kind}_prefill", f"{kind}_decode", "fp8_kv_prefill", "fp8_kv_decode")
+        for phase in phases[: len(phases) if kv else 3]:
+            cells.append(f"{percent(own[f'{phase}_mape'])}, **{percent(own[f'unseen_model_{phase}_mape'])}**")
+        rows.append((*cells, *["-"] * (0 if kv else 2)))
+    header = ("profile", "format", "FLOP/s over 16 bits", "KV bytes/s", "products alone", "prefill", "decode")
     return table((*header, "prefill, FP8 KV", "decode, FP8 KV"), rows)
 
 
@@ -249,7 +256,7 @@ TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
     "errors": errors,
     "constants": constants,
     "factors": factors,
-    "fp8": fp8_table,
+    "quantised": quantised_table,
     "forms": forms_table,
     "sizes": size_table,
     "papers": papers,

@@ -8,13 +8,14 @@ from typing import Any
 
 from calib.importers.cli import add_imports
 from calib.profile_files import Status, add_target, base_profile, derived_name, fit_samples, profile_name, write_report
-from sim.cost.profile import UNITS, Profile, default_profile, load_profile, shipped_profiles
+from sim.cost.profile import UNITS, Profile, default_profile, load_profile, product_name, shipped_profiles
 from sim.errors import UserError
 from sim.files import out_folder, write_atomically
 from sim.flags import add_flags
 from sim.folders import owning
 from sim.scenario import SHAPING, Outputs
 from sim.specs.hardware import HardwareSpec, built_in_hardware, gpu_called, load_hardware
+from sim.specs.quantization import PRODUCT_FORMATS
 
 DATA = Path(__file__).parent / "data"
 """Samples of shipped profiles."""
@@ -163,9 +164,9 @@ def run_show(arguments: argparse.Namespace) -> int:
     for gpus, points in (profile.all_reduce or {}).items():
         (least, _), (most, _) = points[0], points[-1]
         print(f"\nall-reduces on {gpus} GPUs: {len(points)} points measured, {least:,.0f} to {most:,.0f} bytes")
-    for kind, points in (("", profile.linear_factors), ("FP8 ", profile.fp8_linear_factors)):
-        if points:
-            print(f"\n{kind}matrix products over their roofline, by tokens:")
+    for kind in ("", *PRODUCT_FORMATS):
+        if points := getattr(profile, product_name(kind, "linear_factors")):
+            print(f"\n{kind.upper()}{' ' * bool(kind)}matrix products over their roofline, by tokens:")
             print("  " + ", ".join(f"{tokens:,}: {factor:.3f}" for tokens, factor in points))
     limits = profile.range
     if limits is not None:

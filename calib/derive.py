@@ -55,7 +55,7 @@ def derive_profile(
         if name in assumed:
             value, text = assumed[name]
             found[name] = Constant(value, None, unit, text)
-        elif name == "step_overhead_s" or name.startswith("fp8") or name in KERNEL_NAMES:
+        elif name == "step_overhead_s" or name.startswith(("fp8", "nvfp4")) or name in KERNEL_NAMES:
             # Of the engine that was timed there; of kernels that GPUs of one family need not share.
             continue
         elif name in COPY_RATES and base.gpu != hardware.name:

@@ -1,6 +1,6 @@
 """Kernels of routed experts: samples of them, and the constants that explain these.
 
-One sample is one layer's routed experts on one GPU: choosing experts from the router's logits, making inputs FP8 where
+One sample is one layer's routed experts on one GPU: choosing experts from the router's logits, quantising inputs where
 the products are, both products, the activation function between them, and each token's weighted sum. The router's own
 product, shared experts and the all-reduce are not in it.
 
@@ -8,7 +8,7 @@ product, shared experts and the all-reduce are not in it.
 
 rows are tokens times experts per token, c and w an expert's FLOPs a row and bytes, a what a row reads and writes as
 input and output of both products and of the activation function, and in the sum. F, H, A, the ridge's p and the launch
-are constants of a GPU and a type of weights: kernels of 16 bits, block FP8 and MXFP4 differ in all of them.
+are constants of a GPU and a type of weights: kernels of 16 bits, block FP8, NVFP4, MXFP4 and int4 differ in all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,18 @@ from calib.roofline import MOST_EXPONENT, fastest, ridge_s, with_exponent
 from sim.cost.model import ACTIVATION_BYTES
 from sim.cost.profile import expert_names
 from sim.errors import UserError
-from sim.specs.quantization import MXFP4_BYTES
+from sim.specs.quantization import FORMATS, SCALE_BYTES
 
 EXPERT_DATA = Path(__file__).parent / "data" / "experts"
 """Samples of shipped profiles."""
-WEIGHT_BYTES: dict[str, float] = {"": 2.0, "fp8": 1.0 + 4 / 128**2, "mxfp4": MXFP4_BYTES}
-"""Bytes of a weight by `quantization`, scales included; FP8's of blocks of 128 by 128 weights."""
+WEIGHT_BYTES: dict[str, float] = {
+    "": 2.0,
+    "fp8": 1.0 + 4 / 128**2,
+    "nvfp4": FORMATS["nvfp4"].weight_bytes,
+    "mxfp4": FORMATS["mxfp4"].weight_bytes,
+    "int4": FORMATS["int4"].weight_bytes + SCALE_BYTES / 32,
+}
+"""Bytes of a weight by `quantization`, scales included: of FP8 for blocks of 128 by 128 weights, of int4 for 32."""
 
 
 class ExpertSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -102,8 +108,9 @@ class ExpertFit:
     """Constants of one type of weights by their names in a profile, and errors (predicted / measured - 1).
 
     Attributes:
-        own, unseen: on the samples, and on each model's shape by a fit to the others; shapes (samples,). `unseen` is
-            empty where there is one shape only.
+        own, unseen: on the samples, and on each model's shape by a fit to the others; shapes (samples,). Where there is
+            one shape only, what one GPU of each size of group has of it is left out instead; `unseen` is empty where
+            that is one as well.
     """
 
     quantization: str
@@ -136,6 +143,8 @@ def _fit_kind(quantization: str, samples: list[ExpertSample]) -> ExpertFit:
     terms, seconds = ExpertTerms.of(samples), np.array([s.latency_s for s in samples])
     fit = _fit(terms, seconds)
     shapes = np.array([s.shape for s in samples])
+    if len(set(shapes)) == 1:
+        shapes = np.array([str(s.tp) for s in samples])
     unseen = np.zeros(len(samples))
     for shape in set(shapes):
         out = shapes == shape

@@ -9,9 +9,10 @@ from calib.report import percent, table
 from calib.robust import Array
 from calib.roofline import ridge_s
 from sim.cost.model import ACTIVATION_BYTES
-from sim.cost.profile import Profile, expert_names
+from sim.cost.profile import Profile, expert_names, product_name
+from sim.specs.quantization import FORMATS, PRODUCT_FORMATS
 
-KINDS = {"": "16 bits", "fp8": "block FP8", "mxfp4": "MXFP4"}
+KINDS = {"": "16 bits", "fp8": "block FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "int4"}
 SIZES = {"1 to 16": (1, 16), "32 to 256": (32, 256), "320 and more": (320, 1 << 30)}
 
 
@@ -69,20 +70,22 @@ def simulated_s(fit: ExpertFit, samples: Sequence[ExpertSample]) -> Array:
 
 def as_dense_s(profile: Profile, samples: Sequence[ExpertSample]) -> Array:
     """Seconds of experts priced as linear layers, what a profile without constants of their kernels gives them."""
-    fp8, value = samples[0].quantization == "fp8", profile.value
+    kind, value = samples[0].quantization, profile.value
+    own = kind if kind in PRODUCT_FORMATS else ""
     tokens = np.array([s.tokens for s in samples])
     rows = tokens * np.array([s.experts_per_token for s in samples])
     hidden, width = np.array([s.hidden_size for s in samples]), np.array([s.intermediate_size / s.tp for s in samples])
     gates = np.array([1 + s.gated for s in samples])
     weights = (gates + 1) * hidden * width
     moved = rows * (2 * hidden + (gates + 1) * width) * ACTIVATION_BYTES
-    read = _uniformly_met(samples) * weights * WEIGHT_BYTES[samples[0].quantization] + moved
-    compute_s = 2 * rows * weights / value("fp8_flops_per_s" if fp8 else "flops_per_s")
-    exponent = value("fp8_roofline_exponent" if fp8 else "roofline_exponent")
+    read = _uniformly_met(samples) * weights * WEIGHT_BYTES[kind] + moved
+    compute_s = 2 * rows * weights / value(product_name(own, "flops_per_s"))
+    exponent = value(product_name(own, "roofline_exponent"))
     seconds = ridge_s(compute_s, read / value("hbm_bytes_per_s"), exponent)
     seconds += rows * (gates + 1) * width * ACTIVATION_BYTES / value("elementwise_bytes_per_s")
-    if fp8:
-        seconds += (tokens * hidden + rows * width) * (ACTIVATION_BYTES + 1) / value("fp8_quantize_bytes_per_s")
+    if input_bytes := FORMATS[own].input_bytes if own else None:
+        quantised_bytes = (tokens * hidden + rows * width) * (ACTIVATION_BYTES + input_bytes)
+        seconds += quantised_bytes / value(product_name(own, "quantize_bytes_per_s"))
     return seconds
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from calib.copies import all_reduce_points, fit_all_reduce, fit_copies, fit_host_memcpy
 from calib.experts import ExpertSample, fit_experts
-from calib.fp8 import fit_fp8
 from calib.gdn import GdnSample, fit_gdn
 from calib.holdout import (
     Holdout,
@@ -30,14 +29,16 @@ from calib.holdout import (
 )
 from calib.latents import LatentSample, fit_latents
 from calib.papers import PaperConstant, eq3_alpha, paper_constants
+from calib.quantized import fit_quantised
 from calib.robust import Array, Estimate, Fit
 from calib.roofline import complete, fit_linear_factors, fit_roofline
 from calib.samples import Sample
 from calib.terms import Terms, load_models, terms_of
 from sim.cost.kernels import Point
-from sim.cost.profile import GDN_UNITS, LATENT_UNITS, ROOFLINE_UNITS, Constant, FittedRange, Profile
+from sim.cost.profile import GDN_UNITS, LATENT_UNITS, ROOFLINE_UNITS, Constant, FittedRange, Profile, product_name
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
+from sim.specs.quantization import PRODUCT_FORMATS
 
 FITTED_OPS = ("layers", "products", "linear", "elementwise", "step", "lm_head", "recompute")
 """Operations that the roofline explains."""
@@ -111,7 +112,7 @@ def fit_profile(
     """
     models = load_models(samples, folder)
     timed = with_graphs([s for s in samples if s.op in FITTED_OPS and not s.beside])
-    chosen = [s for s in timed if not s.is_fp8]
+    chosen = [s for s in timed if not s.is_quantised]
     check_enough(chosen)
     terms, measured = terms_of(chosen, models), np.array([s.latency_s for s in chosen])
     estimates: dict[str, Estimate] = {}
@@ -128,12 +129,12 @@ def fit_profile(
     constants = complete({**fixed, **fit.values})
     factors, by_model, by_rows = _factors(chosen, terms, measured, constants, fixed)
     errors = errors_of(constants, terms, measured, factors)
-    quantized = fit_fp8([s for s in timed if s.is_fp8], models, constants, factors)
+    quantized = fit_quantised([s for s in timed if s.is_quantised], models, constants, factors)
     routed = fit_experts(experts)
     for fit in [*quantized.fits, *(kind.fit for kind in routed)]:
         estimates |= fit.estimates
         scatter |= dict.fromkeys(fit.estimates, fit.scatter)
-    papers = paper_constants([s for s in samples if not s.is_fp8], models, hardware, constants)
+    papers = paper_constants([s for s in samples if not s.is_quantised], models, hardware, constants)
     alpha = eq3_alpha(papers)
     if alpha is not None:
         estimates["alpha"] = alpha
@@ -155,7 +156,8 @@ def fit_profile(
         | {name: error for kind in routed for name, error in kind.residuals.items()},
         all_reduce=all_reduce_points(samples) or base.all_reduce,
         linear_factors=factors,
-        fp8_linear_factors=quantized.factors,
+        fp8_linear_factors=quantized.factors.get("fp8"),
+        nvfp4_linear_factors=quantized.factors.get("nvfp4"),
     )
     return FitReport(
         profile, chosen, terms, measured, measured * (1 + errors), estimates, found, by_model, large, papers, carried,
@@ -251,7 +253,7 @@ def check_plausible(report: FitReport, hardware: HardwareSpec) -> None:
     """UserError where a fit cannot be this GPU's, or explains its samples too badly to price anything with."""
     peaks = {
         "flops_per_s": hardware.fp16_flops_per_s,
-        "fp8_flops_per_s": hardware.fp8_flops_per_s or hardware.fp16_flops_per_s,
+        **{product_name(kind, "flops_per_s"): hardware.product_flops_per_s(kind) for kind in PRODUCT_FORMATS},
         "attention_flops_per_s": hardware.fp16_flops_per_s,
         "hbm_bytes_per_s": hardware.hbm_bytes_per_s,
     }

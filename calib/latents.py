@@ -114,7 +114,7 @@ def attention_model(num_heads: int, *, fp8: bool) -> ModelSpec:
     kept = model.attention_dtype_bytes if fp8 else model.dtype_bytes
     return msgspec.structs.replace(
         model, num_layers=1, num_heads=num_heads, num_kv_heads=num_heads, moe=None, intermediate_size=1, vocab_size=1,
-        attention_dtype_bytes=kept, mlp_dtype_bytes=kept, fp8_products=fp8,
+        attention_dtype_bytes=kept, mlp_dtype_bytes=kept, quantization="fp8" if fp8 else "",
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 | `memory` | host memory: `pinned` or `pageable` | pinned |
 | `beside` | `op` that ran on another stream or lane at the same time; empty: alone | empty |
 | `graph` | 1 if replayed from a CUDA graph | 0 |
-| `quantization` | `fp8`: weights and activations quantised to FP8, the head not; empty: neither | empty |
+| `quantization` | `fp8` or `nvfp4`: weights and activations are, the head not; empty: neither | empty |
 | `kv_cache_dtype` | `fp8`: the KV cache is FP8; empty: the model's own | empty |
 | `dtype_bytes` | bytes of an element of weights and KV cache, where they were not the model's own | 0, the model's |
 """
@@ -41,6 +41,7 @@ import msgspec
 
 from sim.errors import UserError
 from sim.files import write_atomically
+from sim.specs.quantization import PRODUCT_FORMATS
 
 OPS = {
     "layers": "decoder layers: attention with its KV write, MLP, norms; no LM head, no sampling",
@@ -63,7 +64,7 @@ PASSES = frozenset({"layers", "products", "step", "recompute"})
 """Operations that take tokens through whole layers."""
 COPY_OPS = frozenset({"h2d", "d2h", "host_memcpy", "all_reduce"})
 MEMORIES = ("pinned", "pageable")
-QUANTIZATIONS = ("", "fp8")
+QUANTIZATIONS, KV_TYPES = ("", *PRODUCT_FORMATS), ("", "fp8")
 MADS = 1.4826
 """Median absolute deviations to a standard deviation, for normal errors."""
 LONGEST_S = 600.0
@@ -105,8 +106,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.batch_size * self.new_tokens
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether weights or KV cache are FP8."""
+    def is_quantised(self) -> bool:
+        """Whether weights or KV cache are."""
         return bool(self.quantization or self.kv_cache_dtype)
 
     @property
@@ -278,8 +279,8 @@ def _word_fault(sample: Sample) -> str:
     if sample.beside and sample.beside not in OPS:
         return f"beside = {sample.beside!r} is not an op: use one of {', '.join(OPS)}, or leave it empty"
     if sample.quantization not in QUANTIZATIONS:
-        return f"quantization = {sample.quantization!r}: use fp8, or leave it empty"
-    if sample.kv_cache_dtype not in QUANTIZATIONS:
+        return f"quantization = {sample.quantization!r}: use {' or '.join(PRODUCT_FORMATS)}, or leave it empty"
+    if sample.kv_cache_dtype not in KV_TYPES:
         return f"kv_cache_dtype = {sample.kv_cache_dtype!r}: use fp8, or leave it empty"
     if sample.graph not in (0, 1):
         return f"graph = {sample.graph}: use 0 or 1"

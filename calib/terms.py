@@ -32,7 +32,7 @@ class Terms:
         tokens: rows of the matrix products; 0 where none ran, and of mixtures of experts, whose experts have fewer.
         linear_flops: projections and MLP of the timed layers.
         weight_bytes, activation_bytes: what those read of weights, and read and write of activations.
-        quantized_bytes: what making their inputs FP8 reads and writes.
+        quantized_bytes: what quantising their inputs reads and writes.
         elementwise_bytes: what lies between them reads and writes, where it was timed.
         row_flops, new_tokens: attention of prompts and chunks for each row of queries, and rows of each sequence.
         decode_row_flops, decodes: the same of those that decode beside them, a row each, and how many there are.
@@ -102,7 +102,7 @@ def _as_timed(model: ModelSpec, sample: Sample) -> ModelSpec:
     if sample.dtype_bytes not in (0.0, model.dtype_bytes):
         model = model.with_dtype(sample.dtype_bytes)
     if sample.quantization:
-        model = model.with_weights_of(1.0, sample.quantization)
+        model = model.with_quantization(sample.quantization)
     return model.with_kv_dtype(KV_DTYPES[sample.kv_cache_dtype]) if sample.kv_cache_dtype else model
 
 
@@ -132,7 +132,7 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         share * tokens * model.linear_flops_per_token / tp,
         share * model.linear_weight_bytes_read(tokens) / tp,
         share * tokens * model.linear_activation_bytes_per_token(tp),
-        share * tokens * model.fp8_input_bytes_per_token(tp),
+        share * tokens * model.quantised_input_bytes_per_token(tp),
         elementwise if is_whole else 0.0,
         *(_attention(sample, model, share) if sample.op != "linear" else NO_ATTENTION),
         *head,

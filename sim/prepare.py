@@ -7,7 +7,7 @@ from sim.cost.changed_profile import profile_named
 from sim.cost.engine_profile import EngineProfile, load_engine_profile
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
-from sim.cost.profile import Profile
+from sim.cost.profile import Profile, product_name
 from sim.engine.limits import Limits, Role, StateLimits, WindowLimits
 from sim.errors import UserError
 from sim.results.metrics import Goodput
@@ -24,6 +24,8 @@ GIB = 1 << 30
 FORMS_WITH_ENGINE = ("roofline", "table")
 """Prices of other forms are all there is."""
 PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
+QUANTIZATIONS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
+"""vLLM's `--quantization`, and the format of weights that it is."""
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
@@ -149,7 +151,7 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
     if scenario.dtype != "auto":
         model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
     if scenario.quantization is not None:
-        model = model.with_weights_of(1.0, scenario.quantization)
+        model = model.with_quantization(QUANTIZATIONS[scenario.quantization])
     if scenario.kv_cache_dtype != "auto":
         model = model.with_kv_dtype(kv_dtype(scenario.kv_cache_dtype, hardware))
         if profile.form == "linear":
@@ -158,10 +160,7 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
             )
     if (scenario.cost_form or profile.form) != "roofline":
         return model
-    if model.fp8_products and hardware.fp8_flops_per_s and "fp8_flops_per_s" not in profile.constants:
-        warnings.append(
-            f"FP8 products are priced at the rate of 16 bits: profile {profile.name} has no fp8_flops_per_s"
-        )
+    warnings += _product_warnings(model, hardware, profile)
     if model.moe and profile.experts(model.expert_quantization) is None:
         warnings.append(
             "routed experts are priced as if they were dense matrices: "
@@ -174,6 +173,19 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
             f"quantised KV is read at the rate of 16 bits, converted at an assumed one: profile {profile.name}{lacks}"
         )
     return model
+
+
+def _product_warnings(model: ModelSpec, hardware: HardwareSpec, profile: Profile) -> list[str]:
+    """What the profile does not know of products of quantised weights."""
+    kind = model.quantization
+    if model.quantised_flops_share and product_name(kind, "flops_per_s") not in profile.constants:
+        if kind == "fp8" and not hardware.fp8_flops_per_s:
+            return []
+        lacks = f"profile {profile.name} has no {product_name(kind, 'flops_per_s')}"
+        return [f"{kind.upper()} products are priced at the rate of 16 bits: {lacks}"]
+    if not model.product_quantization and min(model.attention_dtype_bytes, model.mlp_dtype_bytes) < model.dtype_bytes:
+        return ["quantised weights with inputs of 16 bits are priced as products of 16 bits that read fewer bytes"]
+    return []
 
 
 def _limits(

@@ -72,10 +72,10 @@ class Scenario:
     dtype: Literal["auto", "half", "float16", "bfloat16", "float32"] = _flag(
         "auto", "of weights and KV cache (auto: the model's, 16 bits unless it is quantised)"
     )
-    quantization: Literal["fp8"] | None = _flag(
+    quantization: Literal["fp8", "modelopt_fp4"] | None = _flag(
         None,
-        "quantise the linear layers' weights as they are loaded (default: as the model's config.json says; awq, gptq "
-        "and others are read from there)",
+        "of all layers' weights and of their products' inputs, as if the checkpoint were so; modelopt_fp4 is NVFP4 "
+        "(default: as the model's config.json says; awq, gptq, compressed-tensors and others are read from there)",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4"] = _flag(
         "auto", "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements"

@@ -8,15 +8,17 @@ attention (`products`): norms, rotary embedding and activation are not in the ta
   three machines is steadier than any.
 - Widths between two of the grid are interpolated linearly in n and k (Llama's MLP widths are not on the grid); numbers
   of tokens are not: only those on the grid become samples.
-- Attention is that of one engine, whose kernels it is. So are FP8 GEMMs, each with the quantisation of its input by a
-  given scale, attention over FP8 KV, whose queries come in FP8 already, and all-reduces, as the engine's CUDA
-  graphs do them (its own kernel for small messages, NCCL's beyond). vLLM fuses small ones with the norm behind them.
+- Attention is that of one engine, whose kernels it is. So are FP8 and NVFP4 GEMMs, each with the quantisation of its
+  input by a given scale (those of NVFP4 repeated on one matrix, yet no faster where the L2 cache holds it), attention
+  over FP8 KV, whose queries come in FP8 already, and all-reduces, as the engine's CUDA graphs do them (its own kernel
+  for small messages, NCCL's beyond). vLLM fuses small ones with the norm behind them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ import msgspec
 from calib.samples import Sample, spread_s
 from sim.errors import UserError
 from sim.specs.models import ModelSpec, load_model
+from sim.specs.quantization import PRODUCT_FORMATS
 
 PACKAGE = "aiconfigurator_core"
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b")
@@ -129,10 +132,10 @@ def import_samples(
                 f"heads, or no matrices of its widths (model {name}): leave it out"
             )
         samples += found
-    fp8 = list(_fp8_layers(root, models, engine, attention))
-    samples += fp8
+    quantised = list(_quantised_layers(root, models, engine, attention))
+    samples += quantised
     samples += _all_reduces(root, engine)
-    return samples, _provenance(root, engine, has_fp8=bool(fp8))
+    return samples, _provenance(root, engine, {s.quantization for s in quantised})
 
 
 def package_data() -> Path:
@@ -300,30 +303,31 @@ def _neighbours(value: int, grid: Sequence[int]) -> Iterable[tuple[int, float]]:
     return ((low, 1 - weight), (high, weight))
 
 
-def _fp8_layers(
+def _quantised_layers(
     root: Path, models: Sequence[str], engine: str, attention: Mapping[str, Sequence[AttentionTable]]
 ) -> Iterator[Sample]:
-    """A layer's FP8 GEMMs alone, over 16-bit KV and over FP8 KV, on every size of group. None on an A100.
+    """A layer's quantised GEMMs alone, over 16-bit KV and, of FP8, over FP8 KV, on every size of group.
 
     GEMMs alone are of all sizes in the table, since each may have a kernel of its own. Of attention, powers of four
     are enough.
     """
-    gemms = _gemm_table(_of_engine(_newest(root / "gemm", GEMMS), engine), FP8)
-    for name in models:
-        model = load_model(name)
-        for tp in (1, *SYSTEMS[root.name].reducing_gpus):
+    for quantization in PRODUCT_FORMATS:
+        gemms = _gemm_table(_of_engine(_newest(root / "gemm", GEMMS), engine), quantization)
+        for name, tp in product(models, (1, *SYSTEMS[root.name].reducing_gpus)):
+            model = load_model(name)
             if not gemms or model.num_heads % tp:
                 continue
             linear = _linear(model, gemms, tp)
             for tokens, timing in sorted(linear.items()):
-                yield Sample(
-                    op="linear", latency_s=timing.latency_s, model=name, tp=tp, new_tokens=tokens, quantization=FP8
-                )
+                whole = {"model": name, "tp": tp, "new_tokens": tokens, "quantization": quantization}
+                yield Sample(op="linear", latency_s=timing.latency_s, **whole)
             for kv_dtype, tables in attention.items():
+                if kv_dtype == FP8 != quantization:
+                    continue
                 for sample in _layers(name, model, linear, tables, tp):
                     length = sample.context_tokens + 1 if sample.is_decode else sample.new_tokens
                     if _is_power(4, sample.batch_size) and _is_power(4, length):
-                        kept = {"quantization": FP8, "kv_cache_dtype": FP8 if kv_dtype == FP8 else ""}
+                        kept = {"quantization": quantization, "kv_cache_dtype": FP8 if kv_dtype == FP8 else ""}
                         yield msgspec.structs.replace(sample, **kept)
 
 
@@ -383,7 +387,7 @@ def _all_reduces(root: Path, engine: str) -> Iterator[Sample]:
                 )
 
 
-def _provenance(root: Path, engine: str, *, has_fp8: bool) -> dict[str, str]:
+def _provenance(root: Path, engine: str, quantisations: Collection[str]) -> dict[str, str]:
     gemm = ", ".join(f"{p.parent.parent.name} {p.parent.name}" for p in _newest(root / "gemm", GEMMS))
     attention = _of_engine(_newest(root / "attention", "context_attention_perf.parquet"), engine)
     gemms = _of_engine(_newest(root / "gemm", GEMMS), engine)
@@ -395,7 +399,10 @@ def _provenance(root: Path, engine: str, *, has_fp8: bool) -> dict[str, str]:
         "dtype": DTYPE,
         "gemm": f"median over the collectors {gemm}",
         "attention": f"{engine} {attention[0].parent.name}",
-        "fp8": f"GEMMs of {engine} {gemms[0].parent.name}" if has_fp8 else "none in the tables",
+        **{
+            kind: f"GEMMs of {engine} {gemms[0].parent.name}" if kind in quantisations else "none in the tables"
+            for kind in PRODUCT_FORMATS
+        },
         "all_reduce": "; ".join(table.words for table in _reducing(root, engine)),
         "missing": "norms, rotary embedding, activation, LM head, PCIe copies, engine overhead: not in the tables",
     }

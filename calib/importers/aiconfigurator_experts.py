@@ -12,7 +12,10 @@ Not taken:
 - DeepSeek-V3's shape: its router chooses among groups of experts, which the logits of the tables were not made for.
   Taken for what they say, 64 tokens would read all experts at 8.1 TB/s on an H200, which has 4.8;
 - static FP8 scales per tensor: up to six times as slow as blocks of FP8 in the same table, at 0.65 TB/s on an H200;
-- four-bit kinds but gpt-oss's MXFP4: those of other models have other kernels, and one shape each.
+- MXFP4 but gpt-oss's: that of other models has other kernels;
+- NVFP4 but by TensorRT-LLM's kernels, which vLLM prefers where it can.
+
+NVFP4 has inputs of four bits as well; int4 has inputs of 16 bits: Marlin's kernels, 32 weights a group, Kimi K2 alone.
 """
 
 from pathlib import Path
@@ -28,7 +31,7 @@ COLUMNS = (
     "moe_dtype", "kernel_source", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
     "moe_ep_size", "distribution", "latency",
 )  # fmt: skip
-QUANTIZATIONS = {"bfloat16": "", "fp8_block": "fp8", "w4a16_mxfp4": "mxfp4"}
+QUANTIZATIONS = {"bfloat16": "", "fp8_block": "fp8", "nvfp4": "nvfp4", "w4a16_mxfp4": "mxfp4", "int4_wo": "int4"}
 """Types of the tables that are taken, and what they are called here."""
 ROUTINGS = ("balanced", "power_law_1.2")
 MOST_TOKENS, MOST_GPUS = 16_384, 8
@@ -36,8 +39,9 @@ GROUPED = {(7168, 2048, 8, 256)}
 """Hidden size, width, experts per token and experts of models that choose among groups of experts."""
 UNGATED = {(2688, 1856), (2048, 5120), (1024, 2688)}
 """Hidden size and width of Nemotron 3's experts, which have two matrices."""
-FOUR_BITS = "gptoss"
-"""In the name of the kernels of gpt-oss."""
+LATER = ("nvfp4", "int4_wo")
+KERNELS = {"w4a16_mxfp4": ("gptoss", "vllm_mxfp4_moe"), "nvfp4": ("flashinfer_trtllm",)}
+"""Words of the names of the kernels that are taken, where not all are."""
 DRAWS = 10
 
 
@@ -46,7 +50,10 @@ def import_experts(root: Path) -> tuple[list[ExpertSample], str]:
     if not (root / "moe" / "vllm").is_dir():
         return [], "none in the tables"
     path = newest_of_engine(root / "moe", TABLE, "vllm")
-    rows = [row for row in read_rows(path, COLUMNS) if _is_taken(row)]
+    # Those last that were taken last, so that the others' draws stay what they were.
+    rows = sorted(
+        (row for row in read_rows(path, COLUMNS) if _is_taken(row)), key=lambda row: row["moe_dtype"] in LATER
+    )
     met = _ExpertsMet()
     samples = [_sample(row, met) for row in rows]
     version = path.parent.name
@@ -64,7 +71,7 @@ def _is_taken(row: dict[str, Any]) -> bool:
         and row["moe_tp_size"] <= MOST_GPUS
         and row["num_tokens"] <= MOST_TOKENS
         and shape not in GROUPED
-        and (kind != "w4a16_mxfp4" or FOUR_BITS in row["kernel_source"] or row["kernel_source"] == "vllm_mxfp4_moe")
+        and any(word in row["kernel_source"] for word in KERNELS.get(kind, ("",)))
     )
 
 

@@ -7,9 +7,10 @@ import msgspec
 
 from calib.robust import Estimate, Parameter
 from sim.cost.forms import build_cost
-from sim.cost.profile import MAY_BE_ZERO, UNITS, Constant
+from sim.cost.profile import MAY_BE_ZERO, UNITS, Constant, product_name
 from sim.errors import UserError
 from sim.prepare import Setup
+from sim.specs.quantization import PRODUCT_FORMATS
 
 FITTED = {
     "roofline": ("step_overhead_s", "hbm_bytes_per_s", "flops_per_s", "attention_flops_per_s"),
@@ -58,17 +59,20 @@ def chosen_constants(setup: Setup, names: Sequence[str] | None) -> list[str]:
 
 
 def of_model(setup: Setup, name: str) -> str:
-    """The constant that counts for the model's weights and KV: where they are FP8 and kernels were timed FP8's own."""
-    model, fp8 = setup.model, f"fp8_{name}"
-    is_fp8 = model.fp8_flops_share if name == "flops_per_s" else model.fp8_kv and not model.mla and name == KV_RATE
-    return fp8 if is_fp8 and fp8 in setup.profile.constants else name
+    """The constant that counts for the model's weights and KV: of quantised ones whose kernels were timed their own."""
+    model, own = setup.model, name
+    if name == "flops_per_s" and model.quantised_flops_share:
+        own = product_name(model.product_quantization, name)
+    elif name == KV_RATE and model.fp8_kv and not model.mla:
+        own = f"fp8_{name}"
+    return own if own in setup.profile.constants else name
 
 
 def parameters_of(setup: Setup, names: Sequence[str]) -> dict[str, Parameter]:
     """Start and limits of each constant: that of the profile, and no rate beyond what the GPU's specification says."""
     hardware = setup.hardware
     peaks = {"FLOP/s": hardware.fp16_flops_per_s, "B/s": hardware.hbm_bytes_per_s}
-    fp8_peak = hardware.fp8_flops_per_s or hardware.fp16_flops_per_s
+    own_peaks = {product_name(kind, "flops_per_s"): hardware.product_flops_per_s(kind) for kind in PRODUCT_FORMATS}
     found = {}
     for name in names:
         constant = constants_of(setup)[name]
@@ -76,7 +80,7 @@ def parameters_of(setup: Setup, names: Sequence[str]) -> dict[str, Parameter]:
             scale = max(constant.value, LEAST_OVERHEAD_S if constant.unit == "s" else constant.value or 1e-9)
             found[name] = Parameter(scale, 0.0, SPAN * scale, log=False)
             continue
-        peak = fp8_peak if name == "fp8_flops_per_s" else peaks.get(constant.unit, float("inf"))
+        peak = own_peaks.get(name, peaks.get(constant.unit, float("inf")))
         most = min(SPAN * constant.value, peak)
         found[name] = Parameter(min(constant.value, 0.99 * most), constant.value / SPAN, most)
     return found

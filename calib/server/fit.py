@@ -264,6 +264,7 @@ def _profile(
         all_reduce=base.all_reduce,
         linear_factors=base.linear_factors,
         fp8_linear_factors=base.fp8_linear_factors,
+        nvfp4_linear_factors=base.nvfp4_linear_factors,
     )
 
 

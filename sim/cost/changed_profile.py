@@ -10,6 +10,7 @@ from msgspec import structs
 from sim.cost.profile import KERNEL_NAMES, MAY_BE_ZERO, UNITS, Constant, Profile, load_profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
+from sim.specs.quantization import PRODUCT_FORMATS
 
 BOTH_DIRECTIONS = "pcie_bytes_per_s"
 """Short for `h2d_bytes_per_s` and `d2h_bytes_per_s`."""
@@ -17,23 +18,22 @@ GPU_SPEED = "gpu_speed"
 """A factor on everything that the GPU computes, reads and launches; not on copies and all-reduces."""
 RATES = (
     "flops_per_s",
-    "fp8_flops_per_s",
     "attention_flops_per_s",
     "hbm_bytes_per_s",
     "kv_bytes_per_s",
-    "fp8_quantize_bytes_per_s",
     "fp8_kv_bytes_per_s",
     "elementwise_bytes_per_s",
 )
+RATES += tuple(f"{kind}_{name}" for kind in PRODUCT_FORMATS for name in ("flops_per_s", "quantize_bytes_per_s"))
 RATES += tuple(sorted(name for name in KERNEL_NAMES if name.endswith("_per_s")))
 TIMES = (
     "layer_overhead_s",
-    "fp8_layer_overhead_s",
     "fp8_kv_layer_overhead_s",
     "elementwise_launch_s",
     "step_overhead_s",
     "alpha",
 )
+TIMES += tuple(f"{kind}_layer_overhead_s" for kind in PRODUCT_FORMATS)
 TIMES += tuple(sorted(name for name in KERNEL_NAMES if name.endswith("_launch_s")))
 TIMES += ("prefill_base_s", "prefill_s_per_token", "prefill_s_per_square_token")
 TIMES += ("decode_base_s", "decode_s_per_sequence", "decode_s_per_context_token")

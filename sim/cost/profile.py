@@ -16,6 +16,7 @@ from sim.cost.kernels import KernelTables, Point
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
+from sim.specs.quantization import FORMATS, PRODUCT_FORMATS
 
 SHIPPED = Path(__file__).parents[2] / "calib" / "profiles"
 
@@ -27,8 +28,20 @@ EXPERT_UNITS = {
     "expert_launch_s": "s",
 }
 """Constants of routed experts in 16 bits. Those of another type of weights have its name before theirs."""
-EXPERT_QUANTIZATIONS = ("", "fp8", "mxfp4")
-"""Types of experts' weights that profiles may hold constants of: 16 bits, block FP8 and MXFP4."""
+EXPERT_QUANTIZATIONS = ("", *FORMATS)
+"""Types of experts' weights that profiles may hold constants of: 16 bits, or a format; of FP8 in blocks."""
+PRODUCT_UNITS: dict[str, tuple[str, str | float]] = {
+    "flops_per_s": ("FLOP/s", "flops_per_s"),
+    "roofline_exponent": ("1", "roofline_exponent"),
+    "quantize_bytes_per_s": ("B/s", inf),
+    "layer_overhead_s": ("s", "layer_overhead_s"),
+}
+"""Constants of products whose weights and inputs are quantised: unit, and what counts where a profile lacks them."""
+
+
+def product_name(quantization: str, name: str) -> str:
+    """What a constant of `PRODUCT_UNITS`, or `linear_factors`, is called for a format; empty: 16 bits."""
+    return f"{quantization}_{name}" if quantization else name
 
 
 def expert_names(quantization: str) -> dict[str, str]:
@@ -62,10 +75,7 @@ KERNEL_NAMES = EXPERT_NAMES | LATENT_UNITS.keys() | GDN_UNITS.keys()
 
 ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
-    "fp8_flops_per_s": "FLOP/s",
-    "fp8_roofline_exponent": "1",
-    "fp8_quantize_bytes_per_s": "B/s",
-    "fp8_layer_overhead_s": "s",
+    **{product_name(kind, name): unit for kind in PRODUCT_FORMATS for name, (unit, _) in PRODUCT_UNITS.items()},
     "attention_flops_per_s": "FLOP/s",
     "attention_tile_tokens": "token",
     "attention_slots": "1",
@@ -106,10 +116,7 @@ were timed whole: absent otherwise, and of no other engine (`sim.cost.engine_pro
 all.
 """
 OPTIONAL: dict[str, str | float] = {
-    "fp8_flops_per_s": "flops_per_s",
-    "fp8_roofline_exponent": "roofline_exponent",
-    "fp8_quantize_bytes_per_s": inf,
-    "fp8_layer_overhead_s": "layer_overhead_s",
+    **{product_name(kind, name): absent for kind in PRODUCT_FORMATS for name, (_, absent) in PRODUCT_UNITS.items()},
     "attention_tile_tokens": 0.0,
     "attention_slots": 0.0,
     "kv_bytes_per_s": "hbm_bytes_per_s",
@@ -141,7 +148,8 @@ UNITS = {"roofline": ROOFLINE_UNITS, "table": ROOFLINE_UNITS, "paper": ROOFLINE_
 RANGES = {"FLOP/s": (1.0, 1e24), "B/s": (1.0, 1e24), "1": (0.01, 1e9)}
 """Least and most of a constant, by its unit; 1e9 s, tokens or sequences is the most of all others."""
 MAY_BE_ZERO = frozenset(
-    {"layer_overhead_s", "fp8_layer_overhead_s", "fp8_kv_padding_tokens", "copy_launch_s", "allreduce_latency_s"}
+    {"layer_overhead_s", "fp8_kv_padding_tokens", "copy_launch_s", "allreduce_latency_s"}
+    | {product_name(kind, "layer_overhead_s") for kind in PRODUCT_FORMATS}
     | {name for name in KERNEL_NAMES if name.endswith(("_launch_s", "_padding_tokens"))}
     | LINEAR_UNITS.keys()
     | {name for name, absent in OPTIONAL.items() if absent == 0.0}
@@ -199,7 +207,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
             interpolated, beyond them it grows with the bytes. The constants price groups of other sizes.
         linear_factors: what the matrix products of a layer take over their roofline, by tokens, rising: between them
             the factor is interpolated, beyond them it is that of the edge. Of dense models alone.
-        fp8_linear_factors: the same of FP8 products (absent: `linear_factors`).
+        fp8_linear_factors, nvfp4_linear_factors: the same of products in these formats (absent: `linear_factors`).
     """
 
     name: str
@@ -214,6 +222,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     all_reduce: dict[str, list[tuple[float, float]]] | None = None
     linear_factors: list[Point] | None = None
     fp8_linear_factors: list[Point] | None = None
+    nvfp4_linear_factors: list[Point] | None = None
 
     def value(self, name: str) -> float:
         """One constant, in the unit of its name. UserError where the profile's form has none of that name."""
@@ -232,6 +241,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         """The profile without the constants of these names."""
         kept = {name: constant for name, constant in self.constants.items() if name not in names}
         return msgspec.structs.replace(self, constants=kept)
+
+    def factors(self, quantization: str) -> list[Point] | None:
+        """What products of a format take over their roofline, those of 16 bits where it has none of its own."""
+        own = getattr(self, product_name(quantization, "linear_factors"))
+        return self.linear_factors if own is None else own
 
     def experts(self, quantization: str | None) -> dict[str, float] | None:
         """Constants of experts of that type by the names of `EXPERT_UNITS`; None where none were timed."""
@@ -348,7 +362,7 @@ def _check_all_reduce(profile: Profile, path: Path) -> None:
 
 
 def _check_factors(profile: Profile, path: Path) -> None:
-    for field in ("linear_factors", "fp8_linear_factors"):
+    for field in (product_name(kind, "linear_factors") for kind in ("", *PRODUCT_FORMATS)):
         points = getattr(profile, field)
         if points is None:
             continue

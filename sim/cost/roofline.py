@@ -3,13 +3,14 @@
 T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) + attention + LM head for sampled tokens
     + all-reduces + overhead of each layer, where ridge(c, m) = (c^p + m^p)^(1/p).
 
-- Linear layers: the ridge times a measured factor of N where the profile has any (`Profile.linear_factors`). Of FP8
-  weights and activations the share of c_lin that they are counts at F_FP8, with a p, factors and an overhead of their
-  own; making their inputs FP8 reads and writes bytes at a rate of its own, beside. a are the activations that they read
-  and write for a token. e are the bytes of what lies between them (norms, rotary embedding, activation function,
+- Linear layers: the ridge times a measured factor of N where the profile has any (`Profile.linear_factors`). Of weights
+  and inputs that are both quantised (FP8, NVFP4) the share of c_lin that they are counts at their format's F, with a p,
+  factors and an overhead of its own; quantising the inputs reads and writes bytes at a rate of its own, beside. Where
+  weights alone are quantised, products are those of 16 bits, which read fewer bytes. a are the activations that they
+  read and write for a token. e are the bytes of what lies between them (norms, rotary embedding, activation function,
   residual).
 - Routed experts: ridge(N c_e / (G F_e), W_e (1 - (1 - k/E)^N) / (G H_e)) + N a_e / A_e + launch of each layer, with
-  constants of their type of weights (`Profile.experts`). These kernels choose experts, make inputs FP8, activate and
+  constants of their type of weights (`Profile.experts`). These kernels choose experts, quantise inputs, activate and
   sum as well, so that nothing else counts that. Where no such kernel was timed, experts are linear layers with W of
   those met, and no factors count.
 - Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
@@ -33,7 +34,7 @@ from sim.cost.gated_delta_net import delta_net_price
 from sim.cost.kernels import grid_of, value_at
 from sim.cost.latents import latent_price
 from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
-from sim.cost.profile import FittedRange, Profile
+from sim.cost.profile import FittedRange, Profile, product_name
 from sim.engine.changes import D2H, Direction
 from sim.engine.plan import IterationPlan, WindowTokens
 from sim.specs.hardware import HardwareSpec
@@ -72,14 +73,20 @@ class RooflineCost(CostModel):
         if self.expert_layers:
             # From here on everything but the routed experts.
             model = model.without_routed_experts()
-        share = model.fp8_flops_share
-        linear_flops = flops if not share else 1 / ((1 - share) / flops + share / value("fp8_flops_per_s"))
-        self.linear_exponent = value("fp8_roofline_exponent") if share else self.exponent
+        # Of products whose weights and inputs are quantised.
+        share, kind = model.quantised_flops_share, model.product_quantization
+        linear_flops = flops
+        if share:
+            linear_flops = 1 / ((1 - share) / flops + share / value(product_name(kind, "flops_per_s")))
+        self.linear_exponent = value(product_name(kind, "roofline_exponent")) if share else self.exponent
         self.linear_s_per_token = model.linear_flops_per_token / (tp * linear_flops)
         self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
         self._set_met_experts(model, tp * bandwidth)
         self._set_factors(model, profile)
-        self.added_s_per_token = model.fp8_input_bytes_per_token(tp) / value("fp8_quantize_bytes_per_s")
+        self.added_s_per_token = 0.0
+        if share:
+            quantised_bytes = model.quantised_input_bytes_per_token(tp)
+            self.added_s_per_token = quantised_bytes / value(product_name(kind, "quantize_bytes_per_s"))
         self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
         self.elementwise_s_per_token = model.elementwise_bytes_per_token(tp) / value("elementwise_bytes_per_s")
         self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))
@@ -93,12 +100,12 @@ class RooflineCost(CostModel):
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
         overhead_s = value("layer_overhead_s")
-        fp8_overhead_s = share * (value("fp8_layer_overhead_s") - overhead_s)
+        added_s = share * (value(product_name(kind, "layer_overhead_s")) - overhead_s)
         if self.expert_layers and model.moe and not model.moe.shared_intermediate_size:
             # A layer's four products and attention were timed; of these two are the experts', and one the router's.
             experts = self.expert_layers / model.num_layers
-            overhead_s, fp8_overhead_s = (1 - experts / 5) * overhead_s, (1 - experts / 2) * fp8_overhead_s
-        self.overhead_s = model.num_layers * (overhead_s + fp8_overhead_s + self.kv_layer_overhead_s)
+            overhead_s, added_s = (1 - experts / 5) * overhead_s, (1 - experts / 2) * added_s
+        self.overhead_s = model.num_layers * (overhead_s + added_s + self.kv_layer_overhead_s)
         self.elementwise_least_s = model.num_layers * value("elementwise_launch_s")
         self._set_copies(hardware, profile)
         self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
@@ -136,9 +143,7 @@ class RooflineCost(CostModel):
 
     def _set_factors(self, model: ModelSpec, profile: Profile) -> None:
         """What products take over their roofline, by tokens, where it was measured."""
-        points = profile.linear_factors
-        if model.fp8_flops_share and profile.fp8_linear_factors is not None:
-            points = profile.fp8_linear_factors
+        points = profile.factors(model.product_quantization if model.quantised_flops_share else "")
         # Experts have fewer rows each.
         self.factor_points = points if points and not (model.moe and not self.expert_layers) else []
         self.factors = grid_of(self.factor_points) if self.factor_points else None

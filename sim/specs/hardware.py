@@ -35,6 +35,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies_beside_compute: bool = True
     compute_capability: Quantity | None = None
     fp8_flops_per_s: Quantity | None = None
+    nvfp4_flops_per_s: Quantity | None = None
 
 
 MOST = 1e24
@@ -63,7 +64,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         host_memory_bytes: memory of the host that KV can move to.
         copies_beside_compute: whether it has copy engines; false for a CPU, which copies itself.
         compute_capability: CUDA's, major.minor; None: unknown, or not an NVIDIA GPU.
-        fp8_flops_per_s: dense FP8 peak with float32 accumulation, FLOP/s; None: it multiplies nothing in FP8.
+        fp8_flops_per_s, nvfp4_flops_per_s: dense peak in the format with float32 accumulation, FLOP/s; None: it
+            multiplies nothing in it.
         sources: field name to "status: source".
     """
 
@@ -78,7 +80,12 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     copies_beside_compute: bool = True
     compute_capability: float | None = None
     fp8_flops_per_s: float | None = None
+    nvfp4_flops_per_s: float | None = None
     sources: dict[str, str]
+
+    def product_flops_per_s(self, quantization: str) -> float:
+        """Dense peak of products in a format of `PRODUCT_FORMATS`; that of 16 bits where it has none, FLOP/s."""
+        return getattr(self, f"{quantization}_flops_per_s") or self.fp16_flops_per_s
 
 
 def built_in_hardware() -> list[str]:

@@ -161,8 +161,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         moe=moe,
         gdn=gdn,
         kv_layers=kv_layers,
-        fp8_products=quantization.fp8_products,
-        mxfp4_experts=quantization.is_mxfp4,
+        quantization=quantization.format,
         kv_dequantize_ops=DEQUANTIZE_OPS if kv_bytes < plain else 0.0,
     )
     if kind == "opt":

@@ -9,9 +9,12 @@ import msgspec
 from sim.errors import UserError
 from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.kv_format import KVDtype, KVFormat, KVLayers
+from sim.specs.quantization import FORMATS, PRODUCT_FORMATS
 
 HIDDEN_STATE_BYTES = 2
 """Bytes per element of hidden states."""
+ALL_QUANTISED = 0.94
+"""Share of routed experts' weights beyond which all are quantised, and the rest is scales of small groups."""
 
 
 LATENT_TILE_HEADS = 64
@@ -83,10 +86,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     gdn: GatedDeltaNetSpec | None = None
     kv_layers: tuple[KVLayers, ...] = ()
     """Classes of layers that differ in their KV; none: every layer keeps and reads all of its own."""
-    fp8_products: bool = False
-    """Whether projections quantised to one byte are multiplied as FP8 with FP8, on GPUs that can."""
-    mxfp4_experts: bool = False
-    """Whether routed experts are stored in MXFP4 and multiplied in 16 bits."""
+    quantization: str = ""
+    """Format of the weights that are quantised, a key of `sim.specs.quantization.FORMATS`; empty: none, or another."""
     kv_dequantize_ops: float = 0.0
     """Vector operations that make a half-precision element of a stored one."""
 
@@ -96,11 +97,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         sizes = ("dtype_bytes", "kv_dtype_bytes", "attention_dtype_bytes", "mlp_dtype_bytes", "expert_dtype_bytes")
         return msgspec.structs.replace(self, **{name: dtype_bytes for name in sizes if getattr(self, name) == old})
 
-    def with_weights_of(self, weight_bytes: float, quantization: str) -> "ModelSpec":
-        """The same model with its projections quantised as they are loaded, to `weight_bytes` a weight.
+    def with_quantization(self, quantization: str) -> "ModelSpec":
+        """The same model with all its projections in a format of `FORMATS`; the head and routers stay as they are.
 
         UserError where its checkpoint is quantised already, otherwise than that.
         """
+        weight_bytes = FORMATS[quantization].weight_bytes
         found = {self.attention_dtype_bytes, self.mlp_dtype_bytes, self.expert_dtype_bytes}
         if found - {self.dtype_bytes, weight_bytes}:
             raise UserError(
@@ -108,7 +110,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         return msgspec.structs.replace(
             self, attention_dtype_bytes=weight_bytes, mlp_dtype_bytes=weight_bytes, expert_dtype_bytes=weight_bytes,
-            fp8_products=quantization == "fp8",
+            quantization=quantization,
         )  # fmt: skip
 
     def with_kv_dtype(self, dtype: KVDtype) -> "ModelSpec":
@@ -198,13 +200,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def expert_quantization(self) -> str | None:
-        """Type of routed experts' weights as profiles name it: "" (16 bits), "fp8", "mxfp4"; None: another, or none."""
+        """Format of routed experts' weights as profiles name it; empty: 16 bits; None: another, or no experts."""
         if self.moe is None:
             return None
-        if self.mxfp4_experts:
-            return "mxfp4"
-        if self.fp8_products and self.expert_dtype_bytes < 1.01:
-            return "fp8"
+        if self.quantization and self._quantised_share(self.expert_dtype_bytes) > ALL_QUANTISED:
+            return self.quantization
         return "" if self.expert_dtype_bytes == self.dtype_bytes == HIDDEN_STATE_BYTES else None
 
     def without_routed_experts(self) -> "ModelSpec":
@@ -509,13 +509,14 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             width += self.moe.num_moe_layers * active
         return (elements + operands * width / tp) * self.dtype_bytes
 
-    def fp8_input_bytes_per_token(self, tp: int = 1) -> float:
-        """Bytes per GPU that making one token's inputs of FP8 products FP8 reads and writes in all layers.
+    def quantised_input_bytes_per_token(self, tp: int = 1) -> float:
+        """Bytes per GPU that quantising one token's inputs of quantised products reads and writes in all layers.
 
         Inputs are the hidden state (projections of attention, MLP), attention's output and the MLP's inner width; of
         a mixture of experts, which share the quantised hidden state, the widths of those active.
         """
-        if not self.fp8_products:
+        input_bytes = self._input_bytes
+        if input_bytes is None:
             return 0.0
         self.check_tp(tp)
         h, m = self.hidden_size, self.mla
@@ -532,7 +533,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             width = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
             inputs = h + width / tp if width else 0.0
             elements += self.moe.num_moe_layers * inputs * self._quantised_share(self.expert_dtype_bytes)
-        return elements * (self.dtype_bytes + 1.0)
+        return elements * (self.dtype_bytes + input_bytes)
 
     def _attention_inner_width(self, tp: int) -> float:
         """Elements of one token between the projections of attention: queries, keys, values, and attention's output."""
@@ -571,9 +572,14 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return 2.0 * weights
 
     @property
-    def fp8_flops_share(self) -> float:
-        """Share of `linear_flops_per_token` whose weights and activations are FP8: not of what stays unquantised."""
-        if not self.fp8_products:
+    def product_quantization(self) -> str:
+        """The format of quantised weights where their products' inputs are quantised as well; else empty."""
+        return self.quantization if self.quantization in PRODUCT_FORMATS else ""
+
+    @property
+    def quantised_flops_share(self) -> float:
+        """Share of `linear_flops_per_token` whose weights and inputs are both quantised."""
+        if self._input_bytes is None:
             return 0.0
         weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
         weights -= self._num_borrowing_layers * self._attention_kv_weights
@@ -585,8 +591,14 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return 2.0 * weights / self.linear_flops_per_token
 
     def _quantised_share(self, mean_bytes: float) -> float:
-        """Share of weights of `mean_bytes` that are quantised: one byte each (scales beside it), the rest as it was."""
-        return min(1.0, max(0.0, (self.dtype_bytes - mean_bytes) / (self.dtype_bytes - 1.0)))
+        """Share of weights of `mean_bytes` that are quantised: of their format's bytes, the rest as it was."""
+        saved_bytes = self.dtype_bytes - FORMATS[self.quantization].weight_bytes
+        return min(1.0, max(0.0, (self.dtype_bytes - mean_bytes) / saved_bytes))
+
+    @property
+    def _input_bytes(self) -> float | None:
+        """Bytes of an element of quantised products' inputs; None where there are none such."""
+        return FORMATS[self.product_quantization].input_bytes if self.product_quantization else None
 
     @property
     def head_flops_per_token(self) -> float:

@@ -6,6 +6,7 @@ Others are refused.
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,36 @@ NVFP4_BYTES = 0.5 + 1 / 16
 MXFP4_BYTES = 0.5 + 1 / 32
 """Four bits, and an exponent of a byte per 32 elements (OCP Microscaling Formats 1.0, 2023)."""
 KV_BYTES = {"FP8": 1.0, "INT8": 1.0, "NVFP4": NVFP4_BYTES}
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How weights are stored and multiplied.
+
+    Attributes:
+        weight_bytes: of a weight, the format's own scales included; those of integers depend on the group's size.
+        input_bytes: of an element of the products' inputs, which are quantised as well; None: they keep 16 bits.
+    """
+
+    weight_bytes: float
+    input_bytes: float | None = None
+
+
+FORMATS = {
+    "fp8": WeightFormat(1.0, 1.0),
+    "nvfp4": WeightFormat(NVFP4_BYTES, NVFP4_BYTES),
+    "mxfp4": WeightFormat(MXFP4_BYTES),
+    "int4": WeightFormat(0.5),
+}
+"""Formats whose kernels have constants of their own, as profiles name them."""
+PRODUCT_FORMATS = tuple(name for name, weights in FORMATS.items() if weights.input_bytes is not None)
+"""Those whose products are in the format as well, on GPUs that can."""
+COMPRESSED = {
+    (("float", 8), ("float", 8)): "fp8",
+    (("float", 4), ("float", 4)): "nvfp4",
+    (("int", 4), (None, None)): "int4",
+}
+"""compressed-tensors' type and bits of weights and inputs, and the format that they are."""
 
 Projection = tuple[str, int]
 """A module's dotted name and its number of weights."""
@@ -38,22 +69,19 @@ class Quantization:
         self._kept = self._kept_modules()
 
     @property
-    def fp8_products(self) -> bool:
-        """Whether weights and activations are FP8, so that products are: not where only weights are quantised."""
-        config = self._config
+    def format(self) -> str:
+        """A key of `FORMATS`; empty: nothing is quantised, or as none of them (FP8 weights with inputs of 16 bits)."""
+        config, method = self._config, str(self._config.get("quant_method")).lower()
         if config.get("quant_algo"):
-            return str(config["quant_algo"]).upper() == "FP8"
-        if str(config.get("quant_method")).lower() != "compressed-tensors":
-            return str(config.get("quant_method")).lower() in ("fp8", "fbgemm_fp8")
-        (group,) = config["config_groups"].values()
-        inputs = group.get("input_activations")
-        sides = (group["weights"], inputs)
-        return all(isinstance(s, dict) and (s.get("type"), s.get("num_bits")) == ("float", 8) for s in sides)
-
-    @property
-    def is_mxfp4(self) -> bool:
-        """Whether what is quantised is MXFP4: routed experts alone."""
-        return str(self._config.get("quant_method")).lower() == "mxfp4"
+            return str(config["quant_algo"]).lower()
+        if method in ("gptq", "awq"):
+            return "int4" if config["bits"] == 4 else ""
+        if method == "compressed-tensors":
+            (group,) = config["config_groups"].values()
+            sides = (group["weights"], group.get("input_activations") or {})
+            kinds = tuple((side.get("type"), side.get("num_bits")) for side in sides)
+            return COMPRESSED.get(kinds, "")
+        return {"fbgemm_fp8": "fp8"}.get(method, method if method in FORMATS else "")
 
     def mean_bytes(self, projections: Iterable[Projection], plain_bytes: float) -> float:
         """Mean bytes per weight over `projections`, those the checkpoint keeps unquantised at `plain_bytes`."""
@@ -142,7 +170,7 @@ class Quantization:
             raise self._refuse("ignore", names, f"a pattern does not compile: {error}") from error
 
     def _is_kept(self, name: str) -> bool:
-        if self.is_mxfp4:
+        if self.format == "mxfp4":
             # gpt-oss's model card (OpenAI 2025): the experts alone.
             return ".experts." not in name
         # Multimodal checkpoints nest the language model one level deeper, in one of two orders.

@@ -163,7 +163,7 @@ MACHINES = {
     "l20": lambda: roofline_machine("l20", 1.0),
     "h100, imported": lambda: roofline_machine("h100", 1.0, tp=2),
     "h100, FP8": lambda: roofline_machine(
-        "h100", 1.0, tp=8, model=load_model("llama-3.1-70b").with_weights_of(1.0, "fp8")
+        "h100", 1.0, tp=8, model=load_model("llama-3.1-70b").with_quantization("fp8")
     ),
     "h100, sampling": lambda: roofline_machine(
         "h100", 1.0, model=load_model("qwen3-8b"), engine=load_engine_profile("vllm-0.12-top-p")

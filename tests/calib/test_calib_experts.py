@@ -24,6 +24,7 @@ from sim.cost.roofline import RooflineCost
 from sim.errors import UserError
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
+from sim.specs.quantization import PRODUCT_FORMATS
 
 PLANTED = {
     "": dict(zip(EXPERT_UNITS, (6e14, 3e12, 1.5, 2e12, 3e-5), strict=True)),
@@ -94,8 +95,12 @@ def test_a_shape_that_is_left_out_is_not_seen():
     assert fit.unseen[slow].mean() == pytest.approx(-0.5, abs=0.03)
 
 
-def test_of_one_shape_no_shape_is_left_out():
-    (fit,) = fit_experts(planted("", SHAPES[:1]))
+def test_of_one_shape_sizes_of_groups_are_left_out():
+    samples = planted("", SHAPES[:1])
+    (fit,) = fit_experts(samples)
+    assert list(fit.residuals) == ["expert_mape", "unseen_model_expert_mape"]
+    assert 0 < fit.residuals["expert_mape"] < fit.residuals["unseen_model_expert_mape"] < 0.02
+    (fit,) = fit_experts([s for s in samples if s.tp == 1])
     assert len(fit.unseen) == 0
     assert list(fit.residuals) == ["expert_mape"]
 
@@ -158,6 +163,9 @@ def test_a_row_is_one_layer_in_milliseconds_of_the_newest_engine(tmp_path):
         ({"moe_dtype": "fp8"}, False),
         ({"moe_dtype": "w4a16_mxfp4", "kernel_source": "vllm_gptossmxfp4moe_marlin"}, True),
         ({"moe_dtype": "w4a16_mxfp4", "kernel_source": "vllm_compressedtensorsw4a4mxfp4moe_marlin"}, False),
+        ({"moe_dtype": "nvfp4", "kernel_source": "vllm_nvfp4moe_flashinfer_trtllm_monolithic"}, True),
+        ({"moe_dtype": "nvfp4", "kernel_source": "vllm_nvfp4moe_flashinfer_cutlass"}, False),
+        ({"moe_dtype": "int4_wo"}, True),
         ({"moe_ep_size": 2}, False),
         ({"moe_tp_size": 16}, False),
         ({"num_tokens": 20_480}, False),
@@ -212,8 +220,9 @@ def test_shipped_constants_are_the_fit_to_shipped_samples(name):
         assert {own: residuals[own] for own in fit.residuals} == pytest.approx(fit.residuals, abs=2e-4)
         names = expert_names(fit.quantization)
         assert values[names["expert_bytes_per_s"]] < hardware.hbm_bytes_per_s
-        peak = hardware.fp8_flops_per_s if fit.quantization == "fp8" else hardware.fp16_flops_per_s
-        assert peak is not None
+        # What has inputs of 16 bits is multiplied so.
+        inputs = fit.quantization if fit.quantization in PRODUCT_FORMATS else ""
+        peak = hardware.product_flops_per_s(inputs) if inputs else hardware.fp16_flops_per_s
         assert values[names["expert_flops_per_s"]] < peak
 
 
@@ -231,10 +240,11 @@ def test_the_table_compares_both_prices():
     assert f"| **{100 * np.abs(fit.unseen).mean():.1f} %** |" in line
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "minimax-m2.5"])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "minimax-m2.5", "minimax-m2.5-nvfp4"])
 def test_as_dense_is_what_a_profile_without_constants_says(name):
     """Where experts are all that a model has, but for attention, the two agree."""
-    model, profile = load_model(name), load_profile("h100-imported")
+    gpu = "b200" if "nvfp4" in name else "h100"
+    model, profile = load_model(name), load_profile(f"{gpu}-imported")
     # What lies between products elsewhere is free then.
     bare = profile.without(EXPERT_NAMES | {"elementwise_launch_s", "elementwise_bytes_per_s"})
     wide = structs.replace(model, num_heads=1, num_kv_heads=1, head_dim=1)
@@ -245,11 +255,12 @@ def test_as_dense_is_what_a_profile_without_constants_says(name):
     shape = (model.hidden_size, moe.moe_intermediate_size, moe.experts_per_token, moe.num_experts)
     for tokens in (64, 16384):
         found = as_dense_s(bare, [sample(tokens, shape, quantization=quantization)])
-        whole_s = RooflineCost(wide, load_hardware("h100"), bare, 1).linear_s(tokens) / model.num_layers
+        whole_s = RooflineCost(wide, load_hardware(gpu), bare, 1).linear_s(tokens) / model.num_layers
         assert found == pytest.approx(whole_s, rel=0.1)
 
 
 def test_bytes_of_weights_are_those_of_checkpoints():
     assert WEIGHT_BYTES[""] == load_model("qwen3-30b-a3b").expert_dtype_bytes
     assert WEIGHT_BYTES["fp8"] == load_model("minimax-m2.5").expert_dtype_bytes
+    assert WEIGHT_BYTES["nvfp4"] == load_model("minimax-m2.5-nvfp4").expert_dtype_bytes
     assert WEIGHT_BYTES["mxfp4"] == load_model("gpt-oss-120b").expert_dtype_bytes

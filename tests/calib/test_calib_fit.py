@@ -91,8 +91,10 @@ def plan_of(sample):
     return plan
 
 
-ALIKE = [name for name in built_in_models() if not load_model(name).kv_layers and not load_model(name).fp8_flops_share]
-"""Models whose layers are alike; those of FP8 weights have constants of their own (`calib.fp8`)."""
+ALIKE = [
+    name for name in built_in_models() if not load_model(name).kv_layers and not load_model(name).quantised_flops_share
+]
+"""Models whose layers are alike; those of FP8 weights have constants of their own (`calib.quantized`)."""
 shape = {
     "model": st.sampled_from(ALIKE),
     "tp": st.sampled_from([1, 2, 4, 8]),

@@ -415,7 +415,9 @@ def test_a_layer_is_four_gemms_and_attention_with_medians_over_collectors(tables
     0.05 and 0.15 ms count with 0.1.
     """
     samples, provenance = composed(tables)
-    layers = {(s.batch_size, s.new_tokens, s.context_tokens): s for s in samples if s.op == "products" and not s.is_fp8}
+    layers = {
+        (s.batch_size, s.new_tokens, s.context_tokens): s for s in samples if s.op == "products" and not s.is_quantised
+    }
     assert sorted(layers) == [(1, 128, 0), (2, 64, 1000), (128, 1, 127), (128, 1, 1000)]
     attention_ms = {(1, 128, 0): 0.1, (2, 64, 1000): 0.2, (128, 1, 127): 0.1, (128, 1, 1000): 0.35}
     for key, sample in layers.items():
@@ -436,7 +438,7 @@ def test_fp8_layers_are_the_engines_own(tables):
     FP8: no sample, and it is said.
     """
     samples, provenance = composed(tables)
-    found = [s for s in samples if s.is_fp8]
+    found = [s for s in samples if s.is_quantised]
     given = {"model": "llama-3.1-8b", "quantization": "fp8"}
     decode = {"op": "products", "batch_size": 64, "new_tokens": 1, "context_tokens": 1023, "repeats": 1, **given}
     expected = [
@@ -448,7 +450,7 @@ def test_fp8_layers_are_the_engines_own(tables):
     assert not any(map(fault_of, found))
     assert provenance["fp8"] == "GEMMs of vllm 0.10.0"
     samples, provenance = composed(tables, engine="sglang")
-    assert not any(s.is_fp8 for s in samples)
+    assert not any(s.is_quantised for s in samples)
     assert provenance["fp8"] == "none in the tables"
 
 
@@ -458,7 +460,7 @@ def test_fp8_layers_of_a_group_have_the_shapes_of_one_gpu(tables):
     rows = [{**gemm_row(64, n, k, ms), "gemm_dtype": "fp8"} for (n, k), ms in halves.items()]
     put(tables / "a100_sxm", "gemm/vllm/0.11.0/gemm_perf.parquet", [*gemm_rows(0.01), *rows])
     samples, _ = composed(tables)
-    (found,) = (s for s in samples if s.is_fp8)
+    (found,) = (s for s in samples if s.is_quantised)
     assert (found.tp, found.new_tokens, found.op, found.latency_s) == (2, 64, "linear", pytest.approx(15e-3))
 
 

@@ -68,7 +68,7 @@ def test_the_model_of_a_sample_is_one_layers_attention():
     projections = 7168 * 1536 + 1536 * 16 * 192 + 7168 * 576 + 512 * 16 * 256 + 16 * 128 * 7168
     # The MLP's width is one, not none.
     assert model.linear_flops_per_token == 2 * (projections + 3 * 7168)
-    assert (model.fp8_flops_share, fp8.fp8_flops_share) == (0.0, pytest.approx(1.0, abs=3e-4))
+    assert (model.quantised_flops_share, fp8.quantised_flops_share) == (0.0, pytest.approx(1.0, abs=3e-4))
     assert fp8.linear_weight_bytes == pytest.approx((projections + 3 * 7168) * (1 + 4 / 128**2))
 
 

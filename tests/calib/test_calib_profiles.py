@@ -45,6 +45,7 @@ def test_a_shipped_profile_keeps_the_schema(name):
         "all_reduce",
         "linear_factors",
         "fp8_linear_factors",
+        "nvfp4_linear_factors",
     }
     assert data["name"] == name == f"{data['gpu']}-{data['status']}"
     assert data["status"] in ("measured", "imported", "derived")
@@ -84,7 +85,7 @@ def test_a_fitted_profile_has_samples_range_and_residuals(name):
     assert path.name == f"{name}.csv.gz"
     assert profile.provenance["samples_sha256"] == samples_sha256(path)
     assert profile.range is not None
-    fitted = [s for s in samples if not s.beside and not s.is_fp8]
+    fitted = [s for s in samples if not s.beside and not s.is_quantised]
     prompts = [s for s in fitted if s.is_prompt]
     decodes = [s for s in fitted if s.is_decode and s.op == "products"]
     assert profile.range.tokens == (min(s.tokens for s in prompts), max(s.tokens for s in prompts))

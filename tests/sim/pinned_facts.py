@@ -163,7 +163,7 @@ def variants() -> Iterator[tuple[str, ModelSpec]]:
         model = load_model(name)
         yield name, model
         if model.expert_dtype_bytes == model.mlp_dtype_bytes == model.dtype_bytes:
-            yield f"{name} fp8", model.with_weights_of(1.0, "fp8")
+            yield f"{name} fp8", model.with_quantization("fp8")
         yield f"{name} fp8 KV", model.with_kv_dtype(kv_dtype("fp8", load_hardware("h100")))
         yield f"{name} float32", model.with_dtype(4.0)
 

@@ -91,7 +91,7 @@ def test_fp8_products_have_a_rate_and_a_ridge_of_their_own() -> None:
     A layer's inputs are 2 x 4,096 of the hidden state, 4,096 of attention and 14,336 of the MLP, three bytes each.
     """
     plain = load_model("llama-3.1-8b")
-    model, hardware = plain.with_weights_of(1.0, "fp8"), load_hardware("h100")
+    model, hardware = plain.with_quantization("fp8"), load_hardware("h100")
     given = {"fp8_flops_per_s": 1e15, "fp8_roofline_exponent": 2.0, "fp8_quantize_bytes_per_s": 5e11}
     shipped = structs.replace(load_profile("h100-imported"), linear_factors=None, fp8_linear_factors=None)
     profile = with_constants(shipped, **given, fp8_layer_overhead_s=4e-5)
@@ -110,7 +110,7 @@ def test_fp8_products_have_a_rate_and_a_ridge_of_their_own() -> None:
 
 
 def test_without_an_fp8_rate_products_are_priced_at_that_of_16_bits() -> None:
-    model = load_model("llama-3.1-8b").with_weights_of(1.0, "fp8")
+    model = load_model("llama-3.1-8b").with_quantization("fp8")
     bare = load_profile("h100-imported")
     kept = {name: constant for name, constant in bare.constants.items() if not name.startswith("fp8")}
     cost = RooflineCost(model, load_hardware("h100"), structs.replace(bare, constants=kept), 1)

@@ -59,7 +59,7 @@ def test_a_mixture_whose_experts_are_not_priced_apart_has_none():
 
 
 def test_fp8_products_have_their_own_or_else_those_of_16_bits():
-    model = load_model("llama-3.1-8b").with_weights_of(1.0, "fp8")
+    model = load_model("llama-3.1-8b").with_quantization("fp8")
 
     def linear_s(**factors):
         profile = structs.replace(load_profile("h100-derived"), **factors)

@@ -528,12 +528,25 @@ def test_preemption_mode_is_refused_where_it_does_not_apply(tmp_path, capsys):
         assert words in refusal(capsys, tmp_path, "--policy", policy, "--preemption-mode", mode)
 
 
+def test_nvfp4_has_four_and_a_half_bits_a_weight_and_a_rate_of_its_own(tmp_path):
+    """The head keeps 16 bits. Of an H100, which has no such products, the run says that it does not know them."""
+    model = BASE | {"model": "llama-3.1-8b", "gpu": "b200"}
+    runs = [run(tmp_path / kind, model | {"quantization": kind}) for kind in ("fp8", "modelopt_fp4")]
+    assert runs[1]["scenario"]["quantization"] == "modelopt_fp4"
+    assert runs[1]["mean_tpot_ms"] < runs[0]["mean_tpot_ms"]
+    plain = load_model("llama-3.1-8b")
+    saved = plain.weight_bytes() - plain.with_quantization("nvfp4").weight_bytes()
+    assert saved == plain.linear_weight_bytes * (1 - 4.5 / 16)
+    old = run(tmp_path / "h100", model | {"gpu": "h100", "quantization": "modelopt_fp4"})
+    assert any("NVFP4 products are priced at the rate of 16 bits" in warning for warning in old["warnings"])
+
+
 def test_quantization_halves_the_weights_of_projections_and_nothing_else(tmp_path, capsys):
-    plain, fp8 = (load_model("llama-3.1-8b"), load_model("llama-3.1-8b").with_weights_of(1.0, "fp8"))
+    plain, fp8 = (load_model("llama-3.1-8b"), load_model("llama-3.1-8b").with_quantization("fp8"))
     assert fp8.linear_weight_bytes == plain.linear_weight_bytes / 2
     assert fp8.head_weight_bytes == plain.head_weight_bytes
     assert plain.weight_bytes() - fp8.weight_bytes() == plain.linear_weight_bytes / 2
-    assert fp8.with_weights_of(1.0, "fp8") == fp8
+    assert fp8.with_quantization("fp8") == fp8
     runs = [
         run(tmp_path / str(bool(more)), BASE | {"model": "llama-3.1-8b"} | more)
         for more in ({}, {"quantization": "fp8"})
@@ -543,4 +556,4 @@ def test_quantization_halves_the_weights_of_projections_and_nothing_else(tmp_pat
     assert runs[1]["scenario"]["num_gpu_blocks"] > runs[0]["scenario"]["num_gpu_blocks"]
     assert runs[1]["mean_tpot_ms"] < runs[0]["mean_tpot_ms"]
     with pytest.raises(UserError, match=r"--quantization fp8: llama-3.1-8b has weights of 0.5 bytes already"):
-        msgspec.structs.replace(plain, mlp_dtype_bytes=0.5).with_weights_of(1.0, "fp8")
+        msgspec.structs.replace(plain, mlp_dtype_bytes=0.5).with_quantization("fp8")

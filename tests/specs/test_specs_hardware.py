@@ -6,6 +6,7 @@ import pytest
 
 from sim.errors import UserError
 from sim.specs.hardware import BUILT_IN, DEVICES, built_in_hardware, gpu_called, load_hardware
+from sim.specs.quantization import PRODUCT_FORMATS
 
 NAMES = [
     "a100-40g",
@@ -33,9 +34,12 @@ def test_the_built_ins():
 def test_every_value_has_a_source_that_says_how_it_is_known(name):
     hardware = load_hardware(name)
     assert hardware.name == name
-    may_lack = hardware.compute_capability, hardware.fp8_flops_per_s
+    may_lack = hardware.compute_capability, hardware.fp8_flops_per_s, hardware.nvfp4_flops_per_s
     assert len(hardware.sources) == 7 + sum(value is not None for value in may_lack)
     assert (hardware.fp8_flops_per_s is not None) == ((hardware.compute_capability or 0) >= 8.9)
+    assert (hardware.nvfp4_flops_per_s is not None) == ((hardware.compute_capability or 0) >= 10)
+    own = [hardware.product_flops_per_s(kind) for kind in PRODUCT_FORMATS]
+    assert own == [rate or hardware.fp16_flops_per_s for rate in may_lack[1:]]
     for source in hardware.sources.values():
         assert source.split(": ")[0] in ("specification", "measured", "assumed")
 

@@ -146,7 +146,7 @@ def test_experts_with_biases_sinks_and_four_bits_by_hand(tmp_path):
     whole = 2 * (2 * (2 * 64 + 8 + router)) + 2 * 64
     assert model.weight_bytes(2) == (model.weight_bytes() - whole) / 2 + whole
     assert [(layers.num_layers, layers.window) for layers in model.kv_classes] == [(1, 128), (1, None)]
-    assert not model.fp8_products
+    assert (model.quantization, model.product_quantization) == ("mxfp4", "")
 
 
 def test_latent_attention_by_hand(tmp_path):
@@ -209,36 +209,46 @@ def compressed(weights, inputs):
 
 
 FLOAT8, INT8 = {"type": "float", "num_bits": 8}, {"type": "int", "num_bits": 8}
+FLOAT4, INT4 = {"type": "float", "num_bits": 4}, {"type": "int", "num_bits": 4, "group_size": 128}
 
 
 @pytest.mark.parametrize(
-    ("quantization", "share"),
+    ("quantization", "kind", "share"),
     [
-        ({"quant_method": "fp8"}, 1.0),
-        ({"quant_method": "fbgemm_fp8"}, 1.0),
-        ({"quant_algo": "FP8"}, 1.0),
-        (compressed(FLOAT8, FLOAT8), 1.0),
+        ({"quant_method": "fp8"}, "fp8", 1.0),
+        ({"quant_method": "fbgemm_fp8"}, "fp8", 1.0),
+        ({"quant_algo": "FP8"}, "fp8", 1.0),
+        (compressed(FLOAT8, FLOAT8), "fp8", 1.0),
+        ({"quant_algo": "NVFP4"}, "nvfp4", 1.0),
+        (compressed(FLOAT4, FLOAT4), "nvfp4", 1.0),
         # Weights alone: they are made 16 bits again before they are multiplied.
-        (compressed(FLOAT8, None), 0.0),
-        (compressed(INT8, INT8), 0.0),
-        ({"quant_algo": "NVFP4"}, 0.0),
-        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 0.0),
+        (compressed(FLOAT8, None), "", 0.0),
+        (compressed(FLOAT4, None), "", 0.0),
+        (compressed(INT8, INT8), "", 0.0),
+        (compressed(INT4, INT8), "", 0.0),
+        (compressed(INT4, None), "int4", 0.0),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "", 0.0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4", 0.0),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, "int4", 0.0),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "", 0.0),
         # Attention is left as it is: 10,240 of 28,672 weights of a layer.
-        ({"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}, 1 - 10240 / 28672),
-        (None, 0.0),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}, "fp8", 1 - 10240 / 28672),
+        ({"quant_algo": "NVFP4", "exclude_modules": ["*self_attn*"]}, "nvfp4", 1 - 10240 / 28672),
+        (None, "", 0.0),
     ],
 )
-def test_products_are_fp8_where_weights_and_activations_are(tmp_path, quantization, share):
+def test_products_are_quantised_where_weights_and_activations_are(tmp_path, quantization, kind, share):
     model = read(tmp_path, LLAMA | ({"quantization_config": quantization} if quantization else {}))
-    assert model.fp8_flops_share == pytest.approx(share)
+    assert model.quantization == kind
+    assert model.quantised_flops_share == pytest.approx(share)
 
 
 def test_an_fp8_router_is_no_product():
     """Of a mixture's FLOPs, all but the router's: DeepSeek-V2-Lite's 26 of 2,048 x 64 weights."""
     plain = load_model("deepseek-v2-lite")
-    fp8 = plain.with_weights_of(1.0, "fp8")
-    assert plain.fp8_flops_share == 0.0
-    assert fp8.fp8_flops_share == pytest.approx(1 - 2 * 26 * 2048 * 64 / plain.linear_flops_per_token)
+    fp8 = plain.with_quantization("fp8")
+    assert plain.quantised_flops_share == 0.0
+    assert fp8.quantised_flops_share == pytest.approx(1 - 2 * 26 * 2048 * 64 / plain.linear_flops_per_token)
 
 
 @pytest.mark.parametrize(
@@ -254,16 +264,39 @@ def test_an_fp8_router_is_no_product():
 def test_inputs_of_fp8_products_are_read_in_two_bytes_and_written_in_one(tmp_path, kept, tp, elements):
     quantization = {"quant_method": "fp8", "modules_to_not_convert": kept}
     model = read(tmp_path, LLAMA | {"quantization_config": quantization})
-    assert model.fp8_input_bytes_per_token(tp) == pytest.approx(2 * 3 * elements)
-    assert read(tmp_path, LLAMA).fp8_input_bytes_per_token(tp) == 0.0
+    assert model.quantised_input_bytes_per_token(tp) == pytest.approx(2 * 3 * elements)
+    assert read(tmp_path, LLAMA).quantised_input_bytes_per_token(tp) == 0.0
+    # NVFP4: 4.5 bits are written.
+    quantization = {"quant_algo": "NVFP4", "exclude_modules": kept}
+    model = read(tmp_path, LLAMA | {"quantization_config": quantization})
+    assert model.quantised_input_bytes_per_token(tp) == pytest.approx(2 * 2.5625 * elements)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kind", "bytes_per_weight"),
+    [
+        # Kimi K2.5's, and that of NVIDIA's mixtures: the experts alone.
+        (compressed({**INT4, "group_size": 32}, None) | {"ignore": ["re:.*self_attn.*"]}, "int4", 0.5625),
+        ({"quant_algo": "NVFP4", "exclude_modules": ["*self_attn*"]}, "nvfp4", 0.5625),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4", 0.5 + 2.5 / 128),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, None, 1 + 3 / 128),
+        # Half of the layers.
+        ({"quant_algo": "NVFP4", "exclude_modules": ["model.layers.0*"]}, None, (2 + 0.5625) / 2),
+    ],
+)
+def test_experts_have_the_kernels_of_their_format_where_all_are_in_it(tmp_path, quantization, kind, bytes_per_weight):
+    config = {"num_local_experts": 8, "num_experts_per_tok": 2, "model_type": "mixtral"}
+    model = read(tmp_path, LLAMA | config | {"quantization_config": quantization})
+    assert model.expert_quantization == kind
+    assert model.expert_dtype_bytes == pytest.approx(bytes_per_weight)
 
 
 def test_a_mixture_quantises_the_hidden_state_once_and_each_active_width():
     """DeepSeek-V2-Lite: 2,048 and a latent of 512 into attention, 16 heads of 128 out of it; a dense layer, 26 mixtures
     of six experts of 1,408 and shared ones of 2,816."""
-    model = load_model("deepseek-v2-lite").with_weights_of(1.0, "fp8")
+    model = load_model("deepseek-v2-lite").with_quantization("fp8")
     elements = 27 * (2048 + 512 + 16 * 128) + (2048 + 10944) + 26 * (2048 + 6 * 1408 + 2816)
-    assert model.fp8_input_bytes_per_token() == pytest.approx(3 * elements)
+    assert model.quantised_input_bytes_per_token() == pytest.approx(3 * elements)
 
 
 def test_layers_that_keep_a_state_by_hand(tmp_path):

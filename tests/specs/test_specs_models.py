@@ -29,7 +29,9 @@ PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "minimax-m2.5": 228_689_764_864,  # its checkpoint counts 13.9 million scales beside
+    "minimax-m2.5-nvfp4": 228_689_764_864,
     "deepseek-v3": 671_026_419_200,
+    "kimi-k2.5": 1_026_408_232_448,
     "qwen3.5-35b-a3b": 34_660_610_688,  # the language model of transformers, without vision and token prediction
 }
 

@@ -1,4 +1,4 @@
-"""FP8 weights and FP8 KV: planted constants come back, and the 16-bit ones stay as they are."""
+"""Quantised weights and FP8 KV: planted constants come back, and the 16-bit ones stay as they are."""
 
 import msgspec
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 from calib_small import A100, BASE, HARDWARE, THREE, noise, planted, shapes, spec, terms, timed
 
 from calib.fit import fit_profile
-from calib.fp8 import fit_fp8
+from calib.quantized import fit_quantised
 from calib.roofline import complete, ridge_s
 from calib.samples import Sample
 from sim.cost.model import CostModel
@@ -106,7 +106,7 @@ def test_fp8_kv_is_a_byte_an_element_in_reading_and_padding():
 
 def test_exact_products_alone_give_rates_and_exponent_back_and_leave_the_overhead():
     same = {"fp8_layer_overhead_s": A100["layer_overhead_s"] + ATTENTION_S}
-    found = fit_fp8(exactly(linear(), **same), MODELS, complete(A100))
+    found = fit_quantised(exactly(linear(), **same), MODELS, complete(A100))
     told = {name: value for name, value in PRODUCTS.items() if name != "fp8_layer_overhead_s"}
     assert values(found) == pytest.approx(told, rel=1e-4)
     assert found.residuals == pytest.approx({"fp8_linear_mape": 0.0, "unseen_model_fp8_linear_mape": 0.0}, abs=1e-4)
@@ -116,7 +116,7 @@ def test_exact_products_alone_give_rates_and_exponent_back_and_leave_the_overhea
 def test_exact_layers_give_every_constant_back(quantization):
     """FP8 KV under 16-bit weights too."""
     samples = exactly([*linear(), *layers(), *layers("fp8", quantization)])
-    found = fit_fp8(samples, MODELS, complete(A100))
+    found = fit_quantised(samples, MODELS, complete(A100))
     assert values(found) == pytest.approx(PRODUCTS | KV, rel=1e-3)
     phases = ("fp8_linear", "fp8_prefill", "fp8_decode", "fp8_kv_prefill", "fp8_kv_decode")
     assert found.residuals.keys() == {f"{start}{phase}_mape" for phase in phases for start in ("", "unseen_model_")}
@@ -127,7 +127,7 @@ def test_noisy_samples_hold_the_constants_within_their_intervals():
     samples = exactly([*linear(), *layers(), *layers("fp8")])
     factors = noise(np.random.default_rng(3), len(samples))
     samples = timed(samples, [s.latency_s * f for s, f in zip(samples, factors, strict=True)])
-    found = fit_fp8(samples, MODELS, complete(A100))
+    found = fit_quantised(samples, MODELS, complete(A100))
     estimates = {name: e for fit in found.fits for name, e in fit.estimates.items()}
     for name, true in (PRODUCTS | KV).items():
         assert estimates[name].low < true < estimates[name].high, name
@@ -135,7 +135,7 @@ def test_noisy_samples_hold_the_constants_within_their_intervals():
     assert 0.01 < found.residuals["fp8_decode_mape"] < 0.06
     two = [s for s in samples if s.model != "llama-2-70b"]
     assert len({s.model for s in two}) == 2
-    residuals = fit_fp8(two, MODELS, complete(A100)).residuals
+    residuals = fit_quantised(two, MODELS, complete(A100)).residuals
     for phase in ("linear", "prefill", "decode"):
         own, unseen = (residuals[f"{start}fp8_{phase}_mape"] for start in ("", "unseen_model_"))
         assert own < unseen < 3 * own
@@ -148,16 +148,35 @@ def test_sizes_off_the_ridge_have_factors_and_leave_the_constants():
     whole, products = exactly(linear(), **same), exactly(linear(), **none)
     slow = {64, 256, 1024}
     seconds = [s.latency_s + (s.new_tokens in slow) * p.latency_s for s, p in zip(whole, products, strict=True)]
-    found = fit_fp8(timed(whole, seconds), MODELS, complete(A100))
-    assert dict(found.factors or []) == pytest.approx({n: 2.0 if n in slow else 1.0 for n in TOKENS}, rel=0.05)
+    found = fit_quantised(timed(whole, seconds), MODELS, complete(A100))
+    assert dict(found.factors["fp8"]) == pytest.approx({n: 2.0 if n in slow else 1.0 for n in TOKENS}, rel=0.05)
     told = {name: value for name, value in PRODUCTS.items() if name != "fp8_layer_overhead_s"}
     assert values(found) == pytest.approx(told, rel=0.05)
     assert found.residuals["unseen_model_fp8_linear_mape"] < 0.02
 
 
+def test_nvfp4_is_fitted_beside_fp8_with_constants_of_its_own():
+    """Exact samples of both: each format's constants come back, whatever the other's."""
+    fp8 = [*linear(), *layers()]
+    nvfp4 = [msgspec.structs.replace(s, quantization="nvfp4") for s in fp8]
+    faster = {f"nvfp4_{name.removeprefix('fp8_')}": value for name, value in PRODUCTS.items()}
+    faster |= {"nvfp4_flops_per_s": 2.5 * PRODUCTS["fp8_flops_per_s"], "nvfp4_layer_overhead_s": 5e-5}
+    as_fp8 = {f"fp8_{name.removeprefix('nvfp4_')}": value for name, value in faster.items()}
+    seconds = [s.latency_s for s in exactly(nvfp4, **as_fp8)]
+    found = fit_quantised([*exactly(fp8), *timed(nvfp4, seconds)], MODELS, complete(A100))
+    assert values(found) == pytest.approx(PRODUCTS | faster, rel=1e-3)
+    assert {"nvfp4_linear_mape", "nvfp4_prefill_mape", "nvfp4_decode_mape"} <= found.residuals.keys()
+
+
+def test_nvfp4_over_fp8_kv_is_refused():
+    (sample, *_) = layers("fp8")
+    with pytest.raises(UserError, match="nvfp4 weights over FP8 KV are not fitted: time them over KV of 16 bits"):
+        fit_quantised([msgspec.structs.replace(sample, quantization="nvfp4")], MODELS, complete(A100))
+
+
 def test_no_samples_no_fit():
-    found = fit_fp8([], MODELS, complete(A100))
-    assert (found.fits, found.residuals) == ([], {})
+    found = fit_quantised([], MODELS, complete(A100))
+    assert (found.fits, found.residuals, found.factors) == ([], {}, {})
 
 
 def test_they_change_no_other_constant(tmp_path):
@@ -178,12 +197,12 @@ def test_they_change_no_other_constant(tmp_path):
 
 def test_whole_layers_are_refused():
     (sample, *_) = linear()
-    with pytest.raises(UserError, match="op 'layers' in FP8 cannot be priced: time op 'linear' or 'products'"):
-        fit_fp8([msgspec.structs.replace(sample, op="layers")], MODELS, complete(A100))
+    with pytest.raises(UserError, match="op 'layers' in fp8 cannot be priced: time op 'linear' or 'products'"):
+        fit_quantised([msgspec.structs.replace(sample, op="layers")], MODELS, complete(A100))
 
 
 def priced(profile: Profile, model: str, *, tp: int = 1, fp8_kv: bool = False) -> CostModel:
-    found = spec(model).with_weights_of(1.0, "fp8")
+    found = spec(model).with_quantization("fp8")
     return RooflineCost(found.with_kv_dtype(KV_DTYPES["fp8"]) if fp8_kv else found, load_hardware("h100"), profile, tp)
 
 
