@@ -4,8 +4,8 @@ python benchmarks/vllm_closed_loop.py FILE --served qwen3-32b-h100    # says so 
 
 FILE is ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0) or rows of it. Of vLLM's rows of a model it takes
 parallelism, input and output length, concurrency, TTFT and TPOT; `SERVED` has whose rows those are and how each was
-measured. Nothing is fitted to them. Left out are rows of several engines, of data-parallel attention and of 4-bit
-Kimi, and those of Llama-3.1-8B on H200: with as many clients as they say, prompts alone would take up to 1,707 TFLOP/s
+measured. Nothing is fitted to them. Left out are rows of several engines, of data-parallel attention and of Kimi on
+B200, and those of Llama-3.1-8B on H200: with as many clients as they say, prompts alone would take up to 1,707 TFLOP/s
 of a GPU of 1,979. So many were found in a prefix cache, and nothing says how many.
 """
 
@@ -121,10 +121,12 @@ class Served:
     options_of: Callable[[Row], dict[str, Any]] = _nothing
 
 
-def _llama_70b(system: str, max_num_seqs: int | None = None) -> Served:
-    """Labelled as Llama-3.1-70B, of Llama-3.3-70B: the shapes are the same. vLLM about 0.10.2; `70b_fp8_*.sh`."""
-    columns = {"model_path": "meta-llama/Llama-3.1-70B", "system": system, "precision": "fp8"}
-    options = {"model": "llama-3.1-70b", "quantization": "fp8", "kv_cache_dtype": "fp8"}
+def _llama_70b(system: str, max_num_seqs: int | None = None, precision: str = "fp8") -> Served:
+    """Labelled as Llama-3.1-70B, of Llama-3.3-70B: the shapes are the same. vLLM about 0.10.2; `70b_fp8_*.sh`, and
+    `70b_fp4_b200_docker.sh` with NVIDIA's checkpoint in NVFP4."""
+    columns = {"model_path": "meta-llama/Llama-3.1-70B", "system": system, "precision": precision}
+    quantization = {"fp8": "fp8", "fp4": "modelopt_fp4"}[precision]
+    options = {"model": "llama-3.1-70b", "quantization": quantization, "kv_cache_dtype": "fp8"}
     options |= {"max_num_batched_tokens": 8192, "max_num_seqs": max_num_seqs, "enable_prefix_caching": False}
     return Served(columns, INFERENCEMAX, options, options_of=_nothing if max_num_seqs else _seqs_as_clients)
 
@@ -144,20 +146,30 @@ def _gpt_oss_b200() -> Served:
     return Served(columns, INFERENCEMAX, options | {"enable_prefix_caching": False})
 
 
-def _minimax(system: str, version: str, **options: str | float) -> Served:
-    """Experts split over the group, not parallel; `minimaxm2.5_fp8_h200.sh` and `..._b200.sh` of spring 2026.
+def _kimi(system: str) -> Served:
+    """vLLM 0.16, experts in int4 by Marlin's kernels; `kimik2.5_int4_h200.sh` of March 2026."""
+    columns = {"model_path": "moonshotai/Kimi-K2.5", "system": system, "precision": "int4"}
+    options = {"model": "kimi-k2.5", "gpu_memory_utilization": 0.95, "enable_prefix_caching": False}
+    return Served(columns, INFERENCEMAX, options, options_of=_seqs_as_clients)
+
+
+def _minimax(system: str, version: str, precision: str = "fp8", **options: str | float) -> Served:
+    """Experts split over the group, not parallel; `minimaxm2.5_fp8_h200.sh`, `..._b200.sh` and `..._fp4_b200.sh` of
+    spring 2026, FP4 with NVIDIA's checkpoint, whose experts alone are in NVFP4.
 
     The first ones left the prefix cache on, in which a warm-up left one of the prompts.
     """
-    columns = {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": system, "precision": "fp8"}
+    columns = {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": system, "precision": precision}
     columns |= {"backend_version": version, "moe_ep_size": "1"}
-    return Served(columns, INFERENCEMAX, {"model": "minimax-m2.5", "enable_prefix_caching": False, **options})
+    model = {"fp8": "minimax-m2.5", "fp4": "minimax-m2.5-nvfp4"}[precision]
+    return Served(columns, INFERENCEMAX, {"model": model, "enable_prefix_caching": False, **options})
 
 
 SERVED = {
     "llama-3.3-70b-h100": _llama_70b("h100_sxm"),
     "llama-3.3-70b-h200": _llama_70b("h200_sxm"),
     "llama-3.3-70b-b200": _llama_70b("b200_sxm", max_num_seqs=512),
+    "llama-3.3-70b-b200-nvfp4": _llama_70b("b200_sxm", max_num_seqs=512, precision="fp4"),
     # vLLM 0.12 schedules in series unless asked (`SchedulerConfig.async_scheduling`), and sorts to sample: both models'
     # `generation_config.json` has top-k and top-p. The rows do not say how the servers were started. Other rows of the
     # same folder are of Dynamo 0.8.0, 23 January 2026: the settings assumed are those that its generator wrote then.
@@ -197,6 +209,9 @@ SERVED = {
     "minimax-m2.5-b300-vllm-0.19": replace(
         _minimax("b300_sxm", "0.19.0", block_size=32, kv_cache_dtype="fp8"), options_of=_two_prompts
     ),
+    "minimax-m2.5-b200-nvfp4": replace(_minimax("b200_sxm", "0.19.0", "fp4"), options_of=_two_prompts),
+    "minimax-m2.5-b300-nvfp4": replace(_minimax("b300_sxm", "0.19.0", "fp4"), options_of=_two_prompts),
+    "kimi-k2.5-h200": _kimi("h200_sxm"),
 }
 
 
