@@ -3,6 +3,7 @@
 
 import ctypes
 import threading
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 
 from gpu_runtime.kv import batched_copies, copy_engine, copy_worker
+from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces, prefers_staging
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
@@ -312,6 +314,20 @@ def test_a_sequence_waits_for_its_own_copies():
         transfers._under_way.append((SimpleNamespace(move=SimpleNamespace(seq=seq)), [handle]))
     transfers.wait(one)
     assert waited == [(one, ["a"]), (one, ["c"])]
+
+
+@pytest.mark.parametrize("broken", [(), (0,), (2,), (0, 1, 2)])
+def test_copies_went_well_where_none_failed(broken):
+    waited: list[int] = []
+
+    def wait(place: int) -> None:
+        waited.append(place)
+        if place in broken:
+            raise CopyFailed("broken")
+
+    handles = [SimpleNamespace(wait=partial(wait, place)) for place in range(3)]
+    assert KVCopies.went_well(None, handles) is (not broken)  # type: ignore[arg-type]
+    assert waited == [0, 1, 2]
 
 
 def test_rows_give_their_memory_back_and_unlock_it(engine):

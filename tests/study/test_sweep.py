@@ -19,6 +19,7 @@ from sim.errors import UserError
 from sim.study import sweep
 from sim.study.axes import read_study
 from sim.study.backends import outcomes
+from sim.study.cli import _told
 from sim.study.points import Task, code_hash, key_of, perform, setup_of
 from sim.study.tables import half_width
 from sim.systems.layerkv import LayerKV
@@ -396,3 +397,12 @@ def test_flags_that_do_not_fit_the_study_are_refused(tmp_path, capsys, flags, re
     assert kvtwin.main(command(path, tmp_path / "o", "--jobs", "1", *flags)) == 2
     error = capsys.readouterr().err
     assert refusal in error and error.count("\n") == 1
+
+
+def test_the_end_tells_five_reasons_and_how_many_more():
+    errors = ["e0", None, *(f"e{i}" for i in range(7)), "e0"]
+    assert [*_told("x", Path("out"), errors)] == [
+        "x: 10 runs, 9 of them failed; tables and figures are in out", "  3 failed: e0",
+        *(f"  1 failed: e{i}" for i in range(1, 5)), "  and 2 more reasons: column error of the table",
+    ]  # fmt: skip
+    assert len([*_told("x", Path("out"), [f"e{i}" for i in range(5)])]) == 6
