@@ -44,8 +44,9 @@ from sim.specs.quantization import PRODUCT_FORMATS  # noqa: E402
 DOCUMENT = ROOT / "docs" / "calibration.md"
 FIGURES = ROOT / "docs" / "figures"
 CONSTANTS = (
-    "flops_per_s", "attention_flops_per_s", "attention_tile_tokens", "attention_slots", "hbm_bytes_per_s",
-    "kv_bytes_per_s", "kv_padding_tokens", "fp8_flops_per_s", "fp8_roofline_exponent", "fp8_quantize_bytes_per_s",
+    "flops_per_s", "attention_flops_per_s", "attention_tile_tokens", "attention_slots", "attention_padding_tokens",
+    "attention_roofline_exponent", "hbm_bytes_per_s", "kv_bytes_per_s", "kv_padding_tokens", "kv_padding_waves",
+    "longest_kv_bytes_per_s", "fp8_flops_per_s", "fp8_roofline_exponent", "fp8_quantize_bytes_per_s",
     "fp8_layer_overhead_s", "nvfp4_flops_per_s", "nvfp4_roofline_exponent",
     "nvfp4_layer_overhead_s", "fp8_kv_bytes_per_s", "fp8_kv_padding_tokens", "fp8_kv_layer_overhead_s",
     "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",

@@ -5,8 +5,9 @@
 FOLDER holds what LLMServingSim (CASYS Lab, KAIST, MIT licence) published: `measured.csv` and `trace.csv`, 300 requests
 of a real server, row by row; `dense.csv`, `attention.csv` and `per_sequence.csv`, times of vLLM's kernels on the same
 card. The trace is replayed with vLLM v1's rules, its prefix cache and the server's limits; prices come from the kernel
-tables, as they are (form `table`) and through a roofline fitted to all of their rows. Nothing is fitted to the run. The
-engine's host is hidden behind the GPU: vLLM 0.19 schedules while it computes.
+tables, as they are (form `table`), through the shipped `rtx-4090-imported`, which is fitted to a ninth of their rows,
+and through a roofline fitted to all of them. Nothing is fitted to the run. The engine's host is hidden behind the GPU:
+vLLM 0.19 schedules while it computes.
 """
 
 import argparse
@@ -37,13 +38,13 @@ POLICY, SERIAL = "vllm-v1:async-scheduling=true", "vllm-v1:async-scheduling=fals
 
 
 def profiles(folder: Path) -> list[Profile]:
-    """A roofline fitted to the tables, and the tables themselves."""
+    """The shipped roofline, one fitted to all rows of the tables, and the tables themselves."""
     samples, provenance = import_samples(folder, MODEL, chosen=is_whole)
     base = load_profile(f"{GPU}-derived")
     report = fit_profile(
-        samples, folder, load_hardware(GPU), base, name="roofline", status="imported", provenance=provenance
+        samples, folder, load_hardware(GPU), base, name="roofline, all rows", status="imported", provenance=provenance
     )
-    return [report.profile, with_tables(report.profile, import_tables(folder, MODEL))]
+    return [load_profile(f"{GPU}-imported"), report.profile, with_tables(report.profile, import_tables(folder, MODEL))]
 
 
 def with_tables(profile: Profile, tables: KernelTables) -> Profile:
@@ -112,17 +113,17 @@ def compare(
 ) -> None:
     """Print what was measured, and beside it what the run of each profile gives; `setup` makes it of a profile."""
     there = summary(measured)
-    print(f"{'':<22}" + "".join(f"{name:>22}" for name in there))
-    print(f"{'measured':<22}" + "".join(f"{seconds:>13.4g} s       " for seconds in there.values()))
+    print(f"{'':<26}" + "".join(f"{name:>22}" for name in there))
+    print(f"{'measured':<26}" + "".join(f"{seconds:>13.4g} s       " for seconds in there.values()))
     with TemporaryDirectory() as scratch:
         for profile in found:
-            path = Path(scratch) / f"{profile.name}.json"
+            path = Path(scratch) / "profile.json"
             path.write_bytes(profile.to_json())
             for policy in policies:
                 here = summary(simulate(setup(path), policy))
                 cells = (f"{here[name]:>13.4g} s {100 * (here[name] / there[name] - 1):>+5.1f}%" for name in there)
                 name = profile.name + ", serial" * (policy == SERIAL)
-                print(f"{name:<22}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+                print(f"{name:<26}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from sim.specs.hardware import HardwareSpec
 COPY_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 OWN = (
     "layer_overhead_s",
+    "attention_idle_tile_s",
     *COPY_RATES,
     "copy_launch_s",
     "host_memcpy_bytes_per_s",

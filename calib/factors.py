@@ -12,7 +12,8 @@ from calib.robust import Array, Fit, Parameter, fit_relative
 from sim.cost.kernels import Point
 
 LEANS = 0.05
-"""Bias of a region from which factors are worth their freedom: below it the roofline alone says enough."""
+"""Bias of a region, or error of a phase left out, from which factors are worth their freedom: below it the roofline
+alone says enough."""
 
 
 def factors_at(points: Sequence[Point] | None, tokens: Array) -> Array:

@@ -24,10 +24,12 @@ from calib.holdout import (
     leave_rows_out,
     mean,
     mean_holdout,
+    misses,
     regions,
     small_predicts_large,
 )
 from calib.latents import LatentSample, fit_latents
+from calib.longest import fit_longest
 from calib.papers import PaperConstant, eq3_alpha, paper_constants
 from calib.quantized import fit_quantised
 from calib.robust import Array, Estimate, Fit
@@ -44,7 +46,9 @@ FITTED_OPS = ("layers", "products", "linear", "elementwise", "step", "lm_head", 
 """Operations that the roofline explains."""
 FIXED = (
     "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s", "attention_tile_tokens",
-    "attention_slots", "elementwise_bytes_per_s", "elementwise_launch_s",
+    "attention_slots", "attention_padding_tokens", "attention_roofline_exponent", "attention_idle_tile_s",
+    "kv_padding_waves", "longest_kv_bytes_per_s",
+    "elementwise_bytes_per_s", "elementwise_launch_s",
 )  # fmt: skip
 """Constants that count as the base has them where the samples do not tell them."""
 MOST_ERROR = 0.25
@@ -111,6 +115,8 @@ def fit_profile(
         UserError: samples too few, or of too few sizes, to tell the constants apart; it names what is missing.
     """
     models = load_models(samples, folder)
+    unlike = [s for s in samples if s.longest_context_tokens]
+    samples = [s for s in samples if not s.longest_context_tokens]
     timed = with_graphs([s for s in samples if s.op in FITTED_OPS and not s.beside])
     chosen = [s for s in timed if not s.is_quantised]
     check_enough(chosen)
@@ -121,7 +127,7 @@ def fit_profile(
         if fit is not None:
             estimates |= fit.estimates
             scatter |= dict.fromkeys(fit.estimates, fit.scatter)
-    fixed = {name: _value(name, estimates, base) for name in FIXED}
+    fixed = {name: _value(name, estimates, base) for name in FIXED} | {"l2_bytes": hardware.l2_bytes or 0.0}
     fit = fit_roofline(terms, measured, fixed=fixed, own_engine=status == "measured")
     estimates |= fit.estimates
     scatter |= dict.fromkeys(fit.estimates, fit.scatter)
@@ -131,7 +137,8 @@ def fit_profile(
     errors = errors_of(constants, terms, measured, factors)
     quantized = fit_quantised([s for s in timed if s.is_quantised], models, constants, factors)
     routed = fit_experts(experts)
-    for fit in [*quantized.fits, *(kind.fit for kind in routed)]:
+    longest = fit_longest(unlike, models, constants, factors)
+    for fit in [*quantized.fits, *([longest.fit] if longest.fit else ()), *(kind.fit for kind in routed)]:
         estimates |= fit.estimates
         scatter |= dict.fromkeys(fit.estimates, fit.scatter)
     papers = paper_constants([s for s in samples if not s.is_quantised], models, hardware, constants)
@@ -153,6 +160,7 @@ def fit_profile(
         range=range_of(chosen),
         residuals=_residuals(chosen, errors, (by_model, by_rows), large, found)
         | quantized.residuals
+        | longest.residuals
         | {name: error for kind in routed for name, error in kind.residuals.items()},
         all_reduce=all_reduce_points(samples) or base.all_reduce,
         linear_factors=factors,
@@ -193,14 +201,15 @@ def _factors(
 ) -> tuple[list[Point] | None, dict[str, Holdout], dict[str, Holdout]]:
     """Factors of products' tokens where they pay, and errors on models left out, or on rows where there is one only.
 
-    They pay where the fit without them leans, and what is left out is predicted better with them.
+    They pay where the fit without them leans or misses what is left out, and predicts that better with them.
     """
     by_model = leave_one_model_out(samples, terms, measured, fixed=fixed)
-    if not leans(regions(samples, errors_of(constants, terms, measured))):
-        return None, by_model, {}
     left_out = leave_one_model_out if by_model else leave_rows_out
+    alone = by_model or left_out(samples, terms, measured, fixed=fixed)
+    if not leans(regions(samples, errors_of(constants, terms, measured))) and not misses(alone):
+        return None, by_model, {}
     held_out = left_out(samples, terms, measured, fixed=fixed, factored=True)
-    if is_better(held_out, by_model or left_out(samples, terms, measured, fixed=fixed)):
+    if is_better(held_out, alone):
         return fit_linear_factors(constants, terms, measured), *((held_out, {}) if by_model else ({}, held_out))
     return None, by_model, {}
 

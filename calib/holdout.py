@@ -175,6 +175,12 @@ def leans(found: Sequence[Region], *, whole: bool = True) -> bool:
     return any((region.is_pass or not whole) and abs(region.bias) > LEANS for region in found)
 
 
+def misses(parts: Mapping[str, Holdout]) -> bool:
+    """Whether a phase that was left out is predicted badly."""
+    found = mean_holdout(parts)
+    return any(error > LEANS for error in (found.prefill, found.decode, found.mixed))
+
+
 def is_better(parts: Mapping[str, Holdout], than: Mapping[str, Holdout]) -> bool:
     """Whether held-out errors are less, all phases together."""
     mine, theirs = mean_holdout(parts), mean_holdout(than)

@@ -23,6 +23,7 @@ from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.terms import Terms
 from sim.cost.kernels import Point
 from sim.cost.profile import OPTIONAL
+from sim.cost.roofline import READ_ANEW, SPLIT_BELOW
 
 MOST_EXPONENT = 50.0
 """Beyond this the ridge is a corner: max(compute, memory)."""
@@ -82,15 +83,40 @@ def fit_linear_factors(constants: Mapping[str, float], terms: Terms, measured_s:
 def attention_s(constants: Mapping[str, float], terms: Terms) -> Array:
     """Seconds of attention, shape (samples,): prompts' kernel and decodes', or one for both where tiles are known."""
     flops, tile = constants["attention_flops_per_s"], constants["attention_tile_tokens"]
-    read_s = (terms.kv_bytes + constants["kv_padding_tokens"] * terms.padding_bytes) / constants["kv_bytes_per_s"]
+    slots, waves = constants["attention_slots"], constants["kv_padding_waves"]
+    share = np.minimum(1.0, waves * slots / (terms.kv_heads * np.maximum(terms.decodes, 1.0))) if slots else 1.0
+    padding_bytes = constants["kv_padding_tokens"] * share * terms.padding_bytes
+    read_s = (terms.kv_bytes + padding_bytes) / constants["kv_bytes_per_s"]
     apart_s = terms.attention_flops / flops + read_s
     if not tile:
         return apart_s
-    slots = constants["attention_slots"]
-    rows = np.maximum(terms.new_tokens, tile) * terms.row_flops + tile * terms.decode_row_flops
+    # Bytes of the tiles' padding over bytes of the contexts.
+    padded = constants["attention_padding_tokens"] * np.divide(
+        terms.padding_bytes, terms.kv_bytes, out=np.zeros_like(read_s), where=terms.decodes > 0
+    )
+    rows = np.maximum(terms.new_tokens, tile) * terms.row_flops + tile * terms.decode_row_flops * (1.0 + padded)
     compute_s = np.maximum(rows, tile * slots * terms.walk_flops) / flops
-    reads = np.clip(terms.decodes * terms.heads_per_kv / slots, 1.0, terms.heads_per_kv) if slots else 1.0
-    return np.where((terms.row_flops > 0) & (terms.heads_per_kv > 0), compute_s + reads * read_s, apart_s)
+    together = (terms.row_flops > 0) & (terms.heads_per_kv > 0)
+    heads, longest_s = terms.layers * terms.kv_heads * terms.heads_per_kv, 0.0
+    if slots:
+        idle = np.maximum(0.0, terms.new_tokens / tile - 1.0) * terms.decodes
+        compute_s = compute_s + constants["attention_idle_tile_s"] * idle * heads / slots
+        reads = np.clip(terms.decodes * terms.heads_per_kv / slots, 1.0, terms.heads_per_kv)
+        read_s = read_s * (1.0 + (reads - 1.0) * _anew(terms.head_kv_bytes, constants["l2_bytes"]))
+        whole = terms.kv_heads * terms.decodes >= SPLIT_BELOW * slots
+        longest_s = np.where(
+            together,
+            tile * slots * terms.longest_flops / flops,
+            np.where(whole, terms.longest_bytes / constants["longest_kv_bytes_per_s"], 0.0),
+        )
+    together_s = ridge_s(compute_s, read_s, constants["attention_roofline_exponent"])
+    return np.where(together, together_s, apart_s) + longest_s
+
+
+def _anew(head_kv_bytes: Array, l2_bytes: float) -> Array:
+    """Share of a KV head's bytes that L2 has lost when the next query heads read them."""
+    first, last = READ_ANEW
+    return np.clip((head_kv_bytes / l2_bytes - first) / (last - first), 0.0, 1.0) if l2_bytes else np.ones(1)
 
 
 def ridge_s(compute_s: Array, memory_s: Array, exponent: float | Array) -> Array:
@@ -114,17 +140,18 @@ def fit_roofline(
         terms: of the samples, each timed alone.
         measured_s: medians, shape (samples,).
         form: a key of `FORMS`.
-        fixed: constants that others tell: of all-reduces, which matter only where whole steps of several GPUs were
-            timed, and those of `OPTIONAL` that these samples say nothing about.
+        fixed: what others tell: constants of all-reduces, which matter only where whole steps of several GPUs were
+            timed, those of `OPTIONAL` that these samples say nothing about, and the GPU's `l2_bytes` (else 0).
         own_engine: whole steps are our own engine's, whose host takes time for every sequence.
 
     Returns:
         Estimates of flops_per_s, attention_flops_per_s, hbm_bytes_per_s, kv_bytes_per_s, kv_padding_tokens,
-        roofline_exponent, layer_overhead_s, step_overhead_s, step_s_per_sequence, attention_tile_tokens,
-        attention_slots, elementwise_bytes_per_s and elementwise_launch_s; those the samples say nothing about are left
-        out (attention, where prompts are short; the step, where no whole step was timed, or where all had as many
-        layers: then the layers' overhead holds both; tiles, where no decodes ran beside prompts; what lies between
-        products, where it was not timed apart).
+        kv_padding_waves, roofline_exponent, layer_overhead_s, step_overhead_s, step_s_per_sequence,
+        attention_tile_tokens, attention_slots, attention_padding_tokens, attention_roofline_exponent,
+        elementwise_bytes_per_s and elementwise_launch_s; those the samples say nothing about are left out (attention,
+        where prompts are short; the step, where no whole step was timed, or where all had as many layers: then the
+        layers' overhead holds both; tiles, where no decodes ran beside prompts; what lies between products, where it
+        was not timed apart).
     """
     if form == "no activations":
         terms = without_activations(terms)
@@ -142,15 +169,17 @@ def fit_roofline(
             found = fit_relative(predicted, measured_s, parameters)
     if "kv_bytes_per_s" in parameters and not all(found.estimates[name].told for name in RATES):
         # Few samples tell one rate of memory only.
-        del parameters["kv_bytes_per_s"], parameters["kv_padding_tokens"]
+        for name in ("kv_bytes_per_s", "kv_padding_tokens", "kv_padding_waves"):
+            parameters.pop(name, None)
         found = fit_relative(predicted, measured_s, parameters)
-    return Fit(with_exponent(found.estimates, "roofline_exponent"), found.scatter)
+    estimates = with_exponent(found.estimates, "roofline_exponent")
+    return Fit(with_exponent(estimates, "attention_roofline_exponent", "attention_overlap"), found.scatter)
 
 
-def with_exponent(found: Mapping[str, Estimate], name: str) -> dict[str, Estimate]:
+def with_exponent(found: Mapping[str, Estimate], name: str, inverse: str = "overlap") -> dict[str, Estimate]:
     """Estimates with a ridge's exponent p under this name instead of 1/p, which is searched, for its finite limits."""
     estimates = dict(found)
-    overlap = estimates.pop("overlap", None)
+    overlap = estimates.pop(inverse, None)
     if overlap is not None:
         p = 1.0 / overlap.value
         stderr = None if overlap.stderr is None else overlap.stderr * p * p
@@ -174,6 +203,10 @@ def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Paramet
     if np.any((terms.row_flops > 0) & (terms.decodes > 0)):
         parameters["attention_tile_tokens"] = Parameter(64.0, 1.0, 1024.0)
         parameters["attention_slots"] = Parameter(128.0, 1.0)
+        if "kv_padding_tokens" in parameters:
+            parameters["kv_padding_waves"] = Parameter(2.0, 0.1, 100.0)
+        parameters["attention_padding_tokens"] = Parameter(128.0, 0.0, log=False)
+        parameters["attention_overlap"] = Parameter(0.4, 1 / MOST_EXPONENT, 1.0, log=False)
     apart = (terms.elementwise_layers > 0) & (terms.layers == 0)
     if apart.any():
         parameters["elementwise_bytes_per_s"] = Parameter(fastest(terms.elementwise_bytes[apart], measured_s[apart]))
@@ -188,10 +221,11 @@ def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Paramet
 
 
 def complete(values: Mapping[str, float]) -> dict[str, float]:
-    """All constants that `predict_s` needs: fitted ones, and what their absence means for the rest."""
-    exponent = values.get("roofline_exponent") or 1.0 / values.get("overlap", 1.0 / MOST_EXPONENT)
-    values = {"roofline_exponent": exponent, **values}
-    found = {"attention_flops_per_s": values["flops_per_s"], "layer_overhead_s": 0.0, **NO_ALL_REDUCE}
+    """All constants that `predict_s` needs: fitted ones, and what their absence means for the rest; with `l2_bytes`."""
+    values = {"roofline_exponent": 1.0 / values.get("overlap", 1.0 / MOST_EXPONENT), **values}
+    if "attention_overlap" in values:
+        values["attention_roofline_exponent"] = 1.0 / values["attention_overlap"]
+    found = {"attention_flops_per_s": values["flops_per_s"], "layer_overhead_s": 0.0, "l2_bytes": 0.0, **NO_ALL_REDUCE}
     found |= {name: absent for name, absent in OPTIONAL.items() if not isinstance(absent, str)}
     found |= values
     for name, absent in OPTIONAL.items():

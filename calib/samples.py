@@ -17,6 +17,7 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 | `context_tokens` | tokens cached before, per sequence | 0 |
 | `decodes` | sequences that decode beside, in the same iteration: one token each | 0 |
 | `decode_context_tokens` | tokens cached before, for each of them | 0 |
+| `longest_context_tokens` | cached before the longest decode, where the above is their mean | 0, alike |
 | `num_bytes` | bytes moved, all pieces together | 0 |
 | `num_copies` | pieces they were moved in | 1 |
 | `memory` | host memory: `pinned` or `pageable` | pinned |
@@ -91,6 +92,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     context_tokens: int = 0
     decodes: int = 0
     decode_context_tokens: int = 0
+    longest_context_tokens: int = 0
     num_bytes: float = 0.0
     num_copies: int = 1
     memory: str = "pinned"
@@ -297,6 +299,12 @@ def _shape_fault(sample: Sample) -> str:
             )
         if sample.decode_context_tokens and not sample.decodes:
             return f"decode_context_tokens = {sample.decode_context_tokens}, but decodes = 0: say how many decode"
+        if longest := sample.longest_context_tokens:
+            mean = sample.decode_context_tokens if sample.decodes else sample.context_tokens
+            if not (sample.decodes or sample.is_decode) or longest < mean:
+                return (
+                    f"longest_context_tokens = {longest}, but decodes have {mean} in the mean: give the longest, or 0"
+                )
         if sample.new_tokens < 1:
             return f"new_tokens = {sample.new_tokens}, but op {sample.op!r} computes tokens: give 1 or more"
     if sample.op in COPY_OPS and sample.num_bytes <= 0:

@@ -20,7 +20,7 @@ from sim.specs.models import BUILT_IN, ModelSpec, load_model
 Array = NDArray[np.float64]
 
 
-NO_ATTENTION = (0.0,) * 7 + (1.0,)
+NO_ATTENTION = (0.0,) * 10 + (1.0, 1.0)
 """`Terms.row_flops` to `Terms.heads_per_kv` of what attends to nothing."""
 
 
@@ -38,7 +38,11 @@ class Terms:
         decode_row_flops, decodes: the same of those that decode beside them, a row each, and how many there are.
         walk_flops: one row of one head over the longest context of such a sample.
         kv_bytes, padding_bytes: KV cache read by decodes, and one token of each of them.
-        heads_per_kv: query heads that share keys and values; 0 for latents, whose kernels have other tiles.
+        head_kv_bytes: what one KV head of one layer has of `kv_bytes`.
+        longest_bytes, longest_flops: what one KV head of the timed layers has, and one row of one head computes, of the
+            longest decode beyond their mean; beside prompts, beyond the longest of these too.
+        kv_heads, heads_per_kv: heads of keys and values on a GPU, and query heads that share one; 0 of the latter for
+            latents, whose kernels have other tiles.
         head_flops, head_bytes: LM head, where it was timed.
         reduced_bytes, gpus: per all-reduce of a whole step, two a layer; none where a single GPU's layers were timed.
         layers, elementwise_layers, steps: how often the overhead per layer and per step was paid.
@@ -58,6 +62,10 @@ class Terms:
     walk_flops: Array
     kv_bytes: Array
     padding_bytes: Array
+    head_kv_bytes: Array
+    longest_bytes: Array
+    longest_flops: Array
+    kv_heads: Array
     heads_per_kv: Array
     head_flops: Array
     head_bytes: Array
@@ -151,9 +159,11 @@ def _attention(sample: Sample, model: ModelSpec, share: float) -> tuple[float, .
     pair_flops = share * model.attention_flops_per_token_pair / tp
     decodes = sample.batch_size if sample.is_decode else sample.decodes
     context = (sample.context_tokens if sample.is_decode else sample.decode_context_tokens) + 1
-    token_bytes = sample.num_layers * model.kv_bytes_per_token_layer(tp)
+    layer_bytes, kv_heads = model.kv_bytes_per_token_layer(tp), max(1, model.num_kv_heads // tp)
+    token_bytes = sample.num_layers * layer_bytes
     chunks = 0 if sample.is_decode else sample.batch_size
     longest = max((sample.context_tokens + sample.new_tokens) if chunks else 0, context if decodes else 0)
+    beyond = max(0, sample.longest_context_tokens + 1 - longest) if sample.longest_context_tokens else 0
     return (
         chunks * (sample.context_tokens + (sample.new_tokens + 1) / 2) * pair_flops,
         float(sample.new_tokens),
@@ -162,5 +172,9 @@ def _attention(sample: Sample, model: ModelSpec, share: float) -> tuple[float, .
         longest * pair_flops / heads if chunks else 0.0,
         decodes * context * token_bytes,
         decodes * token_bytes,
-        0.0 if model.mla else heads / max(1, model.num_kv_heads // tp),
+        decodes * context * layer_bytes / kv_heads,
+        beyond * token_bytes / kv_heads,
+        beyond * pair_flops / heads,
+        float(kv_heads),
+        0.0 if model.mla else heads / kv_heads,
     )

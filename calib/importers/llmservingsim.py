@@ -6,17 +6,18 @@ their context, both at once included) and `per_sequence.csv` (LM head and sample
 GPU of N, without all-reduces.
 
 - `samples` composes layers: matrix products and attention (`products`), what lies between them (`elementwise`), and LM
-  head with sampler (`lm_head`).
+  head with sampler (`lm_head`). Where `skew.csv` is there, decodes of two lengths become samples too.
 - `tables` takes the kernels as they are, for a profile of form `table`.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from calib.importers.tables import Table
 from calib.samples import Sample
-from sim.cost.kernels import KernelTables
+from sim.cost.kernels import KernelTables, grid_of, value_at
 from sim.errors import UserError
 from sim.specs.models import load_model
 
@@ -32,6 +33,12 @@ SAMPLED_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SAMPLED_DECODES = (1, 4, 16, 32, 64, 128)
 SAMPLED_CONTEXTS = (0, 128, 1024, 8192)
 """Points of the grids that become samples; the others are there to test a fit on."""
+
+UNLIKE_CHUNKS = (64, 512, 2048)
+UNLIKE_CONTEXTS = (512, 2048)
+"""Chunks, without a context, and shorter of two contexts of which mixed rows of `skew.csv` become samples."""
+MOST_APART = 0.1
+"""By how much two of the folder's tables may differ where both have timed the same."""
 
 LEAST_CONTEXT_TOKENS = 128
 """Decodes after less than one tile of keys are no samples: they cost as much as after one."""
@@ -86,6 +93,8 @@ def import_samples(
             beside = {"decodes": decodes, "decode_context_tokens": context if decodes else 0}
             shape = {"new_tokens": chunk, "context_tokens": cached, **beside}
         samples.append(Sample(op="products", latency_s=total_s, **shape, **common))
+    if (folder / "skew.csv").exists():
+        samples += _unlike(folder / "skew.csv", attention, products, common)
     samples += [
         Sample(op="lm_head", latency_s=seconds, batch_size=sequences, new_tokens=1, **common)
         for sequences, seconds in _sum(heads, dict.fromkeys(HEAD, 1)).items()
@@ -96,6 +105,45 @@ def import_samples(
         "shapes": f"{model_name}, tensor parallel size {tp}",
         "missing": "all-reduces, PCIe copies, engine overhead: not in the tables",
     }
+
+
+def _unlike(
+    path: Path, attention: Mapping[Shape, float], products: Curve, common: Mapping[str, str | int]
+) -> list[Sample]:
+    """Decodes of two lengths, alone and beside a chunk. The file's times are sums over as many runs as were timed.
+
+    Raises:
+        UserError: the like decodes among them are not a whole number of times those of `attention.csv`.
+    """
+    columns = ("n", "pc", "kp", "kvs", "kv_big", "kv_mean")
+    table = Table(path, (*columns, "t_mean_us", "t_skew_us"))
+    rows = [tuple(table.integer(row, column) for column in columns) for row in range(len(table))]
+    grids = {
+        bool(chunk): grid_of([(*shape, s) for shape, s in sorted(attention.items()) if bool(shape[0]) == bool(chunk)])
+        for chunk in (0, 1)
+    }
+    shares = []
+    for row, (decodes, chunk, cached, _, _, mean) in enumerate(rows):
+        known_s = value_at(grids[bool(chunk)], (chunk, cached, decodes, mean))
+        shares.append(table.number(row, "t_mean_us") * US / known_s)
+    share = median(shares)
+    runs = max(1, round(share))
+    if abs(share / runs - 1) > MOST_APART:
+        raise UserError(f"{path}: its decodes of one length take {share:.2f} times those of attention.csv: other runs")
+    found = []
+    for row, (decodes, chunk, cached, shortest, longest, mean) in enumerate(rows):
+        linear_s = _at(products, chunk + decodes)
+        if linear_s is None or (chunk and (chunk not in UNLIKE_CHUNKS or cached or shortest not in UNLIKE_CONTEXTS)):
+            continue
+        if chunk:
+            shape = {"new_tokens": chunk, "decodes": decodes, "decode_context_tokens": mean}
+        else:
+            shape = {"batch_size": decodes, "new_tokens": 1, "context_tokens": mean}
+        seconds = linear_s + table.number(row, "t_skew_us") * US / runs
+        found.append(
+            Sample(op="products", latency_s=seconds, longest_context_tokens=longest, **shape, **common)  # pyright: ignore[reportArgumentType]
+        )
+    return found
 
 
 def import_tables(folder: Path, model_name: str, tp: int = 1) -> KernelTables:

@@ -85,6 +85,12 @@ def _linear(cost: LinearCost) -> LinearPrice:
 def _tangents(cost: RooflineCost) -> list[LinearPrice]:
     base_s, sequence_s = _host(cost)
     found = []
+    # Padding that not all decodes pay is left out.
+    context_s, padding_s = cost.full_s_per_token, cost.kv_padding_s if cost.most_padded == inf else 0.0
+    if cost.tile_tokens and cost.attention_exponent > 1.0:
+        # Beside a prompt tiles are computed while KV is read: the longer counts, and the shorter is always due.
+        tile_s = cost.tile_tokens * cost.attention_s_per_pair
+        context_s, padding_s = min(context_s, tile_s), min(padding_s, tile_s * cost.tile_padding_tokens)
     linear, head = tangents(cost.linear_exponent, LINEAR_TANGENTS), tangents(cost.exponent, HEAD_TANGENTS)
     if cost.factor_points:
         shares = [_share_below(cost, *tangent) for tangent in linear]
@@ -114,9 +120,9 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
                 # Layers that see a prompt's last token only may see none of these.
                 token_s * (1.0 - cost.last_token_share) + reduced_s + state_token_s,
                 sequence_s,
-                token_s + reduced_s + head_s + cost.kv_padding_s + sequence_s + state_s,
-                cost.full_s_per_token,
-                max(0.0, cost.full_s_per_token - cost.unread_s_per_token),
+                token_s + reduced_s + head_s + padding_s + sequence_s + state_s,
+                context_s,
+                max(0.0, context_s - cost.unread_s_per_token),
                 cost.window_s_per_token,
                 fixed_s,
             )
@@ -158,13 +164,16 @@ def _beside_prompts(
 ) -> list[LinearPrice]:
     """Prices with one tangent for prompts' tokens and another for the rest, where decodes beside a prompt cost more.
 
-    One kernel for both computes a tile of rows for each decode: `tile_s` a token of its context. An iteration without
-    prompts takes at least price a; with prompts it takes b and the tiles. Let the tokens be b's and the fixed time a's,
-    F_a s / B with s of B blocks held. With F_a <= F_b + tile_s block_size B, the tiles of s blocks make up for what b's
-    fixed time lacks, but for what the last block of each decode may not hold: that is taken off its own price.
+    One kernel for both computes a tile of rows for each decode, which takes `tile_s` a token of its context longer than
+    the price says. An iteration without prompts takes at least price a; with prompts it takes b and the tiles. Let the
+    tokens be b's and the fixed time a's, F_a s / B with s of B blocks held. With F_a <= F_b + tile_s block_size B, the
+    tiles of s blocks make up for what b's fixed time lacks, but for what the last block of each decode may not hold:
+    that is taken off its own price.
     """
     tile_s = cost.tile_tokens * cost.attention_s_per_pair
-    if not tile_s:
+    if cost.attention_exponent > 1.0:
+        tile_s -= prices[0].context_s
+    if tile_s <= 0.0:
         return []
     found = []
     most_s = tile_s * block_size * num_blocks

@@ -71,7 +71,7 @@ class LinearCost(CostModel):
         return self.prelude_base_s + self.prelude_s_per_token * (plan.prefill_tokens + plan.decode_context_tokens)
 
     def decode_run(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
         read: float = context_tokens
         growing: float = num_decodes
@@ -113,6 +113,7 @@ class PaperCost(RooflineCost):
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__(model, hardware, profile, tp)
+        self.follows_longest = False
         h, layers = model.hidden_size, model.num_layers
         peak = tp * hardware.fp16_flops_per_s
         scale = profile.value("alpha") / peak
@@ -129,7 +130,7 @@ class PaperCost(RooflineCost):
         return prefill + self.decode_run(num_decodes, plan.decode_context_tokens)[0]
 
     def decode_run(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
         slope = self.eq3_decode_s_per_context_token
         return self.eq3_decode_s * num_decodes + slope * context_tokens, slope * num_decodes

@@ -55,6 +55,8 @@ class CostModel(ABC):
     """All-reduces in one iteration."""
     has_kinks: bool = False
     """Whether decodes' durations bend with their context: then `straight_steps` says where."""
+    follows_longest: bool = False
+    """Whether decodes of unlike contexts take longer than alike ones: then plans say the longest."""
     copies_beside_compute: bool = True
     """Whether copies run while the device computes; else it makes them itself, one after the other."""
     host: "Host | None" = None
@@ -77,18 +79,19 @@ class CostModel(ABC):
 
     @abstractmethod
     def decode_run(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
         """First duration (s) and growth (s per iteration) of decode iterations of a batch that stays the same.
 
-        `window` is what layers with a sliding window read, where the model has any.
+        `window` is what layers with a sliding window read, where the model has any; `longest_tokens` the longest of
+        the contexts, where the cost follows it (0: all are alike).
         """
 
     def decode_steps(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
         """`decode_run` with host time that is not hidden: how long the iterations last, where nothing else moves."""
-        first_s, slope_s = self.decode_run(num_decodes, context_tokens, window)
+        first_s, slope_s = self.decode_run(num_decodes, context_tokens, window, longest_tokens)
         return first_s + self.added_host_s(num_decodes), slope_s
 
     def straight_steps(self, num_decodes: int, context_tokens: int) -> float:

@@ -348,7 +348,9 @@ class Pricer:
 
         Then `more` of them, where the next is scheduled before the last begins.
         """
-        first_s, slope_s = self.cost.decode_run(plan.num_decodes, plan.decode_context_tokens, plan.decode_window)
+        first_s, slope_s = self.cost.decode_run(
+            plan.num_decodes, plan.decode_context_tokens, plan.decode_window, plan.decode_longest_tokens
+        )
         if plan.decode_shared_tokens:
             first_s -= self.cost.unread_s(plan.decode_shared_tokens)
         first_s += plan.lookup_s

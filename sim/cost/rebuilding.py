@@ -22,6 +22,7 @@ def kernels_s(cost: CostModel, plan: IterationPlan, record: Rebuilt, compute_s: 
         return compute_s + share * cost.iteration_s(again)
     again.num_decodes, again.decodes = plan.num_decodes, plan.decodes
     again.decode_context_tokens, again.decode_window = plan.decode_context_tokens, plan.decode_window
+    again.decode_longest_tokens = plan.decode_longest_tokens
     return compute_s + share * max(0.0, cost.iteration_s(again) - compute_s) * record.fused_loss
 
 

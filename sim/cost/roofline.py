@@ -13,16 +13,22 @@ T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) +
   constants of their type of weights (`Profile.experts`). These kernels choose experts, quantise inputs, activate and
   sum as well, so that nothing else counts that. Where no such kernel was timed, experts are linear layers with W of
   those met, and no factors count.
-- Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. KV that
-  needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector operations /
-  (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those were timed;
-  latents of 16 bits with constants of their own kernels where the profile has them (`sim.cost.latents`).
+- Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. Where
+  `kv_padding_waves` is given, only as many do as fill the `attention_slots` so often: the rest start while others
+  read. KV that needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector
+  operations / (F / 16), bytes / H_kv) for each token read; FP8 KV at its own rate, padding and overhead, where those
+  were timed; latents of 16 bits with constants of their own kernels where the profile has them (`sim.cost.latents`).
 - Layers that keep a state read no KV: their projections are linear layers, their kernels `sim.cost.gated_delta_net`.
 - Prompts: query-context pairs / (G F_attn). Where `attention_tile_tokens` is given, one kernel does prompts and decodes
   (FlashAttention-2's for lengths that vary): a tile of so many rows costs the same however few of them are used, a
-  decode's row as well; one head of one tile walks its whole context on one of `attention_slots`; and decodes' query
-  heads read their shared KV anew, where more of them run than slots. Its computing and reading do not overlap. Else
-  prompts' and decodes' kernels run in turn, as they do where layers differ in their KV.
+  decode's row as well, over its context and `attention_padding_tokens`; one head of one tile walks its whole context on
+  one of `attention_slots`. The grid has the longest chunk's tiles for every sequence: idle ones hold a slot for
+  `attention_idle_tile_s`. Heads go one after the other: where a batch does not leave slots for all query heads of a KV
+  head, those to come read its KV anew, unless L2 holds it. Computing and reading make a ridge of its own. Else prompts'
+  and decodes' kernels run in turn, as they do where layers differ in their KV.
+- Decodes of unlike contexts (`longest_kv_bytes_per_s` given): the longest is the last to end. Alone, and where there
+  are too many for the kernel to split them, a block reads what it has more than the mean at a rate of its own. Beside
+  prompts one head of its tile walks what it has more than the mean, or than the longest of these.
 - All-reduces, two a layer: as measured where the profile has points of G GPUs. Else launch + 2 (G-1) latency + r / X
   + 2 sqrt(chunk r / X), r = 2 (G-1)/G bytes: a pipeline whose chunks have the best size.
 """
@@ -41,6 +47,11 @@ from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVFormat, window_pairs
 from sim.specs.models import ModelSpec
 
+SPLIT_BELOW = 1.6
+"""Blocks for each multiprocessor below which FlashAttention-2 splits contexts among several: 0.8 of two."""
+READ_ANEW = (0.8, 1.3)
+"""A KV head's bytes, over those of L2, from which and up to which ever more of it is read anew (LLMServingSim's kernels
+on RTX 4090 and RTX PRO 6000: 64 and 128 decodes after 1,024 to 4,096 tokens)."""
 VECTOR_SHARE = 1 / 16
 """Vector operations a second, of the tensor cores' FLOP/s (an assumption: A100 19.5 of 312 TFLOPS, H100 67 of 989).
 They dequantise KV that no kernel was timed with."""
@@ -95,7 +106,7 @@ class RooflineCost(CostModel):
             self.attention_s_per_pair = self.latents.prefill_s_per_pair
             self.added_s_per_token += self.latents.joined_s_per_token
         self._set_kv(model, model.kv_format(tp), profile)
-        self._set_tiles(model, profile, tp)
+        self._set_tiles(model, hardware, profile, tp)
         self.head_s_per_sample = model.head_flops_per_token / (tp * flops)
         self.head_weights_s = model.head_weight_bytes / (tp * bandwidth)
         self.logits_s_per_sample = model.head_activation_bytes_per_token / (tp * bandwidth)
@@ -179,14 +190,27 @@ class RooflineCost(CostModel):
         self.kv_padding_s = padding * self.decode_s_per_context_token
         self.is_uniform = kv.window is None and not self.last_token_share
 
-    def _set_tiles(self, model: ModelSpec, profile: Profile, tp: int) -> None:
+    def _set_tiles(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         """What the kernel that does prompts and decodes together rounds up; no tile where layers differ in their KV."""
         self.tile_tokens = profile.value("attention_tile_tokens") if self.is_uniform and not model.mla else 0.0
         self.slots = profile.value("attention_slots")
-        heads = model.num_heads / tp
+        self.attention_exponent = profile.value("attention_roofline_exponent")
+        self.tile_padding_tokens = profile.value("attention_padding_tokens")
+        heads, kv_heads = model.num_heads / tp, max(1, model.num_kv_heads // tp)
         # Pairs of a GPU's whole time that one tile of one head takes of it for each token of its context.
         self.walk_pairs_per_token = self.tile_tokens * self.slots / heads
-        self.heads_per_kv = heads / max(1, model.num_kv_heads // tp)
+        self.heads_per_kv = heads / kv_heads
+        self.most_padded = profile.value("kv_padding_waves") * self.slots / kv_heads if self.slots else inf
+        head_bytes = self.kv.token_layer_bytes / kv_heads
+        # Tokens of which L2 holds one KV head's keys and values of a layer.
+        self.cached_tokens = (hardware.l2_bytes or 0.0) / head_bytes
+        self.idle_tile_s = (
+            profile.value("attention_idle_tile_s") * heads * self.kv.num_full_readers / (self.slots or inf)
+        )
+        self.longest_s_per_token = self.kv.num_full_readers * head_bytes / profile.value("longest_kv_bytes_per_s")
+        self.follows_longest = self.tile_tokens > 0.0 and self.longest_s_per_token > 0.0
+        # Decodes by themselves whose contexts are not split.
+        self.least_whole = SPLIT_BELOW * self.slots / kv_heads
 
     def _note_beyond(self, name: str, value: float) -> None:
         if value > self.beyond.get(name, 0.0):
@@ -214,6 +238,10 @@ class RooflineCost(CostModel):
         self.all_reduced_s_per_token = ring / value("allreduce_bytes_per_s")
         self.all_reduce_chunk_s = value("allreduce_chunk_s")
         self.all_reduce_fixed_s = value("allreduce_launch_s") + 2 * (tp - 1) * value("allreduce_latency_s")
+
+    def padding_s(self, num_decodes: float) -> float:
+        """What decodes read beyond their contexts, s."""
+        return self.kv_padding_s * min(num_decodes, self.most_padded)
 
     def products_s(self, tokens: int) -> float:
         """Linear layers of all layers over `tokens` tokens, inputs made FP8 included, routed experts left out, s."""
@@ -263,28 +291,50 @@ class RooflineCost(CostModel):
         return self.attention_s_per_pair / self.attention_layers * pairs
 
     def _tiled_s(self, plan: IterationPlan, num_decodes: int, read_s: float) -> float:
-        """Attention of prompts and of decodes that would read for `read_s` by themselves, in one kernel, s."""
+        """Attention of prompts, and of decodes that would read for `read_s` by themselves, in one kernel, s."""
         pairs: float = plan.prefill_pairs
-        longest = 0.0
+        longest, tiles, most, sequences = 0.0, 0.0, 1.0, num_decodes
         for _, num_new, cached, _ in plan.chunks:
             if num_new > 1 or not plan.num_single_chunks:
                 longest = max(longest, cached + num_new)
                 pairs += max(0.0, self.tile_tokens - num_new) * (cached + (num_new + 1) / 2)
-        return self._together_s(pairs, longest, num_decodes, plan.decode_context_tokens, read_s)
+                own = max(1.0, num_new / self.tile_tokens)
+                tiles, most, sequences = tiles + own, max(most, own), sequences + 1
+        idle = most * sequences - tiles - num_decodes
+        seconds = self._together_s(pairs, longest, idle, num_decodes, plan.decode_context_tokens, read_s)
+        if plan.decode_longest_tokens:
+            beyond = plan.decode_longest_tokens - max(longest, plan.decode_context_tokens / num_decodes)
+            seconds += self.attention_s_per_pair * self.walk_pairs_per_token * max(0.0, beyond)
+        return seconds
 
     def _together_s(
-        self, pairs: float, longest: float, num_decodes: int, context_tokens: float, read_s: float
+        self, pairs: float, longest: float, idle: float, num_decodes: int, context_tokens: float, read_s: float
     ) -> float:
-        """The same, of prompts' pairs and longest context, tiles included, and of decodes over `context_tokens`."""
+        """The same, of prompts' pairs and longest context, tiles included, `idle` tiles, and decodes of like contexts,
+        `context_tokens` in all."""
+        idle_s = self.idle_tile_s * idle
         if not num_decodes:
-            return self.attention_s_per_pair * max(pairs, self.walk_pairs_per_token * longest)
-        pairs += self.tile_tokens * context_tokens
+            return self.attention_s_per_pair * max(pairs, self.walk_pairs_per_token * longest) + idle_s
+        pairs += self.tile_tokens * (context_tokens + num_decodes * self.tile_padding_tokens)
         longest = max(longest, context_tokens / num_decodes)
-        reads = 1.0
         if self.slots:
             reads = min(max(1.0, num_decodes * self.heads_per_kv / self.slots), self.heads_per_kv)
-        compute_s = self.attention_s_per_pair * max(pairs, self.walk_pairs_per_token * longest)
-        return compute_s + reads * read_s
+            read_s *= 1.0 + (reads - 1.0) * self._anew(context_tokens)
+        compute_s = self.attention_s_per_pair * max(pairs, self.walk_pairs_per_token * longest) + idle_s
+        return ridge(compute_s, read_s, self.attention_exponent)
+
+    def _anew(self, context_tokens: float) -> float:
+        """Share of a KV head's decodes' KV that L2 has lost when the next query heads read it."""
+        if not self.cached_tokens:
+            return 1.0
+        first, last = READ_ANEW
+        return min(1.0, max(0.0, (context_tokens / self.cached_tokens - first) / (last - first)))
+
+    def _longest_s(self, num_decodes: int, context_tokens: int, longest_tokens: int) -> float:
+        """What decodes by themselves wait for the longest of them, s."""
+        if num_decodes < self.least_whole:
+            return 0.0
+        return self.longest_s_per_token * max(0.0, longest_tokens - context_tokens / num_decodes)
 
     def _uneven_s(self, plan: IterationPlan) -> float:
         """Linear layers and prompts' attention of an iteration where layers differ."""
@@ -310,7 +360,7 @@ class RooflineCost(CostModel):
         num_decodes = plan.num_decodes + plan.num_single_chunks
         if not plan.prefill_tokens:
             # A decode iteration that copies ride along with.
-            decodes = num_decodes, plan.decode_context_tokens, plan.decode_window
+            decodes = num_decodes, plan.decode_context_tokens, plan.decode_window, plan.decode_longest_tokens
             return self.decode_run(*decodes)[0] if num_decodes else 0.0
         tokens = plan.prefill_tokens + num_decodes
         sampled = plan.num_sampled_prefills + plan.num_decodes
@@ -319,9 +369,11 @@ class RooflineCost(CostModel):
         else:
             read_s = self.full_s_per_token * plan.decode_context_tokens
             read_s += self.window_s_per_token * plan.decode_window.tokens
-        read_s += self.kv_padding_s * num_decodes
+        read_s += self.padding_s(num_decodes)
         if self.tile_tokens:
-            work_s = self.linear_s(tokens) + self._tiled_s(plan, num_decodes, read_s)
+            # Whoever asks takes off what is read together.
+            shared_s = self.unread_s(plan.decode_shared_tokens)
+            work_s = self.linear_s(tokens) + self._tiled_s(plan, num_decodes, read_s - shared_s) + shared_s
         elif self.is_uniform:
             work_s = self.linear_s(tokens) + self.attention_s_per_pair * plan.prefill_pairs + read_s
         else:
@@ -346,13 +398,13 @@ class RooflineCost(CostModel):
             self._note_beyond("context_tokens", context_tokens)
 
     def decode_run(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
         batch_s = self._batch_s.get(num_decodes)
         if batch_s is None:
             tokens = num_decodes if self.padded is None else self.padded(num_decodes)
             batch_s = self.linear_s(tokens) + self.head_s(num_decodes) + self.overhead_s
-            batch_s += self.kv_padding_s * num_decodes + self.all_reduce_s(tokens)
+            batch_s += self.padding_s(num_decodes) + self.all_reduce_s(tokens)
             if self.delta_net:
                 batch_s += self.delta_net.decode_s(num_decodes)
             self._batch_s[num_decodes] = batch_s
@@ -362,6 +414,9 @@ class RooflineCost(CostModel):
         else:
             slope = self.full_s_per_token * num_decodes + self.window_s_per_token * window.num_growing
             first = batch_s + self.full_s_per_token * context_tokens + self.window_s_per_token * window.tokens
+        if longest_tokens:
+            # All contexts grow alike: what they differ by stays as it is.
+            first += self._longest_s(num_decodes, context_tokens, longest_tokens)
         if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
             self._note_decodes(num_decodes, context_tokens)
         return first, slope

@@ -29,6 +29,8 @@ class TableCost(RooflineCost):
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__(model, hardware, profile, tp)
+        # They were timed with decodes that are alike.
+        self.follows_longest = False
         tables = profile.kernels
         if tables is None:
             raise UserError(f"profile {profile.name}: field kernels is missing: form table needs measured kernels")
@@ -66,13 +68,14 @@ class TableCost(RooflineCost):
 
     def _shape_s(self, new: float, cached: float, decodes: float, context: float) -> float:
         """The roofline's attention of all layers, for how it grows beyond the tables."""
-        read_s = self.decode_s_per_context_token * decodes * (context + 1) + self.kv_padding_s * decodes
+        read_s = self.decode_s_per_context_token * decodes * (context + 1) + self.padding_s(decodes)
         if not new:
             return read_s
         pairs = max(new, self.tile_tokens) * (cached + (new + 1) / 2)
         if not self.tile_tokens:
             return self.attention_s_per_pair * pairs + read_s
-        return self._together_s(pairs, cached + new, int(decodes), decodes * (context + 1), read_s)
+        idle = max(0.0, new / self.tile_tokens - 1) * decodes
+        return self._together_s(pairs, cached + new, idle, int(decodes), decodes * (context + 1), read_s)
 
     def _chunk_s(self, new: float, cached: float) -> float:
         """Attention of a chunk alone in one layer, s."""
@@ -87,14 +90,10 @@ class TableCost(RooflineCost):
             return max(0.0, self._decodes_s(decodes, context) - self._launch_s)
         point = new, cached, decodes, context
         at = edge(self._mixed, point)
-        seconds = value_at(self._mixed, at) - self._chunk_s(at[0], at[1])
-        if all(x <= most for x, most in zip(point, at, strict=True)):
-            return max(0.0, seconds)
-
-        def added_s(new: float, cached: float, decodes: float, context: float) -> float:
-            return self._shape_s(new, cached, decodes, context) - self._shape_s(new, cached, 0, 0)
-
-        return max(0.0, seconds) * max(1.0, added_s(*point) / added_s(*at))
+        seconds = value_at(self._mixed, at)
+        if any(x > most for x, most in zip(point, at, strict=True)):
+            seconds *= self._shape_s(*point) / self._shape_s(*at)
+        return max(0.0, seconds - self._chunk_s(new, cached))
 
     def _attention_of(self, plan: IterationPlan, num_decodes: int) -> float:
         """Attention of prompts, and of decodes beside them, in all layers, s."""
@@ -131,7 +130,7 @@ class TableCost(RooflineCost):
             self._note_decodes(num_decodes, context_tokens)
 
     def decode_run(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
         base_s, contexts, seconds = self._decodes(num_decodes)
         self._note_shape(0, num_decodes, context_tokens)

@@ -105,6 +105,11 @@ class DecodeBatch:
         """What layers with a window read in the next iteration; None where the model has none (`WindowedBatch`)."""
         return None
 
+    @property
+    def longest_tokens(self) -> int:
+        """The longest context of the next iteration; 0 where nothing depends on it (`RankedBatch`)."""
+        return 0
+
     def __len__(self) -> int:
         return len(self.members)
 

@@ -91,6 +91,8 @@ class IterationPlan(msgspec.Struct, eq=False):
     """Context lengths of `decodes` and single chunks in all, the tokens being fed included."""
     decode_window: WindowTokens | None = None
     """The same in layers with a sliding window; None where the model has none."""
+    decode_longest_tokens: int = 0
+    """The longest of the contexts of `decodes`; 0 where the price of none depends on it (`RankedBatch`)."""
     decode_shared_tokens: int = 0
     """Of `decode_context_tokens`, those read together with another decode's: each sharer's but the first."""
     max_steps: int = 1

@@ -13,6 +13,7 @@ from sim.engine.changes import PEER, Change, Move, Tier
 from sim.engine.decisions import DecisionLog
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
+from sim.engine.ranked_batch import RankedBatch
 from sim.engine.sequence import FINISHED, PARKED, RUNNING, Sequence, Status
 from sim.engine.windowed_batch import WindowedBatch
 from sim.parts.base import Admission, Eviction, Memory, Order, Part, Stage, overrides
@@ -48,6 +49,7 @@ class Scheduler:
         "_complete",
         "_delivered",
         "_fill",
+        "_followed",
         "_frees_in_order",
         "_holds",
         "_holds_back",
@@ -60,7 +62,6 @@ class Scheduler:
         "_reports_copies",
         "_reserve",
         "_transferred",
-        "_windowed",
         "admission",
         "batch",
         "batching",
@@ -90,9 +91,11 @@ class Scheduler:
     def __init__(self, parts: Parts, limits: Limits, gaps: "GapCollector", deployment: Deployment) -> None:
         self.limits, self.gaps, self.deployment = limits, gaps, deployment
         self.batch = DecodeBatch(limits.block_size, gaps)
-        self._windowed: WindowedBatch | None = None
+        self._followed: WindowedBatch | RankedBatch | None = None
         if limits.window is not None:
-            self.batch = self._windowed = WindowedBatch(limits.block_size, gaps, limits.window)
+            self.batch = self._followed = WindowedBatch(limits.block_size, gaps, limits.window)
+        elif deployment.cost.follows_longest:
+            self.batch = self._followed = RankedBatch(limits.block_size, gaps)
         self.counters = Counters()
         self.finished: list[Sequence] = []
         """Ended since the engine last looked, completed or ignored."""
@@ -171,8 +174,8 @@ class Scheduler:
                 if not self.beside and not self.pulled:
                     return None
                 break
-        if self._windowed is not None and plan.num_decodes:
-            plan.decode_window = self._windowed.windowed_of(plan)
+        if self._followed is not None and plan.num_decodes:
+            self._followed.follow(plan)
         if self.changes:
             plan.changes = tuple(self.changes)
             self.changes = []

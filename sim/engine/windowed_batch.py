@@ -85,12 +85,13 @@ class WindowedBatch(DecodeBatch):
         tokens = below.offsets + below.size * self.step + (len(self.members) - below.size) * self.window
         return WindowTokens(tokens, below.size)
 
-    def windowed_of(self, plan: IterationPlan) -> WindowTokens:
-        """The same for the decodes of a plan."""
-        if plan.num_decodes == len(self.members):
-            return self.windowed
+    def follow(self, plan: IterationPlan) -> None:
+        """Say the same for the decodes of a plan."""
         window = self.window
-        return WindowTokens(sum(min(window, self.num_tokens_of(seq)) for seq in plan.decodes), 0)
+        if plan.num_decodes == len(self.members):
+            plan.decode_window = self.windowed
+        else:
+            plan.decode_window = WindowTokens(sum(min(window, self.num_tokens_of(seq)) for seq in plan.decodes), 0)
 
     def ring_blocks_needed(self, steps: int = 1) -> int:
         """Blocks that the rings of one group of layers grow by in the next `steps` iterations.

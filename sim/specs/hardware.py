@@ -36,6 +36,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute_capability: Quantity | None = None
     fp8_flops_per_s: Quantity | None = None
     nvfp4_flops_per_s: Quantity | None = None
+    l2_bytes: Quantity | None = None
 
 
 MOST = 1e24
@@ -66,6 +67,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         compute_capability: CUDA's, major.minor; None: unknown, or not an NVIDIA GPU.
         fp8_flops_per_s, nvfp4_flops_per_s: dense peak in the format with float32 accumulation, FLOP/s; None: it
             multiplies nothing in it.
+        l2_bytes: the L2 cache that all of its multiprocessors share; None: not given.
         sources: field name to "status: source".
     """
 
@@ -81,6 +83,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     compute_capability: float | None = None
     fp8_flops_per_s: float | None = None
     nvfp4_flops_per_s: float | None = None
+    l2_bytes: float | None = None
     sources: dict[str, str]
 
     def product_flops_per_s(self, quantization: str) -> float:

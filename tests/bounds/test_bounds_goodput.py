@@ -161,6 +161,8 @@ MACHINES = {
     "linear": lambda: linear_machine(),
     "linear, host": lambda: linear_machine(host=Host(0.004, 1e-4, False)),
     "l20": lambda: roofline_machine("l20", 1.0),
+    "rtx-4090, KV shared": lambda: roofline_machine("rtx-4090", 1.0, model=load_model("llama-3.1-8b")),
+    "rtx-4090, KV not shared": lambda: roofline_machine("rtx-4090", 1.0, model=load_model("llama-2-7b")),
     "h100, imported": lambda: roofline_machine("h100", 1.0, tp=2),
     "h100, FP8": lambda: roofline_machine(
         "h100", 1.0, tp=8, model=load_model("llama-3.1-70b").with_quantization("fp8")

@@ -3,6 +3,7 @@
 import json
 import warnings
 from dataclasses import fields
+from math import hypot
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from hypothesis import strategies as st
 
 from calib.copies import all_reduce_s
 from calib.fit import fit_profile, with_graphs
+from calib.longest import fit_longest
 from calib.report import fit_markdown
 from calib.robust import Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, attention_s, complete, fit_roofline, predict_s, ridge_s
@@ -58,7 +60,8 @@ def cost_and_constants(model, name, tp):
     profile = msgspec.structs.replace(profile.without(KERNEL_NAMES), all_reduce=None)
     hardware = load_hardware(profile.gpu)
     cost = RooflineCost(spec(model), hardware, profile, tp)
-    return cost, {name: profile.value(name) for name in DENSE_UNITS}, cost.factor_points or None
+    constants = {name: profile.value(name) for name in DENSE_UNITS} | {"l2_bytes": hardware.l2_bytes or 0.0}
+    return cost, constants, cost.factor_points or None
 
 
 def divides(model, tp):
@@ -91,9 +94,11 @@ def plan_of(sample):
     return plan
 
 
-ALIKE = [
-    name for name in built_in_models() if not load_model(name).kv_layers and not load_model(name).quantised_flops_share
-]
+def is_alike(model):
+    return not (model.kv_layers or model.quantised_flops_share or model.gdn)
+
+
+ALIKE = [name for name in built_in_models() if is_alike(load_model(name))]
 """Models whose layers are alike; those of FP8 weights have constants of their own (`calib.quantized`)."""
 shape = {
     "model": st.sampled_from(ALIKE),
@@ -136,38 +141,139 @@ def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_toke
     cached=st.integers(0, 20_000),
     decodes=st.integers(1, 256),
     context=st.integers(0, 20_000),
+    beyond=st.just(0) | st.integers(0, 20_000),
     profile=st.sampled_from(["rtx-4090-imported", "l20-derived", "h100-imported"]),
 )
-def test_a_mixed_step_costs_what_the_simulator_charges(model, tp, chunk, cached, decodes, context, profile):
-    sample = Sample(
-        op="step", latency_s=1.0, model=model, tp=tp, num_layers=spec(model).num_layers, new_tokens=chunk,
-        context_tokens=cached, decodes=decodes, decode_context_tokens=context,
-    )  # fmt: skip
+def test_a_mixed_step_costs_what_the_simulator_charges(model, tp, chunk, cached, decodes, context, beyond, profile):
     cost, constants, factors = cost_and_constants(model, profile, tp)
+    longest = context + beyond if beyond and cost.follows_longest else 0
+    common = {"latency_s": 1.0, "model": model, "tp": tp, "num_layers": spec(model).num_layers}
+    sample = Sample(
+        op="step", **common, new_tokens=chunk, context_tokens=cached, decodes=decodes, decode_context_tokens=context,
+        longest_context_tokens=longest,
+    )  # fmt: skip
     plan = plan_of(sample)
     plan.num_decodes, plan.decode_context_tokens = decodes, decodes * (context + 1)
+    plan.decode_longest_tokens = longest + 1 if longest else 0
     assert predict_s(constants, terms([sample]), factors)[0] == pytest.approx(cost.iteration_s(plan), rel=1e-9)
+    if not context:
+        return
+    alone = Sample(
+        op="step", **common, batch_size=decodes, new_tokens=1, context_tokens=context, longest_context_tokens=longest
+    )
+    first_s, slope_s = cost.decode_run(decodes, plan.decode_context_tokens, longest_tokens=plan.decode_longest_tokens)
+    assert predict_s(constants, terms([alone]), factors)[0] == pytest.approx(first_s, rel=1e-9)
+    assert slope_s == cost.decode_run(decodes, plan.decode_context_tokens)[1]
 
 
 def test_a_mixed_kernel_by_hand():
-    """Llama-3.1 8B: a chunk of 10 after 990 counts as 40 rows, as do 64 decodes after 999; KV is read twice."""
-    constants = complete({**A100, "attention_tile_tokens": 40.0, "attention_slots": 128.0})
+    """Llama-3.1 8B: a chunk of 10 after 990 counts as 40 rows, as does each of 64 decodes after 999, over 30 more.
+
+    A KV head has 32.8 MB: beyond L2 two of its four query heads read them at once, and the others again. From 0.8 of
+    L2's bytes to 1.3 ever more of them do.
+    """
+    tiles = {"attention_tile_tokens": 40.0, "attention_slots": 128.0, "attention_padding_tokens": 30.0}
+    constants = complete({**A100, **tiles, "attention_roofline_exponent": 2.0, "l2_bytes": 4.1e7})
     sample = Sample(
         op="products", latency_s=1.0, model="llama-3.1-8b", new_tokens=10, context_tokens=990, decodes=64,
         decode_context_tokens=999,
     )  # fmt: skip
     pair, kv = 4 * 32 * 128, 2 * 8 * 128 * 2
-    compute_s = (40 * 995.5 + 40 * 64 * 1000) * pair / 1.75e14
-    assert compute_s > 40 * 1000 * 128 / 32 * pair / 1.75e14
+    compute_s = (40 * 995.5 + 40 * 64 * (1000 + 30)) * pair / 1.75e14
     read_s = 64 * (1000 + 20) * kv / 1.5e12
-    assert attention_s(constants, terms([sample]))[0] == pytest.approx(compute_s + 2 * read_s)
+    assert compute_s > 40 * 1000 * 128 / 32 * pair / 1.75e14
+    assert attention_s(constants, terms([sample]))[0] == pytest.approx(hypot(compute_s, read_s))
+    for l2_bytes, reads in ((64 * 1000 * 512 / 1.3, 2.0), (64 * 1000 * 512 / 1.05, 1.5), (0.0, 2.0)):
+        beyond = {**constants, "l2_bytes": l2_bytes}
+        assert attention_s(beyond, terms([sample]))[0] == pytest.approx(hypot(compute_s, reads * read_s))
     # Alone, the chunk waits for one head's tile to walk its context: 128 slots, 32 heads.
     alone = msgspec.structs.replace(sample, decodes=0, decode_context_tokens=0)
     assert attention_s(constants, terms([alone]))[0] == pytest.approx(40 * 1000 * 128 / 32 * pair / 1.75e14)
 
 
-def test_exact_mixed_samples_give_tiles_and_slots_back():
-    constants = {**A100, "attention_tile_tokens": 48.0, "attention_slots": 150.0}
+def test_idle_tiles_by_hand():
+    """Beside a chunk of 160 tokens, four tiles, each of 64 decodes has three idle tiles in each of 32 heads."""
+    tiles = {"attention_tile_tokens": 40.0, "attention_slots": 128.0}
+    sample = Sample(
+        op="products", latency_s=1.0, model="llama-3.1-8b", new_tokens=160, decodes=64, decode_context_tokens=999
+    )
+    busy, idle = (
+        attention_s(complete({**A100, **tiles, "attention_idle_tile_s": s}), terms([sample]))[0] for s in (0.0, 4e-7)
+    )
+    assert idle - busy == pytest.approx(3 * 64 * 32 / 128 * 4e-7)
+    one = msgspec.structs.replace(sample, new_tokens=40)
+    assert attention_s(complete({**A100, **tiles, "attention_idle_tile_s": 1.0}), terms([one]))[0] < 1.0
+
+
+UNLIKE = {**A100, "attention_tile_tokens": 40.0, "attention_slots": 128.0, "longest_kv_bytes_per_s": 2.56e10}
+
+
+def test_the_longest_context_by_hand():
+    """Llama-3.1 8B, 512 bytes a token of a KV head. 26 decodes of 8 heads are not split (205 blocks), 25 are."""
+    one = Sample(op="products", latency_s=1.0, model="llama-3.1-8b", batch_size=26, new_tokens=1, context_tokens=999)
+
+    def added_s(sample, longest):
+        unlike = msgspec.structs.replace(sample, longest_context_tokens=longest)
+        with_it, without = attention_s(complete(UNLIKE), terms([unlike, sample]))
+        return with_it - without
+
+    assert added_s(one, 2999) == pytest.approx(2000 * 512 / 2.56e10)
+    assert added_s(msgspec.structs.replace(one, batch_size=25), 2999) == 0.0
+    # Beside a chunk one head of the longest's tile of 40 rows walks what it has beyond the chunk's own 1,500.
+    beside = Sample(
+        op="products", latency_s=1.0, model="llama-3.1-8b", new_tokens=500, context_tokens=1000, decodes=8,
+        decode_context_tokens=999,
+    )  # fmt: skip
+    assert added_s(beside, 2999) == pytest.approx(40 * 1500 * 128 * 4 * 128 / 1.75e14)
+    assert added_s(beside, 1400) == 0.0
+
+
+def unlike_samples():
+    alone = [
+        Sample(op="products", latency_s=1.0, model=model, batch_size=n, new_tokens=1, context_tokens=c,
+               longest_context_tokens=longest)
+        for model in ("llama-3.1-8b", "qwen3-32b") for n in (8, 32, 128) for c in (500, 2000)
+        for longest in (2500, 9000)
+    ]  # fmt: skip
+    return [*alone, Sample(op="products", latency_s=1.0, model="qwen3-32b", new_tokens=64, decodes=32,
+                           decode_context_tokens=700, longest_context_tokens=4000)]  # fmt: skip
+
+
+def test_decodes_of_unlike_contexts_give_the_longest_ones_rate_back():
+    models = {name: spec(name) for name in ("llama-3.1-8b", "qwen3-32b")}
+    samples = planted(unlike_samples(), complete(UNLIKE))
+    known = complete({name: value for name, value in UNLIKE.items() if name != "longest_kv_bytes_per_s"})
+    found = fit_longest(samples, models, known, None)
+    assert found.fit is not None
+    assert found.fit.values == pytest.approx({"longest_kv_bytes_per_s": 2.56e10}, rel=1e-6)
+    names = ("longest_decode_mape", "longest_mixed_mape")
+    assert found.residuals == pytest.approx(
+        {**dict.fromkeys(names, 0.0), **{f"unseen_model_{name}": 0.0 for name in names}}, abs=1e-6
+    )
+    # What splits contexts says nothing, nor do GPUs whose tiles nobody knows.
+    split = [s for s in samples if s.batch_size == 8 and not s.decodes]
+    assert fit_longest(split, models, known, None).fit is None
+    assert fit_longest(samples, models, complete(A100), None).fit is None
+
+
+def test_unlike_contexts_change_nothing_else_of_a_fit(tmp_path):
+    constants = complete(UNLIKE)
+    mixed = [
+        Sample(op="layers", latency_s=1.0, model=model, new_tokens=n, decodes=d, decode_context_tokens=k)
+        for model in THREE for n in (16, 256, 2048) for d in (1, 16, 128) for k in (128, 2048)
+    ]  # fmt: skip
+    alike = planted([*shapes(), *mixed], constants)
+    without, found = (fitted(s, tmp_path) for s in (alike, [*alike, *planted(unlike_samples(), constants)]))
+    assert found.profile.value("longest_kv_bytes_per_s") == pytest.approx(2.56e10, rel=1e-3)
+    assert "longest_kv_bytes_per_s" not in without.profile.constants
+    for name, constant in without.profile.constants.items():
+        assert found.profile.constants[name] == constant
+    assert found.samples == without.samples and found.profile.range == without.profile.range
+
+
+def test_exact_mixed_samples_give_tiles_slots_and_padding_back():
+    tiles = {"attention_tile_tokens": 48.0, "attention_slots": 150.0, "attention_padding_tokens": 90.0}
+    constants = {**A100, **tiles, "attention_roofline_exponent": 3.0, "kv_padding_waves": 2.0}
     mixed = [
         Sample(op="layers", latency_s=1.0, model=model, new_tokens=n, context_tokens=c, decodes=d,
                decode_context_tokens=k)
@@ -485,8 +591,18 @@ def test_everything_measured_leaves_nothing_to_carry_over(everything):
     }
     profile = everything.profile
     assert everything.carried == []
-    apart = {"attention_tile_tokens", "attention_slots", "elementwise_bytes_per_s", "elementwise_launch_s"}
-    apart |= {name for name in DENSE_UNITS if name.startswith("fp8")}
+    apart = {
+        "attention_tile_tokens",
+        "attention_slots",
+        "attention_padding_tokens",
+        "attention_roofline_exponent",
+        "attention_idle_tile_s",
+        "kv_padding_waves",
+        "longest_kv_bytes_per_s",
+        "elementwise_bytes_per_s",
+        "elementwise_launch_s",
+    }
+    apart |= {name for name in DENSE_UNITS if name.startswith(("fp8", "nvfp4"))}
     assert list(profile.constants) == [name for name in DENSE_UNITS if name not in apart]
     assert profile.all_reduce is not None
     assert sorted(profile.all_reduce) == ["2", "4", "8"]
@@ -735,7 +851,7 @@ def test_a_profile_fitted_to_another_profiles_predictions_prices_like_it(tmp_pat
         linear_factors=None,
     )
     samples = [*shapes(), *shapes(("llama-3.1-8b",), "step")]
-    exact = timed(samples, predict_s({n: source.value(n) for n in DENSE_UNITS}, terms(samples)))
+    exact = timed(samples, predict_s({n: source.value(n) for n in DENSE_UNITS} | {"l2_bytes": 0.0}, terms(samples)))
     profile = fitted(exact, tmp_path).profile
     cost = RooflineCost(spec("llama-2-13b"), HARDWARE, profile, 1)
     true = RooflineCost(spec("llama-2-13b"), HARDWARE, source, 1)

@@ -105,3 +105,38 @@ def test_the_folder_above_and_a_mixture_of_experts_are_refused_by_name(folder, t
     (tmp_path / "tp1" / "moe.csv").write_text("")
     with pytest.raises(UserError, match=r"tp1: has moe\.csv: a mixture of experts cannot be imported"):
         llmservingsim.import_samples(tmp_path / "tp1", "llama-3.1-8b")
+
+
+SKEW = "n,pc,kp,kvs,kv_big,kv_mean,t_mean_us,t_skew_us"
+
+
+def with_skew(path, rows, runs=3):
+    """A folder whose skew.csv has `runs` runs of each row (decodes, chunk, cached, shorter, longest, mean), each 1 us
+    longer for a token of the longest beyond the mean."""
+    write_kernels(path)
+    lines = [SKEW]
+    for n, chunk, cached, shorter, longest, mean in rows:
+        alike = attention_us(chunk, cached, n, mean)
+        times = runs * alike, runs * (alike + longest - mean)
+        lines.append(",".join(map(str, (n, chunk, cached, shorter, longest, mean, *times))))
+    (path / "skew.csv").write_text("\n".join(lines))
+
+
+def test_decodes_of_two_lengths_become_samples(tmp_path):
+    """Their times are sums over three runs. A chunk with a context, or of no size that is sampled, is left out."""
+    rows = [(8, 0, 0, 128, 4096, 1024), (64, 64, 0, 512, 4096, 1024), (8, 64, 1024, 512, 4096, 1024),
+            (8, 16, 0, 512, 4096, 1024)]  # fmt: skip
+    with_skew(tmp_path, rows)
+    samples, _ = llmservingsim.import_samples(tmp_path, "llama-3.1-8b")
+    alone, beside = (s for s in samples if s.longest_context_tokens)
+    assert fault_of(alone) == fault_of(beside) == ""
+    assert alone.is_decode and (alone.batch_size, alone.context_tokens, alone.longest_context_tokens) == (8, 1024, 4096)
+    assert alone.latency_s == pytest.approx((500 * 1.08 + attention_us(0, 0, 8, 1024) + 3072) * 1e-6)
+    assert (beside.new_tokens, beside.decodes, beside.decode_context_tokens) == (64, 64, 1024)
+    assert beside.latency_s == pytest.approx((500 * 2.28 + attention_us(64, 0, 64, 1024) + 3072) * 1e-6)
+
+
+def test_times_of_two_lengths_that_fit_no_other_table_are_refused(tmp_path):
+    with_skew(tmp_path, [(8, 0, 0, 128, 4096, 1024)], runs=1.4)
+    with pytest.raises(UserError, match=r"skew.csv: its decodes of one length take 1.40 times those of attention.csv"):
+        llmservingsim.import_samples(tmp_path, "llama-3.1-8b")

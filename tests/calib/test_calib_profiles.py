@@ -7,6 +7,7 @@ import pytest
 
 from calib.cli import DATA
 from calib.derive import OWN, derive_profile
+from calib.roofline import MOST_EXPONENT
 from calib.samples import read_samples, samples_sha256
 from calib.terms import load_models
 from sim.cost.profile import (
@@ -110,8 +111,8 @@ def test_every_constant_of_an_imported_profile_is_fitted_or_says_what_it_was_car
                 if constant.endswith("roofline_exponent"):
                     # Searched, and of even width, as 1 / p.
                     above, stderr = 1 / found.value - 1 / high, found.stderr / found.value**2
-                # Below, intervals may end at zero.
-                assert 1.9 * stderr <= above <= 3.6 * stderr
+                # Below, intervals may end at zero, and an exponent's at its most.
+                assert above <= 3.6 * stderr and (above >= 1.9 * stderr or high == MOST_EXPONENT)
         else:
             old = base.constants[constant]
             assert (found.value, found.stderr) == (old.value, old.stderr)
@@ -191,16 +192,28 @@ def test_an_assumed_share_needs_a_reason():
         derived(compute_share=0.7)
 
 
-@pytest.mark.parametrize(("gpu", "memory"), [("l20", "l40s"), ("rtx-4090", None)])
-def test_what_ships_as_derived_from_the_rtx_4090_is_derived_from_it(gpu, memory):
-    """The L20 reads memory of the L40S's kind, and computes with as many watts a FLOP/s as the RTX 4090."""
-    shipped = load_profile(f"{gpu}-derived")
-    like = (load_profile(f"{memory}-imported"), load_hardware(memory)) if memory else None
-    again = derived(gpu, "rtx-4090-imported", memory=like)
+@pytest.mark.parametrize("gpu", ["rtx-4090", "rtx-pro-6000"])
+def test_what_ships_as_derived_from_the_rtx_4090_is_derived_from_it(gpu):
+    shipped, again = load_profile(f"{gpu}-derived"), derived(gpu, "rtx-4090-imported")
     assert {n: c.value for n, c in again.constants.items()} == pytest.approx(
         {n: c.value for n, c in shipped.constants.items()}
     )
     assert again.provenance == shipped.provenance
+
+
+def test_the_l20_s_shares_are_those_of_an_earlier_fit():
+    """It reads memory of the L40S's kind. Derived anew, all that is known of it beside the mixed kernel differs little.
+
+    Studies of the L20 are of these constants: whoever derives it anew has to run them again.
+    """
+    shipped = load_profile("l20-derived")
+    again = derived("l20", "rtx-4090-imported", memory=(load_profile("l40s-imported"), load_hardware("l40s")))
+    kernel = ("attention_", "kv_padding", "longest_")
+    mixed = {name for name in ROOFLINE_UNITS if name.startswith(kernel) and "flops" not in name}
+    assert shipped.constants.keys() - mixed == again.constants.keys() - mixed
+    for name in shipped.constants.keys() - mixed:
+        assert shipped.value(name) == pytest.approx(again.value(name), rel=0.15), name
+    assert "an earlier fit" in shipped.provenance["caution"]
 
 
 def test_a_derived_profile_serves_where_nothing_better_ships():

@@ -78,9 +78,10 @@ def test_a_written_file_is_a_csv_of_all_columns_under_its_comments(tmp_path):
     assert path.read_text() == (
         "# device: H200: the second\n# date: 2026-01-02\n"
         "op,latency_s,spread_s,repeats,model,tp,num_layers,batch_size,new_tokens,context_tokens,decodes,"
-        "decode_context_tokens,num_bytes,num_copies,memory,beside,graph,quantization,kv_cache_dtype,dtype_bytes\n"
-        "h2d,0.5,0.0,1,,1,1,1,0,0,0,0,1000000000.0,1,pinned,,0,,,0.0\n"
-        'layers,0.25,0.0,1,"m,n",1,1,1,0,0,0,0,0.0,1,pinned,,0,,,0.0\n'
+        "decode_context_tokens,longest_context_tokens,num_bytes,num_copies,memory,beside,graph,quantization,"
+        "kv_cache_dtype,dtype_bytes\n"
+        "h2d,0.5,0.0,1,,1,1,1,0,0,0,0,0,1000000000.0,1,pinned,,0,,,0.0\n"
+        'layers,0.25,0.0,1,"m,n",1,1,1,0,0,0,0,0,0.0,1,pinned,,0,,,0.0\n'
     )
     assert read_comments(path) == {"device": "H200: the second", "date": "2026-01-02"}
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from sim.engine.batch import Cohort, DecodeBatch
 from sim.engine.itl import GapCollector
-from sim.engine.plan import StepTimes
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.ranked_batch import RankedBatch
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from traces.request import Request
@@ -190,3 +191,32 @@ def test_any_number_of_tokens_keeps_the_counts_of_the_members(
     assert found is not None
     assert found.count == given_tokens * len(rows)
     assert found.mean == pytest.approx(len(per_iteration) / given_tokens)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["join", "leave", "all", "some"]), st.integers(0, 30)), min_size=1, max_size=30),
+    st.integers(1, 5),
+)
+def test_a_ranked_batch_knows_its_longest_context(events: list[tuple[str, int]], block_size: int) -> None:
+    """Whoever joins, leaves, is left out of an iteration or completes."""
+    batch, plan = RankedBatch(block_size, GapCollector()), IterationPlan()
+    for i, (event, size) in enumerate(events):
+        members = list(batch.members)
+        if event == "join":
+            member(batch, i, size + 1, 12)
+        elif event == "leave" and members:
+            batch.remove(members[size % len(members)])
+        elif event == "all" and members:
+            batch.advance(StepTimes(1, float(i), 0.0, 0.0, float(i), 1))
+        elif members:
+            plan.decodes, plan.num_decodes = members[: 1 + size % len(members)], 1 + size % len(members)
+            batch.follow(plan)
+            assert plan.decode_longest_tokens == max(map(batch.num_tokens_of, plan.decodes))
+            batch.advance_some(plan.decodes, float(i))
+        assert batch.longest_tokens == max(map(batch.num_tokens_of, batch.members), default=0)
+
+
+def test_a_plain_batch_follows_no_context() -> None:
+    batch, _ = logged()
+    member(batch, 0, 9, 9)
+    assert batch.longest_tokens == 0

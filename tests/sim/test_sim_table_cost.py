@@ -149,20 +149,24 @@ def test_beyond_the_tables_a_chunk_alone_grows_as_the_roofline(new, cached, at_e
 
 @pytest.mark.parametrize(("decodes", "context"), [(16, 2048), (64, 1024), (3, 5000)])
 def test_beyond_the_tables_decodes_beside_a_chunk_grow_as_the_roofline(decodes, context) -> None:
-    """By query-context pairs: the chunk's, its tiles' with every token of the decodes, and what the decodes read."""
+    """By query-context pairs of all tiles, idle tiles, and what the decodes read: the whole kernel, less the chunk."""
     cost = COST
     assert isinstance(cost, TableCost) and cost.tile_tokens and cost.slots
 
-    def added(num: int, tokens: int) -> float:
-        read_s = (cost.decode_s_per_context_token * (tokens + 1) + cost.kv_padding_s) * num
+    def kernel_s(num: int, tokens: int) -> float:
+        contexts = num * (tokens + 1)
+        pairs = 128 * (512 + 129 / 2) + cost.tile_tokens * (contexts + cost.tile_padding_tokens * num)
+        walk = cost.walk_pairs_per_token * max(640, tokens + 1)
+        compute_s = cost.attention_s_per_pair * max(pairs, walk)
+        compute_s += cost.idle_tile_s * (128 / cost.tile_tokens - 1) * num
         reads = min(max(1.0, num * cost.heads_per_kv / cost.slots), cost.heads_per_kv)
-        chunk = max(128, cost.tile_tokens) * (512 + 129 / 2)
-        walk = [cost.walk_pairs_per_token * longest for longest in (640, max(640, tokens + 1))]
-        pairs = [max(chunk, walk[0]), max(chunk + cost.tile_tokens * num * (tokens + 1), walk[1])]
-        return cost.attention_s_per_pair * (pairs[1] - pairs[0]) + reads * read_s
+        anew = min(1.0, max(0.0, (contexts / cost.cached_tokens - 0.8) / 0.5))
+        read_s = cost.decode_s_per_context_token * contexts + cost.kv_padding_s * min(num, cost.most_padded)
+        read_s *= 1.0 + (reads - 1.0) * anew
+        return (compute_s**cost.attention_exponent + read_s**cost.attention_exponent) ** (1 / cost.attention_exponent)
 
     at = min(decodes, 16), min(context, 1024)
-    by_hand = (attention_us(128, 512, *at) - attention_us(128, 512, 0, 0)) * added(decodes, context) / added(*at)
+    by_hand = attention_us(128, 512, *at) * kernel_s(decodes, context) / kernel_s(*at) - attention_us(128, 512, 0, 0)
     found = [cost.iteration_s(plan_of([(128, 512)], n, n * (context + 1))) for n in (decodes, 0)]
     base = [32 * (500 + 128 + n) + 4 + 36 * (127 + n) / 1023 for n in (decodes, 0)]
     head_s = cost.head_s(decodes)

@@ -56,7 +56,9 @@ class SlackAdmission(Watermark):
             tpot_s = self._last_tpot_s
             if tpot_s is None:
                 cost = self.scheduler.deployment.cost
-                tpot_s = cost.decode_steps(max(1, len(batch)), batch.context_tokens, batch.windowed)[0]
+                tpot_s = cost.decode_steps(
+                    max(1, len(batch)), batch.context_tokens, batch.windowed, batch.longest_tokens
+                )[0]
             if not self.book.is_blocked(prefill_s, now_s, tpot_s, batch.step):
                 self._least_s = self.book.least_s(prefill_s, now_s, tpot_s, batch.step)
         if self._least_s is not None and prefill_s < self._least_s:
@@ -86,7 +88,9 @@ class SlackAdmission(Watermark):
         if self.batch.cohorts or (cost.host is not None and cost.host.hidden):
             # Iterations that wait for the link, or for the host beside them, are not the cost model's run.
             return 1
-        first_s, slope_s = cost.decode_steps(plan.num_decodes, plan.decode_context_tokens, self.batch.windowed)
+        first_s, slope_s = cost.decode_steps(
+            plan.num_decodes, plan.decode_context_tokens, self.batch.windowed, plan.decode_longest_tokens
+        )
         return 1 + self.book.blocked_steps(
             self._refused_s, self.scheduler.now_s, self.batch.step, first_s, slope_s, steps - 1
         )

@@ -196,8 +196,9 @@ class Paced(Unified):
         if plan is None:
             plan = self._plans[tokens] = self._plan_of(tokens)
         plan.num_decodes, plan.decode_context_tokens = len(batch.members), batch.context_tokens
-        plan.decode_window = batch.windowed
-        return cost.iteration_s(plan) - cost.decode_run(len(batch.members), batch.context_tokens, batch.windowed)[0]
+        plan.decode_window, plan.decode_longest_tokens = batch.windowed, batch.longest_tokens
+        decodes = len(batch.members), batch.context_tokens, batch.windowed, batch.longest_tokens
+        return cost.iteration_s(plan) - cost.decode_run(*decodes)[0]
 
     def _alone_s(self, tokens: int) -> float:
         """What an iteration of a chunk alone takes."""

@@ -139,7 +139,8 @@ class Park(Recompute):
         if self.mechanism.recomputes(batch.context_tokens // members, blocks, 0, self.order.iteration_s()):
             return HORIZON
         copy_s = self.mechanism.copy_s(blocks, Direction.D2H)
-        return max(HORIZON, ceil(copy_s / self.cost.decode_steps(members, batch.context_tokens, batch.windowed)[0]))
+        steps = self.cost.decode_steps(members, batch.context_tokens, batch.windowed, batch.longest_tokens)
+        return max(HORIZON, ceil(copy_s / steps[0]))
 
     def _is_short(self) -> bool:
         return self.gpu.free + self.paged.releasing < self._growth

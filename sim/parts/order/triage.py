@@ -138,7 +138,7 @@ class Triage(Order):
         longest = limits.max_model_len if scheduler.batching.stops_at_max_model_len else inf
         self.price = RequestPrice(self.cost, limits, longest)
         self.price.keep_pace(PACE * self.tpot_slo_s)
-        self._has_window = limits.window is not None
+        self._asks_anew = limits.window is not None or self.cost.follows_longest
 
     # -- prospects -----------------------------------------------------------------------------------------------------
 
@@ -185,10 +185,12 @@ class Triage(Order):
         """What it takes without prompts."""
         batch = self.batch
         num_decodes, context_tokens = len(batch.members) or 1, batch.context_tokens
-        if context_tokens != self._context_tokens or num_decodes != self._num_decodes or self._has_window:
+        if context_tokens != self._context_tokens or num_decodes != self._num_decodes or self._asks_anew:
             # Else of the same batch: asked several times a step.
             self._num_decodes, self._context_tokens = num_decodes, context_tokens
-            self._decodes_s = self.cost.decode_steps(num_decodes, context_tokens, batch.windowed)[0]
+            self._decodes_s = self.cost.decode_steps(num_decodes, context_tokens, batch.windowed, batch.longest_tokens)[
+                0
+            ]
         return self._decodes_s
 
     def first_due_s(self, seq: Sequence) -> float:

@@ -1,0 +1,78 @@
+"""What decodes of unlike contexts take beyond like ones, fitted once all else is known, none of which it changes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from calib.holdout import errors_of, mean
+from calib.robust import Array, Fit, Parameter, fit_relative
+from calib.roofline import predict_s
+from calib.samples import Sample
+from calib.terms import Terms, terms_of
+from sim.cost.kernels import Point
+from sim.cost.roofline import SPLIT_BELOW
+from sim.specs.models import ModelSpec
+
+RATE = "longest_kv_bytes_per_s"
+
+
+@dataclass(frozen=True)
+class LongestFit:
+    """The fit, None where no sample tells it; errors on decodes and on mixed rows, on these and on a model left out."""
+
+    fit: Fit | None = None
+    residuals: dict[str, float] = field(default_factory=dict)
+
+
+def fit_longest(
+    samples: Sequence[Sample],
+    models: Mapping[str, ModelSpec],
+    constants: Mapping[str, float],
+    factors: Sequence[Point] | None,
+) -> LongestFit:
+    """The rate at which the longest context is read, from decodes by themselves that the kernel does not split.
+
+    Args:
+        samples: of unlike contexts.
+        models, constants, factors: specs of the samples' models; the roofline's constants and factors.
+    """
+    if not samples or not constants["attention_slots"]:
+        return LongestFit()
+    terms, measured = terms_of(samples, models), np.array([s.latency_s for s in samples])
+    alone = terms.row_flops == 0
+    tells = alone & (terms.kv_heads * terms.decodes >= SPLIT_BELOW * constants["attention_slots"])
+    if not tells.any():
+        return LongestFit()
+    fit = _fitted(terms[tells], measured[tells], constants, factors)
+    residuals = _errors("longest", fit, terms, measured, alone, constants, factors)
+    names = np.array([s.model for s in samples])
+    unseen: dict[str, list[float]] = {}
+    for name in sorted(set(names)):
+        others, its = tells & (names != name), names == name
+        if others.any():
+            other = _fitted(terms[others], measured[others], constants, factors)
+            of_it = _errors("unseen_model_longest", other, terms[its], measured[its], alone[its], constants, factors)
+            for phase, error in of_it.items():
+                unseen.setdefault(phase, []).append(error)
+    residuals |= {phase: round(mean(errors), 5) for phase, errors in unseen.items()}
+    return LongestFit(fit, residuals)
+
+
+def _fitted(terms: Terms, measured_s: Array, constants: Mapping[str, float], factors: Sequence[Point] | None) -> Fit:
+    start = Parameter(constants["kv_bytes_per_s"] / constants["attention_slots"])
+    return fit_relative(lambda found: predict_s({**constants, **found}, terms, factors), measured_s, {RATE: start})
+
+
+def _errors(
+    name: str,
+    fit: Fit,
+    terms: Terms,
+    measured_s: Array,
+    alone: np.ndarray,
+    constants: Mapping[str, float],
+    factors: Sequence[Point] | None,
+) -> dict[str, float]:
+    absolute = np.abs(errors_of({**constants, **fit.values}, terms, measured_s, factors))
+    phases = {f"{name}_decode_mape": absolute[alone], f"{name}_mixed_mape": absolute[~alone]}
+    return {phase: round(mean(errors), 5) for phase, errors in phases.items() if len(errors)}
