@@ -10,7 +10,8 @@ from calib_small import A100, THREE, noisy, planted, shapes, terms
 
 from calib.cli import DATA
 from calib.experts import EXPERT_DATA, read_expert_samples
-from calib.fit import FitReport, fit_profile, with_latents
+from calib.fit import FitReport, fit_profile, with_gdn, with_latents
+from calib.gdn import GDN_DATA, read_gdn_samples
 from calib.holdout import (
     Holdout,
     is_decode,
@@ -60,6 +61,9 @@ def refit_of(gpu):
     latents = LATENT_DATA / path.name
     if latents.exists():
         report = with_latents(report, read_latent_samples(latents), load_hardware(gpu))
+    gdn = GDN_DATA / path.name
+    if gdn.exists():
+        report = with_gdn(report, read_gdn_samples(gdn), load_hardware(gpu))
     return Refit(report, load_profile(f"{gpu}-imported"))
 
 
