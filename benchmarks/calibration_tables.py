@@ -1,14 +1,14 @@
-"""Write the tables of docs/calibration.md anew, from the samples that ship with the imported and measured profiles.
+"""Write the tables of docs/calibration.md and calibration-tables.md anew, from the shipped profiles and samples.
 
     python benchmarks/calibration_tables.py [NAME ...]
 
 Every block between `<!-- NAME -->` and `<!-- end -->` is replaced, or those named; the text around them stays. Takes
-minutes, `experts`, `latents` and `gdn` alone seconds.
+minutes, all but `forms`, `papers` and `regions` alone seconds.
 """
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -24,36 +24,22 @@ from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
 from calib.gdn import GDN_DATA, fit_gdn, read_gdn_samples  # noqa: E402
-from calib.holdout import Holdout, leave_one_model_out, leave_rows_out, mean_holdout  # noqa: E402
 from calib.latents import LATENT_DATA, as_other_attention_s, fit_latents, read_latent_samples  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
-from calib.report import (  # noqa: E402
-    forms_table,
-    percent,
-    readable,
-    size_table,
-    table,
-    worst_region,
-)
+from calib.report import forms_table, percent, readable, table  # noqa: E402
 from calib.samples import read_samples  # noqa: E402
-from sim.cost.profile import LATENT_UNITS, load_profile, product_name  # noqa: E402
+from sim.cost.profile import LATENT_UNITS, Profile, load_profile, product_name  # noqa: E402
 from sim.results.figures.style import save_figure  # noqa: E402
 from sim.specs.hardware import load_hardware  # noqa: E402
 from sim.specs.quantization import PRODUCT_FORMATS  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "calibration.md"
+PAGES = tuple(ROOT / "docs" / name for name in ("calibration.md", "calibration-tables.md"))
 FIGURES = ROOT / "docs" / "figures"
-CONSTANTS = (
-    "flops_per_s", "attention_flops_per_s", "attention_tile_tokens", "attention_slots", "attention_padding_tokens",
-    "attention_roofline_exponent", "hbm_bytes_per_s", "kv_bytes_per_s", "kv_padding_tokens", "kv_padding_waves",
-    "longest_kv_bytes_per_s", "fp8_flops_per_s", "fp8_roofline_exponent", "fp8_quantize_bytes_per_s",
-    "fp8_layer_overhead_s", "nvfp4_flops_per_s", "nvfp4_roofline_exponent",
-    "nvfp4_layer_overhead_s", "fp8_kv_bytes_per_s", "fp8_kv_padding_tokens", "fp8_kv_layer_overhead_s",
-    "elementwise_bytes_per_s", "elementwise_launch_s", "roofline_exponent",
-    "layer_overhead_s", "allreduce_bytes_per_s", "allreduce_latency_s", "allreduce_chunk_s", "allreduce_launch_s",
-)  # fmt: skip
-SHOWN_TOKENS = (1, 32, 128, 129, 256, 257, 272, 512, 513, 1024, 1025, 2048, 8192, 32768)
-"""Sizes whose factors are listed; profiles have all of them."""
+
+
+def profiles() -> list[Profile]:
+    """Every shipped profile that has samples."""
+    return [load_profile(path.name.removesuffix(".csv.gz")) for path in sorted(DATA.glob("*.csv.gz"))]
 
 
 def fits() -> list[FitReport]:
@@ -77,84 +63,59 @@ def fits() -> list[FitReport]:
     return found
 
 
-def errors(reports: Sequence[FitReport]) -> str:
-    """Held-out errors of each profile, prefill / decode, and mixed where there is any; without factors and with."""
+def errors() -> str:
+    """Each profile's errors on layers of 16 bits in per cent: on its samples, left out, on longer ones, and the largest
+    bias of a region."""
     rows = []
-    for report in reports:
-        own, name = report.profile.residuals or {}, report.profile.name
-        worst = [
-            max(((getattr(part, phase), name) for name, part in report.by_model.items() if getattr(part, phase) > 0),
-                default=(float("nan"), "one model"))
-            for phase in ("prefill", "decode")
-        ]  # fmt: skip
-        phases = ("prefill", "decode", "mixed") if "mixed_mape" in own else ("prefill", "decode")
-        unseen = _errors_of(mean_holdout(report.by_model or report.by_rows), phases)
-        alone, whole = "-", f"**{unseen}**{'' if report.by_model else ' of rows'}"
-        if report.profile.linear_factors is not None:
-            left_out = leave_one_model_out if report.by_model else leave_rows_out
-            alone = _errors_of(mean_holdout(left_out(report.samples, report.terms, report.measured_s)), phases)
-        else:
-            alone, whole = whole, "-"
+    for profile in profiles():
+        own = profile.residuals or {}
+        left_out = "unseen_model" if "unseen_model_prefill_mape" in own else "unseen_rows"
+        cells = [_phases(own, f"{part}{{}}_mape") for part in ("", f"{left_out}_", "unseen_size_")]
+        cells[1] = f"**{cells[1]}**{'' if left_out == 'unseen_model' else ' of rows'}"
+        rows.append((f"`{profile.name}`", *cells, _in_percent(own, "largest_region_bias")))
+    header = ("profile", "on its samples", "left out", "longer half from the shorter", "largest bias")
+    return table(header, rows)
+
+
+def kernels() -> str:
+    """Errors in per cent, left out, of what has constants of its own: formats, experts, latent attention, DeltaNet."""
+    rows = []
+    for profile in profiles():
+        own = profile.residuals or {}
+        if "unseen_model_expert_mape" not in own:
+            continue
+        kinds = (f"unseen_model_{kind}expert_mape" for kind in ("", "fp8_", "nvfp4_", "mxfp4_", "int4_"))
         rows.append(
             (
-                f"`{name}`",
-                str(len(report.samples)),
-                " / ".join(percent(own[f"{phase}_mape"]) for phase in phases),
-                alone,
-                whole,
-                " / ".join(f"{percent(error)} ({name})" for error, name in worst),
-                worst_region(report),
+                f"`{profile.name}`",
+                *(_phases(own, f"unseen_model_{kind}_{{}}_mape") for kind in ("fp8", "fp8_kv", "nvfp4")),
+                " / ".join(_in_percent(own, kind) for kind in kinds),
+                *(_phases(own, f"unseen_heads_{kind}_{{}}_mape") for kind in ("latent", "gdn")),
             )
         )
-    header = ("on its samples", "left out: roofline alone", "left out: with factors", "worst model")
-    return table(("profile", "samples", *header, "largest bias of a region"), rows)
+    header = ("FP8", "FP8, KV too", "NVFP4", "experts: 16 bits / FP8 / NVFP4 / MXFP4 / int4", "latent", "DeltaNet")
+    return table(("profile", *header), rows)
 
 
-def _errors_of(found: Holdout, phases: Sequence[str]) -> str:
-    return " / ".join(percent(getattr(found, phase)) for phase in phases)
+def _phases(own: Mapping[str, float], name: str) -> str:
+    """Prefill / decode, and mixed where there is any."""
+    found = [_in_percent(own, name.format(phase)) for phase in ("prefill", "decode", "mixed")]
+    return "-" if set(found) == {"-"} else " / ".join(found[: 2 if found[2] == "-" else 3])
 
 
-def factors(reports: Sequence[FitReport]) -> str:
-    """What matrix products take over their roofline at some sizes, of 16 bits and of each format."""
-    kinds = [
-        (f"{report.profile.gpu}{f', {kind.upper()}' if kind else ''}", points)
-        for report in reports
-        for kind in ("", *PRODUCT_FORMATS)
-        if (points := getattr(report.profile, product_name(kind, "linear_factors")))
-    ]
-    rows = []
-    for tokens in SHOWN_TOKENS:
-        found = (dict(points).get(tokens) for _, points in kinds)
-        rows.append((f"{tokens:,}", *("-" if factor is None else f"{factor:.2f}" for factor in found)))
-    return table(("tokens", *(name for name, _ in kinds)), rows)
+def _in_percent(own: Mapping[str, float], name: str) -> str:
+    return percent(own.get(name, float("nan"))).removesuffix(" %")
 
 
-def constants(reports: Sequence[FitReport]) -> str:
-    """Fitted constants with 95 % intervals."""
-    rows = []
-    for name in CONSTANTS:
-        cells = [f"`{name}`"]
-        for report in reports:
-            if name not in report.estimates:
-                cells.append("-")
-                continue
-            estimate, unit = report.estimates[name], report.profile.constants[name].unit
-            half = (estimate.high - estimate.low) / 2
-            shown = readable(estimate.value, unit)
-            cells.append(shown if estimate.at_limit else f"{shown} +- {100 * half / estimate.value:.1f} %")
-        rows.append(cells)
-    return table(("constant", *(report.profile.gpu for report in reports)), rows)
-
-
-def quantised_table(reports: Sequence[FitReport]) -> str:
+def quantised() -> str:
     """Errors of quantised weights and FP8 KV by phase: on the samples, and in bold on a model left out; rates over 16
     bits'."""
     rows = []
-    for report, kind in product(reports, PRODUCT_FORMATS):
-        own, value = report.profile.residuals or {}, report.profile.value
+    for profile, kind in product(profiles(), PRODUCT_FORMATS):
+        own, value = profile.residuals or {}, profile.value
         if f"{kind}_decode_mape" not in own:
             continue
-        cells = [f"`{report.profile.name}`", kind.upper()]
+        cells = [f"`{profile.name}`", kind.upper()]
         cells.append(f"{value(product_name(kind, 'flops_per_s')) / value('flops_per_s'):.2f}")
         kv = kind == "fp8"
         cells.append(f"{value('fp8_kv_bytes_per_s') / value('kv_bytes_per_s'):.2f}" if kv else "-")
@@ -253,35 +214,36 @@ def gdn() -> str:
     return table(("GPU, phase", "samples", "fitted", "left out", "left out, 2 / 8 / 32 / 64 heads"), rows)
 
 
-TABLES: dict[str, Callable[[Sequence[FitReport]], str]] = {
+FITTED: dict[str, Callable[[Sequence[FitReport]], str]] = {"forms": forms_table, "papers": papers, "regions": regions}
+"""Blocks of fits made anew."""
+SHIPPED: dict[str, Callable[[], str]] = {
     "errors": errors,
-    "constants": constants,
-    "factors": factors,
-    "quantised": quantised_table,
-    "forms": forms_table,
-    "sizes": size_table,
-    "papers": papers,
-    "regions": regions,
+    "kernels": kernels,
+    "quantised": quantised,
+    "experts": experts,
+    "latents": latents,
+    "gdn": gdn,
 }
-KERNELS: dict[str, Callable[[], str]] = {"experts": experts, "latents": latents, "gdn": gdn}
-"""Blocks that have samples of their own."""
+"""Blocks of what profiles hold, and of kernels with samples of their own."""
 
 
 def main(names: Sequence[str]) -> None:
-    """Replace blocks of the document, by default all of them, and draw the figures it shows."""
-    chosen = names or [*TABLES, *KERNELS]
-    reports = fits() if set(chosen) - set(KERNELS) else []
-    text = DOCUMENT.read_text(encoding="utf-8")
+    """Replace blocks of the pages, by default all of them; draw the figures of fits made anew."""
+    chosen = names or [*FITTED, *SHIPPED]
+    reports = fits() if set(chosen) - set(SHIPPED) else []
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
     for name in chosen:
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not block.search(text):
-            raise SystemExit(f"{DOCUMENT}: has no block <!-- {name} --> ... <!-- end -->")
-        content = KERNELS[name]() if name in KERNELS else TABLES[name](reports)
-        text = block.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
-    DOCUMENT.write_text(text, encoding="utf-8")
+        page = next((page for page, text in texts.items() if block.search(text)), None)
+        if page is None:
+            raise SystemExit(f"docs: no page has a block <!-- {name} --> ... <!-- end -->")
+        content = SHIPPED[name]() if name in SHIPPED else FITTED[name](reports)
+        texts[page] = block.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", texts[page])
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")
     for report in reports:
         save_figure(FIGURES / f"calibration-{report.profile.name}.png", draw_fit(report))
-    print(f"wrote {DOCUMENT} and {len(reports)} figures")
+    print(f"wrote {', '.join(chosen)} and {len(reports)} figures")
 
 
 if __name__ == "__main__":

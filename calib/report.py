@@ -15,7 +15,6 @@ from calib.holdout import (
     leave_one_model_out,
     mean,
     mean_holdout,
-    small_predicts_large,
 )
 from calib.roofline import FORMS
 
@@ -130,24 +129,3 @@ def forms_table(reports: Sequence[FitReport]) -> str:
             cells.append(f"{percent(held_out.prefill)} / {percent(held_out.decode)}")
         rows.append(cells)
     return table(("form", *(report.profile.gpu for report in reports)), rows)
-
-
-def size_table(reports: Sequence[FitReport], shares: Sequence[float] = (0.5, 0.75)) -> str:
-    """Shorter samples predicting longer ones (prefill / decode), for several places of the cut."""
-    rows = []
-    for share in shares:
-        cells = [f"the shortest {100 * share:.0f} % predict the rest"]
-        for report in reports:
-            factored = report.profile.linear_factors is not None
-            found = small_predicts_large(
-                report.samples, report.terms, report.measured_s, share=share, factored=factored
-            )
-            cells.append(f"{percent(found.prefill)} / {percent(found.decode)}")
-        rows.append(cells)
-    return table(("sizes", *(report.profile.gpu for report in reports)), rows)
-
-
-def worst_region(report: FitReport) -> str:
-    """The region of whole passes that the fit leans in most."""
-    worst = max((region for region in report.regions if region.is_pass), key=lambda region: abs(region.bias))
-    return f"{100 * worst.bias:+.1f} % ({worst.name})"

@@ -23,7 +23,7 @@ from calib.holdout import (
 )
 from calib.latents import LATENT_DATA, read_latent_samples
 from calib.papers import eq3_alpha
-from calib.report import fit_markdown, forms_table, size_table, worst_region
+from calib.report import fit_markdown, forms_table
 from calib.roofline import FORMS
 from calib.samples import Sample, read_comments, read_samples, samples_sha256
 from sim.cost.profile import Profile, load_profile
@@ -268,10 +268,3 @@ def test_tables_for_the_documentation_have_a_column_for_each_report(report):
     forms = forms_table(two).splitlines()
     assert forms[0] == "| form | a100-80g | h100 |"
     assert len(forms) == 2 + len(FORMS)
-    sizes = size_table(two).splitlines()
-    assert [line.split(" | ")[0] for line in sizes[2:]] == [
-        "| the shortest 50 % predict the rest",
-        "| the shortest 75 % predict the rest",
-    ]
-    worst = max(report.regions, key=lambda region: abs(region.bias))
-    assert worst_region(report) == f"{100 * worst.bias:+.1f} % ({worst.name})"

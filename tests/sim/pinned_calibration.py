@@ -30,16 +30,12 @@ from test_calib_llmservingsim import write_kernels
 
 import kvtwin
 from calib.copies import all_reduce_s
-from calib.fit import fit_profile
 from calib.importers import llmservingsim
 from calib.measure.plan import make_plan
-from calib.report import size_table, worst_region
 from calib.roofline import attention_s, complete, predict_s, products_s
 from calib.samples import TOKEN_OPS, Sample, write_samples
 from calib.terms import Terms, terms_of
-from sim.cost.profile import read_profile
 from sim.errors import UserError
-from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 
 CALIBRATION = GOLDEN / "calibration"
@@ -186,12 +182,6 @@ def fits() -> Iterator[str]:
         for path in sorted((here / "out").glob("*.md")):
             yield f"-- {path}"
             yield from (rough(line) for line in path.read_text().splitlines())
-        report = fit_profile(
-            everything(), here, load_hardware("a100-80g"), read_profile(L20), name="all", status="measured",
-            provenance={},
-        )  # fmt: skip
-        for words in (size_table([report]), worst_region(report)):
-            yield from (rough(line) for line in words.splitlines())
 
 
 PINNED = {"plans": plans, "terms": terms, "tables": tables, "fits": fits}
