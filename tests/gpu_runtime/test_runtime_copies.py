@@ -311,7 +311,7 @@ def test_a_sequence_waits_for_its_own_copies():
     transfers = Transfers(None, copies)  # type: ignore[arg-type]
     one, other = object(), object()
     for seq, handle in ((one, "a"), (other, "b"), (one, "c")):
-        transfers._under_way.append((SimpleNamespace(move=SimpleNamespace(seq=seq)), [handle]))
+        transfers._under_way.append((SimpleNamespace(move=SimpleNamespace(seq=seq), stored=()), [handle]))
     transfers.wait(one)
     assert waited == [(one, ["a"]), (one, ["c"])]
 

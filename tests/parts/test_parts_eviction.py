@@ -60,7 +60,7 @@ def test_as_many_iterations_are_kept_free_as_a_copy_takes():
         batch.add(Sequence(request))
     park = Park()
     park.batch, park.paged = batch, SimpleNamespace(block_size=16)
-    park.cost = SimpleNamespace(decode_steps=lambda members, tokens, windowed: (0.01, 0.0))
+    park.cost = SimpleNamespace(decode_steps=lambda members, tokens, windowed, longest: (0.01, 0.0))
     for bytes_per_s, iterations in ((10 << 20, 40), (1 << 30, HORIZON)):
         park.order = SimpleNamespace(iteration_s=lambda: 0.01)
         park.mechanism = SimpleNamespace(
