@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from calib.importers.cli import add_imports
-from calib.profile_files import Status, add_target, base_profile, derived_name, fit_samples, profile_name, write_report
+from calib.profile_files import (
+    KERNEL_FILES,
+    Status,
+    add_target,
+    base_profile,
+    derived_name,
+    fit_samples,
+    profile_name,
+    write_report,
+)
 from sim.cost.profile import UNITS, Profile, default_profile, load_profile, product_name, shipped_profiles
 from sim.errors import UserError
 from sim.files import out_folder, write_atomically
@@ -232,11 +241,10 @@ def run_fit(arguments: argparse.Namespace) -> int:
         raise UserError("--constants: goes with --bench; samples tell all constants that they can")
     hardware = load_hardware(arguments.gpu)
     name = profile_name(arguments, hardware, arguments.status)
+    kernels = {kind: path for kind in KERNEL_FILES if (path := getattr(arguments, kind, None))}
     report = fit_samples(
-        arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form,
-        experts=getattr(arguments, "experts", None), latents=getattr(arguments, "latents", None),
-        gdn=getattr(arguments, "gdn", None),
-    )  # fmt: skip
+        arguments.samples, hardware, arguments.base, name, arguments.status, arguments.form, kernels=kernels
+    )
     return write_report(report, arguments.out)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from calib.kernel_fit import KernelTerms, unseen_errors
 from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, fastest, ridge_s, with_exponent
@@ -80,7 +80,7 @@ def read_expert_samples(path: Path) -> list[ExpertSample]:
 
 
 @dataclass(frozen=True)
-class ExpertTerms:
+class ExpertTerms(KernelTerms):
     """Per sample, of one layer on one GPU of the group; arrays of shape (samples,)."""
 
     flops: Array
@@ -98,9 +98,6 @@ class ExpertTerms:
         weight_bytes = np.array([s.experts_met * WEIGHT_BYTES[s.quantization] for s in samples])
         moved = 3 * hidden + (2 * gates + 2) * width
         return cls(2 * rows * weights, weight_bytes * weights, rows * moved * ACTIVATION_BYTES)
-
-    def __getitem__(self, chosen: NDArray[np.bool_]) -> "ExpertTerms":
-        return ExpertTerms(self.flops[chosen], self.met_bytes[chosen], self.activation_bytes[chosen])
 
 
 @dataclass(frozen=True)
@@ -145,13 +142,7 @@ def _fit_kind(quantization: str, samples: list[ExpertSample]) -> ExpertFit:
     shapes = np.array([s.shape for s in samples])
     if len(set(shapes)) == 1:
         shapes = np.array([str(s.tp) for s in samples])
-    unseen = np.zeros(len(samples))
-    for shape in set(shapes):
-        out = shapes == shape
-        if out.all():
-            unseen = np.zeros(0)
-            break
-        unseen[out] = predict_expert_s(_fit(terms[~out], seconds[~out]).values, terms[out]) / seconds[out] - 1
+    unseen = unseen_errors(shapes, terms, seconds, _fit, predict_expert_s)
     own = predict_expert_s(fit.values, terms) / seconds - 1
     names = expert_names(quantization)
     named = Fit({names[name]: estimate for name, estimate in fit.estimates.items()}, fit.scatter)

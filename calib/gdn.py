@@ -13,12 +13,14 @@ samples are left out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 
+from calib.kernel_fit import KernelTerms, PhasedFit, unseen_errors
 from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from sim.cost.gated_delta_net import HEAD_DIM
@@ -68,7 +70,7 @@ class GdnSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 @dataclass(frozen=True)
-class GdnTerms:
+class GdnTerms(KernelTerms):
     """Per sample, arrays of shape (samples,).
 
     Attributes:
@@ -102,31 +104,6 @@ class GdnTerms:
         return cls(*np.array(rows, dtype=np.float64).T)
 
 
-@dataclass(frozen=True)
-class GdnFit:
-    """Constants by their names in a profile, and errors (predicted / measured - 1).
-
-    Attributes:
-        samples: those that are fitted.
-        own, unseen: on them, and on those of each number of value heads by a fit to the others; shapes (samples,).
-    """
-
-    fit: Fit
-    samples: list[GdnSample]
-    own: Array
-    unseen: Array
-
-    @property
-    def residuals(self) -> dict[str, float]:
-        """Mean absolute relative errors, under their names in a profile."""
-        found = {}
-        for phase in ("prefill", "decode"):
-            chosen = np.array([s.phase == phase for s in self.samples])
-            found[f"gdn_{phase}_mape"] = round(float(np.abs(self.own[chosen]).mean()), 5)
-            found[f"unseen_heads_gdn_{phase}_mape"] = round(float(np.abs(self.unseen[chosen]).mean()), 5)
-        return found
-
-
 def read_gdn_samples(path: Path) -> list[GdnSample]:
     """The samples of a file. UserError for one that holds none."""
     found = read_kernel_samples(path, GdnSample, "Gated DeltaNet")
@@ -137,7 +114,7 @@ def read_gdn_samples(path: Path) -> list[GdnSample]:
     return found
 
 
-def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> GdnFit:
+def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> PhasedFit[GdnSample]:
     """A fit to the samples that `is_fitted`, with errors on numbers of value heads left out.
 
     Raises:
@@ -147,20 +124,14 @@ def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> GdnFit:
     heads = np.array([s.num_value_heads for s in chosen])
     if len(set(heads)) < 2 or len({s.phase for s in chosen}) < 2:
         raise UserError("samples of Gated DeltaNet need both phases and two numbers of value heads: give more")
-    seconds = np.array([s.latency_s for s in chosen])
-    fit = _fit(chosen, seconds, hardware)
-    unseen = np.zeros(len(chosen))
-    for count in sorted(set(heads)):
-        out = heads == count
-        kept = [s for s, is_out in zip(chosen, out, strict=True) if not is_out]
-        left_out = [s for s, is_out in zip(chosen, out, strict=True) if is_out]
-        values = _fit(kept, seconds[~out], hardware).values
-        unseen[out] = predict_gdn_s(values, GdnTerms.of(left_out)) / seconds[out] - 1
-    return GdnFit(fit, chosen, predict_gdn_s(fit.values, GdnTerms.of(chosen)) / seconds - 1, unseen)
+    terms, seconds = GdnTerms.of(chosen), np.array([s.latency_s for s in chosen])
+    fit = _fit(terms, seconds, hardware)
+    own = predict_gdn_s(fit.values, terms) / seconds - 1
+    unseen = unseen_errors(heads, terms, seconds, partial(_fit, hardware=hardware), predict_gdn_s)
+    return PhasedFit("gdn", fit, chosen, own, unseen)
 
 
-def _fit(samples: Sequence[GdnSample], seconds: Array, hardware: HardwareSpec) -> Fit:
-    terms = GdnTerms.of(samples)
+def _fit(terms: GdnTerms, seconds: Array, hardware: HardwareSpec) -> Fit:
     parameters = {
         "gdn_decode_bytes_per_s": Parameter(hardware.hbm_bytes_per_s / 2),
         "gdn_decode_launch_s": Parameter(5e-6, 0.0, log=False),

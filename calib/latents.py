@@ -12,14 +12,15 @@ queries and keys are put together. `products` are the profile's own, overhead of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from calib.kernel_fit import KernelTerms, PhasedFit, unseen_errors
 from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import ridge_s
@@ -61,7 +62,7 @@ class LatentSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 @dataclass(frozen=True)
-class LatentTerms:
+class LatentTerms(KernelTerms):
     """Per sample, of one layer on one GPU; arrays of shape (samples,). Those of the other phase are zero.
 
     Attributes:
@@ -104,9 +105,6 @@ class LatentTerms:
             np.array(pair_flops) * pairs * ~decode,
         )
 
-    def __getitem__(self, chosen: NDArray[np.bool_]) -> "LatentTerms":
-        return LatentTerms(*(getattr(self, field.name)[chosen] for field in fields(self)))
-
 
 def attention_model(num_heads: int, *, fp8: bool) -> ModelSpec:
     """One layer of DeepSeek V3 with so many query heads, and an MLP and vocabulary of next to nothing."""
@@ -132,30 +130,6 @@ def as_other_attention_s(samples: Sequence[LatentSample], profile: Profile, hard
     return np.array(found)
 
 
-@dataclass(frozen=True)
-class LatentFit:
-    """Constants by their names in a profile, and errors (predicted / measured - 1).
-
-    Attributes:
-        own, unseen: on the samples, and on those of each number of heads by a fit to the others; shapes (samples,).
-    """
-
-    fit: Fit
-    samples: list[LatentSample]
-    own: Array
-    unseen: Array
-
-    @property
-    def residuals(self) -> dict[str, float]:
-        """Mean absolute relative errors, under their names in a profile."""
-        found = {}
-        for phase in ("prefill", "decode"):
-            chosen = np.array([s.phase == phase for s in self.samples])
-            found[f"latent_{phase}_mape"] = round(float(np.abs(self.own[chosen]).mean()), 5)
-            found[f"unseen_heads_latent_{phase}_mape"] = round(float(np.abs(self.unseen[chosen]).mean()), 5)
-        return found
-
-
 def read_latent_samples(path: Path) -> list[LatentSample]:
     """The samples of a file. UserError for one that holds none."""
     found = read_kernel_samples(path, LatentSample, "latent attention")
@@ -165,7 +139,7 @@ def read_latent_samples(path: Path) -> list[LatentSample]:
     return found
 
 
-def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> LatentFit:
+def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> PhasedFit[LatentSample]:
     """A fit to samples whose products `profile` prices, with errors on numbers of heads left out.
 
     Raises:
@@ -178,13 +152,11 @@ def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: Har
     token_bytes = attention_model(1, fp8=False).kv_bytes_per_token_layer()
     kv = KVPrice(token_bytes / profile.value("kv_bytes_per_s"), profile.value("roofline_exponent"))
     fit = _fit(terms, seconds, kv, hardware)
-    unseen = np.zeros(len(samples))
-    for count in set(heads):
-        out = heads == count
-        values = _fit(terms[~out], seconds[~out], kv, hardware).values
-        unseen[out] = predict_latent_s(values, terms[out], kv) / seconds[out] - 1
     own = predict_latent_s(fit.values, terms, kv) / seconds - 1
-    return LatentFit(fit, list(samples), own, unseen)
+    unseen = unseen_errors(
+        heads, terms, seconds, partial(_fit, kv=kv, hardware=hardware), partial(predict_latent_s, kv=kv)
+    )
+    return PhasedFit("latent", fit, list(samples), own, unseen)
 
 
 @dataclass(frozen=True)

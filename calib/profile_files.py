@@ -2,9 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sim.cost.profile import Profile, load_profile, shipped_profiles
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from calib.fit import FitReport
 
 Status = Literal["measured", "imported"]
+KERNEL_FILES = ("experts", "latents", "gdn")
+"""Kinds of kernels with files of samples of their own, which flags and provenance name."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -64,11 +67,12 @@ def fit_samples(
     status: Status,
     form: str = "roofline",
     *,
-    experts: Path | None = None,
-    latents: Path | None = None,
-    gdn: Path | None = None,
+    kernels: Mapping[str, Path] = MappingProxyType({}),
 ) -> "FitReport":
     """Fit a profile of that name and form to the samples of all files, and to those of single kernels.
+
+    Args:
+        kernels: files of kernels' samples, by `KERNEL_FILES`.
 
     Raises:
         UserError: a file that holds no samples, or samples that tell no profile; no base where one is needed.
@@ -88,23 +92,21 @@ def fit_samples(
     provenance["samples_sha256"] = ", ".join(samples_sha256(path) for path in paths)
     provenance.setdefault("date", datetime.now(UTC).date().isoformat())
     folder = paths[0].parent
-    kernels = {"experts": experts, "latents": latents, "gdn": gdn}
     for kind, path in kernels.items():
-        if path is not None and form == "linear":
+        if form == "linear":
             raise UserError(f"--{kind}: form linear has no constants of such kernels; leave it out")
-        if path is not None:
-            provenance[kind] = read_comments(path).get("kernels", path.name)
-            provenance[f"{kind}_sha256"] = samples_sha256(path)
+        provenance[kind] = read_comments(path).get("kernels", path.name)
+        provenance[f"{kind}_sha256"] = samples_sha256(path)
     if form == "linear":
         return fit_linear_profile(found, folder, hardware, name=name, status=status, provenance=provenance)
     completed = base_profile(base, hardware)
     report = fit_profile(
         found, folder, hardware, completed, name=name, status=status, provenance=provenance,
-        experts=read_expert_samples(experts) if experts else (),
+        experts=read_expert_samples(kernels["experts"]) if "experts" in kernels else (),
     )  # fmt: skip
-    if latents:
-        report = with_latents(report, read_latent_samples(latents), hardware)
-    return with_gdn(report, read_gdn_samples(gdn), hardware) if gdn else report
+    if "latents" in kernels:
+        report = with_latents(report, read_latent_samples(kernels["latents"]), hardware)
+    return with_gdn(report, read_gdn_samples(kernels["gdn"]), hardware) if "gdn" in kernels else report
 
 
 def write_report(report: "FitReport", out: Path) -> int:

@@ -152,16 +152,7 @@ def _import(
     with owning(arguments.out):
         path = _write_samples(arguments, found)
         name = profile_name(arguments, hardware, "imported")
-        report = fit_samples(
-            [path],
-            hardware,
-            arguments.base,
-            name,
-            "imported",
-            experts=files.get("experts"),
-            latents=files.get("latents"),
-            gdn=files.get("gdn"),
-        )
+        report = fit_samples([path], hardware, arguments.base, name, "imported", kernels=files)
         check_plausible(report, hardware)
         if kernels is not None:
             profile = msgspec.structs.replace(report.profile, form="table", kernels=kernels)

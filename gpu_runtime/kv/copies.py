@@ -1,6 +1,6 @@
 """`KVCopies`: copies of sequences' blocks between the pools of a device. One that fails ends its sequence alone."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -54,23 +54,14 @@ class KVCopies:
     def wait(self, seq: Sequence, handles: Iterable[CopyHandle]) -> bool:
         """Block the caller until a sequence's copies are over; whether all went well."""
         well = True
-        for handle in handles:
-            try:
-                handle.wait()
-            except CopyFailed as error:
-                self.fail(seq, f"copy of KV blocks: {error}")
-                well = False
+        for error in _failures(handles):
+            self.fail(seq, f"copy of KV blocks: {error}")
+            well = False
         return well
 
     def went_well(self, handles: Iterable[CopyHandle]) -> bool:
         """The same of copies whose failure ends nobody."""
-        well = True
-        for handle in handles:
-            try:
-                handle.wait()
-            except CopyFailed:
-                well = False
-        return well
+        return not list(_failures(handles))
 
     def wait_in_stream(self, seqs: Iterable[Sequence], handle: CopyHandle) -> bool:
         """Let the current stream wait for a copy of some sequences' blocks; the host goes on queueing layers.
@@ -84,3 +75,12 @@ class KVCopies:
                 self.fail(seq, f"copy of KV blocks: {error}")
             return False
         return True
+
+
+def _failures(handles: Iterable[CopyHandle]) -> Iterator[CopyFailed]:
+    """Block the caller until every copy is over; those that fail, as they do."""
+    for handle in handles:
+        try:
+            handle.wait()
+        except CopyFailed as error:
+            yield error

@@ -183,25 +183,44 @@ def check_gaps(outcome: Outcome) -> None:
         np.testing.assert_allclose(value, np.percentile(gaps_s, percentile), rtol=1e-9, atol=1e-9)
 
 
-def check(policy: Policy, *, examples: int = 40, shrink: bool = True) -> None:
+def check(
+    policy: Policy,
+    *,
+    examples: int = 40,
+    shrink: bool = True,
+    among: st.SearchStrategy[Workload] | None = None,
+    memory: type | None = None,
+) -> None:
     """All of it, on `examples` random workloads. AssertionError where it fails, with the smallest workload if `shrink`.
 
-    Conservation (recounted after every step, statuses by their table), jumps, and gap statistics.
+    `among` are other workloads than `workloads` draws; `memory` is what the scheduler's is to be.
     """
 
     def one(workload: Workload) -> None:
-        outcome = run(policy, workload, record=True)
-        check_ends(outcome, workload)
-        check_gaps(outcome)
-        check_jumps(policy, workload)
+        outcome = check_one(policy, workload)
+        assert memory is None or isinstance(outcome.scheduler.memory, memory)
 
-    over_workloads(policy, one, examples=examples, shrink=shrink)
+    over_workloads(policy, one, examples=examples, shrink=shrink, among=among)
+
+
+def check_one(policy: Policy, workload: Workload) -> Outcome:
+    """On one: conservation (recounted after every step, statuses by their table), jumps, and gap statistics."""
+    outcome = run(policy, workload, record=True)
+    check_ends(outcome, workload)
+    check_gaps(outcome)
+    check_jumps(policy, workload)
+    return outcome
 
 
 def over_workloads(
-    policy: Policy, body: Callable[[Workload], None], *, examples: int = 40, shrink: bool = True
+    policy: Policy,
+    body: Callable[[Workload], None],
+    *,
+    examples: int = 40,
+    shrink: bool = True,
+    among: st.SearchStrategy[Workload] | None = None,
 ) -> None:
-    """Hold `body` to random workloads of a policy."""
+    """Hold `body` to random workloads of a policy, or to those `among`."""
     phases = tuple(Phase.__members__.values()) if shrink else (Phase.generate,)
 
     @settings(
@@ -211,7 +230,7 @@ def over_workloads(
         phases=phases,
         suppress_health_check=(HealthCheck.too_slow,),
     )
-    @given(workload=workloads(policy))
+    @given(workload=workloads(policy) if among is None else among)
     def over(workload: Workload) -> None:
         body(workload)
 

@@ -6,7 +6,7 @@
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine
-from kvtwin.testing.conformance import DECODES, Workload, check_ends, check_gaps, check_jumps, limits_of, run
+from kvtwin.testing.conformance import DECODES, Workload, check_one, limits_of
 from sim.systems.base import Policy
 from traces.request import Request
 
@@ -55,7 +55,4 @@ def conversations(draw: st.DrawFn, policy: Policy) -> Workload:
 
 def check(policy: Policy, workload: Workload) -> None:
     """All that `conformance.check` holds a system to, on one workload."""
-    outcome = run(policy, workload, record=True)
-    check_ends(outcome, workload)
-    check_gaps(outcome)
-    check_jumps(policy, workload)
+    check_one(policy, workload)

@@ -266,16 +266,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     @property
     def latents(self) -> dict[str, float] | None:
         """Constants of `LATENT_UNITS`; None where no such kernels were timed."""
-        if "latent_launch_s" not in self.constants:
-            return None
-        return {name: self.value(name) for name in LATENT_UNITS}
+        return self._all_or_none(LATENT_UNITS)
 
     @property
     def gdn(self) -> dict[str, float] | None:
         """Constants of `GDN_UNITS`; None where no such kernels were timed."""
-        if "gdn_prefill_launch_s" not in self.constants:
-            return None
-        return {name: self.value(name) for name in GDN_UNITS}
+        return self._all_or_none(GDN_UNITS)
+
+    def _all_or_none(self, names: Collection[str]) -> dict[str, float] | None:
+        """Of a kind of kernels a profile has all constants or none (`KERNELS`)."""
+        return None if self.constants.keys().isdisjoint(names) else {name: self.value(name) for name in names}
 
     @property
     def linear(self) -> LinearCoefficients | None:

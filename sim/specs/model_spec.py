@@ -446,9 +446,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Each token chooses k of a layer's E routed experts; were the choices uniform and independent, N tokens would
         meet E (1 - (1 - k/E)^N) of them. None: all experts.
         """
-        weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
-        total = weights * self.attention_dtype_bytes
-        total -= self._num_borrowing_layers * self._attention_kv_weights * self.attention_dtype_bytes
+        total = self._projection_weights * self.attention_dtype_bytes
         total += self._num_dense_layers * self._dense_mlp_weights * self.mlp_dtype_bytes
         if self.moe:
             experts = self._expert_weights
@@ -562,11 +560,15 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
     @property
+    def _projection_weights(self) -> int:
+        """Weights around attention and states in all layers; those that borrow KV project none."""
+        weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
+        return weights - self._num_borrowing_layers * self._attention_kv_weights
+
+    @property
     def linear_flops_per_token(self) -> float:
         """FLOPs per token of all layers' projections and MLP (c_lin); of the experts only those a token activates."""
-        weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
-        weights += self._num_dense_layers * self._dense_mlp_weights
-        weights -= self._num_borrowing_layers * self._attention_kv_weights
+        weights = self._projection_weights + self._num_dense_layers * self._dense_mlp_weights
         if self.moe:
             weights += self.moe.num_moe_layers * (self._active_expert_weights + self._router_weights)
         return 2.0 * weights
@@ -581,9 +583,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Share of `linear_flops_per_token` whose weights and inputs are both quantised."""
         if self._input_bytes is None:
             return 0.0
-        weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
-        weights -= self._num_borrowing_layers * self._attention_kv_weights
-        weights *= self._quantised_share(self.attention_dtype_bytes)
+        weights = self._projection_weights * self._quantised_share(self.attention_dtype_bytes)
         weights += self._num_dense_layers * self._dense_mlp_weights * self._quantised_share(self.mlp_dtype_bytes)
         if self.moe:
             share = self._quantised_share(self.expert_dtype_bytes)

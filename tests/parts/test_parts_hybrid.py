@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_parts_windowed import setup, windowed_workloads
 
-from kvtwin.testing.conformance import Workload, check_ends, check_gaps, check_jumps, run, with_prefix
+from kvtwin.testing.conformance import Workload, check, with_prefix
 from kvtwin.testing.engines import build_engine, limits, linear_machine, simulate
 from sim.engine.limits import WindowLimits
 from sim.engine.sequence import Sequence
@@ -162,18 +162,7 @@ class Checked(HybridMemory):
 def test_windowed_models_keep_to_the_conformance_suite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is recounted after every step, every look-up tried; jumped and stepped runs are equal."""
     monkeypatch.setattr("sim.parts.memory.hybrid.HybridMemory", Checked)
-    policy = parse_policy(name, {})[1]
-
-    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=(HealthCheck.too_slow,))
-    @given(workload=workloads())
-    def one(workload: Workload) -> None:
-        outcome = run(policy, workload, record=True)
-        assert isinstance(outcome.scheduler.memory, Checked)
-        check_ends(outcome, workload)
-        check_gaps(outcome)
-        check_jumps(policy, workload)
-
-    one()
+    check(parse_policy(name, {})[1], examples=60, among=workloads(), memory=Checked)
 
 
 def test_decodes_hold_their_window_and_what_is_before_it_in_full_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_parts_windowed import windowed_workloads
 
-from kvtwin.testing.conformance import Workload, check_ends, check_gaps, check_jumps, run, with_prefix
+from kvtwin.testing.conformance import Workload, check, with_prefix
 from kvtwin.testing.engines import limits, simulate
 from sim.engine.limits import Limits, StateLimits
 from sim.parts.memory.states import StateMemory
@@ -118,15 +117,4 @@ def workloads(draw: st.DrawFn) -> Workload:
 @pytest.mark.parametrize("name", ["vllm-v1", "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority"])
 def test_models_with_states_keep_to_the_conformance_suite(name: str) -> None:
     """Every block is recounted after every step; jumped and stepped runs are equal."""
-    policy = parse_policy(name, {})[1]
-
-    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=(HealthCheck.too_slow,))
-    @given(workload=workloads())
-    def one(workload: Workload) -> None:
-        outcome = run(policy, workload, record=True)
-        assert isinstance(outcome.scheduler.memory, StateMemory)
-        check_ends(outcome, workload)
-        check_gaps(outcome)
-        check_jumps(policy, workload)
-
-    one()
+    check(parse_policy(name, {})[1], examples=60, among=workloads(), memory=StateMemory)

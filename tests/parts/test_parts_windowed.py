@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtwin.testing.conformance import Workload, check_ends, check_gaps, check_jumps, limits_of, rows, run
+from kvtwin.testing.conformance import Workload, check, limits_of, rows
 from kvtwin.testing.engines import Machine, limits, linear_machine, requests, roofline_machine, simulate, tiny_model
 from sim.engine.batch import DecodeBatch
 from sim.engine.itl import GapCollector
@@ -228,29 +228,15 @@ def windowed_workloads(draw: st.DrawFn, name: str, *, rings: bool = True) -> Wor
     return Workload(requests(*found), limit, Machine(model, cost, plain.profile, plain.hardware))
 
 
-def hold(name: str, examples: int, *, rings: bool = True) -> None:
-    policy = parse_policy(name, {})[1]
-
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=(HealthCheck.too_slow,))
-    @given(workload=windowed_workloads(name, rings=rings))
-    def one(workload: Workload) -> None:
-        outcome = run(policy, workload, record=True)
-        check_ends(outcome, workload)
-        check_gaps(outcome)
-        check_jumps(policy, workload)
-
-    one()
-
-
 @pytest.mark.parametrize("name", ["vllm-recompute", "vllm-swap", "sarathi", "fastgen"])
 def test_rings_keep_to_the_conformance_suite(name: str) -> None:
     """Every block is recounted after every step; jumped and stepped runs are equal."""
-    hold(name, 60)
+    check(parse_policy(name, {})[1], examples=60, among=windowed_workloads(name))
 
 
 @pytest.mark.parametrize("name", ["layerkv", "layerkv:decode=stream", "fastserve", "orca", "fastertransformer"])
 def test_other_memories_keep_everything_and_read_windows(name: str) -> None:
-    hold(name, 30, rings=False)
+    check(parse_policy(name, {})[1], examples=30, among=windowed_workloads(name, rings=False))
 
 
 def test_a_window_beyond_every_context_changes_nothing() -> None:

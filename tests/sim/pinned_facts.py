@@ -89,7 +89,7 @@ def arguments_in(owner: ModuleType | type, module: ModuleType) -> Iterator[str]:
     """Of a module's functions and classes, and what all instances of these share."""
     for name, value in vars(owner).items():
         inner = getattr(value, "__func__", value)
-        if isinstance(owner, type) and counts(value) and not name.startswith(("__", "_field")):
+        if isinstance(owner, type) and counts(value) and not name.startswith(("__", "_field", "_is_protocol")):
             yield f"{module.__name__}.{owner.__qualname__}.{name} = {told(value)}"
         if name == "__init__" and is_dataclass(owner):
             continue
