@@ -133,7 +133,9 @@ def run(root: Path, *more: str) -> subprocess.Popen:
 def test_faults_are_decided_and_the_tree_is_whole_again(tmp_path):
     root = tmp_path / "root"
     lay(root)
-    child = run(root, "--count", "3")
+    (root / "sim/other.py").write_text("LIMIT = 3\n")
+    subprocess.run(["git", "add", "."], cwd=root, check=True)
+    child = run(root, "--count", "3", "--only", "sim/half.py")
     told = child.communicate(timeout=300)[0]
     assert child.returncode == 0
     rows = [json.loads(line) for line in (root / "found.jsonl").read_text().splitlines()]
