@@ -197,8 +197,8 @@ def faulty(fault: Fault, text: str) -> ast.Module:
 def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]:
     """Tests that execute a fault's statement, or lines with the names that it gives; each file's fastest first.
 
-    Of what an import executes else those that execute anything of the module, or of whoever names it; else all. Of a
-    file those come before others that name the module, as a case of a table may.
+    Where none does so in this process (kernels are interpreted in another) those of files named after the module, and
+    those that execute anything of it or of whoever names it; else all. Files named after the module come first.
     """
     found = set() if fault.is_imported else known.tests_of(fault.path, [fault.line])
     found = found or known.tests_of(fault.path, fault.lines)
@@ -208,20 +208,27 @@ def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]
             lines = [i for i, line in enumerate(text.splitlines(), 1) if is_named.search(line)]
             if lines:
                 found |= known.tests_of(path, lines)
-    if fault.is_imported and not found:
+    if not found:
         is_named = re.compile(rf"\b{Path(fault.path).stem}\b")
         users = [fault.path, *(path for path, text in texts.items() if is_named.search(text))]
-        found = set().union(*map(known.tests_of, users)) or set(known.seconds)
+        found = {test for test in known.seconds if is_after(test, fault.path)}.union(*map(known.tests_of, users))
+        found = found or set(known.seconds)
     by_file: dict[str, list[str]] = defaultdict(list)
     module = Path(fault.path).stem.replace("_", "-")
     for test in sorted(found, key=lambda test: (module not in test.replace("_", "-"), known.seconds[test], test)):
         by_file[file_of(test)].append(test)
     ranked = [
-        (not file.startswith(WHOLE), rank, known.seconds[test], test)
+        (not file.startswith(WHOLE), not is_after(file, fault.path), rank, known.seconds[test], test)
         for file, tests in by_file.items()
         for rank, test in enumerate(tests)
     ]
     return [test for *_, test in sorted(ranked)]
+
+
+def is_after(test: str, path: str) -> bool:
+    """Whether a test's file is named after a module: all its words are of the module's path."""
+    words = Path(file_of(test)).stem.split("_")[1:]
+    return bool(words) and set(words) <= set(re.split(r"\W|_", path))
 
 
 def file_of(test: str) -> str:
