@@ -46,10 +46,14 @@ OTHERS = {
     ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 """What stands in for an operator."""
+LARGE = 10_000
+"""Numbers that are doubled; one is added to smaller ones."""
 FIRST_S, FIRST_FILES = 5.0, 6
 """Of tests that run first: most faults need no others."""
 WHOLE = "tests/sim/test_sim_pinned"
 """Files that compare whole results run next: what the first few let pass they mostly notice."""
+FACTS = "tests/sim/test_sim_pinned_facts.py"
+"""Reads constants and defaults of all modules, and executes no line that names them."""
 SLACK_S, SLACK = 10.0, 5.0
 """A run that takes longer than so many times its usual seconds, and these beside, does not end."""
 
@@ -113,7 +117,7 @@ def replacement(node: ast.AST) -> ast.AST | None:
         case ast.Constant(value=bool(value)):
             return ast.Constant(not value)
         case ast.Constant(value=int(value) | float(value)):
-            return ast.Constant(value + 1 if value + 1 != value else 2 * value)
+            return ast.Constant(value + 1 if abs(value) < LARGE else 2 * value)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return operand
         case ast.Compare(left=left, ops=[op, *ops], comparators=right) if type(op) in OTHERS:
@@ -197,6 +201,8 @@ def faulty(fault: Fault, text: str) -> ast.Module:
 def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]:
     """Tests that execute a fault's statement, or lines with the names that it gives; each file's fastest first.
 
+    What an import executes the pinned facts may tell.
+
     Where none does so in this process (kernels are interpreted in another) those of files named after the module, and
     those that execute anything of it or of whoever names it; else all. Files named after the module come first.
     """
@@ -213,6 +219,8 @@ def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]
         users = [fault.path, *(path for path, text in texts.items() if is_named.search(text))]
         found = {test for test in known.seconds if is_after(test, fault.path)}.union(*map(known.tests_of, users))
         found = found or set(known.seconds)
+    if fault.is_imported:
+        found |= {test for test in known.seconds if file_of(test) == FACTS}
     by_file: dict[str, list[str]] = defaultdict(list)
     module = Path(fault.path).stem.replace("_", "-")
     for test in sorted(found, key=lambda test: (module not in test.replace("_", "-"), known.seconds[test], test)):

@@ -84,6 +84,11 @@ def test_every_fault_by_hand(mutants, small):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("number", "fault"), [(0, 1), (9999, 10_000), (96e6, 192e6), (10_000, 20_000)])
+def test_large_numbers_are_doubled(mutants, number, fault):
+    assert mutants.replacement(ast.Constant(number)).value == fault
+
+
 def test_a_fault_is_in_one_line(mutants, small):
     plain = ast.unparse(ast.parse(SOURCE)).splitlines()
     for fault in mutants.faults_of("sim/half.py"):
@@ -123,6 +128,9 @@ def test_a_module_of_constants_is_tried_by_its_users_tests_else_by_all(mutants, 
     known = SimpleNamespace(seconds=seconds, tests_of=tests_of)
     found = mutants.tests_of(limit, known, texts)
     assert sorted(found) == sorted(tests) and found[0] == tests[0]
+    facts = f"{mutants.FACTS}::1"
+    known.seconds[facts] = 4.0
+    assert mutants.tests_of(limit, known, texts)[0] == facts
 
 
 def run(root: Path, *more: str) -> subprocess.Popen:
