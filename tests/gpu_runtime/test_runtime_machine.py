@@ -162,6 +162,11 @@ def test_a_gpu_before_ampere_computes_in_float16(monkeypatch, capability, named)
     assert default_dtype("cuda") == named and default_dtype("cpu") == "float32"
 
 
+def test_no_weights_are_made_for_a_device_that_is_not_known():
+    with pytest.raises(UserError, match="--device: 'tpu' is not known: use cuda or cpu"):
+        load_decoder("qwen3-0.6b", "float32", LiveOptions(device="tpu"))
+
+
 def test_a_device_that_cannot_be_used_says_why(monkeypatch):
     def no_memory():
         raise RuntimeError(why)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvtwin
 from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.engines import Outcome
 from sim.engine.sequence import Sequence
@@ -179,6 +180,14 @@ def test_what_cannot_be_is_refused(text, words):
 )  # fmt: skip
 def test_the_least_and_the_most_are_accepted(least):
     assert VllmV1(**least).offloads
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_size_in_gib_is_that_of_all_gpus_together(tp):
+    """16 tokens of Llama 3.1 8B are 32 layers x 2 x 8 heads x 128 x 2 bytes x 16 = 2 MiB, on however many GPUs."""
+    scenario = kvtwin.Scenario(workload="fixed", num_prompts=1, model="llama-3.1-8b", gpu="h100", tp=tp)
+    (host,) = kvtwin.simulate(scenario, "vllm-v1:kv-offloading-size=10").result.tiers
+    assert host.num_blocks == 5120
 
 
 def test_a_size_in_gib_is_cut_into_chunks_of_whole_pages():
