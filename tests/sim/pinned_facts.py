@@ -1,4 +1,4 @@
-"""Defaults, models' sizes and prices as they are pinned in `golden/facts/`, a line each.
+"""Defaults, mixes of parts, models' sizes and prices as they are pinned in `golden/facts/`, a line each.
 
     python tests/sim/pinned_facts.py      # writes golden/facts/*.txt anew
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec
 from pinned import GOLDEN, digest, rounded
+from pinned_mixes import mixes
 
 import calib
 import gpu_runtime
@@ -276,7 +277,10 @@ def pool_of(model: ModelSpec, gpu: str, tp: int) -> object:
     )  # fmt: skip
 
 
-PINNED = {"defaults": defaults, "numbers": numbers, "flags": flags, "models": models, "pools": pools, "prices": prices}
+PINNED = {
+    "defaults": defaults, "numbers": numbers, "flags": flags, "mixes": mixes, "models": models, "pools": pools,
+    "prices": prices,
+}  # fmt: skip
 
 
 def main() -> None:

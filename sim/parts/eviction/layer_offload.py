@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.memory.layer_blocks import LayerBlocks
 from sim.parts.stage.promote import Promote
@@ -63,8 +62,6 @@ class LayerOffload(Recompute):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if scheduler.memory is not self.blocks or scheduler.stage is not self.parking:
-            raise UserError("eviction=layer-offload goes with memory=layers and stage=promote or stage=stream")
         self.gpu, self.host = scheduler.gpu, scheduler.host
         self.tally = scheduler.counters.policy
 

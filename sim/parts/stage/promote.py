@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import GPU, Move, Tier
 from sim.engine.sequence import IGNORED, PROMOTING, Sequence
-from sim.errors import UserError
 from sim.parts.base import Stage
 from sim.parts.memory.layer_blocks import LayerBlocks
 
@@ -35,8 +34,6 @@ class Promote(Stage):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if scheduler.memory is not self.blocks:
-            raise UserError("stage=promote and stage=stream bring layers back: they go with memory=layers")
         self.gpu = scheduler.gpu
         self.tally = scheduler.counters.policy
         self.max_num_seqs = scheduler.limits.max_num_seqs
