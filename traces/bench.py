@@ -60,7 +60,7 @@ class _Result(msgspec.Struct):
 
 def read_bench(path: Path) -> list[BenchRow]:
     """The requests of a result, in file order. Raises `TraceError` for a file that is none or lacks the details."""
-    text = "".join(pieces(path, 1 << 20))
+    text = "".join(pieces(path))
     try:
         found = _decoded(text)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -5,6 +5,7 @@ import zlib
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, TextIO, cast
 
@@ -16,21 +17,14 @@ BLOCK_CHARS = 1 << 16  # small enough that the first request comes at once, larg
 
 def _open_binary(path: Path) -> IO[bytes]:
     """Open `path` for reading, decompressing where its first bytes say gzip, whatever its name says."""
-    raw = path.open("rb")
-    if raw.read(2) == b"\x1f\x8b":
-        raw.close()
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    raw.seek(0)
-    return raw
+    with path.open("rb") as raw:
+        is_gzip = raw.read(2) == b"\x1f\x8b"
+    return cast(IO[bytes], gzip.open(path)) if is_gzip else path.open("rb")
 
 
 def _open_text(path: Path) -> TextIO:
-    _open_binary(path).close()  # the same refusals (missing, a directory, no permission) for both kinds
-    with path.open("rb") as raw:
-        compressed = raw.read(2) == b"\x1f\x8b"
-    if compressed:
-        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
-    return path.open("r", encoding="utf-8")
+    """Without a byte-order mark, and with `\\n` for whatever ends lines."""
+    return TextIOWrapper(_open_binary(path), encoding="utf-8-sig")
 
 
 def _undecodable(path: Path) -> TraceError:
@@ -93,14 +87,12 @@ def text_blocks(path: Path, chars: int = BLOCK_CHARS) -> Iterator[tuple[int, str
                     "a request?"
                 )
             text += rest
-            yield number, text.removeprefix("\ufeff") if number == 1 else text
+            yield number, text
             number += text.count("\n")
 
 
-def pieces(path: Path, chars: int) -> Iterator[str]:
-    """Yield the text of a file, `chars` at a time wherever lines end, as `text_blocks` does."""
+def pieces(path: Path) -> Iterator[str]:
+    """Yield the text of a file, BLOCK_CHARS at a time wherever lines end, as `text_blocks` does."""
     with reading(path), _open_text(path) as file:
-        begun = False
-        while text := file.read(chars):
-            yield text if begun else text.removeprefix("\ufeff")
-            begun = True
+        while text := file.read(BLOCK_CHARS):
+            yield text

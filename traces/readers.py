@@ -29,7 +29,7 @@ from typing import cast
 from traces.csv_reader import CSV_FORMATS, CsvReader, split_header
 from traces.errors import TraceError
 from traces.fields import Where
-from traces.files import BLOCK_CHARS, pieces, text_blocks
+from traces.files import pieces, text_blocks
 from traces.jsonl_reader import JSONL_FORMATS, JsonlReader, parse_object
 from traces.request import Request
 from traces.rows import Columns, Reader, ReadOptions, ZeroTokens
@@ -125,7 +125,7 @@ def _detect_csv(where: Where, line: str) -> str:
     nearest = max(overlap, key=lambda name: overlap[name])
     form = CSV_FORMATS[nearest if overlap[nearest] else "kvtwin"]
     missing = [name for name in form.required if name not in header]
-    close = [match for name in missing for match in get_close_matches(name, sorted(header), 1, 0.6)]
+    close = [match for name in missing for match in get_close_matches(name, sorted(header))[:1]]
     hint = f"rename column {close[0]!r} to {missing[0]!r}" if close else f"add {','.join(missing)}"
     if not overlap[nearest] and not close:
         hint = f"write the columns {','.join(form.required)}"
@@ -134,7 +134,7 @@ def _detect_csv(where: Where, line: str) -> str:
 
 def detect(path: Path) -> str:
     """Return the name of the format of `path`, by its first line that is not blank. Raises `TraceError`."""
-    start = next(filter(None, map(str.lstrip, pieces(path, BLOCK_CHARS))), "")
+    start = next(filter(None, map(str.lstrip, pieces(path))), "")
     if start.startswith("["):
         return "sharegpt"
     if start.startswith("{") and "\n" not in start and all(f'"{key}"' in start for key in BENCH_KEYS):
@@ -182,7 +182,7 @@ def open_trace(
     if format is None:
         format = detect(path)
     elif format not in FORMATS:
-        close = get_close_matches(format, FORMATS, 1, 0.5)
+        close = get_close_matches(format, FORMATS, cutoff=0.5)
         remedy = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(FORMATS)}"
         raise TraceError(f"{path}: format {format!r} is unknown; {remedy}")
     if isinstance(tokenizer, str):

@@ -89,8 +89,8 @@ class VllmCustomReader(LineReader):
 
 def json_objects(path: Path) -> Iterator[tuple[int, object]]:
     """Yield (line, value) for each element of a JSON array, or of a run of values, without holding the file."""
-    decoder, buffer, line, missing = json.JSONDecoder(), "", 1, 0
-    blocks = pieces(path, 1 << 20)
+    decoder, buffer, line, missing, is_last = json.JSONDecoder(), "", 1, 0, False
+    blocks = pieces(path)
     while True:
         kept = buffer.lstrip(" \t\r\n,[]")
         line += buffer.count("\n", 0, len(buffer) - len(kept))
@@ -119,10 +119,11 @@ def json_objects(path: Path) -> Iterator[tuple[int, object]]:
             buffer += block
         elif not buffer:
             return
-        elif missing <= len(buffer):
-            missing = 0
-        else:
+        elif is_last:
             raise Where(path, line).error("element", buffer[:60], "is not whole JSON", "download the file again")
+        else:
+            # Nothing more comes: what is there may be whole though it has not doubled.
+            missing, is_last = 0, True
 
 
 class ShareGptReader(Reader):

@@ -123,7 +123,7 @@ def test_odd_but_right_files_read_the_same(tmp_path, variant):
 
 PLAIN = {
     "kvtwin": "arrival_s,prompt_tokens,output_tokens,session_id,hash_ids,hash_block_tokens\n"
-    + "".join(f"{i * 0.5},33,2,s{i},1 2 {i},16\n" for i in range(5000)),
+    + "".join(f"{i * 0.5},33,2,s_{i},1 2 {i},16\n" for i in range(5000)),
     "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     + "".join(f"2023-11-16 18:{i // 60:02}:{i % 60:02}.6805900,374,44\n" for i in range(2000)),
     "mooncake": "".join(
@@ -218,8 +218,10 @@ def test_the_block_size_may_stand_in_the_options(tmp_path):
     assert list(open_trace(write(tmp_path, "t.csv", text), hash_block_tokens=16)) == expected
 
 
-def test_priorities_need_no_hash_ids(tmp_path):
-    path = write(tmp_path, "t.csv", "arrival_s,prompt_tokens,output_tokens,priority\n0.5,33,40,2\n1.0,1,1,\n")
+@pytest.mark.parametrize("first", ["0.5", '"0.5"'])
+def test_priorities_need_no_hash_ids(tmp_path, first):
+    text = f"arrival_s,prompt_tokens,output_tokens,priority\n{first},33,40,2\n1.0,1,1,\n"
+    path = write(tmp_path, "t.csv", text)
     assert list(open_trace(path)) == [Request(0, 0.5, 33, 40, priority=2), Request(1, 1.0, 1, 1)]
 
 
@@ -269,6 +271,50 @@ def test_sharegpt_larger_than_a_block_is_streamed(tmp_path):
     broken = write(tmp_path, "t.json", json.dumps(data, indent=0)[:-700])
     with pytest.raises(TraceError, match=r"t\.json, line \d+: element .* is not whole JSON; download"):
         rows(broken, tokenizer=len)
+
+
+@pytest.mark.parametrize("chars", [30_000, 90_000, 100_000, 300_000])
+def test_the_last_conversation_may_be_any_part_of_the_file(tmp_path, chars):
+    """It is read in pieces of 65,536 characters, and tried when what is there has doubled."""
+    data = sharegpt((5, 6), (chars, 7), (chars // 3, 8))
+    path = write(tmp_path, "s.json", json.dumps(data))
+    assert rows(path, tokenizer=len, sharegpt_filter=False) == [(0.0, 5, 6), (0.0, chars, 7), (0.0, chars // 3, 8)]
+    broken = write(tmp_path, "t.json", json.dumps(data)[:-2])
+    with pytest.raises(TraceError, match=r"t\.json, line 1: element .* is not whole JSON"):
+        rows(broken, tokenizer=len, sharegpt_filter=False)
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "one"])
+def test_empty_turns_are_what_was_asked_for(tmp_path, policy):
+    path = write(tmp_path, "s.json", json.dumps(sharegpt((0, 6), (5, 6), (7, 0))))
+    trace = open_trace(path, tokenizer=len, sharegpt_filter=False, zero_tokens=policy)
+    if policy == "error":
+        with pytest.raises(TraceError, match=r"line 1: prompt_tokens 0 .*--zero-tokens"):
+            list(trace)
+    else:
+        assert [r[2:4] for r in trace] == {"drop": [(5, 6)], "one": [(1, 6), (5, 6), (7, 1)]}[policy]
+        assert trace.skipped == {"drop": 2, "one": 0}[policy]
+
+
+def test_sharegpts_least_lengths_count_both(tmp_path):
+    path = write(tmp_path, "s.json", json.dumps(sharegpt((3, 4), (4, 3), (4, 4))))
+    assert rows(path, tokenizer=len) == [(0.0, 4, 4)]
+
+
+def test_a_tokenizer_of_a_file_counts(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"why": 0, "so": 1, "?": 2}, "?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    path = write(tmp_path, "v.jsonl", '{"prompt": "why so why not", "output_tokens": 9}\n')
+    for spec in (tmp_path, tmp_path / "tokenizer.json"):
+        assert rows(path, tokenizer=str(spec)) == [(0.0, 4, 9)]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TraceError, match=r"tokenizer\.json: not a tokenizer \(.*\); give the tokenizer\.json"):
+        open_trace(path, tokenizer=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(TraceError, match="needs `pip install tokenizers`; or estimate with bytes:4"):
+        open_trace(path, tokenizer=str(tmp_path))
 
 
 def test_sharegpt_lengths_may_be_given(tmp_path):
