@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._add_flags()
-            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions)
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found, unknown

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import TraceError
-from traces.rates import LEAST, check_between, check_rate
+from traces.rates import LEAST, check_between
 
 CHUNK = 4096
 FloatArray = NDArray[np.float64]
@@ -90,12 +90,6 @@ class BurstClock:
         in_calm = np.minimum(rest, calm) / self.rate_per_s
         in_burst = np.maximum(rest - calm, 0.0) / (self.rate_per_s * self.factor)
         return periods * self.period_s + in_calm + in_burst
-
-
-def steady(rate_per_s: float, burstiness: float) -> SteadyClock:
-    """Return the clock of one rate, or raise `TraceError`."""
-    check_rate(rate_per_s, burstiness)
-    return SteadyClock(rate_per_s)
 
 
 def ramp(start_per_s: float, end_per_s: float, requests: int) -> RampClock:

@@ -29,7 +29,7 @@ class Entry:
     @property
     def file_name(self) -> str:
         """The last part of the URL."""
-        return self.url.rsplit("/", 1)[-1]
+        return self.url.rpartition("/")[2]
 
 
 def entries() -> tuple[Entry, ...]:
@@ -41,7 +41,7 @@ def entry(name: str) -> Entry:
     """Return the entry `name`, or raise the `TraceError` that gives the nearest right name."""
     known = {item.name: item for item in entries()}
     if name not in known:
-        close = get_close_matches(name, known, 1, 0.4)
+        close = get_close_matches(name, known, cutoff=0.4)
         hint = f"did you mean {close[0]!r}?" if close else "see `kvtwin trace list`"
         raise TraceError(f"trace {name!r} is not in the catalogue; {hint}")
     return known[name]

@@ -119,13 +119,13 @@ class CsvReader(LineReader):
                 raise where.error("header", line, f"has column {name!r} twice", "keep one")
         for name in self.format.required:
             if name not in self.index:
-                close = get_close_matches(name, self.header, 1, 0.6)
+                close = get_close_matches(name, self.header)
                 remedy = (
                     f"rename column {close[0]!r}" if close else f"the header needs {','.join(self.format.required)}"
                 )
                 raise where.error("header", line, f"has no column {name!r}", remedy)
         for name in self.header:
-            close = get_close_matches(name, self.format.optional, 1, 0.8)
+            close = get_close_matches(name, self.format.optional, cutoff=0.8)
             if close and name not in self.format.optional:
                 raise where.error("header", line, f"has an unknown column {name!r}", f"did you mean {close[0]!r}?")
         self.time_field = self.format.time or ""

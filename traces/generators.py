@@ -11,7 +11,7 @@ from math import isfinite
 
 import numpy as np
 
-from traces.arrivals import CHUNK, Clock, bursts, ramp, steady, unit_chunks
+from traces.arrivals import CHUNK, Clock, SteadyClock, bursts, ramp, unit_chunks
 from traces.errors import TraceError
 from traces.lengths import IntArray, load_model, uniform_lengths
 from traces.rates import MOST, check_count, check_rate, check_seed
@@ -49,7 +49,7 @@ def generate(
     Raises `TraceError` at once for an unknown name or option, or a value out of range.
     """
     if name not in WORKLOADS:
-        close = get_close_matches(name, WORKLOADS, 1, 0.4)
+        close = get_close_matches(name, WORKLOADS, cutoff=0.4)
         hint = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(WORKLOADS)}"
         raise TraceError(f"workload {name!r} is unknown; {hint}")
     for field, value in (("num_prompts", num_prompts), ("input_len", input_len), ("output_len", output_len)):
@@ -81,7 +81,7 @@ def _options(name: str, more: Mapping[str, float | None]) -> dict[str, float]:
     known = OPTIONS.get(name, {})
     for option in more:
         if option not in known:
-            close = get_close_matches(option, known, 1, 0.5)
+            close = get_close_matches(option, known, cutoff=0.5)
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise TraceError(
                 f"workload {name!r} has no option {option!r}; {f'did you mean {close[0]!r}?' if close else takes}"
@@ -95,7 +95,7 @@ def _clock(name: str, rate: float, burstiness: float, requests: int, options: Ma
         return ramp(rate, options.get("end_rate", min(4.0 * rate, MOST)), requests)
     if name == "burst":
         return bursts(rate, options["burst_factor"], options["burst_period"], options["burst_duration"])
-    return steady(rate, burstiness)
+    return SteadyClock(rate)
 
 
 LengthChunks = Iterator[tuple[IntArray, IntArray]]

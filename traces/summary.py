@@ -4,11 +4,12 @@ One pass over the stream. Memory grows with the number of distinct lengths and o
 percentiles are exact all the same (lengths are whole numbers, counted by value).
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import islice
-from math import nan, sqrt
+from itertools import accumulate, islice
+from math import ceil, floor, nan, sqrt
 
 from traces.errors import TraceError
 from traces.request import Request
@@ -161,14 +162,6 @@ def _lengths(counts: Counter[int]) -> LengthSummary:
 
 def _percentile(values: list[tuple[int, int]], rank: float) -> float:
     """Return the value at a fractional rank (from 0) of a sorted list of (value, times)."""
-    whole = int(rank)
-    below = _at(values, whole)
-    return below if rank == whole else below + (_at(values, whole + 1) - below) * (rank - whole)
-
-
-def _at(values: list[tuple[int, int]], rank: int) -> int:
-    for value, times in values:
-        rank -= times
-        if rank < 0:
-            return value
-    return values[-1][0]
+    ends = list(accumulate(times for _, times in values))
+    below, above = (values[bisect_right(ends, whole)][0] for whole in (floor(rank), ceil(rank)))
+    return below if rank == floor(rank) else below + (above - below) * (rank - floor(rank))

@@ -1,5 +1,6 @@
 """Bad input ends in one line that names file, line, field, value and remedy."""
 
+import errno
 import gzip
 import json
 import os
@@ -36,14 +37,19 @@ BAD_ROWS = [
     ("[" + '{"a":' * 100_000, 1, ["element", "nested too deeply"]),
     (OWN + "1.0,0,2\n", 3, ["prompt_tokens", "'0'", "--zero-tokens"]),
     (OWN + "1.0,5\n", 3, ["row", "2 fields where the header has 3"]),
+    # All rows are as long as one another, and longer than the header.
+    (OWN.replace("2\n", "2,7\n"), 2, ["4 fields where the header has 3"]),
     # Two ragged rows whose fields add up to two whole ones must not be read as such.
     (OWN + "1,2\n3,4,5,6\n", 3, ["2 fields where the header has 3"]),
     (OWN.replace("0.0", "-1.0"), 2, ["arrival_s", "'-1.0'", "negative", "shift"]),
     (AZURE + "2023-11-16 18:15:99.0,1,1\n", 3, ["TIMESTAMP", "18:15:99.0", "not a date stamp", "write it as"]),
+    (AZURE + "2023-11-16 24:15:47,1,1\n", 3, ["TIMESTAMP", "24:15:47", "not a date stamp"]),
     (AZURE + "2023-13-16 18:15:47,1,1\n", 3, ["TIMESTAMP", "2023-13-16", "not a date stamp"]),
     (AZURE + "yesterday,1,1\n", 3, ["TIMESTAMP", "'yesterday'"]),
     (AZURE + "2023-11-16 18:15:40.0,1,1\n", 3, ["TIMESTAMP", "18:15:40.0", "earlier", "--sort"]),
     (JSONL + "{oops\n", 2, ["'{oops'", "not JSON"]),
+    ("[\n1]", 2, ["element 1", "not a conversation"]),
+    ('[{"conversations": [1]}]', 1, ["conversations [1]", "not a list of turns"]),
     (JSONL + "[1, 2]\n", 2, ["not a JSON object"]),
     (JSONL + '{"timestamp": 1, "input_length": 10}\n', 2, ["'output_length'", "timestamp,input_length", "add"]),
     (JSONL + '{"timestamp": 1, "input_length": true, "output_length": 2}\n', 2, ["input_length True", "not a number"]),
@@ -181,6 +187,35 @@ def test_broken_files(tmp_path, data, match):
     with pytest.raises(TraceError, match=match) as caught:
         list(open_trace(path))
     assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_opened_says_why(tmp_path):
+    path = tmp_path / "circle.csv"
+    path.symlink_to(path)
+    with pytest.raises(TraceError) as caught:
+        open_trace(path)
+    assert str(caught.value) == f"{path}: cannot be read ({os.strerror(errno.ELOOP)}); check the path and its rights"
+
+
+def test_a_file_of_blank_lines_is_empty(tmp_path):
+    (tmp_path / "t.csv").write_text("\n \n")
+    with pytest.raises(TraceError, match=r"t\.csv: is empty; check that it was written to its end"):
+        list(open_trace(tmp_path / "t.csv", format="kvtwin"))
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_billion_tokens_are_the_most(tmp_path, quote):
+    path = tmp_path / "t.csv"
+    for tokens, is_right in ((10**9, True), (10**9 + 1, False)):
+        path.write_text(OWN + f"1.0,{quote}{tokens}{quote},{tokens}\n")
+        found = outcome(path)
+        assert (found[-1][2:4] == (tokens, tokens)) if is_right else f"{tokens}" in found
+
+
+def test_times_before_zero_are_refused_when_sorted_as_well(tmp_path):
+    (tmp_path / "t.csv").write_text(OWN + "-1.5,5,2\n")
+    with pytest.raises(TraceError, match=r"t\.csv: times start at -1\.5 s, before 0; shift the trace"):
+        list(open_trace(tmp_path / "t.csv", sort=True))
 
 
 def test_missing_files_and_folders(tmp_path):

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,46 @@ def test_inspect_prints_a_table_and_json(trace, capsys):
     assert summary["requests"] == 5
     assert summary["prompt_tokens"]["p50"] == 300
     assert summary["infinite_cache_token_hits"] is None
+
+
+SESSIONS = """arrival_s,prompt_tokens,output_tokens,session_id,hash_ids,hash_block_tokens
+0.0,32,2,a,1 2,16
+0.5,48,4,a,1 2 3,16
+0.5,0,9,b,,16
+2.0,32,2,b,1 9,16
+2.0,1600,2,b,,16
+"""
+
+
+def test_inspect_prints_all_that_there_is(tmp_path, capsys, monkeypatch):
+    """Of 112 named tokens 48 hit, of 1,712 in all; 3 of 7 blocks. Two thirds of a second between requests."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+    Path("s.csv").write_text(SESSIONS)
+    kvtwin("inspect", "s.csv", "--zero-tokens", "drop")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "s.csv (kvtwin)"
+    assert [" ".join(line.strip("│┃ ").split()) for line in lines if "│" in line] == [
+        "requests │ 4",
+        "duration │ 2.0 s",
+        "request rate │ 1.5 /s",
+        "interval mean, CV │ 666.7 ms, 0.935",
+        "correlation of lengths │ -0.324",
+        "arrive with the one before │ 25.0% (see convert --spread-ties)",
+        "sessions │ 2",
+        "prompt tokens in an infinite prefix cache │ 2.8%",
+        "prefix blocks in it │ 42.9%",
+        "rows skipped │ 1",
+        "prompt │ 428 │ 40 │ 1,134 │ 1,553 │ 1,600 │ 1,712",
+        "output │ 2 │ 2 │ 3 │ 4 │ 4 │ 10",
+    ]
+
+
+def test_convert_draws_with_seed_0_and_as_poisson(trace, tmp_path):
+    for name, more in (("a", ()), ("b", ("--seed", "0", "--burstiness", "1")), ("c", ("--seed", "1"))):
+        kvtwin("convert", trace, "-o", tmp_path / name, "--request-rate", "1", *more)
+    a, b, c = ((tmp_path / name).read_text() for name in "abc")
+    assert a == b != c
 
 
 def test_convert_applies_its_steps_in_order(trace, tmp_path, capsys):

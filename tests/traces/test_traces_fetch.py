@@ -1,7 +1,9 @@
 """Fetching against a server on this machine: whole, cut off and resumed, wrong, without ranges, missing."""
 
+import argparse
 import hashlib
 import os
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -9,8 +11,9 @@ import pytest
 
 from traces import catalogue
 from traces.catalogue import entries, entry, fetch
+from traces.cli import add_trace
 from traces.errors import TraceError
-from traces.tables import print_catalogue
+from traces.tables import download_bar, print_catalogue
 
 DATA = bytes(range(256)) * 1500
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -31,8 +34,11 @@ class Handler(BaseHTTPRequestHandler):
         if start >= len(DATA):
             self.send_error(416)
             return
-        self.send_response(206 if start else 200)
-        if start:
+        if server.hangs_up:
+            return
+        start = 0 if server.goes_back else start
+        self.send_response(206 if asked and server.knows_ranges else 200)
+        if asked:
             self.send_header("Content-Range", f"bytes {start}-{len(DATA) - 1}/{len(DATA)}")
         self.send_header("Content-Length", str(len(DATA) - start) if server.knows_length else "long")
         self.end_headers()
@@ -47,6 +53,7 @@ class Handler(BaseHTTPRequestHandler):
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.ranges, server.knows_ranges, server.knows_length, server.cut_at = [], True, True, None
+    server.goes_back = server.hangs_up = False
     server.url = f"http://127.0.0.1:{server.server_port}/trace.csv"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -111,6 +118,44 @@ def test_a_server_that_ignores_ranges_sends_all_anew(server, tmp_path):
     assert server.ranges == ["bytes=5000-"]
 
 
+def test_a_server_that_goes_back_sends_all_anew(server, tmp_path):
+    """Part of the file, but not the part that was asked for."""
+    server.goes_back = True
+    (tmp_path / "t.csv.part").write_bytes(DATA[:5000])
+    assert get(server, tmp_path / "t.csv").read_bytes() == DATA
+
+
+def test_a_server_that_hangs_up_is_told(server, tmp_path):
+    server.hangs_up = True
+    with pytest.raises(TraceError) as caught:
+        get(server, tmp_path / "t.csv")
+    reason = "Remote end closed connection without response"
+    remedy = "check the connection and run the command again to resume"
+    assert str(caught.value) == f"{server.url}: {reason}; {remedy}"
+
+
+def test_the_command_says_where_it_is_and_whose(server, tmp_path, capsys):
+    """And shows, on a terminal, how far it is."""
+    parser = argparse.ArgumentParser()
+    add_trace(parser)
+    out = tmp_path / "t.csv"
+    args = parser.parse_args(["fetch", NAME, "-o", str(out), "--url", server.url, "--sha256", SHA256])
+    assert args.run(args) == 0
+    item = entry(NAME)
+    assert capsys.readouterr().out == f"{out}: verified. Licence: {item.licence}. Please cite: {item.citation}\n"
+
+
+def test_a_bar_shows_bytes_of_all(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with download_bar("t.csv", shown=False) as progress:
+        assert progress is None
+    assert capsys.readouterr() == ("", "")
+    with download_bar("t.csv", shown=True) as progress:
+        progress(1_500_000, 4_000_000)
+    out, err = capsys.readouterr()
+    assert (out, "t.csv" in err, "1.5/4.0 MB" in err) == ("", True, True)
+
+
 def test_a_wrong_checksum_leaves_no_file_and_says_where_the_bytes_are(server, tmp_path):
     with pytest.raises(TraceError) as caught:
         get(server, tmp_path / "t.csv", sha256="0" * 64)
@@ -156,27 +201,30 @@ def test_a_part_of_a_file_that_is_gone_is_kept_and_told(server, tmp_path):
 def test_missing_pages_dead_servers_and_odd_urls(server, tmp_path):
     with pytest.raises(TraceError, match="404"):
         get(server, tmp_path / "t.csv", url=server.url + "x")
-    with pytest.raises(TraceError, match="run the command again"):
+    with pytest.raises(TraceError, match=r"^http://127\.0\.0\.1:9/trace\.csv: \[Errno .*\] .*; check the connection"):
         get(server, tmp_path / "t.csv", url="http://127.0.0.1:9/trace.csv")
     with pytest.raises(TraceError, match="not of http"):
         get(server, tmp_path / "t.csv", url="file:///etc/hostname")
     with pytest.raises(TraceError, match="not a SHA-256"):
         get(server, tmp_path / "t.csv", sha256="abc")
-    with pytest.raises(TraceError, match="cannot be written"):
+    with pytest.raises(TraceError, match=r"cannot be written \(No such file or directory\); check the folder"):
         get(server, tmp_path / "none" / "t.csv")
 
 
 def test_what_cannot_be_verified_is_refused(server, tmp_path):
     unknown = next(item for item in entries() if item.sha256 is None)
-    with pytest.raises(TraceError, match="--sha256 HEX"):
-        fetch(unknown.name, tmp_path, url=server.url)
+    for url, named in ((server.url, server.url), (None, unknown.url)):
+        with pytest.raises(TraceError, match=rf"download {re.escape(named)} yourself, or give --sha256 HEX"):
+            fetch(unknown.name, tmp_path, url=url)
     assert server.ranges == []
     assert fetch(unknown.name, tmp_path / "t", url=server.url, sha256=SHA256.upper()).read_bytes() == DATA
 
 
 def test_names_are_checked():
-    with pytest.raises(TraceError, match="did you mean 'azure-conv-2023'"):
+    with pytest.raises(TraceError, match=r"did you mean 'azure-conv-2023'\?"):
         entry("azure-conv-203")
+    with pytest.raises(TraceError, match="'x' is not in the catalogue; see `kvtwin trace list`"):
+        entry("x")
 
 
 def test_the_catalogue_is_whole():

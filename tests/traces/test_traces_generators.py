@@ -116,6 +116,16 @@ def test_fixed_is_fixed_and_infinity_is_at_once():
     assert [r[:4] for r in requests] == [(0, 0.0, 7, 8), (1, 0.0, 7, 8), (2, 0.0, 7, 8)]
 
 
+def test_a_seed_draws_what_it_always_drew():
+    """numpy's gamma distribution of the seeds [0, 0] and [3, 0], a request a second; 512 and 128 tokens."""
+    drawn = [list(generate("fixed", num_prompts=3, seed=seed)) for seed in (0, 3)]
+    expected = [0.0, 1.0195971, 1.0394038], [0.0, 0.3896569, 1.7891978]
+    for requests, times in zip(drawn, expected, strict=True):
+        assert [r.arrival_s for r in requests] == pytest.approx(times, abs=1e-7)
+        assert {r[2:4] for r in requests} == {(512, 128)}
+    assert drawn[0] == list(generate("fixed", num_prompts=3))
+
+
 def test_uniform_fills_its_range():
     summary = many("uniform", request_rate=1, input_len=100, output_len=10, range_ratio=0.2)
     assert (summary.prompt_tokens.min, summary.prompt_tokens.max) == (80, 120)

@@ -71,6 +71,50 @@ def test_chunks_that_are_no_tokens_are_not_taken_for_tokens(tmp_path):
     assert run.e2el_s == [0.5, 0.43751, 0.625]
 
 
+def test_the_time_of_the_last_token_may_be_given(tmp_path):
+    """`kvtwin run` writes it: gaps need not be there."""
+    data = without("itls") | {"latencies": [0.75, 0.5, 0.0, 0.625]}
+    run = read_served(write(tmp_path, data))
+    assert (run.e2el_s, run.gaps_s) == ([0.5, 0.75, 0.625], [(), (), ()])
+    assert read_served(write(tmp_path, data | {"itls": RESULT["itls"]})).e2el_s == run.e2el_s
+
+
+def test_a_request_failed_that_says_why_or_has_no_token_or_no_time(tmp_path):
+    """The third named an error; without the errors it is told by what it lacks."""
+    data = without("errors")
+    for more in ({}, {"ttfts": [0.25, 0.5, 0.25, 0.125]}, {"output_lens": [3, 1, 5, 2]}):
+        assert read_served(write(tmp_path, data | more)).left_out == 1
+    both = {"ttfts": [0.25, 0.5, 0.25, 0.125], "output_lens": [3, 1, 5, 2]}
+    assert read_served(write(tmp_path, data | both)).left_out == 0
+    assert read_served(write(tmp_path, RESULT | both)).left_out == 1
+
+
+def test_the_last_token_may_be_a_billionth_before_the_first(tmp_path):
+    """Sums of floats: one token's times are the same."""
+    data = without("itls", "errors") | {"ttfts": [0.25, 0.5, 0.0, 0.125]}
+    for share, is_right in ((1 - 5e-10, True), (1 - 2e-9, False)):
+        path = write(tmp_path, data | {"latencies": [0.75, 0.5 * share, 0.0, 0.625]})
+        if is_right:
+            assert read_served(path).e2el_s[0] == 0.5 * share
+        else:
+            with pytest.raises(TraceError, match=r"request 1: first token 0\.5 s and last token 0\.49"):
+                read_served(path)
+
+
+def test_a_gap_of_a_millisecond_is_that_of_a_token(tmp_path):
+    """A chunk that names the role takes less."""
+    data = RESULT | {"itls": [[0.001, 0.0625, 0.125], [], [], [0.5]]}
+    assert read_served(write(tmp_path, data)).gaps_s[1] == ()
+    data = RESULT | {"itls": [[0.0009, 0.0625, 0.125], [], [], [0.5]]}
+    assert read_served(write(tmp_path, data)).gaps_s[1] == (0.0625, 0.125)
+
+
+def test_a_result_without_times_is_no_trace(tmp_path):
+    path = write(tmp_path, without("start_times"))
+    with pytest.raises(TraceError, match="field start_times is missing; this version of vLLM does not save them"):
+        list(open_trace(path))
+
+
 def test_a_statistic_without_a_value_spoils_no_result(tmp_path):
     whole = read_served(write(tmp_path, RESULT))
     odd = read_served(write(tmp_path, RESULT | {"std_tpot_ms": float("nan"), "goodput": float("inf")}, "odd.json"))
@@ -100,6 +144,11 @@ def test_what_a_result_lacks_may_come_from_the_trace_that_was_sent(tmp_path):
         (RESULT | {"output_lens": [3, 1]}, ["output_lens holds 2 values, input_lens 4"]),
         (RESULT | {"ttfts": [0.25, -1.0, 0.0, 0.125]}, ["request 1", "-1.0"]),
         (RESULT | {"input_lens": [10, 0, 30, 40]}, ["request 1", "0 prompt tokens"]),
+        (RESULT | {"input_lens": [10, 20, 30, 10**9 + 1]}, ["request 3", "1000000001 prompt tokens"]),
+        (RESULT | {"output_lens": [3, -1, 0, 2]}, ["request 1", "-1 output tokens"]),
+        (RESULT | {"start_times": [100.5, 100.0, 101.0, float("inf")]}, ["request 3", "arrives at inf s"]),
+        (RESULT | {"itls": [[0.5, -0.125], [], [], [0.5]]}, ["request 0", "first token 0.25 s and last token 0.625"]),
+        (without("itls") | {"latencies": [0.5]}, ["latencies holds 1 values, input_lens 4"]),
         (RESULT | {"input_lens": "many"}, ["input_lens", "Expected `array"]),
         (RESULT | {"output_lens": [0, 0, 0, 0]}, ["no request that did not fail"]),
         (json.dumps(RESULT) + "\n" + json.dumps(RESULT), ["--append-result"]),

@@ -94,6 +94,14 @@ def test_vllms_scheduler_hits_less_than_an_infinite_cache():
         assert 0.75 * bound < golden["hit_tokens"] / summary.prompt_tokens.total < bound
 
 
+def test_every_rank_of_lengths_counted_by_value():
+    """Of 1, 1, 3 and 11: half of the way between the second and third, and 70 and 97 % of that to the last."""
+    found = summarize(Request(i, float(i), n, 1) for i, n in enumerate((11, 1, 3, 1))).prompt_tokens
+    assert (found.p50, found.p90, found.p99) == pytest.approx((2.0, 3 + 0.7 * 8, 3 + 0.97 * 8))
+    one = summarize([Request(0, 0.0, 7, 1)]).prompt_tokens
+    assert (one.mean, one.std, one.min, one.p50, one.p90, one.p99, one.max, one.total) == (7, 0, 7, 7, 7, 7, 7, 7)
+
+
 def test_one_request_and_none():
     summary = summarize([Request(0, 3.0, 5, 6)])
     assert summary.requests == 1
