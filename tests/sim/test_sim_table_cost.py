@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvtwin.testing import Machine, limits, requests, simulate
 from sim.cost.forms import build_cost
 from sim.cost.kernels import KernelTables, edge, grid_of, value_at
-from sim.cost.profile import load_profile, read_profile
+from sim.cost.profile import FittedRange, load_profile, read_profile
 from sim.cost.table import TableCost
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -171,6 +171,86 @@ def test_beyond_the_tables_decodes_beside_a_chunk_grow_as_the_roofline(decodes, 
     base = [32 * (500 + 128 + n) + 4 + 36 * (127 + n) / 1023 for n in (decodes, 0)]
     head_s = cost.head_s(decodes)
     assert found[0] - found[1] == pytest.approx((32 * by_hand + base[0] - base[1]) * US + head_s, rel=1e-9)
+
+
+def untiled() -> TableCost:
+    """On a GPU whose prompts and decodes have kernels of their own."""
+    found = profile().without({"attention_tile_tokens"})
+    cost = build_cost(MODEL, HARDWARE, found, 1, 1.0)
+    assert isinstance(cost, TableCost) and not cost.tile_tokens
+    return cost
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "at_edge", "growth"),
+    [(1024, 512, (512, 512), 1024 * (512 + 1025 / 2) / (512 * (512 + 513 / 2))),
+     (128, 2048, (128, 512), (2048 + 129 / 2) / (512 + 129 / 2))],
+)  # fmt: skip
+def test_without_tiles_a_chunk_grows_by_its_pairs_alone(new, cached, at_edge, growth) -> None:
+    linear = 32 * (500 + new) + 4 + 36 * (new - 1) / 1023
+    attention = 32 * attention_us(*at_edge, 0, 0)
+    assert untiled().iteration_s(plan_of([(new, cached)])) == pytest.approx((linear + growth * attention) * US)
+
+
+def test_without_tiles_decodes_beside_a_chunk_grow_by_what_is_read_too() -> None:
+    """Four of 2,048 tokens beside a chunk, timed up to 1,024: pairs, what is read, and padding, each at its rate."""
+    cost = untiled()
+    chunk_s = 128 * (512 + 129 / 2) * cost.attention_s_per_pair
+    beyond_s, edge_s = (
+        chunk_s + 4 * (context + 1) * cost.decode_s_per_context_token + 4 * cost.kv_padding_s for context in (2048, 1024)
+    )
+    by_hand = attention_us(128, 512, 4, 1024) * beyond_s / edge_s - attention_us(128, 512, 0, 0)
+    found = [cost.iteration_s(plan_of([(128, 512)], n, n * 2049)) for n in (4, 0)]
+    beside_s = (32 * 4 + 36 * 4 / 1023) * US + cost.head_s(4)
+    assert found[0] - found[1] == pytest.approx(32 * by_hand * US + beside_s, rel=1e-9)
+
+
+def test_where_no_mix_was_timed_decodes_add_what_they_take_alone_less_the_launch() -> None:
+    """A launch of 10.256 us, the least of all rows: a chunk of 16 alone."""
+    rows = [row for row in tables().attention if not (row[0] and row[2])]
+    found = msgspec.structs.replace(profile(), kernels=msgspec.structs.replace(tables(), attention=rows))
+    cost = build_cost(MODEL, HARDWARE, found, 1, 1.0)
+    assert min(seconds for *_, seconds in rows) == pytest.approx(10.256 * US)
+    attention = attention_us(128, 512, 0, 0) + attention_us(0, 0, 4, 256) - 10.256
+    by_hand = 32 * (500 + 132 + attention) + 4 + 36 * 131 / 1023 + 1020
+    assert cost.iteration_s(plan_of([(128, 512)], 4, 4 * 257)) == pytest.approx(by_hand * US)
+
+
+def test_chunks_that_attend_like_one_are_one() -> None:
+    """16 tokens alone and 16 after 16: as many pairs as a prompt of 32. One more cached token each is a half of one."""
+    attention = [attention_us(n, 0, 0, 0) for n in (16, 128)]
+    base = 32 * (500 + 32) + 4 + 36 * 31 / 1023
+    whole = 32 * (attention[0] + (attention[1] - attention[0]) * 16 / 112)
+    assert COST.iteration_s(plan_of([(16, 0), (16, 16)])) == pytest.approx((base + whole) * US)
+    # 512 cached tokens more cost a chunk of 32 16.384 us.
+    assert COST.iteration_s(plan_of([(16, 0), (16, 17)])) == pytest.approx((base + whole + 32 * 0.5 * 0.032) * US)
+
+
+def test_what_lies_beyond_the_profiles_range_is_noted() -> None:
+    """Each end itself lies within."""
+    bounded = FittedRange(tokens=(1, 128), batch=(1, 4), context_tokens=(1, 1028))
+
+    def beyond(chunks, decodes, context_tokens) -> dict[str, float]:
+        cost = build_cost(MODEL, HARDWARE, msgspec.structs.replace(profile(), range=bounded), 1, 1.0)
+        cost.iteration_s(plan_of(chunks, decodes, context_tokens))
+        return cost.beyond
+
+    assert beyond([(128, 0)], 4, 1028) == beyond([], 4, 1028) == {}
+    assert beyond([(129, 0)], 4, 1028) == {"tokens": 129}
+    assert beyond([(128, 0)], 5, 1028) == beyond([], 5, 1028) == {"batch": 5}
+    assert beyond([(128, 0)], 4, 1029) == beyond([], 4, 1029) == {"context_tokens": 1029}
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b", "deepseek-v2-lite", "mixtral-8x7b-v0.1", "qwen3.5-35b-a3b"])
+def test_layers_that_differ_have_no_table(name) -> None:
+    found = msgspec.structs.replace(load_profile("h200-imported"), form="table", kernels=tables())
+    with pytest.raises(UserError, match=f"prices layers that are alike: {name}'s are not"):
+        build_cost(load_model(name), load_hardware("h200"), found, 1, 1.0)
+
+
+def test_a_profile_without_tables_prices_no_table() -> None:
+    with pytest.raises(UserError, match="field kernels is missing: form table needs measured kernels"):
+        build_cost(MODEL, HARDWARE, msgspec.structs.replace(profile(), kernels=None), 1, 1.0)
 
 
 def test_jumps_are_exact_across_the_bends() -> None:

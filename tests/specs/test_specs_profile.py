@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from msgspec import structs
 
 from sim.cost.profile import (
     KERNEL_NAMES,
@@ -105,8 +106,33 @@ BAD = [
     (lambda d: d.update(all_reduce={"2": [[8192, 1e-5], [8192, 2e-5]]}), ["all_reduce.2", "in order of bytes"]),
     (lambda d: d.update(all_reduce={"2": [[8192, 0]]}), ["all_reduce.2", "more than zero"]),
     (lambda d: d.update(all_reduce={"2": [[8192]]}), ["all_reduce"]),
+    (lambda d: d.update(all_reduce={"2": [[0, 1e-5]]}), ["all_reduce.2", "more than 0"]),
     (lambda d: d.pop("constants"), ["constants"]),
+    *(
+        (lambda d, name=name, points=points: d.update({name: points}), [name, words])
+        for name in ("linear_factors", "fp8_linear_factors", "nvfp4_linear_factors")
+        for points, words in (
+            ([], "[tokens, factor]"),
+            ([[0, 1.0]], "1 or more"),
+            ([[8, 1.0], [8, 1.1]], "in order of tokens"),
+            ([[8, 1.0], [9, 0.0]], "more than zero"),
+        )
+    ),
 ]
+
+
+def test_factors_of_one_token_and_the_next_are_taken(tmp_path):
+    points = {"linear_factors": [[1, 1.5], [2, 1.0]], "all_reduce": {"2": [[1, 1e-5], [2, 1e-5]]}}
+    profile = read_profile(edited(tmp_path, lambda data: data.update(points)))
+    assert (profile.linear_factors, profile.all_reduce) == ([(1, 1.5), (2, 1.0)], {"2": [(1.0, 1e-5), (2.0, 1e-5)]})
+
+
+def test_the_linear_form_has_no_roofline_to_correct(tmp_path):
+    linear = structs.replace(linear_profile("mine", (0.1,) * 8, "a test"), linear_factors=[(1, 1.0)])
+    path = tmp_path / "mine.json"
+    path.write_bytes(linear.to_json())
+    with pytest.raises(UserError, match=r"field linear_factors corrects a roofline: form 'linear' has none; remove it"):
+        read_profile(path)
 
 
 @pytest.mark.parametrize(("edit", "words"), BAD)
