@@ -103,8 +103,6 @@ class ModelPoints:
         return ""
 
     def _rough_s(self, point: Point) -> float:
-        if point.op not in ("layers", "recompute", "restore", "step", "lm_head"):
-            return 0.0
         t = terms_of([point.sample([1.0])], {self._name: self._spec})
         flops = t.linear_flops + t.attention_flops + t.head_flops
         moved = t.weight_bytes + t.kv_bytes + t.head_bytes

@@ -77,7 +77,7 @@ def edge(grid: Grid, point: Sequence[float]) -> tuple[float, ...]:
     x = min(max(point[0], keys[0]), keys[-1])
     if len(point) == 1:
         return (x,)
-    inner = children[min(bisect_right(keys, x), len(keys)) - 1]
+    inner = children[bisect_right(keys, x) - 1]
     return (x, *edge(inner, point[1:]))  # pyright: ignore[reportArgumentType]
 
 

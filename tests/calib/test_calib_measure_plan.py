@@ -5,6 +5,8 @@ import pytest
 from measure_small import GIB, GPU
 
 from calib.measure.capacity import Capacity
+from calib.measure.grid import FULL, QUICK
+from calib.measure.model_points import ModelPoints
 from calib.measure.plan import make_plan
 from calib.measure.points import Point
 from calib.samples import OPS, fault_of
@@ -62,10 +64,77 @@ def test_layers_are_built_until_the_cache_cannot_hold_them():
     assert plan().built_layers == {"llama-2-7b": 2, "llama-3.1-70b": 2}
 
 
+FAST = {"flops_per_s": 1e30, "bytes_per_s": 1e30}
+"""No point takes long on such a machine."""
+
+
+def shapes(limits, *, quick=False, element_bytes=2, **changes):
+    grid = QUICK if quick else FULL
+    limits = msgspec.structs.replace(limits, **changes)
+    return ModelPoints("llama-2-7b", MODELS["llama-2-7b"], limits, grid, quick, element_bytes)
+
+
+@pytest.mark.parametrize(
+    ("limits", "quick", "element_bytes", "most"),
+    [
+        # 0.35 x 44 GiB of blocks of 16 tokens x 16 KiB in two layers.
+        (GPU, False, 2, 31_539), (GPU, True, 2, 31_539),
+        # Of a CPU's memory at most 4 GiB, or 1 GiB; in elements of 4 bytes.
+        (CPU, False, 4, 2867), (msgspec.structs.replace(CPU, device_bytes=64 * GIB), False, 4, 4096), (CPU, True, 4, 1024),
+    ],
+)  # fmt: skip
+def test_as_many_blocks_as_fit_are_used(limits, quick, element_bytes, most):
+    found = shapes(limits, quick=quick, element_bytes=element_bytes, **FAST)
+    points = [Point(op="layers", model="llama-2-7b", batch_size=most + more, new_tokens=16) for more in (0, 1)]
+    assert [found.fault(point).startswith("needs more KV cache than") for point in points] == [False, True]
+
+
+LAYER = 4 * 4096**2 + 3 * 4096 * 11008
+"""Weights of a layer of Llama-2 7B."""
+
+
+@pytest.mark.parametrize(
+    ("point", "flops", "num_bytes"),
+    [
+        # Hidden state and logits of 512 rows beside the head's weights, two bytes each.
+        (Point(op="lm_head", model="llama-2-7b", batch_size=512, new_tokens=1), 512 * 2 * 4096 * 32000,
+         2 * (4096 * 32000 + 512 * 36096)),
+        (Point(op="layers", model="llama-2-7b", num_layers=2, batch_size=512, new_tokens=1, context_tokens=15),
+         2 * 512 * 2 * LAYER, 2 * 2 * LAYER + 512 * 16 * 2 * 16384),
+        (Point(op="recompute", model="llama-2-7b", num_layers=2, new_tokens=512),
+         2 * (512 * 2 * LAYER + 4 * 4096 * 512 * 513 / 2), 2 * 2 * LAYER),
+        (Point(op="restore", model="llama-2-7b", num_layers=2, new_tokens=512),
+         2 * (512 * 2 * LAYER + 4 * 4096 * 512 * 513 / 2), 2 * 2 * LAYER),
+        (Point(op="step", model="llama-2-7b", num_layers=2, batch_size=512, new_tokens=1, context_tokens=15),
+         2 * 512 * 2 * LAYER + 512 * 2 * 4096 * 32000,
+         2 * 2 * LAYER + 512 * 16 * 2 * 16384 + 2 * (4096 * 32000 + 512 * 36096)),
+    ],
+    ids=lambda value: value.op if isinstance(value, Point) else "",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "quick", "most_s"), [(GPU, False, 10.0), (GPU, True, 0.5), (CPU, False, 2.0), (CPU, True, 0.25)]
+)
+def test_what_takes_too_long_is_left_out(point, flops, num_bytes, limits, quick, most_s):
+    """By both rough rates together, a third of the time with one and two thirds with the other."""
+    for share, is_slow in ((1 - 1e-6, False), (1 + 1e-6, True)):
+        rates = {"flops_per_s": flops / (most_s / 3 * share), "bytes_per_s": num_bytes / (most_s * 2 / 3 * share)}
+        reason = shapes(limits, quick=quick, device_bytes=10**13, **rates).fault(point)
+        assert reason == (f"may take more than {most_s:g} s an execution" if is_slow else "")
+
+
+def test_the_shortest_prompts_are_timed_on_the_slowest_machine():
+    slow = shapes(GPU, flops_per_s=1.0, bytes_per_s=1.0)
+    reasons = [slow.fault(Point(op="layers", model="llama-2-7b", new_tokens=tokens)) for tokens in (64, 65)]
+    assert reasons == ["", "may take more than 10 s an execution"]
+
+
 def test_only_quick_layers_run_in_a_long_row():
     layers = {p.tokens: p.num_layers for p in plan().points if p.op == "layers" and p.model == "llama-2-7b"}
     assert (layers[1], layers[256], layers[512], layers[32768]) == (8, 8, 2, 2)
     assert {p.num_layers for p in plan().points if p.model == "llama-3.1-70b" and p.op == "layers"} == {2}
+    # Layers of 634 MB: three passes over two are nearest to 3.2 GB.
+    wide = plan(models={"llama-2-13b": load_model("llama-2-13b")}).points
+    assert {p.num_layers for p in wide if p.op == "layers"} == {2, 6}
 
 
 @pytest.mark.parametrize("quick", [False, True])

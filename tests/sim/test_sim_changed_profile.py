@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from msgspec import structs
 
 import kvtwin
-from sim.cost.changed_profile import RATES, profile_named
+from sim.cost.changed_profile import RATES, changed, profile_named
+from sim.cost.kernels import KernelTables
 from sim.cost.profile import KERNEL_NAMES, load_profile
 from sim.errors import UserError
 
@@ -60,6 +62,21 @@ def test_a_gpu_twice_as_fast_halves_the_time_of_what_it_computes(tmp_path):
 def test_a_rate_of_all_reduces_stands_for_those_measured():
     assert profile_named("h100-imported:beta=1").all_reduce == load_profile("h100-imported").all_reduce is not None
     assert profile_named("h100-imported:allreduce_bytes_per_s=1e9").all_reduce is None
+
+
+def test_tables_of_kernels_have_no_speed_to_change():
+    tables = KernelTables(
+        model="tiny", tp=1, weight_bytes=1.0, kv_bytes=1.0, layer=[(1, 1.0)], iteration=[(1, 1.0)], head=[(1, 1.0)],
+        attention=[(1, 0, 0, 0, 1.0), (0, 0, 1, 1, 1.0)],
+    )  # fmt: skip
+    timed = structs.replace(BASE, form="table", kernels=tables)
+    assert changed(timed, "flops_per_s=1e12").value("flops_per_s") == 1e12
+    with pytest.raises(UserError, match="gpu_speed does not scale tables of kernels; leave it out"):
+        changed(timed, "gpu_speed=2")
+
+
+def test_what_costs_nothing_at_zero_may_be_zero():
+    assert profile_named("l20-derived:copy_launch_s=0", "l20").value("copy_launch_s") == 0.0
 
 
 @pytest.mark.parametrize(

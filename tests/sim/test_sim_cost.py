@@ -10,13 +10,14 @@ from kvtwin.testing import build_engine, limits, requests, roofline_machine, sim
 from sim.clock.arrivals import Arrivals
 from sim.clock.instance import Instance
 from sim.cost.forms import LinearCost, PaperCost, build_cost
+from sim.cost.model import LayerTimes, LayerWork
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile, load_profile, shipped_profiles
 from sim.cost.roofline import RooflineCost
 from sim.engine.changes import Direction, Move, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
+from sim.errors import InvariantError, UserError
 from sim.prepare import prepare
 from sim.results.result import assemble
 from sim.scenario import Scenario
@@ -50,6 +51,40 @@ def test_a_roofline_profile_cannot_give_linear_costs() -> None:
     model, gpu = load_model("llama-2-7b"), load_hardware("l20")
     with pytest.raises(UserError, match="linear"):
         build_cost(model, gpu, load_profile(None, gpu), 1, 1.0, "linear")
+
+
+def test_a_form_that_nobody_knows_is_refused() -> None:
+    model, gpu = load_model("llama-2-7b"), load_hardware("l20")
+    with pytest.raises(UserError, match="cost form: 'cubic' is not one of roofline, table, paper, linear"):
+        build_cost(model, gpu, load_profile(None, gpu), 1, 1.0, "cubic")
+
+
+def test_coefficients_without_a_model_price_no_single_layers() -> None:
+    cost = LinearCost((0.01, 1e-4, 0.0), (0.02, 0.0, 0.0), 3e-3, 4096.0)
+    with pytest.raises(InvariantError, match="cannot price projections"):
+        cost.project_s(10)
+    with pytest.raises(InvariantError, match="cannot price single layers"):
+        cost.recompute_s(10)
+    assert cost.all_reduce_s(10) == 0.0
+
+
+def test_a_layer_takes_of_each_lane_what_it_does_there() -> None:
+    """Four layers of Llama-2 7B's shape: 100 tokens at 1 ms, 10 us for a square; copies of 1 ms a piece and 2 ms a kB."""
+    model = structs.replace(load_model("llama-2-7b"), num_layers=4)
+    cost = LinearCost((0.0, 1e-3, 1e-5), (0.02, 0.0, 0.0), 3e-3, 1000.0, 1e-3, model)
+    assert cost.layer_s(LayerWork(4, 0.5)) == LayerTimes(4, 0.5, 0.0, 0.0)
+    assert cost.layer_s(LayerWork(4, 0.5, h2d_bytes=2000.0, h2d_copies=3)) == LayerTimes(
+        4, 0.5, pytest.approx(7e-3), 0.0
+    )
+    assert cost.layer_s(LayerWork(2, 0.5, d2h_bytes=500.0, d2h_copies=1)) == LayerTimes(
+        2, 0.5, 0.0, pytest.approx(2e-3)
+    )
+    again = cost.layer_s(LayerWork(1, 0.5, recompute_tokens=100))
+    assert again == LayerTimes(1, pytest.approx(0.5 + (0.1 + 0.1) / 4), 0.0, 0.0)
+    # Keys and values are 2 x 4,096^2 of 202 million weights of a layer.
+    weights = 4 * 4096**2 + 3 * 4096 * 11008
+    projected = cost.layer_s(LayerWork(1, 0.5, project_tokens=100))
+    assert projected == LayerTimes(1, pytest.approx(0.5 + 0.1 * 2 * 4096**2 / (4 * weights)), 0.0, 0.0)
 
 
 def test_swapping_one_block_is_a_copy_a_layer_for_keys_and_for_values() -> None:

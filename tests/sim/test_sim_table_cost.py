@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import Machine, limits, requests, simulate
 from sim.cost.forms import build_cost
-from sim.cost.kernels import KernelTables, edge, grid_of, value_at
+from sim.cost.kernels import KernelTables, coordinates, edge, grid_of, value_at
 from sim.cost.profile import FittedRange, load_profile, read_profile
 from sim.cost.table import TableCost
 from sim.engine.plan import IterationPlan
@@ -197,7 +197,8 @@ def test_without_tiles_decodes_beside_a_chunk_grow_by_what_is_read_too() -> None
     cost = untiled()
     chunk_s = 128 * (512 + 129 / 2) * cost.attention_s_per_pair
     beyond_s, edge_s = (
-        chunk_s + 4 * (context + 1) * cost.decode_s_per_context_token + 4 * cost.kv_padding_s for context in (2048, 1024)
+        chunk_s + 4 * (context + 1) * cost.decode_s_per_context_token + 4 * cost.kv_padding_s
+        for context in (2048, 1024)
     )
     by_hand = attention_us(128, 512, 4, 1024) * beyond_s / edge_s - attention_us(128, 512, 0, 0)
     found = [cost.iteration_s(plan_of([(128, 512)], n, n * 2049)) for n in (4, 0)]
@@ -263,6 +264,33 @@ def test_jumps_are_exact_across_the_bends() -> None:
     for number, seq in one.items():
         assert other[number].finish_s == pytest.approx(seq.finish_s, rel=1e-9)
         assert other[number].first_token_s == pytest.approx(seq.first_token_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        *(({name: points}, f"{name}: give points") for name in ("layer", "iteration", "head")
+          for points in ([], [(0, 1.0)], [(1, 0.0)], [(1, 600.0)])),
+        *(({"attention": [(*shape, seconds)]}, "attention: row") for shape, seconds in (
+            ((1, -1, 0, 0), 1.0), ((0, 9, 0, 9), 1.0), ((1, 0, 0, 0), 0.0), ((1, 0, 0, 0), 600.0))),
+        ({"attention": [(1, 0, 0, 0, 1.0)]}, "attention: needs rows of decodes alone"),
+        ({"attention": [(0, 0, 1, 0, 1.0)]}, "attention: needs rows of decodes alone"),
+        ({"layer": [(1, 599.0)], "attention": [(1, 0, 0, 0, 599.0), (0, 0, 1, 0, 599.0)]}, ""),
+    ],
+)  # fmt: skip
+def test_tables_that_cannot_be_are_told(given, fault) -> None:
+    found = msgspec.structs.replace(tables(), **given).fault()
+    assert found.startswith(fault) and bool(found) == bool(fault)
+
+
+def test_values_bend_where_either_neighbour_bends() -> None:
+    """Rows of 1, 4 and 9 with points of their own; at 4 itself and beyond it those of 9 count as well."""
+    grid = grid_of([(1, 10, 1.0), (1, 20, 1.0), (4, 15, 1.0), (9, 30, 1.0)])
+    found = {x: coordinates(grid, x) for x in (0, 1, 3, 4, 9, 12)}
+    assert found == {0: [10, 20], 1: [10, 15, 20], 3: [10, 15, 20], 4: [15, 30], 9: [30], 12: [30]}
+    # Below the table too the edge counts.
+    assert (edge(grid, (0, 5)), edge(grid, (3, 25)), edge(grid, (4, 1))) == ((1, 10), (3, 20), (4, 15))
+    assert (value_at(grid, (0, 5)), value_at(grid_of([(2, 5.0), (4, 7.0)]), (1,))) == (1.0, 5.0)
 
 
 def test_the_tables_are_of_one_model_and_group(tmp_path) -> None:

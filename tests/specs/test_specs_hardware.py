@@ -86,8 +86,16 @@ def write(tmp_path, field, change):
     return str(path)
 
 
-def test_a_users_own_file(tmp_path):
-    assert load_hardware(write(tmp_path, "memory_bytes", {"value": 1e10})).memory_bytes == 1e10
+@pytest.mark.parametrize("value", [1.0, 1e10, 1e24])
+def test_a_users_own_file(tmp_path, value):
+    assert load_hardware(write(tmp_path, "memory_bytes", {"value": value})).memory_bytes == value
+
+
+def test_a_gpu_without_a_name_is_refused(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(json.loads((BUILT_IN / "l20.json").read_text()) | {"name": ""}))
+    with pytest.raises(UserError, match=r"mine\.json: field name is empty: name the GPU"):
+        load_hardware(str(path))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +108,8 @@ def test_a_users_own_file(tmp_path):
         ("fp16_flops_per_s", {"value": "fast"}, ["fp16_flops_per_s.value", "'fast'"]),
         ("fp16_flops_per_s", {"status": "guessed"}, ["fp16_flops_per_s.status", "guessed"]),
         ("fp8_flops_per_s", {"value": 0.0}, ["fp8_flops_per_s.value", "positive"]),
+        ("memory_bytes", {"value": 0.999}, ["memory_bytes.value", "0.999", "is not between 1 and 1e+24"]),
+        ("memory_bytes", {"value": 1.001e24}, ["memory_bytes.value", "is not between 1 and 1e+24"]),
         ("fp4_flops_per_s", {"value": 1.0}, ["fp4_flops_per_s", "remove or rename"]),
         ("host_memory_bytes", None, ["host_memory_bytes"]),
     ],

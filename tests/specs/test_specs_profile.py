@@ -1,6 +1,7 @@
 """Profiles: every shipped one holds to the schema, and bad files are refused by field."""
 
 import json
+import re
 
 import pytest
 from msgspec import structs
@@ -145,6 +146,18 @@ def test_bad_files_are_refused_by_field(tmp_path, edit, words):
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("flops_per_s", 1.0, 1e24), ("hbm_bytes_per_s", 1.0, 1e24), ("alpha", 0.01, 1e9), ("layer_overhead_s", 0.0, 1e9)],
+)
+def test_constants_lie_within_the_range_of_their_unit(tmp_path, name, least, most):
+    for value in (least, most):
+        assert read_profile(edited(tmp_path, constant(name, value=value))).value(name) == value
+    for value in [most * 1.01, *([least * 0.99] if least else [])]:
+        with pytest.raises(UserError, match=re.escape(f"constants.{name}.value = {value} ")):
+            read_profile(edited(tmp_path, constant(name, value=value)))
+
+
 def test_the_hash_is_of_the_content_not_the_layout(tmp_path):
     profile = default_profile("l20")
     data = json.loads((SHIPPED / "l20-derived.json").read_text())
@@ -219,6 +232,8 @@ def test_the_short_linear_form(tmp_path):
         ({"prefill": [0.01, -2e-4, 0]}, ["prefill[1]", "-0.0002", "zero or more"]),
         ({"decode": [0.01, 1e-4, float("nan")]}, ["decode[2]", "nan"]),
         ({"swap_s_per_block": -1}, ["swap_s_per_block", "-1"]),
+        ({"swap_s_per_block": 2e9}, ["swap_s_per_block = 2000000000.0 s", "is it in this unit"]),
+        ({"copy_launch_s": -1}, ["copy_launch_s", "-1"]),
         ({"prefill": [1, 2]}, ["prefill", "[1, 2]"]),
         ({"prefill": [1, 2, "3"]}, ["prefill[2]", "'3'"]),
         ({"decode": None}, ["decode"]),
