@@ -80,7 +80,8 @@ def shapes(limits, *, quick=False, element_bytes=2, **changes):
         # 0.35 x 44 GiB of blocks of 16 tokens x 16 KiB in two layers.
         (GPU, False, 2, 31_539), (GPU, True, 2, 31_539),
         # Of a CPU's memory at most 4 GiB, or 1 GiB; in elements of 4 bytes.
-        (CPU, False, 4, 2867), (msgspec.structs.replace(CPU, device_bytes=64 * GIB), False, 4, 4096), (CPU, True, 4, 1024),
+        (CPU, False, 4, 2867), (CPU, True, 4, 1024),
+        (msgspec.structs.replace(CPU, device_bytes=64 * GIB), False, 4, 4096),
     ],
 )  # fmt: skip
 def test_as_many_blocks_as_fit_are_used(limits, quick, element_bytes, most):

@@ -69,7 +69,7 @@ def test_coefficients_without_a_model_price_no_single_layers() -> None:
 
 
 def test_a_layer_takes_of_each_lane_what_it_does_there() -> None:
-    """Four layers of Llama-2 7B's shape: 100 tokens at 1 ms, 10 us for a square; copies of 1 ms a piece and 2 ms a kB."""
+    """Four layers of Llama-2 7B: 1 ms a token, 10 us a square; copies take 1 ms a piece and 2 ms a kB."""
     model = structs.replace(load_model("llama-2-7b"), num_layers=4)
     cost = LinearCost((0.0, 1e-3, 1e-5), (0.02, 0.0, 0.0), 3e-3, 1000.0, 1e-3, model)
     assert cost.layer_s(LayerWork(4, 0.5)) == LayerTimes(4, 0.5, 0.0, 0.0)
