@@ -1,0 +1,297 @@
+"""What measuring asks of CUDA, and in which order, with events, streams and a driver that only pretend."""
+
+import subprocess
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from measure_small import GPU
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+from calib.measure import bench, clocks, copy_ops, graphs, layer_ops, machine  # noqa: E402
+from calib.measure.bench import Bench  # noqa: E402
+from calib.measure.clocks import CudaClock, Unmeasurable  # noqa: E402
+from calib.measure.plan import Plan  # noqa: E402
+from calib.measure.points import Point  # noqa: E402
+from calib.measure.timing import Rule  # noqa: E402
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Told(list):
+    """What was asked, in order. Time passes where `work` is done: 4 ms on the device."""
+
+    now_s = 0.0
+
+    def work(self):
+        self.append("work")
+        self.now_s += 4e-3
+
+
+@pytest.fixture
+def told(monkeypatch):
+    log = Told()
+
+    class Event:
+        def __init__(self, **_):
+            self.at_s = None
+
+        def record(self):
+            self.at_s = log.now_s
+            log.append("record")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.at_s - self.at_s)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: log.append("synchronize"))
+    monkeypatch.setattr(clocks, "perf_counter_ns", lambda: round(log.now_s * 1e9))
+    monkeypatch.setattr(clocks, "perf_counter", lambda: log.now_s)
+    return log
+
+
+class Written:
+    """A buffer that tells when it is written; a writing of `seconds` on the device."""
+
+    def __init__(self, log, size, seconds=0.0):
+        self.log, self.size, self.seconds = log, size, seconds
+
+    def zero_(self):
+        self.log.append(f"write {self.size}")
+        self.log.now_s += self.seconds
+
+    def __getitem__(self, part):
+        return Written(self.log, part.stop)
+
+
+def clock_of(told, monkeypatch, cache_bytes=100 * 2**20, write_s=1e-3):
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: Written(told, size, write_s))
+    clock = CudaClock(CUDA, cache_bytes)
+    told.clear()
+    return clock
+
+
+def test_a_lead_is_what_20_us_of_writing_are(told, monkeypatch):
+    """Twice the cache is overwritten, 128 MiB at least; of 1 ms 2 % are 20 us."""
+    for cache_bytes, size in ((100 * 2**20, 200 * 2**20), (40 * 2**20, 128 * 2**20)):
+        clock = clock_of(told, monkeypatch, cache_bytes)
+        clock.device_s(told.work, lead=True)
+        assert told == [f"write {size}", "synchronize", f"write {size // 50}", "record", "work", "record", "wait"]
+    for write_s, lead in ((1e-6, 128 * 2**20), (1e6, 1)):
+        clock = clock_of(told, monkeypatch, 1, write_s)
+        clock.device_s(told.work, lead=True)
+        assert told[2] == f"write {lead}"
+
+
+def test_the_device_is_timed_from_event_to_event_and_the_host_until_all_is_done(told, monkeypatch):
+    clock = clock_of(told, monkeypatch, write_s=1e-3)
+    assert clock.device_s(told.work, lead=False) == pytest.approx(4e-3)
+    assert told == [f"write {200 * 2**20}", "synchronize", "record", "work", "record", "wait"]
+    told.clear()
+    assert clock.host_s(told.work) == pytest.approx(4e-3)
+    assert told == [f"write {200 * 2**20}", "synchronize", "work", "synchronize"]
+
+
+def test_a_device_is_kept_busy_one_execution_ahead(told, monkeypatch):
+    """Three executions of 4 ms are the first to last 10 ms; each waits for the one before alone."""
+    clock = clock_of(told, monkeypatch)
+    clock.keep_busy(told.work, 0.010)
+    assert told == ["work", "record", "wait"] * 3
+
+
+# -- all-reduces and graphs --------------------------------------------------------------------------------------------
+
+
+def test_an_all_reduce_begins_when_all_ranks_were_asked(told, monkeypatch):
+    made = []
+
+    def tensor(elements, device, dtype):
+        made.append((elements, device.index, dtype))
+        return f"part {device.index}"
+
+    monkeypatch.setattr(torch, "randn", tensor)
+    monkeypatch.setattr(torch, "empty_like", lambda part: part.replace("part", "sum"))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: Written(told, f"{size} on {device.index}"))
+    monkeypatch.setattr(copy_ops, "nccl", SimpleNamespace(all_reduce=lambda *given: told.extend(["reduce", given])))
+    once = copy_ops.AllReduce(Point(op="all_reduce", num_bytes=4096, tp=2), torch.float16).once
+    assert made == [(2048, 0, torch.float16), (2048, 1, torch.float16)]
+    monkeypatch.setattr(told, "append", lambda word: (list.append(told, word), setattr(told, "now_s", told.now_s + 1e-3)))
+    # From the first event to the second; the reduction itself takes no time here.
+    assert once() == pytest.approx(1e-3)
+    assert told == [
+        "synchronize", "synchronize", f"write {256 * 2**20} on 0", f"write {256 * 2**20} on 1", "record",
+        "reduce", (["part 0", "part 1"], ["sum 0", "sum 1"]), "record", "synchronize", "synchronize",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def streams(told, monkeypatch):
+    """A stream that tells who waits; a capture that does the work once, or fails as it is told."""
+    stream = SimpleNamespace(
+        wait_stream=lambda other: told.append(f"wait for {other}"), synchronize=lambda: told.append("synchronize")
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "stream", lambda chosen: nullcontext())
+    faults: list[Exception] = []
+
+    def capture(work, chosen):
+        assert chosen is stream
+        told.append("capture")
+        if faults:
+            raise faults[0]
+        work()
+        return SimpleNamespace(replay=lambda: told.append("replay"))
+
+    monkeypatch.setattr(graphs, "capture_graph", capture)
+    return faults
+
+
+def test_a_graph_is_captured_after_three_executions_and_gives_their_result(told, streams):
+    def work():
+        told.work()
+        return "result"
+
+    replay = graphs.captured(work, CUDA)
+    assert told == ["wait for current", *["work"] * 3, "synchronize", "capture", "work"]
+    assert [replay(), replay()] == ["result", "result"]
+    assert told[-2:] == ["replay", "replay"]
+
+
+def test_what_cannot_be_captured_is_unmeasurable_and_a_lack_of_memory_is_not(told, streams):
+    streams.append(RuntimeError("operation not permitted\nmore"))
+    with pytest.raises(Unmeasurable) as caught:
+        graphs.captured(told.work, CUDA)
+    assert str(caught.value) == "cannot be captured in a CUDA graph (operation not permitted)"
+    streams[0] = torch.OutOfMemoryError("no room")
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.captured(told.work, CUDA)
+
+
+def small_bench():
+    plan = Plan(points=[], left_out={}, built_layers={}, kv_blocks={}, longest={}, copy_bytes=1)
+    return Bench(plan, {}, GPU, CPU, torch.float32, 0)
+
+
+def test_once_a_capture_has_failed_no_other_is_tried(monkeypatch):
+    tried = []
+
+    def refuse(work, device):
+        tried.append(device)
+        raise Unmeasurable("cannot be captured")
+
+    monkeypatch.setattr(bench, "captured", refuse)
+    found = small_bench()
+    for _ in range(2):
+        with pytest.raises(Unmeasurable, match="^cannot be captured$"):
+            found.measure(Point(op="launch", graph=1), Rule(warmup_s=0.0))
+    assert tried == [CPU]
+    # Without a graph there is nothing to capture.
+    assert len(found.measure(Point(op="launch", num_copies=3), Rule(max_repeats=7, budget_s=0.0))) == 5
+
+
+@pytest.mark.parametrize("graph", [0, 1])
+def test_launches_are_as_many_additions_as_asked(monkeypatch, graph):
+    kept = []
+    monkeypatch.setattr(bench, "captured", lambda work, device: kept.append(work) or work)
+    element = small_bench()._work(Point(op="launch", num_copies=3, graph=graph))()
+    assert (float(element), len(kept)) == (3.0, graph)
+
+
+def test_a_table_that_the_pool_has_no_room_for_is_unmeasurable():
+    """Two layers of three sequences of 33 tokens: 18 blocks; a recomputed prefix is of one layer alone."""
+    shape = {"model": "tiny", "batch_size": 3, "new_tokens": 1, "context_tokens": 32}
+    work = object.__new__(layer_ops.ModelWork)
+    rng = layer_ops.np.random.default_rng(0)
+    work._pool = SimpleNamespace(num_groups=2, num_blocks=18)
+    tables = work._tables(Point(op="layers", **shape), rng)
+    assert tables.shape == (2, 3, 3) and sorted(tables.flat) == list(range(18))
+    work._pool.num_blocks = 17
+    with pytest.raises(Unmeasurable, match="needs 18 KV blocks, the pool has 17"):
+        work._tables(Point(op="layers", **shape), rng)
+    again = work._tables(Point(op="recompute", **shape), rng)
+    assert again.shape == (2, 3, 3) and (again[0] == again[1]).all() and len(set(again.flat)) == 9
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Two GPUs of 9 GB, 7 free; the program answers what it was asked."""
+    found = SimpleNamespace(major=8, minor=9, L2_cache_size=72 * 2**20, uuid="12-34")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 10**9, 9 * 10**9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 10**9))
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/bin/{name}")
+
+    def answer(command, **options):
+        assert options == {"capture_output": True, "text": True, "timeout": 20.0, "check": False}
+        found.command = command
+        return SimpleNamespace(returncode=found.status, stdout=found.answer)
+
+    found.status, found.answer = 0, " 555.42 \nother\n"
+    monkeypatch.setattr(machine.subprocess, "run", answer)
+    return found
+
+
+def test_what_a_gpu_has_is_planned_with(gpu):
+    found = machine.capacity_of(CUDA)
+    assert (found.device_bytes, found.host_bytes, found.cache_bytes) == (7 * 10**9, 5 * 10**9, 72 * 2**20)
+    assert (found.num_gpus, found.flops_per_s, found.bytes_per_s, found.graphs) == (2, 2e13, 2e11, True)
+    found = machine.capacity_of(CPU)
+    assert (found.device_bytes, found.host_bytes, found.cache_bytes) == (5 * 10**9, 5 * 10**9, 32 * 2**20)
+    assert (found.num_gpus, found.flops_per_s, found.bytes_per_s, found.graphs) == (0, 2e10, 5e9, False)
+
+
+def test_a_gpu_and_its_driver_are_told_by_name(gpu, monkeypatch):
+    found = machine.device_facts(CUDA)
+    assert found["device"] == machine.device_name("cuda") == "card 0"
+    assert (found["gpus"], found["compute_capability"], found["driver"]) == ("2", "8.9", "555.42")
+    assert gpu.command == [
+        "/bin/nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits", "-i", "GPU-12-34",
+    ]  # fmt: skip
+    assert machine.device_facts(CPU).keys() == {"device", "torch", "cpu", "cpus", "cpu_threads"}
+    gpu.answer = ""
+    assert machine.device_facts(CUDA)["driver"] == "unknown: no nvidia-smi"
+
+
+def test_a_driver_that_does_not_answer_says_nothing(gpu, monkeypatch):
+    gpu.uuid = ""
+    assert machine._smi(torch.device("cuda", 3), "x") == "555.42"
+    assert gpu.command[-2:] == ["-i", "3"]
+    assert machine._smi(torch.device("cuda"), "x") == "555.42"
+    assert gpu.command[-2:] == ["-i", "0"]
+    gpu.status = 1
+    assert machine._smi(CUDA, "x") == ""
+    for error in (OSError("gone"), subprocess.TimeoutExpired("nvidia-smi", 20.0)):
+        monkeypatch.setattr(machine.subprocess, "run", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
+        assert machine._smi(CUDA, "x") == ""
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: pytest.fail("asked nobody"))
+    assert machine._smi(CUDA, "x") == ""
+
+
+def test_a_processor_without_a_name_is_told_by_its_kind(monkeypatch):
+    class Unreadable:
+        def __init__(self, path):
+            assert path == "/proc/cpuinfo"
+
+        def read_text(self, encoding):
+            raise OSError
+
+    monkeypatch.setattr(machine, "Path", Unreadable)
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "riscv64")
+    assert machine.cpu_name() == "riscv64"
+    monkeypatch.setattr(machine.platform, "processor", lambda: "a chip")
+    assert machine.cpu_name() == "a chip"
+    monkeypatch.setattr(Unreadable, "read_text", lambda *_, **__: "flags : x\nmodel name\t:  Chip 5 \nmodel name : b\n")
+    assert machine.cpu_name() == "Chip 5"
