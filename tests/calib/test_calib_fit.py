@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import hypot
 
 import msgspec
@@ -28,7 +28,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from calib.copies import all_reduce_s
-from calib.fit import fit_profile, with_graphs
+from calib.fit import check_plausible, fit_profile, with_graphs
 from calib.longest import fit_longest
 from calib.report import fit_markdown
 from calib.robust import Parameter, fit_relative
@@ -647,6 +647,33 @@ def test_residuals_by_hand(tmp_path):
     assert residuals["largest_region_bias"] == round(max(abs(r.bias) for r in report.regions), 5)
     held_out = [report.by_model[model].decode for model in THREE]
     assert residuals["unseen_model_decode_mape"] == round(sum(held_out) / 3, 5)
+
+
+def test_a_fit_that_misses_by_more_than_a_quarter_is_refused(everything):
+    for phase in ("prefill", "decode", "mixed"):
+        for error, is_refused in ((0.25, False), (0.256, True)):
+            profile = msgspec.structs.replace(everything.profile, residuals={f"{phase}_mape": error})
+            report = replace(everything, profile=profile)
+            if is_refused:
+                with pytest.raises(UserError, match=rf"the fit misses them by 26 % \({phase}\), more than 25 %: they"):
+                    check_plausible(report, HARDWARE)
+            else:
+                check_plausible(report, HARDWARE)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("flops_per_s", 312e12), ("attention_flops_per_s", 312e12), ("hbm_bytes_per_s", 2039e9)]
+)
+def test_rates_are_no_higher_than_the_gpus_peaks(everything, name, peak):
+    for value, is_refused in ((peak, False), (peak * 1.001, True)):
+        constants = {name: msgspec.structs.replace(everything.profile.constants[name], value=value)}
+        profile = msgspec.structs.replace(everything.profile, constants=everything.profile.constants | constants)
+        report = replace(everything, profile=profile)
+        if is_refused:
+            with pytest.raises(UserError, match=f"{name} = .* is above the peak of a100-80g, "):
+                check_plausible(report, HARDWARE)
+        else:
+            check_plausible(report, HARDWARE)
 
 
 def test_one_model_has_no_unseen_one(tmp_path):

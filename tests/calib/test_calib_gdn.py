@@ -75,6 +75,7 @@ def test_planted_constants_are_found_again():
         "gdn_decode_mape": pytest.approx(np.abs(fit.own[~prefill]).mean(), abs=1e-5),
         "unseen_heads_gdn_decode_mape": pytest.approx(np.abs(fit.unseen[~prefill]).mean(), abs=1e-5),
     }
+    assert fit.residuals == {name: round(error, 5) for name, error in fit.residuals.items()}
 
 
 def test_heads_that_are_left_out_are_not_seen():

@@ -1,21 +1,26 @@
 """Kernels of latent attention: terms by hand, planted constants found again, what the importer takes, shipped fits."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from msgspec import structs
 
 from calib.importers.aiconfigurator_latents import import_latents
+from calib.kernel_fit import KernelTerms, unseen_errors
 from calib.kernel_samples import write_kernel_samples
 from calib.latents import (
     LATENT_DATA,
     KVPrice,
     LatentSample,
     LatentTerms,
+    as_other_attention_s,
     attention_model,
     fit_latents,
     predict_latent_s,
     read_latent_samples,
 )
+from calib.robust import Estimate, Fit
 from calib.samples import samples_sha256
 from sim.cost.profile import LATENT_UNITS, load_profile, shipped_profiles
 from sim.cost.roofline import RooflineCost
@@ -86,6 +91,38 @@ def test_planted_constants_are_found_again():
         "latent_decode_mape": pytest.approx(np.abs(fit.own[~prefill]).mean(), abs=1e-5),
         "unseen_heads_latent_decode_mape": pytest.approx(np.abs(fit.unseen[~prefill]).mean(), abs=1e-5),
     }
+    assert fit.residuals == {name: round(error, 5) for name, error in fit.residuals.items()}
+
+
+def test_priced_as_other_attention_by_hand():
+    """Reading 576 elements of two bytes at 1e14 B/s beside 2 x 16 x (2 x 512 + 64) FLOPs at 1e10 a second."""
+    rates = {"kv_bytes_per_s": 1e14, "attention_flops_per_s": 1e10, "kv_padding_tokens": 10.0, "roofline_exponent": 1.0}
+    constants = {n: structs.replace(PROFILE.constants[n], value=v) for n, v in rates.items()}
+    profile = structs.replace(PROFILE, constants=PROFILE.constants | constants)
+    samples = [sample(), sample(phase="prefill", num_heads=128, batch=2, context_tokens=100)]
+    decode_s, prefill_s = as_other_attention_s(samples, profile, HARDWARE)
+    small, large = (RooflineCost(attention_model(heads, fp8=False), HARDWARE, profile, 1) for heads in (16, 128))
+    token_s = 2 * 16 * (2 * 512 + 64) / 1e10 + 1152 / 1e14
+    assert decode_s == pytest.approx(small.products_s(32) + small.overhead_s + 32 * (1000 + 10) * token_s)
+    pairs_s = 2 * 100 * 101 / 2 * 2 * 128 * (192 + 128) / 1e10
+    assert prefill_s == pytest.approx(large.products_s(200) + large.overhead_s + pairs_s)
+
+
+def test_samples_of_one_number_of_heads_have_no_unseen_ones():
+    """A fit of one number is their mean; two kinds of two samples each predict each other."""
+
+    @dataclass(frozen=True)
+    class Ones(KernelTerms):
+        ones: np.ndarray
+
+    def mean_of(terms, seconds):
+        return Fit({"mean": Estimate(float(seconds.mean()), None, 0.0, 0.0)}, 0.0)
+
+    kinds, seconds = np.array([1, 1, 2, 2]), np.array([1.0, 3.0, 4.0, 8.0])
+    errors = unseen_errors(kinds, Ones(np.ones(4)), seconds, mean_of, lambda values, terms: values["mean"] * terms.ones)
+    assert list(errors) == [5.0, 1.0, -0.5, -0.75]
+    one = unseen_errors(np.ones(4), Ones(np.ones(4)), seconds, mean_of, lambda *_: pytest.fail("predicted"))
+    assert one.shape == (0,)
 
 
 def test_heads_that_are_left_out_are_not_seen():

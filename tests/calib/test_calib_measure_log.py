@@ -35,6 +35,23 @@ def test_what_was_written_is_found_again(path):
     assert not log.has(Point(op="h2d", num_bytes=4096))
 
 
+def test_a_line_is_in_the_file_and_known_as_soon_as_it_is_added(path):
+    log = opened(path)
+    other, third = Point(op="h2d", num_bytes=8192), Point(op="h2d", num_bytes=4096)
+    log.add(Measured(other, [2e-6], {"sm_mhz": 1980.0}))
+    log.add(Measured(third, [3e-6]))
+    assert log.has(other) and log.readings == {other: {"sm_mhz": 1980.0}}
+    again = opened(path)
+    assert (again.measured[other], again.measured[third]) == ([2e-6], [3e-6])
+    assert again.readings == {other: {"sm_mhz": 1980.0}}
+
+
+def test_a_log_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "points.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"points\.jsonl: cannot be read \(Is a directory\): give another --out"):
+        opened(tmp_path / "points.jsonl")
+
+
 def test_the_first_start_is_remembered(path):
     log = PointLog(
         path, Header(settings(), GPU.__class__(**{**_fields(GPU), "device_bytes": 1}), "2030-01-01T00:00:00Z")

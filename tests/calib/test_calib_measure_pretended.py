@@ -120,7 +120,9 @@ def test_an_all_reduce_begins_when_all_ranks_were_asked(told, monkeypatch):
     monkeypatch.setattr(copy_ops, "nccl", SimpleNamespace(all_reduce=lambda *given: told.extend(["reduce", given])))
     once = copy_ops.AllReduce(Point(op="all_reduce", num_bytes=4096, tp=2), torch.float16).once
     assert made == [(2048, 0, torch.float16), (2048, 1, torch.float16)]
-    monkeypatch.setattr(told, "append", lambda word: (list.append(told, word), setattr(told, "now_s", told.now_s + 1e-3)))
+    monkeypatch.setattr(
+        told, "append", lambda word: (list.append(told, word), setattr(told, "now_s", told.now_s + 1e-3))
+    )
     # From the first event to the second; the reduction itself takes no time here.
     assert once() == pytest.approx(1e-3)
     assert told == [
@@ -188,7 +190,7 @@ def test_once_a_capture_has_failed_no_other_is_tried(monkeypatch):
     monkeypatch.setattr(bench, "captured", refuse)
     found = small_bench()
     for _ in range(2):
-        with pytest.raises(Unmeasurable, match="^cannot be captured$"):
+        with pytest.raises(Unmeasurable, match=r"^cannot be captured$"):
             found.measure(Point(op="launch", graph=1), Rule(warmup_s=0.0))
     assert tried == [CPU]
     # Without a graph there is nothing to capture.

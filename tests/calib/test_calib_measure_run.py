@@ -97,6 +97,19 @@ def test_what_does_not_fit_in_memory_is_skipped_and_listed(tmp_path, monkeypatch
     assert len(read_samples(out / "samples.csv")) == 1
 
 
+def test_what_speaks_against_a_calibration_is_printed_and_kept(tmp_path, monkeypatch, capsys):
+    busy = {"load_average": 1e4, "throttled": "power cap"}
+    monkeypatch.setattr(machine, "state_under_load", lambda *_: dict(busy))
+    out = tmp_path / "out"
+    calibrate(write_config(tmp_path / "small"), out, ops=["launch"])
+    told = json.loads((out / "provenance.json").read_text())
+    assert [state["load_average"] for state in told["states"]] == [1e4, 1e4]
+    assert len(told["warnings"]) == 2
+    assert capsys.readouterr().err == "".join(f"warning: {warning}\n" for warning in told["warnings"])
+    lines = (out / "samples.csv").read_text().splitlines()
+    assert [line for line in lines if "warning" in line] == [f"# warning: {warning}" for warning in told["warnings"]]
+
+
 def test_layers_that_cannot_be_built_are_skipped_together(tmp_path, monkeypatch):
     built = []
 
@@ -145,6 +158,9 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path, monkeypatch):
         run.calibrate("cpu", ["llama-2-7b"], tmp_path, quick=True, dtype="int8")
     with pytest.raises(UserError, match="ops: 'copy' is not known"):
         run.calibrate("cpu", ["llama-2-7b"], tmp_path, quick=True, ops=["copy"])
+    quantised = write_config(tmp_path.parent / "quantised", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UserError, match="is quantised, and the runtime computes unquantised models"):
+        run.calibrate("cpu", [str(quantised)], tmp_path, quick=True)
     with pytest.raises(UserError, match="multi-head latent attention"):
         run.calibrate("cpu", ["deepseek-v2-lite"], tmp_path, quick=True)
     with pytest.raises(UserError, match="did you mean 'llama-2-7b'"):
@@ -174,6 +190,12 @@ def test_clocks_that_fell_are_warned_of():
     assert "took 0.9 s before and 1 s after" in slower
     (busy,) = provenance.warnings([Note("a", {"load_average": 1.5}), Note("b", {"load_average": 9.0})], 2)
     assert "load average was 1.50 before" in busy
+    # At the limit itself nothing is said: half a processor's load each, a twentieth slower.
+    first = {"load_average": 1.0, "sm_mhz": 2000.0, "matmul_s": 0.95}
+    last = {"load_average": 9.0, "sm_mhz": 1900.0, "matmul_s": 1.0}
+    assert provenance.warnings([Note("a", first), Note("b", last)], 2) == []
+    assert len(provenance.warnings([Note("a", first), Note("b", last)], 1)) == 1
+    assert provenance.warnings([], 1) == []
 
 
 def test_what_nvidia_smi_says_of_the_clocks_is_read(monkeypatch):
