@@ -6,7 +6,6 @@ Asked for one by one, a few thousand scattered blocks cost Python more than the 
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,9 +26,10 @@ Piece = tuple[int, int, int]
 @cache
 def _runtime() -> Any:  # noqa: ANN401 - may be absent
     """`cuda.bindings.runtime`; None where it is not installed, too old, or its driver does not know the call."""
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+    try:
+        runtime = import_module("cuda.bindings.runtime")
+    except ImportError:
         return None
-    runtime = import_module("cuda.bindings.runtime")
     return runtime if hasattr(runtime, "cudaMemcpyBatchAsync") else None
 
 

@@ -236,9 +236,5 @@ def _short(value: object) -> str:
     # Values of megabytes are cut before they are written out.
     if isinstance(value, str | list):
         value = value[:SHOWN]
-    try:
-        text = repr(value)
-    except ValueError:
-        # Python writes no whole number of more than 4300 digits.
-        text = "a number of thousands of digits"
+    text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -108,15 +108,10 @@ def roofline_machine(
     model: ModelSpec | None = None,
     tp: int = 1,
     engine: EngineProfile | None = None,
-    more_layer_s: float = 0.0,
 ) -> Machine:
-    """A GPU with its shipped profile, whose layers cost `more_layer_s` more; `engine` adds its own time."""
+    """A GPU with its shipped profile; `engine` adds its own time."""
     hardware = load_hardware(gpu)
     model, profile = model or tiny_model(), load_profile(None, hardware)
-    if more_layer_s:
-        layer = profile.constants["layer_overhead_s"]
-        layer = msgspec.structs.replace(layer, value=layer.value + more_layer_s)
-        profile = msgspec.structs.replace(profile, constants={**profile.constants, "layer_overhead_s": layer})
     cost = build_cost(model, hardware, profile, tp, block_bytes, engine=engine)
     return Machine(model, cost, profile, hardware, tp)
 

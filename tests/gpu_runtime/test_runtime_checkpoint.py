@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
+from gpu_runtime.live import LiveOptions, load_decoder
 from gpu_runtime.model.checkpoint import INDEX
 from gpu_runtime.model.decoder import Decoder
 from sim.errors import UserError
@@ -73,6 +74,13 @@ def test_a_checkpoint_in_several_files_is_one(folder):
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
     save(folder, weights, "consolidated.safetensors")
     assert torch.equal(load(folder).ends.final_norm, whole.ends.final_norm)
+
+
+def test_a_run_computes_with_the_checkpoint_that_it_names(folder):
+    save(folder, tensors())
+    decoder = load_decoder("no such model", "float32", LiveOptions("cpu", folder))
+    assert torch.equal(decoder.ends.final_norm, tensors()[NORM])
+    assert decoder.config.vocab_size == 11
 
 
 def test_weights_are_converted(folder):

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 
-from gpu_runtime.kv import batched_copies, copy_engine, copy_worker
+from gpu_runtime.kv import batched_copies, copy_engine, copy_worker, page_locked
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces, prefers_staging
 from gpu_runtime.kv.pool import KVPool
@@ -249,6 +249,44 @@ def test_an_engine_leaves_no_thread_behind():
     with CopyEngine("cpu"):
         assert threading.active_count() == before + 2
     assert threading.active_count() == before
+
+
+def test_a_copy_that_the_device_fails_says_so():
+    """It was queued well; its event says what became of it."""
+
+    def broken():
+        raise RuntimeError("an illegal address")
+
+    handle = copy_worker.CopyHandle()
+    handle._event = SimpleNamespace(synchronize=broken)
+    handle.finish(None)
+    with pytest.raises(CopyFailed, match="an illegal address"):
+        handle.wait()
+
+
+def test_inline_copies_are_for_a_cpu():
+    with pytest.raises(ValueError, match="inline copies are for a CPU"):
+        CopyEngine("cuda", inline=True)
+
+
+@pytest.mark.parametrize("found", ["none", "too old", "right"])
+def test_batches_need_bindings_that_know_them(monkeypatch, found):
+    runtime = SimpleNamespace(cudaMemcpyBatchAsync=print) if found == "right" else SimpleNamespace()
+
+    def bindings(name):
+        if found == "none":
+            raise ModuleNotFoundError(name)
+        return {"cuda.bindings.runtime": runtime}[name]
+
+    monkeypatch.setattr(batched_copies, "import_module", bindings)
+    assert batched_copies._runtime.__wrapped__() is (runtime if found == "right" else None)
+
+
+def test_memory_that_stays_locked_is_an_error():
+    runtime = SimpleNamespace(cudaHostUnregister=lambda pointer: pointer - 700)
+    page_locked._unlock(runtime, 700)
+    with pytest.raises(RuntimeError, match="cudaHostUnregister failed: CUDA error 13"):
+        page_locked._unlock(runtime, 713)
 
 
 def test_an_inline_copy_is_over_when_it_was_asked_for():

@@ -14,6 +14,7 @@ pytest.importorskip("psutil")
 import kvtwin
 from gpu_runtime import live_memory, threads
 from gpu_runtime.cli import name_gpu
+from gpu_runtime.kv.stored import stored_dtype
 from gpu_runtime.live import LiveOptions, check_device, default_dtype, load_decoder
 from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
 from gpu_runtime.model.config import DecoderConfig
@@ -184,6 +185,54 @@ def test_a_device_that_cannot_be_used_says_why(monkeypatch):
             check_device("cuda")
         first = why.splitlines()[0].rstrip(".")
         assert str(caught.value) == f"--device cuda: {first}; mend that, or use --device cpu"
+
+
+def test_another_device_is_refused(monkeypatch):
+    with pytest.raises(UserError, match="--device: 'tpu' is not known: use cuda or cpu"):
+        check_device("tpu")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7, 80))
+    assert free_bytes("cuda") == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "found"),
+    [
+        ("auto", (7, 5), torch.float32),
+        ("bfloat16", (7, 5), "needs compute capability 8.0, the device has 7.5: use auto or fp8_e5m2"),
+        ("bfloat16", (8, 0), torch.bfloat16),
+        ("fp8", (8, 6), "needs compute capability 8.9, the device has 8.6: use auto or fp8_e5m2"),
+        ("fp8", (8, 9), torch.float8_e4m3fn),
+        ("fp8_e4m3", (9, 0), torch.float8_e4m3fn),
+        ("fp8_e5m2", (7, 0), torch.float8_e5m2),
+        ("int8", (9, 0), "is not computed by the runtime: use auto, bfloat16, fp8 or fp8_e5m2"),
+    ],
+)
+def test_kv_is_stored_as_the_device_can(monkeypatch, name, capability, found):
+    """A CPU stores whatever the runtime does."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if isinstance(found, torch.dtype):
+        assert stored_dtype(name, torch.float32, "cuda") == stored_dtype(name, torch.float32, "cpu") == found
+    else:
+        with pytest.raises(UserError) as caught:
+            stored_dtype(name, torch.float32, "cuda")
+        assert str(caught.value) == f"--kv-cache-dtype: {name} {found}"
+
+
+def test_a_profile_whose_host_is_hidden_is_refused():
+    hidden = replace(SCENARIO, gpu="h100", engine_profile="vllm-v1-async")
+    with pytest.raises(UserError, match="--engine-profile vllm-v1-async: its host time is hidden"):
+        fit_to_machine(hidden, POLICIES["vllm-v1"](), "cpu")
+
+
+def test_the_middle_of_fifteen_times_counts(monkeypatch):
+    """Each is that of a product of a token and one of 64; the eighth of 1 to 15 s is 8."""
+    rows, products = [torch.ones(count, 3) for count in (1, 64)], []
+    taken_s = 15, 1, 14, 2, 13, 3, 12, 4, 11, 5, 10, 6, 9, 7, 8
+    seconds = iter([second for took_s in taken_s for second in (100, 100 + took_s)])
+    monkeypatch.setattr(threads, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda tokens, weight: products.append(len(tokens)))
+    assert threads._median_s(torch.ones(5, 3), rows) == 8
+    assert products == [1, 64] * 15
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from runtime_variants import VARIANTS
 from gpu_runtime.serve.metrics import EngineState, Metrics
 from kvtwin.testing.live import continuation, prompt_of, tokens_alone
 from sim.engine.sequence import Status
+from sim.errors import InvariantError
 from traces.request import Request
 
 SMALL_POOL = {"gpu": 16, "host": 60, "max_model_len": 64, "seqs": 6}
@@ -238,6 +239,48 @@ def test_a_crash_of_the_engine_is_an_error_for_every_open_request():
             assert (await service.post(body_of(ROWS[0])))[0] == 503
         assert service.thread.metrics.ended == {"failed": 3}
         assert isinstance(service.thread.error, ZeroDivisionError)
+
+    asyncio.run(run())
+
+
+def test_closing_waits_for_every_answer_under_way():
+    async def run():
+        async with serving() as service:
+            service.gate.open.clear()
+            asked = [asyncio.create_task(service.post(body_of(row))) for row in ROWS[:3]]
+            await service.until(lambda: service.thread.metrics.accepted == 3)
+            service.server.drain()
+            closing = asyncio.create_task(service.server.close())
+            await asyncio.sleep(0.05)
+            assert not closing.done()
+            service.gate.open.set()
+            assert [(await answer)[0] for answer in asked] == [200] * 3
+            await closing
+
+    asyncio.run(run())
+
+
+def test_what_is_held_at_the_end_is_a_fault(monkeypatch):
+    async def run():
+        async with serving() as service:
+            assert (await service.post({"prompt": [1] * 4, "max_tokens": 2}))[0] == 200
+        service.thread._check_nothing_is_held()
+        memory, scheduler = service.device.memory, service.scheduler
+        for pool, ids, words in (
+            (scheduler.gpu, memory.counted, "1 GPU and 0 host"),
+            (scheduler.host, memory.host, "0 GPU and 1 host"),
+        ):
+            pool.allocate(1)
+            held = ids.allocate(1)
+            with pytest.raises(InvariantError, match=f"{words} blocks are held after the last request has ended"):
+                service.thread._check_nothing_is_held()
+            pool.release(1)
+            ids.free(held)
+        for owner, name in ((service.device, "tokens"), (memory.placement, "held")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, {1: 2})
+                with pytest.raises(InvariantError):
+                    service.thread._check_nothing_is_held()
 
     asyncio.run(run())
 

@@ -88,6 +88,11 @@ REFUSED = [
     ({**GOOD, "stream_options": {"include_usage": True}}, "stream_options", '"stream": true'),
     ({**GOOD, "stream": True, "stream_options": 1}, "stream_options", "not an object"),
     ({**GOOD, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
+    (
+        {**GOOD, "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "not supported",
+    ),
     ({**GOOD, "n": 0}, "n", "at least 1"),
     ({**GOOD, "n": True}, "n", "not a whole number"),
     ({**GOOD, "n": 10**40}, "n", "that may wait"),
@@ -293,6 +298,34 @@ def test_an_api_key_is_asked_for_and_checked():
             assert (await service.get("/metrics"))[0] == 200
             assert (await service.post(GOOD, headers={"Authorization": "Bearer s3cret"}))[0] == 200
             assert (await service.post(GOOD, headers={"Authorization": "bearer \udcff"}))[0] == 401
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_ours_is_told_in_a_line_here_and_not_there(capfd, monkeypatch):
+    """And a text without tokens is the client's."""
+
+    async def run():
+        async with serving() as service:
+            monkeypatch.setattr(service.server._codec, "encode", lambda text: {}[text])
+            status, answer, _ = await service.post({"prompt": "text", "max_tokens": 2})
+            assert (status, answer["error"]["message"]) == (500, "internal error")
+            assert capfd.readouterr().err == "kvtwin: POST /v1/completions: KeyError: 'text'\n"
+            monkeypatch.setattr(service.server._codec, "encode", lambda text: [])
+            status, answer, _ = await service.post({"prompt": ["text", "more"], "max_tokens": 2})
+            assert (status, answer["error"]["message"]) == (400, "prompt[0]: has no tokens; send some text")
+            assert capfd.readouterr().err == ""
+
+    asyncio.run(run())
+
+
+def test_a_body_of_the_least_limit_is_taken():
+    """A MiB, however small the context; 64 bytes a token of a larger one."""
+
+    async def run():
+        async with serving() as service:
+            assert (await service.post(json.dumps(GOOD).encode().ljust(2**20)))[0] == 200
+            assert (await service.post(json.dumps(GOOD).encode().ljust(2**20 + 1)))[0] == 413
 
     asyncio.run(run())
 

@@ -334,6 +334,14 @@ def test_bytes_stand_in_for_a_tokenizer_one_character_a_token():
     assert all(len(text_of(token)) == 1 and text_of(token).isprintable() for token in range(101))
 
 
+def test_a_tokenizer_that_is_not_there_is_told(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json: name the folder that does"):
+        load_codec(tmp_path, 256)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"needs the package tokenizers: pip install 'kvtwin\[serve\]'"):
+        load_codec(tmp_path, 256)
+
+
 def test_a_tokenizer_file_writes_text_whole_characters_at_a_time(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -13,6 +13,8 @@ from runtime_small import SMALL  # noqa: E402
 from test_runtime_validate import CONFIG  # noqa: E402
 
 import kvtwin  # noqa: E402
+from gpu_runtime import live_timeline  # noqa: E402
+from gpu_runtime.kv import copy_spans  # noqa: E402
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed  # noqa: E402
 from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpan, CopySpans  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
@@ -60,6 +62,61 @@ def test_spans_are_those_of_the_copies(inline):
         moments = [moment for span in spans if span.direction is direction for moment in span[1:]]
         assert moments == sorted(moments)
         assert moments[0] >= 0 and moments[-1] <= lasted
+
+
+class Event:
+    """CUDA's, of a stream that says what time it is: ms."""
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+        self.is_over = True
+
+    def record(self, stream):
+        self.at_ms = stream.now_ms
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return self.is_over
+
+    def elapsed_time(self, later):
+        return later.at_ms - self.at_ms
+
+
+def test_events_tell_spans_once_they_are_over(monkeypatch):
+    stream = SimpleNamespace(now_ms=1000.0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    spans = CopySpans(torch.device("cuda"))
+    marks = []
+    for stream.now_ms in (1250.0, 1375.0, 1500.0, 2500.0):
+        marks.append(spans.mark(stream))
+    spans.note(Direction.D2H, marks[0], marks[1])
+    spans.note(Direction.H2D, marks[2], marks[3])
+    marks[1].is_over = False
+    assert spans.take() == [(Direction.H2D, 0.5, 1.5)]
+    marks[1].is_over = True
+    assert spans.take() == [(Direction.D2H, 0.25, 0.375)]
+    assert spans.take() == []
+
+
+def test_a_cpus_spans_count_from_the_clocks_start(monkeypatch):
+    now_s = iter([1.0, 5.0, 5.25, 5.75])
+    monkeypatch.setattr(copy_spans, "perf_counter", lambda: next(now_s))
+    spans = CopySpans(torch.device("cpu"))
+    spans.note(Direction.D2H, 0.0, 1.0)
+    spans.start_clock()
+    spans.note(Direction.H2D, spans.mark(None), spans.mark(None))
+    assert spans.take() == [(Direction.H2D, 0.25, 0.75)]
+
+
+@pytest.mark.parametrize(("device", "seen"), [("cpu", ["CPU"]), ("cuda", ["CPU", "CUDA"])])
+def test_what_is_profiled(monkeypatch, device, seen):
+    asked = []
+    monkeypatch.setattr(live_timeline, "profile", lambda *, activities: asked.extend(activities))
+    live_timeline.Profiler(torch.device(device))
+    assert [activity.name for activity in asked] == seen
 
 
 def test_spans_that_nobody_takes_do_not_fill_the_memory():

@@ -295,6 +295,28 @@ def test_what_is_refused_late_leaves_earlier_results_alone(tmp_path, capsys, com
     assert [path.read_text() for path in out.iterdir()] == ["of an earlier run"]
 
 
+@pytest.mark.parametrize(
+    ("command", "flags", "refusal"),
+    [
+        ("live", ["--policy", "vllm-swap", "--policy", "layerkv"], "live takes one --policy, 2 given"),
+        ("live", ["--policy", "vllm-v1", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size: 2 stages; the"),
+        ("live", ["--policy", "vllm-v1", "--replicas", "2"], "--replicas: 2 engines; the live runtime serves from one"),
+        ("live", ["--policy", "vllm-v1", "--quantization", "fp8"], "--quantization fp8: the live runtime computes"),
+        ("live", ["--policy", "vllm-v1", "--engine-profile", "vllm-v1"], "the live runtime's engine is kvtwin; leave"),
+        ("validate", ["--policy", "vllm-v1", "--runs", "0"], "--runs: 0 is less than 1: give how often to run live"),
+        ("validate", ["--policy", "vllm-v1", "--max-drift", "0"], "--max-drift: 0.0 is not more than 0: give a share"),
+        ("validate", ["--policy", "vllm-v1", "--against", "x.json"], "both are given; give one"),
+    ],
+)
+def test_what_a_live_run_cannot_be_asked_for_is_refused(tmp_path, capsys, command, flags, refusal):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    words = [command, "--device", "cpu", "--model", str(config), "--workload", "fixed", "--input-len", "9"]
+    assert kvtwin.main([*words, "--output-len", "9", *flags, "--out", str(tmp_path / "out")]) == 2
+    assert refusal in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 BLOCKS_HIT = (2 + 5) * 16
 """All but the block that the turn before did not fill: 2 and 5 of 3 and 6 blocks, in each conversation."""
 TOKENS_HIT = 47 + 95

@@ -14,7 +14,10 @@ from small_results import flags
 import kvtwin
 import kvtwin.api
 from kvtwin.api import _named
+from sim.cost.profile import load_profile
+from sim.errors import UserError
 from sim.policy_options import parse_policy
+from sim.specs.hardware import load_hardware
 from sim.systems.layerkv import LayerKV
 
 ROOT = Path(kvtwin.__file__).parents[1]
@@ -95,6 +98,31 @@ def test_bad_input_is_one_line(act, words):
     with pytest.raises(kvtwin.UserError, match=None) as caught:
         act()
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_that_was_interrupted_is_none(monkeypatch):
+    """Nor is one that ended in an error."""
+    execute = kvtwin.api.execute
+    for ends, error in (({"interrupted": True}, KeyboardInterrupt), ({"error": "a bad row"}, UserError)):
+
+        def ended(build, ends=ends):
+            run = execute(build)
+            for name, value in ends.items():
+                setattr(run, name, value)
+            return run
+
+        monkeypatch.setattr(kvtwin.api, "execute", ended)
+        with pytest.raises(error, match=ends.get("error")):
+            kvtwin.simulate(kvtwin.Scenario(workload="fixed", num_prompts=2), "vllm-v1")
+
+
+def test_errors_of_profiles_are_those_recorded():
+    found = kvtwin.profile_errors("a100-80g-imported", "h100-imported")
+    assert list(found.columns) == ["a100-80g-imported", "h100-imported"]
+    shipped = load_profile("h100-imported", load_hardware("h100")).residuals
+    assert shipped and found["h100-imported"].dropna().to_dict() == shipped
+    with pytest.raises(UserError, match="profiles: none is named"):
+        kvtwin.profile_table()
 
 
 def test_a_bad_trace_is_one_line(tmp_path):

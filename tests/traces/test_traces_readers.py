@@ -144,7 +144,7 @@ def test_plain_files_are_read_a_block_at_once(tmp_path, monkeypatch, name):
     assert len(rows(write(tmp_path, "t", PLAIN[name]))) == PLAIN[name].count("\n") - (name != "mooncake")
 
 
-@pytest.mark.parametrize("cells", ["0,5", '"0","5"', '5,"0"'])
+@pytest.mark.parametrize("cells", ["0,5", '"0","5"', '5,"0"', "5,0"])
 def test_zero_tokens_are_what_was_asked_for_quoted_or_not(tmp_path, cells):
     path = write(tmp_path, "t.csv", f"arrival_s,prompt_tokens,output_tokens\n0,{cells}\n1,7,8\n")
     with pytest.raises(TraceError, match="zero-tokens"):
