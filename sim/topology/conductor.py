@@ -15,7 +15,6 @@ same time). A prompt of which the trace names no blocks shares nothing.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Literal
 
 from sim.topology.routers import REJECT, EngineView, Router
@@ -85,7 +84,7 @@ class Conductor(Router):
         lengths = self.store.lengths(path, now_s)
         best = max(lengths)
         self._queues = self._queues or [deque() for _ in engines]
-        ttft_s, chosen, hit = inf, 0, 0
+        estimates: list[tuple[float, int, int]] = []
         for place, engine in enumerate(engines):
             used = best if best > rules.threshold * lengths[place] else lengths[place]
             tokens, begin_s = self._whole(request, used), self._queue_s(place, engine, now_s)
@@ -93,9 +92,8 @@ class Conductor(Router):
                 # It travels while others are computed.
                 source = lengths.index(best)
                 begin_s = max(begin_s, self.estimates.transfer_s(source, place, tokens, now_s))
-            estimate_s = begin_s + self.estimates.prefill_s(request, tokens)
-            if estimate_s < ttft_s:
-                ttft_s, chosen, hit = estimate_s, place, used
+            estimates.append((begin_s + self.estimates.prefill_s(request, tokens), place, used))
+        ttft_s, chosen, hit = min(estimates)
         if self._turns_away(request, ttft_s):
             return REJECT
         tokens, self.ready_s = self._whole(request, hit), now_s

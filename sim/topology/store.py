@@ -18,8 +18,8 @@ class GlobalStore:
         # (the block before, 0 for none; id) -> its number.
         self._numbers: dict[tuple[int, int], int] = {}
         self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(nodes)]
-        self._coming: list[tuple[float, int, int, list[int], int]] = []
-        self._num_coming = 0
+        # Whose link brings one thing after another: no two of a node come at a time.
+        self._coming: list[tuple[float, int, list[int], int]] = []
         self.num_evicted = 0
         """Blocks (of the trace) that gave way."""
 
@@ -34,7 +34,7 @@ class GlobalStore:
     def lengths(self, path: Sequence[int], now_s: float) -> list[int]:
         """Blocks of the prefix that each node has at `now_s`."""
         while self._coming and self._coming[0][0] <= now_s:
-            _, _, node, arrived, block_tokens = heappop(self._coming)
+            _, node, arrived, block_tokens = heappop(self._coming)
             self.add(node, arrived, block_tokens)
         return [next((i for i, number in enumerate(path) if number not in held), len(path)) for held in self._held]
 
@@ -51,5 +51,4 @@ class GlobalStore:
 
     def add_at(self, at_s: float, node: int, path: list[int], block_tokens: int) -> None:
         """From `at_s` on."""
-        self._num_coming += 1
-        heappush(self._coming, (at_s, self._num_coming, node, path, block_tokens))
+        heappush(self._coming, (at_s, node, path, block_tokens))

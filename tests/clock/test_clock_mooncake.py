@@ -1,6 +1,7 @@
 """Mooncake: the store, the conductor's choice by hand-worked numbers, and whole runs."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ def test_a_store_knows_how_much_of_a_prefix_each_node_has():
     assert store.lengths(store.path((1, 2, 4)), 0.0) == [2, 1]
     # An id means its prefix.
     assert store.lengths(store.path((2, 3)), 0.0) == [0, 0]
+    assert store.lengths(store.path((3,)), 0.0) == [0, 0]
     store.add_at(5.0, 1, store.path((1, 2, 3)), 16)
     assert store.lengths(store.path((1, 2, 3)), 4.9) == [3, 1]
     assert store.lengths(store.path((1, 2, 3)), 5.0) == [3, 3]
@@ -60,7 +62,10 @@ class View:
 
 
 def conductor(store: GlobalStore, decoders: list[View], **rules):
-    """A prompt takes 1 ms a token that is computed, a decode 1 ms a sequence, a transfer 0.1 ms a token."""
+    """A prompt takes 1 ms a token that is computed, a decode 1 ms a sequence, a transfer 0.1 ms a token.
+
+    Who decodes has room for 1,000 tokens.
+    """
     usual = {"threshold": 1.0, "rejection": "none", "ttft_slo_s": 1.0, "tbt_slo_s": 0.01, "decode_s": 2.0}
     told: dict[str, list[tuple]] = {"moved": [], "granted": []}
 
@@ -70,7 +75,7 @@ def conductor(store: GlobalStore, decoders: list[View], **rules):
 
     estimates = Estimates(
         prefill_s=lambda request, loaded: 1e-3 * (request.prompt_tokens - loaded),
-        decode_s=lambda num, tokens: 1e-3 * num,
+        decode_s=lambda num, tokens: 1e-3 * num if tokens <= 1000 else inf,
         transfer_s=lambda source, target, tokens, now_s: 1e-4 * tokens,
     )
     grant = lambda place, request, tokens: told["granted"].append((place, request.request_id, tokens))  # noqa: E731
@@ -94,6 +99,9 @@ def test_the_first_token_is_expected_soonest_where_queue_transfer_and_prefill_ar
     # Request 0 waits (16 ms) at node 0: 6.4 + 16 ms at node 1 are less than 16 + 16.
     assert found.route(prompt(1, 1, 2, 3, 4, 6), [View(num_waiting=1), View()]) == 1
     assert (found.ready_s, told["moved"]) == (pytest.approx(0.0064), [(0, 1, 64)])
+    # The prefix stays there, once it has come.
+    moved = store.path((1, 2, 3, 4))
+    assert [store.lengths(moved, at_s) for at_s in (0.0, found.ready_s)] == [[4, 0], [4, 4]]
     # It has begun and takes 10 ms more: 10 + 16 against a queue of 16 + 16, no transfer by now.
     views = [View(running_until_s=0.04), View(num_waiting=1)]
     assert found.route(prompt(2, 1, 2, 3, 4, 7, at_s=0.03), views) == 0
@@ -102,6 +110,28 @@ def test_the_first_token_is_expected_soonest_where_queue_transfer_and_prefill_ar
     store.add(1, store.path((1, 2)), 16)
     assert found.route(prompt(3, 1, 2, at_s=0.03), [View(num_waiting=9), View()]) == 1
     assert told["granted"][-1] == (1, 3, 16)
+    assert found.route(Request(4, 0.03, 17, 5, "", (1, 2), 16), [View(num_waiting=9), View()]) == 1
+    assert told["granted"][-1] == (1, 4, 16)
+
+
+def test_who_has_a_prefix_needs_no_transfer_and_who_has_not_waits_for_one():
+    store = GlobalStore(2, 1 << 20)
+    store.add(1, store.path((1, 2, 3, 4)), 16)
+    found, told = conductor(store, [View()])
+    # 6.4 ms of transfer and 16 ms at node 0; at node 1 the iteration under way ends 5 ms from now: 21 ms.
+    assert found.route(prompt(0, 1, 2, 3, 4, 5), [View(), View(running_until_s=0.005)]) == 1
+    assert told["moved"] == []
+
+
+def test_what_is_used_again_stays_longest():
+    """Of a node with room for four blocks: the first prefix is found again, so that a third displaces the second."""
+    store = GlobalStore(1, 64)
+    found, _ = conductor(store, [View()])
+    for ids in ((1, 2), (3, 4)):
+        store.add(0, store.path(ids), 16)
+    assert found.route(prompt(0, 1, 2, 9), [View()]) == 0
+    store.add(0, store.path((5, 6)), 16)
+    assert [store.lengths(store.path(ids), 0.0) for ids in ((1, 2), (3, 4), (5, 6))] == [[2], [0], [2]]
 
 
 def test_a_prefix_is_moved_if_another_node_has_more_than_so_many_times_as_much():
@@ -128,6 +158,12 @@ def test_who_would_break_an_slo_is_turned_away():
     for loads, chosen in (((10, 10), REJECT), ((10, 9), 0)):
         busy, _ = conductor(GlobalStore(1, 1 << 20), [View(in_flight=num) for num in loads], rejection="early")
         assert busy.route(prompt(0, 1), [View()]) == chosen
+        assert busy.reason == ("rejected: tokens would come too slowly" if chosen == REJECT else busy.reason)
+    # A first token that comes as late as it may is in time, and a context that fills the room is none too many.
+    just, _ = conductor(GlobalStore(1, 1 << 20), [View(tokens=8)], rejection="early", ttft_slo_s=1e-3 * 992)
+    assert just.route(prompt(0, *range(62)), [View()]) == 0
+    full, _ = conductor(GlobalStore(1, 1 << 20), [View(tokens=9)], rejection="early")
+    assert full.route(prompt(0, *range(62)), [View()]) == REJECT
 
 
 def test_the_load_that_counts_is_that_of_the_time_when_the_prefill_ends():
@@ -136,6 +172,43 @@ def test_the_load_that_counts_is_that_of_the_time_when_the_prefill_ends():
     routes = [found.route(prompt(i, 1, at_s=0.1 * i), [View()]) for i in range(12)]
     assert routes == [0] * 10 + [REJECT] * 2
     assert found.route(prompt(12, 1, at_s=2.05), [View()]) == 0
+    # Those that had ended by then are forgotten: nobody of before 0.034 s is left.
+    assert len(found._decodes) == 10
+
+
+def prompts_of(tokens: int, *arrivals_s: float) -> list[Request]:
+    return [Request(0, at_s, tokens, 5, "", (), 16) for at_s in arrivals_s]
+
+
+def predicted(decoders: int) -> Conductor:
+    found, _ = conductor(GlobalStore(1, 1 << 20), [View()] * decoders, rejection="predicted", ttft_slo_s=9.0)
+    return found
+
+
+def test_a_request_decodes_from_the_end_of_its_prefill_for_as_long_as_all_do():
+    """Ten prompts of 100 tokens at 0 s decode from 0.1 s to 2.1 s."""
+    late, long = 2.0 + 1e-3 * 100, 2.1 - 1e-3 * 700
+    for tokens, at_s, chosen in (
+        (100, 0.0, REJECT), (16, 0.05, 0), (16, 0.09, REJECT), (100, 2.0 - 1e-9, REJECT), (100, 2.0, 0),
+        (16, late - 0.02, REJECT), (16, late, 0), (700, long + 1e-9, 0), (600, long, REJECT),
+    ):  # fmt: skip
+        found = predicted(1)
+        for request in prompts_of(100, *[0.0] * 10):
+            assert found.route(request, [View()]) == 0
+        assert found.route(*prompts_of(tokens, at_s), [View()]) == chosen, (tokens, at_s)
+
+
+def test_decode_engines_share_the_predicted_load_evenly():
+    # Nineteen of two engines are nine each, and the tenth takes 10 ms.
+    found = predicted(2)
+    routes = [found.route(request, [View()]) for request in prompts_of(16, *[0.0] * 21)]
+    assert routes == [0] * 20 + [REJECT]
+    # 333 and 800 tokens are 566 each, with room for 434 more.
+    for tokens, chosen in ((434, 0), (435, REJECT)):
+        found = predicted(2)
+        for before in (333, 800):
+            assert found.route(*prompts_of(before, 0.0), [View()]) == 0
+        assert found.route(*prompts_of(tokens, 0.5), [View()]) == chosen
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
