@@ -158,8 +158,9 @@ def _curve(ax: Axes, part: Frame, x: str | None, metric: str, place: int, *, poi
     # Of equal values the first still shows as a rim.
     size = max(3.0, 7.0 - 0.8 * place)
     ax.plot(across, up, ls=line, lw=1.8, marker=policy_marker(place), ms=size, color=policy_colour(place))
-    error = np.asarray(part.get(f"{metric}_ci95", np.nan * up), dtype=float)
-    if np.isfinite(error).any() and not points_only:
+    interval = f"{metric}_ci95"
+    if interval in part and part[interval].notna().any() and not points_only:
+        error = np.asarray(part[interval], dtype=float)
         # On a logarithmic axis nothing lies below 0.
         down = np.minimum(error, up * 0.9) if ax.get_yscale() == "log" else error
         ax.errorbar(across, up, [down, error], fmt="none", lw=1.0, capsize=2.5, color=policy_colour(place), alpha=0.6)

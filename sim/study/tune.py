@@ -5,6 +5,7 @@ most requests within their SLOs at the traffic as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -175,12 +176,19 @@ def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] 
     refused = {c.held.failing.outcome.error for c in found if c.held.failing is not None}
     if all(c.value is None for c in found) and len(refused) == 1 and (reason := refused.pop()) is not None:
         raise UserError(f"{study.where}: every candidate is refused: {reason}")
-    sign = -1.0 if asked.goal in ("load", "goodput") else 1.0
-    found.sort(key=lambda c: (c.value is None, sign * (c.value or 0.0), _margin(asked, c)))
+    found = ranked(asked, found)
     best = found[0]
     if best.value is None or best.ran is None:
         return Tuned(study, asked.goal, asked.slos, found, [], None, None, 0.0, None)
     return _explained(asked, found, store, means, begin)
+
+
+def ranked(asked: Asked, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best first, of equals the one furthest from its SLOs; those that never met them last, in their order."""
+    sign = -1.0 if asked.goal in ("load", "goodput") else 1.0
+    known = [((sign * c.value, _margin(asked, c)), c) for c in candidates if c.value is not None]
+    known.sort(key=itemgetter(0))
+    return [c for _, c in known] + [c for c in candidates if c.value is None]
 
 
 def _explained(

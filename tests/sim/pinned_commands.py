@@ -33,7 +33,15 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+    StrMethodFormatter,
+)
 from pinned import GOLDEN, POOLS, SMALL, TRAFFIC, digest, rounded
 
 import kvtwin
@@ -71,6 +79,7 @@ WORKLOADS = ("fixed", "uniform", "azure-conv-2023", "sharegpt", "ramp", "burst",
 
 def commands() -> dict[str, tuple[str, ...]]:
     """Commands by name, one after another in a folder of their own."""
+    slow = f"{SMALL} --workload fixed --input-len 300 --output-len 40 {PROFILE} --request-rate"
     trace = "trace generate sessions --num-prompts 40 --request-rate 3 --turns 3 --seed 2 -o t.jsonl"
     return {
         "run": (f"run --policy vllm-swap {CROWD} --out o --figures",),
@@ -79,6 +88,8 @@ def commands() -> dict[str, tuple[str, ...]]:
         "run of replicas": (f"run --policy vllm-v1 {TURNS} --replicas 2 --out o --figures",),
         "run of a disk": (f"run --policy cachedattention:disk-space=0.5 {TURNS} --out o",),
         "run of nothing": (f"run --policy vllm-swap {CROWD} --num-gpu-blocks-override 4 --out o --figures",),
+        **{f"run of {length}": (f"run --policy vllm-swap {slow} {rate} --out o --figures --timeline", "report o")
+           for length, rate in (("minutes", 0.02), ("hours", 0.0005))},
         "compare": (f"compare {TWO} {CROWD} --out o", "report o"),
         "report": (f"run --policy mooncake {TURNS} {POOLS} --out o --timeline", "report o"),
         "compare three": (f"compare {TWO} --policy vllm-v1 {TURNS} --out o --replicas 2",),
@@ -200,13 +211,18 @@ def place_of(axes: Axes) -> str:
 
 
 def axis_of(axis: Axis) -> str:
-    """Its scale, ends, name, and its ticks where they were given."""
-    ends = short(axis.get_view_interval())
-    given = isinstance(axis.get_major_locator(), FixedLocator | LogLocator | NullLocator)
+    """Its scale, ends, name, and its ticks and how they write numbers where they were given."""
+    ends, locator, words = short(axis.get_view_interval()), axis.get_major_locator(), axis.get_major_formatter()
+    given = isinstance(locator, FixedLocator | LogLocator | NullLocator)
     ticks = f"{short(axis.get_ticklocs())} {[text.get_text() for text in axis.get_ticklabels()]}" if given else ""
+    if type(locator) is MaxNLocator:
+        ticks = f"at most so many: {short(locator.tick_values(0.0, 1.7))} or {short(locator.tick_values(0.0, 700.0))}"
+    elif isinstance(words, FuncFormatter | StrMethodFormatter) and not isinstance(locator, FixedLocator):
+        ticks += f" as {[words(value, 0) for value in (0.0, 0.0125, 7.0, 1234.5, 1e6)]}"
     look = axis.get_tick_params()
     grid, size = look.get("gridOn"), look.get("labelsize")
-    between = "" if isinstance(axis.get_minor_formatter(), NullFormatter) else "ticks between have words"
+    between = "" if isinstance(axis.get_minor_formatter(), NullFormatter) else " have words"
+    between = "" if isinstance(axis.get_minor_locator(), NullLocator) else f"ticks between{between}"
     return f"{axis.get_scale()} {ends} {axis.get_label_text()!r} grid {grid} size {size} {ticks} {between}"
 
 

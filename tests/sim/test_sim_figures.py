@@ -11,7 +11,7 @@ from small_results import lanes, scenario, small_result
 
 import sim.results.figures.style
 from sim.results.figures import FIGURES, FigureRun, write_figures
-from sim.results.figures.data import held, waiting
+from sim.results.figures.data import held, time_unit, waiting
 from sim.results.figures.lanes import busy_shares
 from sim.results.figures.memory import draw_memory, host_in_use_gib
 from sim.results.metrics import EndedRequest
@@ -222,6 +222,12 @@ def test_ticks_of_logarithmic_axes_are_plain_numbers():
         texts = [tick.get_text() for tick in (*axis.get_ticklabels(), *axis.get_ticklabels(minor=True))]
         assert {"0.1", "0.2", "0.5", "1"} <= set(texts)
         assert not any("$" in text for text in texts)
+
+
+def test_a_time_axis_has_seconds_for_ten_minutes_and_minutes_for_six_hours():
+    assert [time_unit(span_s) for span_s in (0.0, 600.0)] == [(1.0, "s")] * 2
+    assert [time_unit(span_s) for span_s in (600.001, 6 * 3600.0)] == [(60.0, "min")] * 2
+    assert time_unit(6 * 3600.0 + 0.001) == (3600.0, "h")
 
 
 def test_a_column_is_held_from_sample_to_sample_and_pools_are_free_before_the_first():

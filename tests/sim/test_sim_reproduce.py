@@ -53,6 +53,16 @@ def test_a_case_may_have_values_of_its_own():
     assert all(options["request_rate"] == x for _, x, _, options in points)
 
 
+def test_options_have_no_x_where_there_is_none():
+    """Nor where it has no values."""
+    plain = {"model": "qwen3-8b", "policy": "ellm"}
+    for x, values in (("tp", []), (None, [2.0])):
+        setup = PaperSetup("Paper", "1", "", [], {"a": "ellm"}, {"model": "qwen3-8b"}, [], x, values)
+        assert setup.points() == [("", values[0] if values else None, "a", plain)]
+    setup = PaperSetup("Paper", "1", "", [], {"a": "ellm"}, {"model": "qwen3-8b"}, [], "tp", [2])
+    assert setup.points() == [("", 2, "a", {**plain, "tp": 2})]
+
+
 def test_headings_say_figure_or_table_where_it_has_a_number():
     headings = [chosen(SETUPS, *what)[0].heading.partition(":")[0] for what in HEADED]
     assert headings == ["LayerKV, figures 6-7", "eLLM, figure 10", "eLLM, table 2", "KVPR"]

@@ -14,7 +14,7 @@ from sim.results.figures.style import save_figure
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load
-from sim.study.tune import Candidate, Tuned, read_tune
+from sim.study.tune import Candidate, Tuned, ranked, read_tune
 from sim.study.tune_report import _engines, _figure, draw, on_front, short_names
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
@@ -245,6 +245,20 @@ def test_nothing_that_holds_is_said(tmp_path):
 
 def test_figures_are_never_written_as_powers_of_ten():
     assert [_figure(value) for value in (14860.4, 1000.0, 999.94, 80.318)] == ["14,860", "1,000", "999.9", "80.32"]
+
+
+@pytest.mark.parametrize(("goal", "places"), [("goodput", [3, 4, 1, 0, 2]), ("gpus", [0, 4, 1, 3, 2])])
+def test_the_best_is_first_and_of_equals_the_one_furthest_from_its_slos(goal, places):
+    """Who reaches nothing is behind who reaches little, and before who never met the SLOs; TTFT at most 100 ms."""
+    goodput = {"goodput": ["ttft:100"]} if goal == "goodput" else {}
+    asked = read_tune(FIXED | goodput | {"tune": {"goal": goal, "slo": ["p99_ttft_ms:100"]}}, "t")
+
+    def candidate(value, ttft_ms):
+        ran = None if value is None else Ran({}, 1, Outcome("k", {"p99_ttft_ms": ttft_ms}))
+        return Candidate({}, Held(1.0, ran, None, None), value)
+
+    given = [candidate(*it) for it in ((0.0, 50.0), (0.5, 60.0), (None, 0.0), (0.75, 90.0), (0.5, 40.0))]
+    assert [given.index(c) for c in ranked(asked, given)] == places
 
 
 def test_bars_are_as_long_as_what_candidates_reach():
