@@ -354,6 +354,65 @@ def test_import_vidur_composes_and_fits(capsys, tmp_path, undrawn):
     assert read_profile(tmp_path / "out" / "a100-80g-imported.json").provenance["files"] == "mlp.csv, attention.csv"
 
 
+def test_import_vidur_without_attention_writes_samples_alone(capsys, tmp_path):
+    words = ["profile", "import", "vidur", "--model", "llama-2-7b", *vidur_tables(tmp_path)[:2]]
+    status, out, error = attempt(capsys, *words, "--gpu", "a100-80g", "--out", tmp_path / "out")
+    assert (status, error) == (0, "")
+    path = tmp_path / "out" / "a100-80g-imported.csv.gz"
+    assert names(tmp_path / "out") == [path.name]
+    assert out == f"wrote {path} ({len(read_samples(path))} samples)\n"
+
+
+@pytest.fixture
+def calibrated(monkeypatch, measured):
+    """Calibrations that write the samples given; returns what they were asked for."""
+    from calib.measure import run  # noqa: PLC0415
+
+    asked = []
+
+    def calibrate(device, models, out, **options):
+        asked.append((device, models, options))
+        write_samples(out / "samples.csv", read_samples(measured), ["device: a card"])
+
+    monkeypatch.setattr(run, "calibrate", calibrate)
+    monkeypatch.setattr(run, "device_name", lambda device: {"cuda": "NVIDIA A100-SXM4-80GB"}[device])
+    return asked
+
+
+def test_calibrate_measures_and_fits(capsys, calibrated, tmp_path, undrawn):
+    """The GPU by the name that CUDA gives it; a CPU needs none."""
+    words = ["calibrate", "--device", "cuda", "--model", "llama-2-7b", "--model", "llama-3.1-8b", "--out", tmp_path]
+    assert attempt(capsys, *words, "--quick", "--seed", "5")[0] == 0
+    assert calibrated == [("cuda", ["llama-2-7b", "llama-3.1-8b"], {"quick": True, "dtype": None, "seed": 5})]
+    profile = read_profile(tmp_path / "a100-80g-measured.json")
+    assert (profile.gpu, profile.status, profile.form) == ("a100-80g", "measured", "roofline")
+    assert attempt(capsys, *words, "--gpu", "a100-40g", "--dtype", "float16", "--name", "mine")[0] == 0
+    assert calibrated[1][2] == {"quick": False, "dtype": "float16", "seed": 0}
+    assert read_profile(tmp_path / "mine.json").gpu == "a100-40g"
+
+
+@pytest.mark.parametrize(
+    ("device", "models", "asked", "form"),
+    [
+        ("cpu", ("llama-2-7b",), (), "linear"),
+        ("cpu", ("llama-2-7b", "llama-3.1-8b"), (), "roofline"),
+        ("cuda", ("llama-2-7b",), (), "roofline"),
+        ("cpu", ("llama-2-7b",), ("--form", "roofline"), "roofline"),
+        ("cuda", ("llama-2-7b",), ("--form", "linear"), "linear"),
+    ],
+)
+def test_one_model_on_a_cpu_is_fitted_linear(capsys, calibrated, tmp_path, monkeypatch, device, models, asked, form):
+    found = []
+    monkeypatch.setattr(calib.cli, "fit_samples", lambda *given: found.append(given))
+    monkeypatch.setattr(calib.cli, "write_report", lambda report, out: 0)
+    words = [word for model in models for word in ("--model", model)]
+    assert attempt(capsys, "calibrate", "--device", device, *words, *asked, "--out", tmp_path)[0] == 0
+    gpu = "cpu" if device == "cpu" else "a100-80g"
+    ((paths, hardware, base, name, status, fitted),) = found
+    assert (paths, hardware.name, base, name) == ([tmp_path / "samples.csv"], gpu, None, f"{gpu}-measured")
+    assert (status, fitted) == ("measured", form)
+
+
 def test_show_draws_a_users_profile_from_the_samples_named(capsys, measured, tmp_path):
     report = fit_profile(
         read_samples(measured),
@@ -433,6 +492,8 @@ BAD = [
     ("profile diff l20-derived {linear}", ["form roofline", "form linear", "compare like forms"]),
     ("profile fit {good}", ["--gpu"]),
     ("profile fit --gpu l20", ["SAMPLES.csv"]),
+    ("profile fit {good} --gpu a100-80g --constants flops_per_s", ["--constants: goes with --bench; samples tell all"]),
+    ("profile fit {good} --gpu a100-80g --form linear --gdn {good}", ["--gdn: form linear has no constants of such"]),
     ("profile fit {tmp}/none.csv --gpu a100-80g", ["none.csv: cannot be read (No such file or directory)"]),
     ("profile fit {tmp} --gpu a100-80g", ["cannot be read (Is a directory)"]),
     ("profile fit {good} --gpu a100", ["gpu: 'a100' is neither a built-in name", "Known: a100-40g, "]),

@@ -1,6 +1,7 @@
 """Importers: hand-made tables in each format, summed by hand, and NVIDIA's own where they are installed."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -494,6 +495,64 @@ def test_what_vllm_fuses_with_norms_is_reduced_by_tensorrts_kernel(tables):
     # Of four GPUs up to 2 MiB, of two up to 64.
     assert reduced == [(4, 2, 2e-5), (4, 4, 3e-5), (4, 2, 1e-5), (2, 64, 2e-4)]
     assert provenance["all_reduce"] == "vllm 0.24.0, in CUDA graphs; what it fuses with norms: trtllm 1.3.0"
+
+
+@pytest.mark.parametrize(("system", "engine"), [("h100_sxm", "sglang"), ("a100_sxm", "vllm")])
+def test_nothing_else_is_fused_with_norms(tables, system, engine):
+    """Other engines do not, and vLLM not on this GPU: NCCL's all-reduces are all there are."""
+    if system != "a100_sxm":
+        (tables / "a100_sxm").rename(tables / system)
+    fused = [{"num_gpus": 2, "message_size": 1 << 20, "latency": 0.01, "implementation": "trtllm"}]
+    put(tables / system, "comm/trtllm/1.3.0/custom_allreduce_perf.parquet", fused)
+    samples, provenance = composed(tables, system=system, engine=engine)
+    assert [s.latency_s for s in samples if s.op == "all_reduce"] == pytest.approx([1e-5, 2e-3])
+    assert provenance["all_reduce"] == "NCCL 2.20.5, half precision"
+
+
+def test_prompts_too_short_and_batches_too_large_are_no_samples(tables):
+    """Of 64 and 1,024 rows too: prompts from 128 tokens on, 512 decodes at most, after 127 tokens at least."""
+    root = tables / "a100_sxm"
+    for collector in ("sglang/0.5.0", "vllm/0.10.0", "trtllm/1.0.0"):
+        rows = [{**row, "m": m} for row in gemm_rows(0.0) for m in (64, 127, 128, 512, 513)]
+        put(root, f"gemm/{collector}/gemm_perf.parquet", rows)
+    prompts = [attention_row(1, n, 0, 0.05) for n in (64, 127, 128)]
+    decodes = [attention_row(b, 1, c, 0.05) for b in (512, 513) for c in (126, 127)]
+    put(root, "attention/vllm/1.2.0/context_attention_perf.parquet", prompts)
+    put(root, "attention/vllm/1.2.0/generation_attention_perf.parquet", decodes)
+    samples, _ = composed(tables)
+    found = [(s.batch_size, s.new_tokens, s.context_tokens) for s in samples if s.op == "products"]
+    assert found == [(1, 128, 0), (512, 1, 127)]
+
+
+def test_nvfp4_is_not_timed_over_fp8_kv(tables):
+    """Over KV of 16 bits alone, at a power of four: 64 decodes after 1,023 tokens."""
+    rows = [{**gemm_row(m, n, k, 1.0), "gemm_dtype": "nvfp4"} for (n, k) in GEMMS for m in (64, 128)]
+    put(tables / "a100_sxm", "gemm/vllm/0.11.0/gemm_perf.parquet", [*gemm_rows(0.01), *rows])
+    samples, provenance = composed(tables)
+    found = [(s.op, s.tokens, s.kv_cache_dtype) for s in samples if s.quantization]
+    assert found == [("linear", 64, ""), ("linear", 128, ""), ("products", 64, "")]
+    assert (provenance["fp8"], provenance["nvfp4"]) == ("none in the tables", "GEMMs of vllm 0.11.0")
+
+
+def test_whole_powers():
+    assert [n for n in range(1, 70) if aiconfigurator._is_power(4, n)] == [1, 4, 16, 64]
+
+
+def test_the_newest_table_of_an_engine_is_taken_where_it_has_one(tables):
+    folder, name = tables / "a100_sxm" / "gemm", "gemm_perf.parquet"
+    found = aiconfigurator.newest_of_engine(folder, name, "vllm")
+    assert found == folder / "vllm/0.10.0" / name
+    with pytest.raises(UserError, match=r"holds no gemm_perf\.parquet of engine 'mine': give the package's"):
+        aiconfigurator.newest_of_engine(folder, name, "mine")
+
+
+def test_the_tables_lie_beside_the_installed_package(monkeypatch, tmp_path):
+    spec = SimpleNamespace(origin=str(tmp_path / "package/__init__.py"))
+    monkeypatch.setattr(aiconfigurator, "find_spec", lambda name: spec)
+    assert aiconfigurator.package_data() == tmp_path / "package/systems/data"
+    spec.origin = None
+    with pytest.raises(UserError, match="aiconfigurator-core is not installed"):
+        aiconfigurator.package_data()
 
 
 def test_all_reduces_are_those_that_a_layer_sends(tables):

@@ -2,17 +2,23 @@
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from server_small import HIDDEN, LOADS, serve, setup
 from test_calib_cli import attempt, refused
 
+from calib.robust import Estimate, Fit, Parameter
+from calib.server import fit as server_fit
+from calib.server.cli import report
 from calib.server.constants import is_told, parameters_of, with_constants
-from calib.server.fit import fit_server
+from calib.server.fit import ServerFit, fit_server
 from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
+from sim.cost.changed_profile import changed
 from sim.cost.profile import read_profile
 from sim.errors import UserError
 from sim.policy_options import parse_policy
@@ -200,12 +206,135 @@ def test_what_cannot_be_fitted_is_refused_by_name(tmp_path, capsys, run):
     refused(capsys, *fit, tmp_path / "bare.json", parts=["bare.json", "input_lens", "--save-detailed"])
     refused(capsys, *fit, run, "--constants", "speed", parts=["--constants", "'speed'", "flops_per_s"])
     refused(capsys, *fit, run, "--constants", *parameters(), parts=["--constants", "5 named", "1 to 4"])
+    refused(
+        capsys,
+        *fit,
+        run,
+        "--policy",
+        "vllm-v1",
+        "--policy",
+        "vllm-swap",
+        parts=["--policy: 2 given; the server ran one"],
+    )
     refused(capsys, *fit, run, "--replicas", "2", parts=["--replicas", "2 engines"])
     refused(capsys, *fit, run, "--request-rate", "2", parts=["--request-rate"])
     refused(capsys, *fit, run, "--max-model-len", "100", parts=["run.json", "gives up", "--max-model-len"])
     refused(capsys, *fit, run, "samples.csv", parts=["SAMPLES.csv and --bench", "both"])
     refused(capsys, "profile", "fit", "--gpu", "l20", parts=["SAMPLES.csv and --bench", "neither"])
     assert not (tmp_path / "out").exists()
+
+
+FITTED_TO = Fit(
+    {
+        "hbm_bytes_per_s": Estimate(1.5e12, 1e10, 1.48e12, 1.52e12),
+        "flops_per_s": Estimate(2e14, 3e14, 1e13, 9e14),
+        "attention_flops_per_s": Estimate(1e14, 2e14, 1e13, 9e14),
+        "step_overhead_s": Estimate(0.0, None, 0.0, 0.0),
+        "layer_overhead_s": Estimate(4e-5, None, 4e-5, 4e-5),
+    },
+    0.0321,
+)
+TOGETHER = ["flops_per_s", "attention_flops_per_s"]
+
+
+def test_a_profile_says_of_each_constant_how_it_is_known(run):
+    """Told with its interval, at its limit, told with another only, and carried over: once, however often."""
+    described = setup("vllm-v1", trace=str(run.with_name("other.csv")))
+    carried = msgspec.structs.replace(described.profile.constants["alpha"], source="carried over from an older one")
+    constants = described.profile.constants | {"alpha": carried}
+    described = replace(described, profile=msgspec.structs.replace(described.profile, constants=constants))
+    run.with_name("other.csv").write_text("rows")
+    errors = {"ttft": -0.0123456, "tpot": 0.02}
+    found = server_fit._profile(described, read_served(run), FITTED_TO, "mine", "3 iterations", errors, TOGETHER)
+    sources = {name: (constant.stderr, constant.source) for name, constant in found.constants.items()}
+    fitted = "fitted to a server: "
+    assert sources["hbm_bytes_per_s"] == (1e10, f"{fitted}95 % interval 1.48e+12 to 1.52e+12")
+    assert sources["flops_per_s"] == (None, f"{fitted}told with attention_flops_per_s only")
+    assert sources["attention_flops_per_s"] == (None, f"{fitted}told with flops_per_s only")
+    assert sources["layer_overhead_s"] == (None, f"{fitted}at the limit of what it may be")
+    assert sources["alpha"][1] == "carried over from an older one"
+    base = described.profile
+    before = base.constants["roofline_exponent"].source
+    assert sources["roofline_exponent"][1] == f"carried over from {base.name}: {before}"
+    assert {name: found.value(name) for name in FITTED_TO.estimates} == FITTED_TO.values
+    assert found.residuals == {"unseen_requests_ttft": 0.01235, "unseen_requests_tpot": 0.02}
+    told = found.provenance
+    assert (told["model"], told["trace"], told["run"]) == ("llama-2-7b, 1 GPU", "other.csv", "run.json")
+    assert told["trace_sha256"] == sha256(b"rows").hexdigest()
+    assert told["run_sha256"] == sha256(run.read_bytes()).hexdigest()
+    assert told["fitted"] == f"{', '.join(FITTED_TO.estimates)} to 3 iterations; points scatter by 3.2 %"
+    halves = "second half of the requests from the first half's constants: "
+    assert told["held_out"] == f"{halves}mean TTFT -1.2 %, mean TPOT +2.0 %"
+    blocks = described.limits.num_gpu_blocks
+    )
+    assert (found.form, found.gpu, found.status) == (base.form, "a100-80g", "measured-from-server")
+    for field in ("all_reduce", "linear_factors", "fp8_linear_factors", "nvfp4_linear_factors"):
+        assert getattr(found, field) == getattr(base, field)
+    # The run's own file as the trace is named once.
+    own = server_fit._profile(setup("vllm-v1", trace=str(run)), read_served(run), FITTED_TO, "mine", "", {}, [])
+    assert not {"trace", "trace_sha256"} & own.provenance.keys()
+
+
+def test_the_report_says_of_each_constant_how_it_is_known(run):
+    described = setup("vllm-v1")
+    profile = server_fit._profile(described, read_served(run), FITTED_TO, "mine", "3 steps", {}, TOGETHER)
+    found = ServerFit(
+        profile,
+        "3 steps",
+        FITTED_TO.estimates,
+        ["step_overhead_s"],
+        {"ttft": 0.1},
+        {"ttft": -0.01, "tpot": 0.02},
+        ["x"],
+    )
+    text = report(found)
+    assert "# mine\n\na100-80g, measured-from-server: fitted to 3 steps.\n\n- run: run.json\n" in text
+    assert "| `hbm_bytes_per_s` | 1500 GB/s | 1480 GB/s to 1520 GB/s |" in text
+    assert "| `flops_per_s` | 200 TFLOP/s | not told alone |" in text
+    assert "| `layer_overhead_s` | 40 us | at the limit of what it may be |" in text
+    assert "| mean TTFT | +10.0 % | -1.0 % |\n| mean TPOT | - | +2.0 % |" in text
+    untold = "the run does not tell step_overhead_s: carried over from the base profile"
+    assert text.endswith(f"## Notes\n\n- x\n- {untold}\n")
+    assert "## Notes" not in report(replace(found, notes=[], untold=[]))
+
+
+def test_what_a_run_tells_is_within_half_of_it_or_of_where_it_started():
+    rate, overhead = Parameter(4.0), Parameter(3.0, 0.0, log=False)
+    for parameter, most in ((rate, 5.0), (overhead, 3.0)):
+        told = [is_told(Estimate(10.0, stderr, 0.0, 0.0), parameter) for stderr in (most, most * 1.001, None)]
+        assert told == [True, False, True]
+
+
+def test_constants_are_looked_for_within_a_factor_of_30_and_the_peaks():
+    described = setup("vllm-v1")
+    value = described.profile.value
+    found = parameters_of(described, ["flops_per_s", "hbm_bytes_per_s", "roofline_exponent", "step_overhead_s"])
+    for name, peak in (("flops_per_s", 312e12), ("hbm_bytes_per_s", 2039e9)):
+        assert (found[name].least, found[name].most, found[name].log) == (value(name) / 30, peak, True)
+        assert found[name].start == min(value(name), 0.99 * peak)
+    exponent = value("roofline_exponent")
+    assert found["roofline_exponent"] == Parameter(exponent, exponent / 30, 30 * exponent)
+    host_s = max(1e-3, described.engine_profile.value("host_base_s"))
+    assert found["step_overhead_s"] == Parameter(host_s, 0.0, 30 * host_s, log=False)
+    slow = replace(described, profile=changed(described.profile, "flops_per_s=311e12,copy_launch_s=0"))
+    assert parameters_of(slow, ["flops_per_s"])["flops_per_s"].start == pytest.approx(0.99 * 312e12)
+    assert parameters_of(slow, ["copy_launch_s"])["copy_launch_s"] == Parameter(1e-3, 0.0, 0.03, log=False)
+
+
+def test_kv_leaves_the_weights_beyond_both_intervals():
+    """Of a profile whose KV is read at 80 % of the weights' rate."""
+    described = setup("vllm-v1")
+    described = replace(described, profile=changed(described.profile, "hbm_bytes_per_s=1e12,kv_bytes_per_s=8e11"))
+
+    def leaves(low, high):
+        weights, kv = Estimate(1.5e12, 1.0, 1.4e12, 1.6e12), Estimate(1.0, 1.0, low, high)
+        fit = Fit({"hbm_bytes_per_s": weights, "kv_bytes_per_s": kv}, 0.0)
+        return server_fit._leaves_the_weights(described, "kv_bytes_per_s", fit)
+
+    assert [leaves(1.0e12, high) for high in (1.119e12, 1.121e12)] == [True, False]
+    assert [leaves(low, 1.5e12) for low in (1.279e12, 1.281e12)] == [False, True]
+    alone = Fit({"kv_bytes_per_s": Estimate(1.0, 1.0, 9e12, 9e12)}, 0.0)
+    assert not server_fit._leaves_the_weights(described, "kv_bytes_per_s", alone)
 
 
 def parameters():

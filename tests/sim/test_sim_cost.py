@@ -87,6 +87,23 @@ def test_a_layer_takes_of_each_lane_what_it_does_there() -> None:
     assert projected == LayerTimes(1, pytest.approx(0.5 + 0.1 * 2 * 4096**2 / (4 * weights)), 0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("model", "tiles"), [("llama-3.1-8b", True), ("gemma-3-27b", False), ("deepseek-v2-lite", False)]
+)
+def test_one_kernel_does_prompts_and_decodes_where_layers_are_alike(model: str, tiles: bool) -> None:
+    """Layers with a window and latents have kernels of their own: tiles change none of their prices."""
+    spec, hardware, profile = load_model(model), load_hardware("rtx-4090"), load_profile("rtx-4090-imported")
+    assert profile.value("attention_tile_tokens") > 0
+    tiled, plain = (
+        RooflineCost(spec, hardware, found, 1) for found in (profile, profile.without({"attention_tile_tokens"}))
+    )
+    assert (tiled.tile_tokens > 0) == tiles
+    plan = IterationPlan()
+    plan.add_chunk(Sequence(requests((0.0, 200, 1))[0]), 100, None)  # type: ignore[arg-type]
+    plan.num_decodes, plan.decode_context_tokens = 40, 40_000
+    assert (tiled.iteration_s(plan) != plain.iteration_s(plan)) == tiles
+
+
 def test_swapping_one_block_is_a_copy_a_layer_for_keys_and_for_values() -> None:
     cost = cost_of(RooflineCost)
     profile = load_profile(None, load_hardware("l20"))
