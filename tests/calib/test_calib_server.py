@@ -266,6 +266,9 @@ def test_a_profile_says_of_each_constant_how_it_is_known(run):
     halves = "second half of the requests from the first half's constants: "
     assert told["held_out"] == f"{halves}mean TTFT -1.2 %, mean TPOT +2.0 %"
     blocks = described.limits.num_gpu_blocks
+    assert told["engine"] == (
+        f"vllm-v1, async scheduling, {blocks} blocks of 16, max_num_seqs 256, max_num_batched_tokens 2048, "
+        "prefixes cached"
     )
     assert (found.form, found.gpu, found.status) == (base.form, "a100-80g", "measured-from-server")
     for field in ("all_reduce", "linear_factors", "fp8_linear_factors", "nvfp4_linear_factors"):

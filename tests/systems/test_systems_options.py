@@ -1,13 +1,16 @@
 """What every option of a system may be: the least and the most are taken, what lies beyond is refused by its name."""
 
+import re
 from dataclasses import replace
-from math import inf, nan
+from math import inf, nan, nextafter
 from typing import Any, NamedTuple
 
 import pytest
 
 from sim.errors import UserError
+from sim.systems import POLICIES, policy_named, register
 from sim.systems.adaptive_options import AdaptiveOptions
+from sim.systems.base import Asked
 from sim.systems.ellm_options import TokenWiseOptions
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
@@ -29,9 +32,9 @@ class Allowed(NamedTuple):
 
 
 def between(options: Any, name: str, low: float, high: float) -> Allowed:
-    """For whole numbers the next beyond are one off."""
-    step = 1 if isinstance(low, int) else 1e-6 * abs(low) or 1e-9
-    return Allowed(options, name, (low, high), (low - step, high + (1 if isinstance(high, int) else 1e-6 * high), nan))
+    """The next numbers beyond are refused."""
+    beyond = (low - 1, high + 1) if isinstance(low, int) else (nextafter(low, -inf), nextafter(high, inf))
+    return Allowed(options, name, (low, high), (*beyond, nan))
 
 
 GUESSED = {"predictor": "bucket"}
@@ -63,7 +66,7 @@ ALLOWED = [
         Allowed(ConductorOptions(), name, (1e-9, 1e9), (0.0, -1.0, nan))
         for name in ("ttft_slo_ms", "tbt_slo_ms", "predicted_decode_s")
     ),
-    Allowed(OffloadOptions(), "kv_offloading_size", (0.0, 1e9), (-1e-9, 1e9 + 1)),
+    Allowed(OffloadOptions(), "kv_offloading_size", (0.0, 1e9), (-1e-9, nextafter(1e9, inf))),
     Allowed(OffloadOptions(), "cpu_chunks", (0, 10**6), (-1,)),
     Allowed(OffloadOptions(), "blocks_per_chunk", (1, 1000), (0,)),
     Allowed(OffloadOptions(), "store_threshold", (0, 1000), (-1,)),
@@ -88,8 +91,89 @@ def test_what_an_option_may_be(allowed: Allowed) -> None:
     for value in allowed.taken:
         assert getattr(replace(allowed.options, **{allowed.name: value}), allowed.name) == value
     for value in allowed.refused:
-        with pytest.raises(UserError, match=rf"(?i){allowed.name.replace('_', '-')}: {value} "):
+        with pytest.raises(UserError, match=re.escape(f"{allowed.name.replace('_', '-')}: {value} ")):
             replace(allowed.options, **{allowed.name: value})
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "limits"),
+    [
+        # Whole prompts: a budget of the context's length, by default 2,048 at least.
+        ("orca", {"max_model_len": 1000}, (256, 2048, False)),
+        ("orca", {"max_model_len": 5000}, (256, 5000, False)),
+        ("orca", {"max_model_len": 5000, "max_num_batched_tokens": 5000, "max_num_seqs": 9}, (9, 5000, False)),
+        (
+            "orca",
+            {"max_model_len": 300, "max_num_batched_tokens": 300, "enable_chunked_prefill": False},
+            (256, 300, False),
+        ),
+        # Chunks: as many seats as the budget has tokens.
+        ("sarathi", {"max_model_len": 5000, "max_num_batched_tokens": 100}, (100, 100, True)),
+        ("sarathi", {"max_model_len": 5000, "max_num_batched_tokens": 300}, (256, 300, True)),
+        ("sarathi", {"max_model_len": 5000, "max_num_batched_tokens": 64, "max_num_seqs": 64}, (64, 64, True)),
+        (
+            "sarathi",
+            {"max_model_len": 5000, "max_num_batched_tokens": 64, "enable_chunked_prefill": True},
+            (64, 64, True),
+        ),
+        (
+            "vllm-v1",
+            {"max_model_len": 5000, "max_num_batched_tokens": 100, "gpu_memory_bytes": 180 * 2.0**30},
+            (100, 100, True),
+        ),
+        # vLLM's own: 2,048 tokens, and 8,192 with 1,024 seats from 70 GiB on, but on an A100; 16,384 from 160.
+        *(
+            ("vllm-v1", {"max_model_len": 5000, "gpu_name": name, "gpu_memory_bytes": gib * 2.0**30}, (*found, True))
+            for name, gib, found in (
+                ("h100", 69.9, (256, 2048)),
+                ("h100", 70, (1024, 8192)),
+                ("a100-80g", 80, (256, 2048)),
+                ("b200", 159.9, (1024, 8192)),
+                ("b200", 160, (1024, 16384)),
+            )
+        ),
+    ],
+)
+def test_limits_where_they_are_left_open(policy, asked, limits) -> None:
+    found = POLICIES[policy]().engine_limits(Asked(**asked))
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.enable_chunked_prefill) == limits
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "words"),
+    [
+        (
+            "orca",
+            {"enable_chunked_prefill": True},
+            "--enable-chunked-prefill: orca computes prompts whole; leave it out",
+        ),
+        (
+            "orca",
+            {"max_num_batched_tokens": 4999},
+            "--max-num-batched-tokens: 4999 is less than the context length 5000",
+        ),
+        ("vllm-v1", {"enable_chunked_prefill": False}, "--no-enable-chunked-prefill: vllm-v1 splits prompts as"),
+        ("sarathi", {"enable_chunked_prefill": False}, "--no-enable-chunked-prefill: sarathi splits prompts"),
+        (
+            "sarathi",
+            {"max_num_batched_tokens": 63, "max_num_seqs": 64},
+            "63 is less than --max-num-seqs 64; raise the one",
+        ),
+    ],
+)
+def test_limits_that_a_system_cannot_have(policy, asked, words) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        POLICIES[policy]().engine_limits(Asked(**{"max_model_len": 5000} | asked))
+
+
+def test_policies_are_known_by_name_before_they_are_imported() -> None:
+    assert "orca" in POLICIES and "orka" not in POLICIES
+    with pytest.raises(UserError, match=r"unknown policy 'orka'; did you mean 'orca'\? known: vllm-v1, vllm-recompute"):
+        policy_named("orka")
+    with pytest.raises(UserError, match=r"policy 'orca' is sim\.systems\.orca:Orca already; give a\.b:C another name"):
+        register("orca", "a.b:C")
+    register("orca", "sim.systems.orca:Orca")
+    assert policy_named("orca").name == "orca"
 
 
 @pytest.mark.parametrize("options", [AdaptiveOptions, LayerKVOptions])
