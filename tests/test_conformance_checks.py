@@ -1,0 +1,227 @@
+"""The checks of `kvtwin.testing` fail where one thing is wrong, and let rounding pass: runs made by hand."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtwin.testing import conformance, limits, linear_machine, requests
+from sim.engine.sequence import Status
+from sim.errors import UserError
+
+Change = Callable[[Any], object]
+
+
+def a_sequence(number: int = 0, **more: Any) -> SimpleNamespace:
+    """It came at 1 s, got in at 2 s, and has three tokens: at 3, 3.5 and 4.5 s."""
+    facts = {"request": requests((1.0, 10, 3))[0]._replace(request_id=number), "status": Status.FINISHED}
+    facts |= {"num_generated": 3, "first_scheduled_s": 2.0, "first_token_s": 3.0, "finish_s": 4.5}
+    return SimpleNamespace(**facts | more)
+
+
+def an_outcome() -> SimpleNamespace:
+    """Of two requests, one of which was ignored."""
+    spans = [SimpleNamespace(start_s=start_s, end_s=end_s) for start_s, end_s in ((2.0, 3.0), (3.0, 4.5))]
+    lanes = SimpleNamespace(**{name: SimpleNamespace(intervals=deepcopy(spans)) for name in ("compute", "d2h", "h2d")})
+    pools = {name: SimpleNamespace(free=7, num_blocks=7) for name in ("gpu", "host")}
+    scheduler = SimpleNamespace(has_unfinished=False, num_running=0, num_swapped=0, num_waiting=0, **pools)
+    # Of gaps of 0.5 and 1 s: the mean and the median are 0.75, each is 0.25 from it, and 99 % of the way is 0.995.
+    found = SimpleNamespace(exact=True, count=2, mean=0.75, std=0.25, percentiles={50.0: 0.75, 99.0: 0.995})
+    gaps = SimpleNamespace(found=found)
+    gaps.statistics = lambda percentiles: gaps.found if percentiles == (50.0, 99.0) else None
+    ended = [a_sequence(), a_sequence(1, status=Status.IGNORED, num_generated=0)]
+    return SimpleNamespace(scheduler=scheduler, lanes=lanes, ended=ended, gaps=gaps, tokens={0: [3.0, 3.5, 4.5]})
+
+
+WORKLOAD = conformance.Workload(
+    [request._replace(request_id=i) for i, request in enumerate(requests((1.0, 10, 3), (1.0, 10, 3)))],
+    limits(gpu=7, host=7, block_size=4, max_model_len=12),
+    linear_machine(1.0),
+)
+
+
+def put(place: str, value: Any) -> Change:
+    """Set what a path of attributes and numbers leads to; a function changes what is there."""
+
+    def change(outcome: Any) -> None:
+        *parents, last = place.split(".")
+        for part in parents:
+            outcome = outcome[int(part)] if part.isdigit() else getattr(outcome, part)
+        if last.isdigit():
+            outcome[int(last)] = value(outcome[int(last)]) if callable(value) else value
+        else:
+            setattr(outcome, last, value(getattr(outcome, last)) if callable(value) else value)
+
+    return change
+
+
+WRONG_ENDS = {
+    "one did not end": put("ended", lambda ended: ended[:1]),
+    "one ended twice": put("ended", lambda ended: [*ended, ended[0]]),
+    "somebody is left": put("scheduler.has_unfinished", True),
+    "one runs": put("scheduler.num_running", 1),
+    "one is swapped": put("scheduler.num_swapped", 1),
+    "one waits": put("scheduler.num_waiting", 1),
+    "a block of the GPU is held": put("scheduler.gpu.free", 6),
+    "a block of the host is held": put("scheduler.host.free", 6),
+    "a block too many is free": put("scheduler.gpu.free", 8),
+    "a token is missing": put("ended.0.num_generated", 1),
+    "a token too many": put("ended.0.num_generated", 4),
+    "in before it came": put("ended.0.first_scheduled_s", 1.0 - 2e-9),
+    "a token before it was in": put("ended.0.first_token_s", 1.9),
+    "ended before its first token": put("ended.0.finish_s", 2.9),
+    "neither finished nor ignored": put("ended.1.status", Status.RUNNING),
+    "it computes two at once": put("lanes.compute.intervals.1.start_s", 3.0 - 2e-9),
+    "two leave at once": put("lanes.d2h.intervals.1.start_s", 3.0 - 2e-9),
+    "two return at once": put("lanes.h2d.intervals.1.start_s", 3.0 - 2e-9),
+}
+RIGHT_ENDS = {
+    "as it is": put("scheduler.num_waiting", 0),
+    # 12 tokens are the longest context, 10 of which are the prompt.
+    "cut at the longest context": put("ended.0.num_generated", 2),
+    "in when it came": put("ended.0.first_scheduled_s", 1.0 - 5e-10),
+    "a token at once": put("ended.0.first_token_s", 2.0),
+    "ended with its first token": put("ended.0.finish_s", 3.0),
+    "rounding": put("lanes.compute.intervals.1.start_s", 3.0 - 5e-10),
+    "a pause": put("lanes.compute.intervals.1.start_s", 4.0),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT_ENDS)
+def test_ends_that_are_right(what: str) -> None:
+    outcome = an_outcome()
+    RIGHT_ENDS[what](outcome)
+    conformance.check_ends(outcome, WORKLOAD)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", WRONG_ENDS)
+def test_ends_that_are_wrong(what: str) -> None:
+    outcome = an_outcome()
+    WRONG_ENDS[what](outcome)
+    with pytest.raises(AssertionError):
+        conformance.check_ends(outcome, WORKLOAD)  # type: ignore[arg-type]
+
+
+WRONG_GAPS = {
+    "a token too few": put("ended.0.num_generated", 4),
+    "the first came at another time": put("ended.0.first_token_s", 3.0 + 1e-12),
+    "the last came later": put("ended.0.finish_s", 4.5 + 2e-9),
+    "the last came earlier": put("ended.0.finish_s", 4.5 - 2e-9),
+    "no statistics": put("gaps.found", None),
+    "not exact": put("gaps.found.exact", False),
+    "a gap too many": put("gaps.found.count", 3),
+    "the mean": put("gaps.found.mean", 0.75 * (1 + 3e-9)),
+    "the spread": put("gaps.found.std", 0.25 * (1 + 3e-6)),
+    "the median": put("gaps.found.percentiles", {50.0: 0.75 + 4e-9, 99.0: 0.995}),
+    "the tail": put("gaps.found.percentiles", {50.0: 0.75, 99.0: 0.995 - 4e-9}),
+    "gaps of nobody": put("tokens", {0: [3.0]}),
+}
+RIGHT_GAPS = {
+    "as it is": put("gaps.found.count", 2),
+    "the last, rounded": put("ended.0.finish_s", 4.5 - 5e-10),
+    "the mean, rounded": put("gaps.found.mean", 0.75 * (1 + 5e-10)),
+    "the spread, rounded": put("gaps.found.std", 0.25 * (1 + 5e-7)),
+    "the median, rounded": put("gaps.found.percentiles", {50.0: 0.75 + 5e-10, 99.0: 0.995}),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT_GAPS)
+def test_gaps_that_are_right(what: str) -> None:
+    outcome = an_outcome()
+    RIGHT_GAPS[what](outcome)
+    conformance.check_gaps(outcome)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", WRONG_GAPS)
+def test_gaps_that_are_wrong(what: str) -> None:
+    outcome = an_outcome()
+    WRONG_GAPS[what](outcome)
+    with pytest.raises(AssertionError):
+        conformance.check_gaps(outcome)  # type: ignore[arg-type]
+
+
+def test_requests_of_a_token_have_no_gaps() -> None:
+    outcome = an_outcome()
+    outcome.ended = [a_sequence(num_generated=1, finish_s=3.0)]
+    outcome.tokens, outcome.gaps.found = {0: [3.0]}, None
+    conformance.check_gaps(outcome)  # type: ignore[arg-type]
+
+
+JUMPS: dict[str, tuple[Change, bool]] = {
+    "as it is": (put("instance.iterations", 5), True),
+    "the first token, rounded": (put("ended.0.first_token_s", 3.0 + 0.9e-7), True),
+    "the first token": (put("ended.0.first_token_s", 3.0 + 1.1e-7), False),
+    "the end, rounded": (put("ended.0.finish_s", 4.5 - 0.9e-7), True),
+    "the end": (put("ended.0.finish_s", 4.5 - 1.1e-7), False),
+    "the status": (put("ended.0.status", Status.IGNORED), False),
+    "the iterations": (put("instance.iterations", 6), False),
+    "the counters": (put("scheduler.counters", {"preemptions": 1}), False),
+}
+
+
+@pytest.mark.parametrize("what", JUMPS)
+def test_jumps_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    change, is_right = JUMPS[what]
+    asked: list[tuple[bool, bool]] = []
+
+    def run(policy: object, workload: object, *, jump: bool, checked: bool) -> SimpleNamespace:
+        asked.append((jump, checked))
+        outcome = SimpleNamespace(
+            ended=[a_sequence()],
+            instance=SimpleNamespace(iterations=5),
+            scheduler=SimpleNamespace(counters={"preemptions": 0}),
+        )
+        if not jump:
+            change(outcome)
+        outcome.by_id = lambda: {seq.request.request_id: seq for seq in outcome.ended}
+        return outcome
+
+    monkeypatch.setattr(conformance, "run", run)
+    if is_right:
+        conformance.check_jumps(None, WORKLOAD)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(AssertionError):
+            conformance.check_jumps(None, WORKLOAD)  # type: ignore[arg-type]
+    assert asked == [(True, False), (False, False)]
+
+
+def test_limits_are_the_first_that_a_policy_takes() -> None:
+    """Chunks if it can; else whole prompts, with its own budget, then one of its seats, then of the context."""
+    limit, taken = limits(gpu=9, host=9, block_size=4, max_model_len=64), []
+
+    class Picky:
+        name = "picky"
+
+        def __init__(self, refused: int) -> None:
+            self.refused = refused
+
+        def engine_limits(self, asked: Any) -> SimpleNamespace:
+            taken.append(tuple(asked)[:4] if isinstance(asked, tuple) else asked)
+            self.refused -= 1
+            if self.refused >= 0:
+                raise UserError("not these")
+            return SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=77, enable_chunked_prefill=True)
+
+    budgets = [(16, True), (None, None), (20, None), (64, None)]
+    for refused in range(4):
+        taken.clear()
+        found = conformance.limits_of(Picky(refused), limit, 20, 16)  # type: ignore[arg-type]
+        assert (found.max_num_seqs, found.max_num_batched_tokens, found.enable_chunked_prefill) == (5, 77, True)
+        assert found.num_gpu_blocks == limit.num_gpu_blocks
+        assert [
+            (asked.max_model_len, asked.max_num_seqs, asked.max_num_batched_tokens, asked.enable_chunked_prefill)
+            for asked in taken
+        ] == [(64, 20, *budget) for budget in budgets[: refused + 1]]
+    conformance.limits_of(Picky(2), limit, 3, None)  # type: ignore[arg-type]
+    assert taken[-1].max_num_batched_tokens == 16
+    with pytest.raises(AssertionError, match="picky takes none of the usual limits"):
+        conformance.limits_of(Picky(4), limit, 20, None)  # type: ignore[arg-type]
+
+
+def test_a_workload_reads_as_what_makes_it() -> None:
+    named = WORKLOAD.arrivals[0]._replace(hash_ids=(7, 8), hash_block_tokens=16)
+    text = repr(conformance.Workload([named, WORKLOAD.arrivals[1]], WORKLOAD.limits, WORKLOAD.machine))
+    assert text.startswith("[(1.0, 10, 3, (7, 8), 16, ()), (1.0, 10, 3)] on Limits(")
+    assert repr(WORKLOAD.machine).startswith("<1 x ") and "layers, " in text
