@@ -77,7 +77,7 @@ MOST_COUNT = 10**9
 """No column counts more tokens, sequences, layers, GPUs, pieces or repeats than this."""
 
 
-class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One operating point; fields are the CSV's columns (see the module)."""
 
     op: str

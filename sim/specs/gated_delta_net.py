@@ -8,7 +8,7 @@ values: (kernel - 1) (2 k + v). vLLM 0.33 keeps both in one page (`MambaStateSha
 import msgspec
 
 
-class GatedDeltaNetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GatedDeltaNetSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Gated DeltaNet in `num_layers` of a model's layers; the others attend."""
 
     num_layers: int

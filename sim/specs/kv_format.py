@@ -73,7 +73,7 @@ def kv_dtype(name: str, hardware: HardwareSpec) -> KVDtype:
     return found
 
 
-class KVLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KVLayers(msgspec.Struct, frozen=True, kw_only=True):
     """A class of like layers.
 
     Attributes:

@@ -21,7 +21,7 @@ LATENT_TILE_HEADS = 64
 """Query heads that a block of the kernels of latent attention computes together (FlashMLA, FlashAttention-3)."""
 
 
-class MlaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention: one latent of `kv_lora_rank` plus one rotary key per token, shared by all heads."""
 
     kv_lora_rank: int
@@ -32,7 +32,7 @@ class MlaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Width of the query's low-rank bottleneck; None: queries are projected directly."""
 
 
-class MoeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Mixture of experts in `num_moe_layers` of the layers; the others have the dense MLP."""
 
     num_experts: int
@@ -47,7 +47,7 @@ class MoeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Biases on the projections of routed experts."""
 
 
-class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only language model, and what follows from it.
 
     Bytes per weight are averages over layers, scales of quantisation included: `dtype_bytes` for whatever is never

@@ -196,6 +196,16 @@ def test_fit_writes_a_profile_that_run_takes(tmp_path, capsys, run):
     assert (used["name"], used["status"]) == ("a100-80g-measured-from-server", "measured-from-server")
 
 
+def test_a_fit_starts_from_the_base_or_the_gpus_own_profile(capsys, run, monkeypatch):
+    def name_of(setup, served, **options):
+        assert options == {"name": "a100-80g-measured-from-server", "constants": None}
+        raise UserError(f"from {setup.profile.name}")
+
+    monkeypatch.setattr("calib.server.cli.fit_server", name_of)
+    for words, name in (((), "a100-80g-imported"), (("--base", "a100-80g-derived"), "a100-80g-derived")):
+        refused(capsys, "profile", "fit", "--bench", run, *ENGINE, *words, parts=[f"from {name}"])
+
+
 def test_what_cannot_be_fitted_is_refused_by_name(tmp_path, capsys, run):
     data = json.loads(run.read_text())
     short = {k: v[:10] if isinstance(v, list) else v for k, v in data.items()}

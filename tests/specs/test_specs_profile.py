@@ -3,14 +3,27 @@
 import json
 import re
 
+import msgspec
 import pytest
 from msgspec import structs
 
+from calib.experts import ExpertSample
+from calib.gdn import GdnSample
+from calib.latents import LatentSample
+from calib.measure.capacity import Capacity
+from calib.measure.log import Header, Measured, Note, Skipped
+from calib.measure.points import Point
+from sim.cost.engine_profile import EngineConstant, EngineProfile
+from sim.cost.kernels import KernelTables
 from sim.cost.profile import (
     KERNEL_NAMES,
     OPTIONAL,
     ROOFLINE_UNITS,
     SHIPPED,
+    Constant,
+    FittedRange,
+    Profile,
+    ShortLinear,
     default_profile,
     linear_profile,
     load_profile,
@@ -18,7 +31,7 @@ from sim.cost.profile import (
     shipped_profiles,
 )
 from sim.errors import UserError
-from sim.specs.hardware import built_in_hardware, load_hardware
+from sim.specs.hardware import HardwareFile, HardwareSpec, Quantity, built_in_hardware, load_hardware
 
 
 @pytest.mark.parametrize("gpu", built_in_hardware())
@@ -156,6 +169,26 @@ def test_constants_lie_within_the_range_of_their_unit(tmp_path, name, least, mos
     for value in [most * 1.01, *([least * 0.99] if least else [])]:
         with pytest.raises(UserError, match=re.escape(f"constants.{name}.value = {value} ")):
             read_profile(edited(tmp_path, constant(name, value=value)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Profile, Constant, FittedRange, ShortLinear, KernelTables, EngineProfile, EngineConstant, HardwareFile,
+        Quantity, HardwareSpec, ExpertSample, GdnSample, LatentSample, Header, Measured, Skipped, Note, Capacity, Point,
+    ],
+)  # fmt: skip
+def test_whoever_misspells_a_field_of_a_file_is_told(kind):
+    """All that files are read into: a field that is not known is not passed over."""
+    with pytest.raises(msgspec.ValidationError, match="contains unknown field `mispelled`"):
+        msgspec.json.decode(TAGGED.get(kind, b'{"mispelled": 1}'), type=kind)
+
+
+TAGGED = {
+    kind: f'{{"line": "{tag}", "mispelled": 1}}'.encode()
+    for kind, tag in ((Header, "header"), (Measured, "point"), (Skipped, "skipped"), (Note, "note"))
+}
+"""Lines of a log say what they are."""
 
 
 def test_the_hash_is_of_the_content_not_the_layout(tmp_path):
