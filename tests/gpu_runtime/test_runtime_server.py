@@ -315,6 +315,45 @@ def test_a_failed_computation_ends_its_request_alone():
     asyncio.run(run())
 
 
+def test_every_metric_is_on_its_line():
+    metrics = Metrics()
+    metrics.accepted, metrics.prompt_tokens, metrics.output_tokens = 10, 11, 12
+    metrics.ended |= {"stop": 2, "length": 3}
+    metrics.errors |= {503: 4, 400: 5}
+    for value_s in (0.005, 0.0051, 80.5):
+        metrics.ttft_s.add(value_s)
+    lines = metrics.text(EngineState(1, 2, 3, 4, 5, 6, 7, 8), 9).splitlines()
+    assert [line for line in lines if not line.startswith("#") and "_bucket" not in line] == [
+        "vllm:prefix_cache_queries_total 7",
+        "vllm:prefix_cache_hits_total 8",
+        "kvtwin_requests_running 1",
+        "kvtwin_requests_waiting 2",
+        "kvtwin_requests_swapped 3",
+        "kvtwin_gpu_blocks_free 4",
+        "kvtwin_host_blocks_free 5",
+        "kvtwin_preemptions_total 6",
+        "kvtwin_requests_queued 9",
+        "kvtwin_requests_accepted_total 10",
+        'kvtwin_requests_total{outcome="length"} 3',
+        'kvtwin_requests_total{outcome="stop"} 2',
+        'kvtwin_error_answers_total{status="400"} 5',
+        'kvtwin_error_answers_total{status="503"} 4',
+        "kvtwin_prompt_tokens_total 11",
+        "kvtwin_generation_tokens_total 12",
+        "kvtwin_time_to_first_token_seconds_sum 80.5101",
+        "kvtwin_time_to_first_token_seconds_count 3",
+        "kvtwin_inter_token_latency_seconds_sum 0.0",
+        "kvtwin_inter_token_latency_seconds_count 0",
+    ]
+    # A bucket holds its end.
+    counts = [line.rpartition(" ")[2] for line in lines if line.startswith("kvtwin_time_to_first_token_seconds_bucket")]
+    assert counts == ["0", "1", *["2"] * 17, "3"]
+    kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+    assert kinds.pop("kvtwin_time_to_first_token_seconds") == "histogram"
+    assert kinds.pop("kvtwin_inter_token_latency_seconds") == "histogram"
+    assert all(kind == ("counter" if name.endswith("_total") else "gauge") for name, kind in kinds.items())
+
+
 def test_buckets_of_latencies_end_where_dashboards_look_them_up():
     page = Metrics().text(EngineState(), 0)
     ends = {"time_to_first_token": [], "inter_token_latency": []}

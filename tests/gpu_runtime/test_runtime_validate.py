@@ -23,7 +23,7 @@ import kvtwin  # noqa: E402
 from gpu_runtime.live import LiveOptions  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.twin import probe  # noqa: E402
-from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict  # noqa: E402
+from gpu_runtime.twin.agreement import METRICS, Validation, agreements, markdown, verdict  # noqa: E402
 from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.errors import UserError  # noqa: E402
@@ -136,6 +136,39 @@ def test_an_error_within_a_tenth_agrees_however_uneven_the_live_runs_are():
     assert said in report(found, [1.0] * 6)
     assert "Live runs differ" not in report(agreements(run(111.0), steady), [1.0] * 6)
     assert not verdict(agreements(small_result(), steady), NONE)
+
+
+def ttft(mean_ms):
+    """A result of one metric."""
+    return SimpleNamespace(**dict.fromkeys([field for field, _, _ in METRICS]) | {"mean_ttft_ms": mean_ms})
+
+
+def test_a_tenth_is_allowed_and_a_twentieth_of_spread_is_no_warning():
+    (only,) = agreements(ttft(112.5), [ttft(100.0)] * 2)
+    assert (only.simulated, only.live, only.spread, only.error) == (112.5, 100.0, 0.0, 0.125)
+    edge = msgspec.structs.replace(only, error=-0.1, spread=0.05)
+    beyond = msgspec.structs.replace(only, error=0.1001, spread=0.0501)
+    assert edge.agrees and not beyond.agrees
+    assert "Live runs differ" not in report([edge], [1.0] * 2)
+    lines = report([beyond], [0.95, 1.05]).splitlines()
+    assert lines[2].startswith(
+        "The twin agrees: judged are metrics marked *, each within 10% of 1 live runs' mean, and"
+    )
+    assert lines[3].startswith("Live runs differ by more than 5%: mean TTFT (+10%, spread 5%). Repeat")
+    assert lines[4] == "Around live runs a probe took 0.95 to 1.05 times what the profile says."
+    assert lines[-1] == "| mean TTFT, ms * | 112.5 | 100 | 5.0% | +10.0% |"
+    assert "not what was calibrated" in report([beyond], [0.89, 1.0])
+
+
+def test_a_metric_needs_a_value_in_every_run_and_one_above_zero():
+    some = [ttft(value) for value in (100.0, 50.0)]
+    none = ttft(None)
+    (found,) = agreements(some[0], some)
+    assert (found.live, found.spread) == (75.0, 50.0 / 75.0)
+    assert agreements(none, some) == agreements(some[0], [*some, none]) == agreements(some[0], []) == []
+    assert agreements(some[0], [ttft(0.0)]) == []
+    (slow,) = agreements(some[0], [ttft(0.5)])
+    assert slow.error == 199.0
 
 
 def test_metrics_that_agree_excuse_no_iterations():
