@@ -7,6 +7,7 @@ from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.held import Held
 from gpu_runtime.kv.placement import Placement
 from kvtwin.testing import build_engine, limits, linear_machine, requests
+from kvtwin.testing.engines import CheckedEngine
 from kvtwin.testing.pretended import PretendedDevice
 from sim.clock.arrivals import Arrivals
 from sim.engine.sequence import Sequence
@@ -53,6 +54,12 @@ def serve(rows, broken=(), *, asked=0):
     instance = Hearing(engine, device, Arrivals(requests(*rows)))
     instance.serve()
     return {seq.request.request_id: seq for seq in ended}, instance, device
+
+
+def test_an_engine_that_stands_still_is_a_fault(monkeypatch):
+    monkeypatch.setattr(CheckedEngine, "schedule", lambda self, now_s: None)
+    with pytest.raises(InvariantError, match=r"the engine stands still at 0\.0 s with requests unfinished"):
+        serve([(0.0, 10, 4)])
 
 
 def test_iterations_are_counted_one_by_one_and_the_last_release_is_none():

@@ -12,15 +12,17 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
 import kvtwin
-from gpu_runtime import live_memory, threads
+from gpu_runtime import live_memory, threads, warm_up
 from gpu_runtime.cli import name_gpu
+from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.stored import stored_dtype
 from gpu_runtime.live import LiveOptions, check_device, default_dtype, load_decoder
 from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.weights import RandomWeights
-from kvtwin.testing.live import SMALL, small_decoder
-from sim.errors import UserError
+from kvtwin.testing import build_engine, linear_machine
+from kvtwin.testing.live import SMALL, build_device, small_decoder, tight_limits
+from sim.errors import InvariantError, UserError
 from sim.prepare import GIB, prepare
 from sim.scenario import Scenario
 from sim.specs.models import load_model
@@ -233,6 +235,52 @@ def test_the_middle_of_fifteen_times_counts(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "linear", lambda tokens, weight: products.append(len(tokens)))
     assert threads._median_s(torch.ones(5, 3), rows) == 8
     assert products == [1, 64] * 15
+
+
+def test_warming_up_goes_on_where_memory_runs_out(monkeypatch):
+    """A prompt, a chunk beside a decode, a decode: served, each would be computed in parts."""
+    emptied, asked = [], []
+
+    def forward(tokens, batch, pool):
+        asked.append(tuple(batch.query_start.diff().tolist()))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(asked)))
+    decoder = SimpleNamespace(config=SMALL, device=torch.device("cpu"), forward=forward)
+    warm_up.run_kernels(decoder, KVPool(SMALL, 40, 4, 4, "cpu", torch.float32), SimpleNamespace(max_model_len=64))
+    assert (asked, emptied) == ([(8,), (8, 1), (1,)], [1, 2, 3])
+
+
+def test_what_is_warmed_up():
+    """New and cached tokens of each; on CUDA the longest context and prompt, a full budget of both, all seats."""
+    limits = SimpleNamespace(max_model_len=100, max_num_batched_tokens=250, max_num_seqs=30)
+    on_cpu = [([8], [0]), ([8, 1], [92, 8]), ([1], [8])]
+    for device, more in (
+        ("cpu", []),
+        ("cuda", [([1], [99]), ([100], [0]), ([100] * 2, [0] * 2), ([8] * 30, [0] * 30), ([1] * 30, [7] * 30)]),
+    ):
+        decoder = SimpleNamespace(config=SMALL, device=torch.device(device))
+        assert list(warm_up.batches(decoder, limits)) == on_cpu + more
+    small = SimpleNamespace(
+        config=msgspec.structs.replace(SMALL, max_position_embeddings=3), device=torch.device("cpu")
+    )
+    assert list(warm_up.batches(small, limits)) == [([1], [0]), ([1, 1], [2, 1]), ([1], [1])]
+
+
+def test_pools_have_groups_of_as_many_layers():
+    policy = POLICIES["layerkv"]()
+    limit = tight_limits(policy)
+    scheduler = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=4), print).scheduler
+    with pytest.raises(ValueError, match="3 layers of small in 4 equal groups"):
+        build_device(scheduler, decoder=small_decoder(3))
+    policy = POLICIES["layerkv"](decode="stream")
+    scheduler = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=4), print).scheduler
+    device = build_device(scheduler)
+    device.memory.check()
+    device.memory.scratch.allocate(2)
+    with pytest.raises(InvariantError, match="2 scratch blocks were not given back"):
+        device.memory.check()
+    device.close()
 
 
 @pytest.fixture

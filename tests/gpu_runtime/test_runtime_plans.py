@@ -11,7 +11,7 @@ from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks  # noqa: E402
 from gpu_runtime.kv.placement import Placement  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
-from sim.engine.changes import Move, Place, Release, Restore, Tier  # noqa: E402
+from sim.engine.changes import Move, Place, Release, Restore, Save, Tier, Uncache  # noqa: E402
 from sim.engine.plan import IterationPlan  # noqa: E402
 from sim.engine.sequence import Sequence  # noqa: E402
 from sim.errors import InvariantError  # noqa: E402
@@ -242,6 +242,8 @@ def test_groups_grow_where_they_are_and_a_reservation_does_not(ids):
         (lambda ids: ids.move((0,), Tier.HOST), "is not reported"),
         (lambda ids: ids.move((0,), Tier.HOST, reported=False)._replace(end_token=8), "2 blocks .* 3 blocks is there"),
         (lambda ids: Release(Sequence(Request(7, 0.0, 1, 1))), "holds no blocks"),
+        (lambda ids: Save(ids.seq), "this device keeps no states on the host"),
+        (lambda ids: Uncache(ids.seq, 4, 1, (0,), 1), "this device keeps KV of all tokens"),
     ],
 )
 def test_what_cannot_be_done_is_refused(ids, change, message):

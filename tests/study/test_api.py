@@ -1,6 +1,8 @@
 """`import kvtwin`: the same runs as the command line's, as tables; its examples run; importing it stays cheap."""
 
+import argparse
 import doctest
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from small_results import flags
 
 import kvtwin
 import kvtwin.api
+from kvtwin import command_line
 from kvtwin.api import _named
 from sim.cost.profile import load_profile
 from sim.errors import UserError
@@ -140,6 +143,49 @@ def test_a_folder_without_its_table_is_told(tmp_path):
     table.unlink()
     with pytest.raises(kvtwin.UserError, match="run the scenario again"):
         kvtwin.load_result(tmp_path)
+
+
+def raising(error: BaseException, before: Exception | None = None) -> argparse.Namespace:
+    """A command that ends in an error, and what it was handling then."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        try:
+            if before is not None:
+                raise before
+        except Exception:
+            raise error  # noqa: B904 - as rich does
+        raise error
+
+    return argparse.Namespace(run=run)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (UserError("two\n lines"), 2, "kvtwin: two\\n lines\n"),
+        (
+            OSError(errno.ENOSPC, "No space"),
+            2,
+            "kvtwin: standard output: [Errno 28] No space; make room, or name another\n",
+        ),
+        (OSError(errno.EDQUOT, "No more", "a"), 2, "kvtwin: [Errno 122] No more: 'a'; make room, or name another\n"),
+        (OSError(errno.EACCES, "Denied"), 2, "kvtwin: [Errno 13] Denied\n"),
+        (KeyboardInterrupt(), 130, "kvtwin: interrupted\n"),
+    ],
+)
+def test_how_a_command_ends_is_told_in_a_line(capsys, error, status, told):
+    assert command_line._run(raising(error)) == status
+    assert capsys.readouterr().err == told
+
+
+def test_a_reader_that_left_ends_a_command_quietly(monkeypatch, capsys):
+    """rich makes an exit of it; another exit stays one."""
+    monkeypatch.setattr(command_line, "_unread", lambda: 141)
+    assert command_line._run(raising(BrokenPipeError())) == 141
+    assert command_line._run(raising(SystemExit(1), before=BrokenPipeError())) == 141
+    with pytest.raises(SystemExit) as end:
+        command_line._run(raising(SystemExit(3)))
+    assert (end.value.code, capsys.readouterr().err) == (3, "")
 
 
 def test_the_examples_in_docstrings_run():

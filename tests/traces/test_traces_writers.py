@@ -14,7 +14,7 @@ from traces.errors import TraceError
 from traces.hash_ids import output_blocks
 from traces.readers import open_trace
 from traces.request import Request
-from traces.writers import STANDARD_OUTPUT, write_trace
+from traces.writers import STANDARD_OUTPUT, write_trace, writing
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=6)
 
@@ -176,6 +176,13 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, plain, late):
     path = tmp_path / "t.csv"
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=environment())
     assert done.returncode and f"{path}: cannot be written (File too large)" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_left_is_no_place_that_cannot_be_written(tmp_path):
+    """The command ends without a word then."""
+    with pytest.raises(BrokenPipeError), writing(tmp_path / "t.csv"):
+        raise BrokenPipeError
     assert list(tmp_path.iterdir()) == []
 
 
