@@ -95,7 +95,7 @@ def fit_relative(
 
     def scaled(parameter: Parameter, value: float) -> float:
         if parameter.log:
-            return float(np.log(value)) if value > 0 else -np.inf
+            return float(np.log(value))
         return value / parameter.start
 
     x = np.array([scaled(p, p.start) for p in parameters.values()])

@@ -108,6 +108,11 @@ def test_show_prints_constants_provenance_errors_and_range(capsys, name):
             tokens, factor = points[-1]
             assert f"\n{kind}matrix products over their roofline, by tokens:\n  1: " in out
             assert f", {tokens:,}: {factor:.3f}\n" in out
+        for gpus, points in profile.all_reduce.items():
+            count, least, most = len(points), points[0][0], points[-1][0]
+            told = f"all-reduces on {gpus} GPUs: {count} points measured, {least:,.0f} to {most:,.0f} bytes"
+            assert f"\n{told}\n" in out
+        assert "\nall-reduces on 2 GPUs: " in out and " points measured, 8,192 to " in out
     else:
         assert "residuals: none" in out
         assert "range seen" not in out

@@ -32,7 +32,7 @@ from calib.fit import check_plausible, fit_profile, with_graphs
 from calib.longest import fit_longest
 from calib.report import fit_markdown
 from calib.robust import Parameter, fit_relative
-from calib.roofline import MOST_EXPONENT, attention_s, complete, fit_roofline, predict_s, ridge_s
+from calib.roofline import MOST_EXPONENT, _parameters, attention_s, complete, fit_roofline, predict_s, ridge_s
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
 from sim.cost.model import ridge
@@ -311,6 +311,27 @@ def test_the_ridge_is_the_simulators(compute_s, memory_s, exponent):
     found = ridge_s(np.array([compute_s]), np.array([memory_s]), exponent)[0]
     assert found == pytest.approx(ridge(compute_s, memory_s, exponent), rel=1e-12)
     assert max(compute_s, memory_s) <= found <= (compute_s + memory_s) * (1 + 1e-12)
+
+
+def test_constants_are_looked_for_where_they_can_be():
+    """Rates anywhere above zero; overheads and padding from zero on; exponents from 1 (one after the other) to 50."""
+    common = {"latency_s": 1.0, "model": "llama-2-7b"}
+    samples = [
+        *(Sample(op="step", **common, num_layers=32, new_tokens=n) for n in (16, 8192)),
+        Sample(op="layers", **common, num_layers=2, batch_size=4, new_tokens=1, context_tokens=99),
+        Sample(op="products", **common, new_tokens=512, decodes=4, decode_context_tokens=99),
+        Sample(op="elementwise", **common, new_tokens=64),
+    ]
+    found = _parameters(terms(samples), np.ones(len(samples)), "")
+    rate, share, overhead = (0.0, np.inf, True), (1 / 50, 1.0, False), (0.0, np.inf, False)
+    assert {name: (p.least, p.most, p.log) for name, p in found.items()} == {
+        **dict.fromkeys(("flops_per_s", "hbm_bytes_per_s", "attention_flops_per_s", "kv_bytes_per_s"), rate),
+        **dict.fromkeys(("overlap", "attention_overlap"), share),
+        **dict.fromkeys(("layer_overhead_s", "step_overhead_s", "kv_padding_tokens"), overhead),
+        "attention_tile_tokens": (1.0, 1024.0, True), "attention_slots": (1.0, np.inf, True),
+        "kv_padding_waves": (0.1, 100.0, True), "attention_padding_tokens": overhead,
+        "elementwise_bytes_per_s": rate, "elementwise_launch_s": overhead,
+    }  # fmt: skip
 
 
 def test_nothing_to_do_takes_no_time_under_the_ridge():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from calib_small import A100, BASE, HARDWARE, THREE, noise, planted, shapes, spec, terms, timed
 
+from calib import quantized
 from calib.fit import fit_profile
 from calib.quantized import fit_quantised
 from calib.roofline import complete, ridge_s
@@ -154,6 +155,16 @@ def test_sizes_off_the_ridge_have_factors_and_leave_the_constants():
     told = {name: value for name, value in PRODUCTS.items() if name != "fp8_layer_overhead_s"}
     assert values(found) == pytest.approx(told, rel=0.05)
     assert found.residuals["unseen_model_fp8_linear_mape"] < 0.02
+
+
+@pytest.mark.parametrize("linear_factors", [None, [(1, 1.2)]])
+def test_factors_of_16_bits_do_not_stand_in_where_own_ones_do_not_pay(monkeypatch, linear_factors):
+    """Samples that lean and that factors predict no better: those of 16 bits are of other kernels."""
+    monkeypatch.setattr(quantized, "leans", lambda *_, **__: True)
+    same = {"fp8_layer_overhead_s": A100["layer_overhead_s"] + ATTENTION_S}
+    found = fit_quantised(exactly(linear(), **same), MODELS, complete(A100), linear_factors)
+    assert found.factors == ({"fp8": [(1, 1.0)]} if linear_factors else {})
+    assert values(found)["fp8_flops_per_s"] == pytest.approx(PRODUCTS["fp8_flops_per_s"], rel=1e-4)
 
 
 def test_nvfp4_is_fitted_beside_fp8_with_constants_of_its_own():

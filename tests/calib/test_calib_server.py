@@ -334,6 +334,58 @@ def test_constants_are_looked_for_within_a_factor_of_30_and_the_peaks():
     assert parameters_of(slow, ["copy_launch_s"])["copy_launch_s"] == Parameter(1e-3, 0.0, 0.03, log=False)
 
 
+HOST, WEIGHTS, PRODUCTS, ATTENTION = "step_overhead_s", "hbm_bytes_per_s", "flops_per_s", "attention_flops_per_s"
+ALL = (HOST, WEIGHTS, PRODUCTS, ATTENTION)
+
+
+def fit_of(is_open, is_hidden=()):
+    """A fit that leaves some constants open whatever else is fitted, and shows nothing of others; what it was asked."""
+    asked = []
+
+    def fit_with(setup, served, known, parameters):
+        assert known == len(served.requests)
+        asked.append(tuple(parameters))
+        shown = [name for name in parameters if name not in is_hidden]
+        left = is_open(asked[-1])
+        return Fit({name: Estimate(1.0, 1e9 if name in left else 1e-9, 0.0, 2.0) for name in shown}, 0.0)
+
+    return fit_with, asked
+
+
+@pytest.mark.parametrize(
+    ("left_open", "hidden", "asked", "untold", "together"),
+    [
+        ((), (), [ALL], [], []),
+        ((), (ATTENTION,), [ALL], [ATTENTION], []),
+        # One is carried over, with what does not show; the rest are fitted again.
+        ((PRODUCTS,), (ATTENTION,), [ALL, (HOST, WEIGHTS)], [ATTENTION, PRODUCTS], []),
+        # Two make up for each other: both stay.
+        ((WEIGHTS, PRODUCTS), (), [ALL], [], [WEIGHTS, PRODUCTS]),
+        ((WEIGHTS, PRODUCTS), (ATTENTION,), [ALL], [ATTENTION], [WEIGHTS, PRODUCTS]),
+    ],
+)
+def test_of_constants_that_are_open_one_is_carried_over(run, left_open, hidden, asked, untold, together):
+    fit_with, found = fit_of(lambda _: left_open, hidden)
+    served = read_served(run)
+    fit, left, open_ended = server_fit._fit_told(setup("vllm-v1"), served, list(ALL), fit_with, is_asked=False)
+    assert (found, left, open_ended) == (asked, untold, together)
+    assert tuple(fit.estimates) == tuple(name for name in asked[-1] if name not in hidden)
+
+
+def test_where_all_are_open_the_first_is_taken_on_trust(run):
+    """Until one is left, which tells nothing alone either; or until the others are told."""
+    served = read_served(run)
+    fit_with, found = fit_of(lambda names: names if HOST in names else ())
+    given = setup("vllm-v1"), served, [HOST, WEIGHTS]
+    _, left, open_ended = server_fit._fit_told(*given, fit_with, is_asked=False)
+    assert (found, left, open_ended) == ([(HOST, WEIGHTS), (WEIGHTS,)], [HOST], [])
+    fit_with, _ = fit_of(lambda names: names)
+    with pytest.raises(UserError, match=rf"does not tell {WEIGHTS} \("):
+        server_fit._fit_told(*given, fit_with, is_asked=False)
+    with pytest.raises(UserError, match=rf"does not tell {HOST}, {WEIGHTS} \("):
+        server_fit._fit_told(*given, fit_with, is_asked=True)
+
+
 def test_kv_leaves_the_weights_beyond_both_intervals():
     """Of a profile whose KV is read at 80 % of the weights' rate."""
     described = setup("vllm-v1")
