@@ -13,9 +13,11 @@ from hypothesis import strategies as st  # noqa: E402
 from runtime_mistakes import check_failures, failing_copies, misled, running_out  # noqa: E402
 from runtime_variants import CONTIGUOUS, policy_of  # noqa: E402
 
+from gpu_runtime import device_memory  # noqa: E402
 from gpu_runtime.kv.block_ids import OutOfBlocks  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
+from gpu_runtime.uncached_tokens import RebuildingPass, UncachedTokens  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, CheckedDevice, small_decoder, tight_limits  # noqa: E402
 from sim.engine.changes import Rebuilt, Uncache  # noqa: E402
@@ -78,6 +80,30 @@ def test_uncached_tokens_come_back_in_every_configuration(monkeypatch, configura
     hosted = -((LAYERS - configuration.recomputed_layers(LAYERS)) // -2)
     for record in found:
         assert record.num_read == sum(tokens // BLOCK_SIZE for _, tokens in record.tokens) * hosted
+
+
+def test_those_that_compute_again_go_together_as_long_as_they_fit(monkeypatch):
+    """As many tokens as a prompt may have; who has more goes alone."""
+    parts, together, most = [], RebuildingPass._together, 48
+    most_again = max(CONFIGURATIONS, key=lambda one: one.recomputed_layers(LAYERS))
+
+    def noted(self, members):
+        parts.append([self._tokens[member.seq] for member in members])
+        return together(self, members)
+
+    class Small(UncachedTokens):
+        def __init__(self, placement, copies, layer_group, budget):
+            super().__init__(placement, copies, layer_group, most)
+
+    monkeypatch.setattr(RebuildingPass, "_together", noted)
+    monkeypatch.setattr(device_memory, "UncachedTokens", Small)
+    served = serve(monkeypatch, repeat(((most_again,), 1.0)), GROWING[:6])
+    assert len(live.check_tokens(served, requests(*GROWING[:6]))) == 6
+    assert all(len(part) == 1 or sum(part) <= most for part in parts)
+    assert any(len(part) > 1 for part in parts) and any(sum(part) == most for part in parts if len(part) > 1)
+    passes = [[tokens for _, tokens in record.tokens] for record in records(served)]
+    assert sum(map(len, passes)) == sum(map(len, parts))
+    assert len(parts) > len([tokens for tokens in passes if tokens])
 
 
 @pytest.mark.parametrize("seed", range(3))
