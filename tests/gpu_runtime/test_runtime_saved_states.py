@@ -32,6 +32,11 @@ def serve(monkeypatch, split, rows=GROWING, **sizes):
     return live.serve(policy, requests(*rows), tight_limits(policy, **sizes), kind=kind, inline_copies=inline)
 
 
+def test_a_split_is_of_all_layers(monkeypatch):
+    with pytest.raises(ValueError, match="3 layers are restored, small has 4"):
+        serve(monkeypatch, LayerSplit(1, 2, 0), ROWS)
+
+
 def restores(served):
     return [change for plan, _, _ in served.plans for change in plan.changes if isinstance(change, Restore)]
 
