@@ -209,6 +209,27 @@ def test_a_broken_part_is_caught(policy) -> None:
         conformance.check(policy, examples=500, shrink=False)
 
 
+class Hoarding(PagedMemory):
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.released: list[Sequence] = []
+
+    def release(self, seq: Sequence) -> None:
+        self.released.append(seq)
+        super().release(seq)
+
+
+@dataclass(frozen=True)
+class HoldsAll(VllmRecompute):
+    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+        return replace(super().parts(limits, deployment), memory=Hoarding(limits))
+
+
+def test_a_part_that_forgets_nobody_is_caught() -> None:
+    with pytest.raises(AssertionError, match="40 of 40 sequences that ended are still held"):
+        conformance.check(HoldsAll(), examples=1)
+
+
 def test_a_broken_admission_is_caught() -> None:
     """Random workloads seldom turn on slack that changes within a jump; those on which LayerKV is pinned do."""
     caught = []

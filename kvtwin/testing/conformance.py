@@ -2,12 +2,16 @@
 
 On random workloads made to be contended and out of order: every request ends once, no block is lost, pools say what a
 recount says, Eq. 5 balances, lanes never overlap themselves, no status is entered from where it may not be, jumping
-changes nothing, and gap statistics equal those of single tokens. `kvtwin.testing.live` has the other clock's half.
+changes nothing, gap statistics equal those of single tokens, and those that ended are forgotten.
+`kvtwin.testing.live` has the other clock's half.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from random import Random
+from types import CodeType, FunctionType, ModuleType
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
@@ -16,13 +20,15 @@ from hypothesis import strategies as st
 from kvtwin.testing.engines import Machine, Outcome, limits, linear_machine, requests, simulate
 from sim.cost.host import Host
 from sim.engine.limits import Limits
-from sim.engine.sequence import Status
+from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.systems.base import Asked, Policy
 from traces.request import Request
 
 TOLERANCE_S = 1e-7
 """How far times of one run may be from another's that differs in rounding alone, s."""
+MOST_HELD = 3
+"""Sequences that may be held after they ended: the last plan's, and whose a block in a cache was."""
 
 gaps = st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3, 2.0])
 rows = st.lists(st.tuples(gaps, st.integers(1, 150), st.integers(1, 60)), min_size=1, max_size=25)
@@ -183,6 +189,37 @@ def check_gaps(outcome: Outcome) -> None:
         np.testing.assert_allclose(value, np.percentile(gaps_s, percentile), rtol=1e-9, atol=1e-9)
 
 
+def check_forgotten(policy: Policy) -> None:
+    """The parts hold few of the sequences that ended: a server runs for months."""
+    draw = Random(0)
+    rows = [(draw.choice((0.0, 0.0, 0.02, 0.3)), draw.randint(1, 150), draw.randint(1, 60)) for _ in range(40)]
+    times_s = accumulate(gap_s for gap_s, *_ in rows)
+    arrivals = requests(*((now_s, prompt, output) for now_s, (_, prompt, output) in zip(times_s, rows, strict=True)))
+    limit = limits_of(policy, limits(gpu=24, host=20, block_size=16, max_model_len=256), 8, 64)
+    if policy.can_cache_prefixes:
+        limit = replace(limit, enable_prefix_caching=True)
+        ids = [range(100 * (request.request_id % 3), -(-request.prompt_tokens // 16)) for request in arrivals]
+        arrivals = [r._replace(hash_ids=tuple(i), hash_block_tokens=16) for r, i in zip(arrivals, ids, strict=True)]
+    outcome = run(policy, Workload(arrivals, limit, linear_machine(limit.block_bytes)))
+    num_held = len(reachable(outcome.scheduler).intersection(outcome.ended))
+    assert num_held <= MOST_HELD, f"{num_held} of {len(rows)} sequences that ended are still held"
+
+
+def reachable(root: object) -> set[Sequence]:
+    """Sequences that an object leads to."""
+    known, waiting, found = {id(root)}, [root], set()
+    for held in waiting:
+        if isinstance(held, Sequence):
+            found.add(held)
+        elif not isinstance(held, type | ModuleType | CodeType):
+            # Of functions what they close over: their module knows everybody.
+            parts = gc.get_referents(held) if not isinstance(held, FunctionType) else held.__closure__ or ()
+            new = [part for part in parts if id(part) not in known]
+            known.update(map(id, new))
+            waiting += new
+    return found
+
+
 def check(
     policy: Policy,
     *,
@@ -201,6 +238,8 @@ def check(
         assert memory is None or isinstance(outcome.scheduler.memory, memory)
 
     over_workloads(policy, one, examples=examples, shrink=shrink, among=among)
+    if among is None:
+        check_forgotten(policy)
 
 
 def check_one(policy: Policy, workload: Workload) -> Outcome:

@@ -1,5 +1,6 @@
 """LayerKV's decisions on cases worked by hand."""
 
+from collections.abc import Callable
 from math import inf
 
 import numpy as np
@@ -290,6 +291,33 @@ def test_nobody_forecasts_with_one_who_was_dropped_since() -> None:
     found = run(policy, workload).scheduler.counters
     assert (found.swap_space_exhausted, found.policy["forecast_shortages"]) == (1, 9)
     check_jumps(policy, workload)
+
+
+def test_a_forecast_counts_whoever_is_expected_to_end_once() -> None:
+    """Also who has left the batch and joined again, with the same end in sight."""
+    arrivals = requests(*((0.01 * i, 20 + 31 * i % 90, 10 + 17 * i % 50) for i in range(30)))
+    seen: list[int] = []
+
+    def observe(scheduler: Scheduler) -> Callable[..., None]:
+        eviction = scheduler.eviction
+        assert isinstance(eviction, LayerOffload)
+        groups, batch = eviction.blocks.groups_on_gpu, scheduler.batch
+
+        def look(*_: object) -> None:
+            ends = dict[int, list[Sequence]]()
+            for seq in batch.members:
+                if (median := seq.predicted_median_tokens - batch.num_generated_of(seq)) > 0:
+                    ends.setdefault(median, []).append(seq)
+            for left, found in ends.items():
+                wanted = sum(batch.num_blocks_of(seq) * len(groups[seq]) for seq in found)
+                seen.append(wanted)
+                assert eviction._predicted_releases(batch.step + left) == wanted
+
+        return look
+
+    policy = LayerKV(equations="paper", predictor="bucket")
+    outcome = simulate(policy, arrivals, limits(gpu=24, host=60), observe=observe)
+    assert sum(seen) and max(seq.num_preemptions for seq in outcome.ended) > 1
 
 
 def test_bucket_predictor_is_right_as_often_as_it_says() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
+from kvtwin.testing.conformance import Workload, check_jumps, run
 from kvtwin.testing.engines import roofline_machine
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
@@ -393,3 +394,12 @@ def test_those_away_who_are_kept_are_counted(monkeypatch):
     monkeypatch.setattr(Park, "_bring_back", compare)
     simulate(Adaptive(mechanism="swap"), crowd(gap_s=0.07), ROOM, machine=linear_machine(swap_s_per_block=0.02))
     assert any(0 < kept < away for kept, away, _ in seen) and any(leaving for *_, leaving in seen)
+
+
+def test_one_iteration_passes_before_who_has_joined_is_looked_at():
+    """A prompt's last chunk lets request 0 join after the step has looked at it: the next step puts it back."""
+    policy, machine = Adaptive(), linear_machine(1.0)
+    limit = limits(gpu=48, host=0, block_size=1, max_model_len=64, seqs=1, tokens=16, chunked=True)
+    workload = Workload(requests((0.0, 1, 34), (0.0, 1, 1)), limit, machine)
+    check_jumps(policy, workload)
+    assert run(policy, workload).by_id()[0].num_preemptions == 13

@@ -19,9 +19,6 @@ from sim.parts.stage.promote import Promote
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
 
-EXPECTED_LIMIT = 4096
-"""Steps with expected ends that are kept before those that have passed are dropped."""
-
 
 class LayerOffload(Recompute):
     """Staged offload ahead of need.
@@ -111,12 +108,8 @@ class LayerOffload(Recompute):
     def _predicted_releases(self, step: int) -> int:
         """Layer-blocks freed as the batch reaches `step` by sequences whose median predicted length ends there."""
         batch, groups = self.batch, self.blocks.groups_on_gpu
-        ending = batch.finishing_at(step) if self.lengths_known else self._expected_at(step)
+        ending = batch.finishing_at(step) if self.lengths_known else self._expected[step]
         return sum(batch.num_blocks_of(seq) * len(groups[seq]) for seq in ending) if ending else 0
-
-    def _expected_at(self, step: int) -> list[Sequence]:
-        members, steps = self.batch.members, self._expected_step
-        return [seq for seq in self._expected.get(step, ()) if steps.get(seq) == step and seq in members]
 
     def joined(self, seq: Sequence) -> None:
         self._full_at = -1
@@ -126,19 +119,20 @@ class LayerOffload(Recompute):
         """Note at which of the batch's steps the median prediction lets `seq` end; the batch knows if it is right."""
         if self.lengths_known:
             return
-        expected, step = self._expected, self.batch.step
-        end = self._expected_step[seq] = step + seq.predicted_median_tokens - self.batch.num_generated_of(seq)
-        if end > step:
-            expected.setdefault(end, []).append(seq)
-        if len(expected) > EXPECTED_LIMIT:
-            self._expected = {key: found for key, found in expected.items() if key > step}
+        self.left(seq)
+        end = self.batch.step + seq.predicted_median_tokens - self.batch.num_generated_of(seq)
+        if end > self.batch.step:
+            self._expected_step[seq] = end
+            self._expected.setdefault(end, []).append(seq)
 
     def moved(self, seq: Sequence) -> None:
         self._expect_end(seq)
 
     def left(self, seq: Sequence) -> None:
-        if not self.lengths_known:
-            self._expected_step.pop(seq, None)
+        if (end := self._expected_step.pop(seq, None)) is not None:
+            self._expected[end].remove(seq)
+            if not self._expected[end]:
+                del self._expected[end]
 
     def _offload_retained(self, shortage: int) -> None:
         """Half of the retained layers, most recently processed sequence first; if that is not enough, all of them."""

@@ -365,8 +365,10 @@ class Triage(Order):
         self._stale = False
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """Until the next tick, if it could change anything."""
+        """Until the next tick, if it could change anything; one iteration if the next looks anew anyway."""
         if self._queue or self.scheduler.eviction.num_out:
+            if self._stale:
+                return 1
             plan.until_s = min(plan.until_s, self._next_tick_s)
         return steps
 
