@@ -274,21 +274,18 @@ def _value(asked: Asked, held: Held) -> float | None:
     if ran is None or ran.result is None:
         return None
     if asked.goal == "load":
-        return offered_per_s(ran)
+        return offered_per_s(ran.result)
     if asked.goal == "goodput":
         return held.most
     price = asked.prices[ran.options.get("gpu", Scenario.gpu)] if asked.goal == "cost" else 1.0
     return ran.num_gpus * price
 
 
-def offered_per_s(ran: Ran) -> float:
+def offered_per_s(result: Mapping[str, Any]) -> float:
     """Requests/s that arrived in a run: its requests over the time from the first arrival to the last.
 
     Of more requests than are kept, over the duration.
     """
-    if ran.result is None:
-        return 0.0
-    result = ran.result
     span_s = result["arrival_span_s"] or result["duration"]
     return result["num_prompts"] / span_s if span_s else 0.0
 

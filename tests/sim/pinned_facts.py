@@ -30,14 +30,18 @@ import sim
 import traces
 from kvtwin.command_line import Parser, build_parser
 from sim import scenario, systems
+from sim.bounds.goodput import goodput_bound
 from sim.bounds.step_price import step_prices
+from sim.bounds.work import least_work
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Constant, load_profile, read_profile
 from sim.engine.changes import Direction
+from sim.engine.limits import Limits, WindowLimits
 from sim.engine.plan import CONTINUED, IterationPlan, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.results.metrics import Goodput
 from sim.specs import hardware
 from sim.specs.hardware import load_hardware
 from sim.specs.json_file import built_in_names

@@ -2,6 +2,7 @@
 
 import warnings
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from small_results import lanes, scenario, small_result
 import sim.results.figures.style
 from sim.results.figures import FIGURES, FigureRun, write_figures
 from sim.results.figures.data import held, time_unit, waiting
+from sim.results.figures.engines import draw_engines
 from sim.results.figures.lanes import busy_shares
 from sim.results.figures.memory import draw_memory, host_in_use_gib
 from sim.results.metrics import EndedRequest
@@ -253,3 +255,12 @@ def test_the_axis_of_what_never_happened_ends_at_one_and_others_where_their_valu
     for runs in ([some], [nobody, some], [some, nobody]):
         low, high = draw_memory(runs).axes[1].get_ylim()
         assert low == 0.0 and 50.0 <= high < 60.0
+
+
+def test_who_has_one_engine_is_said_to_have_no_rows_beside_who_has_several():
+    one = series_of(2, time_s=[0.0, 1.0])
+    several = replace(figure_run("several", series=one), engines=(one, one))
+    axes = draw_engines([several, figure_run("one", series=one)]).axes
+    nothing = ["one engine, or no time series"]
+    assert [[text.get_text() for text in ax.texts] for ax in axes[:4]] == [[], [], nothing, nothing]
+    assert [len(ax.images) for ax in axes[:4]] == [1, 1, 0, 0]

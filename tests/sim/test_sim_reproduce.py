@@ -137,6 +137,20 @@ def test_panels_of_a_row_share_unit_and_scale(slowest_ms: float, name: str, scal
     assert [text.get_text() for text in first.get_legend().get_texts()] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("values", "scale", "rotation"),
+    [([3, 5, 12], "log", 0), ([3, 11], "linear", 0), ([2, 3, 5, 6, 7], "linear", 0), ([1, 2, 3, 4, 5, 6], "log", 35)],
+)
+def test_an_axis_is_logarithmic_from_four_times_on_and_many_ticks_are_turned(values, scale, rotation):
+    claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
+    one = found(claim, {(label, x): 100.0 * x for label in "ab" for x in values})
+    (axis,) = figure_of(Found(msgspec.structs.replace(one.setup, values=values), one.results, {})).axes
+    assert axis.get_xscale() == scale
+    assert [text.get_text() for text in axis.get_xticklabels()] == [str(value) for value in values]
+    assert {text.get_rotation() for text in axis.get_xticklabels()} == {rotation}
+    assert not len(axis.xaxis.get_minorticklocs())
+
+
 def test_bars_carry_their_values():
     one = found(Claim("less", 2.5, "mean_ttft_ms", "a", "b"), TWO)
     setup = msgspec.structs.replace(one.setup, x=None, values=[])

@@ -14,7 +14,7 @@ from sim.results.figures.style import save_figure
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load
-from sim.study.tune import Candidate, Tuned, ranked, read_tune
+from sim.study.tune import ENGINES, Candidate, Tuned, offered_per_s, ranked, read_tune
 from sim.study.tune_report import _engines, _figure, draw, on_front, short_names
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
@@ -29,6 +29,7 @@ def driven(search, ttft_ms, gpus=lambda options: 1):
         except StopIteration as end:
             return end.value, count
         count += 1
+        assert all(type(options[name]) is int for name in ENGINES if name in options)
         result = {"p99_ttft_ms": ttft_ms(options), "completed": 10, "num_prompts": 10}
         ran = Ran(options, gpus(options), Outcome("k", result))
 
@@ -259,6 +260,13 @@ def test_the_best_is_first_and_of_equals_the_one_furthest_from_its_slos(goal, pl
 
     given = [candidate(*it) for it in ((0.0, 50.0), (0.5, 60.0), (None, 0.0), (0.75, 90.0), (0.5, 40.0))]
     assert [given.index(c) for c in ranked(asked, given)] == places
+
+
+def test_load_is_counted_over_the_arrivals_or_the_duration_where_they_are_not_kept():
+    """Of requests that all come at once too; in no time at all there is none."""
+    spans = ((4.0, 9.0, 2.5), (0.0, 5.0, 2.0), (None, 5.0, 2.0), (None, 0.0, 0.0))
+    for span_s, duration_s, per_s in spans:
+        assert offered_per_s({"arrival_span_s": span_s, "duration": duration_s, "num_prompts": 10}) == per_s
 
 
 def test_bars_are_as_long_as_what_candidates_reach():
