@@ -11,7 +11,8 @@ the solver that finds good ones (HiGHS) need not be trusted. Bins are longer tha
 none: instead of all whose terms are positive, the best of those whose prompts fit their windows one after another are
 summed (`most_in_time`: the bins alone are relaxed). The run lasts until the last has arrived and had its own
 iterations, and until the work of all is done: goodput is at most that count over the longer of the two. That holds for
-runs that serve everybody who fits: no engine takes prompts beyond `max_model_len`, which count neither way.
+runs that serve everybody who fits. No engine takes whole prompts beyond `max_model_len`, which count neither way; in
+chunks vLLM 0.5.5 does.
 
 Who decodes holds blocks or streams them from the host, and a seat. Not covered: restoring from hidden states, and
 decoding several tokens at a time.
@@ -64,7 +65,8 @@ def goodput_bound(
     if not prices or not requests or slo == Goodput():
         return None
     work, may_fail = least_work(requests, limits, cost)
-    served = np.array([request.prompt_tokens <= limits.max_model_len for request in requests])
+    most_tokens = np.inf if limits.enable_chunked_prefill else limits.max_model_len
+    served = np.array([request.prompt_tokens <= most_tokens for request in requests])
     prefills, decodes = priced(work, prices, limits, cost)
     arrivals = np.array([request.arrival_s for request in requests])
     outputs = np.array([request.output_tokens for request in requests])

@@ -112,6 +112,17 @@ def test_prompts_that_no_engine_takes_count_neither_way():
     assert bound.least_duration_s == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("name", ["vllm-recompute", "sarathi"])
+def test_prompts_beyond_the_longest_context_count_where_they_are_computed_in_chunks(name):
+    """vLLM 0.5.5 compares a chunk with `max_model_len`, not the prompt."""
+    arrivals = requests((0.0, 19, 5), (0.0, 122, 27), (0.0, 76, 49))
+    policy, slo = POLICIES[name](), Goodput(ttft_s=0.3, tpot_s=0.03)
+    limit = conformance.limits_of(policy, limits(gpu=36, max_model_len=64), 8, 64)
+    outcome = simulate(policy, arrivals, limit, goodput=slo)
+    assert outcome.log.good == 3
+    assert bound_of(arrivals, limit, slo=slo).good_requests == pytest.approx(3.0)
+
+
 def test_who_ends_at_the_longest_context_has_to_be_served():
     """An answer of 30 tokens ends with the tenth: 9 decodes at 0.1 s."""
     machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)
