@@ -29,6 +29,7 @@ import kvtwin
 import sim
 import traces
 from kvtwin.command_line import Parser, build_parser
+from kvtwin.testing import linear_machine
 from sim import scenario, systems
 from sim.bounds.goodput import goodput_bound
 from sim.bounds.step_price import step_prices
@@ -281,7 +282,47 @@ def pool_of(model: ModelSpec, gpu: str, tp: int) -> object:
     )  # fmt: skip
 
 
+SERVED = {
+    "both": Goodput(ttft_s=0.2, tpot_s=0.03), "first tokens": Goodput(ttft_s=0.08), "last tokens": Goodput(e2el_s=0.9),
+    "tokens": Goodput(tpot_s=0.02),
+}  # fmt: skip
+
+
+def crowd() -> list[Request]:
+    """A hundred of all lengths, more than can be served in time; a third shares a prefix with another."""
+    found = []
+    for i in range(100):
+        prompt, ids = 1 + 37 * i * i % 700, (1, 2 + i % 5, 100 + i) if i % 3 == 0 else ()
+        found.append(
+            Request(i, 7.0 + 0.03 * i + (1.5 if i > 60 else 0.0), prompt, 1 + 13 * i % 90, "", ids, 16 * bool(ids))
+        )
+    ends = (1024, 1), (1023, 1), (1025, 4), (1000, 30), (9, 2000), (1000, 400), (1000, 410)
+    return found + [Request(100 + i, 11.0, *lengths) for i, lengths in enumerate(ends)]
+
+
+def bounds() -> Iterator[str]:
+    """What requests need at least, and the goodput that nobody exceeds."""
+    requests, known = crowd(), {label: (model, cost) for label, model, cost in costs()}
+    machine = linear_machine()
+    known["linear"] = machine.model, machine.cost
+    for label in ("linear", "llama-2-7b on 1 t4", "gemma-2-9b on 2 t4", "llama-3.1-70b, tiles"):
+        model, cost = known[label]
+        tokens = model.kv_format().window
+        window = None if tokens is None else WindowLimits(tokens)
+        for blocks, seats in ((90, 256), (2000, 16)):
+            limit = Limits(blocks, 0, 16, 2.0**21, 1024, seats, 2048, window=window)
+            work, may_fail = least_work(requests, limit, cost)
+            sums = [round(float(column.sum()), 6) for column in work]
+            yield f"{label}, {blocks} blocks: work {rounded(sums)}, {int(may_fail.sum())} may fail"
+            for name, slo in SERVED.items():
+                for engines in (1, 2) if name == "both" else (1,):
+                    found = goodput_bound(requests, limit, cost, slo, engines)
+                    told = None if found is None else [f"{value:.5g}" for value in found]
+                    yield f"{label}, {blocks} blocks, {engines} engines, {name}: {told}"
+
+
 PINNED = {
+    "bounds": bounds,
     "defaults": defaults, "numbers": numbers, "flags": flags, "mixes": mixes, "models": models, "pools": pools,
     "prices": prices,
 }  # fmt: skip
