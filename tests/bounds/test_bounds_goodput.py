@@ -123,6 +123,15 @@ def test_prompts_beyond_the_longest_context_count_where_they_are_computed_in_chu
     assert bound_of(arrivals, limit, slo=slo).good_requests == pytest.approx(3.0)
 
 
+def test_who_may_all_be_refused_take_no_time_and_of_nobody_there_is_no_bound():
+    """A prompt that leaves no block free may be refused as it comes."""
+    cost = linear_machine().cost
+    assert goodput_bound([], limits(), cost, SLO) is None
+    bound = bound_of(requests((0.0, 10, 1)), limits(gpu=2))
+    assert (bound.least_duration_s, bound.goodput) == (0.0, np.inf)
+    assert bound_of(requests((0.0, 10, 1)), limits(gpu=3)).least_duration_s > 0.0
+
+
 def test_who_ends_at_the_longest_context_has_to_be_served():
     """An answer of 30 tokens ends with the tenth: 9 decodes at 0.1 s."""
     machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)
