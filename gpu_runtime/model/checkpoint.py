@@ -22,7 +22,6 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: DecoderConfig, device: torch.device | str, dtype: torch.dtype) -> None:
         """Look through the files; UserError for one that cannot be read or a tensor missing, misshapen or unknown."""
-        self._folder = folder
         self._config = config
         self._device = device
         self._dtype = dtype

@@ -116,6 +116,14 @@ def test_fixed_is_fixed_and_infinity_is_at_once():
     assert [r[:4] for r in requests] == [(0, 0.0, 7, 8), (1, 0.0, 7, 8), (2, 0.0, 7, 8)]
 
 
+@pytest.mark.parametrize(("ratio", "longest"), [(0.0, 100 + 128 + 256), (0.5, 100 + 192 + 384)])
+def test_a_first_turn_has_room(ratio, longest):
+    options = {"num_prompts": 1, "shared_prefix": 100, "range_ratio": ratio}
+    assert len(list(generate("sessions", max_context=longest, **options))) == 1
+    with pytest.raises(TraceError, match=f"max_context {longest - 1} is too small; a .* up to {longest} tokens"):
+        generate("sessions", max_context=longest - 1, **options)
+
+
 def test_a_seed_draws_what_it_always_drew():
     """numpy's gamma distribution of the seeds [0, 0] and [3, 0], a request a second; 512 and 128 tokens."""
     drawn = [list(generate("fixed", num_prompts=3, seed=seed)) for seed in (0, 3)]

@@ -109,6 +109,11 @@ def test_a_gap_of_a_millisecond_is_that_of_a_token(tmp_path):
     assert read_served(write(tmp_path, data)).gaps_s[1] == (0.0625, 0.125)
 
 
+def test_the_clock_of_a_result_may_begin_at_0(tmp_path):
+    trace = open_trace(write(tmp_path, RESULT | {"start_times": [0.5, 0.0, 1.0, 2.0]}))
+    assert [request[:4] for request in trace] == [(0, 0.0, 20, 1), (1, 0.5, 10, 3), (2, 2.0, 40, 2)]
+
+
 def test_a_result_without_times_is_no_trace(tmp_path):
     path = write(tmp_path, without("start_times"))
     with pytest.raises(TraceError, match="field start_times is missing; this version of vLLM does not save them"):
