@@ -29,9 +29,9 @@ from sim.specs.models import ModelSpec
 Models = Mapping[str, ModelSpec]
 
 LEAST_SAMPLES = 3
+"""Fewer cannot tell a constant from chance."""
 TIMED = ("layers", "products", "step")
 """Operations that say what a whole prompt or decode takes."""
-"""Fewer cannot tell a constant from chance."""
 
 
 @dataclass(frozen=True)
