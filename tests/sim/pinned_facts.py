@@ -147,11 +147,13 @@ def told(value: object) -> str:
 
 
 def flags() -> Iterator[str]:
-    """Of every command: what has to be given, and numbers that count where nothing is."""
+    """Of every command: what it is for, what has to be given, and numbers that count where nothing is."""
 
     def of(parser: argparse.ArgumentParser, words: str) -> Iterator[str]:
         if isinstance(parser, Parser):
             parser.format_help()
+        if parser.description:
+            yield f"{words}: {parser.description.split('. ')[0]}"
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for name, inner in action.choices.items():

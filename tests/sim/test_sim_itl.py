@@ -79,3 +79,10 @@ def test_long_jumps_are_folded_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch
 
 def test_no_gaps_no_statistics() -> None:
     assert GapCollector().statistics((50.0,)) is None
+
+
+def test_what_is_folded_at_once_has_so_many_iterations_or_is_one_run(monkeypatch):
+    monkeypatch.setattr(itl, "PIECE", 2)
+    for counts, lengths in (([1] * 6, [2, 2, 2]), ([1, 9, 1, 1], [1, 1, 2]), ([3], [1]), ([], [])):
+        table = np.array([(0.1, 0.0, count, 1) for count in counts]).reshape(-1, 4)
+        assert [len(piece) for piece in itl._pieces(table)] == lengths
