@@ -102,6 +102,12 @@ def test_every_rank_of_lengths_counted_by_value():
     assert (one.mean, one.std, one.min, one.p50, one.p90, one.p99, one.max, one.total) == (7, 0, 7, 7, 7, 7, 7, 7)
 
 
+def test_requests_at_once_have_no_rate():
+    found = summarize([Request(i, 3.0, 5, 6) for i in range(2)]).to_dict()
+    assert [found[name] for name in ("duration_s", "interval_mean_s", "shared_stamps")] == [0.0, 0.0, 0.5]
+    assert [found[name] for name in ("request_rate", "interval_cv", "correlation")] == [None] * 3
+
+
 def test_one_request_and_none():
     summary = summarize([Request(0, 3.0, 5, 6)])
     assert summary.requests == 1
