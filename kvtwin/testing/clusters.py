@@ -11,6 +11,7 @@ from sim.clock.assembly import member_class, mixed_pools, routers_of, turns_of
 from sim.clock.cluster import Cluster
 from sim.clock.conducted import Prices, conductor_of
 from sim.clock.hand_overs import HandOvers
+from sim.clock.instance import Observer
 from sim.clock.member import Member
 from sim.clock.pipeline import Pipeline, VirtualEngine
 from sim.cost.pricing import Lanes
@@ -59,8 +60,12 @@ def simulate_pools(
     jump: bool = True,
     checked: bool = True,
     stages: tuple[int, int] = (1, 1),
+    observer: Observer | None = None,
 ) -> ClusterOutcome:
-    """Run `prefill` engines that hand over to `decode` engines, whose limits and pipelines' stages may differ."""
+    """Run `prefill` engines that hand over to `decode` engines, whose limits and pipelines' stages may differ.
+
+    `observer` hears of every plan of all of them.
+    """
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     outcome = ClusterOutcome([])
@@ -70,6 +75,8 @@ def simulate_pools(
         own = limit if role == "prefill" or decode_limit is None else decode_limit
         count = stages[role == "decode"]
         _add_engine(outcome, env, policy, own, machine, gaps, source, count, jump=jump, checked=checked, role=role)
+    for member in outcome.members:
+        member.observer = observer
     front = range(prefill * stages[0])
     decoders = range(len(front), len(outcome.members))
     options, pools = options_among((policy,), MixedPoolOptions), None
@@ -127,13 +134,16 @@ def simulate_replicas(
     jump: bool = True,
     checked: bool = True,
     stages: int = 1,
+    observer: Observer | None = None,
 ) -> ClusterOutcome:
-    """Run one engine for each policy behind a router; `stages` of a pipeline each."""
+    """Run one engine for each policy behind a router; `stages` of a pipeline each. `observer` as in `simulate_pools`."""
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     env, outcome, gaps = simpy.Environment(), ClusterOutcome([]), GapCollector()
     for policy in policies:
         _add_engine(outcome, env, policy, limit, machine, gaps, source, stages, jump=jump, checked=checked)
+    for member in outcome.members:
+        member.observer = observer
     env.run(until=env.process(Cluster(env, outcome.members, source, to_pipelines(router, stages)).serve()))
     return outcome
 

@@ -3,7 +3,7 @@
     python tests/sim/pinned_clusters.py      # writes golden/clusters.txt anew
 
 The workloads are those of `pinned_schedules`. A line has where requests ended and when the last did, and a digest of
-every request's times, every lane's intervals and every counter.
+every plan, every request's times, every lane's intervals and every counter.
 """
 
 import random
@@ -22,6 +22,7 @@ from kvtwin.testing import Machine, limits
 from kvtwin.testing.clusters import ClusterOutcome, simulate_pools, simulate_replicas
 from kvtwin.testing.conformance import limits_of
 from sim.clock.closed_loop import ClosedLoop
+from sim.clock.instance import Observer
 from sim.engine.limits import Limits
 from sim.policy_options import parse_policy
 from sim.prepare import PIPELINED_BATCHINGS
@@ -86,7 +87,7 @@ def has_stages(policy: Policy) -> bool:
     return plain and names["batching"] in PIPELINED_BATCHINGS
 
 
-def run(name: str, place: int) -> ClusterOutcome:
+def run(name: str, place: int, observer: Observer) -> ClusterOutcome:
     """The `place`-th of a kind; in every third run few requests are in flight at a time."""
     text, _, router = name.partition(" ")
     policy, rng = parse_policy(text, {})[1], random.Random(f"clusters {place}")
@@ -98,16 +99,20 @@ def run(name: str, place: int) -> ClusterOutcome:
     if router:
         policies = [policy] * rng.choice((2, 3))
         found = ROUTERS[router](place)
-        return simulate_replicas(policies, found, source, limit, machine=machine, checked=False, stages=stages[0])
+        return simulate_replicas(
+            policies, found, source, limit, machine=machine, checked=False, stages=stages[0], observer=observer
+        )
     return simulate_pools(
         policy, source, limit, prefill=rng.choice((1, 2)), decode=rng.choice((1, 2, 3)),
         bytes_per_s=rng.choice((1e6, 2e7, 1e9)), machine=machine, checked=False, stages=stages,
+        observer=observer,
     )  # fmt: skip
 
 
 def answer(name: str, place: int) -> str:
     """What is pinned of a run."""
-    outcome, told = run(name, place), teller()
+    told, plans = teller(), []
+    outcome = run(name, place, lambda plan, start_s, times: plans.append(told((start_s, times, plan))))
     ends = [
         (number, seq.first_scheduled_s, seq.first_token_s, seq.finish_s, seq.num_preemptions, seq.status, seq.error)
         for number, seq in sorted(outcome.by_id().items())
@@ -122,7 +127,7 @@ def answer(name: str, place: int) -> str:
     ]
     ended = [sum(where == i for _, where in outcome.ended) for i in range(len(outcome.members))]
     last_s = max(seq.finish_s for seq, _ in outcome.ended)
-    digest = sha256(repr(told((ends, sorted(outcome.places().items()), engines))).encode()).hexdigest()[:12]
+    digest = sha256(repr((plans, told((ends, sorted(outcome.places().items()), engines)))).encode()).hexdigest()[:12]
     return f"{ended} ended, {last_s:.6g} s, {digest}"
 
 
