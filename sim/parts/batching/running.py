@@ -63,12 +63,10 @@ class Running(Batching):
         self.by_priority = isinstance(scheduler.order, Priority)
 
     def _longest_chunk(self) -> int:
-        """Most tokens of one prompt in this step; 0: the budget alone says."""
-        if not self.threshold:
-            return 0
+        """Most tokens of one prompt in this step."""
         requests = len(self.running) + len(self.order) + self.num_paused
-        if requests <= 1:
-            return 0
+        if not self.threshold or requests <= 1:
+            return self.budget
         return max(self.threshold, self.budget // requests) if self.adaptive else self.threshold
 
     def _run_running(self, plan: IterationPlan) -> int:
@@ -142,10 +140,8 @@ class Running(Batching):
                 continue
             chunk = 1
             if seq in partials:
-                chunk = seq.num_tokens - seq.num_computed
-                if 0 < longest < chunk:
-                    chunk = longest
-                chunk = self.paged.cut_chunk(seq, seq.num_computed, min(chunk, budget))
+                chunk = min(seq.num_tokens - seq.num_computed, longest, budget)
+                chunk = self.paged.cut_chunk(seq, seq.num_computed, chunk)
                 if not chunk:
                     continue
             elif takes_whole_blocks and (seq.batch_offset + step) % size > 1:

@@ -42,10 +42,7 @@ class Unified(Running):
         while budget > 0 and order.waiting and len(self.running) < limits.max_num_seqs:
             seq = order.head()
             cached = memory.cached_tokens(seq)
-            chunk = seq.num_tokens - cached
-            if 0 < longest < chunk:
-                chunk = longest
-            chunk = memory.cut_chunk(seq, cached, min(chunk, budget))
+            chunk = memory.cut_chunk(seq, cached, min(seq.num_tokens - cached, longest, budget))
             if not chunk:
                 return
             keep_free = self.watermark_blocks if self.running else 0

@@ -115,10 +115,7 @@ class UnifiedOffloading(Unified):
                 passed.append(order.pop())
                 self._unsure = True
                 continue
-            chunk = seq.num_tokens - cached
-            if 0 < longest < chunk:
-                chunk = longest
-            chunk = min(chunk, budget)
+            chunk = min(seq.num_tokens - cached, longest, budget)
             tokens = cached + (external or chunk)
             if not self._has_room_for(plan, seq, tokens, loads=bool(external)):
                 self._stopped = True
@@ -151,10 +148,7 @@ class UnifiedOffloading(Unified):
                 seq.num_computed = num_computed
             elif seq.num_computed < self.kv_holding[seq]:
                 continue
-            chunk = seq.num_tokens - seq.num_computed
-            if 0 < longest < chunk:
-                chunk = longest
-            chunk = min(chunk, budget)
+            chunk = min(seq.num_tokens - seq.num_computed, longest, budget)
             tokens = seq.num_computed + chunk
             wanted = memory.blocks_missing(seq, seq.num_tokens if self.reserve_whole_prompt else tokens)
             if wanted + self._keep_free > memory.gpu.free:
