@@ -83,10 +83,61 @@ def test_what_is_left_is_the_mean_of_what_longer_outputs_had():
     assert history.left_after(100) == pytest.approx(25)
 
 
+def test_at_least_a_token_is_left():
+    """Before anything has ended 256 are expected of each; later a quarter more of who outlives all."""
+    history = LengthHistory()
+    for generated, left in ((255, 1), (256, 1), (254, 2), (300, 1)):
+        assert history.left_after(generated) == history.all_left_after(np.array([float(generated)]))[0] == left
+    history.add(4)
+    for generated, left in ((3, 1), (4, 1), (2, 2), (5, 1.25), (100, 25)):
+        assert history.left_after(generated) == history.all_left_after(np.array([float(generated)]))[0] == left
+    for _ in range(1000):
+        history.add(10)
+    # The first of 1001 is forgotten.
+    assert history.left_after(3) == 7
+
+
+def test_what_is_left_of_many_is_what_is_left_of_each():
+    seq = Sequence(Request(0, 0.0, 90, 10**6))
+    cases = [
+        (lower, median, generated)
+        for lower, median in ((300, 300), (257, 384), (1, 0))
+        for generated in (0, 60, 100, 250, 283, 284, 285, 299, 300, 301, 367, 368, 369, 383, 384, 1000)
+    ]
+    for longest in (100, 120, 386, np.inf):
+        price = RequestPrice(linear_machine().cost, limits(), longest=longest)
+        price.history.add(70)
+        expected = []
+        for seq.predicted_lower_tokens, seq.predicted_median_tokens, generated in cases:
+            expected.append(price.tokens_left(seq, generated))
+        lower, median, generated = np.array(cases, float).T
+        assert price.all_tokens_left(median, lower == median, generated, 90 + generated).tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("lower", "median", "generated", "left"),
-    [(300, 300, 290, 10), (257, 384, 100, 284), (257, 384, 380, 64), (1, 8, 40, 16), (300, 300, 400, 1)],
-    ids=["exact", "class", "class nearly spent", "class long spent", "exact, and wrong"],
+    [
+        (300, 300, 290, 10),
+        (257, 384, 368, 16),
+        (257, 384, 369, 64),
+        (257, 384, 367, 17),
+        (1, 40, 32, 16),
+        (257, 384, 100, 284),
+        (257, 384, 380, 64),
+        (1, 8, 40, 16),
+        (300, 300, 400, 1),
+    ],
+    ids=[
+        "exact",
+        "16 left",
+        "fewer left",
+        "more left",
+        "few generated",
+        "class",
+        "class nearly spent",
+        "class long spent",
+        "exact, and wrong",
+    ],
 )
 def test_predictions_are_trusted_as_long_as_they_can_be(lower, median, generated, left):
     seq = Sequence(Request(0, 0.0, 10, 10**6))

@@ -37,17 +37,18 @@ from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.specs.hardware import load_hardware
 from sim.specs.kv_format import KVLayers
+from sim.specs.models import load_model
 from sim.systems import POLICIES
 from sim.systems.base import Policy
 from traces.request import Request
 
 SCHEDULES = GOLDEN / "schedules.txt"
-RUNS, RUNS_OF_PAIRS = 14, 5
-"""Of each system, and of each in `PAIRS`."""
+RUNS, RUNS_OF_PAIRS, RUNS_OF_BUSY = 14, 5, 10
+"""Of each system, and of each in `PAIRS` and in `BUSY`."""
 WINDOWED = (
     "vllm-recompute", "vllm-swap", "sarathi", "sarathi:eviction=swap", "fastgen", "vllm-v1",
     "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority", "vllm-v1:watermark=0.1",
-    "vllm-v1:long-prefill-token-threshold=20",
+    "vllm-v1:long-prefill-token-threshold=20", "vllm-recompute:batching=sglang",
 )  # fmt: skip
 """These also with layers that keep a window."""
 DEEP = (
@@ -58,6 +59,12 @@ DEEP = (
     "ellm:layer-order=contiguous,layers-per-block=1,least-uncached-ratio=0.5", "layerkv", "hcache", "kvpr",
 )  # fmt: skip
 """These with a model of 40 layers: on one of four it seldom pays to leave tokens uncached."""
+BUSY = (
+    "adaptive:ttft-slo-ms=400,tpot-slo-ms=26,async-scheduling=true",
+    "adaptive:predictor=oracle,ttft-slo-ms=1500,tpot-slo-ms=45",
+    "adaptive:predictor=none,ttft-slo-ms=800,tpot-slo-ms=32,patience-s=3,async-scheduling=true",
+)
+"""These also with more requests, for a while, than they can serve in time."""
 PAIRS = {
     "layerkv": (
         "order=triage order=lpm order=dfs-weight order=prefix-groups order=priority batching=request-level "
@@ -87,12 +94,14 @@ def names() -> list[str]:
     more = (f"{name}:{options}" for name, variants in VARIANTS.items() for options in variants)
     pairs = (f"{name}:{part}" for name, parts in PAIRS.items() for part in parts.split())
     return [*dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)), *(f"{name} windowed" for name in WINDOWED),
-            *(f"{name} deep" for name in DEEP), *pairs]  # fmt: skip
+            *(f"{name} deep" for name in DEEP), *(f"{name} busy" for name in BUSY), *pairs]  # fmt: skip
 
 
 def runs_of(name: str) -> int:
     """How many are pinned of a system."""
     system, _, part = name.partition(":")
+    if name.endswith(" busy"):
+        return RUNS_OF_BUSY
     return RUNS_OF_PAIRS if part in PAIRS.get(system, "").split() else RUNS
 
 
@@ -145,8 +154,44 @@ def with_windows(rng: random.Random, work: Workload, policy: Policy) -> Workload
     return Workload(work.arrivals, limit, Machine(model, cost, plain.profile, plain.hardware))
 
 
+def busy(policy: Policy, place: int) -> Workload:
+    """Short requests and long ones, half of them in bursts, and a lull.
+
+    In two runs everything happens at multiples of 10 ms, so that much is due exactly then; in two the contexts are long
+    and the card computes tiles of rows, so that prompts may go alone.
+    """
+    rng = random.Random(f"busy {place}")
+    is_tied, is_long = place in (6, 7), place in (8, 9)
+    found: list[Request] = []
+    now_s, gap_s, times = 0.0, rng.choice((0.06, 0.1, 0.16)), 8 if is_long else 1
+    for i in range(130):
+        now_s += 12.0 if i == 100 else 0.0 if rng.random() < 0.3 else rng.expovariate(1.0 / gap_s)
+        asked = times * (rng.randint(400, 1500) if rng.random() < 0.1 else rng.randint(8, 200))
+        answered = rng.randint(150, 500) if rng.random() < 0.2 else rng.randint(1, 80)
+        first = rng.choice((7, 8, 0, 0))
+        ids = tuple(range(first, first + -(-asked // 16))) if first else ()
+        found.append(Request(i, round(now_s, 1) if is_tied else now_s, asked, answered, "", ids, 16 if ids else 0))
+    block_bytes, length = 16 * 131072.0, 2048 * times
+    blocks, host = times * rng.choice((130, 170, 300)), rng.choice((20, 100, 1000))
+    limit = limits(blocks, host, max_model_len=length, block_bytes=block_bytes)
+    limit = limits_of(policy, limit, rng.choice((10, 24, 256)), rng.choice((256, 512, 2048)))
+    limit = replace(limit, enable_prefix_caching=policy.can_cache_prefixes and place % 2 == 0)
+    link_s = rng.choice((3e-4, 3e-3, 0.05))
+    if is_long:
+        model, hardware = load_model("llama-3.1-8b"), load_hardware("l20")
+        profile = read_profile(GOLDEN / "l20-profile.json")
+        return Workload(found, limit, Machine(model, build_cost(model, hardware, profile, 1, block_bytes), profile,
+                                              hardware))  # fmt: skip
+    if is_tied:
+        return Workload(found, limit, linear_machine(block_bytes, prefill=(0.02, 0.0, 0.0), decode=(0.02, 0.0, 0.0),
+                                                     swap_s_per_block=0.01))  # fmt: skip
+    return Workload(found, limit, linear_machine(block_bytes, swap_s_per_block=link_s))
+
+
 def workload(policy: Policy, place: int, kind: str = "") -> Workload:
-    """The `place`-th, `windowed`, `deep` or plain; the same for all systems but for what their limits refuse."""
+    """The `place`-th of a kind or plain; the same for all systems but for what their limits refuse."""
+    if kind == "busy":
+        return busy(policy, place)
     rng = random.Random(f"schedules {place}")
     block, length = rng.choice((4, 16)), rng.choice((64, 256))
     blocks = length // block * rng.randint(10, 40) // 16

@@ -345,7 +345,6 @@ class Triage(Order):
         self.changed = self._stale or now_s >= self._next_tick_s - TIE_S
         if not self.changed:
             return
-        self._stale = False
         self._next_tick_s = TICK_S * (floor((now_s + TIE_S) / TICK_S) + 1)
         self.is_quiet = bool(self._arrivals) and now_s > self._arrivals[-1][0] + QUIET_S - TIE_S
         iteration_s = self.iteration_s()
