@@ -11,6 +11,7 @@ from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.engines import Outcome
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.parts.offload import host_cache
 from sim.parts.offload.block_chain import BlockChain, NamedChain
 from sim.parts.offload.fences import Fence, FencedStack
 from sim.parts.offload.host_cache import HostCache
@@ -241,6 +242,19 @@ def test_an_offer_does_not_push_its_own_chunks_out():
     stored(cache, (1, 2))
     assert cache.offer(Access((1, 2, 3)), range(3)) is None
     assert cache.get(1) and cache.get(2)
+
+
+def test_of_many_offers_the_last_are_counted(monkeypatch):
+    """Three keys' offers are counted: the longest not offered is forgotten, none of those just offered."""
+    monkeypatch.setattr(host_cache, "MOST_OFFERED", 3)
+    cache = HostCache(9, store_threshold=2)
+    assert [cache.offer(Access(keys), range(len(keys))) for keys in ((1, 2, 3), (3, 4))] == [[], [0]]
+    # 1 has made room for 4; 5, 6 and 7 for all that were counted; 8 found no more room.
+    assert sorted(cache.keys()) == [2, 3, 3, 4]
+    assert cache.offer(Access((5, 6, 7, 8)), range(4)) == []
+    assert sorted(cache.keys()) == [3, 5, 6, 7]
+    assert cache.offer(Access((8, 7)), range(2)) == [1]
+    assert cache.offer(Access((8, 2)), range(2)) == [0]
 
 
 def test_arc_keeps_what_is_used_again_from_one_long_scan():

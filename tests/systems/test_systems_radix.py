@@ -138,6 +138,17 @@ def test_who_waits_starts_when_less_growth_is_expected(jump):
     assert num_decodes_before(outcome, 1) == 29
 
 
+@pytest.mark.parametrize("jump", [True, False])
+def test_of_a_long_answer_4096_tokens_are_expected_at_most(jump):
+    """5,100 tokens. The first has 20 + 5,000, the second wants 20 + 3,000.
+
+    After k decodes 5,080 - k are free, and of the 4,999 - k to come 4,096 count: 5,080 - k - (0.7 - 0.001 k) * 4,096 is
+    3,017.8 at k = 260 and 3,020.9 at k = 261.
+    """
+    outcome = simulate(Radix(), plain((0.0, 20, 5000), (0.001, 20, 3000)), radix_limits(5100), jump=jump)
+    assert num_decodes_before(outcome, 1) == 261
+
+
 def test_caution_and_what_is_asked_for_keep_who_waits_out():
     """The least ratio times 10 is 1: all that the first may generate is kept room for. Asking for as much does, too."""
     rows = plain((0.0, 20, 1000), (0.001, 300, 100))
