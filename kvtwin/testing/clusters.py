@@ -136,7 +136,7 @@ def simulate_replicas(
     stages: int = 1,
     observer: Observer | None = None,
 ) -> ClusterOutcome:
-    """Run one engine for each policy behind a router, a pipeline of `stages` each; `observer` as in `simulate_pools`."""
+    """Run one engine for each policy behind a router, a pipeline of `stages` each; `observer` hears of every plan."""
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     env, outcome, gaps = simpy.Environment(), ClusterOutcome([]), GapCollector()
