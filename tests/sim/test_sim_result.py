@@ -501,3 +501,19 @@ def test_the_same_scenario_gives_the_same_bytes_in_another_process(tmp_path, pol
     assert kvtwin.main(["run", *words, "--out", str(tmp_path / "c"), "--seed", "1"]) == 0
     another = files_of(tmp_path / "c")
     assert [name for name in one if one[name] == another[name]] == []
+
+
+@pytest.mark.parametrize("rows", [0, 2, 4, 5])
+def test_a_table_of_any_number_of_rows_can_be_read(rows, tmp_path, monkeypatch):
+    """In groups of two, none of which is empty but that of an empty table."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    monkeypatch.setattr(ParquetTable, "ROWS_PER_GROUP", 2)
+    table = ParquetTable(tmp_path / "t.parquet", ("id", "text", "s"))
+    given = [(i, f"{i} é", 0.5 * i) for i in range(rows)]
+    for row in given:
+        table.write(row)
+    table.close()
+    found = parquet.ParquetFile(tmp_path / "t.parquet")
+    assert [tuple(row.values()) for row in found.read().to_pylist()] == given
+    assert found.schema.names == ["id", "text", "s"]
+    assert found.num_row_groups == max(1, -(-rows // 2))
