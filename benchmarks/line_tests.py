@@ -48,6 +48,11 @@ def owners(path: Path) -> tuple[dict[int, int], int]:
     return prober.owner, prober.count
 
 
+def file_of(test: str) -> str:
+    """Of a test."""
+    return test.partition("::")[0]
+
+
 class LineTests:
     """The map of a tree in a folder: for each text of a test file, what its tests executed and their seconds.
 
@@ -72,15 +77,19 @@ class LineTests:
         name = f"{test.removesuffix('.py').replace('/', '-')}-{digest(self._root / test)}-{self._most_s:g}s.json"
         return self._folder / name
 
-    def is_known(self, test: str) -> bool:
-        """Whether a file with this text has been recorded."""
-        return self._place(test).exists()
+    def is_known(self, test: str, collected: Iterable[str] | None = None) -> bool:
+        """Whether a file with this text has been recorded, and its tests, whose parameters may be of another file."""
+        place = self._place(test)
+        if collected is None or not place.exists():
+            return place.exists()
+        notes = json.loads(place.read_text())
+        return {*notes["seconds"], *notes["skipped"]} == {name for name in collected if file_of(name) == test}
 
     def gather(self, test: str, server: Server) -> None:
         """Record a test file."""
-        tests = [name for name in server.tests if name.partition("::")[0] == test]
+        tests = [name for name in server.tests if file_of(name) == test]
         told = server.ask(Run(tests, self._most_s, FILE_LIMIT_S))[1]
-        seconds = dict.fromkeys(tests, math.inf)
+        seconds, skipped = dict.fromkeys(tests, math.inf), [name for name, _, end, _ in told if end == "skipped"]
         hits: dict[str, dict[str, str]] = defaultdict(dict)
         for name, took_s, end, bits in told:
             seconds[name] = round(took_s, 4) if end != "failed" else math.inf
@@ -88,13 +97,15 @@ class LineTests:
                 part = bits[self.first[path] : self.first[path] + owners(self._root / path)[1]]
                 if any(part):
                     hits[path][name] = f"{int(part[::-1].translate(DIGITS), 2):x}"
-            if end == "skipped":
-                del seconds[name]
+        for name in skipped:
+            del seconds[name]
         digests = {path: digest(self._root / path) for path in hits}
         for path, text in digests.items():
             if not (self._folder / text).exists():
                 (self._folder / text).write_bytes((self._root / path).read_bytes())
-        self._place(test).write_text(json.dumps({"seconds": seconds, "digests": digests, "hits": hits}))
+        self._place(test).write_text(
+            json.dumps({"seconds": seconds, "skipped": skipped, "digests": digests, "hits": hits})
+        )
 
     def load(self, tests: Iterable[str]) -> None:
         """Read what is known of test files."""

@@ -34,7 +34,7 @@ import forked_pytest
 import probes
 import pytest
 from collected import Change, Run, Server, fix_hypothesis
-from line_tests import LineTests
+from line_tests import LineTests, file_of
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,11 +239,6 @@ def is_after(test: str, path: str) -> bool:
     return bool(words) and set(words) <= set(re.split(r"\W|_", path))
 
 
-def file_of(test: str) -> str:
-    """Of a test."""
-    return test.partition("::")[0]
-
-
 def first_few(seconds: dict[str, float]) -> list[str]:
     """The fastest, of few files."""
     few, files, left_s = [], set(), FIRST_S
@@ -383,7 +378,7 @@ class Worker:
 
 def gather_here(test: str) -> None:
     """What a test file executes."""
-    if not Worker.known.is_known(test):
+    if not Worker.known.is_known(test, Worker.asked().tests):
         Worker.known.gather(test, Worker.asked())
 
 

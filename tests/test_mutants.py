@@ -156,6 +156,24 @@ def test_faults_are_decided_and_the_tree_is_whole_again(tmp_path):
     assert (root / "sim/half.py").read_text() == (tmp_path / "cache/tree-0/sim/half.py").read_text() == SOURCE
 
 
+def test_tests_whose_parameters_have_changed_are_recorded_anew(tmp_path):
+    """They stand beside the test file, whose text is as it was."""
+    root = tmp_path / "root"
+    lay(
+        root,
+        test=TEST.format(refused=4).replace(
+            "def test_half():", "@pytest.mark.parametrize('n', CASES)\ndef test_half(n):"
+        ),
+    )
+    test = root / "tests/test_half.py"
+    test.write_text(f"from cases import CASES\n{test.read_text()}")
+    for name in ("one", "other"):
+        (root / "tests/cases.py").write_text(f"CASES = [{name!r}]\n")
+        subprocess.run(["git", "add", "."], cwd=root, check=True)
+        told = run(root, "--seed", "1", "--out", f"{name}.jsonl").communicate(timeout=300)[0]
+        assert "9 caught" in told.splitlines()[-1], name
+
+
 COUNTING = """
 from pathlib import Path
 Path({note!r}).open("a").write("imported ")
