@@ -147,7 +147,7 @@ def told(value: object) -> str:
 
 
 def flags() -> Iterator[str]:
-    """Of every command: what it is for, what has to be given, and numbers that count where nothing is."""
+    """Of every command: what it is for, its options, and what counts where they are not given."""
 
     def of(parser: argparse.ArgumentParser, words: str) -> Iterator[str]:
         if isinstance(parser, Parser):
@@ -158,9 +158,12 @@ def flags() -> Iterator[str]:
             if isinstance(action, argparse._SubParsersAction):
                 for name, inner in action.choices.items():
                     yield from of(inner, f"{words} {name}")
-            elif action.required or counts(action.default):
-                value = "required" if action.required else action.default
-                yield f"{words} {'/'.join(action.option_strings) or action.dest} = {value}"
+            else:
+                names = "/".join(action.option_strings) or action.dest
+                choices = action.choices and [*action.choices]
+                shape = [type(action).__name__.strip("_"), action.nargs, action.metavar, choices]
+                default = "required" if action.required else action.default
+                yield f"{words} {names} {told(shape)} = {default if not callable(default) else default.__name__}"
 
     yield from of(build_parser(), "kvtwin")
 
