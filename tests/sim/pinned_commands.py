@@ -93,8 +93,10 @@ def commands() -> dict[str, tuple[str, ...]]:
         "compare": (f"compare {TWO} {CROWD} --out o", "report o"),
         "report": (f"run --policy mooncake {TURNS} {POOLS} --out o --timeline", "report o"),
         "compare three": (f"compare {TWO} --policy vllm-v1 {TURNS} --out o --replicas 2",),
-        "explain": (f"run --policy vllm-swap {CROWD} --out o --timeline",
-                    *(f"explain o --request {request}" for request in (3, 20))),
+        **{f"explain {policy}": (f"run --policy {policy} {more} --out o --timeline",
+                                 *(f"explain o --request {request}" for request in range(30)))
+           for policy, more in (("vllm-swap", CROWD), ("layerkv", CROWD), ("adaptive", CROWD),
+                                ("mooncake", f"{TURNS} {POOLS}"))},
         **{name: (f"{name.split()[0]} study.toml --out o --jobs 1",) for name in STUDIES},
         "trace": (trace, "trace list", "trace inspect t.jsonl", "trace convert t.jsonl -o t.csv --clip 600"),
         "workloads": tuple(f"trace generate {name} --num-prompts 9 --seed 3 -o {name}.jsonl" for name in WORKLOADS),
