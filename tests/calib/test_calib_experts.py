@@ -259,6 +259,14 @@ def test_as_dense_is_what_a_profile_without_constants_says(name):
         assert found == pytest.approx(whole_s, rel=0.1)
 
 
+def test_what_lies_between_products_passes_memory_once():
+    """Three tokens of two experts each, 4 wide on each of two GPUs: 6 x (gate, up, product) x 4 x 2 bytes = 144."""
+    profile = load_profile("h100-imported")
+    slow = structs.replace(profile.constants["elementwise_bytes_per_s"], value=1.0)
+    profile = structs.replace(profile, constants={**profile.constants, "elementwise_bytes_per_s": slow})
+    assert as_dense_s(profile, [sample(3, (8, 8, 2, 16), tp=2)]) == pytest.approx(144.0, abs=0.01)
+
+
 def test_bytes_of_weights_are_those_of_checkpoints():
     assert WEIGHT_BYTES[""] == load_model("qwen3-30b-a3b").expert_dtype_bytes
     assert WEIGHT_BYTES["fp8"] == load_model("minimax-m2.5").expert_dtype_bytes

@@ -229,6 +229,12 @@ def test_damaged_files_are_named(tmp_path, capsys, name, text, told):
     assert error.startswith(f"kvtwin: {path}: ") and told in error and error.count("\n") == 1
 
 
+def test_a_comparison_of_numbers_that_are_none_is_named(tmp_path):
+    (tmp_path / saved.COMPARISON_FILE).write_text('{"policies": [], "bound": NaN}')
+    with pytest.raises(UserError, match=f"{saved.COMPARISON_FILE}: not JSON .NaN is not a finite number"):
+        read_sections([tmp_path])
+
+
 def test_numbers_that_no_figure_can_show_are_told():
     with pytest.raises(UserError, match="beyond what a figure can show"):
         _in_script({"x": [1.0, float("inf")]})
