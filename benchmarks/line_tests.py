@@ -77,13 +77,14 @@ class LineTests:
         name = f"{test.removesuffix('.py').replace('/', '-')}-{digest(self._root / test)}-{self._most_s:g}s.json"
         return self._folder / name
 
-    def is_known(self, test: str, collected: Iterable[str] | None = None) -> bool:
+    def is_known(self, test: str, collected: Iterable[str]) -> bool:
         """Whether a file with this text has been recorded, and its tests, whose parameters may be of another file."""
-        place = self._place(test)
-        if collected is None or not place.exists():
-            return place.exists()
+        if not (place := self._place(test)).exists():
+            return False
         notes = json.loads(place.read_text())
-        return {*notes["seconds"], *notes["skipped"]} == {name for name in collected if file_of(name) == test}
+        # Maps of before say nothing of tests that were skipped.
+        known = {*notes["seconds"], *notes.get("skipped", ())}
+        return known == {name for name in collected if file_of(name) == test}
 
     def gather(self, test: str, server: Server) -> None:
         """Record a test file."""
@@ -110,8 +111,8 @@ class LineTests:
     def load(self, tests: Iterable[str]) -> None:
         """Read what is known of test files."""
         for test in tests:
-            if self.is_known(test):
-                notes = json.loads(self._place(test).read_text())
+            if (place := self._place(test)).exists():
+                notes = json.loads(place.read_text())
                 self.seconds |= notes["seconds"]
                 for path, text in notes["digests"].items():
                     found = self._hits.setdefault(path, {}).setdefault(text, {})

@@ -6,7 +6,7 @@
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine
-from kvtwin.testing.conformance import DECODES, Workload, check_one, limits_of
+from kvtwin.testing.conformance import DECODES, Workload, limits_of
 from sim.systems.base import Policy
 from traces.request import Request
 
@@ -51,8 +51,3 @@ def conversations(draw: st.DrawFn, policy: Policy) -> Workload:
         swap_s_per_block=draw(st.sampled_from([1e-4, 3e-3, 0.05])),
     )
     return Workload(found, limit, machine)
-
-
-def check(policy: Policy, workload: Workload) -> None:
-    """All that `conformance.check` holds a system to, on one workload."""
-    check_one(policy, workload)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_systems_cachedattention import A, B, C, turn
 
 from kvtwin.testing import limits, linear_machine, simulate
-from kvtwin.testing.conversations import check, conversations
+from kvtwin.testing.conformance import check_one
+from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
 from sim.errors import UserError
 from sim.parts.memory.on_disk import DiskTieredMemory
@@ -145,7 +146,7 @@ def test_conversations_keep_to_what_every_system_must(text):
     @settings(max_examples=25, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
     @given(workload=conversations(policy))
     def over(workload):
-        check(policy, replace(workload, limits=replace(workload.limits, enable_prefix_caching=True)))
+        check_one(policy, replace(workload, limits=replace(workload.limits, enable_prefix_caching=True)))
 
     over()
 

@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from test_systems_cachedattention import turn
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
+from kvtwin.testing.conformance import check_one
 from kvtwin.testing.conformance import run as run_workload
-from kvtwin.testing.conversations import check, conversations
+from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
 from sim.cost.host import Host
 from sim.engine.limits import Deployment, Limits
@@ -166,7 +167,7 @@ def test_conversations_keep_to_what_every_system_must(text):
     @settings(max_examples=25, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
     @given(workload=conversations(policy))
     def over(workload):
-        check(policy, workload)
+        check_one(policy, workload)
         check_tokens(run_workload(policy, workload))
 
     over()
@@ -210,7 +211,7 @@ def test_a_broken_promise_is_caught():
     @settings(max_examples=300, deadline=None, database=None, suppress_health_check=(HealthCheck.too_slow,))
     @given(workload=conversations(policy))
     def over(workload):
-        check(policy, workload)
+        check_one(policy, workload)
 
     with pytest.raises(Exception):  # noqa: B017 - one failure or several
         over()
