@@ -13,6 +13,7 @@ TICKS_PER_S = 10_000_000
 # number this large rounds to the whole tick, so that differences of stamps are exact decimals.
 _FIRST_DAY = 1e13
 _MINUTE = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T]([01]\d|2[0-3]):([0-5]\d):", re.ASCII)
+_SECONDS = re.compile(r"(?:[0-5]\d(?:\.\d{1,9})?\n)+", re.ASCII)
 _SECOND = re.compile(r"([0-5]\d(?:\.\d{1,9})?) ?(Z|UTC|([+-])(\d\d):?(\d\d))?", re.ASCII)
 
 
@@ -36,10 +37,10 @@ class StampClock(dict[str, float]):
 
     def ticks(self, stamps: Iterable[str]) -> list[float]:
         """Return the ticks of stamps that carry no zone (or whose zone was cut off). Raises `ValueError`."""
-        seconds = [float(stamp[17:]) for stamp in stamps]
-        if not 0.0 <= min(seconds) <= max(seconds) < 60.0:
-            raise ValueError("seconds out of range")
-        return [self[stamp[:17]] + second * TICKS_PER_S for stamp, second in zip(stamps, seconds, strict=True)]
+        seconds = [stamp[17:] for stamp in stamps]
+        if not _SECONDS.fullmatch("\n".join(seconds) + "\n"):
+            raise ValueError("seconds are not written as they should be")
+        return [self[stamp[:17]] + float(second) * TICKS_PER_S for stamp, second in zip(stamps, seconds, strict=True)]
 
     def tick(self, stamp: str) -> float:
         """Return the ticks of one stamp, with or without a zone. Raises `ValueError`."""
