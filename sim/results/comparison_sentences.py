@@ -157,4 +157,6 @@ def _percent(share: float | None) -> str:
 
 def factor_text(factor: float) -> str:
     """A ratio as printed: `0.25x`, more digits where it is small, none where it is large."""
-    return f"{factor:.2f}x" if 0.095 <= factor < 100.0 else f"{factor:.2g}x" if factor < 0.095 else f"{factor:,.0f}x"
+    if factor >= 100.0:
+        return f"{factor:,.0f}x"
+    return f"{factor:.2f}x" if factor >= 0.095 else f"{factor:.2g}x"

@@ -55,8 +55,8 @@ def _cdf(
         )
     axis: Json = {"title": {"text": f"{title}, {unit}"}}
     kept_s = [values for *_, values in shown] + ([] if slo_s is None else [np.array([slo_s])])
-    if wants_log(kept_s) or (slo_s is not None and slo_s > MOST_ROOM * longest_s):
-        least_s, most_s = min(float(v[0]) for v in kept_s), max(float(v[-1]) for v in kept_s)
+    least_s, most_s = min(float(v[0]) for v in kept_s), max(float(v[-1]) for v in kept_s)
+    if least_s > 0.0 and (wants_log(kept_s) or most_s > MOST_ROOM * longest_s):
         axis |= _log_axis(least_s / unit_s, most_s / unit_s)
     layout: Json = {"xaxis": axis, "yaxis": {"title": {"text": "requests, %"}, "range": [0, 101]}, "height": 330}
     if slo_s is not None:
