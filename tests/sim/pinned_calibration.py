@@ -8,7 +8,6 @@ Numbers of fits have three digits: a solver's last ones differ between machines.
 import contextlib
 import io
 import json
-import re
 import sys
 import tempfile
 from collections import Counter
@@ -22,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "calib"))
 
 import msgspec
 import numpy as np
+import pinned_imports
+import pinned_server
 from calib_small import A100, copies, noisy, planted, shapes
 from measure_small import GPU
-from pinned import GOLDEN, digest, rounded
+from pinned import GOLDEN, digest, rough, rounded
 from test_calib_cli import steps_table, vidur_tables
 from test_calib_llmservingsim import write_kernels
 
@@ -114,13 +115,6 @@ def tables() -> Iterator[str]:
             yield f"{name} {rounded(table) if isinstance(table, int | float | str) else digest(table)}"
 
 
-def rough(text: str) -> str:
-    """Numbers with three digits; days and digests of files left out."""
-    text = text.replace(str(GOLDEN), "GOLDEN")
-    text = re.sub(r"\b[0-9a-f]{64}\b", "SHA256", re.sub(r"\b\d{4}-\d\d-\d\d\b", "DAY", text))
-    return re.sub(r"(?<![\w.-])[-+]?\d+\.\d+(e[-+]?\d+)?", lambda found: f"{float(found[0]) or 0.0:.3g}", text)
-
-
 def everything() -> list[Sample]:
     """Of every operation: whole steps, the head, what is recomputed, all-reduces, copies of all kinds."""
     models = ("llama-2-7b", "llama-3.1-8b")
@@ -184,7 +178,10 @@ def fits() -> Iterator[str]:
             yield from (rough(line) for line in path.read_text().splitlines())
 
 
-PINNED = {"plans": plans, "terms": terms, "tables": tables, "fits": fits}
+PINNED = {
+    "plans": plans, "terms": terms, "tables": tables, "fits": fits,
+    **pinned_imports.PINNED, **pinned_server.PINNED,
+}  # fmt: skip
 
 
 def main() -> None:
