@@ -111,8 +111,6 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if against is not None:
         from gpu_runtime.twin.against import validate_against  # noqa: PLC0415
 
-        for name in OWN:
-            vars(arguments).pop(name, None)
         return validate_against(arguments, against)
     options, own = _own_options(arguments)
     from gpu_runtime.twin.probe import Probe  # noqa: PLC0415

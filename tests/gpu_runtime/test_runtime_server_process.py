@@ -239,6 +239,7 @@ def asked(arguments, monkeypatch, capsys, *more):
     def refuse(setup, table, keep, decoder, live_options, codec, options, bound, *, folder, announce):
         announce()
         bound.close()
+        assert (setup.scenario.gpu, setup.scenario.workload) == ("cpu", "http")
         found.append((options, live_options, codec, folder))
         raise UserError("no more")
 

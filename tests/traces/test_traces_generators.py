@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from traces.errors import TraceError
 from traces.generators import WORKLOADS, generate
-from traces.lengths import fit, load_model
+from traces.lengths import fit, length_model, load_model
 from traces.readers import open_trace
 from traces.request import Request
 from traces.summary import summarize
@@ -109,6 +109,17 @@ def test_fit_recovers_a_model_from_its_own_sample():
     assert fitted["arrivals"]["cv"] == pytest.approx(model.burstiness**-0.5, rel=0.03)
     with pytest.raises(TraceError, match="too few"):
         fit(generate("fixed", num_prompts=99))
+
+
+@pytest.mark.parametrize("correlation", [-0.8, 0.6, 0.95])
+def test_fit_recovers_how_lengths_go_together(correlation):
+    """Of scores from which the lengths were made; a log-normal's tokens go together less than their logarithms do."""
+    model = length_model((0.001, 0.5, 0.999), (5, 100, 2000), (10, 200, 4000), correlation)
+    prompts, outputs = model.sample(np.random.default_rng(3), 4000)
+    requests = [
+        Request(i, float(i), *lengths) for i, lengths in enumerate(zip(prompts.tolist(), outputs.tolist(), strict=True))
+    ]
+    assert fit(requests)["copula_correlation"] == pytest.approx(correlation, abs=0.03)
 
 
 def test_fixed_is_fixed_and_infinity_is_at_once():

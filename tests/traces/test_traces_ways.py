@@ -1,7 +1,7 @@
 """What is read does not depend on the way of reading; stamps, shared ids and blocks by hand."""
 
 import contextlib
-from itertools import accumulate
+from itertools import accumulate, product
 from math import inf
 
 import pytest
@@ -9,7 +9,7 @@ from pinned_traces import HEADERS, NAMED, ROWS, TIMES, TOKENS, USUAL, files, lax
 
 from traces import files as trace_files
 from traces.csv_reader import CsvReader
-from traces.hash_ids import num_shared, output_blocks
+from traces.hash_ids import hashes_fit, num_shared, output_blocks, output_hashes_fit
 from traces.jsonl_reader import JsonlReader
 from traces.stamps import StampClock
 
@@ -99,3 +99,15 @@ def test_stamps_beyond_a_minute_are_refused_all_together():
     for seconds in ("60", "-1", "nan", str(inf)):
         with pytest.raises(ValueError, match=r".*"):
             clock.ticks([f"2023-11-16 00:00:{seconds}"])
+
+
+def test_ids_fit_that_name_every_full_block():
+    for block, prompt, output, named, more in product((1, 2, 3), range(1, 8), range(1, 6), range(9), range(1, 8)):
+        full, begun = prompt // block, len({token // block for token in range(prompt)})
+        assert hashes_fit(prompt, (7,) * named, block) == (named in (0, full, begun))
+        # The block of the last token of all may go without a name.
+        after = len({token // block for token in range(prompt + output)}) - begun
+        fits = named == begun and more in (after, after - 1)
+        assert output_hashes_fit(prompt, output, (7,) * named, block, (8,) * more) == fits
+    assert hashes_fit(5, (), 0) and not hashes_fit(5, (1,), 0)
+    assert output_hashes_fit(5, 5, (), 0, ()) and not output_hashes_fit(5, 5, (1,), 0, (2,))
