@@ -132,12 +132,12 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
 def _prices(given: object, study: Study) -> dict[str, float]:
     """Price of an hour by GPU; UserError where one is missing or no price."""
     where = f"{study.where}: tune.price"
-    gpus = {str({**study.fixed, **point}.get("gpu", Scenario.gpu)) for point in study.points}
+    gpus = sorted({str({**study.fixed, **point}.get("gpu", Scenario.gpu)) for point in study.points})
     if given is None:
         return {}
     table = given if isinstance(given, dict) else dict.fromkeys(gpus, given)
     found = {gpu: convert(f"{where} {gpu}", price, float) for gpu, price in table.items()}
-    for gpu in sorted(gpus):
+    for gpu in gpus:
         if not found.get(gpu, 0.0) > 0:
             raise UserError(f"{where}: {gpu} has none above 0; write price = {{ {gpu} = 1.5 }}")
     return found

@@ -10,7 +10,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -132,14 +132,14 @@ TUNED: dict[str, Mapping[str, Any]] = {
 def read() -> Iterator[str]:
     """Files, as they are read or refused."""
     for name, table in SWEEPS.items():
-        found = attempt(lambda table=table: read_study(table, "sweep", "study.toml"))
+        found = attempt(read_study, table, "sweep", "study.toml")
         yield f"sweep of {name}: {found!r}"
         if isinstance(found, Study):
             yield repr([dict(options_at(found, point, repeat)) for point in found.points[:3] for repeat in (0, 1)])
     for name, table in MAPPED.items():
-        yield f"map of {name}: {attempt(lambda table=table: read_map(table, 'study.toml'))!r}"
+        yield f"map of {name}: {attempt(read_map, table, 'study.toml')!r}"
     for name, table in TUNED.items():
-        yield f"tune of {name}: {attempt(lambda table=table: read_tune(beside(table), 'study.toml'))!r}"
+        yield f"tune of {name}: {attempt(read_tune, beside(table), 'study.toml')!r}"
     for result in ({"a_ms": 2.0}, {"a_ms": 2.1}, {"a_ms": None}):
         yield repr([Slo("a_ms", 2.0).met(result), Slo("a_ms", 2.0).at_least])
 
@@ -150,9 +150,10 @@ def beside(table: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in FIXED.items() if name not in axes} | dict(table)
 
 
-def attempt(of: Any) -> object:
+def attempt(of: Callable[..., object], *given: object, **named: object) -> object:
+    """What a function gives, or how it refuses."""
     try:
-        return of()
+        return of(*given, **named)
     except UserError as error:
         return str(error)
 
@@ -306,7 +307,7 @@ def changed() -> Iterator[str]:
         {"max_num_seqs": 200, "max_num_batched_tokens": 210},
     ):  # fmt: skip
         given = {"workload": "sharegpt", "gpu": "l20", **options}
-        yield f"{options}: {attempt(lambda given=given: changes(given))!r}"
+        yield f"{options}: {attempt(changes, given)!r}"
 
 
 # -- maps and tables ---------------------------------------------------------------------------------------------------
@@ -382,14 +383,22 @@ def tables() -> Iterator[str]:
 PINNED = {"read": read, "searches": searches, "tunes": tunes, "changed": changed, "maps": maps, "tables": tables}
 
 
-def lines_of(name: str) -> Iterator[str]:
+Kinds = Mapping[str, Callable[[], Iterator[str]]]
+
+
+def lines_of(name: str, kinds: Kinds) -> Iterator[str]:
     """What is pinned of a kind."""
     yield f"== {name}"
-    yield from (line.rstrip() for line in PINNED[name]())
+    yield from (line.rstrip() for line in kinds[name]())
+
+
+def write(path: Path, kinds: Kinds) -> None:
+    """All of them, one after another."""
+    path.write_text("\n".join(line for name in kinds for line in lines_of(name, kinds)) + "\n")
 
 
 def main() -> None:
-    STUDIES.write_text("\n".join(line for name in PINNED for line in lines_of(name)) + "\n")
+    write(STUDIES, PINNED)
 
 
 if __name__ == "__main__":

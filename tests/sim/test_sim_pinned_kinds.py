@@ -1,0 +1,18 @@
+"""Setups and studies are those pinned in `golden/*.txt`, a part for each kind (`make pins` renews them)."""
+
+from itertools import zip_longest
+
+import pinned_setups
+import pinned_studies
+import pytest
+
+FILES = {pinned_setups.SETUPS: pinned_setups.PINNED, pinned_studies.STUDIES: pinned_studies.PINNED}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, kinds in FILES.items() for name in kinds])
+def test_what_is_read_asked_for_and_told_is_what_is_pinned(path, name):
+    pinned = path.read_text().splitlines()
+    begins = [place for place, line in enumerate(pinned) if line.startswith("== ")]
+    (own,) = (pinned[a:b] for a, b in zip(begins, [*begins[1:], None], strict=True) if pinned[a] == f"== {name}")
+    for found, told in zip_longest(pinned_studies.lines_of(name, FILES[path]), own):
+        assert found == told, "if that is meant: make pins"
