@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "sim"), str(HERE)]
 
 import msgspec  # noqa: E402
-import pinned_server  # noqa: E402
+import pinned_answers  # noqa: E402
 import torch  # noqa: E402
 from pinned import digest, rounded  # noqa: E402
 from runtime_variants import CONTIGUOUS, STREAM, TIERED, TREES, policy_of  # noqa: E402
@@ -306,7 +306,7 @@ def moving() -> Iterator[str]:
         yield from carried_out(variant, ALIKE[:6], True, **SIZES[number % 2])
 
 
-TOPICS = {"fitting": fitting, "configuring": configuring, "moving": moving} | pinned_server.TOPICS
+TOPICS = {"fitting": fitting, "configuring": configuring, "moving": moving} | pinned_answers.TOPICS
 
 
 def lines(topic: Callable[[], Iterable[str]]) -> list[str]:
