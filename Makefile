@@ -31,7 +31,7 @@ fuzz: $(VENV)/dev
 
 # After a change of what users are told that is meant: read the difference before it is committed.
 pins: $(VENV)/dev
-	for part in tests/sim/pinned*.py; do $(BIN)/python $$part || exit 1; done
+	for part in tests/*/pinned*.py; do $(BIN)/python $$part || exit 1; done
 
 # Hours; goes on where it was interrupted. Other faults with another seed: `make mutants SEED=2`.
 SEED ?= 1

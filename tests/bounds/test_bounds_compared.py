@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from small_results import flags
+from small_results import flags, small_result
 
 from kvtwin import main
-from sim.bounds.compared import _served_all, best_bound
+from sim.bounds.compared import _served_all, best_bound, bounds_of
 from sim.bounds.lifted import LIFTED, with_infinite_memory
 from sim.errors import UserError
 from sim.policy_options import parse_policy
@@ -66,6 +66,32 @@ def test_where_there_is_none_it_is_refused(changes):
     with pytest.raises(UserError, match="--bound: "):
         best_bound([setup])
     assert best_bound([setup], asked=False) is None
+
+
+def test_one_engine_without_a_bound_leaves_none_for_all():
+    """The greatest of those known would be none of the other's."""
+    setups = [setup_of("vllm-recompute"), setup_of("vllm-recompute", replace(CROWDED, cost_form="paper"))]
+    for both in (setups, setups[::-1]):
+        assert best_bound(both, asked=False) is None
+        with pytest.raises(UserError, match="--bound: prices of these forms have no linear ones below them; leave"):
+            best_bound(both)
+
+
+def test_a_bound_that_nobody_asked_for_is_of_few_requests(monkeypatch):
+    """60 requests: below the limit of 61 there is one, at 60 none; who asks has it at any number, who refuses never."""
+    setup = setup_of("vllm-recompute")
+    monkeypatch.setattr("sim.bounds.compared.BY_DEFAULT", 61)
+    known = best_bound([setup], asked=False)
+    assert known is not None
+    result = small_result(policy="a", num_prompts=9, completed=9, request_goodput=None)
+    found = bounds_of([setup], [result], bound=None, lifted=False)
+    assert found is not None and found.goodput_bound == known.goodput and found.lifted == {}
+    assert found.bound_shares == {"a": 0.0}
+    monkeypatch.setattr("sim.bounds.compared.BY_DEFAULT", 60)
+    assert best_bound([setup], asked=False) is None
+    assert best_bound([setup]) == known
+    assert bounds_of([setup], [], bound=False, lifted=False) is bounds_of([], [], bound=True, lifted=False) is None
+    assert bounds_of([setup], [], bound=None, lifted=False) is None
 
 
 def test_lifting_leaves_the_setup_as_it_was():

@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -206,6 +207,11 @@ def told(setup: Setup) -> str:
 
 def setups() -> Iterator[str]:
     """A grid of what is asked for, and what becomes of it."""
+    two = {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": 50.0}
+    for model, more in product(("gemma-2-9b", "mistral-7b-v0.1", "llama-2-7b"), ({}, {"enable_prefix_caching": True})):
+        label, policy = parse_policy("vllm-v1:stage=hand-over", {})
+        found = attempt(prepare, build_scenario({**WORKLOAD, **two, "model": model, **more}), label, policy)
+        yield f"{model} {more}: {found.warnings if isinstance(found, Setup) else found}"
     for place in range(PREPARED):
         rng = random.Random(f"setup {place}")
         scenario = scenario_of(rng)

@@ -1,12 +1,17 @@
-"""Setups and studies are those pinned in `golden/*.txt`, a part for each kind (`make pins` renews them)."""
+"""Bounds, routes, setups and studies are those pinned in `golden/*.txt`, a part a kind (`make pins` renews them)."""
 
 from itertools import zip_longest
 
+import pinned_bounds
+import pinned_routes
 import pinned_setups
 import pinned_studies
 import pytest
 
-FILES = {pinned_setups.SETUPS: pinned_setups.PINNED, pinned_studies.STUDIES: pinned_studies.PINNED}
+FILES = {
+    pinned_bounds.BOUNDS: pinned_bounds.PINNED, pinned_routes.ROUTES: pinned_routes.PINNED,
+    pinned_setups.SETUPS: pinned_setups.PINNED, pinned_studies.STUDIES: pinned_studies.PINNED,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, kinds in FILES.items() for name in kinds])

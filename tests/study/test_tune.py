@@ -1,6 +1,7 @@
 """`tune`: searches end where a threshold was planted, the limit that was planted is the one that binds."""
 
 import json
+import re
 import warnings
 from itertools import pairwise
 
@@ -314,7 +315,8 @@ def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     stored = kvtwin.tune(study | {"tune": {**study["tune"], "storage": url}}, tmp_path, jobs=1)
     assert stored.table.equals(first.table)
-    assert [len(optuna.load_study(study_name=s, storage=url).trials) for s in optuna.get_all_study_names(url)] == [6]
+    (name,) = optuna.get_all_study_names(url)
+    assert len(optuna.load_study(study_name=name, storage=url).trials) == 6 and re.fullmatch("[0-9a-f]{16}", name)
 
 
 @pytest.mark.parametrize(
