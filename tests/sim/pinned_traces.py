@@ -139,7 +139,7 @@ def reading() -> Iterator[str]:
         yield f"-- {name}"
         for what, data in files(name):
             yield f"{what}: {read(data, **lax(name))}"
-        for at, field in product((0, 1), range(3)):
+        for at, field in product((0, 2), range(3)):
             for value in TIMES if not field else TOKENS:
                 rows = [list(row) for row in USUAL]
                 rows[at][field] = value
