@@ -1,8 +1,9 @@
-"""Bounds, routes, setups and studies are those pinned in `golden/*.txt`, a part a kind (`make pins` renews them)."""
+"""What bounds, routes, setups and others are is pinned in `golden/*.txt`, a part a kind (`make pins` renews them)."""
 
 from itertools import zip_longest
 
 import pinned_bounds
+import pinned_interruptions
 import pinned_routes
 import pinned_setups
 import pinned_studies
@@ -10,6 +11,7 @@ import pytest
 
 FILES = {
     pinned_bounds.BOUNDS: pinned_bounds.PINNED, pinned_routes.ROUTES: pinned_routes.PINNED,
+    pinned_interruptions.INTERRUPTIONS: pinned_interruptions.PINNED,
     pinned_setups.SETUPS: pinned_setups.PINNED, pinned_studies.STUDIES: pinned_studies.PINNED,
 }  # fmt: skip
 
