@@ -143,6 +143,22 @@ def test_outputs_are_stored_where_that_is_asked_for():
         assert outcome.scheduler.counters.tiers["host"].hit_tokens == tokens, asked
 
 
+def test_a_decode_takes_no_block_that_its_load_has_brought():
+    """Blocks of one token. 0's 22 are on the host; 1 and 2 say the same and load seven each, 2 when 1 has computed two.
+
+    At 17 and 15 tokens the 32 blocks are full. 2 goes, with 16 tokens known, and loads all; it computes the last.
+    """
+    ids = tuple(range(23))
+    talks = [Request(i, now_s, 7, 16, "", ids[:7], 1, ids[7:]) for i, now_s in enumerate((0.0, 1.0, 1.0))]
+    policy = VllmV1(cpu_chunks=100, load_s_per_block=1e-4, store_s_per_block=0.0, offload_outputs=True,
+                    async_scheduling=False)  # fmt: skip
+    limit = limits(gpu=32, max_model_len=24, tokens=64, block_size=1)
+    outcome = simulate(policy, talks, limit, machine=MACHINE)
+    assert outcome.scheduler.counters.preemptions == 1
+    tier = outcome.scheduler.counters.tiers["host"]
+    assert (tier.stored_blocks, tier.num_loads, tier.hit_tokens) == (22, 3, 6 + 6 + 15)
+
+
 def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
     again = [named(i, i / 1.0, (1, 2, 3, 4)) for i in range(3)]
     outcome = run(*again, gpu=6, caching=False, store_threshold=3)

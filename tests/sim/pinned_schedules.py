@@ -239,7 +239,12 @@ def teller() -> Callable[[object], object]:
 
 def answer(policy: Policy, place: int, kind: str = "") -> str:
     """What is pinned of a run."""
-    work, told, plans = workload(policy, place, kind), teller(), []
+    return observed(policy, workload(policy, place, kind), place)
+
+
+def observed(policy: Policy, work: Workload, place: int) -> str:
+    """A line: figures, and a digest of all that was decided; odd places are asked to tell what becomes of blocks."""
+    told, plans = teller(), []
 
     def watch(scheduler: Scheduler) -> Callable[[IterationPlan, float, StepTimes], None]:
         if place % 2:

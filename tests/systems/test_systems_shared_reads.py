@@ -185,6 +185,16 @@ def test_who_comes_later_is_planned_later():
     assert starts(simulate(BatchLLM(), rows, limit)) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("jump", [True, False])
+def test_a_plan_is_of_those_who_came_first_though_a_batch_runs_to_its_end(jump):
+    """0 runs alone until both others are there: 1 came first and is a plan of its own, though 2 has a longer answer."""
+    rows = prompts((0.0, 1, 32, 4, 20), (0.1, 2, 32, 4, 4), (0.2, 3, 32, 4, 90))
+    policy = parse_policy("batchllm:batching=request-level", {})[1]
+    outcome = simulate(policy, rows, shared_limits(1000), jump=jump)
+    begins = [[chunk.seq.request.request_id for chunk in plan.chunks] for plan, _, _ in outcome.plans if plan.chunks]
+    assert begins == [[0], [1], [2]]
+
+
 def test_parts_that_do_not_go_together_say_so():
     deployment = linear_machine().deployment
     for text in ("vllm-v1:order=prefix-groups", "vllm-v1:memory=prefix-groups"):

@@ -1,14 +1,25 @@
 """`RequestLevel`: a batch of requests runs to its end before the next one starts (FasterTransformer)."""
 
+from typing import TYPE_CHECKING
+
 from sim.engine.plan import IterationPlan
+from sim.parts.base import Order, overrides
 from sim.parts.batching.prefill_first import PrefillFirst
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
 
 
 class RequestLevel(PrefillFirst):
     """Prompts are admitted, all in one step, only when nobody is running."""
 
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        # An empty queue may be planned anew as soon as somebody is there.
+        self._order_prepares = overrides(scheduler.order, "prepare", Order)
+
     def fill(self, plan: IterationPlan, now_s: float, *, may_start: bool = True) -> None:
         super().fill(plan, now_s, may_start=may_start and not self.scheduler.num_running)
         if plan.num_decodes and not plan.chunks:
             # Nobody is looked at before the batch has ended.
-            plan.cut_on_arrival = False
+            plan.cut_on_arrival = self._order_prepares and not self.order.waiting

@@ -159,6 +159,8 @@ class UnifiedOffloading(Unified):
             memory.resume(seq)
             memory.count_hits(seq, seq.num_computed)
             decodes = chunk == 1 and tokens == seq.num_tokens and tokens > seq.request.prompt_tokens
+            # A decode takes the block that it begins; where blocks have one token, the load has taken it.
+            decodes &= seq.num_blocks <= memory.blocks_holding(seq.num_computed)
             if not decodes:
                 memory.take_chunk(seq, tokens)
             self._run(plan, seq, chunk, now_s, decodes=decodes)
