@@ -143,6 +143,7 @@ def check_ends(outcome: Outcome, workload: Workload) -> None:
     for pool in (outcome.scheduler.gpu, outcome.scheduler.host):
         assert pool.free == pool.num_blocks
     for seq in outcome.ended:
+        assert not seq.num_blocks, f"{seq} ended with blocks"
         if seq.status is Status.FINISHED:
             whole = seq.num_generated == seq.request.output_tokens
             # Some engines end a sequence at the longest context.

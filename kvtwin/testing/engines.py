@@ -206,9 +206,10 @@ def build_engine(
     checked: bool = True,
     gaps: GapCollector | None = None,
     seed: int = 0,
+    kind: type[Engine] | None = None,
 ) -> Engine:
-    """A small engine of a policy, which recounts itself if `checked`."""
-    kind = CheckedEngine if checked else Engine
+    """A small engine of a policy, which recounts itself if `checked`; or one of another `kind`."""
+    kind = kind or (CheckedEngine if checked else Engine)
     scheduler = policy.scheduler(limit, gaps or GapCollector(), machine.deployment)
     return kind(scheduler, policy.length_predictor(seed), on_end)
 
@@ -244,8 +245,9 @@ def simulate(
     seed: int = 0,
     observe: Callable[[Scheduler], Observer] | None = None,
     most_plans: int = 1_000_000,
+    kind: type[Engine] | None = None,
 ) -> Outcome:
-    """Run a policy on the virtual clock with everything in reach.
+    """Run a policy on the virtual clock with everything in reach; `kind` is of the engine.
 
     `observe` makes, for the scheduler, what hears of every plan instead of `Outcome.plans`. AssertionError after
     `most_plans` plans: then requests preempt one another for ever.
@@ -258,7 +260,7 @@ def simulate(
         ended.append(seq)
         log.end(seq)
 
-    engine = build_engine(policy, limit, machine, end, checked=checked, gaps=gaps, seed=seed)
+    engine = build_engine(policy, limit, machine, end, checked=checked, gaps=gaps, seed=seed, kind=kind)
     plans: list[tuple[IterationPlan, float, StepTimes]] = []
     tokens: dict[int, list[float]] = {}
     if record:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec
+from corners import KINDS, corner
 from pinned import GOLDEN, VARIANTS
 from test_conformance import MIXES
 from test_conformance import VARIANTS as MORE
@@ -29,10 +30,11 @@ from kvtwin.testing.conformance import DECODES, Workload, hosts_of, limits_of
 from kvtwin.testing.engines import PREFILL, limits, simulate
 from sim.cost.forms import LinearCost, build_cost
 from sim.cost.profile import read_profile
-from sim.engine.limits import WindowLimits
+from sim.engine.engine import Engine
+from sim.engine.limits import StateLimits, WindowLimits
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
-from sim.engine.sequence import Sequence
+from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.specs.hardware import load_hardware
@@ -43,8 +45,10 @@ from sim.systems.base import Policy
 from traces.request import Request
 
 SCHEDULES = GOLDEN / "schedules.txt"
-RUNS, RUNS_OF_PAIRS, RUNS_OF_BUSY = 14, 5, 10
-"""Of each system, and of each in `PAIRS` and in `BUSY`."""
+RUNS, RUNS_OF_PAIRS = 14, 5
+"""Of each system, and of each in `PAIRS`."""
+RUNS_OF = {"busy": 10, "left": 3, **dict.fromkeys(KINDS, 8)}
+"""Of other kinds; `left`: some clients leave."""
 WINDOWED = (
     "vllm-recompute", "vllm-swap", "sarathi", "sarathi:eviction=swap", "fastgen", "vllm-v1",
     "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority", "vllm-v1:watermark=0.1",
@@ -65,6 +69,21 @@ BUSY = (
     "adaptive:predictor=none,ttft-slo-ms=800,tpot-slo-ms=32,patience-s=3,async-scheduling=true",
 )
 """These also with more requests, for a while, than they can serve in time."""
+STATEFUL = (
+    "vllm-v1", "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority", "vllm-v1:watermark=0.1",
+    "vllm-v1:long-prefill-token-threshold=20",
+)  # fmt: skip
+"""These also with layers that keep a state."""
+TIERS = (
+    "hcache", "hcache:keeps=turns", "kvpr", "pensieve", "pensieve:swap-out-threshold=0.6", "cachedattention",
+    "cachedattention:disk-space=0.003,disk-latency-us=1000,disk-block-us=3000",
+    "cachedattention:disk-space=0.001,disk-block-us=20000", "cachedattention:disk-space=0.002,look-ahead=false",
+    "vllm-v1:memory=tiered,disk-space=0.002,disk-block-us=1000,async-scheduling=true",
+    "vllm-v1:cpu-chunks=40,store-s-per-block=0.05", "vllm-v1:cpu-chunks=9,store-s-per-block=0.02,load-s-per-block=1e-4",
+    "vllm-v1:cpu-chunks=20,blocks-per-chunk=2,offload-outputs=true,store-s-per-block=0.05,async-scheduling=true",
+    "vllm-v1:cpu-chunks=30,eviction-policy=arc,store-s-per-block=0.1,scheduling-policy=priority",
+)  # fmt: skip
+"""These also at each of the `corners`: where copies are slow, they meet what computes."""
 PAIRS = {
     "layerkv": (
         "order=triage order=lpm order=dfs-weight order=prefix-groups order=priority batching=request-level "
@@ -94,15 +113,15 @@ def names() -> list[str]:
     more = (f"{name}:{options}" for name, variants in VARIANTS.items() for options in variants)
     pairs = (f"{name}:{part}" for name, parts in PAIRS.items() for part in parts.split())
     return [*dict.fromkeys((*POLICIES, *MORE, *MIXES, *more)), *(f"{name} windowed" for name in WINDOWED),
-            *(f"{name} deep" for name in DEEP), *(f"{name} busy" for name in BUSY), *pairs]  # fmt: skip
+            *(f"{name} deep" for name in DEEP), *(f"{name} busy" for name in BUSY), *pairs,
+            *(f"{name} stateful" for name in STATEFUL), *(f"{name} {kind}" for name in TIERS for kind in KINDS),
+            *(f"{name} left" for name in dict.fromkeys((*POLICIES, *MORE, *MIXES, *TIERS)))]  # fmt: skip
 
 
 def runs_of(name: str) -> int:
     """How many are pinned of a system."""
     system, _, part = name.partition(":")
-    if name.endswith(" busy"):
-        return RUNS_OF_BUSY
-    return RUNS_OF_PAIRS if part in PAIRS.get(system, "").split() else RUNS
+    return RUNS_OF_PAIRS if part in PAIRS.get(system, "").split() else RUNS_OF.get(name.partition(" ")[2], RUNS)
 
 
 def requests_of(rng: random.Random, length: int, block: int) -> list[Request]:
@@ -154,6 +173,39 @@ def with_windows(rng: random.Random, work: Workload, policy: Policy) -> Workload
     return Workload(work.arrivals, limit, Machine(model, cost, plain.profile, plain.hardware))
 
 
+def with_states(work: Workload, place: int) -> Workload:
+    """Where layers that keep a window would, the same number and perhaps one more keep a state."""
+    assert work.limits.window is not None
+    full, windowed = work.limits.window.num_full, work.limits.window.num_window
+    limit = replace(
+        work.limits, window=None, states=StateLimits(max(1, full), windowed + place % 3 // 2, place % 4 < 2)
+    )
+    return Workload(work.arrivals, limit, work.machine)
+
+
+class Leaving(Engine):
+    """An engine some of whose clients leave before a step, or say which token is the last."""
+
+    __slots__ = ("alive", "dice")
+
+    def add_request(self, request: Request) -> Sequence:
+        seq = super().add_request(request)
+        if not hasattr(self, "dice"):
+            self.alive, self.dice = [], random.Random(request.prompt_tokens)
+        self.alive.append(seq)
+        return seq
+
+    def schedule(self, now_s: float) -> IterationPlan | None:
+        if getattr(self, "alive", ()) and self.dice.random() < 0.2:
+            seq = self.dice.choice(self.alive)
+            if self.dice.random() < 0.7:
+                self.cancel(seq)
+            elif self.scheduler.num_generated_of(seq) < seq.output_tokens:
+                self.truncate(seq, self.scheduler.num_generated_of(seq) + 1)
+            self.alive = [seq for seq in self.alive if seq.status not in (Status.FINISHED, Status.IGNORED)]
+        return super().schedule(now_s)
+
+
 def busy(policy: Policy, place: int) -> Workload:
     """Short requests and long ones, half of them in bursts, and a lull.
 
@@ -192,6 +244,8 @@ def workload(policy: Policy, place: int, kind: str = "") -> Workload:
     """The `place`-th of a kind or plain; the same for all systems but for what their limits refuse."""
     if kind == "busy":
         return busy(policy, place)
+    if kind in KINDS:
+        return corner(kind, policy, place)
     rng = random.Random(f"schedules {place}")
     block, length = rng.choice((4, 16)), rng.choice((64, 256))
     blocks = length // block * rng.randint(10, 40) // 16
@@ -203,7 +257,9 @@ def workload(policy: Policy, place: int, kind: str = "") -> Workload:
     if policy.can_cache_prefixes and place % 2:
         limit = replace(limit, enable_prefix_caching=True)
     work = Workload(arrivals, limit, machine_of(rng, policy, limit.block_bytes, 40 if kind == "deep" else 4))
-    return with_windows(rng, work, policy) if kind == "windowed" else work
+    if kind in ("windowed", "stateful"):
+        work = with_windows(rng, work, policy)
+    return with_states(work, place) if kind == "stateful" else work
 
 
 def teller() -> Callable[[object], object]:
@@ -239,12 +295,7 @@ def teller() -> Callable[[object], object]:
 
 def answer(policy: Policy, place: int, kind: str = "") -> str:
     """What is pinned of a run."""
-    return observed(policy, workload(policy, place, kind), place)
-
-
-def observed(policy: Policy, work: Workload, place: int) -> str:
-    """A line: figures, and a digest of all that was decided; odd places are asked to tell what becomes of blocks."""
-    told, plans = teller(), []
+    work, told, plans = workload(policy, place, kind), teller(), []
 
     def watch(scheduler: Scheduler) -> Callable[[IterationPlan, float, StepTimes], None]:
         if place % 2:
@@ -253,8 +304,9 @@ def observed(policy: Policy, work: Workload, place: int) -> str:
         return lambda plan, start_s, times: plans.append(told((start_s, times, plan)))
 
     outcome = simulate(
-        policy, work.arrivals, work.limits, machine=work.machine, checked=False, observe=watch, most_plans=20_000
-    )
+        policy, work.arrivals, work.limits, machine=work.machine, checked=False, observe=watch, most_plans=20_000,
+        jump=kind != "left", kind=Leaving if kind == "left" else None,
+    )  # fmt: skip
     counters = outcome.scheduler.counters
     ends = [
         (number, seq.first_scheduled_s, seq.first_token_s, seq.finish_s, seq.num_preemptions, seq.status)
