@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import kvtwin
 from kvtwin.testing import limits, linear_machine, simulate
-from kvtwin.testing.engines import Outcome
+from kvtwin.testing.engines import Outcome, roofline_machine
+from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.offload import host_cache
@@ -16,9 +17,10 @@ from sim.parts.offload.block_chain import BlockChain, NamedChain
 from sim.parts.offload.fences import Fence, FencedStack
 from sim.parts.offload.host_cache import HostCache
 from sim.parts.offload.jobs import Job, Offloaded, ranges_of
-from sim.parts.offload.replacement import Access
+from sim.parts.offload.replacement import Access, Lru
 from sim.parts.offload.worth import Worth
 from sim.policy_options import parse_policy
+from sim.specs.models import load_model
 from sim.systems.options import MOST_GIB
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -287,6 +289,27 @@ def test_arc_keeps_what_is_used_again_from_one_long_scan():
         assert all(cache.get(key) for key in (1, 2)) is kept
 
 
+@pytest.mark.parametrize("num_idle", [1, 50])
+def test_ranks_that_have_changed_do_not_pile_up(num_idle):
+    """A list of idle chunks has two entries of each and 64 at most, or is made anew when somebody must give way."""
+    lru = Lru(100)
+    access = Access(tuple(range(num_idle)))
+    for place in range(num_idle):
+        lru.insert(access, place)
+        lru.idle(place)
+    assert lru.evict(1, ()) == [num_idle - 1]
+    lru.insert(access, num_idle - 1)
+    lru.idle(num_idle - 1)
+    for _ in range(63 // num_idle + 1):
+        lru.saw(Access(access.keys), range(num_idle))
+    assert lru._heap is not None
+    assert len(lru._heap) == num_idle * (63 // num_idle + 2)
+    while lru._heap is not None:
+        assert len(lru._heap) <= 64 + 2 * num_idle
+        lru.saw(Access(access.keys), range(num_idle))
+    assert lru.evict(1, ()) == [num_idle - 1]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True), max_size=30), st.sampled_from([1, 4])
@@ -304,6 +327,16 @@ def test_chunks_are_neither_lost_nor_made(policy, offers, num_chunks):
 
 
 # -- keys and fences -------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_numbered_as_they_come():
+    """From 1 on, 0 being what is before any block; what has no name has keys beyond all of them."""
+    chain = BlockChain(16)
+    assert chain.of(Sequence(named(0, 0.0, (7, 8), 16))) == (1, 2, 2**64)
+    assert chain.of(Sequence(named(1, 0.0, (7, 9), 15))) == (1, 3)
+    assert chain.of(Sequence(Request(2, 0.0, 31, 17))) == (2**64 + 1, 2**64 + 2, 2**64 + 3)
+    assert chain.named((1, 2), (9, 9)) == (1, 2, 4, 5)
+    assert NamedChain(16).extended((), (5, 5)) == (1, 2)
 
 
 def test_keys_name_a_block_and_all_before_it():
@@ -389,6 +422,39 @@ def test_a_fence_is_cut_from_its_end():
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_computed_again_is_priced_as_the_plans_that_compute_it():
+    """A roofline counts tokens, pairs, squares and the last prompt's logits: of two spans, and chunk by chunk."""
+    machine = roofline_machine("l20", 16 * 131072.0, model=load_model("llama-3.1-8b"))
+    worth = Worth(machine.cost, limits(tokens=4000), machine.model.num_layers, load_s_per_block=0.001)
+    plan = IterationPlan()
+    # From 0 to 3,200 and from 6,400 to 10,000.
+    plan.prefill_tokens, plan.prefill_squares = 3200 + 3600, 3200**2 + 3600**2
+    plan.prefill_pairs = 3200 * 3201 // 2 + sum(range(6401, 10_001))
+    plan.num_sampled_prefills = 1
+    seq = Sequence(Request(0, 0.0, 10_000, 1))
+    plan.chunks = tuple(
+        PrefillChunk(seq, end - begin, begin, Origin.ADMITTED) for begin, end in ((0, 3200), (6400, 10_000))
+    )
+    spans = (0, 3200), (6400, 10_000)
+    assert worth.spans_s(spans) == machine.cost.iteration_s(plan)
+    # 32 layers: the first one's copy, and then whichever takes longer.
+    assert worth.spans_s(spans, 9000) == pytest.approx(9.0 + machine.cost.iteration_s(plan) / 32)
+    assert worth.spans_s(spans, 10) == pytest.approx(0.010 / 32 + machine.cost.iteration_s(plan))
+
+    chunks = []
+    for begin, end in ((1000, 5000), (5000, 9000), (9000, 10_000)):
+        seq.num_computed = begin
+        plan = IterationPlan()
+        plan.add_chunk(seq, end - begin, Origin.CONTINUED)
+        assert plan.num_sampled_prefills == (end == 10_000)
+        chunks.append(machine.cost.iteration_s(plan))
+    assert worth.computed_s(seq, 1000) == pytest.approx(sum(chunks), rel=1e-12)
+    streamed_s = 0.002 / 32 + chunks[0]
+    assert worth.streamed_s(seq, 1000, 2) == pytest.approx(streamed_s + chunks[1] + chunks[2], rel=1e-12)
+    # Of what is computed wholly the last token is computed again.
+    assert worth.computed_s(seq, 10_000) > 0.0
 
 
 def test_what_a_prefix_is_worth_is_what_the_clock_would_have_spent():

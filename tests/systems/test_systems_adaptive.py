@@ -11,6 +11,7 @@ from kvtwin.testing.conformance import Workload, check_jumps, run
 from kvtwin.testing.engines import roofline_machine
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.parts.batching.paced import Paced
 from sim.parts.eviction.park import Park
 from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
 from sim.parts.order.triage import CHANCE, FILL, KEPT, PROMPT_SHARE, Triage, first_beyond
@@ -353,7 +354,7 @@ def test_who_decodes_the_last_token_that_it_had_takes_one_block_for_it():
 )
 def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
     """`Prospects` has the formulas of `Triage` by columns: the same numbers to the bit, at every decision."""
-    judged, seen = Prospects.judged, []
+    judged, seen, num_equal = Prospects.judged, [], []
 
     def compare(self: Prospects, iteration_s: float) -> Judged:
         found, order, park = judged(self, iteration_s), self.order, self.order.scheduler.eviction
@@ -372,12 +373,56 @@ def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
             assert found.rank_s[row] == order.rank_s(seq)
             assert found.laxity_s[row] == order.laxity_s(seq, iteration_s)
             seen.append(len(self.rows(AWAY)))
+        if self.seqs and len(seen) % 3 == 0:
+            # Whose price is the bound is not beyond it.
+            with monkeypatch.context() as patch:
+                patch.setattr(order, "theta_s", order.rank_s(self.seqs[-1]))
+                patch.setattr(order, "most_prompt_s", 0.0)
+                kinds = judged(self, iteration_s).kind
+                for seq, row in self.row.items():
+                    assert kinds[row] == order.class_of(seq, order.outlook(seq), iteration_s)
+                    num_equal.append(order.rank_s(seq) == order.theta_s and kinds[row] == KEPT)
         return found
 
     monkeypatch.setattr(Prospects, "judged", compare)
     simulate(policy, crowd(gap_s=0.07), ROOM)
     assert len(seen) > 1000
     assert max(seen) > 0
+    assert sum(num_equal) > 100
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "worth"),
+    [
+        # (10 + 0.1 t) / t ms: 0.1098 at 1,024 tokens, and 5 % more is 0.1153. 512 tokens cost 0.1195, 768 0.1130.
+        (1.0, 768),
+        # 30 ms whatever the chunk: where that is less the largest is the cheapest by far.
+        (0.03, 1024),
+        # Nothing: the smallest is as good as any.
+        (-0.01, 16),
+    ],
+)
+def test_the_least_chunk_that_costs_hardly_more_a_token_is_waited_for(monkeypatch, alone_s, worth):
+    scheduler = simulate(Adaptive(), requests((0.0, 16, 1)), limits()).scheduler
+    batching, order = scheduler.batching, scheduler.order
+    assert isinstance(batching, Paced)
+    assert isinstance(order, Triage)
+    monkeypatch.setattr(batching, "_added_s", lambda tokens: 0.01 + 1e-4 * tokens)
+    monkeypatch.setattr(batching, "_alone_s", lambda tokens: alone_s)
+    order.theta_s, order.num_thetas, order.is_urgent = 1.0, order.num_thetas + 1, False
+    scheduler.batch.add(Sequence(Request(1, 0.0, 16, 9)))
+
+    def due(*prompts):
+        return batching.is_due([Sequence(Request(2 + i, 0.0, tokens, 1)) for i, tokens in enumerate(prompts)])
+
+    assert not due(worth - 1)
+    assert due(worth)
+    assert due(worth - 9, 9)
+    half = Sequence(Request(9, 0.0, worth + 5, 1))
+    half.num_computed = 6
+    assert not batching.is_due([half])
+    order.is_urgent = True
+    assert due(1)
 
 
 def test_those_away_who_are_kept_are_counted(monkeypatch):

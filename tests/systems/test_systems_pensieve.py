@@ -19,6 +19,7 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.retained import RetentionMemory
 from sim.parts.memory.retained_chunks import ChunkStore
+from sim.parts.offload.block_chain import FIRST_PRIVATE_KEY
 from sim.policy_options import parse_policy
 from sim.systems.pensieve import Pensieve
 from traces.generators import generate
@@ -124,6 +125,20 @@ def test_the_host_drops_the_cheapest_for_its_age_too():
     # At its end the chunks that it computed, A's first and its own, take D's places.
     tier = outcome.scheduler.counters.tiers["host"]
     assert (tier.stored_blocks, tier.evicted_blocks) == (4 + 2 + 2, 1 + 2)
+
+
+def test_blocks_without_names_have_keys_of_their_own_until_they_are_named():
+    """The first of these has the first of all such keys; what is named later is told from what has none."""
+    memory = run(A).scheduler.memory
+    assert isinstance(memory, RetentionMemory)
+    seq, twin = Sequence(Request(5, 0.0, 32, 16)), Sequence(Request(6, 0.0, 32, 16, "", (71, 72), 16))
+    assert memory._keys_of(seq) == (FIRST_PRIVATE_KEY, FIRST_PRIVATE_KEY + 1, FIRST_PRIVATE_KEY + 2)
+    memory.name_blocks(seq, (71, 72))
+    assert memory._keys_of(seq)[:2] == memory._keys_of(twin)[:2]
+    assert memory._keys_of(seq)[2] == FIRST_PRIVATE_KEY + 2
+    memory.name_blocks(seq, (73,))
+    memory.name_blocks(twin, (73,))
+    assert memory._keys_of(seq) == memory._keys_of(twin)
 
 
 def test_whoever_is_computed_again_finds_what_is_left_of_its_own():

@@ -177,6 +177,17 @@ def test_the_fewest_tokens_and_the_longest_prompt_are_computed_again():
     assert sum(times for width, times in widths if width == 1) == 6 + 6
 
 
+@pytest.mark.parametrize(("gpu", "preempted"), [(113, [0, 1, 1]), (114, [0, 0, 1])])
+def test_who_is_left_has_room_for_twenty_tokens_each(gpu, preempted):
+    """Three prompts of 10, 10 and 12 have 32 + 27 x 3 = 113 tokens when three more are wanted: the last gives 39 back.
+
+    Two who are left want 40, which a pool of 114 has then; one of 113 takes the second out as well.
+    """
+    rows = plain((0.0, 10, 30), (0.001, 10, 30), (0.001, 12, 30))
+    ended = simulate(Radix(), rows, radix_limits(gpu)).by_id()
+    assert [ended[i].num_preemptions for i in range(3)] == preempted
+
+
 def test_long_prompts_go_on_before_others_start_or_decode():
     """In chunks of 64 a prompt of 150 takes three steps, the last with the first 42 of the next one."""
     outcome = simulate(

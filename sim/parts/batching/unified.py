@@ -27,7 +27,7 @@ class Unified(Running):
         waiting = self.order.waiting
         budget = self._run_running(plan)
         preempted = self.eviction.settle()
-        if waiting and not preempted and budget > 0:
+        if waiting and not preempted:
             self._admit(plan, now_s, budget)
         plan.cut_on_arrival = not (waiting and self.order.sticky) or self._arrivals_help
         if self.record is not None and not preempted:

@@ -133,7 +133,7 @@ class Promote(Stage):
             if other is not seq and other not in self.blocks.copies_of:
                 self.offload(other, len(self.blocks.groups_on_gpu[other]))
         if not self.blocks.releasing:
-            # The host is full too: whoever came last is computed again.
+            # The host is full too, and nobody is on the way: whoever came last is computed again.
             self._recompute_last(seq)
         return False
 
@@ -155,7 +155,7 @@ class Promote(Stage):
 
     def _recompute_last(self, spared: Sequence) -> None:
         for seq in reversed(self.waiting):
-            if seq is not spared and seq not in self.blocks.copies_of:
+            if seq is not spared:
                 self.unpark(seq)
                 self.drop(seq)
                 self.scheduler.order.put_back([seq])
