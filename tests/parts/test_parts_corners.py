@@ -5,6 +5,17 @@ import pytest
 from corners import KINDS, corner
 
 from kvtwin.testing.conformance import check_one
+from kvtwin.testing.engines import simulate
+from sim.clock.instance import Observer
+from sim.engine.scheduler import Scheduler
+from sim.parts.base import Memory
+from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
+from sim.parts.memory.on_disk import DiskTieredMemory
+from sim.parts.memory.retained import RetentionMemory
+from sim.parts.memory.retained_chunks import ChunkStore
+from sim.parts.memory.tiered import TieredMemory
+from sim.parts.offload.host_cache import HostCache
+from sim.parts.offload.replacement import Lru
 from sim.policy_options import parse_policy
 
 NAMES = [name for name in pinned_schedules.names() if " " not in name]
@@ -16,3 +27,61 @@ def test_systems_keep_to_what_they_must_at_the_corners(text: str, kind: str) -> 
     """A workload of each kind, another for each system."""
     policy = parse_policy(text, {})[1]
     check_one(policy, corner(kind, policy, NAMES.index(text) % 20))
+
+
+def check_cache(cache: HostCache) -> None:
+    """Its counts are those of its chunks."""
+    chunks = {key: chunk for key in {*cache.keys()} if (chunk := cache.get(key)) is not None}
+    idle = {key for key, chunk in chunks.items() if not chunk.num_copies}
+    assert min((chunk.num_copies for chunk in chunks.values()), default=0) >= -1
+    assert (cache.num_idle, cache.num_free) == (len(idle), cache.num_chunks - len(chunks))
+    if isinstance(cache._chunks, Lru):
+        assert (cache._chunks._idle, cache._chunks._ranks.keys()) == (idle, chunks.keys())
+
+
+def check_store(store: ChunkStore) -> None:
+    """Its counts are those of its chunks, each of which is somewhere."""
+    chunks = store.chunks.values()
+    assert store.num == [sum(chunk.is_idle and chunk.state == state for chunk in chunks) for state in range(3)]
+    assert store.host_free == store.num_host - sum(chunk.on_host or chunk.is_leaving for chunk in chunks) >= 0
+    assert all(chunk.on_gpu or chunk.on_host for chunk in chunks)
+    assert all(chunk.on_gpu or not chunk.users for chunk in chunks)
+    assert not any(chunk.is_leaving and chunk.on_host for chunk in chunks)
+    assert all(min(chunk.users, chunk.copies) >= 0 for chunk in chunks)
+
+
+def caches_of(memory: Memory) -> list[HostCache]:
+    """Of the host and the disk."""
+    match memory:
+        case OffloadingMemory() | OffloadingPaged():
+            return [memory.connector.cache]
+        case DiskTieredMemory():
+            return [memory.cache, memory.disk.cache]
+        case TieredMemory():
+            return [memory.cache]
+        case _:
+            return []
+
+
+def watching(scheduler: Scheduler) -> Observer:
+    """Checks what the tiers hold at every step."""
+    memory = scheduler.memory
+
+    def look(*_: object) -> None:
+        for cache in caches_of(memory):
+            check_cache(cache)
+        if isinstance(memory, RetentionMemory):
+            check_store(memory.store)
+
+    return look
+
+
+@pytest.mark.parametrize("text", [text for text in pinned_schedules.TIERS if text not in ("hcache", "kvpr")])
+def test_tiers_count_what_they_hold(text: str) -> None:
+    """At every step; and no copy is left in the end."""
+    policy = parse_policy(text, {})[1]
+    for place, kind in enumerate(2 * list(KINDS)):
+        work = corner(kind, policy, 1 + 2 * place)
+        outcome = simulate(policy, work.arrivals, work.limits, machine=work.machine, observe=watching)
+        for cache in caches_of(outcome.scheduler.memory):
+            assert cache.num_idle + cache.num_free == cache.num_chunks

@@ -236,11 +236,9 @@ class Quanta(Batching):
         return heap[0][0] if heap else None
 
     def expire(self) -> None:
-        """Demote who has used its quantum up; who was promoted has a whole one."""
+        """Demote who has used its quantum up; who was promoted, while it did not run, has a whole one."""
         for seq in self.levels.promoted:
             self._left_s.pop(seq, None)
-            if self._expiry_s.pop(seq, None) is not None:
-                self._run(seq)
         self.levels.promoted.clear()
         while due := self._take_due():
             # Who steps down together keeps its order: sums of floats tell nothing about ends this close.

@@ -1,7 +1,7 @@
 """`LayerBlocks`: blocks of one layer, so that a prompt may start with some of its layers on the host (LayerKV 3.1.2).
 
 The layers that do not stay leave behind the prefill, through a send buffer of two layers. Later, retained layers can be
-copied out and missing ones back in, beside the computation. `copies_of` counts what is under way for a sequence.
+copied out and missing ones back in, beside the computation. `copies_of` has whose copy is under way: one at a time.
 """
 
 from collections.abc import Callable
@@ -110,7 +110,7 @@ class LayerBlocks(Memory):
             plan.streamed += (make_streamed((layers, layers * -(-cached // size), 0)),)
 
     def _note_copy(self, seq: Sequence, freed: int) -> None:
-        self.copies_of[seq] = self.copies_of.get(seq, 0) + 1
+        self.copies_of[seq] = 1
         self.releasing += freed
 
     # -- decodes ---------------------------------------------------------------------------------------------------
@@ -172,9 +172,7 @@ class LayerBlocks(Memory):
 
     def transfer_done(self, move: Move) -> None:
         seq = move.seq
-        left = self.copies_of.pop(seq) - 1
-        if left:
-            self.copies_of[seq] = left
+        del self.copies_of[seq]
         if move.target is HOST:
             self.releasing -= move.num_freed
             self.gpu.release(move.num_freed)

@@ -285,8 +285,6 @@ class RetentionMemory(CachingMemory):
             self.scheduler.beside.append(move)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        if self._loading:
-            return 1
         steps = super().holds(plan, steps)
         if steps > 1 and self.store.num[DIRTY] and self.store.num_host:
             room = self._spare - self.least_spare

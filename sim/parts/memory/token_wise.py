@@ -131,9 +131,6 @@ class TokenWiseMemory(Memory):
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def blocks_for(self, seq: Sequence) -> int:
-        return -(-seq.num_tokens // self.block_size) * self.num_groups
-
     def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
         return bool(feasible_ratios(Batch([seq.num_tokens], self.block_size), self.room)[1].any())
 

@@ -56,5 +56,4 @@ def continued(seq: Sequence) -> Sequence:
     for name in Sequence.__slots__:
         setattr(copy, name, getattr(seq, name))
     copy.num_blocks = 0
-    copy.status = Status.PARKED
     return copy
