@@ -4,6 +4,7 @@ from itertools import zip_longest
 
 import pinned_bounds
 import pinned_interruptions
+import pinned_numbers
 import pinned_routes
 import pinned_setups
 import pinned_studies
@@ -11,7 +12,7 @@ import pytest
 
 FILES = {
     pinned_bounds.BOUNDS: pinned_bounds.PINNED, pinned_routes.ROUTES: pinned_routes.PINNED,
-    pinned_interruptions.INTERRUPTIONS: pinned_interruptions.PINNED,
+    pinned_interruptions.INTERRUPTIONS: pinned_interruptions.PINNED, pinned_numbers.NUMBERS: pinned_numbers.PINNED,
     pinned_setups.SETUPS: pinned_setups.PINNED, pinned_studies.STUDIES: pinned_studies.PINNED,
 }  # fmt: skip
 
