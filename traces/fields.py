@@ -15,7 +15,8 @@ ZERO_REMEDY = "correct the row, or read it with `--zero-tokens drop` or `--zero-
 
 def shown(value: object, limit: int = 60) -> str:
     """Return `value` as it stands in a message: one line, not longer than `limit` characters."""
-    text = repr(value)
+    # Values of megabytes are cut before they are written out.
+    text = repr(value[:limit] if isinstance(value, str) else value)
     return text if len(text) <= limit else text[: limit - 4] + "..." + text[-1]
 
 

@@ -100,9 +100,7 @@ def json_objects(path: Path) -> Iterator[tuple[int, object]]:
             try:
                 value, end = decoder.raw_decode(buffer)
             except RecursionError:
-                raise Where(path, line).error(
-                    "element", buffer[:60], "is nested too deeply", "is it a trace?"
-                ) from None
+                raise Where(path, line).error("element", buffer, "is nested too deeply", "is it a trace?") from None
             except ValueError:
                 missing = 2 * len(buffer)
             else:
@@ -113,14 +111,14 @@ def json_objects(path: Path) -> Iterator[tuple[int, object]]:
         block = next(blocks, None)
         if len(buffer) > MOST_LINE_CHARS:
             raise Where(path, line).error(
-                "element", buffer[:60], f"is longer than {MOST_LINE_CHARS} characters", "is it a trace?"
+                "element", buffer, f"is longer than {MOST_LINE_CHARS} characters", "is it a trace?"
             )
         if block is not None:
             buffer += block
         elif not buffer:
             return
         elif is_last:
-            raise Where(path, line).error("element", buffer[:60], "is not whole JSON", "download the file again")
+            raise Where(path, line).error("element", buffer, "is not whole JSON", "download the file again")
         else:
             # Nothing more comes: what is there may be whole though it has not doubled.
             missing, is_last = 0, True

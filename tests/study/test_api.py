@@ -45,6 +45,14 @@ def test_the_tables_agree_with_the_result():
     assert run.series["time_s"].is_monotonic_increasing
 
 
+def test_requests_are_in_the_order_of_the_trace_whoever_ends_first():
+    burst = kvtwin.Scenario(workload="uniform", num_prompts=20, request_rate=float("inf"), gpu="l20")
+    found = kvtwin.simulate(burst, "vllm-recompute").requests
+    assert list(found["request_id"]) == list(range(20))
+    # All came at once; the last to end is not the last of the trace.
+    assert not (found["ttft_s"] + found["tpot_s"] * (found["output_tokens"] - 1)).is_monotonic_increasing
+
+
 def test_an_ignored_request_is_in_the_table_and_not_in_the_figures():
     long = kvtwin.Scenario(workload="fixed", num_prompts=3, input_len=4000, output_len=90, num_gpu_blocks_override=64)
     run = kvtwin.simulate(long, "vllm-recompute")
