@@ -36,7 +36,7 @@ def read_gdn(fields: Fields, family: Family, layers: int, dtype_bytes: float) ->
     if not kept:
         return None
     name = fields.get("mamba_ssm_dtype")
-    if name is not None and name not in STATE_DTYPE_BYTES:
+    if name is not None and (not isinstance(name, str) or name not in STATE_DTYPE_BYTES):
         raise fields.error("mamba_ssm_dtype", f"cannot be sized: known: {', '.join(STATE_DTYPE_BYTES)}")
     return GatedDeltaNetSpec(
         num_layers=len(kept),
@@ -45,7 +45,7 @@ def read_gdn(fields: Fields, family: Family, layers: int, dtype_bytes: float) ->
         key_head_dim=fields.count("linear_key_head_dim"),
         value_head_dim=fields.count("linear_value_head_dim"),
         conv_kernel=fields.count("linear_conv_kernel_dim"),
-        state_dtype_bytes=STATE_DTYPE_BYTES[str(name)] if name else dtype_bytes,
+        state_dtype_bytes=dtype_bytes if name is None else STATE_DTYPE_BYTES[name],
     )
 
 

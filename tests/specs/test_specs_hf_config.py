@@ -456,6 +456,7 @@ REFUSED = [
     (STATES | {"layer_types": ["linear_attention"] * 2}, ["no layer attends"]),
     (STATES | {"layer_types": ["linear_attention", "sliding_attention"]}, ["layer_types", "'sliding_attention'"]),
     (STATES | {"mamba_ssm_dtype": "float8"}, ["mamba_ssm_dtype = 'float8'", "float32"]),
+    (STATES | {"mamba_ssm_dtype": ["float32"]}, ["mamba_ssm_dtype = ['float32']", "cannot be sized"]),
     (STATES | {"linear_num_key_heads": None}, ["linear_num_key_heads is missing"]),
 ]
 
