@@ -18,8 +18,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "calib"))
 
 import msgspec
+import pinned_configs
+import pinned_pricing
 from pinned import GOLDEN, digest, rounded
 from pinned_mixes import mixes
 
@@ -329,7 +332,7 @@ def bounds() -> Iterator[str]:
 PINNED = {
     "bounds": bounds,
     "defaults": defaults, "numbers": numbers, "flags": flags, "mixes": mixes, "models": models, "pools": pools,
-    "prices": prices,
+    "prices": prices, **pinned_configs.PINNED, **pinned_pricing.PINNED,
 }  # fmt: skip
 
 
