@@ -30,8 +30,9 @@ MORE = {"bias", "dtype", "gate_size", "max_position_embeddings", "model_type", "
         "use_cache", "vocab_size", "yoco"}  # fmt: skip
 VALUES = (None, 0, 1, 2, 64, 10**9, True, False, "x", 0.5, [1, 0])
 WORDS = {
-    "model_type": (*FAMILIES, *REFUSED, *sorted(WRAPPERS)), "torch_dtype": ("torch.float16", "float32", "float64", "half"),
-    "dtype": ("bfloat16", "float8"), "mamba_ssm_dtype": ("float32", "bfloat16", "float64"),
+    "model_type": (*FAMILIES, *REFUSED, *sorted(WRAPPERS)),
+    "torch_dtype": ("torch.float16", "float32", "float64", "half"), "dtype": ("bfloat16", "float8"),
+    "mamba_ssm_dtype": ("float32", "bfloat16", "float64"),
 }  # fmt: skip
 """What else some fields may say."""
 GROUP = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "group_size": 32}}

@@ -140,20 +140,18 @@ def found_from_requests() -> Iterator[str]:
         "jumping": FakeServer(HIDDEN, jump=0.1, scatter=0.02), "few": FakeServer(HIDDEN, jump=0.05, count=20),
         "no host": FakeServer(HIDDEN | {HOST: 0.0}), "beyond": FakeServer(HIDDEN | {RATE: 2.4e12}, scatter=0.03),
         "told together": FakeServer(HIDDEN, scatter=0.02), "shown nowhere": FakeServer(HIDDEN, scatter=0.02),
+        "alone": FakeServer({RATE: 1.5e12}, jump=0.05, scatter=0.01),
     }  # fmt: skip
     servers["told together"].work[2] = servers["told together"].work[1]
     servers["shown nowhere"].work[2] = 0.0
     for label, server in servers.items():
         for known in (len(server.outputs), len(server.outputs) // 2):
-            for names in ((HOST, RATE, OTHER), (RATE,)):
-                alone = FakeServer({RATE: server.hidden[RATE]}, jump=server.jump, scatter=0.01)
-                asked = server if len(names) > 1 else alone
-                found = asked.fitted(known, {name: LOOKED_FOR[name] for name in names})
-                yield f"{label}, {known}: scatter {max(found.scatter, 1e-3):.3g}"
-                for name, estimate in found.estimates.items():
-                    numbers = [f"{value:.3g}" for value in vars(estimate).values() if value is not None]
-                    # Where nothing tells a constant, the last digits say where it ends up.
-                    yield f"{label}, {known}: {name} {'not told' if 'inf' in numbers else numbers}"
+            found = server.fitted(known, {name: LOOKED_FOR[name] for name in server.hidden})
+            yield f"{label}, {known}: scatter {max(found.scatter, 1e-3):.3g}"
+            for name, estimate in found.estimates.items():
+                numbers = [f"{value:.3g}" for value in vars(estimate).values() if value is not None]
+                # Where nothing tells a constant, the last digits say where it ends up.
+                yield f"{label}, {known}: {name} {'not told' if 'inf' in numbers else numbers}"
 
 
 PINNED = {"iterations": iterations, "told": told, "requests": found_from_requests}
