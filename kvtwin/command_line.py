@@ -18,7 +18,7 @@ from sim.version import VERSION
 from traces.errors import TraceError
 
 BROKEN_PIPE = 141
-GC_THRESHOLD = 100_000
+GC_THRESHOLDS = (100_000, 50, 50)
 """A simulation makes many objects and few cycles: looking for garbage after every 700 of them is waste."""
 
 
@@ -113,7 +113,7 @@ def _fill(parser: Parser, name: str, module: str) -> None:
 
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. KeyboardInterrupt where it is interrupted before it begins."""
-    gc.set_threshold(GC_THRESHOLD, 50, 50)
+    gc.set_threshold(*GC_THRESHOLDS)
     # A process that ends gives its memory back at once: cycles need not be looked for.
     atexit.register(gc.freeze)
     # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
