@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import inf
+from random import Random
 
 import numpy as np
 import pytest
@@ -94,6 +95,37 @@ def test_slack_of_one_request_by_hand() -> None:
     assert book.least_s(0.0, 3.0, 0.05, 0) == pytest.approx(5.0)
     # Ten steps on, the same request has ten tokens more to its name.
     assert book.least_s(0.0, 3.5, 0.05, 10) == pytest.approx(0.2 * 40 - (2.5 + 0.05 * 10))
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_book_of_hundreds_has_the_least_slack_of_each(drop: bool) -> None:
+    """It has room for 256 at first, and for those who come in the place of those who left."""
+    book, dice = SlackBook(0.2, drop_irrecoverable=drop), Random(3)
+    here: dict[Sequence, bool] = {}
+    for number in range(900):
+        seq = decoding(dice.randint(1, 90), dice.randint(1, 99), dice.uniform(0.0, 4.0))
+        here[seq] = dice.random() < 0.5
+        book.update(seq, decoding=here[seq])
+        if number % 3 == 2:
+            gone = dice.choice(list(here))
+            del here[gone]
+            book.remove(gone)
+            book.remove(gone)
+        if number % 50 and number not in (255, 256, 257):
+            continue
+        now_s, tpot_s, step = dice.uniform(5.0, 9.0), dice.choice((0.03, 0.05)), dice.choice((0, 7))
+        slacks_s = []
+        for one, runs in here.items():
+            one.num_generated += step * runs
+            slacks_s.append(by_equation_1(one, now_s, tpot_s, 0.2))
+            one.num_generated -= step * runs
+        kept_s = [slack_s for slack_s in slacks_s if not drop or slack_s >= 0.0]
+        least_s = min(kept_s, default=inf)
+        assert book.least_s(1.0, now_s, tpot_s, step) == pytest.approx(least_s)
+        # Those nearest to blocking are remembered.
+        assert book.is_blocked(1.0, now_s, tpot_s, step) == (least_s <= 1.0)
+        assert not book.is_blocked(least_s - 0.001, now_s, tpot_s, step)
+    assert len(here) == 600
 
 
 def test_the_admission_hears_of_who_joins_parks_leaves_and_is_ahead_of_the_step() -> None:
