@@ -14,6 +14,7 @@ attention (`products`): norms, rotary embedding and activation are not in the ta
   for small messages, NCCL's beyond). vLLM fuses small ones with the norm behind them.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -294,11 +295,10 @@ def _neighbours(value: int, grid: Sequence[int]) -> Iterable[tuple[int, float]]:
     """Grid values around `value` with the weights of linear interpolation; none outside the grid."""
     if value in grid:
         return ((value, 1.0),)
-    below = [v for v in grid if v < value]
-    above = [v for v in grid if v > value]
-    if not below or not above:
+    above = bisect_left(grid, value)
+    if above in (0, len(grid)):
         return ()
-    low, high = below[-1], above[0]
+    low, high = grid[above - 1], grid[above]
     weight = (value - low) / (high - low)
     return ((low, 1 - weight), (high, weight))
 

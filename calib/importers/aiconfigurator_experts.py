@@ -112,7 +112,7 @@ class _ExpertsMet:
         if key not in self._known:
             alpha = float(routing.rpartition("_")[2])
             draws = [self._count(tokens, experts, topk, alpha) for _ in range(DRAWS)]
-            self._known[key] = round(sum(draws) / DRAWS, 1)
+            self._known[key] = sum(draws) / DRAWS
         return self._known[key]
 
     def _count(self, tokens: int, experts: int, topk: int, alpha: float) -> int:

@@ -667,6 +667,9 @@ def test_residuals_by_hand(tmp_path):
     assert residuals["prefill_mape"] == round(sum(prompts) / len(prompts), 5) > 0.01
     assert residuals["decode_mape"] == round(sum(decodes) / len(decodes), 5) > 0.01
     assert residuals["largest_region_bias"] == round(max(abs(r.bias) for r in report.regions), 5)
+    leans = [(r.count, r.bias) for r in report.regions if r.name.startswith("decode, batch")]
+    signed = [e for e, s in zip(errors, samples, strict=True) if s.is_decode]
+    assert sum(count * bias for count, bias in leans) == pytest.approx(sum(signed)) and abs(sum(signed)) > 0.01
     held_out = [report.by_model[model].decode for model in THREE]
     assert residuals["unseen_model_decode_mape"] == round(sum(held_out) / 3, 5)
 

@@ -78,6 +78,13 @@ def test_planted_constants_are_found_again():
     assert fit.residuals == {name: round(error, 5) for name, error in fit.residuals.items()}
 
 
+def test_a_padding_of_less_than_a_token_is_found(monkeypatch):
+    monkeypatch.setitem(PLANTED, "gdn_prefill_padding_tokens", 0.3)
+    assert fit_gdn(planted(noise=0.0), HARDWARE).fit.values["gdn_prefill_padding_tokens"] == pytest.approx(
+        0.3, rel=0.01
+    )
+
+
 def test_heads_that_are_left_out_are_not_seen():
     samples = [s if s.num_value_heads < 64 else structs.replace(s, latency_s=2 * s.latency_s) for s in planted()]
     fit = fit_gdn(samples, HARDWARE)

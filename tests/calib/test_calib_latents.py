@@ -94,6 +94,12 @@ def test_planted_constants_are_found_again():
     assert fit.residuals == {name: round(error, 5) for name, error in fit.residuals.items()}
 
 
+def test_a_padding_of_less_than_a_token_is_found(monkeypatch):
+    monkeypatch.setitem(PLANTED, "latent_padding_tokens", 0.3)
+    fit = fit_latents(planted(noise=0.0), PROFILE, HARDWARE)
+    assert fit.fit.values["latent_padding_tokens"] == pytest.approx(0.3, rel=0.01)
+
+
 def test_priced_as_other_attention_by_hand():
     """Reading 576 elements of two bytes at 1e14 B/s beside 2 x 16 x (2 x 512 + 64) FLOPs at 1e10 a second."""
     rates = {"kv_bytes_per_s": 1e14, "attention_flops_per_s": 1e10, "kv_padding_tokens": 10.0, "roofline_exponent": 1.0}

@@ -100,7 +100,17 @@ def test_a_refused_log_is_left_as_it_was(path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("line", [b"{}", b"nonsense", b'{"line":"point","point":{"op":"d2h","oops":1},"repeats_s":[]}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{}",
+        b"nonsense",
+        b'{"line":"point","point":{"op":"d2h","oops":1},"repeats_s":[]}',
+        b'{"line":"point","point":{"op":"d2h"},"repeats_s":[],"oops":1}',
+        b'{"line":"skipped","point":{"op":"d2h"},"reason":"x","oops":1}',
+        b'{"line":"note","when":"now","state":{},"oops":1}',
+    ],
+)
 def test_a_damaged_line_is_named(path, line):
     lines = path.read_bytes().splitlines()
     lines[2] = line
@@ -112,4 +122,10 @@ def test_a_damaged_line_is_named(path, line):
 def test_a_log_without_its_header_is_refused(path):
     path.write_bytes(b"\n".join(path.read_bytes().splitlines()[1:]) + b"\n")
     with pytest.raises(UserError, match="line 1: a header belongs on line 1"):
+        opened(path)
+
+
+def test_a_header_with_a_field_more_is_of_another_version(path):
+    path.write_bytes(path.read_bytes().replace(b'"line":"header"', b'"line":"header","oops":1', 1))
+    with pytest.raises(UserError, match=r"line 1: .*`oops`.*delete the file"):
         opened(path)

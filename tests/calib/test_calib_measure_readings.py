@@ -97,6 +97,8 @@ def test_clocks_that_differ_between_points_are_warned_of():
     assert link == "the PCIe link changed between points: generation 1 x16, generation 5 x16"
     assert ranges([STATE, slow])["sm_mhz"] == [1410.0, 1980.0]
     assert warnings([{}, {}]) == [] and ranges([]) == {}
+    # A twentieth slower is no warning yet.
+    assert warnings([{"sm_mhz": 2000.0, "memory_mhz": 4000.0}, {"sm_mhz": 1900.0, "memory_mhz": 3800.0}]) == []
 
 
 def test_a_gpu_is_kept_busy_without_a_pause_and_one_execution_ahead(monkeypatch):

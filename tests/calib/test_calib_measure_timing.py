@@ -85,3 +85,8 @@ def test_the_median_of_few_repeats_is_hardly_known():
 
 def test_the_median_of_a_hundred_lies_within_five_ranks():
     assert stderr_of_median([float(value) for value in range(100)]) == pytest.approx(5.5)
+
+
+def test_a_hurried_rule_is_the_least_that_it_allows():
+    rule = Rule(min_repeats=7, budget_s=3.0, warmup_s=2.0, steady_s=4.0)
+    assert rule.hurried() == Rule(min_repeats=7, budget_s=0.0, warmup_s=0.0, steady_s=0.0)

@@ -124,6 +124,12 @@ def test_exact_layers_give_every_constant_back(quantization):
     assert max(found.residuals.values()) < 1e-4
 
 
+def test_a_padding_of_less_than_a_token_is_found():
+    samples = exactly([*linear(), *layers(), *layers("fp8")], fp8_kv_padding_tokens=0.3)
+    found = values(fit_quantised(samples, MODELS, complete(A100)))
+    assert found["fp8_kv_padding_tokens"] == pytest.approx(0.3, rel=0.01)
+
+
 def test_noisy_samples_hold_the_constants_within_their_intervals():
     samples = exactly([*linear(), *layers(), *layers("fp8")])
     factors = noise(np.random.default_rng(3), len(samples))

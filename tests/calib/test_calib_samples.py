@@ -301,3 +301,19 @@ def test_an_unknown_model_is_refused_with_the_nearest_right_one(tmp_path):
 def test_the_columns_are_documented_in_their_order():
     documented = re.findall(r"^\| `(\w+)` \|", calib.samples.__doc__ or "", flags=re.MULTILINE)
     assert tuple(documented) == COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("shape", "mean"),
+    [
+        ({"new_tokens": 1, "context_tokens": 100, "batch_size": 8}, 100),
+        ({"new_tokens": 64, "decodes": 8, "decode_context_tokens": 100}, 100),
+        ({"new_tokens": 64, "context_tokens": 100}, None),
+    ],
+)
+def test_the_longest_context_is_of_decodes_and_no_shorter_than_their_mean(shape, mean):
+    told = [
+        fault_of(Sample(op="products", latency_s=1e-3, model="m", longest_context_tokens=n, **shape)) for n in (99, 100)
+    ]
+    assert told[0].startswith("longest_context_tokens = 99, but decodes have 100 in the mean: give the longest, or 0")
+    assert bool(told[1]) == (mean is None)

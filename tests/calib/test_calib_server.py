@@ -14,7 +14,7 @@ from test_calib_cli import attempt, refused
 from calib.robust import Estimate, Fit, Parameter
 from calib.server import fit as server_fit
 from calib.server.cli import report
-from calib.server.constants import is_told, parameters_of, with_constants
+from calib.server.constants import is_told, of_model, parameters_of, with_constants
 from calib.server.fit import ServerFit, fit_server
 from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
@@ -184,6 +184,9 @@ def test_fit_writes_a_profile_that_run_takes(tmp_path, capsys, run):
     )
     assert (status, "attention_flops_per_s: carried over" in error) == (0, True)
     assert "step_overhead_s" in out
+    name = "a100-80g-measured-from-server"
+    assert out.endswith(f"wrote {tmp_path / name}.json and {name}.md\n")
+    assert (tmp_path / f"{name}.md").read_text() in out
     path = tmp_path / "a100-80g-measured-from-server.json"
     profile = read_profile(path)
     assert profile.provenance["run"] == "run.json" and len(profile.provenance["run_sha256"]) == 64
@@ -404,3 +407,23 @@ def test_kv_leaves_the_weights_beyond_both_intervals():
 
 def parameters():
     return ["flops_per_s", "hbm_bytes_per_s", "step_overhead_s", "layer_overhead_s", "roofline_exponent"]
+
+
+def test_of_a_quantised_model_its_own_constants_count():
+    """Of products in FP8, of KV in FP8 but no latents, where the profile has them; of all others the plain ones."""
+    fp8 = {"gpu": "h100", "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    names = ("flops_per_s", "kv_bytes_per_s", "hbm_bytes_per_s", "attention_flops_per_s")
+    found = {
+        label: [of_model(setup("vllm-v1", **changes), name) for name in names]
+        for label, changes in {
+            "both": {"model": "llama-3.1-8b", **fp8}, "KV": {**fp8, "model": "llama-3.1-8b", "quantization": None},
+            "neither": {"model": "llama-3.1-8b", "gpu": "h100"},
+            "not in the profile": {**fp8, "gpu": "l20", "profile": "l20-derived"},
+        }.items()
+    }  # fmt: skip
+    assert found == {
+        "both": ["fp8_flops_per_s", "fp8_kv_bytes_per_s", *names[2:]],
+        "KV": ["flops_per_s", "fp8_kv_bytes_per_s", *names[2:]],
+        "neither": list(names),
+        "not in the profile": list(names),
+    }

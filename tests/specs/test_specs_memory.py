@@ -109,3 +109,10 @@ def test_blocks_and_peak_never_exceed_the_share_of_memory(model, tp, tokens, seq
     assert used < 0.9 * gpu.memory_bytes
     more = pool(model, "h200", tensor_parallel_size=tp, max_num_batched_tokens=tokens + 1, max_num_seqs=seqs)
     assert more.num_gpu_blocks <= size.num_gpu_blocks
+
+
+def test_swap_space_of_all_gpus_is_in_the_hosts_memory():
+    host_bytes = load_hardware("h100").host_memory_bytes
+    assert pool("llama-2-7b", "h100", tensor_parallel_size=4, swap_space_bytes_per_gpu=host_bytes / 4).num_cpu_blocks
+    with pytest.raises(UserError, match=r"--swap-space .* times 4 GPUs must be 0 to the host's 2000 GB: choose less"):
+        pool("llama-2-7b", "h100", tensor_parallel_size=4, swap_space_bytes_per_gpu=1.01 * host_bytes / 4)

@@ -131,3 +131,13 @@ def test_names_are_found_in_any_case():
 def test_absurd_names_are_refused_in_one_line(name):
     with pytest.raises(UserError, match="neither a built-in name nor an existing path"):
         load_model(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["elementwise_bytes_per_token", "kv_bytes_per_token", "kv_bytes_per_token_layer", "kv_elements_per_token_layer",
+     "kv_format", "linear_activation_bytes_per_token", "weight_bytes"],
+)  # fmt: skip
+def test_heads_that_gpus_cannot_share_are_refused_whatever_is_asked(name):
+    with pytest.raises(UserError, match="32"):
+        getattr(load_model("llama-2-7b"), name)(tp=3)
