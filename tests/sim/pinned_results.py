@@ -297,6 +297,10 @@ def explained(place: int) -> Iterator[str]:
         common = {"cat": "request", "id": 7, "name": name, "pid": 1, "tid": 0}
         events.append({**common, "ph": "b", "ts": start * tick_s * 1e6})
         events.append({**common, "ph": "e", "ts": end * tick_s * 1e6})
+        # Of others, or of no phase.
+        for more in ({"id": 8}, {"cat": "copies"}, {"ph": "s", "name": "request"}, {"ph": "t", "name": "request"}):
+            events.append({**common, "ph": "b", "ts": (start - 0.5) * tick_s * 1e6, **more})
+            events.append({**common, "ph": "e", "ts": (end + 0.5) * tick_s * 1e6, **more})
     front_s = rng.choice((0.0, 0.0, 5e-7, 0.004))
     queue_s, ttft_s = (scheduled - came) * tick_s + front_s, (first - came) * tick_s + front_s
     found = EndedRequest(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from sim.study import sweep
 from sim.study.axes import read_study
 from sim.study.backends import outcomes
 from sim.study.cli import _told
-from sim.study.points import Task, code_hash, key_of, perform, setup_of
+from sim.study.points import Task, arrival_span_s, code_hash, key_of, most_in_flight, perform, setup_of
 from sim.study.tables import half_width
 from sim.systems.layerkv import LayerKV
 
@@ -367,6 +368,16 @@ def test_an_outcome_has_no_arrays_and_counts_who_was_in_flight():
     assert outcome.result is not None
     assert outcome.result["max_concurrent_requests"] == 3
     assert not any(isinstance(value, list) and len(value) == 3 for value in outcome.result.values())
+
+
+def test_who_was_in_flight_and_when_they_came_is_counted_of_those_kept():
+    """Of three that ended at 1, 2 and 2.5 s two were there at once: who leaves as another comes makes room."""
+    times = [(0.0, 1.0, ""), (1.0, 1.0, ""), (1.5, 1.0, ""), (9.0, 0.0, "too long")]
+    rows = [SimpleNamespace(arrival_s=a, e2el_s=e, error=error) for a, e, error in times]
+    wanted = (rows, 2, 9.0), (rows[:2], 1, 1.0), (rows[3:], 0, 0.0), ([], 0, 0.0), (None, None, None)
+    for kept, *found in wanted:
+        run = SimpleNamespace(log=SimpleNamespace(requests=kept))
+        assert [most_in_flight(run), arrival_span_s(run)] == found
 
 
 def test_flags_override_the_file_under_any_of_its_names(tmp_path):
