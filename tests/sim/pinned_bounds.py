@@ -18,18 +18,19 @@ from msgspec import structs
 from pinned import GOLDEN, digest, rounded
 from pinned_studies import write
 
-from kvtwin.testing import linear_machine
+from kvtwin.testing import linear_machine, tiny_model
 from sim.bounds.first_tokens import most_in_time
 from sim.bounds.goodput import certified, deadlines, goodput_bound, least_within
 from sim.bounds.step_price import _share_below, step_prices, tangents
 from sim.bounds.work import least_work, priced
 from sim.cost.engine_profile import load_engine_profile
-from sim.cost.forms import build_cost
+from sim.cost.forms import LinearCost, build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Constant, read_profile
 from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.results.metrics import Goodput
 from sim.specs.hardware import load_hardware
+from sim.specs.kv_format import KVLayers
 from sim.specs.models import load_model
 from traces.request import Request
 
@@ -58,6 +59,8 @@ def costs() -> Iterator[tuple[str, CostModel]]:
                 own = engine and load_engine_profile(engine)
                 yield f"{name} {gpu} {engine}", build_cost(load_model(name), hardware, profile, 1, 2.0**21, engine=own)
         yield f"paper {gpu}", build_cost(load_model(MODELS[0]), hardware, profile, 1, 2.0**21, "paper")
+    windowed = structs.replace(tiny_model(5), kv_layers=(KVLayers(3, 3), KVLayers(2, 2, window=100)))
+    yield "linear with windows", LinearCost((0.01, 2e-4, 0.0), (0.02, 1e-4, 1e-6), 3e-4, 2.0**21, model=windowed)
     yield "linear", linear_machine(2.0**21).cost
     yield "linear with squares", linear_machine(2.0**21, prefill=(0.01, 2e-4, 3e-7), decode=(0.02, 1e-4, 1e-6)).cost
 
