@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from kvtwin.testing import PREFILL, SWAP_S_PER_BLOCK, conformance
+from kvtwin.testing import PREFILL, SWAP_S_PER_BLOCK, build_engine, conformance, limits, linear_machine
 from kvtwin.testing.conversations import conversations
+from sim.engine.engine import Engine
+from sim.engine.sequence import Status
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 
@@ -167,3 +169,16 @@ def test_those_that_end_are_looked_for_in_a_crowd(monkeypatch: pytest.MonkeyPatc
         assert request.hash_ids == (tuple(range(blocks)) if not kind else ())
     assert (limit.num_gpu_blocks, limit.num_cpu_blocks, limit.block_size, limit.max_model_len) == (24, 20, 16, 256)
     assert (limit.max_num_seqs, limit.max_num_batched_tokens, limit.enable_prefix_caching) == (8, 64, True)
+
+
+@pytest.mark.parametrize("step", ["schedule", "transfer_done", "commit", "commit_ahead", "deliver"])
+def test_a_status_that_cannot_be_is_found_at_every_step(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    engine = build_engine(VllmV1(), limits(), linear_machine(), [].append)
+    seq = engine.add_request(Request(0, 0.0, 5, 3))
+    given = {"schedule": (0.0,), "transfer_done": (None,), "deliver": ([],)}.get(step, (None, None))
+    monkeypatch.setattr(Engine, step, lambda *_: [])
+    getattr(engine, step)(*given)
+    # Nothing leads back from the end.
+    engine.statuses[seq] = Status.FINISHED  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError):
+        getattr(engine, step)(*given)
