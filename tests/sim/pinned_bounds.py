@@ -59,7 +59,8 @@ def costs() -> Iterator[tuple[str, CostModel]]:
                 own = engine and load_engine_profile(engine)
                 yield f"{name} {gpu} {engine}", build_cost(load_model(name), hardware, profile, 1, 2.0**21, engine=own)
         yield f"paper {gpu}", build_cost(load_model(MODELS[0]), hardware, profile, 1, 2.0**21, "paper")
-    windowed = structs.replace(tiny_model(5), kv_layers=(KVLayers(3, 3), KVLayers(2, 2, window=100)))
+    layers = KVLayers(num_layers=3, num_stored=3), KVLayers(num_layers=2, num_stored=2, window=100)
+    windowed = structs.replace(tiny_model(5), kv_layers=layers)
     yield "linear with windows", LinearCost((0.01, 2e-4, 0.0), (0.02, 1e-4, 1e-6), 3e-4, 2.0**21, model=windowed)
     yield "linear", linear_machine(2.0**21).cost
     yield "linear with squares", linear_machine(2.0**21, prefill=(0.01, 2e-4, 3e-7), decode=(0.02, 1e-4, 1e-6)).cost
