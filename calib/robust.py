@@ -152,8 +152,7 @@ def _estimates(
     values: Callable[[Array], dict[str, float]],
 ) -> dict[str, Estimate]:
     wide = float(stdtrit(max(points - len(names), 1), 0.975))
-    spread = np.where(np.isnan(deviations), 0.0, deviations)
-    centre, low, high = values(x), values(x - wide * spread), values(x + wide * spread)
+    centre, low, high = values(x), values(x - wide * deviations), values(x + wide * deviations)
     found = {}
     for name, deviation in zip(names, deviations, strict=True):
         parameter = parameters[name]

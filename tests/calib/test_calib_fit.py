@@ -908,3 +908,13 @@ def test_a_profile_fitted_to_another_profiles_predictions_prices_like_it(tmp_pat
 def test_models_that_nobody_loaded_are_a_programming_error():
     with pytest.raises(KeyError):
         terms_of(shapes(), {})
+
+
+def test_steps_of_an_engine_whose_host_is_not_told_are_the_gpus_time():
+    """A host's 2 ms, and 30 us for each of 16 sequences, where the constants have them."""
+    found = terms([s for s in shapes(("llama-2-7b",), "step") if s.batch_size == 16])
+    bare = {name: value for name, value in complete(A100).items() if not name.startswith("step_")}
+    host = {"step_overhead_s": 2e-3, "step_s_per_sequence": 3e-5}
+    assert predict_s(bare | host, found) - predict_s(bare, found) == pytest.approx(2e-3 + 16 * 3e-5)
+    for name, seconds in (("step_overhead_s", 2e-3), ("step_s_per_sequence", 16 * 3e-5)):
+        assert predict_s(bare | {name: host[name]}, found) - predict_s(bare, found) == pytest.approx(seconds)

@@ -78,9 +78,10 @@ def test_an_equation_by_hand(equation, form, name, sample, seconds, value):
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_a_group_of_gpus_shares_the_work(gpus):
-    sample = Sample(op="step", latency_s=337_920 / 1e12, model="tiny", num_layers=2, new_tokens=128, tp=gpus)
-    found = constants_of([sample] * 3)["eLLM Eq. 2 and 4", "corrected", "FLOPS"]
+@pytest.mark.parametrize(("form", "flops"), [("corrected", 337_920), ("printed", 638_976)])
+def test_a_group_of_gpus_shares_the_work(gpus, form, flops):
+    sample = Sample(op="step", latency_s=flops / 1e12, model="tiny", num_layers=2, new_tokens=128, tp=gpus)
+    found = constants_of([sample] * 3)["eLLM Eq. 2 and 4", form, "FLOPS"]
     assert found.estimate is not None
     assert found.estimate.value == pytest.approx(1e12 / gpus, rel=1e-6)
 

@@ -155,6 +155,7 @@ class Plans:
         """Many decodes alike, with or without what streams."""
         plan = self.decodes(IterationPlan())
         plan.max_steps = self.draw.choice((1, 2, 7, 40))
+        plan.lookup_s = self.draw.choice((0.0, 3e-4))
         if self.draw.random() < 0.4:
             plan.streamed = self.streamed()
         return plan
@@ -163,9 +164,9 @@ class Plans:
 class Instance:
     """A pricer of its own, what it said of ends, and what its plans took."""
 
-    def __init__(self, cost: CostModel, plans: Plans) -> None:
+    def __init__(self, cost: CostModel, plans: Plans, *, keep_intervals: bool) -> None:
         self.plans, self.ends, self.known = plans, [], {}
-        self.lanes = Lanes(keep_intervals=True)
+        self.lanes = Lanes(keep_intervals=keep_intervals)
         self.pricer = Pricer(
             cost, self.lanes, self.finish_at, layers=plans.layers, num_groups=plans.groups, block_bytes=BLOCK_BYTES,
             hidden_bytes=4096.0, ends_at=lambda moves: max(self.known.get(id(move), 0.0) for move in moves),
@@ -201,7 +202,8 @@ def priced() -> Iterator[str]:
         for groups in (1, model.num_layers):
             found = []
             for seed in range(20):
-                instance = Instance(cost, Plans(Random(f"{groups} {seed}"), model, groups))
+                plans = Plans(Random(f"{groups} {seed}"), model, groups)
+                instance = Instance(cost, plans, keep_intervals=seed % 2 == 0)
                 times = list(instance.prices())
                 found.append((times, instance.ends, list(instance.stand())))
             digests = " ".join(map(digest, zip(*found, strict=True)))
