@@ -1,61 +1,71 @@
 """What tests of systems draw: every choice in its order, and the workload that is made of them by hand."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from kvtwin.testing import PREFILL, SWAP_S_PER_BLOCK, build_engine, conformance, limits, linear_machine
-from kvtwin.testing.conversations import conversations
+from kvtwin.testing import PREFILL, SWAP_S_PER_BLOCK, build_engine, conformance, conversations, limits, linear_machine
 from sim.engine.engine import Engine
 from sim.engine.sequence import Status
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 
-ROWS = (
-    "lists(tuples(sampled_from([0.0, 0.0, 0.001, 0.02, 0.3, 2.0]), integers(min_value=1, max_value=150), "
-    "integers(min_value=1, max_value=60)), min_size=1, max_size=25)"
-)
-BURSTS = (
-    "tuples(lists(tuples(just(0.0), integers(min_value=60, max_value=150), integers(min_value=20, max_value=60)), "
-    "min_size=3, max_size=10), lists(tuples(sampled_from([0.0, 0.05, 0.3]), integers(min_value=1, max_value=20), "
-    "integers(min_value=1, max_value=9)), min_size=3, max_size=12)).map("
-)
 DECODES = "sampled_from(((0.02, 2e-05, 6e-07), (0.02, 2e-05, 2e-05), (0.015625, 0.0, 0.0)))"
 
 
-def drawn(strategy: Any, script: list[tuple[str, Any]]) -> Any:
-    """What a composite strategy makes of these draws, each told by the beginning of what is drawn from."""
+class Told:
+    """Stands in for `hypothesis.strategies`: what is drawn from, in words that are no release's own."""
+
+    def __getattr__(self, name: str) -> Callable[..., "Words"]:
+        return lambda *args, **named: Words(
+            f"{name}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in named.items())])})"
+        )
+
+
+class Words(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def drawn(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[Any, VllmV1], conformance.Workload], script: list[tuple[str, Any]]
+) -> conformance.Workload:
+    """What is made of these draws, each told by the beginning of what is drawn from."""
+    for module in (conformance, conversations):
+        monkeypatch.setattr(module, "st", Told())
     left = iter(script)
 
-    def draw(one: Any) -> Any:
+    def draw(one: Words) -> Any:
         told, value = next(left)
-        assert repr(one).startswith(told), repr(one)
+        assert one.startswith(told), one
         return value
 
-    found = strategy.wrapped_strategy.definition(draw, VllmV1())
+    found = make(draw, VllmV1())
     assert list(left) == []
     return found
 
 
-def test_a_workload_is_what_was_drawn() -> None:
+def test_a_workload_is_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = "sampled_from([None, None, Host(base_s=0.004, s_per_sequence=0.0001, hidden=False), "
+    rows = f"one_of({conformance.rows!r}, {conformance.rows!r}, {conformance.bursts!r})"
     script = [
         ("sampled_from([1, 4, 16])", 4),
         ("sampled_from([64, 256])", 64),
         ("sampled_from([1, 3, 8, 256])", 8),
-        ("integers(min_value=2, max_value=40)", 5),
+        ("integers(2, 40)", 5),
         ("sampled_from([0, 3, 20, 1000])", 3),
         ("sampled_from([None, 16, 64])", 16),
-        (f"one_of({ROWS}, {ROWS}, {BURSTS}", [(0.5, 20, 9), (0.25, 33, 1), (0.0, 7, 6), (0.0, 30, 20)]),
+        (rows, [(0.5, 20, 9), (0.25, 33, 1), (0.0, 7, 6), (0.0, 30, 20)]),
         (DECODES, (0.5, 0.25, 0.125)),
         (f"{hosts}Host(base_s=0.004, s_per_sequence=0.0001, hidden=True), Host(base_s=0.0205,", None),
         ("booleans()", True),
         ("sampled_from([4, 16, 8])", 8),
-        *zip(["integers(min_value=0, max_value=2)", "sampled_from([0, 1, 3, 1000])", "booleans()"] * 4,
+        *zip(["integers(0, 2)", "sampled_from([0, 1, 3, 1000])", "booleans()"] * 4,
              [1, 3, True, 0, 3, True, 2, 0, False, 2, 1, True], strict=True),
     ]  # fmt: skip
-    workload = drawn(conformance.workloads(VllmV1()), script)
+    workload = drawn(monkeypatch, conformance.draw_workload, script)
     # Of 29 tokens in blocks of 8, the last of which the answer fills; whoever is of kind 0 has no names.
     assert workload.arrivals == [
         Request(0, 0.5, 20, 9, "", (100, 101, 102), 8, (1003,)),
@@ -71,7 +81,7 @@ def test_a_workload_is_what_was_drawn() -> None:
 
 
 @pytest.mark.parametrize(("seqs", "chunks"), [(1, "None, 16, 64"), (3, "None, 16, 64"), (256, "None, 256, 256")])
-def test_a_budget_holds_every_seat(seqs: int, chunks: str) -> None:
+def test_a_budget_holds_every_seat(monkeypatch: pytest.MonkeyPatch, seqs: int, chunks: str) -> None:
     script = [
         ("sampled_from(", 16),
         ("sampled_from(", 256),
@@ -85,14 +95,14 @@ def test_a_budget_holds_every_seat(seqs: int, chunks: str) -> None:
         ("sampled_from(", (0.5, 0.25, 0.125)),
         ("sampled_from(", None),
     ]
-    workload = drawn(conformance.workloads(VllmV1()), [*script, ("booleans()", False)])
+    workload = drawn(monkeypatch, conformance.draw_workload, [*script, ("booleans()", False)])
     assert (workload.limits.num_gpu_blocks, workload.limits.num_cpu_blocks, workload.arrivals) == (2, 0, [])
 
 
-def test_a_conversation_is_what_was_drawn() -> None:
+def test_a_conversation_is_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = (
-        "lists(tuples(integers(min_value=0, max_value=4), sampled_from([0.0, 0.001, 0.05, 0.3, 1.0]), "
-        "integers(min_value=1, max_value=60), integers(min_value=1, max_value=50)), min_size=6, max_size=40)"
+        "lists(tuples(integers(0, 4), sampled_from([0.0, 0.001, 0.05, 0.3, 1.0]), "
+        "integers(1, 60), integers(1, 50)), min_size=6, max_size=40)"
     )
     script = [
         (
@@ -106,7 +116,7 @@ def test_a_conversation_is_what_was_drawn() -> None:
                 (3, 0.0, 2, 3),
             ],
         ),
-        ("integers(min_value=34, max_value=60)", 40),
+        ("integers(34, 60)", 40),
         ("sampled_from([0, 8, 25, 60, 1000])", 25),
         ("sampled_from([1, 3, 256])", 3),
         ("sampled_from([None, 64, 256])", 64),
@@ -114,7 +124,7 @@ def test_a_conversation_is_what_was_drawn() -> None:
         (DECODES, (0.5, 0.25, 0.125)),
         ("sampled_from([0.0001, 0.003, 0.05])", 0.375),
     ]
-    workload = drawn(conversations(VllmV1()), script)
+    workload = drawn(monkeypatch, conversations.draw_conversations, script)
     arrivals = workload.arrivals
     assert arrivals[:4] == [
         Request(0, 0.5, 20, 30, "talk 0", (7, 1001), 16, (1002, 1003)),
@@ -134,11 +144,11 @@ def test_a_conversation_is_what_was_drawn() -> None:
     assert constants[:7] == [0.001, 0.75, 0.0, 0.5, 0.25, 0.125, 0.375]
 
 
-def test_a_last_turn_may_fill_the_context() -> None:
+def test_a_last_turn_may_fill_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [(0, 0.0, 60, 50)] * 4 + [(0, 0.0, 60, 12), (0, 0.0, 1, 1)]
     script = [("lists(", turns), ("integers(", 40), *[("sampled_from(", value) for value in (0, 3, 64, 1e-3)]]
     script += [("sampled_from(", (0.5, 0.25, 0.125)), ("sampled_from(", 1e-4)]
-    arrivals = drawn(conversations(VllmV1()), script).arrivals
+    arrivals = drawn(monkeypatch, conversations.draw_conversations, script).arrivals
     assert [request.prompt_tokens for request in arrivals] == [60, 170, 280, 390, 500, 1]
 
 

@@ -63,8 +63,7 @@ class Workload:
         return f"{rows} on {self.limits} and {self.machine}"
 
 
-@st.composite
-def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
+def draw_workload(draw: st.DrawFn, policy: Policy) -> Workload:
     """Small workloads in tiny pools, within what the policy's limits allow."""
     block_size = draw(st.sampled_from([1, 4, 16]))
     length = draw(st.sampled_from([64, 256]))
@@ -89,6 +88,9 @@ def workloads(draw: st.DrawFn, policy: Policy) -> Workload:
         named = draw(st.sampled_from([block_size, 16, 8]))
         arrivals = [with_prefix(request, named, draw) for request in arrivals]
     return Workload(arrivals, limit, machine)
+
+
+workloads = st.composite(draw_workload)
 
 
 def with_prefix(request: Request, named: int, draw: st.DrawFn) -> Request:

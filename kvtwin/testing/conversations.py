@@ -13,8 +13,7 @@ from traces.request import Request
 BLOCK = 16
 
 
-@st.composite
-def conversations(draw: st.DrawFn, policy: Policy) -> Workload:
+def draw_conversations(draw: st.DrawFn, policy: Policy) -> Workload:
     """Turns of a few conversations, each beginning with all that was said before, in blocks that the trace names."""
     turns = draw(
         st.lists(
@@ -51,3 +50,6 @@ def conversations(draw: st.DrawFn, policy: Policy) -> Workload:
         swap_s_per_block=draw(st.sampled_from([1e-4, 3e-3, 0.05])),
     )
     return Workload(found, limit, machine)
+
+
+conversations = st.composite(draw_conversations)
