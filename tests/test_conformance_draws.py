@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from kvtwin.testing import PREFILL, SWAP_S_PER_BLOCK, build_engine, conformance, conversations, limits, linear_machine
 from sim.engine.engine import Engine
@@ -12,6 +13,7 @@ from sim.engine.sequence import Status
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 
+Rows = list[tuple[float, int, int]]
 DECODES = "sampled_from(((0.02, 2e-05, 6e-07), (0.02, 2e-05, 2e-05), (0.015625, 0.0, 0.0)))"
 
 
@@ -78,6 +80,22 @@ def test_a_workload_is_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (limit.max_num_seqs, limit.max_num_batched_tokens, limit.enable_prefix_caching) == (8, 16, True)
     constants = [constant.value for constant in workload.machine.profile.constants.values()]
     assert constants[:7] == [*PREFILL, 0.5, 0.25, 0.125, SWAP_S_PER_BLOCK]
+
+
+@given(conformance.rows)
+def test_rows_keep_their_limits(rows: Rows) -> None:
+    assert 1 <= len(rows) <= 25
+    for gap_s, prompt, output in rows:
+        assert gap_s in (0.0, 0.001, 0.02, 0.3, 2.0) and 1 <= prompt <= 150 and 1 <= output <= 60
+
+
+@given(conformance.bursts)
+def test_bursts_keep_their_limits(rows: Rows) -> None:
+    """Three to ten long requests at once, then three to twelve short ones."""
+    long = [row for row in rows if row[1] >= 60]
+    assert rows[: len(long)] == long and 3 <= len(long) <= 10 and 3 <= len(rows) - len(long) <= 12
+    assert all(row[0] == 0.0 and row[1] <= 150 and 20 <= row[2] <= 60 for row in long)
+    assert all(row[0] in (0.0, 0.05, 0.3) and row[1] <= 20 and row[2] <= 9 for row in rows[len(long) :])
 
 
 @pytest.mark.parametrize(("seqs", "chunks"), [(1, "None, 16, 64"), (3, "None, 16, 64"), (256, "None, 256, 256")])

@@ -188,6 +188,7 @@ def test_clocks_that_fell_are_warned_of():
     assert provenance.warnings([notes[0], Note("b", {"sm_mhz": 1900.0, "throttled": "unknown"})], 2) == []
     (slower,) = provenance.warnings([Note("a", {"matmul_s": 0.9}), Note("b", {"matmul_s": 1.0})], 2)
     assert "took 0.9 s before and 1 s after" in slower
+    assert provenance.warnings([Note("a", {"matmul_s": 0.02}), Note("b", {"matmul_s": 0.021})], 2) == []
     (busy,) = provenance.warnings([Note("a", {"load_average": 1.5}), Note("b", {"load_average": 9.0})], 2)
     assert "load average was 1.50 before" in busy
     # At the limit itself nothing is said: half a processor's load each, a twentieth slower.

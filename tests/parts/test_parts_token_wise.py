@@ -86,7 +86,7 @@ def test_threads_are_whole_warps_and_either_kernel_keeps_one(recompute: float, d
 
 def test_threads_by_hand():
     assert threads_for_recomputation(3.0, 1.0) == 768
-    assert threads_for_recomputation(1.0, 1.0) == 512
+    assert threads_for_recomputation(1.0, 1.0) == 512 == threads_for_recomputation(0.0, 0.0)
     assert thread_loss(3.0, 1.0, 768 / 1024) == 1.0
     # 1000 to 1: 31 of 32 warps recompute what 1000 of 1001 parts are, and the last has what would take a 31st of that.
     assert threads_for_recomputation(1000.0, 1.0) == 992
