@@ -8,8 +8,9 @@ import pytest
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, run
-from kvtwin.testing.engines import roofline_machine
-from sim.engine.sequence import Sequence
+from kvtwin.testing.engines import build_engine, roofline_machine
+from sim.engine.plan import StepTimes
+from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.parts.batching.paced import Paced
 from sim.parts.eviction.park import Park
@@ -448,3 +449,32 @@ def test_one_iteration_passes_before_who_has_joined_is_looked_at():
     workload = Workload(requests((0.0, 1, 34), (0.0, 1, 1)), limit, machine)
     check_jumps(policy, workload)
     assert run(policy, workload).by_id()[0].num_preemptions == 13
+
+
+@pytest.mark.parametrize("at_s", [1.55, 1.6])
+def test_who_holds_all_blocks_but_one_returns_when_nothing_else_is_left(at_s):
+    """Seven of eight blocks leave for a prompt. Forecasts keep one more free than there is: it returns all the same."""
+    policy = Adaptive(predictor="oracle", ttft_slo_ms=30_000.0)
+    rows = requests((0.0, 32, 92), (at_s, 47, 23))
+    outcome = simulate(policy, rows, limits(gpu=8, host=100, tokens=512, chunked=True))
+    assert outcome.scheduler.counters.policy == {"parked_sequences": 1, "returned_sequences": 1}
+    assert outcome.scheduler.counters.swap_out_blocks == outcome.scheduler.counters.swap_in_blocks == 7
+    assert [seq.request.request_id for seq in outcome.ended] == [1, 0]
+
+
+def test_who_is_computed_again_waits_anew_and_the_step_has_changed():
+    """A member of three blocks: an empty step after it is followed by another at once."""
+    scheduler = build_engine(Adaptive(), ROOM, linear_machine(), lambda seq: None).scheduler
+    park = scheduler.eviction
+    assert isinstance(park, Park)
+    seq = Sequence(requests((0.0, 40, 20))[0])
+    scheduler.add(seq)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.commit(plan, StepTimes(1, 0.1, 0.0, 0.0, 0.1, 1))
+    assert scheduler.schedule(0.1) is not None
+    assert (list(scheduler.batch.members), scheduler.gpu.free, scheduler.changed) == ([seq], 57, False)
+    park._recompute(seq)
+    assert (list(scheduler.order), scheduler.gpu.free, scheduler.changed) == ([seq], 60, True)
+    assert (scheduler.counters.preemptions, dict(park.tally)) == (1, {"recomputed_sequences": 1})
+    assert (seq.status, seq.num_computed, seq.num_preemptions) == (Status.WAITING, 0, 1)

@@ -84,9 +84,6 @@ class Sglang(Batching):
         self._asked_tokens -= self._asked.pop(seq, 0)
         self._long.pop(seq, None)
 
-    def leaving(self, seq: Sequence) -> None:
-        self.left(seq)
-
     def _to_come(self, steps: int = 0) -> int:
         """Tokens that those who decode are expected to generate yet, `steps` iterations from now."""
         batch = self.batch

@@ -66,8 +66,6 @@ class Park(Recompute):
         self._joined: dict[Sequence, None] = {}
         # Of those on the way back.
         self._returning_blocks = 0
-        # Whether this step has put anybody back in the queue, which the next one looks at.
-        self._put_back = False
         self._short = False
         # What `growth` says before anybody has joined in this step.
         self._growth = 0
@@ -118,7 +116,7 @@ class Park(Recompute):
         if self._num_thetas != self.order.num_thetas and self.batch.members:
             self._num_thetas, self._horizon = self.order.num_thetas, self._copy_iterations()
         self._growth = self.growth()
-        self._short, self._put_back = self._is_short(), False
+        self._short = self._is_short()
         if not self.order.changed and not self._short:
             return
         iteration_s, self.num_kept = self.order.iteration_s(), 0
@@ -299,7 +297,7 @@ class Park(Recompute):
         scheduler.take_out(seq)
         scheduler.counters.preemptions += 1
         scheduler.recompute(seq)
-        scheduler.changed = self._put_back = True
+        scheduler.changed = True
         self.order.put_back([seq])
         self.tally["recomputed_sequences"] += 1
 
@@ -338,7 +336,7 @@ class Park(Recompute):
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """No further than the forecast is sure to find enough."""
         batch = self.batch
-        if self._short or self._put_back:
+        if self._short:
             return 1
         # The first iteration's blocks are taken already.
         spare = self.gpu.free + self.paged.releasing + batch.blocks_needed(1)
