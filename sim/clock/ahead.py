@@ -74,7 +74,7 @@ class AheadMember(Member):
             self._starts_s = max(now_s, flying[0].end_s) if flying else now_s
             if not self._is_free(now_s):
                 self._decides_s = self.busy_until_s
-            elif (plan := self._schedule(now_s, takes_back=not flying)) is None:
+            elif (plan := self._schedule(now_s)) is None:
                 self._decides_s = inf
             else:
                 jumps = self.jump and plan.max_steps > 1
@@ -102,7 +102,8 @@ class AheadMember(Member):
         if self._plan is not None:
             return flying[0].end_s if flying and flying[0].prefilled else self._decides_s
         if flying:
-            return flying[0].end_s if len(flying) == 2 else min(self._decides_s, flying[0].end_s)
+            # Two in flight: the next is decided when the first of them has ended.
+            return min(self._decides_s, flying[0].end_s)
         return self._decides_s if self._decides_s < inf else self._wakes_s
 
     def drained_s(self, now_s: float) -> float:

@@ -133,8 +133,7 @@ class HandOvers:
             end_s = max(at_s, self._stream(source, member, seq, move.num_blocks))
         else:
             end_s = self._book(source, member, seq, at_s, move.num_blocks)
-        left = Move(seq, move.groups, 0, move.end_token, Tier.GPU, Tier.PEER, move.num_blocks, move.num_freed, True)
-        if source.tell(end_s, left):
+        if source.tell(end_s, move._replace(seq=seq, source=Tier.GPU, target=Tier.PEER)):
             self.on_wake(place)
         return end_s
 

@@ -104,7 +104,6 @@ class Member(Instance):
         engine.on_end = self._end
         self._hears_end: Callable[[Request], None] | None = None
         self._settled = False
-        self._began_s = 0.0
         self._plan: IterationPlan | None = None
         self._times: StepTimes | None = None
         self._mark: LanesMark | None = None
@@ -132,7 +131,8 @@ class Member(Instance):
         """The boundary `end_s` has come: commit what ended there."""
         self._settled = True
         plan, times = self._plan, self._times
-        if plan is not None and times is not None:
+        if plan is not None:
+            assert times is not None
             self.iterations += times.iterations
             if self.observer is not None:
                 self.observer(plan, self._began_s, times)
@@ -191,10 +191,10 @@ class Member(Instance):
             return False
         return True
 
-    def _schedule(self, now_s: float, *, takes_back: bool = True) -> IterationPlan | None:
+    def _schedule(self, now_s: float) -> IterationPlan | None:
         """The next plan, where there is any; what it pulls is on its way."""
         plan = self.engine.schedule(now_s)
-        while plan is None and takes_back and self.take_back is not None and self.take_back(self, now_s):
+        while plan is None and self.take_back is not None and self.take_back(self, now_s):
             plan = self.engine.schedule(now_s)
         for move in () if plan is None else plan.pulled:
             self._pull(move, now_s)

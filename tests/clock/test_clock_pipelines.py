@@ -1,6 +1,9 @@
 """Pipelines: stages that batches pass through one after the other, a loop that launches them, and who joins which."""
 
 from itertools import pairwise
+from math import inf
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,7 +12,10 @@ from hypothesis import strategies as st
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.clusters import HAND_OVER_S_PER_TOKEN, ClusterOutcome, simulate_pools, simulate_replicas
 from sim.clock.closed_loop import ClosedLoop
+from sim.clock.pipeline import Pipeline
 from sim.cost.forms import LinearCost
+from sim.cost.lanes import Lane
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Status
 from sim.policy_options import parse_policy
 from sim.systems.distserve import DistServe
@@ -166,3 +172,30 @@ def test_nobody_is_lost_between_pipelines(policy, rows, pools, stages, blocks, s
     assert one.places() == other.places()
     for key, seq in one.by_id().items():
         assert seq.finish_s == pytest.approx(other.by_id()[key].finish_s, abs=1e-7)
+
+
+def test_host_stages_and_hand_overs_follow_one_another():
+    """Four stages of 2 s; the host takes 1 s and a sixteenth for each of three; 8 tokens go on, 1/8 s a token."""
+    cost = SimpleNamespace(iteration_s=lambda plan: 9.0, prelude_s=lambda plan: 1.0, added_host_s=lambda num: num / 16)
+    pipeline = Pipeline(cost, 4, 0.125)  # type: ignore[arg-type]
+    pipeline.lanes = [Lane(str(i)) for i in range(4)]
+    plan = IterationPlan(prefill_tokens=5, num_decodes=2, num_single_chunks=1, chunks=(Mock(),))
+    pipeline.host_free_s = 0.5
+    assert pipeline.pass_through(plan, 0.25) == 0.5 + 1.1875 + 4 * 2.0 + 3 * 1.0
+    assert [lane.free_s for lane in pipeline.lanes] == [3.6875, 6.6875, 9.6875, 12.6875]
+    assert pipeline.pass_through(plan, 4.0) == 4.0 + 1.1875 + 11.0
+    assert pipeline.host_free_s == 5.1875
+    cost.iteration_s = lambda plan: 0.0
+    assert (pipeline.pass_through(plan, 7.0), pipeline.host_free_s) == (7.0, 5.1875)
+
+
+@pytest.mark.parametrize(("at_s", "place"), [(0.9, 5), (1.0 - 2e-9, 5), (1.0 - 5e-10, 4), (1.0, 4), (1.5, 4)])
+def test_who_is_idle_gets_a_turn_while_another_is_launched_alone(at_s, place):
+    """The host is free at 1 s. Engine 5 is idle; engine 4 ends at 2 s."""
+    pipeline = Pipeline(LinearCost((0.1, 0.0, 0.0), (0.1, 0.0, 0.0), 0.0, 1.0), 2, 0.0)
+    pipeline.host_free_s = 1.0
+    engines = SimpleNamespace(end_s=2.0, place=4), SimpleNamespace(end_s=inf, place=5)
+    pipeline.engines.extend(engines)  # type: ignore[arg-type]
+    assert pipeline.next_place(at_s) == place
+    engines[0].end_s = 0.5
+    assert pipeline.next_place(at_s) == 4

@@ -43,18 +43,23 @@ POOLS = (
     "mooncake:rejection=early,ttft-slo-ms=60,tbt-slo-ms=24",
     "mooncake:rejection=predicted,predicted-decode-s=0.4,ttft-slo-ms=100,tbt-slo-ms=24",
     V1, f"{V1},async-scheduling=true", f"{V1},async-scheduling=true,blocking-pull=true",
-    f"{V1},async-scheduling=true,layer-wise=true",
+    f"{V1},async-scheduling=true,layer-wise=true", f"{V1},memory=stored,async-scheduling=true",
 )  # fmt: skip
 """Engines that prefill and engines that decode."""
 REPLICAS = (
     "vllm-recompute", "vllm-swap", "sarathi", "layerkv", "vllm-v1:async-scheduling=true", "radix", "adaptive",
 )  # fmt: skip
 """Behind each router, with a pipeline's stages in some runs."""
+COPYING = (
+    "vllm-v1:async-scheduling=true,cpu-chunks=20,offload-outputs=true,store-s-per-block=0.01 least-loaded",
+    "vllm-v1:cpu-chunks=9,store-s-per-block=0.02,load-s-per-block=0.005 round-robin", "cachedattention least-loaded",
+)  # fmt: skip
+"""Replicas whose computations wait for copies."""
 
 
 def names() -> list[str]:
     """Kinds of clusters: a system's pools, or replicas of one behind a router."""
-    return [*POOLS, *(f"{policy} {router}" for policy in REPLICAS for router in ROUTERS)]
+    return [*POOLS, *(f"{policy} {router}" for policy in REPLICAS for router in ROUTERS), *COPYING]
 
 
 def with_ids(request: Request, named: int) -> Request:
@@ -80,6 +85,14 @@ def crowd(rng: random.Random, policy: Policy, place: int) -> tuple[list[Request]
     return arrivals, replace(limit, enable_prefix_caching=bool(cached)), machine_of(rng, policy, limit.block_bytes)
 
 
+def looped(arrivals: list[Request], place: int) -> ClosedLoop:
+    """Clients that wait for one another; in two runs of ten turns for the answers before."""
+    if place % 6 != 5 and place != 8:
+        return ClosedLoop(arrivals, max_concurrency=5)
+    named = [it if it.session_id else it._replace(session_id=f"alone {it.request_id}") for it in arrivals]
+    return ClosedLoop(named, None if place == 5 else 3, by_session=True, front_end_s=1 / 128)
+
+
 def has_stages(policy: Policy) -> bool:
     """Whether its engines may be pipelines."""
     names = policy.names
@@ -88,11 +101,11 @@ def has_stages(policy: Policy) -> bool:
 
 
 def run(name: str, place: int, observer: Observer) -> ClusterOutcome:
-    """The `place`-th of a kind; in every third run few requests are in flight at a time."""
+    """The `place`-th of a kind; in every third run clients wait for one another, in two of them for their answers."""
     text, _, router = name.partition(" ")
     policy, rng = parse_policy(text, {})[1], random.Random(f"clusters {place}")
     arrivals, limit, machine = crowd(rng, policy, place)
-    source = ClosedLoop(arrivals, max_concurrency=5) if place % 3 == 2 else arrivals
+    source = looped(arrivals, place) if place % 3 == 2 else arrivals
     stages = rng.choice((1, 1, 2)), rng.choice((1, 2))
     if not has_stages(policy) or "mixed-pool" in text:
         stages = 1, 1
@@ -125,6 +138,8 @@ def answer(name: str, place: int) -> str:
         )
         for member in outcome.members
     ]
+    for member in outcome.members:
+        assert member.num_in_flight == member.tokens_in_flight == member.num_waiting == 0
     ended = [sum(where == i for _, where in outcome.ended) for i in range(len(outcome.members))]
     last_s = max(seq.finish_s for seq, _ in outcome.ended)
     digest = sha256(repr((plans, told((ends, sorted(outcome.places().items()), engines)))).encode()).hexdigest()[:12]
