@@ -5,6 +5,7 @@ most requests within their SLOs at the traffic as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -291,8 +292,11 @@ def offered_per_s(result: Mapping[str, Any]) -> float:
 
 
 def _margin(asked: Asked, candidate: Candidate) -> float:
-    """How near to its SLOs the run of a candidate comes, of those that reach as much as one another; less is better."""
+    """How near to its SLOs the run of a candidate comes, of those that reach as much as one another; less is better.
+
+    1 is at the bound of one, whether that is a least or a most.
+    """
     if candidate.ran is None or candidate.ran.result is None:
         return 0.0
-    result = candidate.ran.result
-    return max((result[slo.metric] or 0.0) / slo.bound * (-1.0 if slo.at_least else 1.0) for slo in asked.slos)
+    values = [(slo, candidate.ran.result[slo.metric] or 0.0) for slo in asked.slos]
+    return max((slo.bound / v if v else inf) if slo.at_least else v / slo.bound for slo, v in values)

@@ -263,6 +263,19 @@ def test_the_best_is_first_and_of_equals_the_one_furthest_from_its_slos(goal, pl
     assert [given.index(c) for c in ranked(asked, given)] == places
 
 
+def test_a_least_counts_beside_a_most_in_how_near_a_candidate_comes():
+    """By its bound over what is reached: with no share at all nothing is further."""
+    words = ["p99_ttft_ms:100", "goodput_attainment:0.5"]
+    asked = read_tune(FIXED | {"goodput": ["ttft:100"], "tune": {"goal": "goodput", "slo": words}}, "t")
+    reached = ((50.0, 0.5), (60.0, 1.0), (90.0, 1.0), (40.0, 0.8), (10.0, 0.0))
+    given = [
+        Candidate({"place": place}, Held(1.0, Ran({}, 1, Outcome("k", result)), None, None), 0.5)
+        for place, (ttft_ms, share) in enumerate(reached)
+        for result in [{"p99_ttft_ms": ttft_ms, "goodput_attainment": share}]
+    ]
+    assert [c.point["place"] for c in ranked(asked, given)] == [1, 3, 2, 0, 4]
+
+
 def test_load_is_counted_over_the_arrivals_or_the_duration_where_they_are_not_kept():
     """Of requests that all come at once too; in no time at all there is none."""
     spans = ((4.0, 9.0, 2.5), (0.0, 5.0, 2.0), (None, 5.0, 2.0), (None, 0.0, 0.0))
