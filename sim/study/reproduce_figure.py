@@ -46,7 +46,7 @@ class Scale(NamedTuple):
 
 def draw(found: Found, path: Path) -> Path:
     """Write the setup's figure as PNG."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     return save_figure(path, figure_of(found))
 
 

@@ -3,6 +3,7 @@
 from itertools import zip_longest
 
 import pinned_bounds
+import pinned_figures
 import pinned_interruptions
 import pinned_numbers
 import pinned_routes
@@ -11,7 +12,8 @@ import pinned_studies
 import pytest
 
 FILES = {
-    pinned_bounds.BOUNDS: pinned_bounds.PINNED, pinned_routes.ROUTES: pinned_routes.PINNED,
+    pinned_bounds.BOUNDS: pinned_bounds.PINNED, pinned_figures.FIGURES: pinned_figures.PINNED,
+    pinned_routes.ROUTES: pinned_routes.PINNED,
     pinned_interruptions.INTERRUPTIONS: pinned_interruptions.PINNED, pinned_numbers.NUMBERS: pinned_numbers.PINNED,
     pinned_setups.SETUPS: pinned_setups.PINNED, pinned_studies.STUDIES: pinned_studies.PINNED,
 }  # fmt: skip

@@ -127,3 +127,6 @@ def test_places_have_the_winners_colour_the_paler_the_less_it_leads():
     }  # fmt: skip
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "1.0 M", "2.5 M"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "16"]
+    sizes = [(label.get_fontsize(), label.get_rotation()) for label in (*ax.get_xticklabels(), *ax.get_yticklabels())]
+    assert sizes == [(8.5, 30)] * 3 + [(8.5, 0)] * 2
+    assert ax.xaxis.label.get_fontsize() == ax.yaxis.label.get_fontsize() == 9
