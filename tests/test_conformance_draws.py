@@ -210,3 +210,11 @@ def test_a_status_that_cannot_be_is_found_at_every_step(monkeypatch: pytest.Monk
     engine.statuses[seq] = Status.FINISHED  # type: ignore[attr-defined]
     with pytest.raises(AssertionError):
         getattr(engine, step)(*given)
+
+
+def test_who_is_offered_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = (build_engine(VllmV1(), limits(), linear_machine(), [].append) for _ in range(2))
+    seq = sender.add_request(Request(0, 0.0, 5, 3))
+    monkeypatch.setattr(Engine, "offer", lambda *_: None)
+    receiver.offer(seq)
+    assert receiver.statuses == sender.statuses == {seq: Status.WAITING}  # type: ignore[attr-defined]
