@@ -26,7 +26,8 @@ from sim.prepare import prepare
 from sim.scenario import Scenario
 from sim.served import mean_errors, measured_times, simulated_times
 from traces.readers import open_trace
-from traces.served import read_served
+from traces.request import Request
+from traces.served import ServedRun, read_served
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "measured" / "vllm019-rtx4090"
 needs_measured = pytest.mark.skipif(not SHARED.exists(), reason="needs a measured run in ../shared (not shipped)")
@@ -65,6 +66,16 @@ def test_iterations_of_prompts_only_are_waited_for(tmp_path):
     assert max(len(step.plans) for step in steps) == 6
     predicted = predict_steps_s(with_constants(described, HIDDEN).cost, steps)
     assert predicted == pytest.approx([step.seconds for step in steps], rel=1e-6)
+
+
+def test_iterations_that_take_no_time_are_left_out():
+    # Three tokens, two of them at once: the third iteration was seen, and says nothing.
+    described = setup("vllm-recompute", workload="fixed", request_rate=1.0, input_len=10, output_len=3, num_prompts=1)
+    served = ServedRun(Path("run.json"), [Request(0, 0.0, 10, 3)], [1.0], [1.5], [(0.5, 0.0)], 0)
+    found = replay(described, served, 1)
+    assert found.num_seen == 3
+    # The first ends 7 ms before its token is seen: the server's front end.
+    assert [step.seconds for step in found.steps] == pytest.approx([0.993, 0.5])
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -229,6 +229,14 @@ def test_damaged_files_are_named(tmp_path, capsys, name, text, told):
     assert error.startswith(f"kvtwin: {path}: ") and told in error and error.count("\n") == 1
 
 
+def test_a_pages_folder_is_made(tmp_path):
+    words = ["--workload", "fixed", "--num-prompts", "4", "--gpu", "l20", "--timeline", "--quiet"]
+    assert kvtwin.main(["run", *words, "--out", str(tmp_path / "run")]) == 0
+    page = tmp_path / "not" / "yet" / "page.html"
+    assert kvtwin.main(["report", str(tmp_path / "run"), "--out", str(page)]) == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
 def test_a_comparison_of_numbers_that_are_none_is_named(tmp_path):
     (tmp_path / saved.COMPARISON_FILE).write_text('{"policies": [], "bound": NaN}')
     with pytest.raises(UserError, match=f"{saved.COMPARISON_FILE}: not JSON .NaN is not a finite number"):
