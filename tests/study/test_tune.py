@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvtwin
 from sim.results.figures.style import save_figure
+from sim.study import knobs as drawing
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load
@@ -312,6 +313,19 @@ def test_names_in_the_picture_say_only_what_sets_candidates_apart(tmp_path):
     labels = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
     assert all(above.y0 >= below.y1 for above, below in pairwise(labels))
     assert figure.axes[0].bbox.width > 300
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("values", [[64, 128, 256], [0.5, 1, 2.5], ["fcfs", "priority", "lpm"], [True, False, 3]])
+def test_every_value_of_a_knob_may_be_drawn(values, place):
+    """Numbers by their place, first to last; what has no order by name. Optuna chooses among these alone."""
+    optuna = pytest.importorskip("optuna")
+    ordered = values[0] in (64, 0.5)
+    trial = optuna.trial.FixedTrial({"knob": place})
+    assert drawing._draw(trial, "knob", values) == values[place]
+    (distribution,) = trial.distributions.values()
+    told = optuna.distributions
+    assert distribution == (told.IntDistribution(0, 2) if ordered else told.CategoricalDistribution((0, 1, 2)))
 
 
 def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
