@@ -21,6 +21,8 @@ demo: $(BIN)/kvtwin
 	$(BIN)/kvtwin report $(DEMO)/azure-hour $(DEMO)/sharegpt --out $(DEMO)/report.html
 	@echo "Look at $(DEMO)/report.html; $(DEMO)/*/ have the files behind it."
 
+# More threads than cores make small fits slower.
+test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pytest --nbmake notebooks
