@@ -212,6 +212,8 @@ def test_every_lane_is_said_to_be_used_or_not_by_the_policy_that_uses_it():
     assert [ax.get_title(loc="right").replace("\xa0", " ") for ax in axes] == [
         "never used", "never used", "never used", "busy 5 % of the time",
     ]  # fmt: skip
+    # Policies are named at the right, where no scale is.
+    assert [(ax.yaxis.get_label_position(), ax.get_ylabel()) for ax in axes[1::2]] == [("right", "a"), ("right", "b")]
 
 
 def test_ticks_of_logarithmic_axes_are_plain_numbers():
