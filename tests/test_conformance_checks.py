@@ -17,7 +17,7 @@ Change = Callable[[Any], object]
 def a_sequence(number: int = 0, **more: Any) -> SimpleNamespace:
     """It came at 1 s, got in at 2 s, and has three tokens: at 3, 3.5 and 4.5 s."""
     facts = {"request": requests((1.0, 10, 3))[0]._replace(request_id=number), "status": Status.FINISHED}
-    facts |= {"num_generated": 3, "first_scheduled_s": 2.0, "first_token_s": 3.0, "finish_s": 4.5}
+    facts |= {"num_generated": 3, "first_scheduled_s": 2.0, "first_token_s": 3.0, "finish_s": 4.5, "num_blocks": 0}
     return SimpleNamespace(**facts | more)
 
 
@@ -67,6 +67,7 @@ WRONG_ENDS = {
     "a block of the GPU is held": put("scheduler.gpu.free", 6),
     "a block of the host is held": put("scheduler.host.free", 6),
     "a block too many is free": put("scheduler.gpu.free", 8),
+    "one ended with blocks": put("ended.0.num_blocks", 1),
     "a token is missing": put("ended.0.num_generated", 1),
     "a token too many": put("ended.0.num_generated", 4),
     "in before it came": put("ended.0.first_scheduled_s", 1.0 - 2e-9),
