@@ -163,6 +163,8 @@ class Plugin:
             receiver.close()
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
+            # It may not have its group yet.
+            os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         return "late", told
 
