@@ -161,11 +161,7 @@ class Plugin:
             return "failed", told
         finally:
             receiver.close()
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-            # It may not have its group yet.
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            forked_pytest.end(child)
         return "late", told
 
     def _child(self, run: Run, items: list[pytest.Item], change: Change | None, sender: Connection) -> None:

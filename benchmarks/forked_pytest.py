@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def processor_s() -> float:
     return sum(os.times()[:4])
 
 
+def end(child: int) -> None:
+    """A fork and all that it has started are killed."""
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    # It may not have its group yet.
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 def run(tree: Path, files: list[str], plugin: object, limit_s: float, *flags: str) -> str:
     """Test files of a tree in a fork: "passed", "failed", "none" (no test was chosen) or "late" (and then killed).
 
@@ -77,5 +87,4 @@ def run(tree: Path, files: list[str], plugin: object, limit_s: float, *flags: st
         return "late"
     finally:
         if child:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            end(child)

@@ -18,8 +18,9 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "sim"), str(HERE)]
 
 import msgspec  # noqa: E402
 import pinned_answers  # noqa: E402
+import test_runtime_config  # noqa: E402
 import torch  # noqa: E402
-from pinned import digest, rounded  # noqa: E402
+from pinned import digest, rounded, short  # noqa: E402
 from runtime_variants import CONTIGUOUS, STREAM, TIERED, TREES, policy_of  # noqa: E402
 
 from gpu_runtime import live_memory  # noqa: E402
@@ -132,24 +133,8 @@ def least(holds: Callable[[int], bool]) -> int:
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "max_position_embeddings": 12,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 40,
-}
+LLAMA = test_runtime_config.PLAIN | {"max_position_embeddings": 12}
+LLAMA3 = test_runtime_config.LLAMA3 | {"original_max_position_embeddings": 40}
 COUNTS = (None, 0, 1, 3, -1, 2.0, 2.5, True, "2")
 FIELDS: dict[str, tuple[Any, ...]] = {
     **{name: COUNTS for name in LLAMA if name != "model_type"},
@@ -311,7 +296,7 @@ TOPICS = {"fitting": fitting, "configuring": configuring, "moving": moving} | pi
 
 def lines(topic: Callable[[], Iterable[str]]) -> list[str]:
     """Of a topic."""
-    return [line if len(line) < 300 else f"{line[:280]} {digest(line)}" for line in topic()]
+    return [short(line, 300) for line in topic()]
 
 
 if __name__ == "__main__":

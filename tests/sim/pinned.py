@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import pytest
 
 import kvtwin
+from sim.errors import UserError
 from sim.systems import POLICIES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -186,6 +187,33 @@ def answer(words: str) -> dict[str, Any]:
         "timeline": digest(timeline),
         "told": digest(words_told.replace("requests.csv", "requests.parquet")),
     }
+
+
+def attempt(of: Callable[..., object], *given: object, **named: object) -> object:
+    """What a function gives, or how it refuses."""
+    try:
+        return of(*given, **named)
+    except UserError as error:
+        return str(error)
+
+
+Kinds = Mapping[str, Callable[[], Iterator[str]]]
+
+
+def lines_of(name: str, kinds: Kinds) -> Iterator[str]:
+    """What is pinned of a kind."""
+    yield f"== {name}"
+    yield from (line.rstrip() for line in kinds[name]())
+
+
+def write(path: Path, kinds: Kinds) -> None:
+    """All of them, one after another."""
+    path.write_text("\n".join(line for name in kinds for line in lines_of(name, kinds)) + "\n")
+
+
+def short(text: str, most: int) -> str:
+    """A line as it is, or its beginning and a digest of all of it where it is longer."""
+    return text if len(text) < most else f"{text[: most - 20]} {digest(text)}"
 
 
 def table(folder: Path) -> list[object]:

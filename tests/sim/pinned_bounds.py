@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 from msgspec import structs
-from pinned import GOLDEN, digest, rounded
-from pinned_studies import write
+from pinned import GOLDEN, digest, rounded, write
 
 from kvtwin.testing import linear_machine, tiny_model
 from sim.bounds.first_tokens import most_in_time

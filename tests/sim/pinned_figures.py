@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pandas as pd
 from matplotlib.figure import Figure
-from pinned import GOLDEN, digest
+from pinned import GOLDEN, digest, write
 from pinned_commands import picture
-from pinned_studies import write
 
 from sim.results.report import METRICS
 from sim.study import figures, regimes, reproduce_figure

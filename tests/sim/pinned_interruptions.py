@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec
 import pinned_schedules
-from pinned import GOLDEN
+from pinned import GOLDEN, write
 from pinned_schedules import teller, workload
-from pinned_studies import write
 
 from kvtwin.testing.engines import simulate
 from sim.clock.arrivals import Arrivals

@@ -8,15 +8,16 @@ one request and thousands, seconds and hours. A line has what was told, or a dig
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 from msgspec import UNSET, structs
-from pinned import GOLDEN, digest, rounded
+from pinned import GOLDEN, Kinds, digest, rounded, write
 from pinned_commands import five, picture
 from small_results import LATENCIES, counts, lanes, scenario, small_result
 
@@ -317,21 +318,24 @@ def explained(place: int) -> Iterator[str]:
         yield repr(error)
 
 
-KINDS = {"told": (WORDS, told_of), "explained": (EXPLAINED, explained), "charts": (CHARTS, charts_of),
-         "pictures": (PICTURES, pictures_of)}  # fmt: skip
-
-
-def lines(kind: str) -> Iterator[str]:
-    """All that is pinned of a kind."""
-    count, of = KINDS[kind]
+def lines(kind: str, count: int, of: Callable[[int], Iterator[str]]) -> Iterator[str]:
+    """Of each of them how much is said, and what where it stands in full."""
     for place in range(count):
         said = [line.rstrip() for line in of(place)]
         yield f"{kind} {place}: {len(said)} {digest(said)}"
         yield from said if place in IN_FULL[kind] else ()
 
 
+PINNED: Kinds = {
+    "told": partial(lines, "told", WORDS, told_of),
+    "explained": partial(lines, "explained", EXPLAINED, explained),
+    "charts": partial(lines, "charts", CHARTS, charts_of),
+    "pictures": partial(lines, "pictures", PICTURES, pictures_of),
+}
+
+
 def main() -> None:
-    RESULTS.write_text("\n".join(line for kind in KINDS for line in lines(kind)) + "\n")
+    write(RESULTS, PINNED)
 
 
 if __name__ == "__main__":

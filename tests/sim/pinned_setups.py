@@ -16,8 +16,7 @@ from typing import Literal, get_args
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pinned import GOLDEN, digest, rounded
-from pinned_studies import attempt, write
+from pinned import GOLDEN, attempt, digest, rounded, write
 
 from sim.option_values import base_type, convert, option_fields
 from sim.policy_options import options_of, parse_policy, with_preemption_mode

@@ -10,7 +10,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pandas as pd
-from pinned import GOLDEN, digest, rounded
+from pinned import GOLDEN, attempt, digest, rounded, write
 from pinned_commands import picture
 
 from sim.errors import UserError
@@ -148,14 +148,6 @@ def beside(table: Mapping[str, Any]) -> dict[str, Any]:
     """A study over the usual traffic but for its axes."""
     axes = table.get("tune", {}).get("grid", {})
     return {name: value for name, value in FIXED.items() if name not in axes} | dict(table)
-
-
-def attempt(of: Callable[..., object], *given: object, **named: object) -> object:
-    """What a function gives, or how it refuses."""
-    try:
-        return of(*given, **named)
-    except UserError as error:
-        return str(error)
 
 
 # -- searches ----------------------------------------------------------------------------------------------------------
@@ -381,20 +373,6 @@ def tables() -> Iterator[str]:
 
 
 PINNED = {"read": read, "searches": searches, "tunes": tunes, "changed": changed, "maps": maps, "tables": tables}
-
-
-Kinds = Mapping[str, Callable[[], Iterator[str]]]
-
-
-def lines_of(name: str, kinds: Kinds) -> Iterator[str]:
-    """What is pinned of a kind."""
-    yield f"== {name}"
-    yield from (line.rstrip() for line in kinds[name]())
-
-
-def write(path: Path, kinds: Kinds) -> None:
-    """All of them, one after another."""
-    path.write_text("\n".join(line for name in kinds for line in lines_of(name, kinds)) + "\n")
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pinned import GOLDEN, digest, rounded
+from pinned import GOLDEN, rounded, short
 
 from traces.errors import TraceError
 from traces.readers import FORMATS, open_trace
@@ -299,7 +299,7 @@ TOPICS = {"reading": reading, "naming": naming, "words": words}
 def lines(topic: Callable[[], Iterable[str]]) -> list[str]:
     """Of a topic."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), patch.dict(os.environ, {"COLUMNS": "110"}):
-        return [line if len(line) < 240 else f"{line[:220]} {digest(line)}" for line in topic()]
+        return [short(line, 240) for line in topic()]
 
 
 if __name__ == "__main__":

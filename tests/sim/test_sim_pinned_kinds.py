@@ -6,14 +6,16 @@ import pinned_bounds
 import pinned_figures
 import pinned_interruptions
 import pinned_numbers
+import pinned_results
 import pinned_routes
 import pinned_setups
 import pinned_studies
 import pytest
+from pinned import lines_of
 
 FILES = {
     pinned_bounds.BOUNDS: pinned_bounds.PINNED, pinned_figures.FIGURES: pinned_figures.PINNED,
-    pinned_routes.ROUTES: pinned_routes.PINNED,
+    pinned_results.RESULTS: pinned_results.PINNED, pinned_routes.ROUTES: pinned_routes.PINNED,
     pinned_interruptions.INTERRUPTIONS: pinned_interruptions.PINNED, pinned_numbers.NUMBERS: pinned_numbers.PINNED,
     pinned_setups.SETUPS: pinned_setups.PINNED, pinned_studies.STUDIES: pinned_studies.PINNED,
 }  # fmt: skip
@@ -24,5 +26,5 @@ def test_what_is_read_asked_for_and_told_is_what_is_pinned(path, name):
     pinned = path.read_text().splitlines()
     begins = [place for place, line in enumerate(pinned) if line.startswith("== ")]
     (own,) = (pinned[a:b] for a, b in zip(begins, [*begins[1:], None], strict=True) if pinned[a] == f"== {name}")
-    for found, told in zip_longest(pinned_studies.lines_of(name, FILES[path]), own):
+    for found, told in zip_longest(lines_of(name, FILES[path]), own):
         assert found == told, "if that is meant: make pins"
