@@ -1,7 +1,7 @@
 """From a server's run to a `Profile`: what the run tells is fitted, the rest carried over from the base profile."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.server.constants import (
     ATTENTION_RATE,
     KV_RATE,
+    SPAN,
     WEIGHTS_RATE,
     chosen_constants,
     constants_of,
@@ -96,15 +97,24 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
     held_out = _held_out(setup, served, kept, fit_with)
     profile = _profile(setup, served, fit, name, method, held_out, together)
     whole = _whole(setup, served, fit)
-    notes += [
-        f"{constant} stands at {estimate.value:.4g}, the most that the GPU's specification allows: it makes up for "
-        "what the profile's form does not say"
-        for constant, estimate in fit.estimates.items()
-        if estimate.at_limit and estimate.value > 0.0
-    ]
+    notes += _at_limits(setup, fit)
     if together:
         notes.append(f"the run tells {' and '.join(together)} together only: with them trust loads like this one")
     return ServerFit(profile, method, fit.estimates, untold, held_out, whole, notes)
+
+
+def _at_limits(setup: Setup, fit: Fit) -> Iterator[str]:
+    """Of each constant that stands at a limit, but for overheads of nothing."""
+    for name, parameter in parameters_of(setup, [*fit.estimates]).items():
+        estimate = fit.estimates[name]
+        is_most = parameter.most - estimate.value < estimate.value - parameter.least
+        if estimate.at_limit and (is_most or parameter.least):
+            most = f"most (the GPU's peak or {SPAN:g} times the base profile's)"
+            limit = most if is_most else f"least (1/{SPAN:g} of the base profile's)"
+            yield (
+                f"{name} stands at {estimate.value:.4g}, the {limit} that is looked for: "
+                "it makes up for what the profile's form does not say"
+            )
 
 
 def _way(setup: Setup, served: ServedRun) -> tuple[FitWith, str, list[str]]:

@@ -332,6 +332,22 @@ def test_what_a_run_tells_is_within_half_of_it_or_of_where_it_started():
         assert told == [True, False, True]
 
 
+def test_a_constant_at_its_limit_is_named_but_for_overheads_of_nothing():
+    described = setup("vllm-v1")
+    limits = parameters_of(described, [HOST, WEIGHTS, PRODUCTS])
+
+    def said(name, value, stderr):
+        return [*server_fit._at_limits(described, Fit({name: Estimate(value, stderr, 0.0, 0.0)}, 0.0))]
+
+    assert said(HOST, 0.0, None) == said(HOST, 1e-9, None) == said(WEIGHTS, limits[WEIGHTS].most, 1.0) == []
+    (text,) = said(WEIGHTS, limits[WEIGHTS].most, None)
+    assert text.startswith(f"{WEIGHTS} stands at 2.039e+12, the most (the GPU's peak or 30 times the base profile's)")
+    (text,) = said(PRODUCTS, limits[PRODUCTS].least, None)
+    assert "the least (1/30 of the base profile's) that is looked for: it makes up for" in text
+    (text,) = said(HOST, limits[HOST].most, None)
+    assert "the most (" in text
+
+
 def test_constants_are_looked_for_within_a_factor_of_30_and_the_peaks():
     described = setup("vllm-v1")
     value = described.profile.value
