@@ -68,6 +68,19 @@ def test_iterations_of_prompts_only_are_waited_for(tmp_path):
     assert predicted == pytest.approx([step.seconds for step in steps], rel=1e-6)
 
 
+def test_who_comes_while_the_host_prepares_an_iteration_is_in_the_next(tmp_path, monkeypatch):
+    """Pairs: the second comes within the 50 ms of host time before the GPU begins the first's prompt, or after them."""
+    pairs = [(i, 10.0 * (i // 2) + (0.0 if i % 2 == 0 else 0.02 + 0.04 * (i // 2 % 2)), 300, 4) for i in range(12)]
+    monkeypatch.setattr("server_small.traffic", lambda _: [Request(*pair) for pair in pairs])
+    described = with_constants(setup("vllm-v1"), {"step_overhead_s": 0.05})
+    serve(described, tmp_path / "run.json", {}, unsteady=0.0, late_s=0.0)
+    served = read_served(tmp_path / "run.json")
+    found = replay(described, served, len(pairs))
+    assert found.matched == 1.0
+    seconds = [step.seconds for step in found.steps]
+    assert predict_steps_s(described.cost, found.steps) == pytest.approx(seconds, rel=1e-6)
+
+
 def test_iterations_that_take_no_time_are_left_out():
     # Three tokens, two of them at once: the third iteration was seen, and says nothing.
     described = setup("vllm-recompute", workload="fixed", request_rate=1.0, input_len=10, output_len=3, num_prompts=1)
