@@ -220,6 +220,13 @@ def test_the_longest_context_by_hand():
 
     assert added_s(one, 2999) == pytest.approx(2000 * 512 / 2.56e10)
     assert added_s(msgspec.structs.replace(one, batch_size=25), 2999) == 0.0
+    # Of 120 slots 192 blocks are just as many as are not split.
+    even = complete({**UNLIKE, "attention_slots": 120.0})
+    for batch_size, added in ((24, 2000 * 512 / 2.56e10), (23, 0.0)):
+        alike = msgspec.structs.replace(one, batch_size=batch_size)
+        unlike = msgspec.structs.replace(alike, longest_context_tokens=2999)
+        with_it, without = attention_s(even, terms([unlike, alike]))
+        assert with_it - without == pytest.approx(added)
     # Beside a chunk one head of the longest's tile of 40 rows walks what it has beyond the chunk's own 1,500.
     beside = Sample(
         op="products", latency_s=1.0, model="llama-3.1-8b", new_tokens=500, context_tokens=1000, decodes=8,

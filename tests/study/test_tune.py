@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 import kvtwin
 from sim.results.figures.style import save_figure
@@ -326,6 +327,28 @@ def test_every_value_of_a_knob_may_be_drawn(values, place):
     (distribution,) = trial.distributions.values()
     told = optuna.distributions
     assert distribution == (told.IntDistribution(0, 2) if ordered else told.CategoricalDistribution((0, 1, 2)))
+
+
+@pytest.mark.parametrize(("goal", "worst"), [("load", 0.0), ("goodput", 0.0), ("gpus", 1e12), ("cost", 1e12)])
+def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path, goal, worst):
+    """Optuna is told so of each, by the goal: of its loads the least, of its costs the most."""
+    optuna = pytest.importorskip("optuna")
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    study = FIXED | {"goodput": ["ttft:300"], "tune": {"slo": TTFT, "grid": {"max-num-seqs": [1, 2]}}}
+    asked = structs.replace(read_tune(study, "x"), goal=goal, trials=9, storage=url)
+    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
+
+    def reach(points):
+        return [Candidate(point, held, None if point["max_num_seqs"] == 2 else 7.5) for point in points]
+
+    found = {candidate.point["max_num_seqs"]: candidate.value for candidate in
+             drawing.by_trials(asked, tmp_path, reach, None)}  # fmt: skip
+    assert found == {1: 7.5, 2: None}
+    (name,) = optuna.get_all_study_names(url)
+    trials = optuna.load_study(study_name=name, storage=url).trials
+    assert {(json.loads(trial.user_attrs["point"])["max_num_seqs"], trial.value) for trial in trials} == {
+        (1, 7.5), (2, worst)
+    }  # fmt: skip
 
 
 def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
