@@ -40,8 +40,10 @@ def test_papers_and_figures_are_found_by_name():
     assert [setup.figure for setup in chosen(SETUPS, "layerkv", "7")] == ["6-7"]
     with pytest.raises(UserError, match="known: ellm, hcache, kvpr, layerkv, sarathi"):
         chosen(SETUPS, "elm", None)
-    with pytest.raises(UserError, match="figure 99"):
-        chosen(SETUPS, "ellm", "99")
+    known = [", ".join(s.figure for s in SETUPS if s.name in names) for names in (("ellm",), {s.name for s in SETUPS})]
+    for paper, figures in zip(("ellm", None), known, strict=True):
+        with pytest.raises(UserError, match=f"no setup of figure 99; known: {re.escape(figures)}$"):
+            chosen(SETUPS, paper, "99")
 
 
 def test_a_case_may_have_values_of_its_own():

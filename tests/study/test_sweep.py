@@ -306,6 +306,34 @@ def test_a_key_hangs_on_everything_that_decides_a_run(tmp_path, monkeypatch):
     assert len(code_hash()) == 64
 
 
+def test_the_code_is_each_file_that_decides_a_run_by_its_name_and_content(tmp_path, monkeypatch):
+    points = importlib.import_module("sim.study.points")
+    monkeypatch.setattr(points, "PACKAGES", tmp_path)
+    found = [points.code_hash.__wrapped__()]
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        found.append(points.code_hash.__wrapped__())
+        return found[-1] != found[-2]
+
+    decide = (
+        "sim/a.py",
+        "sim/cost/a.json",
+        "sim/study/points.py",
+        "sim/results/report.py",
+        "traces/b.py",
+        "traces/c.json",
+    )
+    assert all(write(name, "x") for name in decide)
+    assert all(write(name, "y") for name in decide)
+    assert not any(map(write, ("sim/study/sweep.py", "sim/results/figures/x.py", "sim/a.txt", "calib/a.py"), "xxxx"))
+    # Not by how many bytes lie one behind another.
+    (tmp_path / "sim/a.py").rename(tmp_path / "sim/b.py")
+    assert write("sim/a.txt", "z")
+    assert len(set(found)) == 2 * len(decide) + 2
+
+
 def test_equal_points_are_run_once_and_each_has_its_row(tmp_path):
     study = FIXED | {"policy": ["vllm-v1", "layerkv"], "sweep": {"grid": {"layerkv-threshold": [0.01, 0.5, 0.9]}}}
     found = kvtwin.sweep(study, tmp_path, jobs=1)
