@@ -1,5 +1,7 @@
 """`kvtwin reproduce`: setups that ship can be run, claims are worked out by hand, the page keeps what others wrote."""
 
+import re
+
 import msgspec
 import pytest
 
