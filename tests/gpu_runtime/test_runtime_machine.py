@@ -267,6 +267,25 @@ def test_what_is_warmed_up():
     assert list(warm_up.batches(small, limits)) == [([1], [0]), ([1, 1], [2, 1]), ([1], [1])]
 
 
+def test_a_device_warms_up_kernels_then_copies_then_graphs(monkeypatch):
+    policy = POLICIES["layerkv"]()
+    limit = tight_limits(policy)
+    engine = build_engine(policy, limit, linear_machine(limit.block_bytes, layers=4), print)
+    device = build_device(engine.scheduler)
+    done = []
+    for name in ("run_kernels", "run_copies"):
+        monkeypatch.setattr(f"gpu_runtime.device.{name}", lambda *given, name=name: done.append((name, *given)))
+    monkeypatch.setattr(device._computation, "capture", lambda *given: done.append(("capture", *given)))
+    device.warm_up()
+    memory = device.memory
+    assert done == [
+        ("run_kernels", device.decoder, memory.gpu, engine.scheduler.limits),
+        ("run_copies", memory.engine, memory.gpu, memory.host),
+        ("capture", device._graph_batch_sizes, device._capture),
+    ]
+    device.close()
+
+
 def test_pools_have_groups_of_as_many_layers():
     policy = POLICIES["layerkv"]()
     limit = tight_limits(policy)

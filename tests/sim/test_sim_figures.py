@@ -228,6 +228,14 @@ def test_ticks_of_logarithmic_axes_are_plain_numbers():
         assert not any("$" in text for text in texts)
 
 
+@pytest.mark.parametrize(("ttft_ms", "unit"), [(999.9, "ms"), (1000.0, "s")])
+def test_bars_of_a_second_or_more_are_in_seconds(ttft_ms, unit):
+    run = figure_run(mean_ttft_ms=ttft_ms, mean_queue_ms=400.0)
+    bars = FIGURES["queueing.png"]([run]).axes[0]
+    assert bars.get_xlabel() == f"mean TTFT, {unit}"
+    assert sum(patch.get_width() for patch in bars.patches) == pytest.approx(ttft_ms / (1e3 if unit == "s" else 1.0))
+
+
 def test_a_time_axis_has_seconds_for_ten_minutes_and_minutes_for_six_hours():
     assert [time_unit(span_s) for span_s in (0.0, 600.0)] == [(1.0, "s")] * 2
     assert [time_unit(span_s) for span_s in (600.001, 6 * 3600.0)] == [(60.0, "min")] * 2

@@ -8,10 +8,11 @@ import pytest
 import kvtwin
 from sim.errors import UserError
 from sim.study.points import setup_of
-from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, digits, fill_in, rows_of, table
+from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, digits, fill_in, rows_of, run_setups, table
 from sim.study.reproduce_figure import figure_of
 from sim.study.setup_files import SETUPS as SETUPS_FOLDER
 from sim.study.setup_files import Claim, PaperSetup, chosen, read_setups, value_of
+from sim.study.sweep import Means
 
 SETUPS = read_setups()
 
@@ -196,6 +197,14 @@ def test_a_figure_is_run_printed_and_drawn_and_kept(tmp_path, capsys):
     assert kvtwin.main(arguments) == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "points").iterdir()} == kept
     assert capsys.readouterr().out == printed
+
+
+def test_a_point_that_is_refused_is_told_and_the_others_are_run(tmp_path):
+    plain = {"gpu": "l20", "workload": "fixed", "num_prompts": 3, "input_len": 40, "output_len": 4, "request_rate": 1.0}
+    setup = PaperSetup("Paper", "1", "", [], {"a": "vllm-v1"}, plain, [], "tp", [1, 3])
+    (one,) = run_setups([setup], tmp_path, Means(jobs=1))
+    assert [*one.results] == [("", 1, "a")] and one.results["", 1, "a"]["completed"] == 3
+    assert [*one.errors] == [("", 3, "a")] and "3" in one.errors["", 3, "a"]
 
 
 @pytest.mark.parametrize("text", [None, "no place for tables", b"\xff"])

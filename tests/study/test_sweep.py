@@ -253,6 +253,18 @@ def test_an_unreachable_cluster_is_one_line():
         list(outcomes([task], {}, "dask", address="tcp://127.0.0.1:9"))
 
 
+@pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ValueError])
+def test_a_ray_cluster_that_does_not_answer_is_one_line(monkeypatch, error):
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+
+    def unreachable(address, **_):
+        raise error("nobody\nthere")
+
+    monkeypatch.setattr(ray, "init", unreachable)
+    with pytest.raises(UserError, match=r"^--address nowhere:9: no Ray cluster answers there \(.*nobody"):
+        list(outcomes([Task("k", {"workload": "fixed"}, None)], {}, "ray", address="nowhere:9"))
+
+
 def test_a_backend_that_is_not_installed_says_what_to_install(monkeypatch):
     def absent(name):
         raise ImportError(f"No module named {name!r}")
