@@ -297,3 +297,16 @@ def test_a_processor_without_a_name_is_told_by_its_kind(monkeypatch):
     assert machine.cpu_name() == "a chip"
     monkeypatch.setattr(Unreadable, "read_text", lambda *_, **__: "flags : x\nmodel name\t:  Chip 5 \nmodel name : b\n")
     assert machine.cpu_name() == "Chip 5"
+
+
+def test_clocks_are_read_while_products_run_for_a_second_and_a_half(monkeypatch, told):
+    asked = []
+    monkeypatch.setattr(torch, "randn", lambda *size, device, dtype: torch.ones(2, 2, dtype=dtype))
+    monkeypatch.setattr(torch, "mm", lambda left, right, out: asked.append(out.shape))
+    monkeypatch.setattr(machine, "_product_s", lambda left, right, repeats: {3: 0.4, 5: 0.25}[repeats])
+    monkeypatch.setattr(machine, "_clocks", lambda device: {"sm_mhz": 100.0 * len(asked)})
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
+    found = machine.state_under_load(CUDA, torch.float16)
+    # 1.5 s of products that take 0.4 s, into one place; then all is waited for.
+    assert asked == [(2, 2)] * 4 and told == ["synchronize"]
+    assert found == {"load_average": 0.5, "matmul_size": 8192.0, "sm_mhz": 400.0, "matmul_s": 0.25}
