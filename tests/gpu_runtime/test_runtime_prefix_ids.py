@@ -35,7 +35,7 @@ class Followed:
         self.gpu = BlockIds(memory.gpu.num_blocks)
         self.placement = Placement(self.gpu, BlockIds(1), num_groups=1, block_tokens=limits.block_size)
         self.keys = BlockKeys(limits.block_size)
-        self.holds = {}
+        self.holds, self.versions = {}, {}
         self.num_shared = self.num_in_flight = self.num_early = 0
         memory.tell_blocks()
 
@@ -63,6 +63,15 @@ class Followed:
             ids = placement.held[seq].gpu[0][: placement.blocks_for(end)]
             assert [self.holds[i] for i in ids] == [self.content(seq, place) for place in range(len(ids))], seq
         self.check()
+        self.check_versions()
+
+    def check_versions(self):
+        """A version says which blocks a sequence has: rows of a block table are kept by it."""
+        for seq, held in self.placement.held.items():
+            if self.versions.setdefault(seq, (held, {}))[0] is not held:
+                self.versions[seq] = held, {}
+            ids = list(held.gpu[0])
+            assert self.versions[seq][1].setdefault(held.version, ids) == ids, seq
 
     def check(self):
         """Users counted list by list; what is held is what the scheduler counts."""
