@@ -33,6 +33,7 @@ def by_trials(
         import optuna  # noqa: PLC0415 - an extra
         from optuna.storages import JournalStorage  # noqa: PLC0415
         from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
+        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
     except ImportError as error:
         raise UserError(
             f"{asked.study.where}: tune.trials: {error}; install kvtwin[optuna], or leave it out"
@@ -51,7 +52,7 @@ def by_trials(
             direction="maximize" if asked.goal in ("load", "goodput") else "minimize",
             sampler=optuna.samplers.TPESampler(seed=study.fixed.get("seed", 0), constant_liar=True),
         )
-    except (ImportError, ValueError, OSError, optuna.exceptions.OptunaError) as error:
+    except (ImportError, ValueError, OSError, optuna.exceptions.OptunaError, SQLAlchemyError) as error:
         raise UserError(f"{study.where}: tune.storage = {asked.storage!r}: {str(error).splitlines()[0]}") from error
     worst = 0.0 if asked.goal in ("load", "goodput") else 1e12
     finished = (optuna.trial.TrialState.COMPLETE,)

@@ -191,16 +191,15 @@ def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Held
 
 
 def worst_of(searches: Sequence[Search[Held]], better: Callable[[float, float], bool]) -> Search[Held]:
-    """The worst answer of several searches one after the other, as of a deployment under several seeds."""
-    worst: Held | None = None
-    for search in searches:
+    """The worst answer of one or several searches one after the other, as of a deployment under several seeds."""
+    first, *others = searches
+    worst = yield from first
+    for search in others:
+        if worst.ran is None:
+            break
         held = yield from search
-        if held.ran is None:
-            return held
-        if worst is None or better(worst.most, held.most):
+        if held.ran is None or better(worst.most, held.most):
             worst = held
-    if worst is None:
-        raise UserError("a search needs at least one run")
     return worst
 
 

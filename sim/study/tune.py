@@ -178,9 +178,6 @@ def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] 
     if all(c.value is None for c in found) and len(refused) == 1 and (reason := refused.pop()) is not None:
         raise UserError(f"{study.where}: every candidate is refused: {reason}")
     found = ranked(asked, found)
-    best = found[0]
-    if best.value is None or best.ran is None:
-        return Tuned(study, asked.goal, asked.slos, found, [], None, None, 0.0, None)
     return _explained(asked, found, store, means, begin)
 
 
@@ -197,8 +194,8 @@ def _explained(
 ) -> Tuned:
     """What binds the best, what more would buy, and how its answer hangs on the GPU's speed."""
     best = found[0]
-    if best.ran is None:
-        raise UserError("nothing was found")
+    if best.value is None or best.ran is None:
+        return Tuned(asked.study, asked.goal, asked.slos, found, [], None, None, 0.0, None)
     engines: dict[str, Any] = {}
     if asked.goal in ("gpus", "cost"):
         engines = {name: best.ran.options[name] for name in (*ENGINES, "router") if name in best.ran.options}
@@ -296,7 +293,6 @@ def _margin(asked: Asked, candidate: Candidate) -> float:
 
     1 is at the bound of one, whether that is a least or a most.
     """
-    if candidate.ran is None or candidate.ran.result is None:
-        return 0.0
-    values = [(slo, candidate.ran.result[slo.metric] or 0.0) for slo in asked.slos]
+    result = (candidate.ran and candidate.ran.result) or {}
+    values = [(slo, result.get(slo.metric) or 0.0) for slo in asked.slos]
     return max((slo.bound / v if v else inf) if slo.at_least else v / slo.bound for slo, v in values)

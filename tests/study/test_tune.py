@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import warnings
 from itertools import pairwise
 
@@ -14,10 +15,11 @@ from msgspec import structs
 import kvtwin
 from sim.results.figures.style import save_figure
 from sim.study import knobs as drawing
+from sim.study import tune as tuning
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
-from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load
-from sim.study.tune import ENGINES, Candidate, Tuned, offered_per_s, ranked, read_tune
+from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load, worst_of
+from sim.study.tune import ENGINES, Candidate, Tuned, _goodput, _options, offered_per_s, ranked, read_tune
 from sim.study.tune_report import _engines, _figure, draw, on_front, short_names
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
@@ -86,6 +88,33 @@ def test_what_is_refused_as_it_is_is_not_tried_with_less_or_more(searched, asked
     with pytest.raises(StopIteration) as end:
         search.send(refused)
     assert end.value.value == Held(0.0, None, asked, refused)
+
+
+def test_the_worst_of_several_seeds_is_their_answer_and_one_that_holds_nothing_ends_it():
+    def seed(most):
+        ran = yield {"most": most}
+        return Held(most, ran if most else None, None, None)
+
+    def worst(mosts, better):
+        search, told, ran = worst_of([seed(most) for most in mosts], better), [], None
+        with pytest.raises(StopIteration) as end:
+            while True:
+                told.append(search.send(ran)["most"])
+                ran = Ran({}, 1, Outcome("k", {}))
+        return end.value.value.most, told
+
+    assert worst([2.0, 1.0, 3.0], lambda a, b: a > b) == (1.0, [2.0, 1.0, 3.0])
+    assert worst([2.0, 1.0, 3.0], lambda a, b: a < b) == (3.0, [2.0, 1.0, 3.0])
+    assert worst([2.0, 0.0, 3.0], lambda a, b: a < b) == (0.0, [2.0, 0.0])
+    assert worst([0.0, 3.0], lambda a, b: a < b) == (0.0, [0.0])
+
+
+def test_goodput_of_what_is_refused_is_none():
+    search = _goodput({"policy": "vllm-v1"})
+    refused = Ran(next(search), 1, Outcome("k", None, "no such GPU"))
+    with pytest.raises(StopIteration) as end:
+        search.send(refused)
+    assert end.value.value == Held(0.0, None, 1.0, refused)
 
 
 @pytest.mark.parametrize(("searched", "name"), [(fewest_engines, "replicas"), (fewest_pools, "decode_replicas")])
@@ -241,9 +270,48 @@ def test_engines_are_told_by_their_number_and_kind():
     assert told(prefill_replicas=1, decode_replicas=2) == "1 prefill and 2 decode engines"
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("distserve", {"link_gbps": 100.0, "prefill_tp": 2}), ("vllm-v1", {}), ("nothing", {})]
+)
+def test_options_of_pools_are_those_of_who_hands_over(policy, kept):
+    """A policy that is none is refused as itself, by the run."""
+    study = {"policy": policy, "link-gbps": 100, "prefill-tp": 2, "tune": {"goal": "gpus", "slo": TTFT}}
+    asked = read_tune({"workload": "fixed"} | study, "t")
+    assert _options(asked, {}, 0, {}) == {"workload": "fixed", "policy": (policy,), **kept}
+
+
+def test_what_a_change_does_not_bring_has_its_reason(tmp_path, monkeypatch):
+    """Refused: why. No load holds: so. Of nothing at first there is no share."""
+    asked = read_tune(FIXED | {"tune": {"slo": TTFT}}, "t")
+
+    def ran(most, **options):
+        result = {"arrival_span_s": 10.0, "duration": 12.0, "num_prompts": round(10 * most)}
+        return Held(most, Ran(options, 1, Outcome("k", result)), None, None)
+
+    def tuned(first):
+        names = []
+
+        def answered(searches, store, means, begin):
+            asked_for = [next(search) for search in searches]
+            names.extend(asked_for)
+            failing = [Held(0.0, None, 1.0, Ran({}, 1, Outcome("k", None, "no room"))), Held(0.0, None, None, None)]
+            return [first, *failing, *[ran(3.0)] * (len(searches) - 5), ran(1.0), ran(2.5)]
+
+        monkeypatch.setattr(tuning, "answers", answered)
+        return tuning._explained(asked, [Candidate({}, ran(2.0), 2.0)], None, None, None), names
+
+    found, options = tuned(ran(2.0))
+    assert [(gain.change.name, gain.gain, gain.reason) for gain in found.gains[:3]] == [
+        ("KV memory", None, "no room"), ("seats", None, "no load holds"), ("token budget", 0.5, ""),
+    ]  # fmt: skip
+    assert (found.low, found.high, found.slack) == (1.0, 2.5, 2.0)
+    assert [option["profile"] for option in options[-2:]] == [":gpu_speed=0.9", ":gpu_speed=1.1"]
+    assert [gain.gain for gain in tuned(Held(0.0, None, None, None))[0].gains] == [None] * len(found.gains)
+
+
 def test_nothing_that_holds_is_said(tmp_path):
     found = kvtwin.tune(FIXED | {"tune": {"slo": ["p99_ttft_ms:0.001"]}}, tmp_path, jobs=1)
-    assert found.tuned.best is None
+    assert found.tuned.best is None and found.tuned.gains == []
     assert found.text.startswith("No candidate holds p99_ttft_ms <= 0.001")
 
 
@@ -367,6 +435,30 @@ def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
     assert stored.table.equals(first.table)
     (name,) = optuna.get_all_study_names(url)
     assert len(optuna.load_study(study_name=name, storage=url).trials) == 6 and re.fullmatch("[0-9a-f]{16}", name)
+
+
+@pytest.mark.parametrize(
+    ("storage", "reason"),
+    [
+        ("nonsense", "Could not parse SQLAlchemy URL from given URL string"),
+        ("sqlite:////nowhere/to/be/found.db", "(sqlite3.OperationalError) unable to open database file"),
+    ],
+)
+def test_a_storage_that_is_none_is_one_line(tmp_path, storage, reason):
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    asked = read_tune(FIXED | {"tune": {"slo": TTFT, "trials": 1, "storage": storage}}, "s.toml")
+    with pytest.raises(kvtwin.UserError) as caught:
+        drawing.by_trials(asked, tmp_path, lambda points: [], None)
+    assert str(caught.value) == f"s.toml: tune.storage = {storage!r}: {reason}"
+
+
+def test_trials_without_optuna_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    asked = read_tune(FIXED | {"tune": {"slo": TTFT, "trials": 1}}, "s.toml")
+    with pytest.raises(kvtwin.UserError) as caught:
+        drawing.by_trials(asked, tmp_path, lambda points: [], None)
+    halted = "import of optuna halted; None in sys.modules"
+    assert str(caught.value) == f"s.toml: tune.trials: {halted}; install kvtwin[optuna], or leave it out"
 
 
 @pytest.mark.parametrize(
