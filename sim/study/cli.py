@@ -191,8 +191,9 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
         for one in found:
             print(f"\n{one.setup.heading}\n{table([one])}")
     for one in found:
-        for (case, x, label), error in one.errors.items():
-            print(f"kvtwin: {one.setup.paper} {one.setup.figure}, {case} {x or ''} {label}: {error}", file=sys.stderr)
+        for point, error in one.errors.items():
+            where = " ".join(str(word) for word in point if word not in ("", None))
+            print(f"kvtwin: {one.setup.paper} {one.setup.figure}, {where}: {error}", file=sys.stderr)
     return 0
 
 

@@ -207,6 +207,42 @@ def test_a_point_that_is_refused_is_told_and_the_others_are_run(tmp_path):
     assert [*one.errors] == [("", 3, "a")] and "3" in one.errors["", 3, "a"]
 
 
+def test_the_page_gets_its_tables_and_what_failed_is_told(tmp_path, monkeypatch, capsys):
+    claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
+    one = found(claim, TWO)
+    one = Found(one.setup, one.results, {("", None, "a"): "no room", ("7B", 0, "b"): "no such GPU"})
+    monkeypatch.setattr("sim.study.setup_files.chosen", lambda setups, paper, figure: [one.setup])
+    monkeypatch.setattr("sim.study.reproduce.run_setups", lambda setups, folder, means, begin: [one])
+    monkeypatch.setattr("sim.study.reproduce_figure.draw", lambda one, path: None)
+    (page := tmp_path / "page.md").write_text("é <!-- reproduce paper -->\nold\n<!-- end -->\n")
+    arguments = ["reproduce", "paper", "--out", str(tmp_path / "o"), "--page", str(page), "--quiet"]
+    assert kvtwin.main(arguments) == 0
+    assert page.read_text() == f"é <!-- reproduce paper -->\n{table([one])}\n<!-- end -->\n"
+    told = "kvtwin: Paper 1, a: no room\nkvtwin: Paper 1, 7B 0 b: no such GPU\n"
+    assert capsys.readouterr() == ("", told)
+    assert kvtwin.main(arguments[:4]) == 0
+    assert capsys.readouterr().out == f"\n{one.setup.heading}\n{table([one])}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("paper = [", "Invalid value (at end of document)"),
+        ('paper = "x"', "Object missing required field `figure`"),
+        (None, "[Errno 21] Is a directory: '{path}'"),
+    ],
+)
+def test_a_setup_that_is_none_is_one_line(tmp_path, text, reason):
+    path = tmp_path / "one.toml"
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_setups(tmp_path)
+    assert str(caught.value) == f"{path}: {reason.format(path=path)}; see the setups that ship with kvtwin"
+
+
 @pytest.mark.parametrize("text", [None, "no place for tables", b"\xff"])
 def test_a_page_without_a_place_is_told_before_anything_runs(tmp_path, capsys, text):
     page = tmp_path / "page.md"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from joblib.externals.loky.process_executor import BrokenProcessPool
 
 import kvtwin
 from sim import files
@@ -21,7 +22,7 @@ from sim.study import sweep
 from sim.study.axes import read_study
 from sim.study.backends import outcomes
 from sim.study.cli import _told
-from sim.study.points import Task, arrival_span_s, code_hash, key_of, most_in_flight, perform, setup_of
+from sim.study.points import Task, arrival_span_s, code_hash, key_of, most_in_flight, perform, policy_of, setup_of
 from sim.study.tables import half_width
 from sim.systems.layerkv import LayerKV
 
@@ -253,6 +254,122 @@ def test_an_unreachable_cluster_is_one_line():
         list(outcomes([task], {}, "dask", address="tcp://127.0.0.1:9"))
 
 
+def test_a_worker_of_this_machine_that_dies_is_one_line(monkeypatch):
+    class Dying:
+        def __init__(self, n_jobs, **_):
+            self.jobs = n_jobs
+
+        def __call__(self, calls):
+            yield from (f"{self.jobs} workers", *(task.key for _, (task, _), _ in calls))
+            raise BrokenProcessPool("it was killed")
+
+    monkeypatch.setattr("joblib.Parallel", Dying)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 7)
+    tasks = [Task(key, {}, None) for key in "abcde"]
+    assert [next(outcomes(tasks, {}, jobs=jobs)) for jobs in (None, 3)] == ["5 workers", "3 workers"]
+    found = outcomes(tasks[:2], {}, jobs=3)
+    assert [next(found), next(found), next(found)] == ["2 workers", "a", "b"]
+    with pytest.raises(UserError) as caught:
+        next(found)
+    assert str(caught.value) == (
+        "a worker died (killed, or out of memory); give fewer --jobs; finished points are kept, and the same command "
+        "goes on"
+    )
+
+
+class Dask:
+    """Stands for `distributed`: tasks are performed as they are asked for, and one may kill its worker."""
+
+    class KilledWorker(Exception):
+        """As distributed's."""
+
+    def __init__(self, dies_after):
+        self.dies_after, self.done = dies_after, []
+
+    def Client(self, address=None, **own):
+        self.done.append((address, own))
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.done.append("closed")
+
+    def scatter(self, trace, broadcast):
+        assert broadcast
+        return f"shared {trace}"
+
+    def submit(self, function, task, trace, pure):
+        assert function is perform and not pure
+        return SimpleNamespace(result=lambda: (task.key, trace))
+
+    def as_completed(self, futures):
+        yield from futures[: self.dies_after]
+        if self.dies_after < len(futures):
+            raise self.KilledWorker("out of memory\nof many")
+
+    def cancel(self, futures):
+        self.done.append(f"{len(futures)} cancelled")
+
+
+class Ray:
+    """Stands for `ray`, likewise."""
+
+    exceptions = SimpleNamespace(RayError=Dask.KilledWorker)
+
+    def __init__(self, dies_after):
+        self.dies_after, self.done = dies_after, []
+
+    def init(self, address, **options):
+        assert not options.pop("log_to_driver") and not options.pop("configure_logging")
+        self.done.append((address, options))
+
+    def shutdown(self):
+        self.done.append("closed")
+
+    def remote(self, function):
+        assert function is perform
+        return SimpleNamespace(remote=lambda task, trace: (task.key, trace))
+
+    def put(self, trace):
+        return f"shared {trace}"
+
+    def wait(self, waiting):
+        return waiting[:1], waiting[1:]
+
+    def get(self, one):
+        if self.dies_after == 0:
+            raise self.exceptions.RayError("out of memory\nof many")
+        self.dies_after -= 1
+        return one
+
+
+OWN = {"dask": {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}}
+OWN["ray"] = {"num_cpus": 2, "include_dashboard": False}
+
+
+@pytest.mark.parametrize("address", [None, "tcp://there:1"])
+@pytest.mark.parametrize("dies_after", [1, 3])
+@pytest.mark.parametrize("backend", ["dask", "ray"])
+def test_a_cluster_gets_traces_once_and_says_who_died(monkeypatch, backend, dies_after, address):
+    """And is left, its tasks with it, however the runs end."""
+    cluster = {"dask": Dask, "ray": Ray}[backend](dies_after)
+    monkeypatch.setattr(importlib.import_module("sim.study.backends"), "import_module", lambda name: cluster)
+    tasks = [Task("a", {}, "t"), Task("b", {}, "t"), Task("c", {}, None)]
+    found = outcomes(tasks, {"t": "trace"}, backend, address=address, jobs=2)
+    wanted = [("a", "shared trace"), ("b", "shared trace"), ("c", None)]
+    if dies_after == 1:
+        assert next(found) == wanted[0]
+        with pytest.raises(UserError) as caught:
+            next(found)
+        assert str(caught.value) == "a worker died (out of memory); the same command goes on"
+    else:
+        assert list(found) == wanted
+    own = {} if address else OWN[backend]
+    assert cluster.done == [(address, own), *(["3 cancelled"] if backend == "dask" else []), "closed"]
+
+
 @pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ValueError])
 def test_a_ray_cluster_that_does_not_answer_is_one_line(monkeypatch, error):
     ray = pytest.importorskip("ray", reason="ray is not installed")
@@ -408,6 +525,49 @@ def test_an_outcome_has_no_arrays_and_counts_who_was_in_flight():
     assert outcome.result is not None
     assert outcome.result["max_concurrent_requests"] == 3
     assert not any(isinstance(value, list) and len(value) == 3 for value in outcome.result.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "named"),
+    [
+        ("vllm-recompute", "swap", "vllm-swap"),
+        ("vllm-swap", "recompute", "vllm-recompute"),
+        ("vllm-swap", None, "vllm-swap"),
+        ("layerkv", "swap", "layerkv"),
+    ],
+)
+def test_a_preemption_mode_is_of_vllm_055s_points_alone(text, mode, named):
+    options = {"policy": text} if mode is None else {"policy": text, "preemption_mode": mode}
+    label, policy = policy_of(options)
+    assert (label, policy.name) == (named, named)
+    setup = setup_of({"workload": "fixed", **options})
+    assert (setup.label, setup.policy.name) == (named, named)
+
+
+def test_an_interrupted_run_interrupts_its_worker(monkeypatch):
+    def interrupted(run):
+        run.interrupted = True
+
+    monkeypatch.setattr("sim.study.points.execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        perform(Task("k", {"workload": "fixed", "num_prompts": 1}, None), None)
+
+
+@pytest.mark.parametrize("command", ["sweep", "tune", "map", "reproduce"])
+def test_an_interrupted_study_says_what_goes_on(tmp_path, monkeypatch, capsys, command):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for module in ("sweep", "reproduce"):
+        monkeypatch.setattr(f"sim.study.{module}.perform_missing", interrupt)
+    monkeypatch.setattr("sim.study.tune.answers", interrupt)
+    (tmp_path / "s.toml").write_text(
+        f'workload = "fixed"\ngoodput = ["ttft:9"]\npolicy = ["vllm-v1", "layerkv"]\n[{command}]\n'
+    )
+    words = ["kvpr"] if command == "reproduce" else [str(tmp_path / "s.toml")]
+    assert kvtwin.main([command, *words, "--out", str(tmp_path / "o"), "--jobs", "1"]) == 130
+    told = f"kvtwin: interrupted; what is finished is in {tmp_path / 'o'}: the same command goes on\n"
+    assert capsys.readouterr().err == told
 
 
 def test_who_was_in_flight_and_when_they_came_is_counted_of_those_kept():
