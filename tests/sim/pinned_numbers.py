@@ -148,7 +148,7 @@ def columns() -> Iterator[str]:
         yield f"waiting: {None if told is None else [digest(rounded(it.tolist())) for it in told]}"
         if whole["time_s"].size:
             edges = np.linspace(0.0, 60.0, 13)
-            busy = busy_shares(run, "compute_busy_s", "GPU compute", edges).tolist()
+            busy = busy_shares(run, run.series, "compute_busy_s", "GPU compute", edges).tolist()
             last_s = max(50.0, float(whole["time_s"][-1]))
             parts = [it.tolist() for it in stretches(whole["time_s"], whole["num_waiting"], last_s, edges)]
             yield f"stretches: {digest(rounded(busy))} {digest(rounded(parts))}"

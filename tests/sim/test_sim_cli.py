@@ -57,6 +57,22 @@ def test_a_run_reports_what_it_found_and_where(tmp_path, capsys):
         assert (tmp_path / "out" / "figures" / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("words", "looked_at", "shown"), [((), True, True), (("--quiet",), True, False), ((), False, False)]
+)
+def test_a_bar_of_requests_is_shown_to_who_looks(tmp_path, monkeypatch, words, looked_at, shown):
+    bars = []
+
+    def track(requests, label, total):
+        bars.append((label, total))
+        return requests
+
+    monkeypatch.setattr("sim.progress.track", track)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: looked_at)
+    assert kvtwin.main(["run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path), *words]) == 0
+    assert bars == [("vllm-swap", 5)] * shown and len(table_rows(tmp_path)) == 5
+
+
 def test_without_pyarrow_the_table_is_csv(tmp_path, monkeypatch):
     monkeypatch.setattr(run_files, "find_spec", lambda name: None)
     assert kvtwin.main(["run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path), "--quiet"]) == 0
@@ -291,6 +307,29 @@ def test_an_ignored_interrupt_stays_ignored(usual_interrupt):
     assert not run.interrupted
     assert len(rows) == 30
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_an_interrupt_between_two_runs_leaves_what_there_is(tmp_path, monkeypatch, capsys, finished):
+    real, begun = run_files.record, []
+
+    def record(setup, *args, **options):
+        begun.append(setup.label)
+        if len(begun) > finished:
+            raise KeyboardInterrupt
+        return real(setup, *args, **options)
+
+    monkeypatch.setattr(run_files, "record", record)
+    labels = ["vllm-recompute", "vllm-swap", "layerkv"]
+    words = [word for label in labels for word in ("--policy", label)]
+    assert kvtwin.main(["compare", *SMALL, *words, "--no-figures", "--out", str(tmp_path)]) == 130
+    assert begun == labels[: finished + 1]
+    printed = capsys.readouterr()
+    if finished:
+        assert json.loads((tmp_path / "comparison.json").read_text())["policies"] == labels[:1]
+        assert "vllm-recompute" in printed.out and printed.err == ""
+    else:
+        assert not (tmp_path / "comparison.json").exists() and printed == ("", "kvtwin: interrupted\n")
 
 
 def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_interrupt, capsys):

@@ -154,9 +154,9 @@ def test_lane_is_busy_when_iterations_ran_and_later_where_booked_ahead():
     series = series_of(3, time_s=[0, 2, 4], compute_busy_s=[2, 2, 3], h2d_busy_s=[6, 6, 6])
     run = figure_run(series=series, makespan_s=6.0, lanes=lanes(compute=3.0))
     edges_s = np.array([0.0, 2.0, 4.0, 6.0])
-    assert busy_shares(run, "compute_busy_s", "GPU compute", edges_s).tolist() == [1.0, 0.0, 0.5]
+    assert busy_shares(run, run.series, "compute_busy_s", "GPU compute", edges_s).tolist() == [1.0, 0.0, 0.5]
     # Six seconds of copies booked in the first two fill all six.
-    assert busy_shares(run, "h2d_busy_s", "PCIe host to device", edges_s).tolist() == [1.0, 1.0, 1.0]
+    assert busy_shares(run, run.series, "h2d_busy_s", "PCIe host to device", edges_s).tolist() == [1.0, 1.0, 1.0]
 
 
 def finished_run(requests):

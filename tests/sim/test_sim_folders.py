@@ -1,5 +1,6 @@
 """A folder of results is one command's: locked while it writes, and without what earlier ones left."""
 
+import errno
 import os
 import resource
 import signal
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import kvtwin
+from sim import folders
 from sim.errors import UserError
 from sim.files import write_atomically
 from sim.folders import LOCK_FILE, clear, owning
@@ -27,6 +29,16 @@ def files(folder):
     """Names below a folder, with one name for the table of either kind."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     return {str(Path(name).parent / "requests") if Path(name).name in TABLES else name for name in found}
+
+
+def names(folder):
+    """What a folder holds itself."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def num_open():
+    """Descriptors that this process has open."""
+    return len(names(Path("/dev/fd")))
 
 
 HOLD = "import sys, time; from pathlib import Path; from sim.folders import owning\n"
@@ -190,6 +202,52 @@ def test_a_folder_without_rights_is_told(tmp_path):
         owning(tmp_path),
     ):
         pass
+
+
+def test_a_lock_that_cannot_be_opened_is_told(tmp_path):
+    """A link is not followed: what it names is nobody's lock."""
+    (tmp_path / LOCK_FILE).symlink_to("else")
+    with pytest.raises(UserError) as caught, owning(tmp_path, "--to"):
+        pytest.fail("it is owned")
+    reason = os.strerror(errno.ELOOP)
+    assert str(caught.value) == f"--to: cannot write into {tmp_path} ({reason}); check its rights, or name another"
+    assert names(tmp_path) == [LOCK_FILE] and not (tmp_path / "else").exists()
+
+
+def test_a_lock_whose_file_went_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    """By who held it before: theirs is closed, and the file that is there is the one that is locked."""
+    opened = []
+
+    def slow(lock, folder, flag):
+        if not opened:
+            (folder / LOCK_FILE).unlink()
+        opened.append(lock)
+
+    monkeypatch.setattr(folders, "_lock", slow)
+    before = num_open()
+    with owning(tmp_path):
+        assert len(opened) == 2 and os.path.samestat(os.fstat(opened[1]), (tmp_path / LOCK_FILE).stat())
+        assert num_open() == before + 1
+    assert num_open() == before and names(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_where_nothing_can_be_locked_a_warning_is_told(tmp_path, monkeypatch, capsys, number):
+    def refused(lock, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    before = num_open()
+    if number == errno.EIO:
+        with pytest.raises(UserError, match=r"cannot write into .* \(Input/output error\)"), owning(tmp_path):
+            pytest.fail("it is owned")
+        told = ""
+    else:
+        with owning(tmp_path):
+            assert names(tmp_path) == [LOCK_FILE]
+        told = f"kvtwin: warning: {tmp_path} cannot be locked ({os.strerror(number)}): write no other results\n"
+    assert capsys.readouterr() == ("", told)
+    assert num_open() == before
 
 
 @pytest.mark.parametrize("pyarrow", [True, False])

@@ -9,16 +9,17 @@ from dataclasses import replace
 import browser
 import numpy as np
 import pytest
-from msgspec import structs
+from msgspec import UNSET, structs
 from small_results import scenario, small_result
 
 import kvtwin
 from sim.errors import UserError
+from sim.results.comparison import write_comparison
 from sim.results.figures.data import FigureRun
 from sim.results.figures.style import folded_label, percent_text, ranking, seconds_text, short_label
 from sim.results.page import saved
 from sim.results.page.charts import charts
-from sim.results.page.page import _in_script, render
+from sim.results.page.page import _in_script, _inlined, render
 from sim.results.page.saved import Section, read_run, read_sections
 
 pytest.importorskip("jinja2")
@@ -189,6 +190,68 @@ def test_a_table_in_parquet_is_read_as_one_in_csv(tmp_path, monkeypatch):
         saved._table(tmp_path)
 
 
+def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeypatch, capsys):
+    """Those who got no token are left out, as they are where arrays say why."""
+    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,90,5\n0,5000,5\n0.5,70,1\n")
+    words = ["--trace", str(tmp_path / "t.csv"), "--gpu", "l20", "--max-model-len", "1024", "--quiet"]
+    for limit in (3, 2):
+        monkeypatch.setattr("sim.results.metrics.ARRAY_LIMIT", limit)
+        assert kvtwin.main(["run", *words, "--out", str(tmp_path / str(limit))]) == 0
+    whole, short = (read_run(tmp_path / name) for name in ("3", "2"))
+    assert whole.result.ttfts != UNSET and short.result.ttfts == short.result.errors == UNSET
+    for name in ("ttft_s", "tpot_s", "queue_s", "prefill_s", "arrival_s"):
+        assert getattr(short, name).tolist() == pytest.approx(getattr(whole, name).tolist(), abs=1e-5)
+    assert [len(short.ttft_s), len(short.tpot_s)] == [2, 1]
+    capsys.readouterr()
+    folder = tmp_path / "2"
+    assert kvtwin.main(["explain", str(folder), "--request", "0"]) == 2
+    assert capsys.readouterr().err == (
+        f"kvtwin: {folder / 'result.json'}: more than 100000 requests: the arrays are in the per-request table; "
+        "explain reads runs of up to 100,000 requests\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("requests.csv", "ttft_s,queue_s\n1,2\n", "'arrival_s'"),
+        ("requests.csv", "ttft_s,queue_s,arrival_s,e2el_s,output_tokens\n1,x,3,4,5\n", "'x'"),
+        (None, "", "No such file or directory"),
+        ("requests.parquet", "no table", "Parquet"),
+    ],
+)
+def test_a_table_that_is_none_is_one_line(tmp_path, name, text, reason):
+    pytest.importorskip("pyarrow")
+    if name is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError) as caught:
+        saved._table(tmp_path)
+    told = str(caught.value)
+    assert told.startswith(f"{tmp_path / (name or 'requests.csv')}: not a per-request table (")
+    assert reason in told and told.endswith("); run it again")
+
+
+def test_a_page_without_its_libraries_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("sim.results.page.page.find_spec", lambda name: None)
+    with pytest.raises(UserError) as caught:
+        render([])
+    assert str(caught.value) == "report: needs jinja2 and plotly; pip install 'kvtwin[report]'"
+    monkeypatch.setattr("sim.results.page.page.find_spec", lambda name: None if name == "plotly" else name)
+    with pytest.raises(UserError) as caught:
+        render([])
+    assert str(caught.value) == "report: needs plotly; pip install 'kvtwin[report]'"
+
+
+@pytest.mark.parametrize("end", ["</script>", "</STYLE >"])
+def test_a_file_that_would_end_its_own_element_is_refused(tmp_path, end):
+    (path := tmp_path / "plotly.min.js").write_text("let x = '</b>'")
+    assert str(_inlined(path)) == "let x = '</b>'"
+    path.write_text(f"let x = '{end}'")
+    with pytest.raises(UserError) as caught:
+        _inlined(path)
+    assert str(caught.value) == f"{path}: would end its own element; reinstall it"
+
+
 def test_nothing_completed_is_a_page_too():
     run = small_result(scenario=scenario(goodput=[]))
     empty = np.empty(0)
@@ -235,6 +298,14 @@ def test_a_pages_folder_is_made(tmp_path):
     page = tmp_path / "not" / "yet" / "page.html"
     assert kvtwin.main(["report", str(tmp_path / "run"), "--out", str(page)]) == 0
     assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_comparison_of_nothing_is_refused(tmp_path):
+    write_comparison(tmp_path, [])
+    path = tmp_path / saved.COMPARISON_FILE
+    with pytest.raises(UserError) as caught:
+        read_sections([tmp_path])
+    assert str(caught.value) == f"{path}: no policy was run; compare some"
 
 
 def test_a_comparison_of_numbers_that_are_none_is_named(tmp_path):

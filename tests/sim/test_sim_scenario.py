@@ -166,6 +166,9 @@ def test_slos_given_apart_count_together(tmp_path, capsys):
     words = words_of(BASE | {"out": tmp_path, "quiet": True})
     assert kvtwin.main(["run", *words, "--goodput", "ttft:3000", "--goodput", "tpot:200"]) == 0
     assert json.loads((tmp_path / "result.json").read_text())["scenario"]["goodput"] == ["ttft:3000", "tpot:200"]
+    capsys.readouterr()
+    assert kvtwin.main(["run", *words, "--goodput", "ttft:3000", "tpot:200", "--goodput", "ttft:4000"]) == 2
+    assert capsys.readouterr().err == "kvtwin: --goodput: ttft is given twice; name each SLO once\n"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`lanes.png`: how busy the GPU and each direction of PCIe are over time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def draw_lanes(runs: Sequence[FigureRun]) -> Figure:
             if run.series is None or not has_series(run):
                 show_nothing(ax, "no time series was kept")
                 continue
-            busy = busy_shares(run, name, title, edges)
+            busy = busy_shares(run, run.series, name, title, edges)
             ax.stairs(busy * 100.0, edges / unit_s, fill=True, color=pale(policy_colour(i)))
             ax.stairs(busy * 100.0, edges / unit_s, color=policy_colour(i), lw=1.4)
             top = max(top, float(busy.max()) * 100.0)
@@ -86,15 +86,13 @@ def _lane_total(run: FigureRun, name: str, title: str) -> float:
     return max(told_s, float(run.series[name][-1])) if has_series(run) and run.series is not None else told_s
 
 
-def busy_shares(run: FigureRun, name: str, title: str, edges_s: Floats) -> Floats:
-    """Share of each bin of time (edges in s) in which a lane is busy.
+def busy_shares(run: FigureRun, series: Mapping[str, Floats], name: str, title: str, edges_s: Floats) -> Floats:
+    """Share of each bin of time (edges in s) in which a lane is busy, of a run that kept a time series.
 
     The series' running totals are read at the end of an iteration and stamped with its start, so the total at a
     sample's time is the sample before's. What is booked beyond a bin's end is carried into the bins after it.
     """
-    if run.series is None:
-        return np.zeros(len(edges_s) - 1)
-    time_s, busy_s = run.series["time_s"], run.series[name]
+    time_s, busy_s = series["time_s"], series[name]
     last_s = max(run.result.makespan_s, float(time_s[-1]))
     totals_s = np.r_[0.0, busy_s[:-1], _lane_total(run, name, title)]
     booked_s = np.diff(np.interp(edges_s, np.r_[time_s, last_s], totals_s))

@@ -51,7 +51,7 @@ def memory(runs: Sequence[FigureRun]) -> list[Chart]:
 
 def lanes(runs: Sequence[FigureRun]) -> Chart | None:
     """How busy the GPU and each direction of PCIe are; None without time series."""
-    shown = [(i, run) for i, run in enumerate(runs) if has_series(run)]
+    shown = [(i, run, run.series) for i, run in enumerate(runs) if run.series is not None and has_series(run)]
     if not shown:
         return None
     unit_s, unit, end = clock(runs)
@@ -59,10 +59,10 @@ def lanes(runs: Sequence[FigureRun]) -> Chart | None:
     data: list[Json] = []
     rows = []
     dashes = dict(zip(LANES, ("solid", "dash", "dot"), strict=True))
-    for place, run in shown:
+    for place, run, series in shown:
         cells = [run.label]
         for name, title in LANES.items():
-            shares = busy_shares(run, name, title, edges * unit_s)
+            shares = busy_shares(run, series, name, title, edges * unit_s)
             makespan_s = run.result.makespan_s
             busy_s = run.result.lanes.by_name()[title].busy_s
             cells.append(percent_text(min(1.0, busy_s / makespan_s)) if makespan_s else NONE)

@@ -1,6 +1,6 @@
 """Where the time went: the parts of the mean latency, and which limit bound when."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from msgspec import UNSET
@@ -70,13 +70,15 @@ def _folded(label: str) -> str:
 
 def limits(runs: Sequence[FigureRun]) -> Chart | None:
     """Shares of the time in which each limit bound; None without time series."""
-    shown = [run for run in runs if has_series(run) and run.series is not None and "bound_memory_s" in run.series]
-    if not shown:
+    kept = [(run, run.series) for run in runs if run.series is not None and has_series(run)]
+    kept = [(run, series) for run, series in kept if "bound_memory_s" in series]
+    if not kept:
         return None
+    shown = [run for run, _ in kept]
     unit_s, unit, end = clock(shown)
     edges = np.linspace(0.0, end, TIME_BINS + 1)
     width = edges[1] - edges[0]
-    shares = [_bound_shares(run, edges * unit_s) for run in shown]
+    shares = [_bound_shares(run.result.makespan_s, series, edges * unit_s) for run, series in kept]
     data: list[Json] = []
     layout: Json = {"barmode": "stack", "bargap": 0, "height": 130 + 150 * len(shown)}
     layout["xaxis"] = {"title": {"text": f"time, {unit}"}, "range": [0, end], "anchor": _axis("y", len(shown) - 1)}
@@ -105,7 +107,10 @@ def limits(runs: Sequence[FigureRun]) -> Chart | None:
                 }
             )
     kinds = [name for name in WAITS if any(found[name].max() > 1e-4 for found in shares)]
-    rows = [[WAITS[name], *(percent_text(_share_of_run(run, name)) for run in shown)] for name in kinds]
+    rows = [
+        [WAITS[name], *(percent_text(_share_of_run(run.result.makespan_s, series, name)) for run, series in kept)]
+        for name in kinds
+    ]
     caption = (
         "While a request waits to start: what keeps it from starting. Else what iterations wait for. Share of the time."
     )
@@ -121,25 +126,21 @@ def _plain(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _bound_shares(run: FigureRun, edges_s: Floats) -> dict[str, Floats]:
+def _bound_shares(makespan_s: float, series: Mapping[str, Floats], edges_s: Floats) -> dict[str, Floats]:
     """Share of each bin of time in which each limit bound, and in which nothing ran."""
-    if run.series is None:
-        return {}
-    time_s = run.series["time_s"]
-    last_s = max(run.result.makespan_s, float(time_s[-1]))
+    time_s = series["time_s"]
+    last_s = max(makespan_s, float(time_s[-1]))
     found: dict[str, Floats] = {}
     for name in LIMITS:
         # A total holds the iteration that begins at its time: at that time it is the one before's.
-        values = run.series[f"bound_{name}_s"]
+        values = series[f"bound_{name}_s"]
         totals_s = np.r_[0.0, values[:-1], values[-1]]
         found[name] = np.diff(np.interp(edges_s, np.r_[time_s, last_s], totals_s)) / np.diff(edges_s)
     found["idle"] = np.clip(1.0 - sum(found.values(), np.zeros(len(edges_s) - 1)), 0.0, 1.0)
     return found
 
 
-def _share_of_run(run: FigureRun, name: str) -> float:
-    if run.series is None:
-        return 0.0
-    last = {limit: float(run.series[f"bound_{limit}_s"][-1]) for limit in LIMITS}
-    makespan_s = run.result.makespan_s or 1.0
+def _share_of_run(makespan_s: float, series: Mapping[str, Floats], name: str) -> float:
+    last = {limit: float(series[f"bound_{limit}_s"][-1]) for limit in LIMITS}
+    makespan_s = makespan_s or 1.0
     return max(0.0, makespan_s - sum(last.values())) / makespan_s if name == "idle" else last[name] / makespan_s
