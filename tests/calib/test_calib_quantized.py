@@ -1,5 +1,7 @@
 """Quantised weights and FP8 KV: planted constants come back, and the 16-bit ones stay as they are."""
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from calib_small import A100, BASE, HARDWARE, THREE, noise, planted, shapes, spe
 from calib import quantized
 from calib.fit import fit_profile
 from calib.quantized import fit_quantised
+from calib.robust import Parameter
 from calib.roofline import complete, ridge_s
 from calib.samples import Sample
 from sim.cost.model import CostModel
@@ -250,3 +253,27 @@ def test_without_a_rate_of_its_own_fp8_kv_is_read_as_16_bits_are():
     small, plain = (priced(without, "llama-2-70b", fp8_kv=fp8_kv) for fp8_kv in (True, False))
     assert small.decode_s_per_context_token == pytest.approx(plain.decode_s_per_context_token / 2, rel=0.01)
     assert small.overhead_s == plain.overhead_s < priced(bare, "llama-2-70b", fp8_kv=True).overhead_s
+
+
+def test_what_is_looked_for_and_from_where():
+    """Exponents up to 50; attention's and layers' overheads where samples can tell them."""
+
+    def looked_for(attends, fp8_kv=False):
+        timed = SimpleNamespace(
+            fp8_kv=fp8_kv, kind="w8a8", terms=SimpleNamespace(linear_flops=np.array([8.0, 9.0])),
+            measured_s=np.array([2.0, 3.0]), attends=np.array(attends),
+        )  # fmt: skip
+        return quantized._parameters(timed, {"hbm_bytes_per_s": 5.0, "kv_bytes_per_s": 7.0})  # type: ignore[arg-type]
+
+    products = {
+        "w8a8_flops_per_s": Parameter(4.0), "overlap": Parameter(0.4, 0.02, 1.0, log=False),
+        "w8a8_quantize_bytes_per_s": Parameter(5.0),
+    }  # fmt: skip
+    assert looked_for([False, False]) == products
+    products["w8a8_layer_overhead_s"] = Parameter(1e-5, 0.0, log=False)
+    assert looked_for([True, True]) == products
+    assert looked_for([False, True]) == products | {quantized.ATTENTION: Parameter(1e-5, 0.0, log=False)}
+    assert looked_for([False, True], fp8_kv=True) == {
+        "fp8_kv_bytes_per_s": Parameter(7.0), "fp8_kv_padding_tokens": Parameter(64.0, 0.0, log=False),
+        "fp8_kv_layer_overhead_s": Parameter(1e-6, 0.0, log=False),
+    }  # fmt: skip

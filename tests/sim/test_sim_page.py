@@ -153,6 +153,14 @@ def test_least_and_most_are_named_unless_they_read_alike():
     assert said(7.0, 2.0, 9.0) == "TTFT 2 with b, 9 with c"
 
 
+@pytest.mark.parametrize(("replicas", "several"), [(1, 0), (2, 2)])
+def test_engines_are_read_one_by_one_where_there_are_several(tmp_path, replicas, several):
+    words = ["--replicas", str(replicas), "--timeline", "--out", str(tmp_path)]
+    assert kvtwin.main(["run", *WORDS, *words]) == 0
+    run = read_run(tmp_path)
+    assert len(run.engines) == several and run.series is not None
+
+
 def test_several_engines_have_a_figure_of_theirs(tmp_path):
     words = ["--policy", "distserve", "--prefill-replicas", "1", "--decode-replicas", "2", "--link-gbps", "100"]
     assert kvtwin.main(["run", *WORDS, *words, "--out", str(tmp_path)]) == 0

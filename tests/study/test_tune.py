@@ -74,6 +74,11 @@ def test_the_fewest_gpus_of_two_pools_are_those_of_the_cheapest_split(least, pre
     assert ttft_ms(held.ran.options) == 50.0 and count <= 150
 
 
+def test_a_bound_that_is_just_reached_is_kept():
+    for slo, missed in ((Slo("p99_ttft_ms", 100.0), 100.001), (Slo("goodput_attainment", 0.9), 0.8999)):
+        assert [slo.met({slo.metric: value}) for value in (slo.bound, missed, None)] == [True, False, False]
+
+
 def test_a_load_that_nothing_holds_and_one_that_everything_holds():
     held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
     assert held.most == 0.0 and held.ran is None and held.failing is not None
