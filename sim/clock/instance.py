@@ -120,7 +120,7 @@ class Instance:
                 arrivals.deliver(now_s + TIE_S, engine.add_request)
             if transfers:
                 self._tell_ended(now_s)
-            plan = engine.schedule(now_s) if len(flying) < 2 else None
+            plan = engine.schedule(now_s)
             if plan is not None:
                 start_s = now_s if now_s > free_s else free_s
                 times = self._run_ahead(plan, start_s) if plan.max_steps > 1 else step(plan, start_s)
