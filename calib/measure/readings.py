@@ -4,6 +4,7 @@ Read when a point's last repeat has ended: the GPU has not had the time to clock
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -46,11 +47,9 @@ class Readings:
         }
         found: dict[str, float] = {}
         for name, ask in asked.items():
-            try:
+            # Virtual machines hide some.
+            with suppress(nvml.NVMLError):
                 found[name] = float(ask())
-            except nvml.NVMLError:
-                # Virtual machines hide some.
-                continue
         return found
 
 

@@ -187,6 +187,7 @@ MACHINES = {
     "h100, FP8": lambda: roofline_machine(
         "h100", 1.0, tp=8, model=load_model("llama-3.1-70b").with_quantization("fp8")
     ),
+    "h100, experts": lambda: roofline_machine("h100", 1.0, tp=2, model=load_model("mixtral-8x7b-v0.1")),
     "h100, sampling": lambda: roofline_machine(
         "h100", 1.0, model=load_model("qwen3-8b"), engine=load_engine_profile("vllm-0.12-top-p")
     ),

@@ -7,6 +7,7 @@ from calib_small import HARDWARE, copies, noise, planted, shapes, spec, timed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calib import linear
 from calib.linear import fit_linear_profile, predict_s
 from calib.report import fit_markdown
 from calib.samples import Sample
@@ -189,3 +190,19 @@ def test_what_cannot_be_fitted_is_refused(tmp_path, samples, message):
     with pytest.raises(UserError) as caught:
         fitted(samples, tmp_path)
     assert message in str(caught.value)
+
+
+def test_where_the_search_begins(monkeypatch):
+    """Half of the least for what each iteration takes; of the most, the share of each that grows."""
+    asked = []
+    monkeypatch.setattr(linear, "fit_relative", lambda _, measured, parameters: asked.append(parameters))
+    common = {"op": "step", "model": "llama-2-7b", "num_layers": 32}
+    rows = [(1, 100, 0, 0.2), (2, 50, 0, 0.6), (4, 1, 9, 0.03), (2, 1, 99, 0.08)]
+    samples = [Sample(latency_s=s, batch_size=b, new_tokens=n, context_tokens=c, **common) for b, n, c, s in rows]
+    linear._fit(samples, np.array([row[3] for row in rows]))
+    (parameters,) = asked
+    assert {(p.least, p.log) for p in parameters.values()} == {(0.0, False)}
+    assert {name: p.start for name, p in parameters.items()} == pytest.approx({
+        "prefill_base_s": 0.1, "prefill_s_per_token": 0.006, "prefill_s_per_square_token": 6e-6,
+        "decode_base_s": 0.015, "decode_s_per_sequence": 0.01, "decode_s_per_context_token": 2e-4,
+    })  # fmt: skip

@@ -63,7 +63,8 @@ def test_samples_are_sums_of_kernels(folder):
 
 
 def test_decodes_after_less_than_a_tile_are_no_samples(folder):
-    assert not llmservingsim.is_sampled((0, 0, 8, 64))
+    assert not any(map(llmservingsim.is_sampled, ((0, 0, 8, 64), (0, 0, 8, 0))))
+    assert llmservingsim.is_sampled((16, 64, 0, 64))
     assert llmservingsim.is_sampled((0, 0, 8, 128)) and llmservingsim.is_sampled((16, 64, 0, 0))
 
 

@@ -73,6 +73,20 @@ def test_every_command_refuses_it(command, tmp_path, capsys, monkeypatch):
     assert "--model llama-2-7b: its weights take" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["live", "validate"])
+def test_random_weights_are_those_of_the_scenario_s_seed(command, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def decoder_for(scenario, options):
+        asked.append(options.seed)
+        raise UserError("enough")
+
+    monkeypatch.setattr("gpu_runtime.cli.decoder_for", decoder_for)
+    words = ["--device", "cpu", "--policy", "vllm-v1", "--workload", "fixed", "--input-len", "9", "--output-len", "9"]
+    assert kvtwin.main([command, *words, "--seed", "41", "--out", str(tmp_path)]) == 2
+    assert asked == [41] and "enough" in capsys.readouterr().err
+
+
 def test_a_container_s_limit_counts(tmp_path, monkeypatch):
     whole = free_bytes("cpu")
     monkeypatch.setattr(live_memory, "CGROUP", tmp_path)

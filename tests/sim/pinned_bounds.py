@@ -25,7 +25,7 @@ from sim.bounds.work import least_work, priced
 from sim.cost.engine_profile import load_engine_profile
 from sim.cost.forms import LinearCost, build_cost
 from sim.cost.model import CostModel
-from sim.cost.profile import Constant, read_profile
+from sim.cost.profile import ROOFLINE_UNITS, Constant, Profile, read_profile
 from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.results.metrics import Goodput
 from sim.specs.hardware import load_hardware
@@ -46,6 +46,15 @@ GATED = {
     }.items()
 }  # fmt: skip
 """What those profiles have not."""
+DRAWN = {"FLOP/s": 6e13, "B/s": 3e11, "token/s": 2e7, "s": 4e-6, "s/sequence": 2e-6, "token": 60.0, "1": 2.5}
+"""Of each unit, about what a constant of a profile is that has all of them."""
+
+
+def full(profile: Profile) -> Profile:
+    """A profile with every constant that it had not, each another."""
+    more = {name: Constant(DRAWN[unit] * (1.0 + 0.01 * place), None, "", "tests")
+            for place, (name, unit) in enumerate(ROOFLINE_UNITS.items()) if name not in profile.constants}  # fmt: skip
+    return structs.replace(profile, constants=profile.constants | more)
 
 
 def costs() -> Iterator[tuple[str, CostModel]]:
@@ -57,6 +66,8 @@ def costs() -> Iterator[tuple[str, CostModel]]:
             for engine in (None, "vllm-0.5", "vllm-v1-async"):
                 own = engine and load_engine_profile(engine)
                 yield f"{name} {gpu} {engine}", build_cost(load_model(name), hardware, profile, 1, 2.0**21, engine=own)
+            more = build_cost(load_model(name), hardware, full(profile), 1 if gpu == "l20" else 2, 2.0**21)
+            yield f"{name} {gpu} in full", more
         yield f"paper {gpu}", build_cost(load_model(MODELS[0]), hardware, profile, 1, 2.0**21, "paper")
     layers = KVLayers(num_layers=3, num_stored=3), KVLayers(num_layers=2, num_stored=2, window=100)
     windowed = structs.replace(tiny_model(5), kv_layers=layers)

@@ -365,6 +365,29 @@ def test_an_interrupt_beside_the_bounds_leaves_the_comparison(tmp_path, monkeypa
     assert json.loads((tmp_path / "comparison.json").read_text())["policies"] == ["vllm-recompute"]
 
 
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ([], []),
+        (["--goodput", "ttft:9000"], [(None, False)]),
+        (["--bounds"], [(None, True)]),
+        (["--bound"], [(True, False)]),
+    ],
+)  # fmt: skip
+def test_bounds_are_looked_for_where_an_slo_is_given_or_they_are_asked_for(tmp_path, monkeypatch, words, asked):
+    found = []
+    monkeypatch.setattr("sim.bounds.compared.bounds_of", lambda *_, bound, lifted: found.append((bound, lifted)))
+    assert kvtwin.main(["compare", *SMALL, "--policy", "vllm-v1", "--no-figures", "--out", str(tmp_path), *words]) == 0
+    assert found == asked
+
+
+def test_where_a_policy_failed_no_bounds_are_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("sim.bounds.compared.bounds_of", lambda *_, **__: pytest.fail("bounds of a part"))
+    monkeypatch.setattr("sim.run_files.exit_status", lambda run: 1)
+    words = ["--policy", "vllm-v1", "--no-figures", "--goodput", "ttft:9000", "--bounds", "--out", str(tmp_path)]
+    assert kvtwin.main(["compare", *SMALL, *words]) == 1
+
+
 def test_compare_gives_every_policy_the_same_host_memory_unless_told(tmp_path):
     def given(*words):
         both = ("--policy", "vllm-swap", "--policy", "layerkv")

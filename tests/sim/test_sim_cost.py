@@ -12,7 +12,15 @@ from sim.clock.instance import Instance
 from sim.cost.forms import LinearCost, PaperCost, build_cost
 from sim.cost.model import LayerTimes, LayerWork
 from sim.cost.pricing import Lanes, Pricer
-from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile, load_profile, shipped_profiles
+from sim.cost.profile import (
+    ROOFLINE_UNITS,
+    Constant,
+    FittedRange,
+    Profile,
+    linear_profile,
+    load_profile,
+    shipped_profiles,
+)
 from sim.cost.roofline import RooflineCost
 from sim.engine.changes import Direction, Move, Tier
 from sim.engine.plan import IterationPlan
@@ -51,6 +59,25 @@ def test_a_roofline_profile_cannot_give_linear_costs() -> None:
     model, gpu = load_model("llama-2-7b"), load_hardware("l20")
     with pytest.raises(UserError, match="linear"):
         build_cost(model, gpu, load_profile(None, gpu), 1, 1.0, "linear")
+
+
+def test_printed_equations_know_no_longest_context() -> None:
+    model, gpu = load_model("llama-3.1-8b"), load_hardware("rtx-4090")
+    given = model, gpu, load_profile(None, gpu), 1, 1.0
+    assert build_cost(*given).follows_longest
+    paper = build_cost(*given, "paper")
+    assert not paper.follows_longest
+    alike, unlike = (IterationPlan(num_decodes=2, decode_context_tokens=900, decode_longest_tokens=n) for n in (0, 899))
+    assert paper.iteration_s(alike) == paper.iteration_s(unlike)
+
+
+@pytest.mark.parametrize("form", ["roofline", "paper", "table"])
+def test_a_linear_profile_gives_no_other_costs(form: str) -> None:
+    profile = linear_profile("mine", (0.01, 1e-4, 0.0, 0.02, 1e-3, 0.0, 1e-4, 0.0), "tests")
+    given = load_model("llama-2-7b"), load_hardware("l20"), profile, 1, 1.0
+    with pytest.raises(UserError, match=f"^cost form '{form}' cannot come from profile 'mine' of form 'linear'$"):
+        build_cost(*given, form)
+    assert isinstance(build_cost(*given), LinearCost)
 
 
 def test_a_form_that_nobody_knows_is_refused() -> None:

@@ -120,6 +120,7 @@ BAD = [
     (lambda d: d.update(all_reduce={"2": [[8192, 1e-5], [8192, 2e-5]]}), ["all_reduce.2", "in order of bytes"]),
     (lambda d: d.update(all_reduce={"2": [[8192, 0]]}), ["all_reduce.2", "more than zero"]),
     (lambda d: d.update(all_reduce={"2": [[8192]]}), ["all_reduce"]),
+    (lambda d: d.update(all_reduce={"2": [[8192, 2e9]]}), ["all_reduce.2 = 2000000000.0 s is not between 0 and 1e+09"]),
     (lambda d: d.update(all_reduce={"2": [[0, 1e-5]]}), ["all_reduce.2", "more than 0"]),
     (lambda d: d.pop("constants"), ["constants"]),
     *(
