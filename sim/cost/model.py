@@ -118,11 +118,11 @@ class CostModel(ABC):
     def recompute_s(self, num_tokens: int) -> float:
         """One layer computed again for a sequence's first `num_tokens` tokens."""
 
+    @abstractmethod
     def unread_s(self, num_tokens: int) -> float:
         """What an iteration saves where `num_tokens` of its decodes' contexts are read together with others', s.
 
         No more than they cost in `iteration_s`: what is read once is still attended to by each."""
-        return 0.0
 
     def layer_s(self, work: LayerWork) -> LayerTimes:
         """What each layer of a class takes of each lane."""

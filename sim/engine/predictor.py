@@ -6,7 +6,7 @@ request and a seed, so a policy that uses it stays deterministic and the engine 
 
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -80,12 +80,10 @@ def check_accuracy(kind: str, accuracy: float) -> None:
         )
 
 
-def build_predictor(kind: str, accuracy: float, seed: int) -> LengthPredictor:
+def build_predictor(kind: Literal["oracle", "bucket", "none"], accuracy: float, seed: int) -> LengthPredictor:
     """The predictor of that name: `oracle`, `bucket` (with `accuracy`) or `none`."""
     if kind == "oracle":
         return OraclePredictor()
     if kind == "none":
         return NoPredictor()
-    if kind == "bucket":
-        return BucketPredictor(accuracy, seed)
-    raise UserError(f"--predictor: {kind!r} is not one of oracle, bucket, none")
+    return BucketPredictor(accuracy, seed)

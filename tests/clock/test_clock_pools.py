@@ -144,6 +144,33 @@ def test_who_waits_to_decode_holds_less_than_its_share_when_another_is_pulled(sh
     assert [outcome.by_id()[i].finish_s for i in (0, 1)] == pytest.approx([0.4, 0.6])
 
 
+@pytest.mark.parametrize(
+    ("batching", "arrivals", "shared"),
+    [
+        ("vllm", [(0.0, 18, 22), (0.0, 18, 26), (1.0, 7, 24), (2.0, 9, 1)],
+         [("decode", 2, 9), ("chunk", 0, 1), ("decode", 2, 1)] + [("chunk", 0, 1)] * 4 + [("decode", 0, 5)]),
+        ("fastgen", [(1.0, 12, 30), (1.0, 21, 30), (2.0, 15, 28)],
+         [("decode", 2, 1)] * 7 + [("decode", 2, 20), ("chunk", 0, 1)]),
+    ],
+)  # fmt: skip
+def test_who_is_computed_again_beside_one_that_is_pulled_waits_for_the_budget(batching, arrivals, shared):
+    """A budget of one token. In vLLM 0.5.5 who got none stands first next time; FastGen's decodes go first always."""
+    log = []
+
+    def see(plan, start_s, times):
+        assert plan.num_decodes + plan.prefill_tokens == 1 == len(plan.chunks) + plan.num_decodes
+        kind, seq = ("chunk", plan.chunks[0].seq) if plan.chunks else ("decode", next(iter(plan.decodes)))
+        log.append((kind, seq.request.request_id, times.iterations))
+
+    small = {"block_size": 4, "seqs": 1, "tokens": 1, "chunked": True, "max_model_len": 100}
+    policy = parse_policy(f"distserve:batching={batching}", {})[1]
+    pool, decoding = limits(gpu=30, **small), limits(gpu=14, host=0, **small)
+    outcome = simulate_pools(policy, requests(*arrivals), pool, decode_limit=decoding, observer=see)
+    assert {seq.num_generated for seq in outcome.by_id().values()} == {tokens for *_, tokens in arrivals}
+    begun = next(place for place, (kind, i, _) in enumerate(log) if (kind, i) == ("decode", 2))
+    assert log[begun : begun + len(shared)] == shared
+
+
 def test_a_prompt_that_the_decode_engine_can_never_hold_is_ignored():
     rows = requests((0.0, 100, 5), (0.0, 10, 5), (0.1, 100, 1))
     outcome = simulate_pools(DistServe(), rows, limits(20), decode_limit=limits(3))

@@ -162,6 +162,33 @@ def test_a_plan_may_end_with_a_member_but_not_go_past_it() -> None:
         batch.advance(StepTimes(2, 1.0, 0.5, 0.0, 1.5, 4))
 
 
+def test_a_member_may_end_earlier_with_a_token_that_is_yet_to_come() -> None:
+    batch, _ = logged()
+    seq, other = member(batch, 0, 3, 5), member(batch, 1, 3, 9)
+    assert batch.advance(StepTimes(1, 1.0, 0.0, 0.0, 1.0, 1)) == []
+    generated = batch.num_generated_of(seq)
+    for tokens in (generated - 1, generated, 6):
+        with pytest.raises(InvariantError) as caught:
+            batch.shorten(seq, tokens)
+        assert str(caught.value) == f"{seq}: has {generated} tokens and cannot end with {tokens}"
+        assert seq.output_tokens == 5
+    batch.shorten(seq, 5)
+    batch.shorten(other, generated + 1)
+    assert batch.advance(StepTimes(1, 2.0, 0.0, 0.0, 2.0, 1)) == [other]
+    assert (seq.output_tokens, other.output_tokens) == (5, generated + 1)
+
+
+def test_the_longest_of_a_plans_decodes_is_told() -> None:
+    """Of three members that of those who decode; of all three the batch's own."""
+    batch = RankedBatch(4, GapCollector())
+    seqs = [member(batch, i, prompt, 9) for i, prompt in enumerate((5, 30, 12))]
+    plan = IterationPlan()
+    for decodes, longest in ((seqs, 1), ([seqs[0], seqs[2]], 2), ([seqs[0]], 0), ([seqs[1]], 1)):
+        plan.decodes, plan.num_decodes = decodes, len(decodes)
+        batch.follow(plan)
+        assert plan.decode_longest_tokens == batch.num_tokens_of(seqs[longest])
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=6),
     st.lists(st.integers(1, 6), min_size=1, max_size=8),

@@ -14,6 +14,7 @@ from test_parts_windowed import setup, windowed_workloads
 from kvtwin.testing.conformance import Workload, check, with_prefix
 from kvtwin.testing.engines import build_engine, limits, linear_machine, simulate
 from sim.engine.limits import WindowLimits
+from sim.engine.plan import StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.memory.block_cache import BlockCache, chained
@@ -43,6 +44,22 @@ def ids(stem: int, count: int, *others: int) -> tuple[int, ...]:
 def test_a_prompt_again_hits_all_but_its_last_block() -> None:
     """100 tokens are 6 full blocks; before the last token windowed groups keep blocks 4 and 5, and that is enough."""
     assert hits((0.0, 100, 5, ids(1, 7)), (9.0, 100, 5, ids(1, 7))) == [0, 96]
+
+
+def test_memory_grows_for_all_or_for_nobody() -> None:
+    """Two sequences that begin a block of each of three groups want six, and `spare` times three beside them."""
+    engine = build_engine(VllmV1(), replace(limits(gpu=40, window=WINDOW)), linear_machine(), lambda seq: None)
+    for i in range(2):
+        engine.add_request(Request(i, 0.0, 32, 5))
+    plan = engine.schedule(0.0)
+    assert plan is not None
+    engine.commit(plan, StepTimes(1, 0.5, 0.0, 0.0, 0.5, 1))
+    memory, batch = engine.scheduler.memory, engine.scheduler.batch
+    free = engine.scheduler.gpu.free
+    spare = (free - 6) // 3
+    assert memory.decode_blocks() == 6 and len(batch.members) == 2
+    assert not memory.grow(batch, spare + 1) and engine.scheduler.gpu.free == free
+    assert memory.grow(batch, spare) and engine.scheduler.gpu.free == free - 6
 
 
 def test_a_prefix_is_hit_from_the_second_time_that_somebody_leaves_it() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtwin.testing.conformance import Workload, check, limits_of, rows
 from kvtwin.testing.engines import Machine, limits, linear_machine, requests, roofline_machine, simulate, tiny_model
+from sim.bounds.work import least_work
 from sim.engine.batch import DecodeBatch
 from sim.engine.itl import GapCollector
 from sim.engine.limits import WindowLimits
@@ -165,6 +166,21 @@ def test_half_of_yoco_computes_for_the_last_token_only() -> None:
     read_s = cost.full_s_per_token + cost.window_s_per_token
     expected = cost.linear_s(1) + cost.head_s(1) + cost.overhead_s + read_s + cost.kv_padding_s
     assert cost.decode_run(1, 1, WindowTokens(1, 1))[0] == pytest.approx(expected)
+
+
+def test_a_bound_counts_the_same_pairs_of_prompts() -> None:
+    """210 of the first 20 tokens and 20 a token from there; who reads with its last token reads all once."""
+    layers = (
+        KVLayers(num_layers=1, num_stored=1, window=20),
+        KVLayers(num_layers=2, num_stored=1, last_token_only=True),
+        KVLayers(num_layers=1, num_stored=1),
+    )
+    cost = roofline_machine("a100-80g", 1.0, model=msgspec.structs.replace(tiny_model(4), kv_layers=layers)).cost
+    work, _ = least_work(requests((0.0, 4000, 1), (0.0, 10, 1)), limits(gpu=1000, max_model_len=8192), cost)
+    pair_s = cost.attention_s_per_pair / 4
+    for found_s, tokens, windowed in zip(work.attention_s, (4000, 10), (210 + 3980 * 20, 55), strict=True):
+        assert found_s == pytest.approx(pair_s * (windowed + 2 * tokens + tokens * (tokens + 1) // 2))
+        assert found_s == pytest.approx(cost._attention_s(0, tokens, is_sampled=True))
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

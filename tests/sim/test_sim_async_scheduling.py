@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin import main
+from sim.errors import InvariantError
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.results.result import assemble
@@ -50,6 +51,15 @@ def test_several_engines_hide_their_host_time_too(tmp_path, more):
         assert result["completed"] == 20
         tpot_ms[flag] = result["mean_tpot_ms"]
     assert tpot_ms["--async-scheduling"] < tpot_ms["--no-async-scheduling"]
+
+
+def test_who_schedules_ahead_and_stands_still_is_an_error(monkeypatch):
+    run = build_run(prepare(Scenario(workload="fixed"), "vllm-v1", VllmV1()), [Request(0, 0.5, 20, 3)])
+    assert run.engines[0].engine.schedules_ahead
+    monkeypatch.setattr(type(run.engines[0].engine), "schedule", lambda engine, now_s: None)
+    with pytest.raises(InvariantError) as caught:
+        execute(run)
+    assert str(caught.value) == "the engine stands still at 0.5 s with requests unfinished"
 
 
 def test_host_time_that_is_not_hidden_is_refused(tmp_path, capsys):

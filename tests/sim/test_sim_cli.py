@@ -18,6 +18,7 @@ from sim.prepare import prepare
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
 from sim.systems.vllm055 import VllmRecompute
+from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 
 ROOT = Path(kvtwin.__file__).parents[1]
@@ -271,15 +272,17 @@ class Rows:
         self.rows.append(row)
 
 
-def interrupted_run(signals):
+def interrupted_run(signals, policy=VllmRecompute):
     scenario = Scenario(workload="fixed")
     table = Rows(signals)
     requests = [Request(i, i * 10.0, 20, 3) for i in range(30)]
-    return execute(build_run(prepare(scenario, "p", VllmRecompute()), requests, table=table)), table.rows
+    return execute(build_run(prepare(scenario, "p", policy()), requests, table=table)), table.rows
 
 
-def test_an_interrupt_ends_the_run_between_two_events(usual_interrupt):
-    run, rows = interrupted_run(signals=1)
+@pytest.mark.parametrize("policy", [VllmRecompute, VllmV1])
+def test_an_interrupt_ends_the_run_between_two_events(usual_interrupt, policy):
+    """Of an engine that schedules ahead, too."""
+    run, rows = interrupted_run(1, policy)
     assert run.interrupted
     assert run.error is None
     assert run.log.requests is not None

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -169,6 +169,36 @@ def test_slos_given_apart_count_together(tmp_path, capsys):
     capsys.readouterr()
     assert kvtwin.main(["run", *words, "--goodput", "ttft:3000", "tpot:200", "--goodput", "ttft:4000"]) == 2
     assert capsys.readouterr().err == "kvtwin: --goodput: ttft is given twice; name each SLO once\n"
+
+
+def test_pipelines_want_an_engine_whose_host_time_is_serial():
+    options = {"workload": "fixed", "pipeline_parallel_size": 2}
+    for name in ("vllm-v1-async", "vllm-0.5"):
+        asked = Scenario(**options, engine_profile=name), *parse_policy("vllm-recompute", {})
+        if name == "vllm-0.5":
+            assert prepare(*asked).engine_profile.host == "serial"
+        else:
+            with pytest.raises(UserError) as caught:
+                prepare(*asked)
+    assert str(caught.value) == (
+        "--engine-profile vllm-v1-async: its host time is hidden behind the GPU, and the loop of pipelines "
+        "(--pipeline-parallel-size) is serial; give one whose host is serial (vllm-0.5)"
+    )
+    hidden = Scenario(workload="fixed", engine_profile="vllm-v1-async"), *parse_policy("vllm-v1", {})
+    assert prepare(*hidden).engine_profile.host == "hidden"
+
+
+def test_a_linear_profile_knows_no_other_type_of_kv(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(
+        '{"form": "linear", "prefill": [0.01, 1e-4, 0], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}'
+    )
+    asked = Scenario(workload="fixed", gpu="l20", profile=str(path))
+    policy = parse_policy("vllm-recompute", {})
+    assert prepare(asked, *policy).warnings == []
+    assert prepare(replace(asked, kv_cache_dtype="fp8"), *policy).warnings == [
+        "--kv-cache-dtype: times of profile p are those of the KV it was measured with"
+    ]
 
 
 @pytest.mark.parametrize(

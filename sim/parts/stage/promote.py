@@ -148,8 +148,6 @@ class Promote(Stage):
     def _give_up(self, seq: Sequence) -> None:
         """A sequence that outgrew the GPU can never decode again."""
         self.unpark(seq)
-        if seq in self.streaming:
-            self.scheduler.take_out(seq)
         self.scheduler.release(seq)
         self.scheduler.ignore(seq, "sequence outgrew the GPU blocks")
 
