@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 from measure_small import write_config
@@ -214,3 +215,33 @@ def test_what_nvidia_smi_says_of_the_clocks_is_read(monkeypatch):
     }
     monkeypatch.setattr(machine, "_smi", lambda *_: "")
     assert machine._clocks(torch.device("cuda", 0)) == {"throttled": "unknown"}
+
+
+def test_only_a_lack_of_memory_leaves_a_model_out():
+    """Any other error of building it ends the run; so does none of what was held before."""
+    freed, errors = (
+        [],
+        [RuntimeError("CUDA error: misaligned address"), RuntimeError("CUDA out of memory. More\nof it")],
+    )
+
+    def build(name):
+        raise errors.pop(0)
+
+    held = SimpleNamespace(_refused={}, _model=("other", None), _build=build, _free=lambda: freed.append(held._model))
+    with pytest.raises(RuntimeError, match="misaligned address"):
+        bench.Bench._model_work(held, "small")
+    assert held._refused == {} and freed == [None]
+    told = "the model's layers and KV cache do not fit: out of memory: CUDA out of memory. More"
+    for _ in range(2):
+        with pytest.raises(bench.Unmeasurable) as caught:
+            bench.Bench._model_work(held, "small")
+        assert str(caught.value) == told and held._refused == {"small": told}
+    assert errors == [] and len(freed) == 2
+
+
+@pytest.mark.parametrize(("device", "fault", "emptied"), [("cuda", "", 1), ("cuda", "broken", 0), ("cpu", "", 0)])
+def test_the_gpus_memory_is_given_back_unless_a_graph_broke(monkeypatch, device, fault, emptied):
+    calls = []
+    monkeypatch.setattr(bench.torch.cuda, "empty_cache", lambda: calls.append(device))
+    bench.Bench._free(SimpleNamespace(_device=SimpleNamespace(type=device), _graph_fault=fault))
+    assert len(calls) == emptied

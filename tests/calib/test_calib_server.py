@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from test_calib_cli import attempt, refused
 from calib.robust import Estimate, Fit, Parameter
 from calib.server import fit as server_fit
 from calib.server.cli import report
-from calib.server.constants import is_told, of_model, parameters_of, with_constants
+from calib.server.constants import chosen_constants, is_told, of_model, parameters_of, with_constants
 from calib.server.fit import ServerFit, fit_server
 from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
@@ -24,7 +25,7 @@ from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.scenario import Scenario
-from sim.served import mean_errors, measured_times, simulated_times
+from sim.served import mean_errors, measured_times, simulated_times, times_in
 from traces.readers import open_trace
 from traces.request import Request
 from traces.served import ServedRun, read_served
@@ -40,6 +41,33 @@ def found_again(estimates, hidden):
     """Those that miss their hidden value, and by how much."""
     return {name: (estimates[name], value) for name, value in hidden.items()
             if not estimates[name].low <= value <= estimates[name].high}  # fmt: skip
+
+
+def test_a_form_that_no_constants_are_fitted_of_is_refused():
+    described = SimpleNamespace(profile=SimpleNamespace(name="some", form="paper"))
+    with pytest.raises(UserError) as caught:
+        chosen_constants(described, None)
+    assert str(caught.value) == "--base: some is of form paper: give one of roofline or linear"
+
+
+def test_too_many_requests_are_not_compared_one_by_one():
+    served = SimpleNamespace(path=Path("run.json"), requests=[None] * 123_456)
+    with pytest.raises(UserError) as caught:
+        times_in(SimpleNamespace(requests=None), served)
+    assert str(caught.value) == "run.json: 123,456 requests are too many to compare one by one"
+
+
+@pytest.mark.parametrize("matched", [0.49, 0.5])
+def test_a_server_that_schedules_otherwise_is_fitted_to_requests(monkeypatch, matched):
+    monkeypatch.setattr(server_fit, "replay", lambda *_: SimpleNamespace(matched=matched, steps=[None] * 9))
+    served = SimpleNamespace(requests=[None] * 3, has_token_times=True)
+    found = server_fit._way(SimpleNamespace(label="vllm-v1"), served)
+    if matched == 0.5:
+        assert found == (server_fit._fit_steps, "9 iterations, 50% of those seen", [])
+        return
+    note = "tokens agree about the end of 49% of the iterations only: the server schedules otherwise than vllm-v1 with "
+    note += "these limits, or streams in bursts; fitted to requests, not iterations"
+    assert found == (fit_requests, "TTFT and TPOT of 3 requests", [note])
 
 
 @pytest.mark.parametrize("changes", [{}, CHUNKED, {"num_gpu_blocks_override": 400}])

@@ -21,6 +21,7 @@ from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.scenario import build_scenario
+from sim.simulate import build_run
 from sim.specs.kv_format import KVLayers
 from sim.specs.models import read_hf_config
 from traces.request import Request
@@ -325,6 +326,24 @@ def test_latent_decodes_by_hand() -> None:
     assert timed.cost.decode_run(1, 1)[1] == pytest.approx((read_s**p + compute_s**p) ** (1 / p))
     # A latent is one piece of a layer, not keys and values.
     assert found.cost.num_copies(3, 27) == 3 * 27
+
+
+@pytest.mark.parametrize("model", ["gemma-2-9b", "mistral-7b-v0.1"])
+@pytest.mark.parametrize(
+    ("policy", "given", "told"),
+    [
+        ("hcache", {}, "memory=saved-states: layers of {} share their KV or keep a window"),
+        ("kvpr", {}, "memory=hosted-layers: layers of {} share their KV or keep a window"),
+        ("vllm-v1", {"kv_offloading_size": 4.0},
+         "--kv-offloading-size: {} has layers that keep a window only; --disable-hybrid-kv-cache-manager keeps whole "
+         "prefixes"),
+    ],
+)  # fmt: skip
+def test_memories_of_whole_layers_want_no_window(model: str, policy: str, given: dict[str, float], told: str) -> None:
+    described = prepare(build_scenario({"workload": "fixed", "model": model}), *parse_policy(policy, given))
+    with pytest.raises(UserError) as caught:
+        build_run(described, [])
+    assert str(caught.value) == told.format(model)
 
 
 def test_what_cannot_be_is_refused(tmp_path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import kvtwin
+from sim.clock.assembly import ROUTERS
 from sim.files import CsvTable
 from sim.prepare import prepare
 from sim.results import result as result_module
@@ -278,3 +279,22 @@ def test_prompts_that_decode_engines_can_never_hold_are_ignored_and_nothing_is_k
     assert found.engines is not result_module.UNSET
     assert sum(use.num_prompts for use in found.engines if use.role == "prefill") == 40
     assert sum(use.num_prompts for use in found.engines if use.role == "decode") == 40
+
+
+@pytest.mark.parametrize(("router", "made"), [("round-robin", [7]), (None, [])])
+def test_who_prefills_is_chosen_by_the_router_that_is_named(monkeypatch, router, made):
+    """Else by the policy's own."""
+    seeds, real = [], ROUTERS["round-robin"]
+
+    def named(seed):
+        seeds.append(seed)
+        return real(seed)
+
+    monkeypatch.setitem(ROUTERS, "round-robin", named)
+    pools = {"prefill_replicas": 2, "decode_replicas": 1, "link_gbps": 100.0, "router": router, "seed": 7}
+    setup = prepare(Scenario(workload="fixed", num_prompts=4, request_rate=0.01, **pools), "distserve", DistServe())
+    run = execute(build_run(setup, traffic(setup.scenario)))
+    assert seeds == made and run.log.completed == 4
+    # One at a time: in turn, or to the first of two that are idle.
+    used = [instance.iterations > 0 for instance in run.instances]
+    assert used == [True, router is not None, True]
