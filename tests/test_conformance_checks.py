@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvtwin.testing import conformance, limits, linear_machine, requests
-from sim.engine.sequence import Status
+from kvtwin.testing import CheckedEngine, build_engine, check_pools, conformance, limits, linear_machine, requests
+from sim.engine.engine import Engine
+from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
+from sim.systems.vllm055 import VllmRecompute
 
 Change = Callable[[Any], object]
 
@@ -226,3 +228,146 @@ def test_a_workload_reads_as_what_makes_it() -> None:
     text = repr(conformance.Workload([named, WORKLOAD.arrivals[1]], WORKLOAD.limits, WORKLOAD.machine))
     assert text.startswith("[(1.0, 10, 3, (7, 8), 16, ()), (1.0, 10, 3)] on Limits(")
     assert repr(WORKLOAD.machine).startswith("<1 x ") and "layers, " in text
+
+
+# -- an engine that recounts itself ------------------------------------------------------------------------------------
+
+LOOKS: dict[str, tuple[Any, ...]] = {
+    "schedule": (0.0,), "transfer_done": (None,), "commit": (None, None), "commit_ahead": (None, None),
+    "deliver": ([],),
+}  # fmt: skip
+"""What an engine is told, after which it looks at itself."""
+
+
+def a_checked_engine(monkeypatch: pytest.MonkeyPatch) -> CheckedEngine:
+    """It hears of one request, and does nothing else."""
+    for name in LOOKS:
+        monkeypatch.setattr(Engine, name, lambda self, *facts: None)
+    engine = build_engine(VllmRecompute(), limits(gpu=7), linear_machine(), lambda seq: None)
+    assert isinstance(engine, CheckedEngine)
+    return engine
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_status_that_may_not_follow_is_seen_at_once(monkeypatch: pytest.MonkeyPatch, look: str) -> None:
+    engine = a_checked_engine(monkeypatch)
+    seqs = [engine.add_request(request) for request in requests((0.0, 16, 3), (0.0, 16, 3))]
+    getattr(engine, look)(*LOOKS[look])
+    # Of the first as of the last that came; nobody is on its way back who has not been away.
+    for seq in seqs:
+        seq.status = Status.PROMOTING
+        with pytest.raises(AssertionError, match="PROMOTING"):
+            getattr(engine, look)(*LOOKS[look])
+        seq.status = Status.WAITING
+    getattr(engine, look)(*LOOKS[look])
+
+
+def test_statuses_are_held_against_those_of_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = a_checked_engine(monkeypatch)
+    (seq,) = (engine.add_request(request) for request in requests((0.0, 16, 3)))
+    # Two changes at most within a step: from waiting to swapped in one, to its end in the next but one.
+    for status in (Status.SWAPPED, Status.PROMOTING, Status.RUNNING, Status.FINISHED):
+        seq.status = status
+        engine.schedule(0.0)
+    seq.status = Status.RUNNING
+    with pytest.raises(AssertionError, match="FINISHED"):
+        engine.schedule(0.0)
+
+
+def test_sequences_of_other_engines_are_followed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offered before and after the first request, each with the status that it comes with."""
+    engine = a_checked_engine(monkeypatch)
+    monkeypatch.setattr(Engine, "offer", lambda self, seq: None)
+    offered = [Sequence(request) for request in requests((0.0, 16, 3), (0.0, 16, 3))]
+    for seq in offered:
+        seq.status = Status.PARKED
+        engine.offer(seq)
+    added = engine.add_request(requests((0.0, 16, 3))[0])
+    engine.schedule(0.0)
+    assert engine.statuses == {offered[0]: Status.PARKED, offered[1]: Status.PARKED, added: Status.WAITING}
+    for seq in offered:
+        seq.status = Status.HANDED_OVER
+        engine.schedule(0.0)
+        seq.status = Status.PARKED
+        with pytest.raises(AssertionError, match="HANDED_OVER"):
+            engine.schedule(0.0)
+        seq.status = Status.HANDED_OVER
+
+
+@pytest.mark.parametrize("look", ["commit", "commit_ahead", "deliver"])
+def test_blocks_are_released_and_allocated_as_often_as_the_pool_says(
+    monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """Eq. 5, from the first look on and between looks."""
+    for looks in (0, 1):
+        for name, wrong in (("num_released", 1), ("num_allocated", 1), ("num_released", -1), ("num_allocated", -1)):
+            engine = a_checked_engine(monkeypatch)
+            pool = engine.scheduler.gpu
+            pool.allocate(3)
+            pool.release(3)
+            for _ in range(looks):
+                getattr(engine, look)(*LOOKS[look])
+            setattr(pool, name, getattr(pool, name) + wrong)
+            with pytest.raises(AssertionError):
+                getattr(engine, look)(*LOOKS[look])
+    # Released and allocated as often as each other is right.
+    pool.num_released, pool.num_allocated = 9, 9
+    getattr(engine, look)(*LOOKS[look])
+    assert engine.last == (7, 9, 9)
+
+
+def a_scheduler() -> SimpleNamespace:
+    """In blocks of 4, two members of 8 and 20 tokens, which begin a block with the next, and one of 7 that does not;
+    a window of 10 tokens, whose ring grows for the first only; the last two are a cohort."""
+    tokens = {"one": 8, "two": 20, "three": 7}
+    cohort = SimpleNamespace(num_hosted=2, size=2)
+    cohort.num_cached_blocks, cohort.blocks_needed = {5: 7}.__getitem__, {5: 1}.__getitem__
+    batch = SimpleNamespace(
+        members=list(tokens),
+        context_tokens=35,
+        num_tokens_of=tokens.__getitem__,
+        num_blocks_of={"one": 2, "two": 5, "three": 2}.__getitem__,
+        needs_block=lambda seq: tokens[seq] % 4 == 0,
+        blocks_needed={1: 2}.__getitem__,
+        window=10,
+        windowed=(25, 2),
+        ring_blocks_needed=lambda: 1,
+        ring_grows=lambda seq: tokens[seq] < 10,
+        cohorts={2: cohort},
+        cohort_of={"two": cohort, "three": cohort},
+        step=5,
+    )
+    # Four of seven blocks are held on the GPU, one of three on the host.
+    pools = {
+        "gpu": SimpleNamespace(num_blocks=7, free=3), "host": SimpleNamespace(num_blocks=3, free=2),
+    }  # fmt: skip
+    return SimpleNamespace(batch=batch, memory=SimpleNamespace(recount=lambda: (4, 1)), **pools)
+
+
+WRONG_POOLS = {
+    "contexts": put("batch.context_tokens", 36),
+    "blocks that are needed": put("batch.blocks_needed", lambda known: {1: 3}.__getitem__),
+    "what windows read": put("batch.windowed", (26, 2)),
+    "who is within a window": put("batch.windowed", (25, 1)),
+    "blocks of rings": put("batch.ring_blocks_needed", lambda known: lambda: 2),
+    "whose cohort": put("batch.cohorts", lambda known: {3: known[2]}),
+    "the cohort's size": put("batch.cohort_of", lambda known: {"two": known["two"]}),
+    "the cohort's blocks": put("batch.num_blocks_of", lambda known: lambda seq: 3),
+    "the cohort's needs": put("batch.cohort_of", lambda known: dict.fromkeys(("one", "two"), known["two"])),
+    "the GPU's pool": put("gpu.free", 4),
+    "the host's pool": put("host.free", 3),
+    "what sequences hold": put("memory.recount", lambda known: lambda: (3, 1)),
+    "what they hold on the host": put("memory.recount", lambda known: lambda: (4, 2)),
+}
+
+
+@pytest.mark.parametrize("what", ["", *WRONG_POOLS])
+def test_pools_and_batches_are_recounted(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr("kvtwin.testing.engines.WindowedBatch", SimpleNamespace)
+    scheduler = a_scheduler()
+    if not what:
+        check_pools(scheduler)  # type: ignore[arg-type]
+        return
+    WRONG_POOLS[what](scheduler)
+    with pytest.raises(AssertionError):
+        check_pools(scheduler)  # type: ignore[arg-type]
