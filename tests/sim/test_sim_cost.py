@@ -55,10 +55,22 @@ def test_paper_form_is_the_printed_equations() -> None:
     assert cost.iteration_s(plan) == pytest.approx(prefill + decode)
 
 
-def test_a_roofline_profile_cannot_give_linear_costs() -> None:
+def test_linear_costs_come_from_linear_profiles_and_nothing_else_does() -> None:
     model, gpu = load_model("llama-2-7b"), load_hardware("l20")
-    with pytest.raises(UserError, match="linear"):
-        build_cost(model, gpu, load_profile(None, gpu), 1, 1.0, "linear")
+    line = linear_profile("line", (0.01, 1e-4, 0.0, 0.02, 0.0, 0.0, 1e-3, 0.0), "a test")
+    for profile, form in ((load_profile(None, gpu), "linear"), (line, "roofline"), (line, "paper"), (line, "table")):
+        told = f"cost form '{form}' cannot come from profile '{profile.name}' of form '{profile.form}'"
+        with pytest.raises(UserError, match=told):
+            build_cost(model, gpu, profile, 1, 1.0, form)
+    assert isinstance(build_cost(model, gpu, line, 1, 1.0, "linear"), LinearCost)
+
+
+def test_printed_equations_know_of_no_longest_context() -> None:
+    """Where the roofline of the same profile follows it, and tells apart what contexts these do not."""
+    model, gpu, profile = load_model("llama-3.1-8b"), load_hardware("rtx-4090"), load_profile("rtx-4090-imported")
+    roofline, paper = (kind(model, gpu, profile, 1) for kind in (RooflineCost, PaperCost))
+    assert roofline.follows_longest and not paper.follows_longest
+    assert paper.decode_run(300, 30_000, longest_tokens=9000) == paper.decode_run(300, 30_000)
 
 
 def test_printed_equations_know_no_longest_context() -> None:

@@ -77,12 +77,26 @@ def edited(tmp_path, edit):
         (lambda d: d.update(host="async"), ["host", "async"]),
         (lambda d: d.update(graph_batch_sizes=[1, 4, 2]), ["graph_batch_sizes", "[1, 4, 2]"]),
         (lambda d: d.update(graph_batch_sizes=[0, 4]), ["graph_batch_sizes", "[0, 4]"]),
+        (lambda d: d.update(graph_batch_sizes=[1, 4, 4]), ["graph_batch_sizes", "[1, 4, 4]"]),
+        (lambda d: d["constants"]["host_base_s"].update(value=3600.5), ["3600.5", "zero to 3600 s"]),
     ],
 )
 def test_bad_files_are_refused_by_field(tmp_path, edit, words):
     with pytest.raises(UserError) as error:
         load_engine_profile(edited(tmp_path, edit))
     assert all(word in str(error.value) for word in ["mine.json", *words])
+
+
+def test_the_ends_of_what_is_allowed_are_taken(tmp_path):
+    def edit(data):
+        data["constants"]["host_base_s"]["value"], data["constants"]["front_end_s"]["value"] = 3600.0, 0.0
+        data["graph_batch_sizes"] = [1, 2, 5]
+
+    profile = load_engine_profile(edited(tmp_path, edit))
+    assert (profile.value("host_base_s"), profile.value("front_end_s")) == (3600.0, 0.0)
+    assert [profile.padding()(n) for n in (1, 2, 3, 4, 5, 6)] == [1, 2, 5, 5, 5, 6]
+    # Without captured sizes nothing is padded.
+    assert [msgspec.structs.replace(profile, graph_batch_sizes=()).padding()(n) for n in (1, 9)] == [1, 9]
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
@@ -310,6 +324,17 @@ def test_our_own_engine_takes_the_host_time_that_its_calibration_found():
     both = msgspec.structs.replace(measured, constants={**measured.constants, "step_s_per_sequence": each})
     assert engine.measured_by(both).host_time().added_s(64) == pytest.approx(0.003 + 64 * 4e-6)
     assert "host_s_per_sequence" not in engine.measured_by(both).assumed
+    # What was carried over from another profile was not measured here, each of the two by itself.
+    for base, more, assumed in (
+        ("carried over from x", "fitted jointly", ["host_base_s"]),
+        ("fitted jointly", "carried over from x", ["host_s_per_sequence"]),
+    ):
+        carried = {
+            "step_overhead_s": msgspec.structs.replace(found, source=base),
+            "step_s_per_sequence": msgspec.structs.replace(each, source=more),
+        }
+        own = engine.measured_by(msgspec.structs.replace(measured, constants={**measured.constants, **carried}))
+        assert own.assumed == assumed
     # Another engine's host time is not ours.
     other = load_engine_profile("vllm-v1")
     assert other.measured_by(measured) is other

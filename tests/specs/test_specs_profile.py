@@ -122,6 +122,11 @@ BAD = [
     (lambda d: d.update(all_reduce={"2": [[8192]]}), ["all_reduce"]),
     (lambda d: d.update(all_reduce={"2": [[8192, 2e9]]}), ["all_reduce.2 = 2000000000.0 s is not between 0 and 1e+09"]),
     (lambda d: d.update(all_reduce={"2": [[0, 1e-5]]}), ["all_reduce.2", "more than 0"]),
+    (lambda d: d.update(all_reduce={"2": [[8192, 1.1e9]]}), ["all_reduce.2 = 1100000000.0 s", "is it in this unit"]),
+    (lambda d: d.update(linear_factors=[[8, 0.009]]), ["linear_factors = 0.009 1 is not between 0.01 and 1e+09"]),
+    (lambda d: d.update(residuals={"prefill_mape": float("nan")}), ["residuals.prefill_mape", "finite"]),
+    (lambda d: d.update(range={"batch": [-1, 9]}), ["range.batch = -1", "zero or more"]),
+    (lambda d: d.update(range={"context_tokens": [1, -9]}), ["range.context_tokens = -9", "zero or more"]),
     (lambda d: d.pop("constants"), ["constants"]),
     *(
         (lambda d, name=name, points=points: d.update({name: points}), [name, words])
@@ -140,6 +145,16 @@ def test_factors_of_one_token_and_the_next_are_taken(tmp_path):
     points = {"linear_factors": [[1, 1.5], [2, 1.0]], "all_reduce": {"2": [[1, 1e-5], [2, 1e-5]]}}
     profile = read_profile(edited(tmp_path, lambda data: data.update(points)))
     assert (profile.linear_factors, profile.all_reduce) == ([(1, 1.5), (2, 1.0)], {"2": [(1.0, 1e-5), (2.0, 1e-5)]})
+
+
+def test_what_may_be_zero_or_alike_is_taken(tmp_path):
+    def edit(data):
+        data["constants"]["beta"]["stderr"] = 0.0
+        data.update(residuals={"prefill_mape": 0.0}, range={"tokens": [0, 0], "batch": [7, 7]})
+
+    profile = read_profile(edited(tmp_path, edit))
+    assert profile.constants["beta"].stderr == 0.0 and profile.residuals == {"prefill_mape": 0.0}
+    assert profile.range == FittedRange(tokens=(0, 0), batch=(7, 7))
 
 
 def test_the_linear_form_has_no_roofline_to_correct(tmp_path):
