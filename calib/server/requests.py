@@ -183,15 +183,14 @@ class _Surface:
 
     def deviations(self, blocks: NDArray[np.int64], free: NDArray[np.bool_]) -> Array:
         """Standard deviations; infinite where the run does not tell, NaN of a variable at a limit."""
-        found = np.full(len(free), np.nan)
-        if not free.any():
+        found = np.where(free, np.inf, np.nan)
+        # What changes nothing beyond the jumps is open alone: the others' are as if it were given.
+        bent = free & (np.diag(self.hessian()) > 0.0)
+        if not bent.any():
             return found
-        slopes, (influence, _) = self.slopes[:, free], self.influence
-        hessian = self.hessian()[np.ix_(free, free)]
-        scale = np.sqrt(np.maximum(np.diag(hessian), 0.0))
-        found[free] = np.inf
-        if scale.min() <= 0.0:
-            return found
+        slopes, (influence, _) = self.slopes[:, bent], self.influence
+        hessian = self.hessian()[np.ix_(bent, bent)]
+        scale = np.sqrt(np.diag(hessian))
         sizes, directions = np.linalg.eigh(hessian / np.outer(scale, scale))
         told = sizes > LEAST_CURVATURE
         inverse = (directions[:, told] / sizes[told]) @ directions[:, told].T / np.outer(scale, scale)
@@ -200,7 +199,7 @@ class _Surface:
         covariance = inverse @ (scores.T @ scores) @ inverse * BLOCKS / (BLOCKS - 1)
         # A direction that is not told leaves every constant open that has a part in it.
         is_open = (np.abs(directions[:, ~told]) > LEAST_PART).any(axis=1)
-        found[free] = np.where(is_open, np.inf, np.sqrt(np.maximum(np.diag(covariance), 0.0)))
+        found[bent] = np.where(is_open, np.inf, np.sqrt(np.maximum(np.diag(covariance), 0.0)))
         return found
 
 
