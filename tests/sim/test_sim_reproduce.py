@@ -8,7 +8,7 @@ import pytest
 import kvtwin
 from sim.errors import UserError
 from sim.study.points import setup_of
-from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, digits, fill_in, rows_of, run_setups, table
+from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, _verdict, digits, fill_in, rows_of, run_setups, table
 from sim.study.reproduce_figure import figure_of
 from sim.study.setup_files import SETUPS as SETUPS_FOLDER
 from sim.study.setup_files import Claim, PaperSetup, chosen, read_setups, value_of
@@ -115,6 +115,66 @@ def test_claims_by_hand(more, ours, verdict):
     (row,) = rows_of(found(claim, TWO))
     assert row.ours == (pytest.approx(ours) if ours is not None else None)
     assert row.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("more", "ours", "verdict"),
+    [
+        ({"paper": 3.0}, 4.5, REPRODUCED),
+        ({"paper": 3.0}, 4.51, PARTLY),
+        ({"paper": 3.0}, 2.0, REPRODUCED),
+        ({"paper": 3.0}, 1.99, PARTLY),
+        ({"paper": 1.25}, 1.0, NOT),
+        ({"paper": 1.0}, 1.25, NOT),
+        ({"paper": 1.05}, 1.0625, REPRODUCED),
+        ({"paper": 1.05}, 1.04, NOT),
+        ({"paper": 0.75}, 0.9375, REPRODUCED),
+        ({"paper": 0.75}, 0.97, NOT),
+        ({"paper": 0.75, "over": None}, 0.96875, REPRODUCED),
+        ({"paper": 0.75, "over": None}, -0.5, NOT),
+        ({"paper": 100.0, "kind": "difference"}, 5.0, PARTLY),
+        ({"paper": 100.0, "kind": "difference"}, 4.9, NOT),
+        ({"paper": -100.0, "kind": "difference"}, -4.9, NOT),
+        ({"paper": -100.0, "kind": "difference"}, 100.0, NOT),
+        ({"paper": 1.25, "kind": "difference"}, 1.0, REPRODUCED),
+    ],
+)
+def test_verdicts_at_their_edges(more, ours, verdict):
+    """Half as much again either way is reproduced; less than 5 % of the whole is no difference, nor is its reverse."""
+    claim = msgspec.convert({"says": "s", "metric": "m", "of": "a", "over": "b", **more}, Claim)
+    assert _verdict(claim, ours) == verdict
+
+
+def test_a_capacity_is_the_most_within_its_limit_that_hardly_queues():
+    """TTFT of at most 100 ms, and queueing of at most 2 s."""
+    claim = Claim("more", 2.0, "mean_ttft_ms", "a", "b", kind="capacity", limit=100.0)
+    one = found(claim, dict.fromkeys([(label, x) for label in "ab" for x in (1, 2, 4, 8)], 100.0))
+    one.results["", 4, "b"]["mean_ttft_ms"] = 100.5
+    one.results["", 8, "b"]["mean_ttft_ms"] = 200.0
+    one.results["", 4, "a"]["median_queue_ms"] = 2000.0
+    one.results["", 8, "a"]["median_queue_ms"] = 2000.5
+    assert [row.ours for row in rows_of(one)] == [4.0 / 2.0]
+    assert [row.ratio for row in rows_of(one)] == [1.0]
+
+
+def test_of_nothing_there_is_no_share_but_a_difference():
+    """Nor of what was not run."""
+    ratio, difference, reduced = (
+        msgspec.convert({"says": "s", "paper": 2.0, "metric": "m", "of": "a", "over": "b", **more}, Claim)
+        for more in ({}, {"kind": "difference"}, {"reduce": "difference", "kind": "least"})
+    )
+    alone = Claim("s", 0.0, "m", "a")
+    for values, wanted in (
+        ({("a", 1): 3.0, ("b", 1): 0.0}, [None, 3.0, 3.0, 3.0]),
+        ({("a", 1): 3.0, ("b", 1): 2.0}, [1.5, 1.0, 1.0, 3.0]),
+        ({("a", 1): 3.0}, [None, None, None, 3.0]),
+        ({("b", 1): 3.0}, [None] * 4),
+    ):
+        one = found(ratio, values, "m")
+        setup = msgspec.structs.replace(one.setup, claims=[ratio, difference, reduced, alone])
+        rows = rows_of(Found(setup, one.results, {}))
+        assert [row.ours for row in rows] == wanted
+        assert rows[3].ratio is None
 
 
 def test_three_digits_and_no_exponent():

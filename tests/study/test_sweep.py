@@ -22,7 +22,17 @@ from sim.study import sweep
 from sim.study.axes import read_study
 from sim.study.backends import outcomes
 from sim.study.cli import _told
-from sim.study.points import Task, arrival_span_s, code_hash, key_of, most_in_flight, perform, policy_of, setup_of
+from sim.study.points import (
+    Outcome,
+    Task,
+    arrival_span_s,
+    code_hash,
+    key_of,
+    most_in_flight,
+    perform,
+    policy_of,
+    setup_of,
+)
 from sim.study.tables import half_width
 from sim.systems.layerkv import LayerKV
 
@@ -256,7 +266,11 @@ def test_an_unreachable_cluster_is_one_line():
 
 def test_a_worker_of_this_machine_that_dies_is_one_line(monkeypatch):
     class Dying:
-        def __init__(self, n_jobs, **_):
+        def __init__(self, n_jobs, **how):
+            # What has ended is given at once, and a trace is mapped rather than sent.
+            assert how == {
+                "backend": "loky", "batch_size": 1, "return_as": "generator_unordered", "max_nbytes": 1024,
+            }  # fmt: skip
             self.jobs = n_jobs
 
         def __call__(self, calls):
@@ -404,6 +418,80 @@ def test_a_bad_trace_fails_its_own_points(tmp_path):
     found = kvtwin.sweep({"sweep": {"grid": {"trace": traces}}}, tmp_path, jobs=1)
     assert found.table["error"].isna().tolist() == [True, False, False]
     assert "line 3" in found.table["error"].iloc[1] and "cannot read" in found.table["error"].iloc[2]
+
+
+@pytest.mark.parametrize(
+    ("kept", "retry", "max_seconds", "wanted"),
+    [
+        (None, False, None, True),
+        (Outcome("k", {}), True, None, False),
+        (Outcome("k", None, "bad"), False, None, False),
+        (Outcome("k", None, "bad"), False, 9.0, False),
+        (Outcome("k", None, "bad"), True, None, True),
+        (Outcome("k", None, "long", 3.0), False, 2.0, False),
+        (Outcome("k", None, "long", 3.0), False, 3.0, False),
+        (Outcome("k", None, "long", 3.0), False, 3.5, True),
+        (Outcome("k", None, "long", 3.0), False, None, True),
+        (Outcome("k", None, "long", 3.0), True, 2.0, True),
+    ],
+)
+def test_a_run_is_made_again_only_where_it_may_do_better(kept, retry, max_seconds, wanted):
+    assert sweep._wanted(kept, sweep.Means(max_seconds=max_seconds, retry_failed=retry)) is wanted
+
+
+def test_points_refused_for_several_reasons_are_rows_and_nothing_is_run(tmp_path):
+    study = read_study(FIXED | {"sweep": {"grid": {"block-size": [0, -1]}}}, "sweep", "s.toml")
+    begun = []
+    places = sweep.run_study(study, tmp_path, sweep.Means(jobs=1), begun.append)
+    errors = [place.outcome.error for place in places]
+    assert begun == [] and len(set(errors)) == 2 and None not in errors
+
+
+def test_a_folder_says_what_was_asked_of_it(tmp_path):
+    study = read_study(SMALL | {"sweep": {"repeats": 2, "grid": {"request-rate": [1, 2, 4]}}}, "sweep", "s.toml")
+    begun, ended = [], []
+    sweep.run_study(study, tmp_path, sweep.Means(jobs=1), lambda total: begun.append(total) or ended.append)
+    assert begun == [12] and len({outcome.key for outcome in ended}) == 12
+    asked = json.loads((tmp_path / "study.json").read_text())
+    fixed = {name.replace("-", "_"): value for name, value in FIXED.items()}
+    assert asked == {
+        "where": "s.toml", "fixed": fixed, "axes": ["policy", "request_rate"], "repeats": 2, "points": 6,
+        "versions": {"kvtwin": kvtwin.__version__, "code_sha256": code_hash()},
+    }  # fmt: skip
+    assert (tmp_path / "study.json").read_text() == json.dumps(asked, indent=1) + "\n"
+
+
+def test_traces_that_are_read_alike_are_read_once(tmp_path, monkeypatch):
+    """Alike by content and options of reading; each run gets the one that is its own."""
+    for name, rows in (("a", 2), ("b", 2), ("c", 3)):
+        text = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{i},90,5\n" for i in range(rows))
+        (tmp_path / f"{name}.csv").write_text(text)
+    grid = {"trace": [str(tmp_path / f"{name}.csv") for name in "abc"], "time-unit": ["s", "ms"], "seed": [0, 1]}
+    handed = []
+
+    def performed(tasks, traces, backend, **where):
+        handed.extend([[request.arrival_s for request in traces[task.trace]] for task in tasks])
+        handed.append((len(traces), backend, where, {task.max_seconds for task in tasks}))
+        return iter(())
+
+    monkeypatch.setattr(sweep, "outcomes", performed)
+    study = read_study({"sweep": {"grid": grid}}, "sweep", "s")
+    sweep.run_study(study, tmp_path / "o", sweep.Means("dask", "tcp://there:1", 3, 9.0))
+    two, three = ([[0.0, 1.0]] * 2, [[0.0, 0.001]] * 2), ([[0.0, 1.0, 2.0]] * 2, [[0.0, 0.001, 0.002]] * 2)
+    *runs, how = handed
+    # The same rows under another name are the same run.
+    assert runs == [*two[0], *two[1], *three[0], *three[1]]
+    assert how == (4, "dask", {"address": "tcp://there:1", "jobs": 3}, {9.0})
+
+
+def test_one_run_is_made_in_this_process_however_many_may_be(monkeypatch):
+    """And each has its own trace, or none."""
+    module = importlib.import_module("sim.study.backends")
+    monkeypatch.setattr(module, "perform", lambda task, trace: (task.key, trace, os.getpid()))
+    one, none = Task("a", {}, "t"), Task("b", {}, None)
+    traces = {"t": "trace", "u": "other"}
+    assert list(outcomes([one], traces, jobs=3)) == [("a", "trace", os.getpid())]
+    assert list(outcomes([one, none], traces, jobs=1)) == [("a", "trace", os.getpid()), ("b", None, os.getpid())]
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import warnings
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -422,6 +422,46 @@ def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path, goal, wo
     assert {(json.loads(trial.user_attrs["point"])["max_num_seqs"], trial.value) for trial in trials} == {
         (1, 7.5), (2, worst)
     }  # fmt: skip
+
+
+def test_trials_are_drawn_four_at_once_and_those_that_are_kept_count(tmp_path):
+    """Of 1,000 values hardly one is drawn twice; as many processes draw as many at once."""
+    optuna = pytest.importorskip("optuna")
+    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
+
+    def drawn(trials, jobs, name, goal="load", **fixed):
+        knobs = {"slo": TTFT, "goal": goal, "trials": trials, "grid": {"max-num-seqs": [*range(1, 1001)]}}
+        asked = read_tune(FIXED | fixed | {"goodput": ["ttft:300"], "tune": knobs}, "x")
+        rounds = []
+
+        def reach(points):
+            rounds.append([point["max_num_seqs"] for point in points])
+            return [Candidate(point, held, float(point["max_num_seqs"])) for point in points]
+
+        (tmp_path / name).mkdir(exist_ok=True)
+        found = drawing.by_trials(asked, tmp_path / name, reach, jobs)
+        assert [c.point["max_num_seqs"] for c in found] == [*chain(*rounds)]
+        return rounds
+
+    def kept(name):
+        journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / name / "optuna.journal"))
+        storage = optuna.storages.JournalStorage(journal)
+        (study,) = optuna.get_all_study_names(storage)
+        return optuna.load_study(study_name=study, storage=storage)
+
+    first = drawn(9, None, "a")
+    assert [len(values) for values in first] == [0, 4, 4, 1]
+    assert drawn(9, None, "a") == [[*chain(*first)]]
+    assert [len(values) for values in drawn(3, 2, "b")] == [0, 2, 1]
+    # One that was told elsewhere has no point, one that was interrupted no answer.
+    kept("a").tell(kept("a").ask(), 3.0)
+    kept("a").ask()
+    again = drawn(11, None, "a")
+    assert again[0] == [*chain(*first)] and [len(values) for values in again[1:]] == [2]
+    assert drawn(2, None, "c", seed=0) == drawn(2, None, "d") != drawn(2, None, "e", seed=1)
+    assert drawn(1, None, "f", "goodput") and drawn(1, None, "g", "gpus")
+    names = {"c": "MAXIMIZE", "f": "MAXIMIZE", "g": "MINIMIZE"}
+    assert {name: kept(name).direction.name for name in names} == names
 
 
 def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
