@@ -65,6 +65,43 @@ def test_sessions_share_the_places_of_a_bounded_loop_in_the_order_in_which_turns
     assert sent(outcome) == pytest.approx([0.0, 0.6, 0.2])
 
 
+def test_what_is_due_together_is_sent_in_its_order():
+    """Turns that are ready go before those that arrive at the same time; what is due at that time is sent."""
+    rows = turns(("a", 0.0, 1), ("a", 0.125, 1), ("a", 0.25, 1), ("b", 0.75, 1), ("c", 0.75, 1), ("d", 0.875, 1))
+    loop, sent = ClosedLoop(rows, by_session=True, front_end_s=0.125), []
+
+    def due(at_s):
+        sent.clear()
+        loop.deliver(at_s, sent.append)
+        return [(request.request_id, request.arrival_s) for request in sent], loop.next_s
+
+    assert loop.next_s == 0.0 and due(0.0) == ([(0, 0.0)], 0.125)
+    # Both later turns of a are held, and the loop waits for b; a's answer is there at 0.625 s, front end included.
+    assert due(0.5) == ([], 0.75)
+    loop.ended(rows[0], 0.5)
+    assert loop.next_s == 0.75
+    assert due(0.75) == ([(1, 0.75), (3, 0.75), (4, 0.75)], 0.875)
+    assert [request is rows[request.request_id] for request in sent] == [False, True, True]
+    assert due(1.0) == ([(5, 0.875)], float("inf"))
+    loop.ended(sent[0]._replace(session_id="a"), 1.0)
+    assert due(1.25) == ([(2, 1.25)], float("inf"))
+
+
+def test_places_are_taken_in_the_order_in_which_they_became_free():
+    """Two places: the next goes when the first of them is free, or at its own arrival where one is."""
+    rows, sent = requests((0.0, 10, 1), (0.0, 10, 1), (0.0, 10, 1), (0.25, 10, 1), (4.0, 10, 1)), []
+    loop = ClosedLoop(rows, 2)
+    loop.deliver(0.0, sent.append)
+    assert [request.request_id for request in sent] == [0, 1] and loop.next_s == float("inf")
+    loop.ended(rows[1], 2.0)
+    loop.ended(rows[0], 1.0)
+    assert loop.next_s == 1.0
+    loop.deliver(3.0, sent.append)
+    assert [request.arrival_s for request in sent] == [0.0, 0.0, 1.0, 2.0] and loop.next_s == float("inf")
+    loop.ended(rows[2], 3.0)
+    assert loop.next_s == 4.0
+
+
 def test_an_ignored_request_gives_its_place_back():
     rows = requests((0.0, 10_000, 5), (0.0, 10, 1), (0.0, 10_000, 5), (0.0, 10, 1))
     outcome = simulate(VllmRecompute(), ClosedLoop(rows, 1), limits(), machine=linear_machine(**FLAT))

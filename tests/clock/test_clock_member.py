@@ -3,10 +3,10 @@
 import pytest
 import simpy
 
-from kvtwin.testing import limits, linear_machine, requests
+from kvtwin.testing import CheckedEngine, limits, linear_machine, requests
 from kvtwin.testing.clusters import simulate_replicas
 from kvtwin.testing.engines import build_engine
-from sim.clock.arrivals import Arrivals
+from sim.clock.arrivals import TIE_S, Arrivals
 from sim.clock.cluster import Cluster
 from sim.clock.member import Member
 from sim.cost.pricing import Lanes
@@ -54,6 +54,30 @@ def test_what_waits_here_is_counted_until_it_has_been_seen():
         member.settle()
         member.decide()
     assert (member.num_waiting, member.num_in_flight, member.tokens_in_flight) == (0, 0, 0)
+
+
+def test_facts_a_tie_after_a_boundary_belong_to_it(monkeypatch):
+    """A copy, a request whose prefix came first and one that was sent: a nanosecond after it, and no later."""
+    ended = []
+    monkeypatch.setattr(CheckedEngine, "transfer_done", lambda self, move: ended.append(move.num_blocks))
+    seq = Sequence(requests((0.0, 16, 1))[0])
+    for later_s, found in ((TIE_S, True), (2.5e-9, False)):
+        member = member_of(simpy.Environment())
+        for blocks in (1, 2):
+            member._finish_at(0.125 + later_s, Move(seq, (), 0, 16, Tier.GPU, Tier.HOST, blocks, 0, True))
+        member._tell_ended(0.125)
+        assert ended == ([1, 2] if found else [])
+        for blocks in (3, 4):
+            member._finish_at(0.125 + later_s, Move(seq, (), 0, 16, Tier.GPU, Tier.HOST, blocks, 0, True))
+        first, second = requests((0.0, 16, 1), (0.125 + later_s, 20, 1))
+        member.send(first, 0.125 + later_s)
+        member.send(second)
+        assert (member._num_coming, len(member.inbox), member.inbox.tokens) == (1, 1, 20)
+        assert member._is_free(0.125) and member.num_decisions == 1
+        assert ended == ([1, 2, 3, 4] if found else [])
+        assert (member._num_coming, len(member.inbox)) == ((0, 0) if found else (1, 1))
+        assert member.engine.scheduler.num_waiting == (2 if found else 0)
+        ended.clear()
 
 
 def test_pulling_without_a_link_is_an_error():

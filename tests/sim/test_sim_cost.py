@@ -53,6 +53,7 @@ def test_paper_form_is_the_printed_equations() -> None:
     prefill = alpha * (2 * 6_738_415_616 * 300 + 2 * h * (200**2 + 100**2)) / peak
     decode = (2 * 24 * h * h * layers + (4 * h * layers + 2 * h * vocab) * 1500) / peak
     assert cost.iteration_s(plan) == pytest.approx(prefill + decode)
+    assert cost.prefill_s(300) == pytest.approx(alpha * (2 * 6_738_415_616 * 300 + 2 * h * 300**2) / peak)
 
 
 def test_linear_costs_come_from_linear_profiles_and_nothing_else_does() -> None:
@@ -105,6 +106,21 @@ def test_coefficients_without_a_model_price_no_single_layers() -> None:
     with pytest.raises(InvariantError, match="cannot price single layers"):
         cost.recompute_s(10)
     assert cost.all_reduce_s(10) == 0.0
+
+
+def test_a_prompt_costs_by_its_square_and_a_prelude_by_its_tokens() -> None:
+    """10 ms, 1 ms a token and 10 us a square; a prelude only where it is given."""
+    cost = LinearCost((0.01, 1e-3, 1e-5), (0.02, 0.0, 2.0**-20), 3e-3, 4096.0)
+    assert cost.prefill_s(100) == pytest.approx(0.01 + 0.1 + 0.1, rel=1e-12)
+    # Nobody said that layers have windows: what is read together is saved whole.
+    assert cost.unread_s(1024) == 2.0**-10
+    plan = IterationPlan()
+    plan.prefill_tokens, plan.decode_context_tokens = 30, 34
+    assert cost.prelude_s(plan) == 0.0
+    cost.prelude_base_s = 0.25
+    assert cost.prelude_s(plan) == 0.25
+    cost.prelude_s_per_token = 2.0**-10
+    assert cost.prelude_s(plan) == 0.25 + 0.0625
 
 
 def test_a_layer_takes_of_each_lane_what_it_does_there() -> None:
