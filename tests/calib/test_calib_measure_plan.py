@@ -8,7 +8,7 @@ from calib.measure.capacity import Capacity
 from calib.measure.grid import FULL, QUICK
 from calib.measure.model_points import ModelPoints
 from calib.measure.plan import make_plan
-from calib.measure.points import Point
+from calib.measure.points import KIB, Point
 from calib.samples import OPS, fault_of
 from sim.specs.models import load_model
 
@@ -175,3 +175,25 @@ def test_points_are_told_apart_in_words():
     labels = [point.label for point in points]
     assert len(set(labels)) > 0.98 * len(labels)
     assert Point(op="d2h", num_bytes=2**24, num_copies=128).label == "d2h 128 x 128 KiB pinned"
+    assert Point(op="h2d", num_bytes=KIB, memory="pageable").label == "h2d 1 KiB pageable"
+    assert Point(op="host_memcpy", num_bytes=1023).label == "host_memcpy 1023 B pinned"
+    assert Point(op="all_reduce", num_bytes=GIB, tp=2).label == "all_reduce 1 GiB pinned on 2 GPUs"
+    assert Point(op="launch", num_copies=2, graph=1).label == "launch 2 times from a graph"
+    assert Point(op="launch").label == "launch"
+    decode = Point(op="layers", model="small", batch_size=3, new_tokens=1, context_tokens=1)
+    assert decode.label == "layers small, 3 x 1 tokens after 1"
+    assert msgspec.structs.replace(decode, context_tokens=0).label == "layers small, 3 x 1 tokens"
+
+
+def test_blocks_are_whole_ones_of_16_tokens_each_sequences_own():
+    decode = Point(op="layers", batch_size=3, new_tokens=1, context_tokens=15)
+    assert (decode.tokens, decode.length, decode.blocks) == (3, 16, 3)
+    assert msgspec.structs.replace(decode, context_tokens=16).blocks == 6
+    # The head has no KV, copies have no tokens.
+    assert msgspec.structs.replace(decode, op="lm_head").blocks == 0
+    assert Point(op="d2h", num_bytes=KIB).blocks == 0
+    pieces = Point(op="d2h", num_bytes=7 * KIB, num_copies=7)
+    assert (pieces.piece_bytes, type(pieces.piece_bytes)) == (KIB, int)
+    # One sequence, one layer, one GPU and one copy, if nothing else is said.
+    plain = Point(op="layers", new_tokens=5)
+    assert (plain.tokens, plain.length, plain.num_layers, plain.tp, plain.num_copies) == (5, 5, 1, 1, 1)
