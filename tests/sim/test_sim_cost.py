@@ -108,6 +108,18 @@ def test_coefficients_without_a_model_price_no_single_layers() -> None:
     assert cost.all_reduce_s(10) == 0.0
 
 
+@pytest.mark.parametrize("form", ["roofline", "paper", "linear"])
+def test_what_computes_nothing_takes_no_time(form: str) -> None:
+    """A step that only copies; one decode of no context takes some."""
+    model, gpu = load_model("llama-2-7b"), load_hardware("l20")
+    line = linear_profile("line", (0.01, 1e-4, 0.0, 0.02, 0.0, 0.0, 1e-3, 0.0), "a test")
+    cost = build_cost(model, gpu, line if form == "linear" else load_profile(None, gpu), 1, 1.0, form)
+    plan = IterationPlan()
+    assert cost.iteration_s(plan) == 0.0
+    plan.num_decodes = 1
+    assert cost.iteration_s(plan) == cost.decode_run(1, 0)[0] > 0.0
+
+
 def test_a_prompt_costs_by_its_square_and_a_prelude_by_its_tokens() -> None:
     """10 ms, 1 ms a token and 10 us a square; a prelude only where it is given."""
     cost = LinearCost((0.01, 1e-3, 1e-5), (0.02, 0.0, 2.0**-20), 3e-3, 4096.0)
