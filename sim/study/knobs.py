@@ -28,7 +28,6 @@ def by_trials(
 
     Trials that the storage holds already count among them. The same seed and storage give the same trials.
     """
-    study = asked.study
     try:
         import optuna  # noqa: PLC0415 - an extra
         from optuna.storages import JournalStorage  # noqa: PLC0415

@@ -236,6 +236,15 @@ def test_numbers_made_of_several():
     assert value_of(result, "uncached") == 0.25
 
 
+def test_numbers_of_what_a_run_has_not_are_nothing():
+    """Without context every rebuilt token counts whole."""
+    none = {"counters": {}, "scenario": {"block_size": 16}, "p99_tpot_ms": None, "goodput_attainment": 0.25}
+    values = {"uncached": 0.0, "fragmentation": 0.0, "p99_tpot_ms": 0.0, "attainment": 0.25, "violations": 75.0}
+    assert {metric: value_of(none, metric) for metric in values} == values
+    assert value_of({"counters": {"rebuilt_tokens": 3}}, "uncached") == 3.0
+    assert value_of({"counters": {"rebuilt_tokens": 3, "context_tokens": 1}}, "uncached") == 3.0
+
+
 def test_a_page_keeps_what_is_not_the_papers_table():
     claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
     one = found(claim, TWO)

@@ -1,5 +1,6 @@
 """Sweeps: the same runs as one by one, kept through kill -9, on any backend; what goes wrong is told in a line."""
 
+import argparse
 import importlib
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from sim.errors import UserError
 from sim.study import sweep
 from sim.study.axes import read_study
 from sim.study.backends import outcomes
-from sim.study.cli import _told
+from sim.study.cli import _told, add_means, means_of, progress
 from sim.study.points import (
     Outcome,
     Task,
@@ -696,6 +698,26 @@ def test_flags_that_do_not_fit_the_study_are_refused(tmp_path, capsys, flags, re
     assert kvtwin.main(command(path, tmp_path / "o", "--jobs", "1", *flags)) == 2
     error = capsys.readouterr().err
     assert refusal in error and error.count("\n") == 1
+
+
+def test_flags_say_how_runs_are_performed():
+    add_means(parser := argparse.ArgumentParser())
+    assert means_of(parser.parse_args(["--out", "o"])) == sweep.Means()
+    cluster, limits = (
+        ["--backend", "ray", "--address", "x:1"],
+        ["--jobs", "3", "--max-seconds", "0.5", "--retry-failed"],
+    )
+    assert means_of(parser.parse_args(["--out", "o", *cluster, *limits])) == sweep.Means("ray", "x:1", 3, 0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("quiet", "looked_at", "bar"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_a_bar_is_drawn_where_somebody_looks(monkeypatch, quiet, looked_at, bar):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: looked_at)
+    monkeypatch.setattr("sim.progress.runs_bar", nullcontext)
+    with progress("sweep", quiet) as begin:
+        assert begin == ("sweep" if bar else None)
 
 
 def test_the_end_tells_five_reasons_and_how_many_more():

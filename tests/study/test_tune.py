@@ -79,6 +79,14 @@ def test_a_bound_that_is_just_reached_is_kept():
         assert [slo.met({slo.metric: value}) for value in (slo.bound, missed, None)] == [True, False, False]
 
 
+@pytest.mark.parametrize(("precision", "most", "runs"), [(1.0, 1.0, 2), (0.99, 2.0**0.5, 3), (0.25, 2.0**0.5, 4)])
+def test_a_search_ends_once_its_ends_are_as_near_as_asked(precision, most, runs):
+    """1.5 holds, 2 does not: 2 over 1 is within 100 %, over the square root of 2 within 99 %."""
+    search = most_load({}, SLOS, precision)
+    held, count = driven(search, lambda options: 50.0 if options["rate_scale"] <= 1.5 else 150.0)
+    assert (held.most, count) == (most, runs)
+
+
 def test_a_load_that_nothing_holds_and_one_that_everything_holds():
     held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
     assert held.most == 0.0 and held.ran is None and held.failing is not None
