@@ -17,7 +17,7 @@ from calib.server import fit as server_fit
 from calib.server.cli import report
 from calib.server.constants import chosen_constants, is_told, of_model, parameters_of, with_constants
 from calib.server.fit import ServerFit, fit_server
-from calib.server.iterations import predict_steps_s, replay
+from calib.server.iterations import _middle, predict_steps_s, replay
 from calib.server.requests import fit_requests
 from sim.cost.changed_profile import changed
 from sim.cost.profile import read_profile
@@ -495,3 +495,63 @@ def test_of_a_quantised_model_its_own_constants_count():
         "neither": list(names),
         "not in the profile": list(names),
     }
+
+
+def test_a_request_is_in_flight_from_its_arrival_to_just_before_its_end():
+    """One after the other; then two of which the second comes within the first."""
+
+    def load(*spans):
+        requests = [SimpleNamespace(arrival_s=start) for start, _ in spans]
+        return server_fit._load(SimpleNamespace(requests=requests, e2el_s=[end - start for start, end in spans]))
+
+    assert load((0.0, 1.0), (1.0, 2.0), (2.0, 7.0)) == "1 to 1 requests in flight"
+    assert load((0.0, 3.0), (1.0, 2.0), (4.0, 7.0)) == "1 to 2 requests in flight"
+
+
+def test_the_outermost_tenth_of_tokens_is_not_asked_about_an_end():
+    assert _middle([float(i) for i in range(9)]) == [float(i) for i in range(9)]
+    assert _middle([float(i) for i in range(20)]) == [float(i) for i in range(2, 18)]
+
+
+def test_of_too_many_steps_every_so_manieth_is_fitted_by_constants_that_show(monkeypatch):
+    """Nine steps, four at most: every third. A constant shows from 2 % on when it is twice as large."""
+    asked = []
+    shows = {"much": 1.0, "just": 0.021, "hardly": 0.019}
+    steps = [SimpleNamespace(seconds=float(i)) for i in range(9)]
+    monkeypatch.setattr(server_fit, "MOST_STEPS", 4)
+    monkeypatch.setattr(server_fit, "replay", lambda *_: SimpleNamespace(steps=steps))
+    constants = {"much": 3.0, "just": 0.0, "hardly": 5.0}
+    monkeypatch.setattr(
+        server_fit, "constants_of", lambda _: {n: SimpleNamespace(value=v) for n, v in constants.items()}
+    )
+    monkeypatch.setattr(server_fit, "with_constants", lambda _, values: SimpleNamespace(cost=values))
+
+    def predict(values, steps):
+        asked.append(values)
+        return np.array([10.0 + step.seconds for step in steps]) * np.exp(sum(shows[name] for name in values))
+
+    monkeypatch.setattr(server_fit, "predict_steps_s", predict)
+    monkeypatch.setattr(server_fit, "fit_relative", lambda predicted, measured, shown: (measured.tolist(), [*shown]))
+    parameters = {name: Parameter(7.0) for name in constants}
+    assert server_fit._fit_steps(SimpleNamespace(), SimpleNamespace(), 3, parameters) == (
+        [0.0, 3.0, 6.0],
+        ["much", "just"],
+    )
+    assert asked == [{}, {"much": 6.0}, {"just": 14.0}, {"hardly": 10.0}]
+
+
+def test_the_second_half_is_held_out(monkeypatch):
+    monkeypatch.setattr(server_fit, "parameters_of", lambda *_: {})
+    monkeypatch.setattr(server_fit, "with_constants", lambda setup, values: values)
+    monkeypatch.setattr(server_fit, "simulated_times", lambda *_: np.arange(5))
+    monkeypatch.setattr(server_fit, "measured_times", lambda _: 10 * np.arange(5))
+    monkeypatch.setattr(server_fit, "mean_errors", lambda found, measured: [found.tolist(), measured.tolist()])
+    known = []
+
+    def fit_with(setup, served, count, parameters):
+        known.append(count)
+        return Fit({}, 0.0)
+
+    served = SimpleNamespace(requests=[None] * 5)
+    assert server_fit._held_out(None, served, [], fit_with) == [[2, 3, 4], [20, 30, 40]]
+    assert known == [2]
