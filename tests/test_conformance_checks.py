@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvtwin.testing import CheckedEngine, build_engine, check_pools, conformance, limits, linear_machine, requests
+from kvtwin.testing import (
+    CheckedEngine,
+    build_engine,
+    check_pools,
+    conformance,
+    limits,
+    linear_machine,
+    requests,
+    simulate,
+)
 from sim.engine.engine import Engine
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
@@ -310,10 +319,23 @@ def test_blocks_are_released_and_allocated_as_often_as_the_pool_says(
             setattr(pool, name, getattr(pool, name) + wrong)
             with pytest.raises(AssertionError):
                 getattr(engine, look)(*LOOKS[look])
+    # A block that is taken, and that nobody has, balances.
+    lost = a_checked_engine(monkeypatch)
+    lost.scheduler.gpu.allocate(1)
+    with pytest.raises(AssertionError):
+        getattr(lost, look)(*LOOKS[look])
     # Released and allocated as often as each other is right.
     pool.num_released, pool.num_allocated = 9, 9
     getattr(engine, look)(*LOOKS[look])
     assert engine.last == (7, 9, 9)
+
+
+def test_a_run_of_too_many_plans_is_stopped() -> None:
+    """A prompt and three tokens more are four plans; the last that is allowed is not reached."""
+    rows, limit = requests((0.0, 16, 4)), limits(gpu=7)
+    assert len(simulate(VllmRecompute(), rows, limit, jump=False, most_plans=5).plans) == 4
+    with pytest.raises(AssertionError, match="4 plans and 0 requests ended: somebody waits for ever"):
+        simulate(VllmRecompute(), rows, limit, jump=False, most_plans=4)
 
 
 def a_scheduler() -> SimpleNamespace:
