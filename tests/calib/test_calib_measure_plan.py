@@ -168,6 +168,10 @@ def test_chosen_operations_are_all_that_is_planned():
     found = plan(ops=("lm_head", "recompute"))
     assert {point.op for point in found.points} == {"lm_head", "recompute"}
     assert {point.op for point in found.left_out} <= {"lm_head", "recompute"}
+    # Of what is not measured the least is built: one block, one token, no buffers.
+    bare = plan(ops=("launch",))
+    assert (bare.copy_bytes, bare.kv_blocks, bare.longest) == (0, dict.fromkeys(MODELS, 1), dict.fromkeys(MODELS, 1))
+    assert plan(ops=("all_reduce",)).copy_bytes == 0
 
 
 def test_points_are_told_apart_in_words():
