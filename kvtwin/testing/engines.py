@@ -117,7 +117,7 @@ def roofline_machine(
 
 
 class CheckedEngine(Engine):
-    """Recounts every block after every step: pools agree, Eq. 5 balances, statuses follow their table."""
+    """Recounts every block after every step: pools agree, Eq. 5 balances, statuses follow their table; counts seats."""
 
     __slots__ = ("last", "statuses")
 
@@ -137,6 +137,10 @@ class CheckedEngine(Engine):
     def schedule(self, now_s: float) -> IterationPlan | None:
         plan = super().schedule(now_s)
         self._check_statuses()
+        if plan is not None:
+            # A sequence may have several chunks.
+            computed = {*plan.decodes, *(chunk.seq for chunk in plan.chunks)}
+            assert len(computed) <= self.scheduler.limits.max_num_seqs, plan
         return plan
 
     def transfer_done(self, move: Move) -> None:

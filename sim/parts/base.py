@@ -464,6 +464,11 @@ class Stage(Part, ABC):
         """Sequences with their first token that do not decode."""
         return 0
 
+    @property
+    def num_returning(self) -> int:
+        """Of those, who is on the way back to the batch: each has a seat."""
+        return 0
+
 
 def overrides(part: Part, hook: str, kind: type[Part] = Part) -> bool:
     """Whether a part has a hook of its own, where `kind` has one that does nothing."""

@@ -1,5 +1,6 @@
 """Prefill and decode pools: KV moves once, is held on both sides until it has, and nobody is lost."""
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -144,31 +145,16 @@ def test_who_waits_to_decode_holds_less_than_its_share_when_another_is_pulled(sh
     assert [outcome.by_id()[i].finish_s for i in (0, 1)] == pytest.approx([0.4, 0.6])
 
 
-@pytest.mark.parametrize(
-    ("batching", "arrivals", "shared"),
-    [
-        ("vllm", [(0.0, 18, 22), (0.0, 18, 26), (1.0, 7, 24), (2.0, 9, 1)],
-         [("decode", 2, 9), ("chunk", 0, 1), ("decode", 2, 1)] + [("chunk", 0, 1)] * 4 + [("decode", 0, 5)]),
-        ("fastgen", [(1.0, 12, 30), (1.0, 21, 30), (2.0, 15, 28)],
-         [("decode", 2, 1)] * 7 + [("decode", 2, 20), ("chunk", 0, 1)]),
-    ],
-)  # fmt: skip
-def test_who_is_computed_again_beside_one_that_is_pulled_waits_for_the_budget(batching, arrivals, shared):
-    """A budget of one token. In vLLM 0.5.5 who got none stands first next time; FastGen's decodes go first always."""
-    log = []
-
-    def see(plan, start_s, times):
-        assert plan.num_decodes + plan.prefill_tokens == 1 == len(plan.chunks) + plan.num_decodes
-        kind, seq = ("chunk", plan.chunks[0].seq) if plan.chunks else ("decode", next(iter(plan.decodes)))
-        log.append((kind, seq.request.request_id, times.iterations))
-
-    small = {"block_size": 4, "seqs": 1, "tokens": 1, "chunked": True, "max_model_len": 100}
-    policy = parse_policy(f"distserve:batching={batching}", {})[1]
-    pool, decoding = limits(gpu=30, **small), limits(gpu=14, host=0, **small)
-    outcome = simulate_pools(policy, requests(*arrivals), pool, decode_limit=decoding, observer=see)
-    assert {seq.num_generated for seq in outcome.by_id().values()} == {tokens for *_, tokens in arrivals}
-    begun = next(place for place, (kind, i, _) in enumerate(log) if (kind, i) == ("decode", 2))
-    assert log[begun : begun + len(shared)] == shared
+@pytest.mark.parametrize("name", ["distserve:batching=sarathi", "splitwise", "memserve", "mooncake"])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), seqs=st.integers(2, 4), gpu=st.sampled_from([30, 50]), tokens=st.integers(9, 32))
+def test_who_is_computed_again_in_chunks_has_a_seat(name, seed, seqs, gpu, tokens):
+    """`CheckedEngine` counts whom an iteration computes: no more than there are seats."""
+    rng = random.Random(seed)
+    rows = sorted((2 * rng.random(), rng.randint(1, 60), rng.randint(1, 60)) for _ in range(12))
+    limit = limits(gpu=gpu, host=40, block_size=4, seqs=seqs, tokens=tokens, chunked=True, max_model_len=200)
+    outcome = simulate_pools(parse_policy(name, {})[1], requests(*rows), limit, decode=2)
+    assert_whole(outcome, requests(*rows))
 
 
 def test_a_prompt_that_the_decode_engine_can_never_hold_is_ignored():

@@ -39,7 +39,7 @@ ANSWERS = {
     },
     Stage: {
         "brings_layers_back": False, "streams": False, "hands_over": False, "pulls": False, "layer_wise": False,
-        "blocking": False, "has_parked": False, "num_parked": 0,
+        "blocking": False, "has_parked": False, "num_parked": 0, "num_returning": 0,
     },
     Batching: {
         "splits_prompts": False, "stops_at_max_model_len": False, "schedules_ahead": False, "reports_copies": False,

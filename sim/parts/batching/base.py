@@ -85,6 +85,7 @@ class Batching(Part, ABC):
         order, admission, splits, caches = self.order, self.admission, self._splits, self._caches
         max_num_seqs = self.limits.max_num_seqs
         waiting = order.waiting
+        num_seqs += self.scheduler.stage.num_returning
         while most and waiting:
             seq = order.head()
             num_new = length = seq.num_tokens

@@ -46,6 +46,15 @@ class Promote(Stage):
     def num_parked(self) -> int:
         return len(self.waiting) + len(self.promoting)
 
+    @property
+    def num_returning(self) -> int:
+        return len(self.promoting)
+
+    @property
+    def num_seated(self) -> int:
+        """Sequences that have a seat: who decodes, is partly prefilled, or is on the way back."""
+        return len(self.batch.members) + len(self.scheduler.batching.partials) + len(self.promoting)
+
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         return ((seq, Tier.GPU) for seq in chain(self.waiting, self.promoting))
 
@@ -80,14 +89,13 @@ class Promote(Stage):
     # -- bringing layers back ----------------------------------------------------------------------------------------
 
     def prepare(self, now_s: float) -> None:
-        members = len(self.batch.members)
         # While something decodes, promotion has to wait for memory or a seat most of the time: seen at a glance.
-        if self.streaming or (self.waiting and (not members or self._head_may_return(members))):
+        if self.streaming or (self.waiting and (not self.batch.members or self._head_may_return())):
             self._promote()
 
-    def _head_may_return(self, members: int) -> bool:
+    def _head_may_return(self) -> bool:
         """Whether there is a seat and memory for the oldest parked sequence."""
-        if members + len(self.promoting) >= self.max_num_seqs:
+        if self.num_seated >= self.max_num_seqs:
             return False
         head = next(iter(self.waiting))
         if head in self.blocks.copies_of:
@@ -99,7 +107,7 @@ class Promote(Stage):
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""
         scheduler, batch, blocks = self.scheduler, self.batch, self.blocks
-        seats = self.max_num_seqs - len(batch.members) - len(self.promoting)
+        seats = self.max_num_seqs - self.num_seated
         idle = not (batch.members or self.promoting or blocks.releasing or scheduler.batching.partials)
         while (seq := self._next_promotable()) is not None:
             if seq in self.streaming:

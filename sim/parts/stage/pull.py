@@ -61,7 +61,10 @@ class Pull(Stage):
         self.offered.append(seq)
 
     def prepare(self, now_s: float) -> None:
-        while self.landed and len(self.batch.members) < self.max_num_seqs:
+        # Who is computed again here in chunks has a seat as well.
+        taken = len(self.batch.members) + len(self.scheduler.batching.partials)
+        while self.landed and taken < self.max_num_seqs:
+            taken += 1
             self.scheduler.join_known(self.landed.popleft())
         while self.offered and self._may_pull():
             self._pull(self.offered.popleft())
