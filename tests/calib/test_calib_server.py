@@ -424,6 +424,25 @@ def fit_of(is_open, is_hidden=()):
 
 
 @pytest.mark.parametrize(
+    ("by_requests", "constants", "asked"),
+    [(False, None, ALL), (True, None, ALL[:3]), (True, [HOST, ATTENTION], (HOST, ATTENTION))],
+)
+def test_attention_is_looked_for_in_iterations_unless_it_is_named(run, monkeypatch, by_requests, constants, asked):
+    found = []
+
+    def fit_told(setup, served, names, fit_with, *, is_asked):
+        found.append((tuple(names), is_asked))
+        raise UserError("enough")
+
+    fit_with = fit_requests if by_requests else server_fit.fit_relative
+    monkeypatch.setattr(server_fit, "_way", lambda *_: (fit_with, "some", []))
+    monkeypatch.setattr(server_fit, "_fit_told", fit_told)
+    with pytest.raises(UserError, match="enough"):
+        fit_server(setup("vllm-v1"), read_served(run), name="mine", constants=constants)
+    assert found == [(asked, constants is not None)]
+
+
+@pytest.mark.parametrize(
     ("left_open", "hidden", "asked", "untold", "together"),
     [
         ((), (), [ALL], [], []),

@@ -4,6 +4,8 @@ import asyncio
 import random
 import re
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,9 +15,11 @@ pytest.importorskip("aiohttp")
 from runtime_server import serving, token_ids
 from runtime_variants import VARIANTS
 
+from gpu_runtime.serve.engine import CANCELLED, EngineThread
 from gpu_runtime.serve.metrics import EngineState, Metrics
+from gpu_runtime.serve.ticket import Ticket
 from kvtwin.testing.live import continuation, prompt_of, tokens_alone
-from sim.engine.sequence import Status
+from sim.engine.sequence import Sequence, Status
 from sim.errors import InvariantError
 from traces.request import Request
 
@@ -313,6 +317,40 @@ def test_a_failed_computation_ends_its_request_alone():
                 assert token_ids(events) == tokens_alone(ROWS[number])
 
     asyncio.run(run())
+
+
+def test_latencies_count_from_the_token_before():
+    """TTFT from when it was accepted; then each token from the last of its own request."""
+    first, second = (Ticket(Request(i, 0.0, 3, 5), [1], frozenset(), 0, index=i, last_s=float(i)) for i in range(2))
+    queued = {first, second}
+    server = cast(Any, SimpleNamespace(metrics=Metrics(), queued=queued))
+    EngineThread._hand_over(server, [(first, 7, 2.0), (second, 8, 4.0)])
+    EngineThread._hand_over(server, [(first, 9, 2.25), (first, 9, 2.75)])
+    metrics = server.metrics
+    assert (metrics.output_tokens, queued) == (4, set())
+    assert (metrics.ttft_s.lines("x")[-2:], metrics.itl_s.lines("x")[-2:]) == (
+        ["x_sum 5.0", "x_count 2"], ["x_sum 0.75", "x_count 2"]
+    )  # fmt: skip
+    assert [first.events.get_nowait() for _ in range(3)] == [(0, 7), (0, 9), (0, 9)]
+    assert second.events.get_nowait() == (1, 8)
+
+
+def test_who_is_taken_back_is_counted_once_each():
+    scheduler = SimpleNamespace(counters=SimpleNamespace(ignored={}))
+    cancelled = []
+    engine, still_open = SimpleNamespace(cancel=cancelled.append), {0: None, 1: None, 2: None}
+    server = cast(Any, SimpleNamespace(engine=engine, scheduler=scheduler, _open=still_open))
+    seqs = [Sequence(Request(i, 0.0, 3, 5)) for i in range(4)]
+    seqs[2].error = "before"
+    tickets = [Ticket(seq.request, [1], frozenset(), 0) for seq in seqs]
+    for ticket, seq in zip(tickets, seqs, strict=True):
+        EngineThread._take_back(server, ticket, seq)
+    # One had ended already with words of its own, one is not open any longer.
+    assert cancelled == seqs and scheduler.counters.ignored == {CANCELLED: 2}
+    assert [seq.error for seq in seqs] == [f"ignored: {CANCELLED}"] * 2 + ["before", ""]
+    with_text = Ticket(seqs[3].request, [1], frozenset(), 0, has_text=True)
+    EngineThread._take_back(server, with_text, seqs[3])
+    assert cancelled[4:] == [seqs[3]]
 
 
 def test_every_metric_is_on_its_line():
