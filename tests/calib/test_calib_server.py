@@ -442,6 +442,18 @@ def test_attention_is_looked_for_in_iterations_unless_it_is_named(run, monkeypat
     assert found == [(asked, constants is not None)]
 
 
+@pytest.mark.parametrize("together", [[], [WEIGHTS, PRODUCTS]])
+def test_what_is_told_together_only_is_noted_last(run, monkeypatch, together):
+    monkeypatch.setattr(server_fit, "_way", lambda *_: (fit_requests, "some", ["first"]))
+    monkeypatch.setattr(server_fit, "_fit_told", lambda *_, is_asked: (FITTED_TO, [], together))
+    monkeypatch.setattr(server_fit, "_held_out", lambda *_: {})
+    monkeypatch.setattr(server_fit, "_whole", lambda *_: {})
+    monkeypatch.setattr(server_fit, "_at_limits", lambda *_: ["at a limit"])
+    notes = fit_server(setup("vllm-v1"), read_served(run), name="mine").notes
+    words = f"the run tells {WEIGHTS} and {PRODUCTS} together only: with them trust loads like this one"
+    assert notes == ["first", "at a limit", *[words] * bool(together)]
+
+
 @pytest.mark.parametrize(
     ("left_open", "hidden", "asked", "untold", "together"),
     [
