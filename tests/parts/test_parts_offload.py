@@ -1,6 +1,7 @@
 """vLLM's OffloadingConnector in small: times worked by hand, who gives way on the host, fences, and prices."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.offload import host_cache
 from sim.parts.offload.block_chain import BlockChain, NamedChain
-from sim.parts.offload.fences import Fence, FencedStack
+from sim.parts.offload.fences import Fence, FencedStack, fences_of
 from sim.parts.offload.host_cache import HostCache
 from sim.parts.offload.jobs import Job, Offloaded, ranges_of
 from sim.parts.offload.replacement import Access, Lru
@@ -466,3 +467,13 @@ def test_what_a_prefix_is_worth_is_what_the_clock_would_have_spent():
     rest_s = 0.01 + 0.036 + 1e-5 * 36**2
     assert worth.recompute_s(seq, 0, 64) == pytest.approx(whole_s - rest_s)
     assert worth.load_s(4) == pytest.approx(4 * 3e-4)
+
+
+def test_a_run_is_fenced_where_copies_read_it():
+    """Blocks 4 to 9 of a request; of copies of 0 to 5, 6 and 7, 9 to 11 and one beyond. Places are the run's own."""
+    jobs = [
+        Job(cast(Any, None), [0], [range(6)]),
+        Job(cast(Any, None), [1], [range(6, 8), range(9, 12), range(12, 13)]),
+    ]
+    found = [(fence.job, fence.begin, fence.end, fence.shift) for fence in fences_of(jobs, 4, 6)]
+    assert found == [(jobs[0], 0, 2, 4), (jobs[1], 2, 4, 4), (jobs[1], 5, 6, 4)]

@@ -147,3 +147,9 @@ def test_linear_cost_matches_its_definition() -> None:
     assert cost.prefill_s(1000) == pytest.approx(0.005 + 0.04 + 0.002)
     blocks = ceil(70 / 16)
     assert cost.copy_s(blocks * 1.0, cost.num_copies(blocks, 32), Direction.D2H) == pytest.approx(5 * 3e-4)
+
+
+def test_steps_end_with_the_most_however_far_the_target_is() -> None:
+    for slope_s in (0.0, 0.5):
+        assert [steps_until(100.0, 1.0, slope_s, most) for most in (1, 2, 3)] == [1, 2, 3]
+        assert [steps_until(target_s, 1.0, slope_s, 9) for target_s in (-1.0, 0.0, 1.0)] == [1, 1, 1]

@@ -19,6 +19,7 @@ from sim.results.figures.data import FigureRun
 from sim.results.figures.style import folded_label, percent_text, ranking, seconds_text, short_label
 from sim.results.page import saved
 from sim.results.page.charts import charts
+from sim.results.page.latency_charts import _log_axis
 from sim.results.page.page import _in_script, _inlined, render
 from sim.results.page.saved import Section, read_run, read_sections
 
@@ -366,3 +367,10 @@ def test_in_a_browser_it_draws_offline_and_quietly_at_any_width_by_keyboard_and_
     errors, requests = browser.visit(look)
     assert errors == []
     assert set(requests) == {path.resolve().as_uri()}
+
+
+def test_an_axis_of_three_decades_and_a_third_has_powers_of_ten_alone():
+    for high, steps in ((1999.9, [1, 2, 5]), (2000.0, [1])):
+        assert _log_axis(1.0, high)["tickvals"] == [
+            step * 10.0**decade for decade in range(5) for step in steps if step * 10.0**decade <= 1.5 * high
+        ]
