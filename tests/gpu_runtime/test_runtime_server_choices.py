@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from runtime_server import serving
 
 from gpu_runtime.serve import connections
-from gpu_runtime.serve.choice import Choice
+from gpu_runtime.serve.choice import Choice, _overlap
 from gpu_runtime.serve.run import _Told
 from gpu_runtime.serve.text import PRINTABLE
 from gpu_runtime.serve.ticket import Ticket, Token
@@ -339,3 +339,9 @@ def test_openais_own_client():
         await other.close()
 
     run(body, api_key="secret")
+
+
+def test_as_much_is_held_back_as_may_begin_a_stop_string():
+    """But not all of it: that would have ended the answer."""
+    texts = {("xab", "abc"): 2, ("xa", "abc"): 1, ("x", "abc"): 0, ("aa", "aab"): 2, ("a", "ab"): 1, ("b", "b"): 0}
+    assert {given: _overlap(*given) for given in texts} == texts
