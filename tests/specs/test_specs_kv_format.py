@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from sim.errors import UserError
 from sim.specs.hardware import load_hardware
@@ -243,3 +244,11 @@ def test_built_in_models_have_one_window_at_most_and_all_their_layers(name):
     model = load_model(name)
     assert sum(c.num_layers for c in model.kv_classes) == model.num_attention_layers
     assert len({c.window for c in model.kv_classes if c.window}) <= 1
+
+
+def test_layers_that_borrow_kv_have_no_biases_of_it():
+    """Llama-3.1 8B of which 20 layers keep KV: 32 query biases of 4,096 and 20 of 2,048 for keys and values, halved."""
+    plain = structs.replace(load_model("llama-3.1-8b"), kv_layers=(KVLayers(num_layers=32, num_stored=20),))
+    biased = structs.replace(plain, qkv_bias=True)
+    for tp in (1, 2):
+        assert biased.weight_bytes(tp) - plain.weight_bytes(tp) == (32 * 4096 + 20 * 2048) / tp * 2

@@ -165,7 +165,6 @@ class OffloadingConnector:
         request = self._requests.pop(seq)
         del self._block_keys[seq]
         self._filling.pop(seq, None)
-        request.ended = True
         self.fenced.update(request.jobs)
         jobs, wanted = list(request.jobs), None
         end = self._last_chunk(seq, max(seq.request.prompt_tokens, seq.num_tokens - 1))

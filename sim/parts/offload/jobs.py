@@ -17,7 +17,6 @@ class Offloaded:
     """Chunks, from the first on, that need not be offered any more."""
     jobs: dict["Job", None] = field(default_factory=dict)
     """Its copies under way: one load, or stores."""
-    ended: bool = False
 
 
 @dataclass(eq=False, slots=True)
