@@ -183,13 +183,13 @@ class _Surface:
 
     def deviations(self, blocks: NDArray[np.int64], free: NDArray[np.bool_]) -> Array:
         """Standard deviations; infinite where the run does not tell, NaN of a variable at a limit."""
-        found = np.where(free, np.inf, np.nan)
+        found, hessian = np.where(free, np.inf, np.nan), self.hessian()
         # What changes nothing beyond the jumps is open alone: the others' are as if it were given.
-        bent = free & (np.diag(self.hessian()) > 0.0)
+        bent = free & (np.diag(hessian) > 0.0)
         if not bent.any():
             return found
         slopes, (influence, _) = self.slopes[:, bent], self.influence
-        hessian = self.hessian()[np.ix_(bent, bent)]
+        hessian = hessian[np.ix_(bent, bent)]
         scale = np.sqrt(np.diag(hessian))
         sizes, directions = np.linalg.eigh(hessian / np.outer(scale, scale))
         told = sizes > LEAST_CURVATURE
