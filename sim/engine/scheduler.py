@@ -315,6 +315,11 @@ class Scheduler:
         return running + batching.num_paused + self.stage.num_parked
 
     @property
+    def num_seated(self) -> int:
+        """Sequences that have a seat: who decodes, is partly prefilled, or is on the way back."""
+        return len(self.batch.members) + len(self.batching.partials) + self.stage.num_returning
+
+    @property
     def num_swapped(self) -> int:
         """Sequences whose KV is (partly) on the host and that do not decode."""
         return self.eviction.num_out + self.stage.num_parked

@@ -50,11 +50,6 @@ class Promote(Stage):
     def num_returning(self) -> int:
         return len(self.promoting)
 
-    @property
-    def num_seated(self) -> int:
-        """Sequences that have a seat: who decodes, is partly prefilled, or is on the way back."""
-        return len(self.batch.members) + len(self.scheduler.batching.partials) + len(self.promoting)
-
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         return ((seq, Tier.GPU) for seq in chain(self.waiting, self.promoting))
 
@@ -95,7 +90,7 @@ class Promote(Stage):
 
     def _head_may_return(self) -> bool:
         """Whether there is a seat and memory for the oldest parked sequence."""
-        if self.num_seated >= self.max_num_seqs:
+        if self.scheduler.num_seated >= self.max_num_seqs:
             return False
         head = next(iter(self.waiting))
         if head in self.blocks.copies_of:
@@ -107,7 +102,7 @@ class Promote(Stage):
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""
         scheduler, batch, blocks = self.scheduler, self.batch, self.blocks
-        seats = self.max_num_seqs - self.num_seated
+        seats = self.max_num_seqs - self.scheduler.num_seated
         idle = not (batch.members or self.promoting or blocks.releasing or scheduler.batching.partials)
         while (seq := self._next_promotable()) is not None:
             if seq in self.streaming:

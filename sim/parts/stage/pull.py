@@ -61,10 +61,7 @@ class Pull(Stage):
         self.offered.append(seq)
 
     def prepare(self, now_s: float) -> None:
-        # Who is computed again here in chunks has a seat as well.
-        taken = len(self.batch.members) + len(self.scheduler.batching.partials)
-        while self.landed and taken < self.max_num_seqs:
-            taken += 1
+        while self.landed and self.scheduler.num_seated < self.max_num_seqs:
             self.scheduler.join_known(self.landed.popleft())
         while self.offered and self._may_pull():
             self._pull(self.offered.popleft())

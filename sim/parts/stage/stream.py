@@ -34,7 +34,7 @@ class Stream(Promote):
 
     def _start_streaming(self, seq: Sequence) -> None:
         """Let a parked sequence decode from the host, if a step then still keeps to the TPOT."""
-        if self.num_seated >= self.max_num_seqs:
+        if self.scheduler.num_seated >= self.max_num_seqs:
             return
         hosted = self.blocks.num_hosted(seq)
         if self.tpot_slo_s is not None:
