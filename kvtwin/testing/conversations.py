@@ -3,6 +3,8 @@
 `conformance.check` has prompts that begin alike; seldom does one of them outlive its blocks on the GPU. Here it does.
 """
 
+from collections import Counter
+
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine
@@ -25,7 +27,8 @@ def draw_conversations(draw: st.DrawFn, policy: Policy) -> Workload:
         )
     )
     length, now_s = 512, 0.0
-    said, found = [0] * 5, []
+    said: Counter[int] = Counter()
+    found: list[Request] = []
     for who, gap_s, asked, answered in turns:
         now_s += gap_s
         prompt = said[who] + asked

@@ -49,7 +49,7 @@ def best_split(cost: CostModel, num_layers: int, num_tokens: int, block_size: in
     with_copies = [LayerSplit(0, hidden, num_layers - hidden) for hidden in range(num_layers + 1)]
     with_recomputed = [LayerSplit(num_layers - hidden, hidden, 0) for hidden in range(num_layers - 1, 0, -1)]
     # One call prices each class: only the counts differ.
-    priced = restore_times(cost, LayerSplit(1, 1, 1), num_tokens, blocks, state)
+    priced = restore_times(cost, LayerSplit(num_layers, num_layers, num_layers), num_tokens, blocks, state)
     return min(
         with_copies + with_recomputed,
         key=lambda split: restored_s(times._replace(num_layers=n) for times, n in zip(priced, split, strict=True)),

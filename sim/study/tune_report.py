@@ -224,7 +224,7 @@ def draw(tuned: Tuned) -> Figure:
     _bars(left, names, [c.value or 0.0 for c in known])
     dress(left, UNITS[tuned.goal])
     left.xaxis.set_major_locator(MaxNLocator("auto", integer=tuned.goal == "gpus"))
-    set_title(left, {"gpus": "GPUs needed", "cost": "Price an hour"}.get(tuned.goal, "What each reaches"), 44)
+    set_title(left, {"gpus": "GPUs needed", "cost": "Price an hour"}.get(tuned.goal, "What each reaches"))
     _front(middle, candidates_table(tuned))
     gains = [gain for gain in tuned.gains if gain.gain is not None]
     gains.sort(key=lambda gain: (gain.change.kind, -(gain.gain or 0.0)))
@@ -254,7 +254,7 @@ def _bars(ax: Axes, names: Sequence[str], values: Sequence[float], first: int | 
 def _front(ax: Axes, table: Frame) -> None:
     """The candidates' points, with the numbers that their bars have."""
     dress(ax, "P99 TTFT (ms)", "P99 TPOT (ms)")
-    set_title(ax, "Pareto front of TTFT, TPOT, throughput", 44)
+    set_title(ax, "Pareto front of TTFT, TPOT, throughput")
     if "pareto" not in table:
         return
     for front, colour in ((False, FAINT), (True, policy_colour(0))):

@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,7 @@ from small_results import flags
 import kvtwin
 import kvtwin.api
 from kvtwin import command_line
-from kvtwin.api import _named
+from kvtwin.api import _figure_run, _named, _series
 from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.policy_options import parse_policy
@@ -228,3 +229,54 @@ def test_the_package_has_the_names_that_it_lists():
     assert np.all([hasattr(kvtwin, name) for name in kvtwin.__all__])
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         _ = kvtwin.simulat
+
+
+def series_of(**columns: list[float]) -> SimpleNamespace:
+    return SimpleNamespace(series=SimpleNamespace(columns=columns))
+
+
+def test_series_of_engines_go_together_in_order_of_time():
+    """Of engines that look at the same time the first comes first; those that kept none have no place."""
+    none = SimpleNamespace(series=None)
+    one, two = series_of(time_s=[0.0, 2.0], x=[5, 6]), series_of(time_s=[0.0, 1.0, 2.0], x=[7, 8, 9])
+    assert _series([]).empty and _series([none]).empty
+    assert _series([none, one]).to_dict("list") == {"time_s": [0.0, 2.0], "x": [5, 6]}
+    together = _series([two, none, one])
+    assert together.to_dict("list") == {
+        "time_s": [0.0, 0.0, 1.0, 2.0, 2.0], "x": [7, 5, 8, 9, 6], "engine": [0, 1, 0, 0, 1],
+    }  # fmt: skip
+    assert list(together.index) == [0, 1, 2, 3, 4]
+
+
+def test_figures_show_requests_that_completed_and_gaps_of_those_with_two_tokens():
+    rows = [
+        ("completed", 3.0, 1.0, 10.0, 0.0, 1),
+        ("ignored", 9.0, 9.0, 11.0, 9.0, 9),
+        ("completed", 5.0, 4.0, 12.0, 0.25, 2),
+    ]
+    requests = pd.DataFrame(rows, columns=["status", "ttft_s", "queue_s", "arrival_s", "tpot_s", "output_tokens"])
+    result = SimpleNamespace(policy="x")
+    alone = pd.DataFrame({"time_s": [0.0, 1.0]})
+    for series, engines in (
+        (pd.DataFrame(), 0), (alone, 0), (alone.assign(engine=0), 0), (alone.assign(engine=[0, 1]), 2),
+    ):  # fmt: skip
+        run = _figure_run(kvtwin.RunResult(result, requests, series))  # type: ignore[arg-type]
+        assert run.ttft_s.tolist() == [3.0, 5.0] and run.queue_s.tolist() == [1.0, 4.0]
+        assert run.prefill_s.tolist() == [2.0, 1.0] and run.arrival_s.tolist() == [10.0, 12.0]
+        assert run.tpot_s.tolist() == [0.25]
+        assert len(run.engines) == engines and (run.series is None) == series.empty
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--sed=3", "--zzz"], "--sed=3 --zzz; did you mean --seed?"),
+        (["--zzz", "--sed"], "--zzz --sed"),
+        (["--out", "x", "y"], "y"),
+    ],
+)
+def test_the_first_flag_that_is_unknown_has_its_nearest(capsys, words, told):
+    with pytest.raises(SystemExit) as end:
+        kvtwin.main(["run", *words])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"kvtwin run: unrecognized arguments: {told} (see kvtwin run --help)\n"

@@ -30,7 +30,7 @@ def draw_engines(runs: Sequence[FigureRun]) -> Figure:
             ax.set_xlabel(f"time, {unit}" if i == len(runs) - 1 else "", fontsize=9, color=INK)
             if run.engines:
                 _heat(figure, ax, np.array([of(engine, middles_s) for engine in run.engines]), end, top)
-                set_title(ax, title, 60)
+                set_title(ax, title)
             else:
                 show_nothing(ax, "one engine, or no time series")
         axes[i, 0].set_ylabel(f"{folded_label(run.label, 27)}\nengine", fontsize=8, color=INK)

@@ -71,7 +71,7 @@ def _bars(ax: Axes, runs: Sequence[FigureRun]) -> None:
     keys = [Patch(color="#555555", label="queueing: arrival to first scheduled")]
     keys.append(Patch(color=pale("#555555"), label="prefill: first scheduled to first token"))
     ax.legend(handles=keys, fontsize=8.5, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    set_title(ax, ranking("Queueing's share of mean TTFT:", shares, percent_text) if shares else "Mean TTFT", 60)
+    set_title(ax, ranking("Queueing's share of mean TTFT:", shares, percent_text) if shares else "Mean TTFT")
 
 
 def _arrivals(top: Axes, bottom: Axes, runs: Sequence[FigureRun]) -> None:
@@ -102,8 +102,8 @@ def _arrivals(top: Axes, bottom: Axes, runs: Sequence[FigureRun]) -> None:
             show_nothing(ax, "no request to show")
     top.set_xlim(0.0, end)
     bottom.set_ylim(-3, 103)
-    set_title(top, "TTFT by arrival: dots are requests, lines means", 62)
-    set_title(bottom, "Share of TTFT spent waiting in the queue, by arrival", 62)
+    set_title(top, "TTFT by arrival: dots are requests, lines means")
+    set_title(bottom, "Share of TTFT spent waiting in the queue, by arrival")
 
 
 def _bin_means(x: Floats, values: Floats, edges: Floats) -> Floats:

@@ -81,7 +81,7 @@ def policy_legend(figure: Figure, runs: Sequence[FigureRun]) -> None:
     figure.legend(handles=keys, fontsize=9, frameon=False, loc="outside lower left", ncols=min(3, len(runs)))
 
 
-def set_title(ax: Axes, text: str, width: int) -> None:
+def set_title(ax: Axes, text: str, width: int = 60) -> None:
     """Set a title over the axes, broken into lines of `width` characters."""
     ax.set_title(fill(text, width, break_on_hyphens=False), fontsize=10.5, fontweight="bold", color=INK, loc="left")
 
