@@ -125,8 +125,9 @@ def _detect_csv(where: Where, line: str) -> str:
     nearest = max(overlap, key=lambda name: overlap[name])
     form = CSV_FORMATS[nearest if overlap[nearest] else "kvtwin"]
     missing = [name for name in form.required if name not in header]
-    close = [match for name in missing for match in get_close_matches(name, sorted(header))[:1]]
-    hint = f"rename column {close[0]!r} to {missing[0]!r}" if close else f"add {','.join(missing)}"
+    spare = sorted(header.difference(form.required))
+    close = [(column, name) for column in spare for name in get_close_matches(column, missing, n=1)]
+    hint = "rename column {!r} to {!r}".format(*close[0]) if close else f"add {','.join(missing)}"
     if not overlap[nearest] and not close:
         hint = f"write the columns {','.join(form.required)}"
     raise where.error("header", line, f"belongs to no known format (nearest: {nearest})", hint)

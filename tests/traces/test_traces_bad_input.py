@@ -141,6 +141,9 @@ def test_a_value_is_shown_in_one_line_of_at_most_sixty_characters():
         ("TIMESTAMP,ContextToken,GeneratedTokens", ["nearest: azure", "'ContextToken' to 'ContextTokens'"]),
         ("a,b,c", ["no known format", "write the columns arrival_s,prompt_tokens,output_tokens"]),
         ("arrival_s,zzz", ["nearest: kvtwin", "add prompt_tokens,output_tokens"]),
+        # The column that is like the second that lacks; one that is needed itself is left alone.
+        ("arrival_s,zzz,output_token", ["rename column 'output_token' to 'output_tokens'"]),
+        ("arrival_s,output_tokens,zzz", ["add prompt_tokens"]),
         ("arrival_s,prompt_tokens,output_tokens,sesion_id", ["'sesion_id'", "did you mean 'session_id'"]),
         ('{"text": 1}', ["no known format", "timestamp"]),
     ],
