@@ -73,7 +73,7 @@ def _draw_decodes(ax: Axes, report: FitReport, models: Sequence[str]) -> None:
         ]
         chosen.sort(key=lambda j: report.samples[j].context_tokens)
         contexts = [report.samples[j].context_tokens for j in chosen]
-        _points_and_line(ax, report, chosen, contexts, COLOURS[i % 7], f"batch {batch}")
+        _points_and_line(ax, report, chosen, contexts, COLOURS[i], f"batch {batch}")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     if shown:

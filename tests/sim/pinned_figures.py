@@ -1,4 +1,4 @@
-"""Figures of studies, maps and papers that no run has left, as they are pinned in `golden/figures.txt`.
+"""Figures of studies, maps, papers and fits that no run has left, as they are pinned in `golden/figures.txt`.
 
     python tests/sim/pinned_figures.py      # writes golden/figures.txt anew
 
@@ -22,11 +22,17 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import msgspec
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from pinned import GOLDEN, digest, write
 from pinned_commands import picture
 
+from calib import figure
+from calib.robust import Estimate
+from calib.samples import Sample
+from sim.cost.profile import UNITS, load_profile
 from sim.results.report import METRICS
 from sim.study import figures, regimes, reproduce_figure
 from sim.study.axes import Study
@@ -35,7 +41,7 @@ from sim.study.reproduce import Found, digits, fill_in, table
 from sim.study.setup_files import Claim, PaperSetup, value_of
 
 FIGURES = GOLDEN / "figures.txt"
-STUDIES, MAPS, PAPERS, CLAIMS = 70, 14, 24, 150
+STUDIES, MAPS, PAPERS, CLAIMS, FITS = 70, 14, 24, 150, 9
 POLICIES = ["vllm-v1", "layerkv", *(f"ellm:{'o' * width}" for width in (54, 55, 56, 57)), "orca", "radix", "kvpr"]
 NUMBERS = [[1.0, 4.0], [1.0, 3.99], [0.0, 2.0, 50.0], [2.0, 1.0, 8.0], [*range(1, 9)], [*range(1, 10)], [1, 1000],
            [1, 999, 7], [5e3, 1e6, 999_999], [3], [0.25, None, 0.5], [-4.0, 4.0], [1.0, 2.5, 10_000.0],
@@ -45,9 +51,9 @@ VALUES = [[1.0, 12.0], [1.0, 11.9], [0.0, 3.0, 1.0], [0.0], [0.5, 0.25], [-1.0, 
           [30.0, 75.0, nan], [0.001, 1e6], [nan, 1.0, 12.5], [1500.0, 2500.0, 3.0], [0.0, -0.5]]  # fmt: skip
 
 
-def drawn(figure: Figure) -> str:
+def drawn(found: Figure) -> str:
     """Its size, so that a change of that alone is seen, and a digest of all."""
-    lines = picture(figure)
+    lines = picture(found)
     return f"{lines[0]}: {len(lines)} {digest(lines)}"
 
 
@@ -206,7 +212,53 @@ def papers() -> Iterator[str]:
         yield repr([value_of(result, metric) for metric in metrics])
 
 
-PINNED = {"studies' figures": studies, "maps' figures": maps, "papers' figures": papers}
+# -- fits --------------------------------------------------------------------------------------------------------------
+
+
+def report_of(rng: random.Random) -> Any:
+    """Of prompts, decodes and other operations: what was measured and predicted, and constants with intervals."""
+    models = list("abcdefgh")[: rng.choice((1, 2, 3, 8))]
+    batches = rng.sample(range(1, 40), rng.choice((1, 2, 4, 5, 6, 9)))
+    samples: list[Sample] = []
+    for model in models:
+        common = {"latency_s": 1.0, "model": model, "num_layers": rng.choice((1, 2))}
+        passes = [("layers", {"new_tokens": n}) for n in rng.sample(range(2, 99), 7)]
+        passes += [("elementwise", {"new_tokens": n}) for n in rng.sample(range(2, 99), rng.choice((3, 7, 9)))]
+        passes += [("layers", {"new_tokens": n, "batch_size": 3}) for n in (7, 50)]
+        passes += [("layers", {"new_tokens": n, "context_tokens": 9}) for n in (7, 50)]
+        passes += [
+            ("layers", {"new_tokens": 1, "batch_size": b, "context_tokens": c})
+            for b in batches for c in rng.sample(range(1, 999), rng.choice((2, 3)))
+        ]  # fmt: skip
+        rng.shuffle(passes)
+        samples += [Sample(op=op, tp=rng.choice((1, 1, 1, 2)), **common, **shape) for op, shape in passes]
+    measured = np.array([rng.uniform(1e-4, 1e-2) for _ in samples])
+    errors = np.array([rng.choice((-0.3, -0.1, 0.0, 0.05, 0.1, 0.3)) for _ in samples])
+    form = rng.choice(("roofline", "linear"))
+    estimates = {
+        name: Estimate(3.0 + i, rng.choice((None, 0.5, 0.5)), 2.5 + i * rng.random(), 4.0 + i * (1 + rng.random()))
+        for i, name in enumerate(rng.sample([*UNITS[form]], 5))
+    }  # fmt: skip
+    return SimpleNamespace(
+        samples=samples, measured_s=measured, predicted_s=measured * (1 + errors), errors=errors,
+        estimates=estimates, profile=SimpleNamespace(name="mine", status="measured", form=form),
+    )  # fmt: skip
+
+
+def fits() -> Iterator[str]:
+    """Fits to samples of one to eight models, and profiles side by side."""
+    for place in range(FITS):
+        report = report_of(random.Random(f"fit {place}"))
+        yield f"fit {place} to {len(report.samples)} samples: {drawn(figure.draw_fit(report))}"
+    shipped = [load_profile(name) for name in ("l20-derived", "h100-imported", "a100-80g-imported")]
+    none = msgspec.structs.replace(shipped[1].constants["layer_overhead_s"], value=0.0)
+    shipped.append(msgspec.structs.replace(shipped[1], constants=shipped[1].constants | {"layer_overhead_s": none}))
+    for first, second in ((shipped[0], shipped[1]), (shipped[2], shipped[1]), (shipped[3], shipped[1])):
+        for model in ("llama-2-7b", "qwen3-30b-a3b"):
+            yield f"{first.name}, {second.name} on {model}: {drawn(figure.draw_diff(first, second, model))}"
+
+
+PINNED = {"studies' figures": studies, "maps' figures": maps, "papers' figures": papers, "fits' figures": fits}
 
 
 def main() -> None:
