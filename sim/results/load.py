@@ -48,12 +48,10 @@ def overload(result: Result) -> Overload | None:
     arrival_s, queue_s, e2el_s = (
         _array(values)[completed] for values in (result.start_times, result.queue_times, result.latencies)
     )
-    if arrival_s.size < 2:
+    if not arrival_s.size or not (quarter_s := float(np.ptp(arrival_s)) / 4):
         return None
     first_s, last_s = float(arrival_s.min()), float(arrival_s.max())
-    middle_s, quarter_s = (first_s + last_s) / 2, (last_s - first_s) / 4
-    if not quarter_s:
-        return None
+    middle_s = (first_s + last_s) / 2
     late = arrival_s > middle_s
     num_arrived = int(late.sum())
 
@@ -64,9 +62,10 @@ def overload(result: Result) -> Overload | None:
     noise = NOISE * sqrt(num_arrived)
     early = arrival_s <= first_s + quarter_s
     is_steady = float(np.mean((e2el_s - queue_s)[early])) < quarter_s
-    unended = num_arrived - num_ended if is_steady and num_ended < KEPT_UP * num_arrived else 0
-    waiting = num_arrived - within(arrival_s + queue_s)
-    if max(unended, waiting) <= noise:
+    behind = num_arrived - within(arrival_s + queue_s)
+    if is_steady and num_ended < KEPT_UP * num_arrived:
+        behind = max(behind, num_arrived - num_ended)
+    if behind <= noise:
         return None
     return Overload(num_arrived / (2 * quarter_s), num_ended / (2 * quarter_s))
 

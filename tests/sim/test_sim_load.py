@@ -23,6 +23,7 @@ EVENLY_S = np.arange(1001) / 10.0
 
 def test_rate_offered_is_between_the_first_and_the_last():
     assert offered(result_of(EVENLY_S + 5.0, 0, 1)) == pytest.approx(10.0)
+    assert offered(result_of([4.0, 0.0], 0, 1)) == 0.25
     assert offered(result_of([0.0], 0, 1)) is offered(result_of([1.0, 1.0], 0, 1)) is offered(small_result()) is None
 
 
@@ -60,6 +61,62 @@ def test_what_was_not_kept_or_ignored_tells_nothing():
     assert overload(small_result()) is None
     assert overload(result_of(EVENLY_S, EVENLY_S, EVENLY_S, errors=["ignored: x"] * 1001)) is None
     assert overload(result_of([3.0, 3.0], 1, 1)) is None
+
+
+SECONDS = np.arange(33.0)
+"""One a second from 0 to 32 s. Sixteen come after the middle, and noise is 3 sqrt(16) = 12; a quarter lasts 8 s."""
+
+
+def those(chosen, chosen_s, other_s=0.0):
+    """Seconds of those who are chosen, and of all others."""
+    return np.where(chosen, chosen_s, other_s)
+
+
+@pytest.mark.parametrize(("num", "grows"), [(12, False), (13, True)])
+def test_a_queue_grows_by_more_than_three_deviations(num, grows):
+    """Of the sixteen so many are in the queue at the end of the arrivals, or in the engine."""
+    late = 32 - num < SECONDS
+    # The first nine stay for a quarter: who has not ended tells nothing.
+    waiting = overload(result_of(SECONDS, those(late, 99.0), those(late, 99.0, 8.0)))
+    unended = overload(result_of(SECONDS, 0.0, those(late, 99.0)))
+    assert (waiting is not None, unended is not None) == (grows, grows)
+    if grows:
+        assert (unended.arrived_per_s, unended.ended_per_s) == (1.0, 3 / 16)
+        # After 8 s each: those who came at 9 to 19 s.
+        assert waiting.ended_per_s == 11 / 16
+    # A queue that stays as long grows no more than the arrivals do.
+    assert overload(result_of(SECONDS, 15.0, 23.0)) is None
+
+
+def test_who_has_not_ended_counts_where_the_first_stay_for_less_than_a_quarter():
+    """On average of those who came in the first quarter, its end included: queues are left out."""
+    late = SECONDS > 16
+    first = SECONDS <= 8
+    for stay_s, grows in ((7.99, True), (8.0, False), (8.01, False)):
+        e2el_s = those(late, 99.0) + those(first, stay_s + 0.25)
+        assert (overload(result_of(SECONDS, those(first, 0.25), e2el_s)) is not None) == grows
+    # 9 x 8 s of him who comes at 8 s alone.
+    for stay_s, grows in ((71.9, True), (72.0, False)):
+        e2el_s = those(late, 99.0) + those(SECONDS == 8, stay_s)
+        assert (overload(result_of(SECONDS, 0.0, e2el_s)) is not None) == grows
+
+
+def test_ends_count_from_the_middle_to_the_last_arrival():
+    """Three of the late end in time; a fourth with the last arrival, or one of the early ones in the second half."""
+    e2el_s = those(SECONDS > 19, 99.0)
+    assert overload(result_of(SECONDS, 0.0, e2el_s)).ended_per_s == 3 / 16
+    for who, at_s, counts in ((20, 32.0, True), (20, 32.1, False), (1, 16.0, False), (1, 16.1, True), (1, 32.0, True)):
+        found = overload(result_of(SECONDS, 0.0, those(who == SECONDS, at_s - who, e2el_s)))
+        assert (found is None) == counts
+    # He who comes in the middle is not late.
+    assert overload(result_of(SECONDS, 0.0, those(SECONDS > 16, 99.0))).arrived_per_s == 1.0
+
+
+def test_an_engine_keeps_up_that_ends_nineteen_of_twenty():
+    """Of 4,000 in the second half 200 are more than noise, 190."""
+    arrival_s = np.arange(8001.0)
+    for num, grows in ((200, False), (201, True)):
+        assert (overload(result_of(arrival_s, 0.0, those(arrival_s > 8000 - num, 9999.0))) is not None) == grows
 
 
 @pytest.mark.parametrize(("rate", "overloaded"), [(2.0, False), (20.0, True)])

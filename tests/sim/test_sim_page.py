@@ -199,6 +199,21 @@ def test_a_table_in_parquet_is_read_as_one_in_csv(tmp_path, monkeypatch):
         saved._table(tmp_path)
 
 
+def test_times_of_those_that_ended_well_are_read_from_the_arrays(tmp_path, monkeypatch):
+    """Gaps from two tokens on; who was ignored, or stopped short, is in no figure."""
+    result = small_result(
+        ttfts=[1.0, 9.0, 2.0, 3.0], queue_times=[0.5, 9.0, 0.25, 1.0], start_times=[4.0, 5.0, 6.0, 7.0],
+        latencies=[1.0, 9.0, 2.5, 7.0], output_lens=[1, 9, 2, 5], errors=["", "ignored: x", "", ""],
+    )  # fmt: skip
+    monkeypatch.setattr(saved, "read_result", {tmp_path / "result.json": result}.__getitem__)
+    run = read_run(tmp_path)
+    found = (run.ttft_s, run.queue_s, run.prefill_s, run.arrival_s, run.tpot_s)
+    assert [values.tolist() for values in found] == [
+        [1.0, 2.0, 3.0], [0.5, 0.25, 1.0], [0.5, 1.75, 2.0], [4.0, 6.0, 7.0], [0.5, 1.0],
+    ]  # fmt: skip
+    assert (run.label, run.series, run.engines) == (result.policy, None, ())
+
+
 def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeypatch, capsys):
     """Those who got no token are left out, as they are where arrays say why."""
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,90,5\n0,5000,5\n0.5,70,1\n")
