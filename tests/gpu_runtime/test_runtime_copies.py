@@ -95,6 +95,10 @@ def test_scattered_small_blocks_are_staged_and_long_runs_are_not():
     assert not prefers_staging(num_runs=100, num_host_runs=90, num_bytes=100 * 2**16)
     assert not prefers_staging(num_runs=100, num_host_runs=1, num_bytes=100 * 2**20)
     assert not prefers_staging(num_runs=1, num_host_runs=1, num_bytes=2**10)
+    # Half as many runs on the host are few enough; runs of 512 KiB are long enough.
+    assert prefers_staging(num_runs=100, num_host_runs=50, num_bytes=100 * 2**19 - 1)
+    assert not prefers_staging(num_runs=101, num_host_runs=51, num_bytes=100 * 2**16)
+    assert not prefers_staging(num_runs=100, num_host_runs=50, num_bytes=100 * 2**19)
 
 
 def test_copies_run_beside_the_caller_and_lanes_beside_one_another(engine):

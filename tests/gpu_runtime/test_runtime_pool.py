@@ -109,6 +109,7 @@ def locks(monkeypatch):
     locked = {}
 
     def register(pointer, num_bytes, flags):
+        assert flags == 0
         if num_bytes > 1_000_000:
             return 2
         locked[pointer] = num_bytes

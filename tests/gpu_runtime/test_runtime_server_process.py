@@ -277,7 +277,7 @@ def test_a_server_is_what_was_asked_for(arguments, tmp_path, monkeypatch, capsys
     ("more", "message"),
     [
         (["--max-queue", "0"], "--max-queue: 0 is less than 1: give how many requests may wait"),
-        (["--port", "99999"], "--port: 99999 is no port"),
+        (["--port", "65536"], "--port: 65536 is no port"),
         (["--port", "-1"], "--port: -1 is no port"),
         (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 0: cannot listen"),
         (["--tokenizer", "nowhere"], "holds no tokenizer.json"),
