@@ -52,6 +52,11 @@ def test_printed_equations_are_what_the_paper_prints():
     np.testing.assert_allclose(found, (again + decode) / A100_FLOPS)
 
 
+def test_what_is_stored_is_whole_blocks():
+    assert [Batch([3, 4, 5], block).stored.tolist() for block in (1, 2, 4)] == [[3, 7, 12], [4, 8, 14], [4, 8, 16]]
+    assert Batch([3, 4, 5]).stored.tolist() == [3, 7, 12]
+
+
 def test_corrected_equations_are_worked_out_by_hand():
     tokens, squares, r = 1000.0, 500_000.0, 0.4
     linear, pair, head = MODEL.linear_flops_per_token, 4 * 40 * 5120, 2 * 5120 * 32000

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 import pytest
@@ -294,6 +294,12 @@ def test_an_option_of_other_workloads_is_refused(name):
         with pytest.raises(UserError, match=f"{flag(name)}: 3.* goes with --workload"):
             build_scenario({"trace": "t.csv", name: 3})
     assert option_type(name) is {f.name: base_type(hint) for f, hint in option_fields(Scenario)}[name]
+
+
+def test_a_type_may_be_one_beside_none_or_words_beside_others():
+    words = Literal["a", "b"]
+    kinds = (int, int | None, words, words | None, int | words, words | int | None, int | str)
+    assert [base_type(kind) for kind in kinds] == [int, int, words, words, words, words, int | str]
 
 
 def other_values(kind):

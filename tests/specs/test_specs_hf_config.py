@@ -450,6 +450,8 @@ REFUSED = [
     ({"num_local_experts": 8}, ["8 experts in a dense architecture"]),
     (EXPERTS | {"num_experts": 4, "num_experts_per_tok": 5}, ["num_experts_per_tok = 5", "1 to 4"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["group_size", "whole number"]),
+    ({"quantization_config": {"quant_method": "gptq", "bits": "x" * 58}}, [f"bits = '{'x' * 58}' cannot"]),
+    ({"quantization_config": {"quant_method": "gptq", "bits": "x" * 59}}, [f"bits = '{'x' * 56}... cannot"]),
     ({"quantization_config": block_fp8(ignore=["re:("])}, ["ignore", "does not compile"]),
     ({"quantization_config": block_fp8(kv_cache_scheme="int3")}, ["kv_cache_scheme", "int3"]),
     (STATES | {"layer_types": None}, ["full_attention_interval is missing"]),
