@@ -83,7 +83,7 @@ def fit_host_memcpy(samples: Sequence[Sample]) -> Fit | None:
 def all_reduce_s(constants: Mapping[str, float], num_bytes: Array, gpus: Array) -> Array:
     """Seconds of all-reduces of `num_bytes` over `gpus` GPUs, shapes (n,); zero on one GPU."""
     steps = 2 * (gpus - 1)
-    moved_s = steps / np.maximum(gpus, 1) * num_bytes / constants["allreduce_bytes_per_s"]
+    moved_s = steps / gpus * num_bytes / constants["allreduce_bytes_per_s"]
     pipelined_s = moved_s + 2 * np.sqrt(constants.get("allreduce_chunk_s", 0.0) * moved_s)
     return (
         (gpus > 1) * constants.get("allreduce_launch_s", 0.0) + steps * constants["allreduce_latency_s"] + pipelined_s
