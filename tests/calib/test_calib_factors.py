@@ -36,6 +36,8 @@ def test_factors_by_hand():
 
     _, ((size, factor),) = fit_factors(predict, tokens, np.full(40, 4.0))
     assert size == 4 and factor == pytest.approx(0.5, rel=0.1)
+    # Profiles hold four digits.
+    assert fit_factors(predict, tokens, 3.0 + 2.0 * np.full(40, 0.654321))[1] == [(4, 0.6543)]
     # What has no products tells nothing.
     assert fit_factors(predict, np.zeros(40), np.full(40, 4.0))[1] == []
 
