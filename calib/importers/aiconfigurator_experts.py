@@ -124,8 +124,5 @@ class _ExpertsMet:
         counts = np.rint(shares / shares.sum() * chosen)
         counts = np.minimum(counts, tokens)
         # What rounding and the limit leave over goes to those that have least, or comes from those with most.
-        for _ in range(int(chosen - counts.sum())):
-            counts[np.argmin(counts)] += 1
-        for _ in range(int(counts.sum() - chosen)):
-            counts[np.argmax(counts)] -= 1
-        return int((counts > 0).sum())
+        left_over = max(int(chosen - counts.sum()), 0)
+        return min(int((counts > 0).sum()) + left_over, experts, chosen)

@@ -1,6 +1,7 @@
 """Kernels of routed experts: planted constants found again, files, what of the tables is taken, shipped fits."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from calib.experts import (
     predict_expert_s,
     read_expert_samples,
 )
-from calib.experts_report import as_dense_s, experts_table, simulated_s
-from calib.importers.aiconfigurator_experts import import_experts
+from calib.experts_report import as_dense_s, error, experts_table, signed, simulated_s
+from calib.importers.aiconfigurator_experts import _ExpertsMet, import_experts
 from calib.kernel_samples import write_kernel_samples
 from calib.samples import samples_sha256
 from sim.cost.profile import EXPERT_NAMES, EXPERT_UNITS, expert_names, load_profile, shipped_profiles
@@ -197,6 +198,57 @@ def test_experts_met_of_a_power_law_are_fewer_and_the_same_each_time(tmp_path):
 
 def test_a_system_without_a_table_has_no_samples(tmp_path):
     assert import_experts(tmp_path) == ([], "none in the tables")
+
+
+# -- what of experts is counted, at its edges --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "taken"), [(16_276, False), (16_277, True)])
+def test_weights_are_taken_from_twice_the_l2_cache_on(tmp_path, width, taken):
+    """One expert of 3 x 1,024 x width weights of two bytes, beside twice the H100's 50 MB."""
+    found, _ = imported(tmp_path, [row(num_tokens=1, topk=1, hidden_size=1024, inter_size=width)])
+    assert len(found) == taken
+
+
+@pytest.mark.parametrize(
+    ("tokens", "topk", "draws", "met"),
+    [
+        # More choices than experts, shares of 1 to 0.8 a token: 20 over five of 8 and one of 1 are 3.9 and 0.49.
+        (10, 2, [1, 1, 1, 1, 1, 0], 5),
+        # Over four and one they are 4.8 and 0.6.
+        (10, 2, [1, 1, 1, 1, 0], 5),
+        # As many as experts, shares of 0.01 to 2: four get two each.
+        (2, 4, [1, 1, 1, 1, 0, 0, 0, 0], 4),
+        # None gets a token twice: of 6 two take 2 each, and two go to others.
+        (2, 3, [1, 1, 0, 0, 0, 0, 0, 0], 4),
+        # All shares are rounded to 0, or to 1, and there is one choice too few for all.
+        (1, 2, [1, 1, 1, 1], 2),
+        (1, 3, [1, 1, 1, 1], 3),
+    ],
+)
+def test_experts_met_by_hand(monkeypatch, tokens, topk, draws, met):
+    """A power law of 2, where a share is one over a number drawn evenly: the least at 0, the most at 1."""
+    spread = _ExpertsMet()
+    monkeypatch.setattr(spread, "_random", SimpleNamespace(random=lambda count: np.array(draws, float)[:count]))
+    assert spread._count(tokens, len(draws), topk, 2.0) == met
+
+
+def test_experts_met_are_a_mean_over_ten_draws(monkeypatch):
+    counts = iter(range(1, 100))
+    monkeypatch.setattr(_ExpertsMet, "_count", lambda *_: next(counts))
+    spread = _ExpertsMet()
+    assert [spread.of(7, 128, 8, "power_law_1.2") for _ in range(2)] == [5.5, 5.5]
+    assert spread.of(8, 128, 8, "power_law_1.2") == 15.5
+    assert [spread.of(n, 128, 8, "balanced") for n in (15, 16, 17)] == [120, 128, 128]
+
+
+def test_errors_are_told_with_their_mean():
+    assert signed(np.array([0.9, 0.3, 0.3])) == "50.0 % (+50)"
+    assert signed(np.array([0.9, -0.3])) == "60.0 % (+30)"
+    assert signed(np.array([-0.6, -0.38])) == "49.0 % (-49)"
+    assert signed(np.array([0.9])) == "90.0 % (+90)"
+    assert signed(np.array([])) == "-"
+    assert np.isnan(error(np.array([])))
 
 
 # -- what ships --------------------------------------------------------------------------------------------------------
