@@ -194,7 +194,7 @@ class Sglang(Batching):
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """A refused head may start as the ratio falls: not beyond the first step at which it could."""
-        if self._refused is None or steps == 1:
+        if self._refused is None:
             return steps
         batch, size = self.batch, self.block_size
         free, taken = self.paged.gpu.free, batch.blocks_needed(1)
