@@ -104,7 +104,8 @@ class Loader(SourceFileLoader):
         text = self.get_data(self.path)
         if sha256(text).hexdigest() != self.digest:
             return compile(text, self.path, "exec", dont_inherit=True)
-        kept = self.folder / f"{self.digest}-{self.first}"
+        # Faults are put into code by its path: a copied cache has that of another tree.
+        kept = self.folder / f"{sha256(self.path.encode() + text).hexdigest()}-{self.first}"
         if kept.exists():
             return marshal.loads(kept.read_bytes())
         tree = ast.parse(text)

@@ -229,6 +229,19 @@ def test_blocks_that_ran(probes, tmp_path, monkeypatch):
     assert hits[:3] == bytes([1, 1, 1])
 
 
+def test_kept_code_is_of_its_own_path(probes, tmp_path):
+    """A cache that was copied once gave code of another tree, into which no fault was put: 67 of 428 were "missed"."""
+    paths = [tmp_path / name / "halved.py" for name in ("one", "other")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(SOURCE)
+        loader = probes.Loader("halved", str(path))
+        loader.folder, loader.digest = tmp_path, probes.sha256(SOURCE.encode()).hexdigest()
+        for _ in "new", "kept":
+            assert loader.get_code("halved").co_filename == str(path)
+    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == 2
+
+
 WAITING = """
 import os, time
 from pathlib import Path
