@@ -65,6 +65,14 @@ def test_first_tokens_come_one_after_another():
     assert two.good_requests == pytest.approx(7.0, abs=1e-5)
 
 
+def test_who_comes_after_all_others_ended_has_all_its_time():
+    """A second each, all of which a prompt takes: two that do not meet are both in time, those that do are not."""
+    second, value = np.array([1.0, 1.0]), np.array([1.0, 2.0])
+    for gap_s, most in ((0.0, 2.0), (0.5, 2.0), (1.0, 3.0), (9.0, 3.0)):
+        arrivals = np.array([0.0, gap_s])
+        assert most_in_time(arrivals, arrivals + 1.0, second, value) == most
+
+
 def chosen_by_search(arrivals, deadlines, prompts, values) -> float:
     best = 0.0
     for chosen in product((0, 1), repeat=len(arrivals)):

@@ -19,7 +19,14 @@ from runtime_small import SMALL, Runner
 
 from gpu_runtime.kv import batched_copies, copy_engine, copy_worker, page_locked
 from gpu_runtime.kv.copies import KVCopies
-from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces, prefers_staging
+from gpu_runtime.kv.copy_engine import (
+    CopyEngine,
+    CopyFailed,
+    contiguous_runs,
+    num_contiguous_runs,
+    pieces,
+    prefers_staging,
+)
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.kv.transfers import Transfers
@@ -88,6 +95,13 @@ def test_random_blocks_arrive_and_no_other_changes(src_ids, dst_ids, count, dire
             handle.wait()
             assert handle.done()
     assert torch.equal(target.data, expected)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "runs"), [([], [], 0), ([5], [2], 1), ([3, 4, 5], [0, 1, 2], 1), ([3, 4, 6, 7], [0, 1, 2, 4], 3)]
+)
+def test_runs_by_hand(src, dst, runs):
+    assert num_contiguous_runs(src, dst) == runs
 
 
 def test_scattered_small_blocks_are_staged_and_long_runs_are_not():

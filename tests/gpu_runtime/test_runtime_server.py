@@ -319,6 +319,21 @@ def test_a_failed_computation_ends_its_request_alone():
     asyncio.run(run())
 
 
+def test_what_failed_is_not_the_request_s_fault():
+    async def run():
+        async with serving() as service:
+            service.gate.pause_s = 0.005
+            asked = asyncio.create_task(service.post(body_of(ROWS[1])))
+            await service.until(lambda: service.thread.metrics.output_tokens > 1)
+            (seq,) = service.scheduler.batch.members
+            service.device.memory.fail(seq, "a copy was lost")
+            status, answer, _ = await asked
+        assert (status, answer["error"]["message"]) == (500, "a copy was lost")
+        assert service.thread.metrics.ended == {"failed": 1}
+
+    asyncio.run(run())
+
+
 def test_latencies_count_from_the_token_before():
     """TTFT from when it was accepted; then each token from the last of its own request."""
     first, second = (Ticket(Request(i, 0.0, 3, 5), [1], frozenset(), 0, index=i, last_s=float(i)) for i in range(2))

@@ -42,6 +42,49 @@ def test_who_is_out_for_ever_is_given_up_unless_its_prompt_no_longer_fits_a_step
     assert (seq.num_computed, scheduler.counters.preemptions) == ((0, 1) if again else (64, 0))
 
 
+@pytest.mark.parametrize(
+    ("prefilling", "budget", "num_seqs", "comes"),
+    [(True, 32, 0, True), (True, 31, 0, False), (False, 1, 0, True), (False, 0, 0, False), (False, 9, 1, True),
+     (False, 9, 2, False)],
+)  # fmt: skip
+def test_who_is_out_comes_back_where_budget_and_seats_just_last(prefilling, budget, num_seqs, comes):
+    """Of 96 tokens 64 have KV on the host: 32 are to compute, or one decodes. Two seats."""
+    limit = limits(tokens=128, seqs=2, chunked=True)
+    scheduler = build_engine(VllmSwap(), limit, linear_machine(), lambda seq: None).scheduler
+    swap, plan = scheduler.eviction, IterationPlan()
+    assert isinstance(swap, Swap)
+    seq = Sequence(requests((0.0, 96, 5))[0])
+    seq.num_computed, seq.num_blocks, seq.prefilling, seq.status = 64, 6, prefilling, Status.SWAPPED
+    scheduler.host.allocate(6)
+    swap.swapped.append(seq)
+    swap.bring_back(plan, budget, num_seqs)
+    assert list(swap.swapped) == [seq] * (not comes)
+    assert [chunk.num_new for chunk in plan.chunks] == [32] * (comes and prefilling)
+    assert plan.num_decodes == (comes and not prefilling)
+
+
+class Choosing(Park):
+    """Three prospects of one kind; those of the batch that may leave are asked for."""
+
+    def __init__(self, members, movable):
+        super().__init__()
+        rows = np.arange(3)
+        judged = np.zeros(3), np.array([1.0, 3.0, 2.0]), np.zeros(3), None, rows
+        self.prospects = SimpleNamespace(judged=lambda _: judged, rows=lambda _: rows, seqs="abc")
+        self.batch, self._movable = SimpleNamespace(members=members), movable
+
+    def _may_leave(self, seq):
+        return seq in self._movable
+
+
+@pytest.mark.parametrize(
+    ("members", "movable", "victim"),
+    [("abc", "abc", "b"), ("ac", "abc", "c"), ("abc", "ac", "c"), ("ab", "a", "a"), ("a", "bc", None)],
+)
+def test_the_dearest_of_the_batch_that_may_leave_does(members, movable, victim):
+    assert Choosing(members, movable)._victim(0.1) == victim
+
+
 def test_a_jump_goes_as_far_as_free_and_coming_blocks_go_but_for_the_horizon():
     """Two members begin blocks in the first and second iteration, and every 16 later: the tenth block in the 66th."""
     batch = DecodeBatch(16, GapCollector())
