@@ -119,7 +119,8 @@ class CsvReader(LineReader):
                 raise where.error("header", line, f"has column {name!r} twice", "keep one")
         for name in self.format.required:
             if name not in self.index:
-                close = get_close_matches(name, self.header)
+                spare = [column for column in self.header if column not in self.format.required]
+                close = get_close_matches(name, spare)
                 remedy = (
                     f"rename column {close[0]!r}" if close else f"the header needs {','.join(self.format.required)}"
                 )

@@ -17,7 +17,7 @@ from calib.server import fit as server_fit
 from calib.server.cli import report
 from calib.server.constants import chosen_constants, is_told, of_model, parameters_of, with_constants
 from calib.server.fit import ServerFit, fit_server
-from calib.server.iterations import _middle, predict_steps_s, replay
+from calib.server.iterations import Replay, Step, _middle, predict_steps_s, replay
 from calib.server.requests import fit_requests
 from sim.cost.changed_profile import changed
 from sim.cost.profile import read_profile
@@ -41,6 +41,11 @@ def found_again(estimates, hidden):
     """Those that miss their hidden value, and by how much."""
     return {name: (estimates[name], value) for name, value in hidden.items()
             if not estimates[name].low <= value <= estimates[name].high}  # fmt: skip
+
+
+def test_a_run_of_which_nothing_was_seen_agrees_about_nothing():
+    step = Step((), 1.0)
+    assert [Replay([step] * agree, seen).matched for agree, seen in ((0, 0), (0, 4), (1, 4), (4, 4))] == [0, 0, 0.25, 1]
 
 
 def test_a_form_that_no_constants_are_fitted_of_is_refused():

@@ -165,6 +165,10 @@ def test_a_forced_format_names_the_missing_column(tmp_path):
     path.write_text("arrival,prompt_tokens,output_tokens\n1,2,3\n")
     with pytest.raises(TraceError, match=r"line 1: header .* no column 'arrival_s'; rename column 'arrival'"):
         list(open_trace(path, format="kvtwin"))
+    # Not by renaming one that is needed itself.
+    path.write_text("arrival_s,output_tokens\n1,2\n")
+    with pytest.raises(TraceError, match="no column 'prompt_tokens'; the header needs arrival_s,prompt_tokens,output_"):
+        list(open_trace(path, format="kvtwin"))
     with pytest.raises(TraceError, match=r"format 'azur' is unknown; did you mean 'azure'\?"):
         open_trace(path, format="azur")
 
