@@ -6,7 +6,6 @@ All of them stream and none changes its input; ids are renumbered where requests
 import heapq
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from math import inf
 from operator import itemgetter
 
 from traces.errors import TraceError
@@ -21,7 +20,7 @@ def scale_rate(requests: Iterable[Request], factor: float) -> Iterator[Request]:
     return (request._replace(arrival_s=request.arrival_s / factor) for request in requests)
 
 
-def window(requests: Iterable[Request], start_s: float = 0.0, end_s: float = inf) -> Iterator[Request]:
+def window(requests: Iterable[Request], start_s: float, end_s: float) -> Iterator[Request]:
     """Yield the requests that arrive in [start_s, end_s), with `start_s` as the new 0."""
     if not 0 <= start_s < end_s:
         raise TraceError(f"window {start_s}:{end_s} is empty; give START below END, both in seconds and not negative")

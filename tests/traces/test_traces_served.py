@@ -8,7 +8,7 @@ import pytest
 from traces.errors import TraceError
 from traces.readers import detect, open_trace
 from traces.request import Request
-from traces.served import read_served
+from traces.served import ServedRun, read_served
 
 MEASURED = Path(__file__).resolve().parents[3] / "shared" / "measured" / "vllm019-rtx4090"
 needs_measured = pytest.mark.skipif(not MEASURED.exists(), reason="needs a measured run in ../shared (not shipped)")
@@ -214,3 +214,29 @@ def test_a_measured_run_goes_with_its_trace():
     assert len(run.requests) == 300
     assert sum(run.ttft_s) / 300 == pytest.approx(65.5, abs=0.1)
     assert all(request.hash_ids for request in run.requests)
+
+
+@pytest.mark.parametrize(("itls", "told"), [([[0.1], [0.1]], True), ([[0.1], []], False), ([[0.1], [], [0.1]], True)])
+def test_more_than_half_of_the_answers_must_be_seen_token_by_token(itls, told):
+    count = len(itls)
+    requests = [Request(i, 0.0, 5, 2) for i in range(count)]
+    assert ServedRun(Path(), requests, [0.5] * count, [0.7] * count, [*map(tuple, itls)], 0).has_token_times == told
+
+
+def test_a_request_that_took_no_time_failed_and_one_of_a_single_token_did_not(tmp_path):
+    rows = "arrival_s,prompt_tokens,output_tokens,ttft_s,e2el_s\n0,9,2,0,0\n1,9,1,1,1\n"
+    run = read_served(write(tmp_path, rows, "t.csv"))
+    assert (run.left_out, run.ttft_s, run.e2el_s) == (1, [1.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ("arrival_s,ttft_s,e2el_s", "no columns prompt_tokens,output_tokens; add them"),
+        ("arrival_s,prompt_tokens,output_tokens,e2el_s", "a table with first_token_s,ttft_s; see its header"),
+        ("arrival_s,prompt_tokens,output_tokens,ttft_s", "a table with last_token_s,e2el_s; see its header"),
+    ],
+)
+def test_columns_that_lack_are_named(tmp_path, header, told):
+    with pytest.raises(TraceError, match=told):
+        read_served(write(tmp_path, f"{header}\n0{',1' * header.count(',')}\n", "t.csv"))
