@@ -130,11 +130,12 @@ def kv_cache_blocks(
     if num_gpu_blocks_override is not None:
         return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes)
     peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs)
-    peak -= model.weight_bytes(tensor_parallel_size) * (1 - 1 / pipeline_parallel_size)
+    weights = model.weight_bytes(tensor_parallel_size) / pipeline_parallel_size
+    peak += weights - model.weight_bytes(tensor_parallel_size)
     usable = gpu_memory_utilization * hardware.memory_bytes
     num_gpu_blocks = int((usable - peak) // block_bytes)
     if num_gpu_blocks < 1:
-        raise _too_large(model, hardware, tensor_parallel_size, peak + block_bytes, usable)
+        raise _too_large(model, hardware, tensor_parallel_size, weights, peak + block_bytes, usable)
     return PoolSize(num_gpu_blocks, num_cpu_blocks, block_bytes)
 
 
@@ -165,8 +166,10 @@ def _check(utilization: float, tp: int, block_size: int, max_num_batched_tokens:
             raise UserError(f"{name}: {value} must be at least 1: correct the value")
 
 
-def _too_large(model: ModelSpec, hardware: HardwareSpec, tp: int, needed: float, usable: float) -> UserError:
-    weights = model.weight_bytes(tp)
+def _too_large(
+    model: ModelSpec, hardware: HardwareSpec, tp: int, weights: float, needed: float, usable: float
+) -> UserError:
+    """Of what one GPU needs and may use (bytes); `weights`: its share."""
     if weights < usable:
         remedy = "lower --max-num-batched-tokens or --max-num-seqs, or raise --tp (tensor_parallel_size)"
     else:

@@ -85,6 +85,12 @@ def chosen_by_search(arrivals, deadlines, prompts, values) -> float:
     return best
 
 
+def test_prompts_that_need_all_their_time_fit_one_after_the_other():
+    """The second begins with everything that was chosen by then, however long ago that was."""
+    windows = np.array([0.0, 1.0, 100.0]), np.array([1.0, 2.0, 101.0]), np.ones(3)
+    assert most_in_time(*windows, np.array([3.0, 2.0, 1.0])) == 6.0
+
+
 @given(
     st.lists(st.tuples(st.integers(0, STEPS), st.integers(0, 2 * STEPS), st.floats(-1.0, 1.0)), min_size=1, max_size=7)
 )

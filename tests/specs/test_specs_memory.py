@@ -86,6 +86,21 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy():
         pool("llama-2-13b", "l20", max_num_batched_tokens=1_000_000)
 
 
+def test_a_stage_is_refused_with_its_own_weights():
+    """DeepSeek-V3 has 673.2 GB of weights: 84.1 GB in each of eight stages."""
+    with pytest.raises(UserError, match=r"needs 85\.\d GB per GPU \(84\.1 GB of weights\)"):
+        pool("deepseek-v3", "a100-80g", pipeline_parallel_size=8)
+
+
+@pytest.mark.parametrize(("spare", "remedy"), [(0.0, "take a GPU with more memory"), (1e6, "lower --max-num-batched")])
+def test_smaller_batches_help_only_where_weights_leave_room(spare, remedy):
+    model, gpu = load_model("llama-2-7b"), load_hardware("l20")
+    gpu = msgspec.structs.replace(gpu, memory_bytes=model.weight_bytes(1) + spare)
+    options = {"block_size": 16, "max_num_batched_tokens": 2048, "max_num_seqs": 8, "swap_space_bytes_per_gpu": 0.0}
+    with pytest.raises(UserError, match=remedy):
+        kv_cache_blocks(model, gpu, tensor_parallel_size=1, gpu_memory_utilization=1.0, **options)
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
