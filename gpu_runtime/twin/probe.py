@@ -58,13 +58,14 @@ class Probe:
         disturbed: runs that do not count.
     """
 
+    slowness: list[float]
+    disturbed: int
+
     def __init__(self, scenario: Scenario, decoder: Decoder, options: LiveOptions, max_drift: float | None) -> None:
         """A run counts if before and after it the machine is within `max_drift` of the profile; None: always."""
         self._of, self.max_drift = (scenario, decoder, options), max_drift
-        self.slowness: list[float] = []
-        self.disturbed = 0
-        # The first one pays for lazy set-up: it is overwritten.
-        self._last = machine_slowness(*self._of)
+        # The first one pays for lazy set-up: it does not count.
+        machine_slowness(*self._of)
 
     def begin(self) -> None:
         """Probe before a series of live runs; what was seen before is forgotten."""
