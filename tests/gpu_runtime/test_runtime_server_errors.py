@@ -70,7 +70,7 @@ REFUSED = [
     ({"prompt": 7}, "prompt", "not a list of token ids"),
     ({"prompt": {"text": "a"}}, "prompt", "not a list of token ids"),
     ({"prompt": [1, "a"]}, "prompt[1]", "not a token id"),
-    ({"prompt": [1, -1]}, "prompt[1]", "not a token id"),
+    ({"prompt": [0, -1]}, "prompt[1]", "not a token id"),
     ({"prompt": [1, True]}, "prompt[1]", "not a token id"),
     ({"prompt": [1, 1.5]}, "prompt[1]", "not a token id"),
     ({"prompt": [1, 101]}, "prompt", "token id 101 is beyond the vocabulary of 101"),

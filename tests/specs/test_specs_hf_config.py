@@ -555,6 +555,12 @@ def test_bloom_has_an_mlp_of_four_widths_and_no_table_of_positions(tmp_path):
     assert (model.position_rows, model.max_position_embeddings, model.tie_word_embeddings) == (0, 2048, True)
 
 
+def test_bloom_was_trained_on_2048_tokens_where_it_does_not_say(tmp_path):
+    lengths = ({"seq_length": 1024}, {"seq_length": None}, {"seq_length": 1024, "max_position_embeddings": 512})
+    found = [read(tmp_path, BLOOM_560M | change).max_position_embeddings for change in lengths]
+    assert found == [1024, 2048, 512]
+
+
 def test_internlm_is_a_llama_with_biases_where_it_says_so(tmp_path):
     """Biases on Q, K, V and the output: internlm-7b has them, internlm-20b says `bias: false`."""
     model = read(tmp_path, INTERNLM_7B)

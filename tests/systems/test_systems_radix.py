@@ -13,6 +13,7 @@ from kvtwin.testing.conformance import Workload, check_jumps
 from sim.engine.itl import GapCollector
 from sim.errors import UserError
 from sim.parts.base import Memory
+from sim.parts.batching.base import TOO_LONG
 from sim.parts.memory.radix import RadixMemory
 from sim.parts.order.cache_aware import CacheAware
 from sim.policy_options import parse_policy
@@ -338,3 +339,12 @@ def test_parts_that_do_not_go_together_say_so():
 def test_a_request_that_the_pool_cannot_hold_is_ignored():
     outcome = simulate(Radix(), plain((0.0, 60, 40), (0.0, 60, 39)), radix_limits(100))
     assert [outcome.by_id()[i].error != "" for i in (0, 1)] == [True, False]
+    # Asking for all there is asks for no more than that.
+    outcome = simulate(Radix(max_new_tokens=1000), plain((0.0, 60, 40), (0.0, 60, 39)), radix_limits(100))
+    assert [outcome.by_id()[i].error != "" for i in (0, 1)] == [True, False]
+
+
+def test_a_prompt_as_long_as_the_context_is_computed_and_a_longer_one_is_not():
+    limit = replace(radix_limits(1000), max_model_len=60)
+    outcome = simulate(Radix(), plain((0.0, 60, 1), (0.0, 61, 1)), limit)
+    assert [outcome.by_id()[i].error for i in (0, 1)] == ["", f"ignored: {TOO_LONG}"]
