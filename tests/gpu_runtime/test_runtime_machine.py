@@ -341,3 +341,22 @@ def test_who_sets_threads_has_chosen(threads_kept, monkeypatch):
     before = torch.get_num_threads()
     threads.use_fastest_threads(SMALL, torch.float32)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "count"), [(9, 90, 4), (90, 3, 3), (1000, 1000, 2 * warm_up.batched_copies.LEAST)]
+)
+def test_copies_warm_up_in_a_row_and_scattered(gpu, host, count):
+    """At most half of the GPU's blocks: every other one goes there and back, too."""
+    made, pools = [], (SimpleNamespace(num_blocks=gpu), SimpleNamespace(num_blocks=host))
+
+    def copy_blocks(src, src_ids, dst, dst_ids, direction):
+        made.append((direction.name, src.num_blocks, src_ids, dst.num_blocks, dst_ids))
+        return SimpleNamespace(wait=lambda: made.append("waited"))
+
+    warm_up.run_copies(SimpleNamespace(copy_blocks=copy_blocks), *pools)
+    row, apart = list(range(count)), [2 * i for i in range(count)]
+    expected = []
+    for here, there in ((row, row), (apart, row), (apart, row[::-1])):
+        expected += [("D2H", gpu, here, host, there), "waited", ("H2D", host, there, gpu, here), "waited"]
+    assert made == expected and max(apart) < gpu
