@@ -263,7 +263,7 @@ def _goodput(options: dict[str, Any]) -> Search[Held]:
     ran = yield options
     if ran.result is None:
         return Held(0.0, None, 1.0, ran)
-    return Held(ran.result["request_goodput"] or 0.0, ran, None, None)
+    return Held(ran.result["request_goodput"], ran, None, None)
 
 
 def _value(asked: Asked, held: Held) -> float | None:
