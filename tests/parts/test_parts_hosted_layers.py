@@ -29,3 +29,9 @@ def test_a_prompt_needs_its_send_buffer_and_all_layers_on_the_host(gpu, host, fi
 def test_a_prompt_that_the_empty_tiers_cannot_hold_never_fits(gpu, host, fits):
     memory = HostedLayers(limits(gpu=gpu, host=host), LAYERS, lambda tokens: 0)
     assert memory.ever_fits(SEQ, KEEP_FREE) is fits
+
+
+@pytest.mark.parametrize(("gpu", "fits"), [(3, True), (2, False)])
+def test_what_is_kept_free_is_kept_of_every_layer(gpu, fits):
+    """A block of the GPU is one of each layer: 12 hold two layers of two beside two of each of four, 8 do not."""
+    assert HostedLayers(limits(gpu=gpu, host=8), LAYERS, lambda tokens: 0).ever_fits(SEQ, 2) is fits

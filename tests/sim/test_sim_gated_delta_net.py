@@ -187,7 +187,7 @@ def test_pools_hold_groups_of_ten_layers():
         ("adaptive", {}, "whose memory is vLLM v1's"),
         ("vllm-v1:scheduling-policy=priority", {}, None),
         ("vllm-v1:memory=radix", {}, "whose memory is vLLM v1's"),
-        ("vllm-v1:kv-offloading-size=20", {}, "--kv-offloading-size"),
+        ("vllm-v1:kv-offloading-size=20", {}, "--kv-offloading-size: qwen3.5-35b-a3b has layers that keep a state"),
         ("vllm-v1", {"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
         ("vllm-v1", {"gpu": "l40s", "tp": 4}, "has no constants of Gated DeltaNet"),
     ],

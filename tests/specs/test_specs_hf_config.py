@@ -185,6 +185,14 @@ def block_fp8(**more):
             0.5625,
             0.5625,
         ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}},
+            },
+            1,
+            1,
+        ),
         ({"quant_method": "a tool of theirs", "quant_algo": "NVFP4"}, 0.5625, 0.5625),
         (
             {
