@@ -19,7 +19,6 @@ from sim.served import Array, Times
 from traces.served import ServedRun
 
 SIMULATED, MEASURED = COLOURS[0], COLOURS[1]
-WIDTH = 60
 
 
 def draw_against(label: str, served: ServedRun, ours: Times, theirs: Times) -> Figure:
@@ -49,7 +48,7 @@ def _distribution(ax: Axes, simulated_s: Array, measured_s: Array, x: str, title
     if found:
         ax.legend(fontsize=8.5, frameon=False)
     dress(ax, x, "% of requests")
-    set_title(ax, title, WIDTH)
+    set_title(ax, title)
 
 
 def _over_arrivals(ax: Axes, arrivals_s: list[float], ours: Times, theirs: Times) -> None:
@@ -57,7 +56,7 @@ def _over_arrivals(ax: Axes, arrivals_s: list[float], ours: Times, theirs: Times
         ax.plot(arrivals_s, times.ttft_s, ".", color=colour, ms=4, alpha=0.7, label=label)
     ax.legend(fontsize=8.5, frameon=False)
     dress(ax, "arrival, s", "TTFT, s")
-    set_title(ax, "TTFT over the run", WIDTH)
+    set_title(ax, "TTFT over the run")
 
 
 def _against(ax: Axes, simulated_s: Array, measured_s: Array) -> None:
@@ -65,4 +64,4 @@ def _against(ax: Axes, simulated_s: Array, measured_s: Array) -> None:
     draw_diagonal(ax, both[both > 0] if (both > 0).any() else np.ones(1))
     ax.plot(measured_s, simulated_s, ".", color=SIMULATED, ms=4, alpha=0.7)
     dress(ax, "measured end to end, s", "simulated end to end, s")
-    set_title(ax, "Request against request", WIDTH)
+    set_title(ax, "Request against request")

@@ -54,7 +54,7 @@ def _draw_memory(ax: Axes, simulated: FigureRun, live: Sequence[FigureRun]) -> N
         ax.step(run.series["time_s"], used, where="post", color=colour, lw=1.2, alpha=0.8, label=label)
     _legend_once(ax)
     dress(ax, "s", "GPU KV blocks in use, %")
-    set_title(ax, "KV blocks over time", 60)
+    set_title(ax, "KV blocks over time")
 
 
 def _draw_errors(ax: Axes, found: Sequence[Agreement]) -> None:
@@ -67,7 +67,7 @@ def _draw_errors(ax: Axes, found: Sequence[Agreement]) -> None:
     ax.set_yticks(range(len(found)), names)
     ax.axvline(0.0, color=FAINT, lw=0.8)
     dress(ax, "simulated over live, % (grey: allowed)")
-    set_title(ax, "Errors of the simulator", 60)
+    set_title(ax, "Errors of the simulator")
 
 
 def _draw_distribution(ax: Axes, simulated_s: np.ndarray, live_s: Sequence[np.ndarray], x: str, title: str) -> None:
@@ -78,13 +78,13 @@ def _draw_distribution(ax: Axes, simulated_s: np.ndarray, live_s: Sequence[np.nd
             ax.step(ordered, share, where="post", color=colour, lw=1.3, alpha=0.8, label=label)
     _legend_once(ax)
     dress(ax, x, "% of requests")
-    set_title(ax, title, 60)
+    set_title(ax, title)
 
 
 def _draw_iterations(against: Axes, errors: Axes, pairs: Sequence[Pair]) -> None:
     """Those that both runs decided alike: one against the other, and how their errors are distributed."""
-    set_title(against, "Iteration against iteration, of the same decision", 60)
-    set_title(errors, "Errors of iterations", 60)
+    set_title(against, "Iteration against iteration, of the same decision")
+    set_title(errors, "Errors of iterations")
     aligned = [(p.live.kind, 1e3 * p.live.duration_s, 1e3 * p.simulated.duration_s) for p in pairs if p.simulated]
     if not aligned:
         for ax in (against, errors):

@@ -29,7 +29,8 @@ def read_json_object(path: Path, *, finite: bool = False) -> dict[str, Any]:
     try:
         text = read_text(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path and its permissions") from error
+        reason = error.strerror or error
+        raise UserError(f"{path}: cannot be read ({reason}): check the path and its permissions") from error
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)

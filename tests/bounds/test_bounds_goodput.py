@@ -71,6 +71,8 @@ def test_who_comes_after_all_others_ended_has_all_its_time():
     for gap_s, most in ((0.0, 2.0), (0.5, 2.0), (1.0, 3.0), (9.0, 3.0)):
         arrivals = np.array([0.0, gap_s])
         assert most_in_time(arrivals, arrivals + 1.0, second, value) == most
+    arrivals = np.array([0.0, 1.0, 100.0])
+    assert most_in_time(arrivals, arrivals + 1.0, np.ones(3), np.array([3.0, 2.0, 1.0])) == 6.0
 
 
 def chosen_by_search(arrivals, deadlines, prompts, values) -> float:
@@ -83,12 +85,6 @@ def chosen_by_search(arrivals, deadlines, prompts, values) -> float:
         if in_time:
             best = max(best, float(np.dot(chosen, values)))
     return best
-
-
-def test_prompts_that_need_all_their_time_fit_one_after_the_other():
-    """The second begins with everything that was chosen by then, however long ago that was."""
-    windows = np.array([0.0, 1.0, 100.0]), np.array([1.0, 2.0, 101.0]), np.ones(3)
-    assert most_in_time(*windows, np.array([3.0, 2.0, 1.0])) == 6.0
 
 
 @given(
