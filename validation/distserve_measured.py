@@ -1,6 +1,6 @@
 """DistServe as measured and as simulated: OPT-13B on A100-80G, ShareGPT, request by request.
 
-python benchmarks/distserve_measured.py FOLDER    # with runs.csv; says so and ends where it is not there
+python validation/distserve_measured.py FOLDER    # with runs.csv; says so and ends where it is not there
 
 `runs.csv` (run, issue_s, prompt_len, output_len, ttft_ms, tpot_ms, latency_ms) holds runs that the authors of DistServe
 measured and published with their code (LLMServe/DistServe, Apache-2.0). Every run's requests are replayed at the times

@@ -1,6 +1,6 @@
 """Engines of 2023 as measured and as priced: Llama-2 70B, single prompts and their decodes, on A100 and H100.
 
-python benchmarks/splitwise_measured.py perf_model.csv    # says so and ends where it is not there
+python validation/splitwise_measured.py perf_model.csv    # says so and ends where it is not there
 
 The table is Splitwise's (Mutinifni/splitwise-sim, data/perf_model.csv, MIT licence): vLLM without CUDA graphs, 2023.
 Prices are the GPU's alone, with shipped constants; nothing is fitted to the table.

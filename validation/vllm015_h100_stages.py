@@ -1,6 +1,6 @@
 """vLLM 0.15 on H100 as measured and as simulated: four models of 7B to 70B, stage by stage, with shipped constants.
 
-python benchmarks/vllm015_h100_stages.py FOLDER    # a checkout of inference-sim/training
+python validation/vllm015_h100_stages.py FOLDER    # a checkout of inference-sim/training
 
 The folder holds what inference-perf reported of vLLM 0.15.1 with its defaults (prefix cache, async scheduling): the
 distributions of each load stage, not single requests. So arrivals are drawn as its client draws them: exponential gaps,

@@ -1,6 +1,6 @@
 """Constants from measured servers, and what they predict: `kvtwin profile fit --bench` on two public sets of runs.
 
-python benchmarks/server_measured.py FOLDER [--only vllm019|distserve]    # says what is not there, and goes on
+python validation/server_measured.py FOLDER [--only vllm019|distserve]    # says what is not there, and goes on
 
 FOLDER holds `vllm019-rtx4090` (vLLM 0.19 with Llama-3.1-8B: trace.csv, measured.csv; CASYS Lab, MIT licence) and
 `distserve-opt13b-a100` (an early vLLM with OPT-13B: runs.csv; LLMServe/DistServe, Apache-2.0). The first is fitted to

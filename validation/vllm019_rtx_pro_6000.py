@@ -1,6 +1,6 @@
 """vLLM 0.19 on RTX PRO 6000 as measured and as simulated: Llama-3.1 8B on one, Qwen3 32B on two.
 
-    python benchmarks/vllm019_rtx_pro_6000.py FOLDER    # a checkout of casys-kaist/LLMServingSim
+    python validation/vllm019_rtx_pro_6000.py FOLDER    # a checkout of casys-kaist/LLMServingSim
 
 The folder (CASYS Lab, KAIST, MIT licence) holds 300 requests of each server, the tokens that were sent, and times of
 vLLM's kernels on the same card. Prices are the shipped `rtx-pro-6000-imported`, fitted to those kernels of both models,

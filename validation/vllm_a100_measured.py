@@ -1,6 +1,6 @@
 """An early vLLM on A100 as measured and as simulated: OPT-13B, ShareGPT, request by request, with shipped constants.
 
-python benchmarks/vllm_a100_measured.py FOLDER    # with runs.csv; says so and ends where it is not there
+python validation/vllm_a100_measured.py FOLDER    # with runs.csv; says so and ends where it is not there
 
 `runs.csv` has runs that the authors of DistServe measured and published (LLMServe/DistServe, Apache-2.0); these are its
 eight of vLLM, 1 to 4 requests/s. Every run's requests are replayed at the times at which they were issued. GPU, engine

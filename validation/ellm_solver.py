@@ -1,6 +1,6 @@
 """eLLM's choice of b and r: our exact solver against SciPy's SLSQP, which the paper takes (3 to 6 ms a step, Fig. 16).
 
-    python benchmarks/ellm_solver.py [--batches 100]
+    python validation/ellm_solver.py [--batches 100]
 
 Batches of up to 512 sequences at random points of their answers: lengths as ShareGPT's (log-normal, means 222 and 1,346
 tokens) and L-Eval's (35,956 and 5,189), the paper's means; shapes are assumed. Llama-2-13B on one A100-80G and 70B on

@@ -1,6 +1,6 @@
 """vLLM 0.19 serving Llama-3.1-8B on one RTX 4090, as measured and as simulated from its kernels' times.
 
-    python benchmarks/vllm019_rtx4090.py FOLDER    # says so and ends where FOLDER is not there
+    python validation/vllm019_rtx4090.py FOLDER    # says so and ends where FOLDER is not there
 
 FOLDER holds what LLMServingSim (CASYS Lab, KAIST, MIT licence) published: `measured.csv` and `trace.csv`, 300 requests
 of a real server, row by row; `dense.csv`, `attention.csv` and `per_sequence.csv`, times of vLLM's kernels on the same

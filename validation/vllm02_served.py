@@ -1,6 +1,6 @@
 """What vLLM 0.2.3's server adds to an iteration: CPU time of its processes, with and without it. No GPU, no model.
 
-python benchmarks/vllm02_served.py VLLM    # a checkout of vLLM 0.2.3
+python validation/vllm02_served.py VLLM    # a checkout of vLLM 0.2.3
 
 Needs ray 2.5.1, fastapi 0.110, uvicorn[standard] 0.29, pydantic 1.10 and aiohttp.
 

@@ -1,6 +1,6 @@
 """Whether `adaptive`, LayerKV and vLLM rank live as they rank simulated: a small model, on this machine's CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/live_ranking.py OUT [--profile cpu-measured.json] [--runs 3] [--loads 1.5 4]
+    OMP_NUM_THREADS=1 python validation/live_ranking.py OUT [--profile cpu-measured.json] [--runs 3] [--loads 1.5 4]
 
 Calibrates first unless given a profile. ShareGPT clipped to 128 tokens, 60 blocks, loads past the knee: so many times
 the rate at which `vllm-v1` drains a full queue. SLOs are multiples of a decode step of 16 sequences by the profile, so

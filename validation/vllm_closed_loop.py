@@ -1,6 +1,6 @@
 """vLLM as measured in closed loop and as simulated, with shipped constants: five models on H100, H200 and B200.
 
-python benchmarks/vllm_closed_loop.py FILE --served qwen3-32b-h100    # says so and ends where FILE is not there
+python validation/vllm_closed_loop.py FILE --served qwen3-32b-h100    # says so and ends where FILE is not there
 
 FILE is ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0) or rows of it. Of vLLM's rows of a model it takes
 parallelism, input and output length, concurrency, TTFT and TPOT; `SERVED` has whose rows those are and how each was

@@ -1,6 +1,6 @@
 """A client that is not ours: AIPerf drives `kvtwin serve`, and both must tell the same TTFT and ITL.
 
-    python benchmarks/aiperf_client.py [--aiperf PATH] [--requests 100] [--request-rate 6] [--policy layerkv ...]
+    python validation/aiperf_client.py [--aiperf PATH] [--requests 100] [--request-rate 6] [--policy layerkv ...]
 
 AIPerf comes from `pip install aiperf`, best into an environment of its own. Without --model a small Llama with random
 weights is served, whose vocabulary is the 256 bytes, so that AIPerf counts tokens as the server does. The status is 1

@@ -1,6 +1,6 @@
 """Write the tables of docs/calibration.md and calibration-tables.md anew, from the shipped profiles and samples.
 
-    python benchmarks/calibration_tables.py [NAME ...]
+    python validation/calibration_tables.py [NAME ...]
 
 Every block between `<!-- NAME -->` and `<!-- end -->` is replaced, or those named; the text around them stays. Takes
 minutes, all but `forms`, `papers` and `regions` alone seconds.
