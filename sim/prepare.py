@@ -112,7 +112,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     )
     engine = policy.engine_limits(asked)
     warnings += engine.warnings
-    warnings += _other_slos(policy, Goodput.parse(list(scenario.goodput)))
+    warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
     pp = _stages(scenario, model, policy, label)
     limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, warnings)
     engine_profile = _engine_profile(scenario, profile, policy)

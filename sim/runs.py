@@ -128,7 +128,7 @@ def build_engines(setup: Setup, table: TableSink | None, keep: Recording) -> lis
 
 def _engines(setups: list[Setup], table: TableSink | None, keep: Recording) -> list[EngineParts]:
     scenario = setups[0].scenario
-    log = RequestLog(table, Goodput.parse(list(scenario.goodput)) if scenario.goodput else None)
+    log = RequestLog(table, Goodput.parse(scenario.goodput) if scenario.goodput else None)
     gaps = GapCollector()
     detailed: dict[int, list[float]] | None = {} if keep.detailed else None
     samples = max(LEAST_SAMPLES, SAMPLE_LIMIT // len(setups))

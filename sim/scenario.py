@@ -4,7 +4,8 @@ Flags are spelled as vLLM spells them where vLLM has one. `sim.policy_options` h
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
 from math import inf
 from typing import Any, Literal, TypeVar
 
@@ -15,9 +16,46 @@ from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_help, takers
 Options = TypeVar("Options")
 
 
-def _flag(default: Any, help_text: str, metavar: str | None = None, alias: str | None = None) -> Any:  # noqa: ANN401
-    """A dataclass default; `alias` is another name of the option, vLLM's own."""
-    return field(default=default, metadata={"help": help_text, "metavar": metavar, "alias": alias})
+def _flag(
+    default: Any,  # noqa: ANN401
+    help_text: str,
+    metavar: str | None = None,
+    *,
+    alias: str | None = None,
+    above: int | None = None,
+    least: int | None = None,
+    most: int | None = None,
+    goes_with: str | None = None,
+    sparse: bool = False,
+) -> Any:  # noqa: ANN401
+    """The dataclass field of an option.
+
+    Args:
+        default: None where it is resolved later, or means nothing unless given.
+        help_text: what `--help` and docs/results.md say.
+        metavar: the value, in the help.
+        alias: another name of it, vLLM's own.
+        above: what the value is greater than.
+        least: what it is at least.
+        most: what it is at most.
+        goes_with: the option without which it means nothing.
+        sparse: whether a result leaves it out where it was not given.
+    """
+    limits = {"above": above, "least": least, "most": most, "goes_with": goes_with}
+    return field(
+        default=default, metadata={"help": help_text, "metavar": metavar, "alias": alias, "sparse": sparse, **limits}
+    )
+
+
+_count = partial(_flag, metavar="N", above=0)
+_of_trace = partial(_flag, None, goes_with="trace")
+_of_pools = partial(_flag, None, goes_with="prefill_replicas", sparse=True)
+MOST_PROMPTS, MOST_ENGINES = 10**9, 100_000
+"""What a machine can count through in days, and hold."""
+
+
+def _of_workload(name: str, metavar: str) -> Any:  # noqa: ANN401
+    return _flag(None, option_help(name), metavar, sparse=True)
 
 
 @dataclass(frozen=True)
@@ -27,46 +65,50 @@ class Scenario:
     trace: str | None = _flag(
         None, "trace file to replay (Azure, Mooncake, BurstGPT, Vidur, ShareGPT, CSV ...)", "FILE"
     )
-    trace_format: str | None = _flag(None, "format of --trace, where it cannot be told from the file", "NAME")
-    time_unit: str | None = _flag(None, "unit of the trace's timestamps, where the format leaves it open", "UNIT")
-    hash_block_tokens: int | None = _flag(
-        None, "tokens of a block of the trace's hash ids (Mooncake: 512, Bailian: 16; --workload sessions: 16)", "N"
+    trace_format: str | None = _of_trace("format of --trace, where it cannot be told from the file", "NAME")
+    time_unit: str | None = _of_trace("unit of the trace's timestamps, where the format leaves it open", "UNIT")
+    hash_block_tokens: int | None = _count(
+        None, "tokens of a block of the trace's hash ids (Mooncake: 512, Bailian: 16; --workload sessions: 16)"
     )
-    zero_tokens: Literal["error", "drop", "one"] | None = _flag(
-        None, "rows of the trace with 0 prompt or output tokens: refuse (the default), drop, or read as 1 token"
+    zero_tokens: Literal["error", "drop", "one"] | None = _of_trace(
+        "rows of the trace with 0 prompt or output tokens: refuse (the default), drop, or read as 1 token"
     )
-    tokenizer: str | None = _flag(
-        None, "tokenizer.json for a trace of prompts in words, or bytes:4 to estimate their lengths", "PATH"
+    tokenizer: str | None = _of_trace(
+        "tokenizer.json for a trace of prompts in words, or bytes:4 to estimate their lengths", "PATH"
     )
-    default_prompt_tokens: int | None = _flag(None, "length of the trace's prompts that have none", "N")
-    default_output_tokens: int | None = _flag(None, "length of the trace's outputs that have none", "N")
+    default_prompt_tokens: int | None = _of_trace("length of the trace's prompts that have none", "N", above=0)
+    default_output_tokens: int | None = _of_trace("length of the trace's outputs that have none", "N", above=0)
     workload: str | None = _flag(None, f"generated traffic instead of a trace: {', '.join(WORKLOADS)}", "NAME")
-    num_prompts: int | None = _flag(None, "requests to take (trace: all, workload: 1000)", "N")
-    request_rate: float | None = _flag(None, "requests/s; with --trace replaces its arrival times", "R")
-    burstiness: float = _flag(1.0, "gamma shape of the arrivals of --request-rate; 1 is Poisson, less is burstier", "B")
-    rate_scale: float = _flag(1.0, "speed the arrivals up by this factor", "X")
-    clip: int | None = _flag(
-        None, "cut requests to this context length: output up to half of it, then the prompt", "TOKENS"
+    num_prompts: int | None = _count(None, "requests to take (trace: all, workload: 1000)", most=MOST_PROMPTS)
+    request_rate: float | None = _flag(None, "requests/s; with --trace replaces its arrival times", "R", above=0)
+    burstiness: float = _flag(
+        1.0, "gamma shape of the arrivals of --request-rate; 1 is Poisson, less is burstier", "B", above=0
     )
-    input_len: int | None = _flag(None, "prompt tokens of the workload: of each request, or their mean", "N")
-    output_len: int | None = _flag(None, "output tokens of the workload, likewise", "N")
-    range_ratio: float | None = _flag(None, option_help("range_ratio"), "X")
-    end_rate: float | None = _flag(None, option_help("end_rate"), "R")
-    burst_factor: float | None = _flag(None, option_help("burst_factor"), "X")
-    burst_period: float | None = _flag(None, option_help("burst_period"), "S")
-    burst_duration: float | None = _flag(None, option_help("burst_duration"), "S")
-    turns: float | None = _flag(None, option_help("turns"), "X")
-    think_time: float | None = _flag(None, option_help("think_time"), "S")
-    shared_prefix: int | None = _flag(None, option_help("shared_prefix"), "N")
-    prefix_groups: int | None = _flag(None, option_help("prefix_groups"), "N")
-    max_context: int | None = _flag(None, option_help("max_context"), "N")
-    max_concurrency: int | None = _flag(
-        None, "most requests in flight: the next is sent when one ends, or at its arrival if that is later", "N"
+    rate_scale: float = _flag(1.0, "speed the arrivals up by this factor", "X", above=0)
+    clip: int | None = _flag(
+        None, "cut requests to this context length: output up to half of it, then the prompt", "TOKENS", above=0
+    )
+    input_len: int | None = _count(
+        None, "prompt tokens of the workload: of each request, or their mean", goes_with="workload"
+    )
+    output_len: int | None = _count(None, "output tokens of the workload, likewise", goes_with="workload")
+    range_ratio: float | None = _of_workload("range_ratio", "X")
+    end_rate: float | None = _of_workload("end_rate", "R")
+    burst_factor: float | None = _of_workload("burst_factor", "X")
+    burst_period: float | None = _of_workload("burst_period", "S")
+    burst_duration: float | None = _of_workload("burst_duration", "S")
+    turns: float | None = _of_workload("turns", "X")
+    think_time: float | None = _of_workload("think_time", "S")
+    shared_prefix: int | None = _of_workload("shared_prefix", "N")
+    prefix_groups: int | None = _of_workload("prefix_groups", "N")
+    max_context: int | None = _of_workload("max_context", "N")
+    max_concurrency: int | None = _count(
+        None, "most requests in flight: the next is sent when one ends, or at its arrival if that is later", sparse=True
     )
     closed_sessions: bool = _flag(
-        False, "a session's next turn waits for the last answer, then for the trace's gap between the two"
+        False, "a session's next turn waits for the last answer, then for the trace's gap between the two", sparse=True
     )
-    seed: int = _flag(0, "seed of everything random", "N")
+    seed: int = _flag(0, "seed of everything random", "N", least=0)
 
     model: str = _flag("llama-2-7b", "built-in model name, or a Hugging Face config.json", "M")
     dtype: Literal["auto", "half", "float16", "bfloat16", "float32"] = _flag(
@@ -76,53 +118,63 @@ class Scenario:
         None,
         "of all layers' weights and of their products' inputs, as if the checkpoint were so; modelopt_fp4 is NVFP4 "
         "(default: as the model's config.json says; awq, gptq, compressed-tensors and others are read from there)",
+        sparse=True,
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4"] = _flag(
         "auto", "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements"
     )
     gpu: str = _flag("a100-80g", "GPU name", "G")
-    tp: int = _flag(1, "GPUs in the tensor-parallel group", "N", alias="tensor_parallel_size")
-    pipeline_parallel_size: int | None = _flag(
-        None, "stages that the layers of an engine lie on, each of --tp GPUs, with as many batches in flight", "N"
+    tp: int = _count(1, "GPUs in the tensor-parallel group", alias="tensor_parallel_size")
+    pipeline_parallel_size: int | None = _count(
+        None, "stages that the layers of an engine lie on, each of --tp GPUs, with as many batches in flight",
+        sparse=True,
+    )  # fmt: skip
+    replicas: int | None = _count(
+        None, "engines behind --router, each with its own GPUs (default: 1)", most=MOST_ENGINES, sparse=True
     )
-    replicas: int | None = _flag(None, "engines behind --router, each with its own GPUs (default: 1)", "N")
     router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity", "prefix-affinity"] | None = (
-        _flag(None, "who of several engines gets a request (default: round-robin)")
+        _flag(None, "who of several engines gets a request (default: round-robin)", sparse=True)
     )
-    prefill_replicas: int | None = _flag(
-        None, "engines that only prefill and hand over to --decode-replicas; for policies that can (distserve)", "N"
+    prefill_replicas: int | None = _count(
+        None, "engines that only prefill and hand over to --decode-replicas; for policies that can (distserve)",
+        most=MOST_ENGINES, goes_with="decode_replicas", sparse=True,
+    )  # fmt: skip
+    decode_replicas: int | None = _of_pools(
+        "engines that only decode what others prefilled", "N", above=0, most=MOST_ENGINES
     )
-    decode_replicas: int | None = _flag(None, "engines that only decode what others prefilled", "N")
-    link_gbps: float | None = _flag(
-        None, "link of each engine to others, Gbit/s (gigabits, as networks are sold) in each direction", "GBPS"
+    link_gbps: float | None = _of_pools(
+        "link of each engine to others, Gbit/s (gigabits, as networks are sold) in each direction", "GBPS", above=0
     )
-    prefill_tp: int | None = _flag(None, "GPUs in the group of an engine that prefills (default: --tp)", "N")
-    decode_tp: int | None = _flag(None, "the same of an engine that decodes", "N")
-    prefill_pipeline_parallel_size: int | None = _flag(
-        None, "stages of an engine that prefills (default: --pipeline-parallel-size)", "N"
+    prefill_tp: int | None = _of_pools("GPUs in the group of an engine that prefills (default: --tp)", "N", above=0)
+    decode_tp: int | None = _of_pools("the same of an engine that decodes", "N", above=0)
+    prefill_pipeline_parallel_size: int | None = _of_pools(
+        "stages of an engine that prefills (default: --pipeline-parallel-size)", "N", above=0
     )
-    decode_pipeline_parallel_size: int | None = _flag(None, "the same of an engine that decodes", "N")
-    prefill_gpu: str | None = _flag(None, "GPU of the engines that prefill (default: --gpu)", "G")
-    decode_gpu: str | None = _flag(None, "GPU of the engines that decode", "G")
-    prefill_profile: str | None = _flag(None, "constants of the engines that prefill (default: --profile)", "NAME|FILE")
-    decode_profile: str | None = _flag(None, "constants of the engines that decode", "NAME|FILE")
+    decode_pipeline_parallel_size: int | None = _of_pools("the same of an engine that decodes", "N", above=0)
+    prefill_gpu: str | None = _of_pools("GPU of the engines that prefill (default: --gpu)", "G")
+    decode_gpu: str | None = _of_pools("GPU of the engines that decode", "G")
+    prefill_profile: str | None = _of_pools("constants of the engines that prefill (default: --profile)", "NAME|FILE")
+    decode_profile: str | None = _of_pools("constants of the engines that decode", "NAME|FILE")
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
     engine_profile: str | None = _flag(
         None,
         "host time and CUDA graphs of the engine: vllm-0.5, vllm-v1, vllm-v1-async, kvtwin or a file (default: "
         "the policy's; prices of the forms linear and paper are all there is)",
         "NAME|FILE",
+        sparse=True,
     )
     cost_form: Literal["roofline", "paper", "linear"] | None = _flag(None, "cost model form (default: the profile's)")
 
-    num_gpu_blocks_override: int | None = _flag(None, "GPU KV blocks, instead of sizing them from memory", "N")
-    num_cpu_blocks_override: int | None = _flag(None, "host KV blocks, instead of sizing them from --swap-space", "N")
-    block_size: int | None = _flag(None, "tokens per KV block (default: the policy's, vLLM's 16)", "N")
-    max_num_seqs: int | None = _flag(None, "most sequences in one iteration (default: the policy's, vLLM's 256)", "N")
-    max_num_batched_tokens: int | None = _flag(
-        None, "most tokens in one iteration (default: the policy's; vLLM's max(max-model-len, 2048), chunked 512)", "N"
+    num_gpu_blocks_override: int | None = _count(None, "GPU KV blocks, instead of sizing them from memory")
+    num_cpu_blocks_override: int | None = _flag(
+        None, "host KV blocks, instead of sizing them from --swap-space", "N", least=0
     )
-    max_model_len: int | None = _flag(None, "longest context (default: the model's)", "N")
+    block_size: int | None = _count(None, "tokens per KV block (default: the policy's, vLLM's 16)")
+    max_num_seqs: int | None = _count(None, "most sequences in one iteration (default: the policy's, vLLM's 256)")
+    max_num_batched_tokens: int | None = _count(
+        None, "most tokens in one iteration (default: the policy's; vLLM's max(max-model-len, 2048), chunked 512)"
+    )
+    max_model_len: int | None = _count(None, "longest context (default: the model's)")
     enable_chunked_prefill: bool | None = _flag(
         None, "split prompts and batch them with decodes (default: above 32,768 tokens of context, as vLLM 0.5.5)"
     )
@@ -134,8 +186,9 @@ class Scenario:
         False, "keep the whole context for layers with a sliding window too, where other layers have none"
     )
     swap_space: float | None = _flag(
-        None, "host memory for KV per GPU, GiB (default: the policy's; compare: the largest of them, for all)", "GIB"
-    )
+        None, "host memory for KV per GPU, GiB (default: the policy's; compare: the largest of them, for all)", "GIB",
+        least=0,
+    )  # fmt: skip
 
     goodput: tuple[str, ...] = _flag((), "SLOs a request must meet, ms: ttft:3000 tpot:200 e2el:60000")
 
@@ -155,10 +208,6 @@ class Scenario:
             found["profile"] = None
         return replace(self, **found)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All options as plain values, for the result."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
-
 
 ALIASES = {alias: f.name for f in fields(Scenario) if (alias := f.metadata["alias"])}
 """Other names of options, and their own."""
@@ -175,10 +224,6 @@ class Outputs:
     timeline: bool = _flag(False, "write timeline.json.gz for Perfetto, and series.csv")
     figures: bool | None = _flag(None, "draw figures (default: compare does, run does not)")
     step: bool = _flag(False, "simulate every iteration alone instead of jumping")
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401
-    return list(value) if isinstance(value, tuple) else value
 
 
 def build_options(kind: type[Options], values: Mapping[str, Any]) -> Options:
@@ -208,15 +253,6 @@ class OptionError(UserError):
         self.name = name
 
 
-POSITIVE = ("num_prompts", "rate_scale", "burstiness", "clip", "input_len", "output_len", "tp", "block_size")
-POSITIVE += ("num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "request_rate")
-POSITIVE += ("hash_block_tokens", "default_prompt_tokens", "default_output_tokens")
-POSITIVE += ("max_concurrency", "replicas", "prefill_replicas", "decode_replicas", "link_gbps")
-POSITIVE += ("prefill_tp", "decode_tp", "pipeline_parallel_size")
-POSITIVE += ("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
-MOST = {"num_prompts": 10**9} | dict.fromkeys(("replicas", "prefill_replicas", "decode_replicas"), 100_000)
-"""What a machine can count through in days, and hold."""
-NOT_NEGATIVE = ("num_cpu_blocks_override", "swap_space", "seed")
 READING = (
     "time_unit",
     "hash_block_tokens",
@@ -231,12 +267,8 @@ OF_WORKLOADS = tuple(name for name in ABOUT if name not in READING)
 SHAPING = ("workload", "num_prompts", "request_rate", "burstiness", "rate_scale", "clip", "input_len", "output_len")
 SHAPING += (*OF_WORKLOADS, "max_concurrency", "closed_sessions")
 """Options that make other traffic than what a trace holds."""
-GOES_WITH = {"trace_format": "trace"} | {name: "trace" for name in READING if name not in ABOUT}
-GOES_WITH |= dict.fromkeys(("input_len", "output_len"), "workload")
-GOES_WITH |= {"prefill_replicas": "decode_replicas"}
-GOES_WITH |= dict.fromkeys(("decode_replicas", "link_gbps", "prefill_tp", "decode_tp"), "prefill_replicas")
-GOES_WITH |= dict.fromkeys(("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size"), "prefill_replicas")
-GOES_WITH |= dict.fromkeys(("prefill_gpu", "decode_gpu", "prefill_profile", "decode_profile"), "prefill_replicas")
+GOES_WITH: dict[str, str] = {f.name: owner for f in fields(Scenario) if (owner := f.metadata["goes_with"])}
+"""Options, and those without which they mean nothing."""
 
 
 def _check(scenario: Scenario) -> None:
@@ -256,18 +288,8 @@ def _check(scenario: Scenario) -> None:
         raise OptionError("burstiness", "shapes the arrivals of --request-rate, which is not given; leave it out")
     if scenario.closed_sessions and scenario.workload not in (None, "sessions"):
         raise OptionError("closed_sessions", f"--workload {scenario.workload} has no sessions; give one that has")
-    for name in POSITIVE:
-        value = getattr(scenario, name)
-        if value is not None and not value > 0:
-            raise OptionError(name, f"{value} is not greater than 0; give more")
-    for name, most in MOST.items():
-        value = getattr(scenario, name)
-        if value is not None and value > most:
-            raise OptionError(name, f"{value} is more than any machine simulates; give at most {most}")
-    for name in NOT_NEGATIVE:
-        value = getattr(scenario, name)
-        if value is not None and value < 0:
-            raise OptionError(name, f"{value} is negative; give 0 or more")
+    for f in fields(Scenario):
+        _check_limits(f, getattr(scenario, f.name))
     if scenario.router is not None and scenario.num_engines == 1:
         raise OptionError(
             "router", f"{scenario.router} has one engine only to choose from; give --replicas of 2 or more"
@@ -279,6 +301,18 @@ def _check(scenario: Scenario) -> None:
         raise OptionError("gpu_memory_utilization", f"{value} is not in (0, 1]; vLLM's default is 0.9")
     if scenario.clip is not None and scenario.clip < 2:
         raise OptionError("clip", f"{scenario.clip} leaves no room for a prompt and an output; give 2 or more")
+
+
+def _check_limits(option: Field[Any], value: float | None) -> None:
+    above, least, most = (option.metadata[name] for name in ("above", "least", "most"))
+    if value is None:
+        return
+    if above is not None and not value > above:
+        raise OptionError(option.name, f"{value} is not greater than {above}; give more")
+    if most is not None and value > most:
+        raise OptionError(option.name, f"{value} is more than any machine simulates; give at most {most}")
+    if least is not None and value < least:
+        raise OptionError(option.name, f"{value} is negative; give {least} or more")
 
 
 def _takes(scenario: Scenario, option: str) -> bool:

@@ -142,7 +142,7 @@ def rows(cell: Cell, num_prompts: int, wanted: Collection[str]) -> list[dict[str
     """Simulate those policies of a cell; the bound is that of `adaptive`'s engine."""
     scenario = scenario_of(cell, num_prompts)
     requests = list(traffic(scenario))
-    slo = Goodput.parse(list(cell.goodput))
+    slo = Goodput.parse(cell.goodput)
     found = []
     for policy in wanted:
         run = build_run(setup_of(cell, scenario, policy), requests)
@@ -170,7 +170,7 @@ def bound_of(cell: Cell, num_prompts: int) -> float:
     """Of `adaptive`'s engine, good requests a second."""
     scenario = scenario_of(cell, num_prompts)
     setup = setup_of(cell, scenario, OURS[0])
-    bound = goodput_bound(list(traffic(scenario)), setup.limits, setup.cost, Goodput.parse(list(cell.goodput)))
+    bound = goodput_bound(list(traffic(scenario)), setup.limits, setup.cost, Goodput.parse(cell.goodput))
     assert bound is not None
     return bound.goodput
 

@@ -147,7 +147,7 @@ def chosen(requests: list[Request], setup: Setup, slo: Goodput, share_of_time: f
 def row(cell: Cell, num_prompts: int) -> dict[str, object]:
     """The best of all shares of time."""
     scenario = scenario_of(cell, num_prompts)
-    requests, slo = list(traffic(scenario)), Goodput.parse(list(cell.goodput))
+    requests, slo = list(traffic(scenario)), Goodput.parse(cell.goodput)
     setup, bound = setup_of(cell, scenario, "adaptive:predictor=oracle"), bound_of(cell, num_prompts)
     runs = []
     for share in SHARES_OF_TIME:

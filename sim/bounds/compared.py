@@ -47,7 +47,7 @@ def best_bound(setups: Sequence[Setup], *, asked: bool = True) -> GoodputBound |
         requests = list(islice(traffic(scenario), None if asked else BY_DEFAULT))
         if not asked and len(requests) == BY_DEFAULT:
             return None
-        slo, engines = Goodput.parse(list(scenario.goodput)), scenario.num_engines
+        slo, engines = Goodput.parse(scenario.goodput), scenario.num_engines
         bounds = [goodput_bound(requests, setup.limits, setup.cost, slo, engines) for setup in setups]
         known = [bound for bound in bounds if bound is not None]
         if known and len(known) == len(bounds):

@@ -6,7 +6,7 @@ Names and definitions are those of `vllm bench serve`: TTFT is first token minus
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import sqrt
 from typing import NamedTuple, Protocol, cast
@@ -63,7 +63,7 @@ class Goodput(msgspec.Struct, frozen=True):
     e2el_s: float | None = None
 
     @staticmethod
-    def parse(words: list[str]) -> "Goodput":
+    def parse(words: Iterable[str]) -> "Goodput":
         """Read `NAME:MILLISECONDS` words as `vllm bench serve --goodput` takes them."""
         found: dict[str, float] = {}
         for word in words:

@@ -3,11 +3,14 @@
 Every field is an entry of result.json under the same name; `docs/results.md` explains each.
 """
 
-from typing import Literal
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field, structs
 
 from sim.engine.limits import TierName
+from sim.scenario import Scenario
 
 Option = bool | int | float | str | None
 
@@ -179,146 +182,34 @@ class Machine(Struct, kw_only=True, frozen=True):
     """Threads that torch may use."""
 
 
-class ResolvedScenario(Struct, kw_only=True, frozen=True):
-    """The scenario as it ran: the fields of `sim.scenario.Scenario`, in their order, then what they resolved to."""
+def _resolved(option: str) -> Any:  # noqa: ANN401
+    """The field of an option that a run has a value of, always."""
+    metadata = Scenario.__dataclass_fields__[option].metadata
+    return dataclasses.field(metadata={**metadata, "resolved": True})
 
-    trace: str | None
-    """Trace file that was replayed; None: a workload."""
-    trace_format: str | None
-    """Format of the trace, where it was given."""
-    time_unit: str | None
-    """Unit of the trace's timestamps, where it was given."""
-    hash_block_tokens: int | None
-    """Tokens of a block of the hash ids, where they were given."""
-    zero_tokens: str | None
-    """What rows of 0 tokens were; None: refused."""
-    tokenizer: str | None
-    """What counted the trace's prompts in words."""
-    default_prompt_tokens: int | None
-    """Length of the trace's prompts that had none."""
-    default_output_tokens: int | None
-    """Length of the trace's outputs that had none."""
-    workload: str | None
-    """Generated traffic; None: a trace."""
-    num_prompts: int | None
-    """Requests asked for; None: all of the trace, or 1000 of a workload."""
-    request_rate: float | None
-    """Requests/s asked for; infinite: all at once ("inf" in the file)."""
-    burstiness: float
-    """Gamma shape of the arrivals."""
-    rate_scale: float
-    """Factor by which arrivals were sped up."""
-    clip: int | None
-    """Context length to which requests were cut, tokens."""
-    input_len: int | None
-    """Prompt tokens of the workload."""
-    output_len: int | None
-    """Output tokens of the workload."""
-    range_ratio: float | UnsetType = UNSET
-    """Lengths lay within 1 +- this of the mean; absent, as those that follow, where not given."""
-    end_rate: float | UnsetType = UNSET
-    """Requests/s at the end of a ramp."""
-    burst_factor: float | UnsetType = UNSET
-    """Rate in a burst over that outside."""
-    burst_period: float | UnsetType = UNSET
-    """From burst to burst, s."""
-    burst_duration: float | UnsetType = UNSET
-    """Length of a burst, s."""
-    turns: float | UnsetType = UNSET
-    """Mean turns of a session."""
-    think_time: float | UnsetType = UNSET
-    """Mean time from a turn to the next, s."""
-    shared_prefix: int | UnsetType = UNSET
-    """Tokens of a system prompt."""
-    prefix_groups: int | UnsetType = UNSET
-    """System prompts."""
-    max_context: int | UnsetType = UNSET
-    """Tokens that no session exceeded."""
-    max_concurrency: int | UnsetType = UNSET
-    """Most requests in flight; absent: any number."""
-    closed_sessions: bool | UnsetType = UNSET
-    """Whether turns waited for the answers before them; absent: they did not."""
-    seed: int
-    """Of everything random."""
-    model: str
-    """As it was named: built-in model, or path of a config.json."""
-    dtype: str
-    """Of weights and KV cache, as it was named."""
-    quantization: str | UnsetType = UNSET
-    """Of the weights as they are loaded, as it was named; absent: as the model's config.json says."""
-    kv_cache_dtype: str
-    """Of the KV cache, as it was named."""
-    gpu: str
-    """As it was named."""
-    tp: int
-    """GPUs in the tensor-parallel group."""
-    pipeline_parallel_size: int | UnsetType = UNSET
-    """Stages of an engine's pipeline; absent where not given."""
-    replicas: int | UnsetType = UNSET
-    """Engines behind the router; absent where not given."""
-    router: str | UnsetType = UNSET
-    """As it was named; absent where it was not."""
-    prefill_replicas: int | UnsetType = UNSET
-    """Engines that only prefill; absent, as those that follow, where not given."""
-    decode_replicas: int | UnsetType = UNSET
-    """Engines that only decode."""
-    link_gbps: float | UnsetType = UNSET
-    """Link of each engine to others, Gbit/s in each direction."""
-    prefill_tp: int | UnsetType = UNSET
-    """GPUs of an engine that prefills."""
-    decode_tp: int | UnsetType = UNSET
-    """GPUs of an engine that decodes."""
-    prefill_pipeline_parallel_size: int | UnsetType = UNSET
-    """Stages of an engine that prefills."""
-    decode_pipeline_parallel_size: int | UnsetType = UNSET
-    """Stages of an engine that decodes."""
-    prefill_gpu: str | UnsetType = UNSET
-    """Their GPU, as it was named."""
-    decode_gpu: str | UnsetType = UNSET
-    """Their GPU, as it was named."""
-    prefill_profile: str | UnsetType = UNSET
-    """Their constants, as they were named."""
-    decode_profile: str | UnsetType = UNSET
-    """Their constants, as they were named."""
-    profile: str | None
-    """As it was named; None: the GPU's own."""
-    engine_profile: str | UnsetType = UNSET
-    """Host time and CUDA graphs of the engine, as it was named; absent: the policy's."""
-    cost_form: str | None
-    """Form of the cost model; None: the profile's."""
-    num_gpu_blocks_override: int | None
-    """GPU KV blocks asked for; None: sized from memory."""
-    num_cpu_blocks_override: int | None
-    """Host KV blocks asked for; None: sized from the swap space."""
-    block_size: int
-    """Tokens of a KV block."""
-    max_num_seqs: int
-    """Most sequences in one iteration."""
-    max_num_batched_tokens: int
-    """Most tokens in one iteration, resolved."""
-    max_model_len: int
-    """Longest context, tokens, resolved."""
-    enable_chunked_prefill: bool
-    """Resolved."""
-    enable_prefix_caching: bool
-    """Resolved."""
-    gpu_memory_utilization: float
-    """Share of GPU memory that the engine may use."""
-    disable_hybrid_kv_cache_manager: bool
-    """Whether layers with a sliding window keep the whole context too."""
-    swap_space: float | None
-    """Host memory for KV asked for, GiB per GPU; None: the policy's default."""
-    goodput: list[str]
-    """SLOs as `NAME:MILLISECONDS`."""
 
+@dataclass(frozen=True, kw_only=True)
+class ResolvedScenario(Scenario):
+    """The scenario as it ran: the options in their order, some of them resolved, then what else they resolved to.
+
+    An option that was not given is null in the file, or not there if it is `sparse`.
+    """
+
+    block_size: int = _resolved("block_size")
+    max_num_seqs: int = _resolved("max_num_seqs")
+    max_num_batched_tokens: int = _resolved("max_num_batched_tokens")
+    max_model_len: int = _resolved("max_model_len")
+    enable_chunked_prefill: bool = _resolved("enable_chunked_prefill")
+    enable_prefix_caching: bool = _resolved("enable_prefix_caching")
     policy: str
     """Name of the policy, without its options."""
     policy_options: dict[str, Option]
-    """Options of the policy by name, defaults included."""
+    """Options of the policy by name, defaults included; `kvtwin run --help` explains them."""
     policy_parts: dict[str, str]
-    """Name of each part: order, batching, admission, memory, eviction, stage."""
+    """Name of each part: `order`, `batching`, `admission`, `memory`, `eviction`, `stage`."""
     num_gpu_blocks: int
-    """GPU KV blocks (`block_size` tokens, all layers that keep KV), per GPU."""
+    """GPU KV blocks (`block_size` tokens of all layers that keep KV), per GPU; of pools, as the next two, of the
+    engines that prefill."""
     num_cpu_blocks: int
     """Host KV blocks, per GPU."""
     block_bytes: float

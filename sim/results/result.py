@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -39,8 +40,8 @@ from sim.version import VERSION
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
-OMITTED = [f.name for f in structs.fields(ResolvedScenario) if f.default is UNSET]
-"""Options that a result leaves out where they were not given."""
+OPTIONS = {f.name: f.metadata for f in fields(ResolvedScenario)}
+"""Fields of a result's scenario: options as `Scenario` declares them, and what they resolved to."""
 INFINITE = "inf"
 """How vLLM writes an infinite request rate."""
 
@@ -260,28 +261,12 @@ def _beyond_range(setup: Setup) -> list[str]:
 
 
 def _scenario(setup: Setup) -> ResolvedScenario:
-    limits = setup.limits
-    resolved = {
-        "max_num_seqs": limits.max_num_seqs,
-        "max_model_len": limits.max_model_len,
-        "enable_chunked_prefill": limits.enable_chunked_prefill,
-        "block_size": limits.block_size,
-        "enable_prefix_caching": limits.enable_prefix_caching,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-    }
-    asked = setup.scenario.as_dict()
-    for name in OMITTED:
-        # 0 was given: a workload without a shared prefix.
-        if asked[name] is None or asked[name] is False:
-            del asked[name]
+    limits = {f.name: getattr(setup.limits, f.name) for f in fields(setup.limits) if f.name in OPTIONS}
     return ResolvedScenario(
-        **(asked | resolved),
+        **(asdict(setup.scenario) | limits),
         policy=setup.policy.name,
         policy_options={option.name: getattr(setup.policy, option.name) for option in options_of(type(setup.policy))},
         policy_parts=setup.policy.names,
-        num_gpu_blocks=limits.num_gpu_blocks,
-        num_cpu_blocks=limits.num_cpu_blocks,
-        block_bytes=limits.block_bytes,
     )
 
 
@@ -299,10 +284,19 @@ def result_data(result: Result) -> dict[str, Any]:
     counts = structs.asdict(result.counters)
     policy = counts.pop("policy")
     data["counters"] = counts | policy
+    data["scenario"] = _scenario_data(result.scenario)
     if result.request_rate == float("inf"):
-        data["request_rate"] = INFINITE
-        data["scenario"] = _given(result.scenario) | {"request_rate": INFINITE}
+        data["request_rate"] = data["scenario"]["request_rate"] = INFINITE
     return data
+
+
+def _scenario_data(scenario: ResolvedScenario) -> dict[str, Any]:
+    # 0 was given: a workload without a shared prefix.
+    return {
+        name: value
+        for name, option in OPTIONS.items()
+        if not (((value := getattr(scenario, name)) is None or value is False) and option.get("sparse"))
+    }
 
 
 def _given(struct: Struct) -> dict[str, Any]:
@@ -324,11 +318,19 @@ def result_from(data: dict[str, Any], path: Path) -> Result:
         own = [name for name in Counts.__struct_fields__ if name != "policy"]
         policy = {name: value for name, value in counts.items() if name not in own}
         data["counters"] = {name: counts[name] for name in own if name in counts} | {"policy": policy}
+    _check_options(data.get("scenario"), path)
     result = convert(data, Result, path)
     rows = {len(values) for name in PER_REQUEST if (values := getattr(result, name)) is not UNSET}
     if len(rows) > 1:
         raise UserError(f"{path}: {', '.join(PER_REQUEST)} are not all of one length; run it again")
     return result
+
+
+def _check_options(scenario: object, path: Path) -> None:
+    """UserError where an option is missing: its default would be read instead."""
+    for name, option in OPTIONS.items():
+        if isinstance(scenario, dict) and name not in scenario and not option.get("sparse"):
+            raise UserError(f"{path}: field scenario: Object missing required field `{name}`: correct the field")
 
 
 PER_REQUEST = ("request_ids", "start_times", "input_lens", "output_lens", "queue_times", "ttfts", "latencies", "errors")

@@ -4,7 +4,7 @@ import gc
 import hashlib
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from time import monotonic
@@ -106,7 +106,7 @@ def file_hash(path: str) -> str:
 
 def key_of(setup: Setup) -> str:
     """SHA-256 (hex) of everything that decides a run: code, options, and the content of every file they name."""
-    scenario, policy = setup.scenario.as_dict(), setup.policy
+    scenario, policy = asdict(setup.scenario), setup.policy
     trace = scenario.pop("trace")
     pools = [setup] if setup.decode is None else [setup, setup.decode]
     content = {

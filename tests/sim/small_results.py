@@ -1,5 +1,7 @@
 """Small results made by hand, whose every field has a value until a test changes it, and small runs that make one."""
 
+from dataclasses import replace
+
 from msgspec import UNSET, structs
 
 from sim.option_values import flag
@@ -46,19 +48,12 @@ def counts(**policy: int) -> Counts:
 
 def scenario(**changes: object) -> ResolvedScenario:
     values = ResolvedScenario(
-        trace=None, trace_format=None, time_unit=None, hash_block_tokens=None, zero_tokens=None, tokenizer=None,
-        default_prompt_tokens=None, default_output_tokens=None, workload="sharegpt", num_prompts=None, request_rate=6.0,
-        burstiness=1.0, rate_scale=1.0, clip=None, input_len=None, output_len=None, seed=0, model="llama-2-7b",
-        dtype="auto", kv_cache_dtype="auto", gpu="l20", tp=1, profile=None, cost_form=None,
-        num_gpu_blocks_override=None, num_cpu_blocks_override=None, block_size=16, max_num_seqs=256,
-        max_num_batched_tokens=4096, max_model_len=4096, enable_chunked_prefill=False,
-        enable_prefix_caching=False, gpu_memory_utilization=0.9,
-        disable_hybrid_kv_cache_manager=False, swap_space=None,
-        goodput=["ttft:3000", "tpot:200"], policy="vllm-recompute", policy_options={}, policy_parts={},
-        num_gpu_blocks=3467,
-        num_cpu_blocks=512, block_bytes=2**23,
+        workload="sharegpt", request_rate=6.0, gpu="l20", block_size=16, max_num_seqs=256, max_num_batched_tokens=4096,
+        max_model_len=4096, enable_chunked_prefill=False, enable_prefix_caching=False,
+        goodput=("ttft:3000", "tpot:200"), policy="vllm-recompute", policy_options={}, policy_parts={},
+        num_gpu_blocks=3467, num_cpu_blocks=512, block_bytes=2**23,
     )  # fmt: skip
-    return structs.replace(values, **changes)
+    return replace(values, **changes)
 
 
 def small_result(**changes: object) -> Result:

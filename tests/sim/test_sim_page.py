@@ -124,7 +124,7 @@ def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):
 def test_a_far_slo_leaves_the_curves_room_and_rounding_reads_as_nothing(compared):
     (section,) = read_sections([compared])
     run = section.runs[0]
-    far = structs.replace(run.result, scenario=structs.replace(run.result.scenario, goodput=["ttft:900000"]))
+    far = structs.replace(run.result, scenario=replace(run.result.scenario, goodput=("ttft:900000",)))
     (ttft,) = [chart for chart in charts([replace(run, result=far)]) if chart.name == "ttft"]
     assert ttft.layout["xaxis"]["type"] == "log" and ttft.layout["shapes"][0]["x0"] == 900.0
 
@@ -277,7 +277,7 @@ def test_a_file_that_would_end_its_own_element_is_refused(tmp_path, end):
 
 
 def test_nothing_completed_is_a_page_too():
-    run = small_result(scenario=scenario(goodput=[]))
+    run = small_result(scenario=scenario(goodput=()))
     empty = np.empty(0)
     assert "SLOs: none" in render([Section([FigureRun("p", run, None, empty, empty, empty, empty)], [], None, None)])
 

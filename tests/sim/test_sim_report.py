@@ -1,6 +1,7 @@
 """The printed reports and the comparison's files: exact texts and numbers from small hand-made results."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from msgspec import structs
@@ -80,7 +81,7 @@ def test_no_factor_stands_beside_what_prints_as_nothing():
 def test_what_is_quantised_is_told():
     plain = result_of()
     assert deployment(plain).startswith("llama-2-7b on ")
-    fp8 = structs.replace(plain.scenario, quantization="fp8", kv_cache_dtype="fp8_e4m3")
+    fp8 = replace(plain.scenario, quantization="fp8", kv_cache_dtype="fp8_e4m3")
     assert deployment(structs.replace(plain, scenario=fp8)).startswith("llama-2-7b in fp8, KV in fp8_e4m3, on ")
 
 
@@ -137,7 +138,7 @@ def test_missing_numbers_print_as_dashes(tmp_path, result):
 )
 def test_a_run_in_series_names_the_flag_for_what_vllm_does_by_default(tmp_path, options, backend, said):
     result = result_of("vllm-v1", backend=backend)
-    result = structs.replace(result, scenario=structs.replace(result.scenario, policy_options=options))
+    result = structs.replace(result, scenario=replace(result.scenario, policy_options=options))
     lines = [line for line in run_lines(result, tmp_path) if "--async-scheduling" in line]
     assert lines == ["Scheduling:                       serial; vLLM's default is --async-scheduling"] * said
 

@@ -3,7 +3,7 @@
 import gzip
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +50,7 @@ NAMES = {
     "each tier": TierUse.__struct_encode_fields__,
     "each engine": EngineUse.__struct_encode_fields__,
     "further columns of several engines": ENGINE_COLUMNS,
-    "scenario": ResolvedScenario.__struct_encode_fields__,
+    "scenario": [f.name for f in fields(ResolvedScenario)],
     "profile": UsedProfile.__struct_encode_fields__,
     "engine_profile": UsedEngineProfile.__struct_encode_fields__,
     "versions": Versions.__struct_encode_fields__,
