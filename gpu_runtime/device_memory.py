@@ -18,8 +18,8 @@ from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
-from sim.parts.memory.first_layers import FirstLayersAgain
-from sim.parts.memory.saved_states import SavedStates, TieredStates
+from sim.kv.first_layers import FirstLayersAgain
+from sim.kv.saved_states import SavedStates, TieredStates
 from sim.parts.stage.partial_recompute import PartialRecompute
 
 

@@ -20,7 +20,7 @@ from gpu_runtime.model.decoder import Decoder
 from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.errors import UserError
-from sim.parts.memory.saved_states import TieredStates
+from sim.kv.saved_states import TieredStates
 from sim.prepare import GIB, prepare
 from sim.runs import Recording, build_engine
 from sim.scenario import Scenario

@@ -31,7 +31,7 @@ from gpu_runtime.to_device import to_device
 from sim.engine.changes import Direction, Move, Restore, Save, Unsave
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.parts.memory.saved_states import SavedStates, TieredStates
+from sim.kv.saved_states import SavedStates, TieredStates
 
 AHEAD = 2
 """Layers whose states are on their way to the GPU at a time."""

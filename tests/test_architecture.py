@@ -22,7 +22,7 @@ ONLY_IN = {
     "simpy": ("sim.clock", "sim.simulate", "kvtwin.testing"),
     "torch": ("gpu_runtime", "calib", "kvtwin.testing"),
 }
-TIMELESS = ("engine", "parts", "systems", "cost")
+TIMELESS = ("engine", "kv", "parts", "systems", "cost")
 CLOCKS_AND_DICE = {"time", "datetime", "random", "secrets", "uuid"}
 RUNS_DATA = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 RUNS_TEXT = {"eval", "exec", "__import__"}

@@ -10,12 +10,12 @@ from sim.engine.limits import Deployment, Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.scheduler import Parts
 from sim.engine.sequence import Sequence
+from sim.kv.layer_blocks import LayerBlocks
+from sim.kv.paged import PagedMemory
 from sim.parts.admission.slack import SlackAdmission
 from sim.parts.batching.prefill_first import PrefillFirst
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.eviction.swap import Swap
-from sim.parts.memory.layer_blocks import LayerBlocks
-from sim.parts.memory.paged import PagedMemory
 from sim.parts.order.fcfs import Fcfs
 from sim.parts.stage.promote import Promote
 from sim.policy_options import parse_policy

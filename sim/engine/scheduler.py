@@ -16,7 +16,8 @@ from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
 from sim.engine.ranked_batch import RankedBatch
 from sim.engine.sequence import FINISHED, PARKED, RUNNING, Sequence, Status
 from sim.engine.windowed_batch import WindowedBatch
-from sim.parts.base import Admission, Eviction, Memory, Order, Part, Stage, overrides
+from sim.kv.memory import Memory
+from sim.parts.base import Admission, Eviction, Order, Part, Stage, overrides
 from sim.parts.batching.base import Batching
 
 if TYPE_CHECKING:

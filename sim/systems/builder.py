@@ -11,9 +11,10 @@ from sim.systems.layerkv_options import Equations, LayerKVOptions
 from sim.systems.offload_options import OffloadOptions
 
 if TYPE_CHECKING:
-    from sim.parts.base import Eviction, Memory, Stage  # noqa: F401
+    from sim.kv.layer_blocks import LayerBlocks
+    from sim.kv.memory import Memory
+    from sim.parts.base import Eviction, Stage  # noqa: F401
     from sim.parts.batching.base import Batching  # noqa: F401
-    from sim.parts.memory.layer_blocks import LayerBlocks
     from sim.systems.base import Policy
 
 HAND_OVER = "hand-over"
@@ -78,7 +79,7 @@ class Builder:
 
     def layer_blocks(self, wanted_by: str) -> "LayerBlocks":
         """The memory, which must hold layers apart."""
-        from sim.parts.memory.layer_blocks import LayerBlocks
+        from sim.kv.layer_blocks import LayerBlocks
 
         if not isinstance(self.memory, LayerBlocks):
             raise UserError(f"{wanted_by} moves single layers: it goes with memory=layers")

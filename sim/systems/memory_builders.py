@@ -16,16 +16,16 @@ from sim.systems.tiered_options import RetentionOptions, TieredOptions
 from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
-    from sim.parts.base import Memory
-    from sim.parts.offload.connector import OffloadingConnector
-    from sim.parts.offload.worth import Worth
+    from sim.kv.memory import Memory
+    from sim.kv.tiers.connector import OffloadingConnector
+    from sim.kv.tiers.worth import Worth
     from sim.parts.stage.partial_recompute import BlockSeconds
 
 
 def radix(b: Builder) -> "Memory":
     if not b.limits.enable_prefix_caching:
         return paged(b)
-    from sim.parts.memory.radix import RadixMemory
+    from sim.kv.radix import RadixMemory
 
     return RadixMemory(b.limits)
 
@@ -33,7 +33,7 @@ def radix(b: Builder) -> "Memory":
 def chunks(b: Builder) -> "Memory":
     if not b.limits.enable_prefix_caching:
         return paged(b)
-    from sim.parts.memory.shared_reads import ChunkMemory
+    from sim.kv.shared_reads import ChunkMemory
 
     return ChunkMemory(b.limits)
 
@@ -43,7 +43,7 @@ def group_memory(b: Builder) -> "Memory":
         return paged(b)
     if b.names["order"] != "prefix-groups":
         raise UserError("memory=prefix-groups keeps what order=prefix-groups plans: give both, or neither")
-    from sim.parts.memory.shared_reads import GroupMemory
+    from sim.kv.shared_reads import GroupMemory
 
     return GroupMemory(b.limits)
 
@@ -52,29 +52,29 @@ def paged(b: Builder) -> "Memory":
     if b.limits.states is not None:
         return states(b)
     if b.offloading.offloads:
-        from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
+        from sim.kv.offloading import OffloadingMemory, OffloadingPaged
 
         kind = OffloadingMemory if b.limits.enable_prefix_caching else OffloadingPaged
         return kind(b.limits, connector(b, b.offloading))
     if b.policy.has_hybrid_manager and b.limits.has_window_groups:
-        from sim.parts.memory.hybrid import HybridMemory
+        from sim.kv.hybrid import HybridMemory
 
         return HybridMemory(b.limits, schedules_ahead=b.policy.schedules_ahead)
     if b.limits.enable_prefix_caching:
-        from sim.parts.memory.prefix import PrefixMemory
+        from sim.kv.prefix import PrefixMemory
 
         return PrefixMemory(b.limits, in_flight_hits=b.names["batching"] in UNIFIED)
     if b.limits.has_window_groups:
-        from sim.parts.memory.windowed import WindowedMemory
+        from sim.kv.windowed import WindowedMemory
 
         return WindowedMemory(b.limits)
-    from sim.parts.memory.paged import PagedMemory
+    from sim.kv.paged import PagedMemory
 
     return PagedMemory(b.limits)
 
 
 def states(b: Builder) -> "Memory":
-    from sim.parts.memory.states import StateMemory
+    from sim.kv.states import StateMemory
 
     if b.offloading.offloads:
         raise UserError(f"--kv-offloading-size: {b.deployment.model.name} has layers that keep a state; leave it out")
@@ -84,7 +84,7 @@ def states(b: Builder) -> "Memory":
 
 
 def tiered(b: Builder) -> "Memory":
-    from sim.parts.memory.tiered import TieredMemory
+    from sim.kv.tiered import TieredMemory
 
     if b.offloading.offloads:
         raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
@@ -95,8 +95,8 @@ def tiered(b: Builder) -> "Memory":
     num_blocks = options.num_disk_blocks(block_bytes)
     if not num_blocks:
         return TieredMemory(b.limits, worth, in_flight_hits=in_flight_hits)
-    from sim.parts.memory.on_disk import DiskTieredMemory
-    from sim.parts.offload.disk import Disk
+    from sim.kv.on_disk import DiskTieredMemory
+    from sim.kv.tiers.disk import Disk
 
     disk = Disk(
         num_blocks,
@@ -110,14 +110,14 @@ def tiered(b: Builder) -> "Memory":
 
 
 def retained(b: Builder) -> "Memory":
-    from sim.parts.memory.retained import RetentionMemory
+    from sim.kv.retained import RetentionMemory
 
     no_layer_keeps_a_window(b, "memory=retained")
     return RetentionMemory(b.limits, worth_of(b), b.options(RetentionOptions).swap_out_threshold)
 
 
 def saved_states(b: Builder) -> "Memory":
-    from sim.parts.memory.saved_states import SavedStates
+    from sim.kv.saved_states import SavedStates
 
     if b.names["eviction"] not in ("swap", "recompute"):
         raise UserError("memory=saved-states needs no copies to let go of a sequence: it goes with eviction=swap")
@@ -127,7 +127,7 @@ def saved_states(b: Builder) -> "Memory":
 
 
 def tiered_states(b: Builder) -> "Memory":
-    from sim.parts.memory.saved_states import TieredStates
+    from sim.kv.saved_states import TieredStates
 
     each_layer_keeps_all(b)
     split, share, state = split_of(b.deployment, b.limits)
@@ -149,13 +149,13 @@ def no_layer_keeps_a_window(b: Builder, asked: str, remedy: str = "") -> None:
 
 def worth_of(b: Builder, load_s_per_block: float | None = None) -> "Worth":
     """Prices of copies to the GPU and of what they replace; `load_s_per_block` in place of the link's."""
-    from sim.parts.offload.worth import Worth
+    from sim.kv.tiers.worth import Worth
 
     return Worth(b.deployment.cost, b.limits, b.deployment.model.num_layers, load_s_per_block)
 
 
 def hosted_layers(b: Builder) -> "Memory":
-    from sim.parts.memory.hosted_layers import HostedLayers
+    from sim.kv.hosted_layers import HostedLayers
 
     each_layer_keeps_all(b)
     limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / (1.0 + block_seconds(b).input_share)))
@@ -178,8 +178,8 @@ def block_seconds(b: Builder) -> "BlockSeconds":
 
 
 def connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
-    from sim.parts.offload.connector import OffloadingConnector
-    from sim.parts.offload.host_cache import HostCache
+    from sim.kv.tiers.connector import OffloadingConnector
+    from sim.kv.tiers.host_cache import HostCache
 
     no_layer_keeps_a_window(b, "--kv-offloading-size", "; --disable-hybrid-kv-cache-manager keeps whole prefixes")
     num_chunks = options.num_chunks(b.limits.block_bytes * b.deployment.tensor_parallel_size)
@@ -196,7 +196,7 @@ def connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
 
 
 def stored(b: Builder) -> "Memory":
-    from sim.parts.memory.stored import StoredMemory
+    from sim.kv.stored import StoredMemory
 
     if b.names["stage"] != HAND_OVER or b.moves_whole:
         raise UserError(
@@ -208,23 +208,23 @@ def stored(b: Builder) -> "Memory":
 def mempool(b: Builder) -> "Memory":
     options = b.options(MemPoolOptions)
     if not b.limits.enable_prefix_caching or (b.deployment.role == "decode" and options.caching == "prefill"):
-        from sim.parts.memory.paged import PagedMemory
+        from sim.kv.paged import PagedMemory
 
         return PagedMemory(b.limits)
-    from sim.parts.memory.mempool import MemPool
+    from sim.kv.mempool import MemPool
 
     no_layer_keeps_a_window(b, "memory=mempool")
     return MemPool(b.limits, returns=options.caching == "return", in_flight_hits=b.names["batching"] == "unified")
 
 
 def reserved(b: Builder) -> "Memory":
-    from sim.parts.memory.reserved import ReservedMemory
+    from sim.kv.reserved import ReservedMemory
 
     return ReservedMemory(b.limits)
 
 
 def layer_blocks(b: Builder) -> "Memory":
-    from sim.parts.memory.layer_blocks import LayerBlocks
+    from sim.kv.layer_blocks import LayerBlocks
 
     model = b.deployment.model
     if model.num_stored_layers < model.num_layers:
@@ -235,7 +235,7 @@ def layer_blocks(b: Builder) -> "Memory":
 
 
 def token_wise_memory(b: Builder) -> "Memory":
-    from sim.parts.memory.token_wise import Kernels, TokenWiseMemory
+    from sim.kv.token_wise import Kernels, TokenWiseMemory
 
     options, model = b.options(TokenWiseOptions), b.deployment.model
     if b.names["admission"] != "token-wise":
@@ -247,7 +247,7 @@ def token_wise_memory(b: Builder) -> "Memory":
     kernels = Kernels(times, allots, options.fused, options.overlapped, options.threads, lookup_s)
     kind = TokenWiseMemory
     if options.layer_order == "contiguous":
-        from sim.parts.memory.first_layers import FirstLayersAgain as kind
+        from sim.kv.first_layers import FirstLayersAgain as kind
     return kind(
         b.limits, model.num_layers, options.layers_per_block, kernels,
         least_ratio=options.least_uncached_ratio, most_ratio=options.most_uncached_ratio, by_longest=options.printed,

@@ -28,7 +28,7 @@ from sim.engine.changes import Direction, Drop, Load, Move, Place, Release, Shar
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
-from sim.parts.offload.worth import Worth
+from sim.kv.tiers.worth import Worth
 from traces.request import Request
 
 

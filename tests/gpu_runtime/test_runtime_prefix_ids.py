@@ -16,7 +16,7 @@ from sim.engine.changes import Evict, Keep, Place, Release, Share, Split
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.parts.memory.block_keys import BlockKeys
+from sim.kv.index.block_keys import BlockKeys
 from traces.request import Request
 
 PRIORITY = "vllm-v1:scheduling-policy=priority"

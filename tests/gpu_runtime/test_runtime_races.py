@@ -27,7 +27,7 @@ from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, ROWS, CheckedDevice, small_decoder, tight_limits
-from sim.parts.offload.worth import Worth
+from sim.kv.tiers.worth import Worth
 
 SOME = ROWS[:8]
 

@@ -23,8 +23,8 @@ from sim.engine.changes import Drop, Evict, Hit, Keep, Load, Move, Place, Releas
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.parts.memory.retained_chunks import ChunkStore
-from sim.parts.offload.worth import Worth
+from sim.kv.index.retained_chunks import ChunkStore
+from sim.kv.tiers.worth import Worth
 from traces.request import Request
 
 RETAINED = ["pensieve:swap-out-threshold=0.8", "sarathi:memory=retained,swap-out-threshold=0.8"]

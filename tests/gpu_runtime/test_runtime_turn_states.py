@@ -24,7 +24,7 @@ from sim.engine.changes import Load, Place, Restore, Store
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.parts.memory.saved_states import TieredStates
+from sim.kv.saved_states import TieredStates
 from sim.systems import memory_builders
 from traces.request import Request
 

@@ -11,9 +11,9 @@ from typing import Any
 from kvtwin.testing import engines
 from sim.engine.decisions import DecisionLog
 from sim.engine.limits import Limits, StateLimits, WindowLimits
-from sim.parts.base import Memory
+from sim.kv.memory import Memory
+from sim.kv.tiers.connector import OffloadingConnector
 from sim.parts.batching.unified import Unified
-from sim.parts.offload.connector import OffloadingConnector
 from sim.systems.vllm_v1 import VllmV1
 from traces.readers import open_trace
 from traces.request import Request

@@ -9,12 +9,13 @@ import pytest
 from kvtwin.testing import limits
 from sim.engine.limits import WindowLimits
 from sim.errors import InvariantError
-from sim.parts.base import Admission, Eviction, Memory, Part, Stage
+from sim.kv.hybrid import HybridMemory
+from sim.kv.memory import Memory
+from sim.kv.states import StateMemory
+from sim.kv.tiers.replacement import Replacement
+from sim.kv.windowed import WindowedMemory
+from sim.parts.base import Admission, Eviction, Part, Stage
 from sim.parts.batching.base import Batching
-from sim.parts.memory.hybrid import HybridMemory
-from sim.parts.memory.states import StateMemory
-from sim.parts.memory.windowed import WindowedMemory
-from sim.parts.offload.replacement import Replacement
 
 UNANSWERED = {
     Memory: (

@@ -8,14 +8,14 @@ from kvtwin.testing.conformance import check_one
 from kvtwin.testing.engines import simulate
 from sim.clock.instance import Observer
 from sim.engine.scheduler import Scheduler
-from sim.parts.base import Memory
-from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
-from sim.parts.memory.on_disk import DiskTieredMemory
-from sim.parts.memory.retained import RetentionMemory
-from sim.parts.memory.retained_chunks import ChunkStore
-from sim.parts.memory.tiered import TieredMemory
-from sim.parts.offload.host_cache import HostCache
-from sim.parts.offload.replacement import Lru
+from sim.kv.index.retained_chunks import ChunkStore
+from sim.kv.memory import Memory
+from sim.kv.offloading import OffloadingMemory, OffloadingPaged
+from sim.kv.on_disk import DiskTieredMemory
+from sim.kv.retained import RetentionMemory
+from sim.kv.tiered import TieredMemory
+from sim.kv.tiers.host_cache import HostCache
+from sim.kv.tiers.replacement import Lru
 from sim.policy_options import parse_policy
 
 NAMES = [name for name in pinned_schedules.names() if " " not in name]

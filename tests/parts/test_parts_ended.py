@@ -37,7 +37,7 @@ def remembered(value: object, path: str, seen: dict[int, object]) -> Iterator[st
         inner = ((item, path) for pair in value.items() for item in pair)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         inner = ((item, path) for item in value)
-    elif type(value).__module__.startswith("sim.parts"):
+    elif type(value).__module__.startswith(("sim.parts.", "sim.kv.")):
         names = {*vars(value)} if hasattr(value, "__dict__") else set()
         for kind in type(value).__mro__:
             names.update(getattr(kind, "__slots__", ()))

@@ -17,8 +17,8 @@ from sim.engine.limits import WindowLimits
 from sim.engine.plan import StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.memory.block_cache import BlockCache, chained
-from sim.parts.memory.hybrid import HybridMemory
+from sim.kv.hybrid import HybridMemory
+from sim.kv.index.block_cache import BlockCache, chained
 from sim.policy_options import parse_policy
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -178,12 +178,12 @@ class Checked(HybridMemory):
 @pytest.mark.parametrize("name", ["vllm-v1", "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority"])
 def test_windowed_models_keep_to_the_conformance_suite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is recounted after every step, every look-up tried; jumped and stepped runs are equal."""
-    monkeypatch.setattr("sim.parts.memory.hybrid.HybridMemory", Checked)
+    monkeypatch.setattr("sim.kv.hybrid.HybridMemory", Checked)
     check(parse_policy(name, {})[1], examples=60, among=workloads(), memory=Checked)
 
 
 def test_decodes_hold_their_window_and_what_is_before_it_in_full_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sim.parts.memory.hybrid.HybridMemory", Checked)
+    monkeypatch.setattr("sim.kv.hybrid.HybridMemory", Checked)
     looks = 0
 
     @settings(max_examples=60, deadline=None, database=None, suppress_health_check=(HealthCheck.too_slow,))

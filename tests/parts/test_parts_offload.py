@@ -13,13 +13,13 @@ from kvtwin.testing.engines import Outcome, roofline_machine
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.offload import host_cache
-from sim.parts.offload.block_chain import BlockChain, NamedChain
-from sim.parts.offload.fences import Fence, FencedStack, fences_of
-from sim.parts.offload.host_cache import HostCache
-from sim.parts.offload.jobs import Job, Offloaded, ranges_of
-from sim.parts.offload.replacement import Access, Lru
-from sim.parts.offload.worth import Worth
+from sim.kv.index.block_chain import BlockChain, NamedChain
+from sim.kv.tiers import host_cache
+from sim.kv.tiers.fences import Fence, FencedStack, fences_of
+from sim.kv.tiers.host_cache import HostCache
+from sim.kv.tiers.jobs import Job, Offloaded, ranges_of
+from sim.kv.tiers.replacement import Access, Lru
+from sim.kv.tiers.worth import Worth
 from sim.policy_options import parse_policy
 from sim.specs.models import load_model
 from sim.systems.options import MOST_GIB
@@ -355,7 +355,7 @@ def test_keys_name_a_block_and_all_before_it():
 def test_a_chain_forgets_what_nobody_uses_and_no_more(prompts):
     """A prefix in use keeps its keys, and so do those before it; no key ever stands for two prefixes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", 0)
+        patch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", 0)
         check_forgetting(prompts)
 
 
@@ -376,7 +376,7 @@ def check_forgetting(prompts: list[tuple[list[int], int]]) -> None:
 
 def test_a_chain_asks_who_is_in_use_once_it_has_doubled(monkeypatch):
     """At 4 links of at least 4 nobody is asked; at 6, 2 are in use and kept; then not at 4, but at 5."""
-    monkeypatch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", 4)
+    monkeypatch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", 4)
     chain, kept, asked = NamedChain(16), [], []
 
     def links(*ids: int) -> int:
@@ -387,7 +387,7 @@ def test_a_chain_asks_who_is_in_use_once_it_has_doubled(monkeypatch):
 
     assert [links(1, 2), links(3, 4), links(5, 6), links(7, 8), links(9)] == [2, 4, 2, 4, 2]
     assert asked == [6, 5]
-    monkeypatch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", 2)
+    monkeypatch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", 2)
     assert [links(3, 4), links(5, 6)] == [4, 2] and asked == [6, 5, 6]
 
 

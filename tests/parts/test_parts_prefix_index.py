@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.engine.sequence import Sequence
-from sim.parts.memory.block_keys import BlockKeys
-from sim.parts.memory.prefix import CachingPool
-from sim.parts.memory.prefix_index import Holding, PrefixIndex
+from sim.kv.block_pool import CachingPool
+from sim.kv.index.block_keys import BlockKeys
+from sim.kv.index.prefix_index import Holding, PrefixIndex
 from traces.hash_ids import num_shared
 from traces.request import Request
 

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.parts.memory.radix_tree import RadixTree
+from sim.kv.index.radix_tree import RadixTree
 
 
 class TokenByToken:

@@ -12,7 +12,7 @@ from test_parts_windowed import windowed_workloads
 from kvtwin.testing.conformance import Workload, check, with_prefix
 from kvtwin.testing.engines import limits, simulate
 from sim.engine.limits import Limits, StateLimits
-from sim.parts.memory.states import StateMemory
+from sim.kv.states import StateMemory
 from sim.policy_options import parse_policy
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request

@@ -5,10 +5,10 @@ import pytest
 from kvtwin.testing import conformance, limits, linear_machine, requests
 from kvtwin.testing.conformance import Workload
 from kvtwin.testing.engines import build_engine
-from sim.engine.blocks import BlockPool
 from sim.engine.plan import StepTimes
 from sim.engine.sequence import Status
 from sim.errors import InvariantError
+from sim.kv.block_pool import BlockPool
 from sim.policy_options import parse_policy
 
 

@@ -15,10 +15,10 @@ from sim.cost.profile import load_profile
 from sim.engine.predictor import BucketPredictor
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.kv.layer_blocks import LayerBlocks
 from sim.parts.admission.slack import SlackAdmission
 from sim.parts.admission.slack_book import SlackBook
 from sim.parts.eviction.layer_offload import LayerOffload
-from sim.parts.memory.layer_blocks import LayerBlocks
 from sim.parts.stage.promote import Promote
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model

@@ -106,6 +106,11 @@ def test_the_page_names_every_field_in_order_and_no_other(section):
     assert documented()[section] == list(NAMES[section])
 
 
+def sources_of_parts() -> str:
+    folders = (ROOT / "sim" / "parts", ROOT / "sim" / "kv")
+    return "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+
+
 def test_the_page_names_the_counters_of_layerkv():
     seen = set()
     for policy in ("layerkv", "layerkv:decode=stream"):
@@ -113,14 +118,14 @@ def test_the_page_names_the_counters_of_layerkv():
     names = documented()["counters of layerkv"]
     assert len(seen) > 5
     assert seen <= set(names)
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").rglob("*.py"))
+    sources = sources_of_parts()
     assert [name for name in names if f'"{name}"' not in sources] == []
 
 
 def test_the_page_names_the_counters_of_fastserve():
     names = documented()["counters of fastserve"]
     assert set(assemble(finished("fastserve")).counters.policy) <= set(names)
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim" / "parts").rglob("*.py"))
+    sources = sources_of_parts()
     written = set(re.findall(r'counters\.policy\["(\w+)"\]', sources))
     others = {
         name

@@ -13,8 +13,8 @@ from kvtwin.testing.conformance import check_one
 from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
 from sim.errors import UserError
-from sim.parts.memory.on_disk import DiskTieredMemory
-from sim.parts.offload.disk import Disk
+from sim.kv.on_disk import DiskTieredMemory
+from sim.kv.tiers.disk import Disk
 from sim.policy_options import parse_policy
 from sim.systems.cachedattention import CachedAttention
 from sim.systems.tiered_options import GIB
@@ -172,7 +172,7 @@ def test_names_of_what_is_gone_are_forgotten_and_no_hit_with_them(data, disk_blo
     found = []
     for fewest in (0, 10**9):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", fewest)
+            patch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", fewest)
             outcome = simulate(policy, workload.arrivals, workload.limits, machine=workload.machine)
         hits = {name: tier.hit_tokens for name, tier in outcome.scheduler.counters.tiers.items()}
         found.append((hits, [(seq.request.request_id, seq.finish_s) for seq in outcome.ended]))
@@ -181,7 +181,7 @@ def test_names_of_what_is_gone_are_forgotten_and_no_hit_with_them(data, disk_blo
 
 def test_names_do_not_pile_up(monkeypatch):
     """400 prompts of 4 blocks that nobody else has: 6 of them fit on the GPU, 20 on the host, 30 on the disk."""
-    monkeypatch.setattr("sim.parts.offload.block_chain.FEWEST_LINKS", 0)
+    monkeypatch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", 0)
     turns = (turn(i, 0.1 * i, tuple(range(4 * i, 4 * i + 4))) for i in range(400))
     outcome = run(disk(30), *turns, host=20)
     # Twice what is kept, and the blocks of one more prompt.

@@ -15,8 +15,8 @@ from sim.engine.plan import IterationPlan, Origin, StepTimes, WindowTokens
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.kv.token_wise import TokenWiseMemory
 from sim.parts.admission.token_wise import BatchAndRatio
-from sim.parts.memory.token_wise import TokenWiseMemory
 from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration
 from sim.parts.token_wise.solver import Choice
 from sim.policy_options import parse_policy

@@ -17,9 +17,9 @@ from sim.engine.plan import IterationPlan
 from sim.engine.scheduler import Parts
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.memory.retained import RetentionMemory
-from sim.parts.memory.retained_chunks import ChunkStore
-from sim.parts.offload.block_chain import FIRST_PRIVATE_KEY
+from sim.kv.index.block_chain import FIRST_PRIVATE_KEY
+from sim.kv.index.retained_chunks import ChunkStore
+from sim.kv.retained import RetentionMemory
 from sim.policy_options import parse_policy
 from sim.systems.pensieve import Pensieve
 from traces.generators import generate

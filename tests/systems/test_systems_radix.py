@@ -12,9 +12,9 @@ from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.conformance import Workload, check_jumps
 from sim.engine.itl import GapCollector
 from sim.errors import UserError
-from sim.parts.base import Memory
+from sim.kv.memory import Memory
+from sim.kv.radix import RadixMemory
 from sim.parts.batching.base import TOO_LONG
-from sim.parts.memory.radix import RadixMemory
 from sim.parts.order.cache_aware import CacheAware
 from sim.policy_options import parse_policy
 from sim.systems.radix import Radix

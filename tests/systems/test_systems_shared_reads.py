@@ -8,7 +8,7 @@ from kvtwin.testing import conformance, limits, linear_machine, roofline_machine
 from kvtwin.testing.engines import DECODE
 from sim.engine.itl import GapCollector
 from sim.errors import UserError
-from sim.parts.memory.shared_reads import SharedReads
+from sim.kv.shared_reads import SharedReads
 from sim.policy_options import parse_policy
 from sim.systems.batchllm import BatchLLM
 from sim.systems.chunkattention import ChunkAttention

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.kv.token_wise import TokenWiseMemory
 from sim.parts.admission.watermark import WATERMARK
 from sim.parts.base import Admission
-from sim.parts.memory.token_wise import TokenWiseMemory
 from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, StepCosts
 from sim.parts.token_wise.solver import Batch, Choice, Memory, best, least_bubble
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from sim.engine.plan import CONTINUED, IterationPlan, Origin
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.kv.paged import PagedMemory
 from sim.parts.base import overrides
 from sim.parts.batching.base import Batching
-from sim.parts.memory.paged import PagedMemory
 from sim.parts.order.priority import Priority, urgency
 
 if TYPE_CHECKING:

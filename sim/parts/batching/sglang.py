@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.kv.paged import PagedMemory
+from sim.kv.radix import RadixMemory
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
-from sim.parts.memory.paged import PagedMemory
-from sim.parts.memory.radix import RadixMemory
 from sim.parts.order.cache_aware import CacheAware
 
 if TYPE_CHECKING:

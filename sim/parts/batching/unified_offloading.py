@@ -15,9 +15,9 @@ from sim.engine.changes import Move, Tier
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.kv.offloading import OffloadingMemory, OffloadingPaged
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.unified import Unified
-from sim.parts.memory.offloading import OffloadingMemory, OffloadingPaged
 from sim.parts.order.priority import urgency
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
+from sim.kv.layer_blocks import LayerBlocks
 from sim.parts.eviction.recompute import Recompute
-from sim.parts.memory.layer_blocks import LayerBlocks
 from sim.parts.stage.promote import Promote
 
 if TYPE_CHECKING:

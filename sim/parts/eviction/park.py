@@ -31,9 +31,9 @@ from sim.engine.changes import Direction, Move, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
+from sim.kv.paged import PagedMemory
 from sim.parts.eviction.mechanism import Mechanism
 from sim.parts.eviction.recompute import Recompute
-from sim.parts.memory.paged import PagedMemory
 from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
 from sim.parts.order.triage import HOPELESS, KEPT, Triage
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.memory.radix import RadixMemory
-from sim.parts.memory.radix_tree import Node
+from sim.kv.index.radix_tree import Node
+from sim.kv.radix import RadixMemory
 from sim.parts.order.fcfs import Fcfs
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.parts.memory.block_keys import BlockKeys
-from sim.parts.memory.prefix_index import Keys
-from sim.parts.memory.shared_reads import GroupMemory
+from sim.kv.index.block_keys import BlockKeys
+from sim.kv.index.prefix_index import Keys
+from sim.kv.shared_reads import GroupMemory
 from sim.parts.order.fcfs import Fcfs
 from traces.hash_ids import num_shared
 

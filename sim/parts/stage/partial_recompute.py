@@ -9,7 +9,7 @@ from math import ceil
 
 from sim.engine.changes import Projected
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.parts.memory.layer_blocks import LayerBlocks
+from sim.kv.layer_blocks import LayerBlocks
 from sim.parts.stage.stream import Stream
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import GPU, Move, Tier
 from sim.engine.sequence import IGNORED, PROMOTING, Sequence
+from sim.kv.layer_blocks import LayerBlocks
 from sim.parts.base import Stage
-from sim.parts.memory.layer_blocks import LayerBlocks
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

@@ -8,7 +8,7 @@ from typing import ClassVar
 from sim.engine.changes import Direction, Move, Streamed, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.parts.memory.layer_blocks import LayerBlocks
+from sim.kv.layer_blocks import LayerBlocks
 from sim.parts.stage.promote import Promote
 
 

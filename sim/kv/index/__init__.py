@@ -1,0 +1,1 @@
+"""Which content is cached, by keys of blocks."""

@@ -1,0 +1,82 @@
+"""`OffloadingMemory`, `OffloadingPaged`: the GPU's blocks with vLLM's OffloadingConnector, prefixes cached or not."""
+
+from sim.engine.changes import Move
+from sim.engine.limits import Limits
+from sim.engine.sequence import Sequence
+from sim.kv.block_pool import CachingPool
+from sim.kv.index.prefix_index import Holding
+from sim.kv.paged import PagedMemory
+from sim.kv.prefix import Match, PrefixMemory
+from sim.kv.tiers.connector import OffloadingConnector
+from sim.kv.tiers.fences import FencedIndex, FencedStack
+
+
+def has_ended(seq: Sequence) -> bool:
+    """Whether a sequence that gives its blocks back has all its tokens."""
+    return seq.num_generated >= seq.output_tokens
+
+
+class OffloadingMemory(PrefixMemory):
+    """Shared blocks; what a load brings is shared once it is seen to have ended."""
+
+    def __init__(self, limits: Limits, connector: OffloadingConnector) -> None:
+        super().__init__(limits, in_flight_hits=True)
+        self.connector = connector
+        self.index = self._fenced = FencedIndex(self.published, connector.reused)
+        self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
+
+    def _match(self, seq: Sequence) -> Match:
+        if seq not in self._holdings:
+            self._holdings[seq] = Holding(seq, self.connector.block_keys(seq))
+        return super()._match(seq)
+
+    def take(self, seq: Sequence, num_tokens: int) -> None:
+        super().take(seq, num_tokens)
+        self.resume(seq)
+
+    def resume(self, seq: Sequence) -> None:
+        """`seq` has its blocks and goes on."""
+        if self._fenced.fences:
+            self._fenced.hit(self._holdings[seq])
+
+    def prepare(self, now_s: float) -> None:
+        super().prepare(now_s)
+        if self._fenced.fences and not self.connector.fenced:
+            self._fenced.fences.clear()
+
+    def release(self, seq: Sequence) -> None:
+        if has_ended(seq):
+            self._fenced.leaving = self.connector.finished(seq)
+        super().release(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        super().forget(seq)
+        self.connector.forget(seq)
+
+    def transfer_done(self, move: Move) -> None:
+        self.connector.transfer_done(move)
+
+
+class OffloadingPaged(PagedMemory):
+    """Blocks of one sequence each."""
+
+    can_swap = False
+
+    def __init__(self, limits: Limits, connector: OffloadingConnector) -> None:
+        super().__init__(limits)
+        self.connector = connector
+        self.gpu = self._stack = FencedStack(self.gpu.name, self.gpu.num_blocks, connector.reused)
+
+    def resume(self, seq: Sequence) -> None:
+        """`seq` has its blocks and goes on."""
+
+    def release(self, seq: Sequence) -> None:
+        blocks, seq.num_blocks = seq.num_blocks, 0
+        self._stack.release_fenced(blocks, self.connector.finished(seq) if has_ended(seq) else [])
+        super().release(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        self.connector.forget(seq)
+
+    def transfer_done(self, move: Move) -> None:
+        self.connector.transfer_done(move)

@@ -1,0 +1,216 @@
+"""`PrefixMemory`: paged blocks whose content others may hit (vLLM's automatic prefix caching).
+
+Equal `hash_ids` of a trace mean equal prefixes. A prompt is admitted with the longest cached prefix, but for its last
+token, which must be computed; the blocks of those that ended stay until room is needed, the longest unused first.
+Blocks without ids (private prompts, generated tokens) can only be hit by their own sequence, computed again.
+"""
+
+from sim.engine.changes import make_place, make_release
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.kv.block_pool import CachingPool
+from sim.kv.caching import CachingMemory
+from sim.kv.index.block_keys import BlockKeys
+from sim.kv.index.prefix_index import Holding, Match, PrefixIndex
+from sim.kv.paged import ALL_LAYERS, PagedMemory
+
+NOTHING = Match((), 0, 0, False)
+FIRST_PRIVATE_KEY = 1 << 64
+"""Beyond all ids that a trace may have."""
+
+
+class PrefixMemory(CachingMemory):
+    """Blocks on demand, shared where prefixes are."""
+
+    can_swap = False
+    caches_prefixes = True
+
+    def __init__(self, limits: Limits, *, in_flight_hits: bool = False) -> None:
+        """`in_flight_hits`: what an iteration computes can be hit in the same one (vLLM v1)."""
+        super().__init__(limits)
+        self.in_flight_hits = in_flight_hits
+        self.index = PrefixIndex(self.published)
+        self.gpu = self.pool = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
+        self.keys = BlockKeys(limits.block_size)
+        # Of sequences whose blocks have keys, from their first look-up or preemption on.
+        self._holdings: dict[Sequence, Holding] = {}
+        self._next_private_key = FIRST_PRIVATE_KEY
+        self._looked_up: tuple[Sequence | None, int, Match] = (None, -1, NOTHING)
+        # Whether somebody who decodes may lengthen what the head would hit.
+        self._may_grow = False
+        # Tokens of each decode that are not computed yet, or, from when this step's are taken, not about to be.
+        self._num_pending = 1
+
+    def tell_blocks(self) -> None:
+        # Runs that nobody executes have no ids to keep.
+        from sim.kv.index.telling_index import TellingIndex  # noqa: PLC0415
+
+        self.index = self.pool.index = TellingIndex(self.published, self.scheduler)
+
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        self.index.extend(self._holdings[seq], keys)
+
+    # -- looking up --------------------------------------------------------------------------------------------------
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        match = self._match(seq)
+        self._may_grow = match.growing
+        return match.num_blocks * self.block_size
+
+    def _match(self, seq: Sequence) -> Match:
+        """What `seq` would hit of others', or of its own if computed again; all but its last token at most."""
+        known, version, match = self._looked_up
+        if known is seq and version == self.index.version:
+            return match
+        holding = self._holdings.get(seq)
+        if holding is None:
+            if not seq.request.hash_block_tokens:
+                return NOTHING
+            holding = self._holdings[seq] = Holding(seq, self.keys.of(seq.request))
+        limit = min((seq.num_tokens - 1) // self.block_size, len(holding.keys))
+        match = self.index.match(holding.keys, limit)
+        # Looking may have brought growing sequences up to date.
+        self._looked_up = (seq, self.index.version, match)
+        return match
+
+    def published(self, seq: Sequence) -> tuple[int, int]:
+        """Full blocks of a sequence that runs, and its tokens."""
+        batch = self.batch
+        if seq in batch.members:
+            tokens = batch.num_tokens_of(seq)
+            return (tokens - self._num_pending - self.scheduler.num_unknown(seq)) // self.block_size, tokens
+        if seq in self.scheduler.held:
+            return (seq.num_tokens - 2) // self.block_size, seq.num_tokens
+        return self.full_blocks(seq), seq.num_tokens
+
+    def full_blocks(self, seq: Sequence) -> int:
+        """Full blocks of a sequence that is in no batch: the last token's KV is yet to be computed."""
+        known = seq.num_computed if seq.prefilling else max(seq.num_computed, seq.num_tokens - 1)
+        return known // self.block_size
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def fits_received(self, seq: Sequence, keep_free: int) -> bool:
+        # All of it is sent, whatever could be hit.
+        return PagedMemory.fits(self, seq, keep_free)
+
+    def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
+        match, blocks = self._match(seq), -(-num_tokens // self.block_size)
+        # Idle hits are free blocks as well, until they are taken.
+        return blocks - match.num_blocks + match.num_idle
+
+    def take(self, seq: Sequence, num_tokens: int) -> None:
+        match = self._match(seq)
+        blocks = seq.num_blocks = -(-num_tokens // self.block_size)
+        if (holding := self._holdings.get(seq)) is not None:
+            self.index.take(holding, match)
+            self.gpu.allocate(match.num_idle)
+        self.gpu.allocate(blocks - match.num_blocks)
+        seq.num_computed = match.num_blocks * self.block_size
+        self._may_grow = False
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+
+    def complete(self, plan: IterationPlan) -> None:
+        # What can be hit in the iteration that computes it was published when that was decided.
+        if self._holdings and not self.in_flight_hits:
+            for seq, num_new, num_cached, _ in plan.chunks:
+                self.publish(seq, num_cached + num_new)
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of `seq` are computed: what they fill can be hit."""
+        holding = self._holdings.get(seq)
+        if holding is not None:
+            self.index.publish(holding, num_tokens // self.block_size)
+
+    # -- decodes -----------------------------------------------------------------------------------------------------
+
+    def decodes_taken(self) -> None:
+        """The whole batch decodes in this step: what that fills can be hit from now on, where in-flight hits are."""
+        if self.in_flight_hits:
+            self._num_pending = 0
+
+    def catch_up(self) -> None:
+        """From now on the batch may not grow in step: publish what it has filled so far."""
+        batch, size, late = self.batch, self.block_size, []
+        members, computed = batch.members, batch.step - self._num_pending
+        for seq, holding in self._holdings.items():
+            # At most so many are full: most have published them, and need no closer look.
+            most = (seq.batch_offset + computed) // size
+            if holding.num_blocks < most and holding.num_blocks < len(holding.keys) and seq in members:
+                full, tokens = self.published(seq)
+                if full > holding.num_blocks:
+                    late.append((-tokens, holding.number, full, holding))
+        for shortest, number, full, holding in sorted(late):
+            self.index.publish(holding, full, (shortest, number))
+
+    def prepare(self, now_s: float) -> None:
+        self._num_pending = 1
+        self._may_grow = False
+        if self._looked_up[2].growing:
+            # Who decodes may have lengthened it since, unseen by the index.
+            self._looked_up = (None, -1, NOTHING)
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """Not beyond an iteration where the head may hit what it computes."""
+        return 1 if self._may_grow else super().holds(plan, steps)
+
+    def may_leave(self, seq: Sequence) -> bool:
+        return seq not in self._holdings
+
+    # -- the way out -----------------------------------------------------------------------------------------------
+
+    def release(self, seq: Sequence) -> None:
+        self._num_pending = 1
+        full = self.full_blocks(seq)
+        holding = self._holdings.get(seq)
+        freed, held = seq.num_blocks, 0
+        ended = seq.num_generated >= seq.output_tokens
+        if not ended and full > (len(holding.keys) if holding is not None else 0):
+            holding = self._name_private_blocks(seq)
+        if holding is not None:
+            # Others have been scheduled once more than who was held.
+            last = seq.prefilling or (ended and self.scheduler.batching.schedules_ahead)
+            self.index.publish(holding, full, None if last else (-seq.num_tokens, holding.number))
+            held = holding.num_blocks
+        if full > held:
+            self.index.rest(full - held)
+        if holding is not None:
+            freed += self.index.release(holding) - held
+            if ended:
+                del self._holdings[seq]
+        self.gpu.release(freed)
+        seq.num_blocks = 0
+        self.scheduler.changes.append(make_release((seq,)))
+
+    def _name_private_blocks(self, seq: Sequence) -> Holding:
+        """Keys for blocks that have none: who was preempted may hit its own when it comes back."""
+        holding = self._holdings.get(seq)
+        if holding is None:
+            holding = self._holdings[seq] = Holding(seq, ())
+        first, count = self._next_private_key, self._most_blocks(seq) - len(holding.keys)
+        holding.keys += tuple(range(first, first + count))
+        self._next_private_key += count
+        return holding
+
+    def _most_blocks(self, seq: Sequence) -> int:
+        return (seq.request.prompt_tokens + seq.output_tokens) // self.block_size
+
+    def hold(self, seq: Sequence) -> None:
+        self._num_pending = 1
+        if (holding := self._holdings.get(seq)) is not None:
+            full = (seq.num_tokens - 2) // self.block_size
+            self.index.publish(holding, full, (-seq.num_tokens, holding.number))
+
+    def forget(self, seq: Sequence) -> None:
+        self._holdings.pop(seq, None)
+
+    @property
+    def num_evicted(self) -> int:
+        return self.index.num_evicted
+
+    def recount(self) -> tuple[int, int]:
+        gpu, host = super().recount()
+        runs = {run for holding in self._holdings.values() for run in holding.runs}
+        shared = sum(holding.num_blocks for holding in self._holdings.values())
+        return gpu - shared + sum(run.num_blocks for run in runs), host

@@ -1,0 +1,81 @@
+"""`ReservedMemory`: as many blocks as the longest context takes, from admission to the end (FasterTransformer, Orca).
+
+What a request does not use is lost to all others until it ends: internal fragmentation 1 - (prompt + output) / longest.
+Nothing ever grows, so nobody is ever preempted.
+"""
+
+from typing import ClassVar
+
+from sim.engine.batch import DecodeBatch
+from sim.engine.changes import make_place, make_release
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.kv.paged import ALL_LAYERS, PagedMemory
+
+
+class ReservedMemory(PagedMemory):
+    """ceil(max_model_len / block_size) blocks for everyone; more where a request of a trace outgrows that."""
+
+    takes_chunks: ClassVar[bool] = False
+    can_receive: ClassVar[bool] = False
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self._longest_blocks = -(-limits.max_model_len // limits.block_size)
+
+    def blocks_for(self, seq: Sequence) -> int:
+        # Output lengths come from the trace: nothing stops one at max_model_len.
+        whole = seq.request.prompt_tokens + seq.request.output_tokens
+        return max(self._longest_blocks, -(-whole // self.block_size))
+
+    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free
+
+    def fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - self.blocks_for(seq) >= keep_free
+
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        blocks = self.blocks_for(seq)
+        seq.num_blocks = -(-seq.num_tokens // self.block_size)
+        self.gpu.allocate(blocks)
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+
+    def release(self, seq: Sequence) -> None:
+        self.gpu.release(self.blocks_for(seq))
+        seq.num_blocks = 0
+        self.scheduler.changes.append(make_release((seq,)))
+
+    def held_blocks(self, seq: Sequence) -> int:
+        return self.blocks_for(seq)
+
+    def can_append(self) -> bool:
+        return True
+
+    def needs_block(self, seq: Sequence) -> bool:
+        return False
+
+    def append(self, seq: Sequence) -> None:
+        """What it needs is there."""
+
+    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
+        """What they need is there."""
+        return True
+
+    def grow_further(self, batch: DecodeBatch, steps: int) -> None:
+        """What they need is there."""
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        return steps
+
+    def can_swap_in(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - self.held_blocks(seq) >= keep_free
+
+    def outgrew_gpu(self, seq: Sequence) -> bool:
+        return False
+
+    def recount(self) -> tuple[int, int]:
+        gpu, host = super().recount()
+        batch = self.batch
+        used = sum(-(-(batch.num_tokens_of(seq) - 1) // self.block_size) for seq in batch.members)
+        return gpu - used + sum(self.blocks_for(seq) for seq in batch.members), host

@@ -1,0 +1,79 @@
+"""Memory for kernels that read what several decodes share once a step, for all of them (`SharedReads`).
+
+`ChunkMemory` shares whole chunks of prompts between those who run (Ye et al., "ChunkAttention", ACL 2024);
+`GroupMemory` the prefix of a group of requests that an order has planned together (Zheng et al., "BatchLLM", 2024).
+Neither shares what is generated.
+"""
+
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.kv.index.prefix_index import Keys
+from sim.kv.index.radix_tree import Node
+from sim.kv.radix import RadixMemory
+
+
+class SharedReads(RadixMemory):
+    """Tells each plan how much of its decodes' contexts is read more than once."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        # Who decodes, and where what the tree has of it ends.
+        self._reading: dict[Sequence, Node] = {}
+
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        """Nobody hits what is generated."""
+
+    def joined(self, seq: Sequence) -> None:
+        if seq not in self._reading:
+            node = self._reading[seq] = self._prefix(seq).node
+            self.tree.begin_reading(node)
+
+    def left(self, seq: Sequence) -> None:
+        node = self._reading.pop(seq, None)
+        if node is not None:
+            self.tree.end_reading(node)
+
+    def complete(self, plan: IterationPlan) -> None:
+        super().complete(plan)
+        if plan.num_decodes:
+            shared = self.tree.num_reread
+            if plan.num_decodes < len(self._reading):
+                shared = self.tree.num_reread_by(self._reading[seq] for seq in plan.decodes)
+            plan.decode_shared_tokens = shared * self.block_size
+
+
+class ChunkMemory(SharedReads):
+    """Whole chunks of prompts are shared while somebody runs who has them, and freed with the last of them."""
+
+    def keys_of(self, seq: Sequence) -> Keys:
+        request = seq.request
+        return self.block_keys.of(request)[: request.prompt_tokens // self.block_size] if request.hash_ids else ()
+
+    def release(self, seq: Sequence) -> None:
+        super().release(seq)
+        self.tree.evict(self.tree.num_idle)
+
+    @property
+    def num_evicted(self) -> int:
+        # What ends is not given up for others.
+        return 0
+
+
+class GroupMemory(SharedReads):
+    """The prefix of each group is computed once and shared by its members; idle, it goes as a leaf of the tree does."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self._keys: dict[Sequence, Keys] = {}
+
+    def share(self, seqs: list[Sequence], num_blocks: int) -> None:
+        """The first blocks of these prompts are the same; nobody else is to hit them."""
+        self._keys.update(dict.fromkeys(seqs, self.private_keys(num_blocks)))
+
+    def keys_of(self, seq: Sequence) -> Keys:
+        return self._keys.pop(seq, ())
+
+    def forget(self, seq: Sequence) -> None:
+        super().forget(seq)
+        self._keys.pop(seq, None)

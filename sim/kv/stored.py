@@ -1,0 +1,67 @@
+"""`StoredMemory`: paged blocks for prompts whose beginning a store of the cluster may have (Mooncake).
+
+What a prompt has in its engine's host memory is granted before it arrives here. It is loaded layer by layer while the
+rest is computed. Prompts that were computed are told to the store, which keeps copies.
+"""
+
+from collections.abc import Callable
+
+from sim.engine.changes import Streamed
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.kv.paged import PagedMemory
+from traces.request import Request
+
+
+def nobody(request: Request) -> None:
+    """Nobody wants to know."""
+
+
+class StoredMemory(PagedMemory):
+    """Blocks on demand; a prompt starts with the tokens `granted` to its request, which are in the host's memory."""
+
+    can_swap = False
+    caches_prefixes = True
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.granted: dict[int, int] = {}
+        """Tokens by request id, whole blocks and never all of a prompt."""
+        self.on_computed: Callable[[Request], None] = nobody
+        """Hears of requests whose prompt's KV is complete."""
+        self._loading = 0
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        return self.granted.get(seq.request.request_id, 0)
+
+    def place(self, seq: Sequence, keep_free: int) -> None:
+        super().place(seq, keep_free)
+        self._load(seq)
+
+    def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        super().place_chunk(seq, num_tokens)
+        self._load(seq)
+
+    def _load(self, seq: Sequence) -> None:
+        tokens = self.granted.pop(seq.request.request_id, 0)
+        self.count_hits(seq, tokens)
+        if tokens:
+            seq.num_computed = tokens
+            self._loading += tokens // self.block_size
+
+    def complete(self, plan: IterationPlan) -> None:
+        if self._loading:
+            plan.streamed += (Streamed(1, self._loading, 0),)
+            self._loading = 0
+
+    def parked(self, seq: Sequence) -> None:
+        self.on_computed(seq.request)
+
+    def left(self, seq: Sequence) -> None:
+        if seq.num_generated >= seq.output_tokens == 1:
+            # It needed no other engine.
+            self.on_computed(seq.request)
+
+    def forget(self, seq: Sequence) -> None:
+        self.granted.pop(seq.request.request_id, None)

@@ -1,0 +1,206 @@
+"""`TieredMemory`: cached prefixes that outlive their GPU blocks on the host (`limits.num_cpu_blocks` of them).
+
+When a turn ends, what it filled is saved beside later computation; its blocks are free when that has ended. A prompt
+whose prefix goes on there is loaded layer by layer while its rest is computed, in one iteration, where that is not
+slower than computing it all, by price. Only blocks that the trace names are saved: nobody else could hit them.
+"""
+
+from typing import TYPE_CHECKING
+
+from sim.engine.changes import Load, Move, Store, Streamed, Tier
+from sim.engine.limits import Limits, TierCounters
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.sequence import Sequence, Status
+from sim.errors import UserError
+from sim.kv.index.block_chain import NamedChain
+from sim.kv.paged import ALL_LAYERS
+from sim.kv.prefix import PrefixMemory
+from sim.kv.tiers.host_cache import HostCache
+from sim.kv.tiers.replacement import Access
+from sim.kv.tiers.worth import Worth
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from sim.engine.scheduler import Scheduler
+
+NOWHERE = range(0)
+
+
+class TieredMemory(PrefixMemory):
+    """The GPU's prefix cache, and the host's behind it."""
+
+    def __init__(self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False) -> None:
+        """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`."""
+        super().__init__(limits, in_flight_hits=in_flight_hits)
+        self.keys = NamedChain(limits.block_size)
+        self.worth = worth
+        self.cache = HostCache(limits.num_cpu_blocks)
+        self.tier = TierCounters(num_blocks=limits.num_cpu_blocks)
+        # Of sequences with named blocks: what they did to the host's cache.
+        self._accesses: dict[Sequence, Access] = {}
+        # The last prompt that was looked up, what both caches were then, and which blocks it would load.
+        self._looked_on_host: tuple[Sequence | None, tuple[int, ...], range] = (None, (), NOWHERE)
+        # With the sequence: places of its blocks that come within the iteration.
+        self._loading: list[tuple[Sequence, Access, range]] = []
+        self._saving: dict[Sequence, list[int]] = {}
+        self._tells = False
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if scheduler.stage.hands_over or scheduler.stage.pulls:
+            raise UserError("memory=tiered: not with engines that hand sequences over yet")
+        scheduler.counters.tiers["host"] = self.tier
+
+    def holders(self) -> "Iterable[tuple[Sequence, Tier]]":
+        return ((seq, Tier.GPU) for seq in self._saving)
+
+    def tell_blocks(self) -> None:
+        super().tell_blocks()
+        from sim.kv.tiers.telling_cache import TellingCache  # noqa: PLC0415
+
+        self.cache, self._tells = TellingCache(self.cache.num_chunks, self.scheduler), True
+
+    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+        access = self._access(seq)
+        known = len(access.keys)
+        access.keys = self.keys.extended(access.keys, keys)
+        super().name_blocks(seq, access.keys[known:])
+
+    @property
+    def num_cached_on_host(self) -> int:
+        return self.cache.num_chunks - self.cache.num_free
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of all that can be loaded: equal if nothing has changed."""
+        return self.index.version, self.cache.version
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        return super().cached_tokens(seq) + len(self._hosted(seq)) * self.block_size
+
+    def _hosted(self, seq: Sequence) -> range:
+        """Blocks that `seq` would load after those that it hits on the GPU."""
+        first = self._match(seq).num_blocks
+        known, versions, places = self._looked_on_host
+        now = self.versions
+        if known is seq and versions == now:
+            return places
+        places = self._worth_loading(seq, first)
+        self._looked_on_host = (seq, now, places)
+        return places
+
+    def _worth_loading(self, seq: Sequence, first: int) -> range:
+        if not seq.request.hash_ids:
+            return NOWHERE
+        keys, end = self._access(seq).keys, first
+        for place in self._nameable(seq, first):
+            chunk = self.cache.get(keys[place])
+            if chunk is None or chunk.num_copies < 0:
+                break
+            end = place + 1
+        return range(first, end) if end > first and self._saved_s(seq, range(first, end)) >= 0.0 else NOWHERE
+
+    def _nameable(self, seq: Sequence, first: int) -> range:
+        """Blocks from `first` on that have names; the last token has to be computed."""
+        return range(first, min((seq.num_tokens - 1) // self.block_size, len(self._access(seq).keys)))
+
+    def _saved_s(self, seq: Sequence, places: range) -> float:
+        begin, end = places.start * self.block_size, places.stop * self.block_size
+        return self.worth.computed_s(seq, begin) - self.worth.streamed_s(seq, end, len(places))
+
+    def _access(self, seq: Sequence) -> Access:
+        access = self._accesses.get(seq)
+        if access is None:
+            access = self._accesses[seq] = Access(self.keys.of(seq.request))
+        return access
+
+    def take(self, seq: Sequence, num_tokens: int) -> None:
+        places = self._hosted(seq)
+        super().take(seq, num_tokens)
+        if places:
+            access = self._access(seq)
+            if self._tells:
+                self.scheduler.changes.append(Load(seq, places.start, access.keys[places.start : places.stop]))
+            self._begin_load(seq, access, places)
+            self._loading.append((seq, access, places))
+            seq.num_computed = places.stop * self.block_size
+
+    def _begin_load(self, seq: Sequence, access: Access, places: range) -> None:
+        self.cache.read(access, places)
+        self.tier.num_loads += 1
+        self.tier.hit_tokens += len(places) * self.block_size
+        self.tier.saved_s += self._saved_s(seq, places)
+
+    def complete(self, plan: IterationPlan) -> None:
+        super().complete(plan)
+        # But for those who have lost their blocks in this step.
+        if self._loading and (loads := {seq: places for seq, _, places in self._loading if seq.num_blocks}):
+            self._load(plan, list(loads.items()))
+
+    def _load(self, plan: IterationPlan, loads: "list[tuple[Sequence, range]]") -> None:
+        """Layer by layer, while the rest is computed."""
+        plan.streamed += (Streamed(1, sum(len(places) for _, places in loads), 0),)
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        return 1 if self._loading else super().holds(plan, steps)
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        for _, access, places in self._loading:
+            self.cache.done_reading(access.keys[place] for place in places)
+        self._loading.clear()
+
+    # -- saves -------------------------------------------------------------------------------------------------------
+
+    def release(self, seq: Sequence) -> None:
+        ended = seq.num_generated >= seq.output_tokens
+        if not ended or not (seq.request.hash_ids or seq in self._accesses):
+            super().release(seq)
+            return
+        self.keys.forget(self._keys_in_use)
+        access = self._access(seq)
+        del self._accesses[seq]
+        full = self.full_blocks(seq)
+        is_preempted = seq.status is Status.WAITING
+        taken = [] if is_preempted else self._offer(seq, access, min(full, len(access.keys)))
+        self.cache.finish(access)
+        self.tier.evicted_blocks = self.cache.num_evicted
+        if not taken:
+            super().release(seq)
+            return
+        self.tier.stored_blocks += len(taken)
+        self._save(seq, taken, [access.keys[place] for place in taken])
+
+    def _save(self, seq: Sequence, taken: list[int], keys: list[int]) -> None:
+        """Copy blocks of a turn that has ended; `seq` gives its blocks back when that is done."""
+        self.publish(seq, self.full_blocks(seq) * self.block_size)
+        self._tell_save(seq, taken, keys)
+        self._saving[seq] = keys
+        first, end = taken[0] * self.block_size, (taken[-1] + 1) * self.block_size
+        move = Move(seq, ALL_LAYERS, first, end, Tier.GPU, Tier.HOST, len(taken), seq.num_blocks, True)
+        self.scheduler.beside.append(move)
+
+    def _tell_save(self, seq: Sequence, taken: list[int], keys: list[int]) -> None:
+        if self._tells:
+            self.scheduler.changes.append(Store(seq, tuple(taken), tuple(keys)))
+
+    def _offer(self, seq: Sequence, access: Access, num_blocks: int) -> list[int]:
+        """Which of the first blocks are to be saved."""
+        return self.cache.offer(access, range(num_blocks)) or []
+
+    def transfer_done(self, move: Move) -> None:
+        self.cache.written(self._saving.pop(move.seq))
+        super().release(move.seq)
+
+    def forget(self, seq: Sequence) -> None:
+        super().forget(seq)
+        self._accesses.pop(seq, None)
+
+    def _keys_in_use(self) -> "Iterator[int]":
+        """Of all that is cached, and of sequences that have not ended."""
+        yield from self.index.keys()
+        yield from self.cache.keys()
+        for known in (*self._accesses.values(), *self._holdings.values()):
+            yield from known.keys

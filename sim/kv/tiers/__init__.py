@@ -1,0 +1,1 @@
+"""The host and the disk behind the GPU: caches, copies, and vLLM's OffloadingConnector."""

@@ -1,1 +1,0 @@
-"""All pools, and what is where."""
