@@ -72,7 +72,7 @@ def record(
         clear(folder)
         parquet = find_spec("pyarrow") is not None
         places = 0 if scenario.num_engines * setup.pp == 1 else 1 if scenario.prefill_replicas is None else 2
-        columns = (*TABLE_COLUMNS, *ENGINE_COLUMNS[:places])
+        columns = (*TABLE_COLUMNS, *list(ENGINE_COLUMNS)[:places])
         table = InOrder((ParquetTable if parquet else CsvTable)(folder / TABLE_FILES[parquet], columns))
         if not outputs.quiet and sys.stderr.isatty():
             requests = _with_progress(requests, label, scenario)

@@ -29,35 +29,55 @@ class Compared(msgspec.Struct, frozen=True):
     """One metric; the ratio is simulated over measured, None where that is no number."""
 
     metric: str
+    """Name in `result.json`; ITL only where the client saw every token."""
     simulated: float | None
+    """Value of the simulation. None: it has none."""
     measured: float
+    """Value from the client's times; rates are from the first arrival to the last token."""
     ratio: float | None
+    """Simulated over measured. None: either is missing or 0."""
 
 
 class WorstRequest(msgspec.Struct, frozen=True):
     """A request whose times are far apart: its place in order of arrival, what it is, and both runs' times, s."""
 
     request_id: int
+    """Place in the order of arrival, from 0."""
     arrival_s: float
+    """After the first arrival, s."""
     prompt_tokens: int
+    """Prompt tokens."""
     output_tokens: int
+    """Output tokens."""
     metric: str
+    """Which of `ttft`, `tpot` and `e2el` is furthest apart."""
     simulated_s: float
+    """That, simulated, s."""
     measured_s: float
+    """That, measured, s."""
     ratio: float
+    """Simulated over measured."""
 
 
 class Against(msgspec.Struct, frozen=True):
     """What `against.json` holds of one policy: the metrics, and the requests that are furthest apart."""
 
     policy: str
+    """Its label."""
     scheduling: str
+    """Of the simulation: `async scheduling` or `serial scheduling`."""
     profile: str
+    """Name of the constants that priced the simulation."""
     measured: str
+    """Name of the file that the client wrote."""
     num_prompts: int
+    """Requests compared: those that the server answered."""
     failed_requests: int
+    """Those that it did not."""
     metrics: list[Compared]
+    """Each metric, below."""
     worst: list[WorstRequest]
+    """The ten requests that are furthest apart, below."""
 
 
 @dataclass(frozen=True)

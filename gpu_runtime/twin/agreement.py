@@ -29,21 +29,22 @@ MOST_SPREAD = TOLERANCE / 2
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """One metric: what the simulator says, what the live runs say, and by how much they differ.
-
-    Attributes:
-        simulated, live: value, and mean of the live runs.
-        spread: largest minus smallest of the live runs, over their mean.
-        error: (simulated - live) / live.
-    """
+    """One metric: what the simulator says, what the live runs say, and by how much they differ."""
 
     field: str
+    """Name in `result.json`."""
     name: str
+    """Name for people."""
     unit: str
+    """Unit."""
     simulated: float
+    """Value of the simulation."""
     live: float
+    """Mean of the live runs."""
     spread: float
+    """(largest - smallest live run) / their mean."""
     error: float
+    """(simulated - live) / live."""
 
     @property
     def agrees(self) -> bool:
@@ -52,20 +53,21 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 class Validation(msgspec.Struct, frozen=True):
-    """What `validation.json` holds of one policy.
-
-    Attributes:
-        agrees: whether every metric and every kind of iteration that is judged does; None: too few live runs count.
-        slowness: a probe's seconds over the profile's, before and after each live run that counts.
-        disturbed_runs: live runs that do not count.
-    """
+    """What `validation.json` holds of one policy."""
 
     policy: str
+    """Its label."""
     agrees: bool | None
+    """Whether mean and P99 TTFT, mean TPOT and throughput are within 10 % of the live runs' means, and so the median
+    price of each kind of iteration. None: too few live runs count."""
     slowness: list[float]
+    """A probe's seconds over the profile's, before and after each live run that counts."""
     disturbed_runs: int
+    """Live runs that do not count."""
     metrics: list[Agreement]
+    """Every metric that all runs have, below."""
     iterations: IterationAgreement
+    """How far iterations agree, below."""
 
 
 def agreements(simulated: Result, live: Sequence[Result]) -> list[Agreement]:

@@ -24,10 +24,22 @@ LEAST_JUDGED = 20
 """Priced iterations of a kind, below which their median says little."""
 NAMED = 5
 """Requests that a difference lists."""
-COLUMNS = (
-    "live_run", "live_iteration", "simulated_iteration", "kind", "num_decodes", "prefill_tokens", "context_tokens",
-    "simulated_context_tokens", "start_s", "measured_s", "simulated_s", "error", "priced_s",
-)  # fmt: skip
+COLUMNS = {
+    "live_run": "Which live run, from 1.",
+    "live_iteration": "Which of its iterations, from 1.",
+    "simulated_iteration": "Which of the twin's, from 1.",
+    "kind": "`decode`, `prefill`, `mixed`.",
+    "num_decodes": "Sequences that decode.",
+    "prefill_tokens": "Prompt tokens computed.",
+    "context_tokens": "Contexts of all sequences that decode, tokens.",
+    "simulated_context_tokens": "That, in the twin.",
+    "start_s": "Start of the live iteration, s.",
+    "measured_s": "From its decision to its tokens, s.",
+    "simulated_s": "That, in the twin, s.",
+    "error": "(simulated - measured) / measured.",
+    "priced_s": "What the twin's costs say of this very plan, s; empty where nobody asked.",
+}
+"""Columns of iterations.csv, and what they are."""
 
 
 class Decision(NamedTuple):
@@ -127,50 +139,52 @@ def align(simulated: Sequence[Iteration], live: Sequence[Iteration], live_run: i
 
 
 class KindAgreement(msgspec.Struct, frozen=True):
-    """Iterations of one kind, aligned or priced; errors are (simulated - measured) / measured.
-
-    Attributes:
-        aligned: how many.
-        simulated_s, measured_s: their time in all, s; simulated is by price where they are priced.
-        median_error: of the errors, with their sign.
-        p95_error: 95 % of the errors are no further from 0.
-    """
+    """Iterations of one kind, aligned or priced; errors are (simulated - measured) / measured."""
 
     kind: str
+    """`decode`, `prefill`, `mixed`, `all`."""
     aligned: int
+    """How many, of `prices` too."""
     simulated_s: float
+    """Their time in all, from decision to tokens, simulated, s; of `prices` by price."""
     measured_s: float
+    """That, live, s."""
     median_error: float
+    """Median of (simulated - measured) / measured."""
     p95_error: float
+    """95 % of these errors are no further from 0."""
 
 
 class Difference(msgspec.Struct, frozen=True):
     """The first decision of a live run that is not the twin's at the same place, which counts from 1."""
 
     live_run: int
+    """Which live run, from 1."""
     iteration: int
+    """Which of its iterations, from 1."""
     live: str
+    """The live decision, in words."""
     simulated: str
+    """The twin's."""
 
 
 class IterationAgreement(msgspec.Struct, frozen=True):
-    """How far a twin's iterations are those of the live runs.
-
-    Attributes:
-        simulated: iterations of the twin.
-        live: iterations of all live runs.
-        aligned: live iterations whose decision the twin took, too.
-        kinds: those by kind, and `all`.
-        prices: the same of every live iteration against what the twin's costs say of its plan.
-        differences: where each live run's decisions leave the twin's; runs that never do are not among them.
-    """
+    """How far a twin's iterations are those of the live runs."""
 
     simulated: int
+    """Iterations of the twin."""
     live: int
+    """Iterations of all live runs."""
     aligned: int
+    """Live iterations that the twin has, too."""
     kinds: list[KindAgreement]
+    """Of aligned iterations that `decode`, `prefill`, do both (`mixed`), and of `all`, below."""
     prices: list[KindAgreement]
+    """The same of all live iterations, simulated being what the twin's costs say of the live plan, alone on the
+    machine; plans that wait for copies of earlier ones are left out. Kinds of 20 or more are judged."""
     differences: list[Difference]
+    """The first decision of each live run that is not the twin's at the same place, below; runs that never leave the
+    twin's are not among them."""
 
 
 def compare(

@@ -35,19 +35,23 @@ class TableSink(Protocol):
         ...
 
 
-TABLE_COLUMNS = (
-    "request_id",
-    "arrival_s",
-    "prompt_tokens",
-    "output_tokens",
-    "queue_s",
-    "ttft_s",
-    "tpot_s",
-    "e2el_s",
-    "preemptions",
-    "status",
-)
-ENGINE_COLUMNS = ("engine", "prefill_engine")
+TABLE_COLUMNS = {
+    "request_id": "Place in the trace, from 0.",
+    "arrival_s": "Arrival, s.",
+    "prompt_tokens": "Prompt tokens.",
+    "output_tokens": "Output tokens.",
+    "queue_s": "First scheduled minus arrival, s.",
+    "ttft_s": "First token minus arrival, s.",
+    "tpot_s": "(last token - first token) / (tokens - 1), s; 0 of a request of one token, which statistics leave out.",
+    "e2el_s": "Last token minus arrival, s.",
+    "preemptions": "Times the request was preempted.",
+    "status": "`completed` or `ignored`.",
+}
+"""Columns of the per-request table, and what they are."""
+ENGINE_COLUMNS = {
+    "engine": "Place of the engine where the request ended, from 0.",
+    "prefill_engine": "Where some engines prefill for others: the one that prefilled it.",
+}
 """What follows them where a run has several engines; the second only where some prefill for others."""
 
 

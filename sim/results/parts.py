@@ -16,14 +16,14 @@ Option = bool | int | float | str | None
 
 
 class Counts(Struct, kw_only=True, frozen=True):
-    """What a run counts beside times. In the file the policy's own counters stand among the others."""
+    """What a run counts beside times."""
 
     swap_out_blocks: int
-    """Whole blocks that preempted sequences had copied to the host."""
+    """Blocks copied to the host for sequences that were preempted."""
     swap_in_blocks: int
-    """Whole blocks copied back for swapped sequences; LayerKV copies layers back and counts them itself."""
+    """Blocks copied back for swapped sequences (LayerKV counts its own way back, below)."""
     swap_space_exhausted: int
-    """Preemptions that became recomputations because the host pool was full."""
+    """Preemptions that became recomputations because the host pool was full; vLLM 0.5.5 aborts there."""
     prefix_query_tokens: int = 0
     """Prompt tokens of requests that were admitted where prefixes are cached, each counted once."""
     prefix_hit_tokens: int
@@ -33,9 +33,9 @@ class Counts(Struct, kw_only=True, frozen=True):
     prefix_evicted_blocks: int
     """Cached blocks that were given up for others."""
     ignored: dict[str, int]
-    """Requests ignored, by reason."""
+    """Reason: requests ignored for it. Reasons that begin with `failed:` are failed copies and kernels."""
+    # By name; which there are is the policy's business. In the file they stand among the others.
     policy: dict[str, int] = field(default_factory=dict)
-    """The policy's own counters, by name; which there are is the policy's business."""
 
 
 class LatencyParts(Struct, kw_only=True, frozen=True):
@@ -53,9 +53,9 @@ class LatencyParts(Struct, kw_only=True, frozen=True):
     recompute_s: float
     """In iterations that computed again what a preemption had thrown away."""
     copies_s: float | None
-    """In its iterations, while they waited for copies over PCIe; None where that cannot be told from computing."""
+    """In its iterations, waiting for copies over PCIe. None: live, where that cannot be told from computing."""
     engine_s: float | None
-    """In its iterations, while the GPU waited for the engine's own processes; None likewise."""
+    """In its iterations, the GPU waiting for the engine's own processes. None: live."""
     passed_s: float
     """In the batch, or half prefilled, while an iteration computed others."""
     preempted_s: float
@@ -66,11 +66,11 @@ class TierUse(Struct, kw_only=True, frozen=True):
     """A tier below the GPU that keeps prefixes. Seconds are by price, each copy and computation as if alone."""
 
     tier: TierName
-    """Which."""
+    """`host` or `disk`."""
     num_blocks: int
     """Blocks that it holds, of all engines."""
     hit_tokens: int
-    """Tokens of prompts loaded from there; those hit on the GPU are the other prefix hits."""
+    """Tokens of prompts loaded from there; what was fetched from the disk before counts for the host."""
     num_loads: int
     """Loads."""
     stored_blocks: int
@@ -87,7 +87,7 @@ class LaneUse(Struct, kw_only=True, frozen=True):
     """How long one lane was in use."""
 
     busy_s: float
-    """Time in which the lane worked, s."""
+    """Time in which the lane worked, until the last copy, s; waiting for other lanes does not count."""
 
 
 class LanesUse(Struct, kw_only=True, frozen=True):
@@ -96,15 +96,15 @@ class LanesUse(Struct, kw_only=True, frozen=True):
     compute: LaneUse = field(name="GPU compute")
     """Computation."""
     h2d: LaneUse = field(name="PCIe host to device")
-    """Copies to the GPU."""
+    """Copies to the GPU, over the links of all its GPUs."""
     d2h: LaneUse = field(name="PCIe device to host")
     """Copies to the host."""
     host: LaneUse | UnsetType = field(name="Engine host", default=UNSET)
-    """The engine's own processes; absent where prices are all there is."""
+    """The engine's own processes. Absent: prices are all there is, or a live run."""
     disk_read: LaneUse | UnsetType = field(name="Disk read", default=UNSET)
-    """Copies from disk to host; absent where there were none."""
+    """Copies from disk to host. Absent: there were none."""
     disk_write: LaneUse | UnsetType = field(name="Disk write", default=UNSET)
-    """Copies from host to disk; absent where there were none."""
+    """Copies from host to disk. Absent: there were none."""
 
     def by_name(self) -> dict[str, LaneUse]:
         """The lanes under the names that people read."""
@@ -116,9 +116,9 @@ class EngineUse(Struct, kw_only=True, frozen=True):
     """One engine of several."""
 
     engine: int
-    """Its place, from 0."""
+    """Its place, from 0; those that prefill for others first."""
     role: Literal["both", "prefill", "decode"]
-    """What it does of a request."""
+    """`both`, or what it does for others: `prefill`, `decode`."""
     gpu: str
     """Name of its GPU."""
     tp: int
@@ -126,38 +126,39 @@ class EngineUse(Struct, kw_only=True, frozen=True):
     num_prompts: int
     """Requests that ended there, completed or ignored, or went on to another engine."""
     num_gpu_blocks: int
-    """GPU KV blocks, per GPU."""
+    """Its GPU pool, blocks per GPU."""
     num_iterations: int
-    """Iterations."""
+    """Its iterations."""
     num_preemptions: int
-    """Times a sequence lost its place among those decoding, or its KV."""
+    """Its preemptions."""
     lanes: LanesUse
-    """How long each lane was in use."""
+    """How long each of its lanes was in use, as above."""
     links: dict[str, LaneUse] | UnsetType = UNSET
-    """The same of its links to others, by name; absent where it has none."""
+    """The same of its links to others, `link out` and `link in`. Absent: it has none."""
 
 
 class UsedProfile(Struct, kw_only=True, frozen=True):
     """The fitted constants that priced (or, live, predicted) the run."""
 
     name: str
-    """Of the profile."""
+    """Name of the profile."""
     status: Literal["measured", "imported", "derived", "measured-from-server"]
-    """Where its constants come from: that GPU, public tables, specifications, or requests of a server."""
+    """`measured` on that GPU, `imported` from public tables, `derived` from specifications, or `measured-from-server`:
+    fitted to the requests of one ([calibration.md](calibration.md))."""
     sha256: str
-    """Of the constants' content, hexadecimal."""
+    """SHA-256 of its content, hexadecimal."""
     beyond_range: dict[str, float] | UnsetType = UNSET
-    """What was priced beyond the fitted range: quantity (tokens, batch, context_tokens), most seen. Absent if nothing
-    was."""
+    """What was priced beyond the range that the constants were fitted on: the most `tokens` of a prefill, sequences of
+    a decode (`batch`), `context_tokens` of a decode. Absent: nothing was."""
 
 
 class UsedEngineProfile(Struct, kw_only=True, frozen=True):
     """What the engine cost beside the GPU: host time, padded batches, front end."""
 
     name: str
-    """Of the engine profile."""
+    """Name of the engine profile ([calibration.md](calibration.md))."""
     sha256: str
-    """Of its content, hexadecimal."""
+    """SHA-256 of its content, hexadecimal."""
     assumed: list[str]
     """Those of its constants that nobody measured."""
 

@@ -31,6 +31,8 @@ class Metric:
     name: str
     less_is_better: bool | None
     form: str = ",.1f"
+    meaning: str = ""
+    """What it is, where it is no field of `Result`."""
 
     def text(self, value: float | None) -> str:
         """The value as printed; `-` for None."""
@@ -58,23 +60,44 @@ METRICS = (
     Metric("completed", "Requests completed", False, ",.0f"),
     Metric("ignored", "Requests ignored", True, ",.0f"),
     Metric("duration", "Duration (s)", True, ",.2f"),
-    Metric("request_offered", "Requests offered (1/s)", None, ",.3f"),
+    Metric(
+        "request_offered", "Requests offered (1/s)", None, ",.3f",
+        "Requests that came, between the first and the last, requests/s. None: more than 100,000 requests.",
+    ),
     Metric("request_throughput", "Requests served (1/s)", False, ",.3f"),
     Metric("output_throughput", "Output tokens (1/s)", False),
     Metric("total_token_throughput", "Total tokens (1/s)", False),
     Metric("request_goodput", "Goodput (requests/s)", False, ",.3f"),
-    Metric("goodput_attainment_percent", "SLOs met (% of requests)", False),
+    Metric(
+        "goodput_attainment_percent", "SLOs met (% of requests)", False, meaning="`goodput_attainment` x 100.",
+    ),
     *_latencies(),
-    *(Metric(f"mean_{part}_ms", f"E2EL: {name} (ms)", None) for part, name in LATENCY_PARTS.items()),
+    *(
+        Metric(
+            f"mean_{part}_ms", f"E2EL: {name} (ms)", None,
+            meaning=f"`{part}_s` of `latency_parts` x 1000. None: nothing was spent.",
+        )
+        for part, name in LATENCY_PARTS.items()
+    ),
     Metric("mean_queue_ms", "Mean queueing (ms)", True),
-    Metric("queue_share_percent", "Queueing / TTFT (%)", None),
-    Metric("prefix_hit_percent", "Prompt tokens hit (%)", False),
+    Metric("queue_share_percent", "Queueing / TTFT (%)", None, meaning="`mean_queue_ms` / `mean_ttft_ms` x 100."),
+    Metric(
+        "prefix_hit_percent", "Prompt tokens hit (%)", False,
+        meaning="`prefix_hit_tokens` / `prefix_query_tokens` x 100. None: no prefixes are cached.",
+    ),
     Metric("num_preemptions", "Preemptions", True, ",.0f"),
-    Metric("mean_decoding", "Mean requests past TTFT", None),
-    Metric("host_memory_gib", "Host KV memory (GiB/GPU)", None),
-)
-"""Rows of a comparison, in order. `mean_decoding` counts requests between their first and last token (Little's law);
-`host_memory_gib` is what the policy was given."""
+    Metric(
+        "mean_decoding", "Mean requests past TTFT", None,
+        meaning="Requests between their first and last token, averaged over the run: `completed` x (`mean_e2el_ms` - "
+        "`mean_ttft_ms`) / `duration` (Little's law).",
+    ),
+    Metric(
+        "host_memory_gib", "Host KV memory (GiB/GPU)", None,
+        meaning="Host memory for KV that the policy was given, GiB per GPU; of a tier that keeps prefixes, its own.",
+    ),
+)  # fmt: skip
+"""Rows of a comparison, in order."""
+MEANINGS = {metric.key: metric.meaning or f"{metric.name}." for metric in METRICS}
 
 
 def metric_values(result: Result) -> dict[str, float | None]:

@@ -29,49 +29,51 @@ class Result(Struct, kw_only=True, frozen=True):
     """One run: its statistics, what it counted and what it was made of."""
 
     backend: Backend
-    """Which clock the run was on."""
+    """`kvtwin-sim`: simulated; `kvtwin-live`: executed."""
     model_id: str
     """Name of the model."""
     policy: str
-    """Label of the policy: its name with the options that were given."""
+    """Label of the policy: its name with the options that were given, as in `layerkv:slo-aware=false`."""
     num_prompts: int
-    """Requests that ended, completed or ignored."""
+    """Requests that ended: `completed` + `ignored`."""
     request_rate: float | None
-    """Requests/s asked for; None: the trace's own arrivals, infinite: all at once ("inf" in the file)."""
+    """Requests/s asked for; infinite, in the file the text `inf`: all at once. None: the trace's own arrivals, or the
+    workload's default."""
     complete: bool
     """Whether the run came to its end: neither interrupted nor in error."""
     error: str | UnsetType = UNSET
-    """Why the run ended early; absent unless it failed."""
+    """Why the run ended early: a bad row of the trace, a failed engine. Absent: no error (an interrupted run has
+    none)."""
 
     duration: float
-    """First arrival to last token of what completed, s."""
+    """First arrival of any request to last token of any completed, s; 0 if none completed."""
     completed: int
     """Requests that got all their tokens."""
     ignored: int
-    """Requests given up: they can never fit, were cancelled or failed."""
+    """Requests given up: they can never fit, their client left, or what they held was lost."""
     failed: int
-    """The same number under vLLM's name: requests that did not complete."""
+    """The same number, under vLLM's name."""
     total_input_tokens: int
     """Prompt tokens of the requests completed."""
     total_output_tokens: int
-    """Tokens that the requests completed were given."""
+    """Output tokens of the requests completed."""
     request_throughput: float
-    """Requests completed over duration, 1/s."""
+    """`completed` / `duration`, requests/s."""
     output_throughput: float
-    """Output tokens over duration, 1/s."""
+    """`total_output_tokens` / `duration`, tokens/s."""
     total_token_throughput: float
-    """Prompt and output tokens over duration, 1/s."""
+    """Prompt and output tokens / `duration`, tokens/s."""
     max_output_tokens_per_s: int | UnsetType = UNSET
-    """Most tokens that came within one of the seconds since the first arrival; only where every token's time was kept,
-    and of requests completed alone."""
+    """Most tokens of completed requests within one of the seconds since the first of them arrived. Absent: without
+    `--save-detailed`."""
     max_concurrent_requests: int
     """Most requests in flight at once, of those completed: from arrival up to their last token."""
     request_goodput: float | None
-    """Requests that met every SLO over duration, 1/s; None without SLOs."""
+    """Requests that met every SLO / `duration`, requests/s. None: no SLOs (`--goodput`)."""
     goodput_attainment: float | None
-    """Requests that met every SLO over those that ended, 0 to 1; None without SLOs or requests."""
+    """Requests that met every SLO / requests that ended, 0 to 1; an ignored one met none. None: no SLOs, or nothing
+    ended."""
 
-    # Time to first token, ms: first token minus arrival. None, as in all that follow, where there is no value.
     mean_ttft_ms: float | None
     median_ttft_ms: float | None
     std_ttft_ms: float | None
@@ -79,7 +81,8 @@ class Result(Struct, kw_only=True, frozen=True):
     p90_ttft_ms: float | None
     p95_ttft_ms: float | None
     p99_ttft_ms: float | None
-    # Time per output token, ms: of each request of two tokens or more, last minus first token over the gaps between.
+    """Time to first token, ms: first token minus arrival; of a request that is computed again, its first first token.
+    None: nothing completed."""
     mean_tpot_ms: float | None
     median_tpot_ms: float | None
     std_tpot_ms: float | None
@@ -87,7 +90,8 @@ class Result(Struct, kw_only=True, frozen=True):
     p90_tpot_ms: float | None
     p95_tpot_ms: float | None
     p99_tpot_ms: float | None
-    # End-to-end latency, ms: last token minus arrival.
+    """Time per output token, ms: (last token - first token) / (tokens - 1) of each request of two tokens or more. None:
+    there is none."""
     mean_e2el_ms: float | None
     median_e2el_ms: float | None
     std_e2el_ms: float | None
@@ -95,7 +99,7 @@ class Result(Struct, kw_only=True, frozen=True):
     p90_e2el_ms: float | None
     p95_e2el_ms: float | None
     p99_e2el_ms: float | None
-    # Queueing, ms: first scheduled minus arrival, the part of TTFT that is not prefill.
+    """End to end, ms: last token minus arrival. None: nothing completed."""
     mean_queue_ms: float | None
     median_queue_ms: float | None
     std_queue_ms: float | None
@@ -103,7 +107,8 @@ class Result(Struct, kw_only=True, frozen=True):
     p90_queue_ms: float | None
     p95_queue_ms: float | None
     p99_queue_ms: float | None
-    # Inter-token latency, ms: every gap between two tokens of a request, all requests together.
+    """Queueing, ms: first scheduled minus arrival; the rest of TTFT is prefill. From single-precision values. None:
+    nothing completed."""
     mean_itl_ms: float | None
     median_itl_ms: float | None
     std_itl_ms: float | None
@@ -111,48 +116,52 @@ class Result(Struct, kw_only=True, frozen=True):
     p90_itl_ms: float | None
     p95_itl_ms: float | None
     p99_itl_ms: float | None
+    """Inter-token latency, ms: each gap between two tokens of a request, of all requests together. None: no request has
+    two tokens."""
     itl_percentiles: Literal["exact", "from bins, within 0.01 %"]
-    """How the percentiles of the inter-token latency were found."""
+    """`exact`, or `from bins, within 0.01 %` after a million runs of like iterations, or four million iterations."""
 
     latency_parts: LatencyParts | UnsetType = UNSET
-    """Where the mean latency went; absent where no time series was kept, or where it cannot be told."""
+    """Where the mean end-to-end latency went, below. Absent: no time series was kept; a pipeline's batches overlap; a
+    request was given up on its way."""
 
     makespan_s: float
-    """Time of the last token, s from the clock's start."""
+    """Time of the last token of any request completed, s from the clock's start; 0 if none completed."""
     num_iterations: int
     """Iterations of the engine, or of all engines together."""
     num_preemptions: int
     """Times a sequence lost its place among those decoding, or its KV."""
     counters: Counts
-    """What else was counted."""
+    """What else was counted, below."""
     lanes: LanesUse
-    """How long each lane was in use; of several engines the mean."""
+    """How long each lane was in use, below; of several engines the mean."""
     tiers: list[TierUse] | UnsetType = UNSET
-    """Tiers below the GPU that keep prefixes, the nearest first; absent where there is none."""
+    """Tiers below the GPU that keep prefixes, the nearest first, below. Absent: there is none."""
     engines: list[EngineUse] | UnsetType = UNSET
-    """Each engine's share; absent where there is one."""
+    """Each engine's share, below. Absent: there is one."""
     warnings: list[str]
-    """What a reader of the figures should know, a sentence each."""
+    """Sentences to read before the figures: limits that were adjusted, rows of the trace left out, extrapolated times,
+    ignored requests."""
     scenario: ResolvedScenario
-    """What was asked for, and what it resolved to."""
+    """What was asked for and what it resolved to, below."""
     profile: UsedProfile
-    """The constants that priced the run."""
+    """The constants that priced the run, below."""
     engine_profile: UsedEngineProfile | UnsetType = UNSET
-    """What the engine cost beside the GPU; absent where prices are all there is."""
+    """What the engine cost beside the GPU, below. Absent: prices are all there is (forms `linear` and `paper`)."""
     versions: Versions
-    """What produced the file."""
+    """What produced the file, below."""
     machine: Machine | UnsetType = UNSET
-    """What executed the run; absent from simulated ones."""
+    """What executed the run, below. Absent: a simulated run."""
 
     decisions_sha256: str | UnsetType = UNSET
-    """Of every step's decisions, a line each as vLLM's own schedulers are compared; only where every token's time was
-    kept and the batching tells its decisions."""
+    """SHA-256 over a line for each step, `STEP REQUEST:TOKENS ... preempt REQUEST ...`, in the order of the engine
+    (vLLM v1). Absent: without `--save-detailed`, or the policy does not tell."""
 
     per_request: str | UnsetType = UNSET
-    """Where the arrays below went; present only where there are too many requests for them."""
-    # Arrays, one element a request that ended, in order of the request ids; absent where `per_request` is present.
+    """A sentence: there are no arrays, see the table. Absent: at most 100,000 requests ended."""
     request_ids: list[int] | UnsetType = UNSET
-    """Place in the trace, from 0."""
+    """Place in the trace, from 0; the arrays are in its order, one element for each request that ended. Absent, as all
+    that follow: `per_request` is present."""
     start_times: list[float] | UnsetType = UNSET
     """Arrival, s."""
     input_lens: list[int] | UnsetType = UNSET
@@ -160,43 +169,46 @@ class Result(Struct, kw_only=True, frozen=True):
     output_lens: list[int] | UnsetType = UNSET
     """Output tokens; 0 of an ignored request."""
     queue_times: list[float] | UnsetType = UNSET
-    """Arrival to first scheduled, s."""
+    """First scheduled minus arrival, s; 0 of an ignored request, as all times."""
     ttfts: list[float] | UnsetType = UNSET
-    """Arrival to first token, s; 0 of an ignored request, as all times."""
+    """First token minus arrival, s."""
     latencies: list[float] | UnsetType = UNSET
-    """Arrival to last token, s."""
+    """Last token minus arrival, s."""
     errors: list[str] | UnsetType = UNSET
     """Why the request was ignored or failed; empty of one completed."""
     itls: list[list[float]] | UnsetType = UNSET
-    """Gaps between tokens, s; only where every token's time was kept."""
+    """For each request the gaps between its tokens, s. Absent too without `--save-detailed`."""
 
 
 class Bounds(Struct, kw_only=True, frozen=True):
     """What no scheduler exceeds, and runs with one limit of the machine lifted."""
 
     goodput_bound: float | None = None
-    """Requests a second that meet their SLOs under any scheduler, at most; None where it was not asked for, or there
-    is none."""
+    """The most goodput that any scheduler could reach with these prices and limits, requests/s
+    (`sim/bounds/goodput.py`); of policies whose limits differ, the greatest. None: `--no-bound`; 20,000 requests or
+    more without `--bound`; no SLOs, a closed loop, pools, or prices of form `table` or `paper`."""
     bound_shares: dict[str, float] = {}
-    """Goodput over the bound, by label."""
+    """Label: goodput over the bound, of runs that complete every request; empty without a bound."""
     lifted: dict[str, dict[str, dict[str, float | None]]] = {}
-    """Metrics by label, then by the limit lifted (infinite PCIe, infinite memory, known lengths)."""
+    """Label: limit lifted: metric: value, of `--bounds`: `infinite PCIe`, `infinite memory`, `known lengths`; a limit
+    that a policy does not know is left out."""
 
 
 class Comparison(Bounds, kw_only=True, frozen=True):
     """What comparison.json holds of several results; metrics are those of `sim.results.report.METRICS`."""
 
     baseline: str | None
-    """Label of the first policy; None without any."""
+    """Label of the first policy. None: no policy was run."""
     policies: list[str]
-    """Labels in order."""
+    """Labels, in order."""
     metrics: dict[str, dict[str, float | None]]
-    """By label, then by key; None where the run has no such value."""
+    """Label: metric: value, below."""
     ratios_to_baseline: dict[str, dict[str, float | None]]
-    """Value over the first policy's, by label, then by key; None where either is missing or the first is 0."""
+    """Label: metric: value over the first policy's. None: either is missing, or the first is 0."""
     overloaded: list[str]
-    """Labels of the policies whose queue grew to the end."""
+    """Labels of the policies whose queue grew to the end of the arrivals: in their second half more requests came than
+    ended, or than were first scheduled, by over three standard deviations of Poisson arrivals."""
     sentences: list[str]
-    """What differs from the first policy, a paragraph each further policy."""
+    """What differs from the first policy, a paragraph for each further one."""
     profiles: dict[str, UsedProfile]
-    """By label."""
+    """Label: `profile` of its result."""

@@ -6,24 +6,33 @@ from array import array
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.scheduler import Scheduler
-from sim.results.time_use import LIMITS, TimeUse
+from sim.results.time_use import TimeUse
 
-COLUMNS = (
-    "time_s",
-    "num_waiting",
-    "num_decoding",
-    "num_swapped",
-    "gpu_free_blocks",
-    "gpu_allocated_blocks",
-    "gpu_released_blocks",
-    "host_free_blocks",
-    "compute_busy_s",
-    "h2d_busy_s",
-    "d2h_busy_s",
-    *(f"bound_{limit}_s" for limit in LIMITS),
-)
-COUNTS = COLUMNS[1:8]
-"""Blocks are pool units (`block_size` tokens x the policy's layer group); allocated and released are running totals."""
+COLUMNS = {
+    "time_s": "Start of the iteration, or of having nothing to do, s.",
+    "num_waiting": "Requests waiting for their prefill, those included that this iteration admits.",
+    "num_decoding": "Sequences in the decode batch.",
+    "num_swapped": "Sequences with KV on the host that do not decode: swapped, parked or on the way back; between "
+    "pools, those whose KV waits to be pulled or is on its way.",
+    "gpu_free_blocks": "Pool units free on the GPU, the iteration's own blocks taken.",
+    "gpu_allocated_blocks": "Pool units taken since the start: Eq. 5's running total.",
+    "gpu_released_blocks": "Pool units given back since the start; free = pool + released - allocated.",
+    "host_free_blocks": "Pool units free on the host.",
+    "compute_busy_s": "Computation since the start, this iteration's included, s.",
+    "h2d_busy_s": "Copies to the GPU since the start, those booked ahead included, s.",
+    "d2h_busy_s": "Copies to the host since the start, those booked ahead included, s.",
+    "bound_memory_s": "Since the start, s, in iterations during which KV memory kept the next request from starting, "
+    "or a request's KV was away.",
+    "bound_seats_s": "The same of `max_num_seqs`.",
+    "bound_tokens_s": "The same of `max_num_batched_tokens`.",
+    "bound_slo_s": "The same of SLO-aware admission (`slack`).",
+    "bound_policy_s": "The same of other rules of the policy: a batch that runs to its end, an order.",
+    "bound_copies_s": "While no request was kept waiting: the part of iterations that waited for copies.",
+    "bound_engine_s": "The part that waited for the engine's own processes.",
+    "bound_compute_s": "The part that computed.",
+}
+"""Columns and what they are. Pool units are `block_size` tokens x the policy's layer group."""
+COUNTS = tuple(COLUMNS)[1:8]
 
 SAMPLE_LIMIT = 20_000
 """When this many rows are kept, every other one goes and half as many are taken: memory does not grow with the run."""
