@@ -21,12 +21,12 @@ from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.errors import UserError
 from sim.kv.saved_states import TieredStates
+from sim.parts.catalogue import MEMORIES
 from sim.prepare import GIB, prepare
 from sim.runs import Recording, build_engine
 from sim.scenario import Scenario
 from sim.systems.base import Policy
 from sim.systems.builder import options_among
-from sim.systems.mixing import MEMORIES
 from sim.systems.offload_options import OffloadOptions
 
 DEFAULT_SHARE = 4

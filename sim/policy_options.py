@@ -13,9 +13,9 @@ import msgspec
 
 from sim.errors import UserError
 from sim.option_values import convert, flag, option_fields
+from sim.parts.catalogue import KINDS, known_part
 from sim.systems import DEFAULT_POLICY, POLICIES, policy_named
 from sim.systems.base import Policy
-from sim.systems.mixing import KINDS, known_part
 
 
 class PolicyOption(msgspec.Struct, frozen=True):

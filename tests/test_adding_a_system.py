@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 
 import sim.systems
+from sim.parts.catalogue import PLACES
 from sim.policy_options import parse_policy
 from sim.results.result import read_result
-from sim.systems.mixing import ORDERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "adding-a-system.md").read_text(encoding="utf-8")
@@ -39,11 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranking(folder: Path) -> Iterator[ModuleType]:
     """The page's module, imported; what it registers is forgotten afterwards."""
-    places, orders = dict(sim.systems._PLACES), dict(ORDERS)
+    places, orders = dict(sim.systems._PLACES), dict(PLACES["order"])
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield import_module("ranking")
-    for table, before in ((sim.systems._PLACES, places), (ORDERS, orders)):
+    for table, before in ((sim.systems._PLACES, places), (PLACES["order"], orders)):
         table.clear()
         table.update(before)
     for file, _ in BLOCKS:

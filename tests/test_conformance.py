@@ -14,6 +14,7 @@ from sim.kv.layer_blocks import LayerBlocks
 from sim.kv.paged import PagedMemory
 from sim.parts.admission.slack import SlackAdmission
 from sim.parts.batching.prefill_first import PrefillFirst
+from sim.parts.catalogue import CATALOGUE
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.eviction.swap import Swap
 from sim.parts.order.fcfs import Fcfs
@@ -21,7 +22,6 @@ from sim.parts.stage.promote import Promote
 from sim.policy_options import parse_policy
 from sim.systems import POLICIES
 from sim.systems.layerkv import LayerKV
-from sim.systems.mixing import CATALOGUE
 from sim.systems.vllm055 import VllmRecompute, VllmSwap
 
 VARIANTS = [

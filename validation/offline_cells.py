@@ -34,6 +34,7 @@ from sim.bounds.step_price import step_prices
 from sim.bounds.work import Floats, least_work, priced
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.parts.catalogue import PLACES, register_part
 from sim.parts.eviction.park import Park
 from sim.parts.order.prospects import Judged, Prospects
 from sim.parts.order.triage import HOPELESS, KEPT, Outlook, Triage
@@ -43,8 +44,7 @@ from sim.results.result import assemble
 from sim.simulate import build_run, execute
 from sim.systems.adaptive import Adaptive
 from sim.systems.adaptive_options import AdaptiveOptions
-from sim.systems.builder import Builder, Known, KnownEviction
-from sim.systems.mixing import EVICTIONS, ORDERS
+from sim.systems.builder import Builder
 from sim.traffic import traffic
 from traces.request import Request
 
@@ -55,6 +55,14 @@ PROMPT_MARGIN = 1.1
 
 class ChosenOrder(Triage):
     """The chosen are kept as long as they can be in time, the others stand on the shelf."""
+
+    name: ClassVar[str] = "chosen"
+    options: ClassVar[type | None] = AdaptiveOptions
+
+    @classmethod
+    def build(cls, b: Builder) -> "ChosenOrder":
+        assert isinstance(b.policy, Offline)
+        return cls(b.policy.chosen, b.policy.ttft_slo_ms / 1e3, b.policy.tpot_slo_ms / 1e3)
 
     def __init__(self, chosen: frozenset[int], ttft_slo_s: float, tpot_slo_s: float) -> None:
         super().__init__(ttft_slo_s, tpot_slo_s)
@@ -81,6 +89,8 @@ class ChosenProspects(Prospects):
 class ChosenPark(Park):
     """`Park` by those prospects."""
 
+    name: ClassVar[str] = "park-chosen"
+
     def bind(self, scheduler: Scheduler) -> None:
         super().bind(scheduler)
         assert isinstance(self.order, ChosenOrder)
@@ -95,20 +105,15 @@ class Offline(Adaptive):
     chosen: frozenset[int] = frozenset()
 
 
-def _chosen_order(b: Builder) -> ChosenOrder:
-    assert isinstance(b.policy, Offline)
-    return ChosenOrder(b.policy.chosen, b.policy.ttft_slo_ms / 1e3, b.policy.tpot_slo_ms / 1e3)
-
-
 @contextmanager
 def registered() -> Iterator[None]:
     """Its parts are known, for as long as it runs."""
-    ORDERS["chosen"] = Known(_chosen_order, AdaptiveOptions)
-    EVICTIONS["park-chosen"] = KnownEviction(lambda _: ChosenPark())
+    register_part("order", "chosen", f"{__name__}:ChosenOrder")
+    register_part("eviction", "park-chosen", f"{__name__}:ChosenPark")
     try:
         yield
     finally:
-        del ORDERS["chosen"], EVICTIONS["park-chosen"]
+        del PLACES["order"]["chosen"], PLACES["eviction"]["park-chosen"]
 
 
 def in_time(candidates: list[int], arrivals: Floats, due: Floats, seconds: Floats) -> list[int]:

@@ -19,6 +19,12 @@ class Memory(Part, ABC):
     sequences.
     """
 
+    can_cache_prefixes: ClassVar[bool] = False
+    """Whether prompts may hit blocks that others have computed, where a run asks for it."""
+    always_caches: ClassVar[bool] = False
+    """Whether there is no choice about that."""
+    runs_live: ClassVar[bool] = True
+    """Whether a device can carry out its plans, which say where prefixes are cached which blocks are shared."""
     gpu: BlockPool
     host: BlockPool
     unit: int

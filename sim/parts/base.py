@@ -18,6 +18,21 @@ One step of the scheduler asks them in this order:
 
 Predicates (`admits`, `fits`, `ever_fits`, `can_append`) change nothing. Only `Memory` touches the pools. A hook that a
 part does not override is never called.
+
+A part's class says what is known before there is one: `name`, as `composition` and `--policy SYSTEM:KIND=NAME` have it;
+`options`, the dataclass of options that it reads; `needs`, what the parts of other kinds must be or offer for its sake,
+each with the reason that a refusal gives; and `build`, a class method that makes one for an engine. `--policy`,
+refusals and tables of what goes together are derived from these. `sim.parts.catalogue` says where a name's class is.
+
+- A need asks for what another part offers: a capability (a class that it derives from) or a class attribute that is
+  true. It asks for a name only where that part alone makes sense. Needs are those of the parts that were built.
+- One name may stand for several classes: the `build` of the class in the catalogue chooses, by limits and options. It
+  finds the others by their places (`class_at`), imports no subclass, and all bear one name. Two names for one algorithm
+  are two classes, one a subclass of two lines.
+- `build` gives options and constants. Other parts are met in `bind`, when needs have been checked.
+- Options that several parts or presets have are a dataclass in a module of its own (`NAME_options.py`, or `options.py`
+  in a family's folder), so that a preset, which derives from it, imports no part.
+- Parts that go only with one another are a folder with their preset, `sim/systems/NAME/`.
 """
 
 from abc import ABC, abstractmethod
@@ -33,10 +48,24 @@ from sim.engine.sequence import Sequence
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
     from sim.kv.memory import Memory
+    from sim.parts.needs import Need
+    from sim.systems.builder import Builder
 
 
 class Part:
-    """What all parts have: the scheduler that they serve, and hooks into its step (see the module)."""
+    """What all parts have: facts of the class, the scheduler that they serve, hooks into its step (see the module)."""
+
+    name: ClassVar[str]
+    """As `--policy SYSTEM:KIND=NAME` speaks of it."""
+    options: ClassVar[type | None] = None
+    """The dataclass of options that it reads."""
+    needs: "ClassVar[tuple[Need, ...]]" = ()
+    """What parts of other kinds must be or offer."""
+
+    @classmethod
+    def build(cls, b: "Builder") -> "Part":
+        """A new one for an engine. UserError where the deployment or an option speaks against it."""
+        return cls()
 
     scheduler: "Scheduler"
     memory: "Memory"
@@ -164,6 +193,8 @@ class Eviction(Part, ABC):
 
     moves_whole: ClassVar[bool] = False
     """Whether sequences go to the host whole."""
+    returns_when_asked: ClassVar[bool] = False
+    """Whether victims come back only when the batching asks (`bring_back`)."""
 
     @abstractmethod
     def evict(self, seq: Sequence, plan: IterationPlan) -> None:

@@ -5,8 +5,8 @@ from typing import Literal
 
 from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor, check_accuracy
 from sim.errors import UserError
+from sim.parts.options import option
 from sim.systems.async_scheduling import AsyncScheduling
-from sim.systems.options import option
 
 
 @dataclass(frozen=True)

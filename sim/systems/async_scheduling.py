@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sim.systems.options import vllm_option
+from sim.parts.options import vllm_option
 
 
 @dataclass(frozen=True)

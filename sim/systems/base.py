@@ -2,7 +2,7 @@
 
 The contract of a preset:
 
-- It is a frozen dataclass whose `composition` names one part of each kind (`sim.systems.mixing` knows them).
+- It is a frozen dataclass whose `composition` names one part of each kind (`sim.parts.catalogue` knows them).
 - `engine_limits` turns what the user asked for into the engine's limits and refuses what the system cannot have.
 - `length_predictor` says what the engine may know of output lengths.
 - `parts` builds the parts, anew for every engine, from the options and its arguments alone.
@@ -19,14 +19,18 @@ import msgspec
 from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
+from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES
 from sim.systems.async_scheduling import AsyncScheduling
-from sim.systems.builder import UNIFIED, Builder, options_among
+from sim.systems.builder import UNIFIED, Builder, build_parts, options_among
 from sim.systems.layerkv_options import LayerKVOptions
-from sim.systems.mixing import EVICTIONS, MEMORIES, build_parts, default_tokens
 
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
     from sim.engine.scheduler import Parts, Scheduler
+
+MIN_BATCHED_TOKENS = 2048
+CHUNKED_BATCHED_TOKENS = 512
+"""vLLM 0.5.5's token budgets: max(max_model_len, 2048), with chunked prefill 512."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -169,11 +173,19 @@ class Policy(ABC):
         return NoPredictor()
 
 
+def default_budget(batching: str, max_model_len: int, *, chunked: bool) -> int:
+    """Tokens of an iteration where the user names none: the batching's, or vLLM 0.5.5's."""
+    own = BATCHINGS[batching].default_budget
+    if own is not None:
+        return own
+    return CHUNKED_BATCHED_TOKENS if chunked else max(max_model_len, MIN_BATCHED_TOKENS)
+
+
 def whole_prompt_limits(policy: Policy, asked: Asked) -> EngineLimits:
     """Limits of systems that never split a prompt: a budget that any prompt fits."""
     if asked.enable_chunked_prefill:
         raise UserError(f"--enable-chunked-prefill: {policy.name} computes prompts whole; leave it out")
-    default = default_tokens(policy.names["batching"], asked.max_model_len, chunked=False)
+    default = default_budget(policy.names["batching"], asked.max_model_len, chunked=False)
     tokens = asked.max_num_batched_tokens or default
     if tokens < asked.max_model_len:
         raise UserError(
@@ -187,6 +199,6 @@ def chunked_limits(policy: Policy, asked: Asked) -> EngineLimits:
     """Limits of systems that split every prompt."""
     if asked.enable_chunked_prefill is False:
         raise UserError(f"--no-enable-chunked-prefill: {policy.name} splits prompts; leave it out")
-    tokens = asked.max_num_batched_tokens or default_tokens(policy.names["batching"], asked.max_model_len, chunked=True)
+    tokens = asked.max_num_batched_tokens or default_budget(policy.names["batching"], asked.max_model_len, chunked=True)
     seqs = asked.max_num_seqs or min(policy.default_max_num_seqs, tokens)
     return EngineLimits(seqs, tokens, True).checked()

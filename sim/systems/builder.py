@@ -1,20 +1,23 @@
-"""What building a part is given, and what is known of a part by its name."""
+"""What building a part is given, and how the parts of a system are built and found to go together."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
 
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
+from sim.parts.catalogue import ADMISSIONS, BATCHINGS, EVICTIONS, KINDS, MEMORIES, ORDERS, STAGES
+from sim.parts.needs import check_needs
 from sim.systems.layerkv_options import Equations, LayerKVOptions
 from sim.systems.offload_options import OffloadOptions
 
 if TYPE_CHECKING:
+    from sim.engine.scheduler import Parts
     from sim.kv.layer_blocks import LayerBlocks
     from sim.kv.memory import Memory
-    from sim.parts.base import Eviction, Stage  # noqa: F401
-    from sim.parts.batching.base import Batching  # noqa: F401
+    from sim.parts.base import Admission, Eviction, Order, Stage
+    from sim.parts.batching.base import Batching
     from sim.systems.base import Policy
 
 HAND_OVER = "hand-over"
@@ -25,9 +28,6 @@ STORED = "stored"
 """The memory of engines whose prompts a store of the cluster may have."""
 UNIFIED = ("unified", "paced")
 """Batchings with vLLM v1's one budget, whose host time is its."""
-MIN_BATCHED_TOKENS = 2048
-CHUNKED_BATCHED_TOKENS = 512
-"""vLLM 0.5.5's token budgets: max(max_model_len, 2048), with chunked prefill 512."""
 
 Options = TypeVar("Options")
 
@@ -90,33 +90,42 @@ Part = TypeVar("Part", covariant=True)
 
 
 class Known(msgspec.Struct, Generic[Part], frozen=True):
-    """A part that has a name: how to build it, and the options that it reads."""
+    """A part whose class does not build it yet: how it is built, and what its class will say."""
 
     build: Callable[[Builder], Part]
     options: type | None = None
 
 
 class KnownMemory(Known["Memory"], frozen=True):
-    """A memory, and whether it can keep what others may hit."""
+    """A memory."""
 
     can_cache_prefixes: bool = False
     always_caches: bool = False
     runs_live: bool = True
-    """Whether a device can carry out its plans, which say where prefixes are cached which blocks are shared."""
 
 
 class KnownEviction(Known["Eviction"], frozen=True):
-    """An eviction, and whether it moves sequences whole, whose blocks nobody may share then."""
+    """An eviction."""
 
     moves_whole: bool = False
 
 
-class KnownBatching(Known["Batching"], frozen=True):
-    """A batching and the budget that goes with it."""
+def build_parts(b: Builder) -> "Parts":
+    """One part of each kind. UserError where they do not go together."""
+    from sim.engine.scheduler import Parts
 
-    splits_prompts: bool | None = None
-    """None: as `--enable-chunked-prefill` says."""
-    tokens: Callable[[int, bool], int] = lambda length, chunked: (
-        CHUNKED_BATCHED_TOKENS if chunked else max(length, MIN_BATCHED_TOKENS)
+    names = b.names
+    b.memory = cast("Memory", MEMORIES[names["memory"]].build(b))
+    b.stage = cast("Stage", STAGES[names["stage"]].build(b))
+    if b.memory.splits_layers and not b.stage.brings_layers_back:
+        raise UserError("memory=layers leaves layers on the host: it goes with stage=promote or stage=stream")
+    parts = Parts(
+        order=cast("Order", ORDERS[names["order"]].build(b)),
+        memory=b.memory,
+        admission=cast("Admission", ADMISSIONS[names["admission"]].build(b)),
+        eviction=cast("Eviction", EVICTIONS[names["eviction"]].build(b)),
+        stage=b.stage,
+        batching=cast("Batching", BATCHINGS[names["batching"]].build(b)),
     )
-    """Default token budget, from the longest context and whether prompts are split."""
+    check_needs(names, {kind: getattr(parts, kind) for kind in KINDS})
+    return parts

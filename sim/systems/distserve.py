@@ -21,9 +21,9 @@ modelled: the placement search.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.parts.options import option
 from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
 from sim.systems.hand_over_options import HandOverOptions
-from sim.systems.options import option
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sim.engine.limits import Deployment
 from sim.errors import UserError
-from sim.systems.options import option
+from sim.parts.options import option
 
 if TYPE_CHECKING:
     from sim.parts.token_wise.equations import StepCosts

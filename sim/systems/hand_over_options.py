@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sim.errors import UserError
-from sim.systems.options import option
+from sim.parts.options import option
 
 
 @dataclass(frozen=True)

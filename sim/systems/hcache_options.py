@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from sim.engine.limits import Deployment, Limits
-from sim.systems.options import option
+from sim.parts.options import option
 
 if TYPE_CHECKING:
     from sim.cost.restoring import LayerSplit, StateBytes

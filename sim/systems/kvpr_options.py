@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sim.systems.options import option
+from sim.parts.options import option
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from sim.engine.limits import Deployment
 from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor, check_accuracy
 from sim.errors import UserError
 from sim.parts.admission.watermark import WATERMARK
-from sim.systems.options import option
+from sim.parts.options import option
 
 MAX_HORIZON_STEPS = 10_000
 

@@ -5,12 +5,13 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from sim.errors import UserError
-from sim.systems.builder import HAND_OVER, UNIFIED, Builder
+from sim.systems.builder import HAND_OVER, UNIFIED, Builder, KnownMemory
 from sim.systems.ellm_options import TokenWiseOptions
-from sim.systems.hcache_options import split_of
+from sim.systems.hcache_options import StatesOptions, split_of
 from sim.systems.kvpr_options import PartialRecomputeOptions
-from sim.systems.layerkv_options import remembered
+from sim.systems.layerkv_options import LayerKVOptions, remembered
 from sim.systems.mempool_options import MemPoolOptions
+from sim.systems.mooncake_options import ConductorOptions
 from sim.systems.offload_options import OffloadOptions
 from sim.systems.tiered_options import RetentionOptions, TieredOptions
 from sim.systems.vllm_v1_options import VllmV1Options
@@ -252,3 +253,19 @@ def token_wise_memory(b: Builder) -> "Memory":
         b.limits, model.num_layers, options.layers_per_block, kernels,
         least_ratio=options.least_uncached_ratio, most_ratio=options.most_uncached_ratio, by_longest=options.printed,
     )  # fmt: skip
+
+
+PAGED = KnownMemory(paged, can_cache_prefixes=True)
+RADIX = KnownMemory(radix, can_cache_prefixes=True)
+CHUNKS = KnownMemory(chunks, can_cache_prefixes=True)
+PREFIX_GROUPS = KnownMemory(group_memory, can_cache_prefixes=True)
+TIERED = KnownMemory(tiered, TieredOptions, can_cache_prefixes=True, always_caches=True)
+RETAINED = KnownMemory(retained, RetentionOptions, can_cache_prefixes=True, always_caches=True)
+RESERVED = KnownMemory(reserved)
+MEMPOOL = KnownMemory(mempool, MemPoolOptions, can_cache_prefixes=True, runs_live=False)
+STORED = KnownMemory(stored, ConductorOptions)
+LAYERS = KnownMemory(layer_blocks, LayerKVOptions)
+SAVED_STATES = KnownMemory(saved_states, StatesOptions)
+TIERED_STATES = KnownMemory(tiered_states, StatesOptions, can_cache_prefixes=True, always_caches=True)
+HOSTED_LAYERS = KnownMemory(hosted_layers, PartialRecomputeOptions)
+TOKEN_WISE = KnownMemory(token_wise_memory, TokenWiseOptions)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sim.systems.options import option
+from sim.parts.options import option
 
 
 @dataclass(frozen=True)

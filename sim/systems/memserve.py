@@ -18,9 +18,9 @@ modelled: the pool's host memory, and prefixes sent from one prefill engine to a
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.parts.options import option
 from sim.systems.distserve import DistServe
 from sim.systems.mempool_options import MemPoolOptions
-from sim.systems.options import option
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ arrival (it is the least loaded when the prefill ends).
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.parts.options import option
 from sim.systems.distserve import DistServe
 from sim.systems.mooncake_options import ConductorOptions
-from sim.systems.options import option
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.systems.options import MOST_GIB, option, vllm_option
+from sim.parts.options import MOST_GIB, option, vllm_option
 
 GIB = 1 << 30
 PAGE_BYTES = 4096

@@ -4,30 +4,17 @@ from typing import TYPE_CHECKING
 
 from sim.errors import UserError
 from sim.systems.adaptive_options import AdaptiveOptions
-from sim.systems.builder import Builder
+from sim.systems.builder import Builder, Known, KnownEviction
 from sim.systems.ellm_options import TokenWiseOptions
 from sim.systems.fastserve_options import MlfqOptions
 from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
+from sim.systems.kvpr_options import PartialRecomputeOptions
 from sim.systems.layerkv_options import LayerKVOptions
 from sim.systems.memory_builders import block_seconds
 from sim.systems.radix_options import RadixOptions
-from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
     from sim.parts.base import Admission, Eviction, Order, Stage
-    from sim.parts.batching.base import Batching
-
-
-def fcfs(b: Builder) -> "Order":
-    from sim.parts.order.fcfs import Fcfs
-
-    return Fcfs()
-
-
-def priority(b: Builder) -> "Order":
-    from sim.parts.order.priority import Priority
-
-    return Priority()
 
 
 def mlfq(b: Builder) -> "Order":
@@ -80,18 +67,6 @@ def token_wise_admission(b: Builder) -> "Admission":
     )  # fmt: skip
 
 
-def watermark(b: Builder) -> "Admission":
-    from sim.parts.admission.watermark import Watermark
-
-    return Watermark(b.limits.num_gpu_blocks)
-
-
-def memory_alone(b: Builder) -> "Admission":
-    from sim.parts.admission.watermark import Watermark
-
-    return Watermark(b.limits.num_gpu_blocks, 0.0)
-
-
 def slack(b: Builder) -> "Admission":
     from sim.parts.admission.slack import SlackAdmission
 
@@ -103,18 +78,6 @@ def slack(b: Builder) -> "Admission":
         drop_irrecoverable=options.drop_irrecoverable,
         lengths_known=options.lengths_known,
     )
-
-
-def recompute(b: Builder) -> "Eviction":
-    from sim.parts.eviction.recompute import Recompute
-
-    return Recompute()
-
-
-def swap(b: Builder) -> "Eviction":
-    from sim.parts.eviction.swap import Swap
-
-    return Swap()
 
 
 def layer_offload(b: Builder) -> "Eviction":
@@ -148,12 +111,6 @@ def park(b: Builder) -> "Eviction":
     if b.names["memory"] != "paged":
         raise UserError("eviction=park moves whole sequences of memory=paged: it goes with that alone")
     return Park(by_price=b.options(AdaptiveOptions).mechanism == "price")
-
-
-def direct(b: Builder) -> "Stage":
-    from sim.parts.stage.direct import Direct
-
-    return Direct()
 
 
 def promote(b: Builder) -> "Stage":
@@ -194,79 +151,22 @@ def hand_over(b: Builder) -> "Stage":
 
         return Pull(options.waiting_share, options.blocking_pull)
     # An engine that does both hands over to itself.
-    return direct(b)
+    from sim.parts.stage.direct import Direct
+
+    return Direct()
 
 
-def vllm055(b: Builder) -> "Batching":
-    if b.limits.enable_chunked_prefill:
-        from sim.parts.batching.vllm055_chunked import Vllm055Chunked
-
-        return Vllm055Chunked()
-    from sim.parts.batching.prefill_first import PrefillFirst
-
-    return PrefillFirst()
-
-
-def request_level(b: Builder) -> "Batching":
-    from sim.parts.batching.request_level import RequestLevel
-
-    return RequestLevel()
-
-
-def iteration_level(b: Builder) -> "Batching":
-    from sim.parts.batching.iteration_level import IterationLevel
-
-    return IterationLevel()
-
-
-def sarathi(b: Builder) -> "Batching":
-    from sim.parts.batching.stall_free import StallFree
-
-    return StallFree(1)
-
-
-def fastgen(b: Builder) -> "Batching":
-    from sim.parts.batching.stall_free import StallFree
-
-    return StallFree()
-
-
-def quanta(b: Builder) -> "Batching":
-    from sim.parts.batching.quanta import Quanta
-
-    return Quanta()
-
-
-def unified(b: Builder) -> "Batching":
-    from sim.parts.batching.unified import Unified
-
-    options = b.options(VllmV1Options)
-    if b.offloading.offloads:
-        from sim.parts.batching.unified_offloading import UnifiedOffloading as Unified
-    return Unified(
-        long_prefill_threshold=options.long_prefill_token_threshold,
-        adaptive=options.long_prefill_token_threshold_adaptive,
-        # vLLM counts its null block.
-        watermark_blocks=int(options.watermark * (b.memory.gpu.num_blocks + 1)),
-        reserve_whole_prompt=options.scheduler_reserve_full_isl,
-        schedules_ahead=b.policy.schedules_ahead,
-    )
-
-
-def paced(b: Builder) -> "Batching":
-    from sim.parts.batching.paced import Paced
-
-    return Paced(
-        long_prefill_threshold=0,
-        adaptive=False,
-        watermark_blocks=0,
-        reserve_whole_prompt=True,
-        schedules_ahead=b.policy.schedules_ahead,
-    )
-
-
-def sglang(b: Builder) -> "Batching":
-    from sim.parts.batching.sglang import Sglang
-
-    options = b.options(RadixOptions)
-    return Sglang(conservativeness=options.schedule_conservativeness, max_new_tokens=options.max_new_tokens)
+MLFQ = Known(mlfq, MlfqOptions)
+TRIAGE = Known(triage, AdaptiveOptions)
+LPM = Known(lpm, RadixOptions)
+DFS_WEIGHT = Known(dfs_weight)
+PREFIX_GROUPS = Known(prefix_groups)
+SLACK = Known(slack, LayerKVOptions)
+TOKEN_WISE = Known(token_wise_admission, TokenWiseOptions)
+LAYER_OFFLOAD = KnownEviction(layer_offload, LayerKVOptions)
+PARK = KnownEviction(park)
+PROACTIVE_SWAP = KnownEviction(proactive_swap, MlfqOptions, moves_whole=True)
+PROMOTE = Known(promote, LayerKVOptions)
+STREAM = Known(stream, LayerKVOptions)
+PARTIAL_RECOMPUTE = Known(partial_recompute, PartialRecomputeOptions)
+HAND_OVER_STAGE = Known(hand_over, HandOverOptions)

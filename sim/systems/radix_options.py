@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.systems.options import option
+from sim.parts.options import option
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ splitwise-sim knows. Not modelled: whole transfers of short prompts.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.parts.options import option
 from sim.systems.distserve import DistServe
 from sim.systems.hand_over_options import MixedPoolOptions
-from sim.systems.options import option
 
 
 @dataclass(frozen=True)

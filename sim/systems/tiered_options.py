@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sim.errors import UserError
-from sim.systems.options import MOST_GIB, option
+from sim.parts.options import MOST_GIB, option
 
 GIB = 1 << 30
 

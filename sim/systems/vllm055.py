@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.errors import UserError
-from sim.systems.base import Asked, EngineLimits, Policy
-from sim.systems.mixing import BATCHINGS, default_tokens
+from sim.parts.catalogue import BATCHINGS
+from sim.systems.base import Asked, EngineLimits, Policy, default_budget
 
 LONG_CONTEXT = 32_768
 """Above this context length chunked prefill is on unless told otherwise."""
@@ -22,7 +22,8 @@ def vllm055_limits(policy: Policy, asked: Asked) -> EngineLimits:
     """Limits as vLLM 0.5.5 sets and refuses them: max(max_model_len, 2048) tokens, 512 with chunked prefill."""
     warnings: list[str] = []
     length, batching = asked.max_model_len, policy.names["batching"]
-    splits = BATCHINGS[batching].splits_prompts
+    kind = BATCHINGS[batching]
+    splits = None if kind.has_choice else kind.splits_prompts
     chunked = asked.enable_chunked_prefill if splits is None else splits
     if splits is not None and asked.enable_chunked_prefill not in (None, splits):
         raise UserError(f"--enable-chunked-prefill: batching={batching} leaves no choice; leave it out")
@@ -33,7 +34,7 @@ def vllm055_limits(policy: Policy, asked: Asked) -> EngineLimits:
                 f"chunked prefill is on because the context length {length} is above {LONG_CONTEXT}, as in vLLM "
                 "0.5.5; lower --max-model-len or give --no-enable-chunked-prefill"
             )
-    tokens = asked.max_num_batched_tokens or default_tokens(batching, length, chunked=chunked)
+    tokens = asked.max_num_batched_tokens or default_budget(batching, length, chunked=chunked)
     if not chunked and tokens < length:
         raise UserError(
             f"--max-num-batched-tokens: {tokens} is less than the context length {length}; raise it, lower "

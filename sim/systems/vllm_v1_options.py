@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
+from sim.parts.options import vllm_option
 from sim.systems.async_scheduling import AsyncScheduling
-from sim.systems.options import vllm_option
 
 
 @dataclass(frozen=True)

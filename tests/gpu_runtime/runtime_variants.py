@@ -2,10 +2,10 @@
 
 from hypothesis import strategies as st
 
+from sim.parts.catalogue import MEMORIES
 from sim.policy_options import parse_policy
 from sim.systems import POLICIES
 from sim.systems.base import Policy
-from sim.systems.mixing import MEMORIES
 
 STREAM = "layerkv:decode=stream,slo-aware=false"
 CONTIGUOUS = "ellm:layer-order=contiguous"

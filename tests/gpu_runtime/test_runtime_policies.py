@@ -15,7 +15,7 @@ from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
 from sim.engine.changes import Direction, Restore  # noqa: E402
 from sim.engine.sequence import Status  # noqa: E402
 from sim.errors import UserError  # noqa: E402
-from sim.systems.mixing import CATALOGUE, KINDS, MEMORIES  # noqa: E402
+from sim.parts.catalogue import CATALOGUE, KINDS, MEMORIES  # noqa: E402
 
 
 def check(variant, rows, *, chunked=False, inline=False, limit=None, options=None, **sizes):

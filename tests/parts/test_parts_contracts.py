@@ -32,10 +32,12 @@ ANSWERS = {
     Memory: {
         "num_evicted": 0, "host_reserved": 0, "num_cached_on_host": 0, "caches_prefixes": False, "cached_tokens": 0,
         "splits_layers": False, "can_swap": False, "can_receive": False, "returns_kv": False, "unexecutable": "",
+        "can_cache_prefixes": False, "always_caches": False, "runs_live": True,
     },
     Admission: {"keep_free": 0, "refused_for_slo": False, "reason": "", "delays": False},
     Eviction: {
-        "moves_whole": False, "has_victims": False, "settle": False, "may_admit": True, "headroom": 0, "room": inf,
+        "moves_whole": False, "returns_when_asked": False, "has_victims": False, "settle": False, "may_admit": True,
+        "headroom": 0, "room": inf,
         "is_out": False, "unblock": False, "num_out": 0,
     },
     Stage: {
@@ -43,7 +45,8 @@ ANSWERS = {
         "blocking": False, "has_parked": False, "num_parked": 0, "num_returning": 0,
     },
     Batching: {
-        "splits_prompts": False, "stops_at_max_model_len": False, "schedules_ahead": False, "reports_copies": False,
+        "splits_prompts": False, "has_choice": False, "default_budget": None, "stops_at_max_model_len": False,
+        "schedules_ahead": False, "reports_copies": False,
         "frees_in_order": False, "record": None, "records_decisions": False, "refusal": None, "num_paused": 0,
     },
 }  # fmt: skip

@@ -20,9 +20,9 @@ from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.jobs import Job, Offloaded, ranges_of
 from sim.kv.tiers.replacement import Access, Lru
 from sim.kv.tiers.worth import Worth
+from sim.parts.options import MOST_GIB
 from sim.policy_options import parse_policy
 from sim.specs.models import load_model
-from sim.systems.options import MOST_GIB
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 

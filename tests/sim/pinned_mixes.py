@@ -10,9 +10,9 @@ from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import build_engine
 from sim.engine.limits import Role
 from sim.errors import UserError
+from sim.parts.catalogue import CATALOGUE
 from sim.policy_options import parse_policy
 from sim.systems import POLICIES
-from sim.systems.mixing import CATALOGUE
 
 ALSO = "vllm-v1:kv-offloading-size=1", "layerkv:order=mlfq", "vllm-recompute:batching=unified"
 HANDING_OVER = "vllm-recompute:stage=hand-over", "vllm-v1:kv-offloading-size=1,stage=hand-over"

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from pinned import GOLDEN, attempt, digest, rounded, write
 
 from sim.option_values import base_type, convert, option_fields
+from sim.parts.catalogue import CATALOGUE
 from sim.policy_options import options_of, parse_policy, with_preemption_mode
 from sim.prepare import Setup, prepare, with_one_swap_space
 from sim.scenario import Scenario, build_scenario
@@ -27,7 +28,6 @@ from sim.specs.json_file import built_in_names
 from sim.specs.models import built_in_models
 from sim.systems import POLICIES
 from sim.systems.base import Asked
-from sim.systems.mixing import CATALOGUE
 
 SETUPS = GOLDEN / "setups.txt"
 PREPARED, IN_FULL = 700, 60

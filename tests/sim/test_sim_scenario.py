@@ -14,6 +14,7 @@ import kvtwin
 from sim import systems
 from sim.errors import UserError
 from sim.option_values import base_type, convert, flag, option_fields
+from sim.parts.options import option
 from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
 from sim.prepare import prepare
 from sim.scenario import OF_WORKLOADS, Outputs, Scenario, build_scenario
@@ -21,7 +22,6 @@ from sim.scenario_file import read_scenario
 from sim.specs.models import load_model
 from sim.systems import DEFAULT_POLICY, POLICIES, policy_named
 from sim.systems.builder import HAND_OVER
-from sim.systems.options import option
 from sim.systems.vllm055 import VllmRecompute
 from traces.generators import generate
 from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_type, takers

@@ -22,12 +22,14 @@ NEVER_FITS = "prompt needs more KV blocks than the GPU has"
 
 
 class Batching(Part, ABC):
-    """The shape of a step: who prefills, who decodes, in what order they are asked.
-
-    Class attributes: `splits_prompts`, whether a prompt may be computed in chunks.
-    """
+    """The shape of a step: who prefills, who decodes, in what order they are asked."""
 
     splits_prompts: ClassVar[bool] = False
+    """Whether a prompt may be computed in chunks."""
+    has_choice: ClassVar[bool] = False
+    """Whether `--enable-chunked-prefill` chooses among classes by one name, of which some do."""
+    default_budget: ClassVar[int | None] = None
+    """Tokens of an iteration where the user names none; None: vLLM 0.5.5's, by the longest context."""
     stops_at_max_model_len: ClassVar[bool] = False
     """Whether a request ends when it has so many tokens, whatever it asked for."""
     schedules_ahead = False

@@ -1,11 +1,15 @@
 """`IterationLevel`: every iteration decodes everybody and prefills, whole, whoever could join (Orca, OSDI 2022)."""
 
+from typing import ClassVar
+
 from sim.engine.plan import IterationPlan
 from sim.parts.batching.base import Batching
 
 
 class IterationLevel(Batching):
     """Decodes and newly admitted prompts share an iteration; the token budget bounds the prompts alone."""
+
+    name: ClassVar[str] = "iteration-level"
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         eviction = self.eviction

@@ -14,18 +14,19 @@ Where decodes cost more beside a chunk than after it (kernels that compute tiles
 
 from itertools import islice
 from math import ceil, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.parts.batching.unified import Unified
 from sim.parts.eviction.park import Park
+from sim.parts.needs import Need
 from sim.parts.order.triage import Triage
 from traces.request import Request
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
 
 LEAST_CHUNK = 128
 SHELF_AHEAD = 1.5
@@ -46,11 +47,29 @@ LOOK_AHEAD = 64
 class Paced(Unified):
     """Unified batches at the pace of first tokens."""
 
+    name: ClassVar[str] = "paced"
+    options: ClassVar[type | None] = None
+    needs: ClassVar[tuple[Need, ...]] = (
+        *Unified.needs,
+        Need("order", "asks for classes and deadlines", offers=Triage),
+        Need("eviction", "asks who is parked", offers=Park),
+    )
+
+    @classmethod
+    def build(cls, b: "Builder") -> "Paced":
+        return cls(
+            long_prefill_threshold=0,
+            adaptive=False,
+            watermark=0.0,
+            reserve_whole_prompt=True,
+            schedules_ahead=b.policy.schedules_ahead,
+        )
+
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
         order, eviction = scheduler.order, scheduler.eviction
-        if not isinstance(order, Triage) or not isinstance(eviction, Park):
-            raise UserError("batching=paced asks for classes and parks: it goes with order=triage and eviction=park")
+        assert isinstance(order, Triage)
+        assert isinstance(eviction, Park)
         self.order, self.park = order, eviction
         self.limit = self.budget
         self._shelved: Sequence | None = None

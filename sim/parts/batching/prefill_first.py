@@ -1,11 +1,26 @@
 """`PrefillFirst`: a step is all prefill or all decode, prefill first (vLLM 0.5.5's `_schedule_default`)."""
 
+from typing import TYPE_CHECKING, ClassVar
+
 from sim.engine.plan import IterationPlan
 from sim.parts.batching.base import Batching
+from sim.parts.catalogue import class_at
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class PrefillFirst(Batching):
     """Whole prompts if any can start (and nothing is swapped out), else one decode step of everybody."""
+
+    name: ClassVar[str] = "vllm"
+    has_choice: ClassVar[bool] = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> Batching:
+        if cls.has_choice and b.limits.enable_chunked_prefill:
+            return class_at("sim.parts.batching.vllm055_chunked:Vllm055Chunked").build(b)
+        return cls()
 
     def fill(self, plan: IterationPlan, now_s: float, *, may_start: bool = True) -> None:
         waiting, eviction = self.order.waiting, self.eviction

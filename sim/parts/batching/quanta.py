@@ -11,14 +11,13 @@ Then nobody behind it takes any either, not even free ones; nor does who stands 
 
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
 from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.sequence import Sequence, Status
-from sim.errors import UserError
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
-from sim.parts.eviction.swap import Swap
+from sim.parts.needs import Need
 from sim.parts.order.mlfq import Mlfq
 
 if TYPE_CHECKING:
@@ -30,6 +29,13 @@ TIE_S = 1e-9
 
 class Quanta(Batching):
     """Who runs is chosen anew whenever the order or memory has changed, else everybody goes on."""
+
+    name: ClassVar[str] = "quanta"
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("order", "preempts by level", offers=Mlfq),
+        Need("stage", "pauses whole sequences", lacks="brings_layers_back"),
+        Need("eviction", "calls no victim back", lacks="returns_when_asked"),
+    )
 
     levels: Mlfq
 
@@ -51,12 +57,7 @@ class Quanta(Batching):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if not isinstance(scheduler.order, Mlfq):
-            raise UserError("batching=quanta preempts by level: it goes with order=mlfq")
-        if scheduler.stage.brings_layers_back:
-            raise UserError("batching=quanta pauses whole sequences: it goes with memory=paged or memory=reserved")
-        if isinstance(scheduler.eviction, Swap):
-            raise UserError("batching=quanta calls nobody back: give eviction=recompute or =proactive-swap")
+        assert isinstance(scheduler.order, Mlfq)
         self.levels = scheduler.order
 
     @property

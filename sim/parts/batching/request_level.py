@@ -1,6 +1,6 @@
 """`RequestLevel`: a batch of requests runs to its end before the next one starts (FasterTransformer)."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import IterationPlan
 from sim.parts.base import Order, overrides
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 class RequestLevel(PrefillFirst):
     """Prompts are admitted, all in one step, only when nobody is running."""
+
+    name: ClassVar[str] = "request-level"
+    has_choice: ClassVar[bool] = False
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)

@@ -3,14 +3,14 @@
 Everybody in order of admission: at the common step by counts alone, else one by one, as in vLLM's loop over `running`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import CONTINUED, IterationPlan, Origin
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.kv.paged import PagedMemory
 from sim.parts.base import overrides
 from sim.parts.batching.base import Batching
+from sim.parts.needs import Need
 from sim.parts.order.priority import Priority, urgency
 
 if TYPE_CHECKING:
@@ -23,12 +23,18 @@ class Running(Batching):
     Args:
         long_prefill_threshold: most tokens of one prompt in a step; 0: no such limit.
         adaptive: raise it to an equal share of the budget where few requests are there.
-        watermark_blocks: kept free when somebody is admitted while others run.
+        watermark: share of the blocks kept free when somebody is admitted while others run.
         reserve_whole_prompt: admit only who would fit with all tokens known of it.
         schedules_ahead: schedule a step while the one before it runs.
     """
 
-    splits_prompts = True
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("memory", "takes blocks chunk by chunk", offers="takes_chunks"),
+        Need("eviction", "computes victims again", lacks="moves_whole"),
+        Need("stage", "computes victims again", lacks="brings_layers_back"),
+    )
+    splits_prompts: ClassVar[bool] = True
+    default_budget: ClassVar[int | None] = 8192
     frees_in_order = True
     records_decisions = True
 
@@ -37,13 +43,13 @@ class Running(Batching):
         *,
         long_prefill_threshold: int,
         adaptive: bool,
-        watermark_blocks: int,
+        watermark: float,
         reserve_whole_prompt: bool,
         schedules_ahead: bool = False,
     ) -> None:
         self.schedules_ahead = schedules_ahead
         self.threshold, self.adaptive = long_prefill_threshold, adaptive
-        self.watermark_blocks, self.reserve_whole_prompt = watermark_blocks, reserve_whole_prompt
+        self._watermark, self.reserve_whole_prompt = watermark, reserve_whole_prompt
         # Who arrives shortens the first chunk of the head, which may fit then.
         self._arrivals_help = adaptive and long_prefill_threshold > 0 and not reserve_whole_prompt
         self.running: dict[Sequence, None] = {}
@@ -52,11 +58,10 @@ class Running(Batching):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if not isinstance(scheduler.memory, PagedMemory) or not scheduler.memory.takes_chunks:
-            raise UserError("batching=unified takes blocks chunk by chunk: it goes with memory=paged")
-        if scheduler.eviction.moves_whole or scheduler.stage.brings_layers_back:
-            raise UserError("batching=unified computes victims again: it goes with eviction=recompute, stage=direct")
+        assert isinstance(scheduler.memory, PagedMemory)
         self.paged = memory = scheduler.memory
+        # vLLM counts its null block.
+        self.watermark_blocks = int(self._watermark * (memory.gpu.num_blocks + 1))
         hooks = ("drop_unread", "decode_blocks_of", "take_next")
         # Whether a decode that neither begins a block nor fills one takes nothing.
         self._takes_whole_blocks = not any(overrides(memory, hook, PagedMemory) for hook in hooks)

@@ -10,18 +10,20 @@ run out of blocks: then those with the fewest tokens are computed again later, u
 stays. Constants and rules are those of its code (`PolicyScheduler`, `PrefillAdder`, `retract_decode`).
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.kv.paged import PagedMemory
 from sim.kv.radix import RadixMemory
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
+from sim.parts.needs import Need
 from sim.parts.order.cache_aware import CacheAware
+from sim.systems.radix_options import RadixOptions
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
 
 FIRST_RATIO = 0.7
 LEAST_RATIO = 0.1
@@ -40,7 +42,20 @@ class Sglang(Batching):
         max_new_tokens: what every request asks for; what it generates, where that is more.
     """
 
-    splits_prompts = True
+    name: ClassVar[str] = "sglang"
+    options: ClassVar[type | None] = RadixOptions
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("memory", "takes blocks chunk by chunk", offers="takes_chunks"),
+        Need("eviction", "computes victims again", lacks="moves_whole"),
+        Need("stage", "computes victims again", lacks="brings_layers_back"),
+    )
+    splits_prompts: ClassVar[bool] = True
+    default_budget: ClassVar[int | None] = 8192
+
+    @classmethod
+    def build(cls, b: "Builder") -> "Sglang":
+        options = b.options(RadixOptions)
+        return cls(conservativeness=options.schedule_conservativeness, max_new_tokens=options.max_new_tokens)
 
     def __init__(self, *, conservativeness: float = 1.0, max_new_tokens: int = 0) -> None:
         self._least_ratio = min(LEAST_RATIO * conservativeness, 1.0)
@@ -57,10 +72,7 @@ class Sglang(Batching):
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
         memory = scheduler.memory
-        if not isinstance(memory, PagedMemory) or not memory.takes_chunks:
-            raise UserError("batching=sglang takes blocks chunk by chunk: it goes with memory=radix or memory=paged")
-        if scheduler.eviction.moves_whole or scheduler.stage.brings_layers_back:
-            raise UserError("batching=sglang computes victims again: it goes with eviction=recompute, stage=direct")
+        assert isinstance(memory, PagedMemory)
         self.paged = memory
         self.radix = memory if isinstance(memory, RadixMemory) else None
         self.block_size = memory.block_size

@@ -4,20 +4,19 @@ Every iteration first takes one token of everybody who decodes, then goes on wit
 ones in chunks, up to the token budget. Blocks for the whole prompt are taken at admission. As in Sarathi's public code.
 """
 
+from typing import ClassVar
+
 from sim.engine.plan import IterationPlan
 from sim.parts.batching.base import Batching
-
-ANY_NUMBER = 1 << 60
 
 
 class StallFree(Batching):
     """Decodes, the half-done prompt, new prompts; in this order, in one iteration."""
 
-    splits_prompts = True
-
-    def __init__(self, prefills_per_step: int = ANY_NUMBER) -> None:
-        """`prefills_per_step` prompts share an iteration at most: 1 for Sarathi, any number fills FastGen's budget."""
-        self._prefills = prefills_per_step
+    name: ClassVar[str] = "sarathi"
+    splits_prompts: ClassVar[bool] = True
+    prefills_per_step: ClassVar[int] = 1
+    """Prompts that share an iteration at most."""
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         eviction = self.eviction
@@ -30,7 +29,7 @@ class StallFree(Batching):
             budget -= plan.num_decodes + plan.prefill_tokens - before
         if self.order.waiting and budget > 0 and not eviction.num_out and not self._has_unfed_partial(plan):
             num_seqs = len(self.batch.members) + len(self.partials)
-            self.admit(plan, now_s, budget, num_seqs, max(0, self._prefills - len(plan.chunks)))
+            self.admit(plan, now_s, budget, num_seqs, max(0, self.prefills_per_step - len(plan.chunks)))
         plan.cut_on_arrival = not eviction.num_out and not (self.order.waiting and self.order.sticky)
         if not plan.chunks and not self.partials and not any_victims:
             self.scheduler.allow_jump(plan)
@@ -38,3 +37,11 @@ class StallFree(Batching):
     def _has_unfed_partial(self, plan: IterationPlan) -> bool:
         """Whether a half-done prompt got nothing: nobody behind it may."""
         return len(self.partials) > len(plan.chunks)
+
+
+class FastGen(StallFree):
+    """Any number of prompts fills the budget."""
+
+    name: ClassVar[str] = "fastgen"
+    default_budget: ClassVar[int | None] = 768
+    prefills_per_step: ClassVar[int] = 1 << 60

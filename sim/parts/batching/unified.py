@@ -5,10 +5,17 @@ admission, then for those that wait. Blocks are taken for what a step computes, 
 preempts the last of those that run, or the least urgent; a step that preempted admits nobody.
 """
 
+from typing import TYPE_CHECKING, ClassVar
+
 from sim.engine.plan import ADMITTED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.running import Running
+from sim.parts.catalogue import class_at
+from sim.systems.vllm_v1_options import VllmV1Options
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 PROMPT_TOO_LONG = "prompt of max_model_len tokens or more"
 
@@ -16,7 +23,22 @@ PROMPT_TOO_LONG = "prompt of max_model_len tokens or more"
 class Unified(Running):
     """vLLM v1's `schedule()`."""
 
+    name: ClassVar[str] = "unified"
+    options: ClassVar[type | None] = VllmV1Options
     stops_at_max_model_len = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> "Unified":
+        kind, options = cls, b.options(VllmV1Options)
+        if b.offloading.offloads:
+            kind = class_at("sim.parts.batching.unified_offloading:UnifiedOffloading")
+        return kind(
+            long_prefill_threshold=options.long_prefill_token_threshold,
+            adaptive=options.long_prefill_token_threshold_adaptive,
+            watermark=options.watermark,
+            reserve_whole_prompt=options.scheduler_reserve_full_isl,
+            schedules_ahead=b.policy.schedules_ahead,
+        )
 
     def refusal(self, seq: Sequence) -> str | None:
         return PROMPT_TOO_LONG if seq.num_tokens >= self.limits.max_model_len else None

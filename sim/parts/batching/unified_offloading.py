@@ -9,15 +9,15 @@ step's tokens. Steps without work are launched, too. Nobody is preempted whose s
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.kv.offloading import OffloadingMemory, OffloadingPaged
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.unified import Unified
+from sim.parts.needs import Need
 from sim.parts.order.priority import urgency
 
 if TYPE_CHECKING:
@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 class UnifiedOffloading(Unified):
     """vLLM v1's `schedule()` with a connector."""
 
+    needs: ClassVar[tuple[Need, ...]] = (
+        *Unified.needs,
+        Need("memory", "with --kv-offloading-size tells a connector of blocks", names=("paged",)),
+        Need("stage", "with --kv-offloading-size keeps its sequences", lacks="hands_over"),
+        Need("stage", "with --kv-offloading-size takes no other engine's sequences", lacks="pulls"),
+    )
+
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if not isinstance(scheduler.memory, OffloadingMemory | OffloadingPaged):
-            raise UserError("--kv-offloading-size: goes with memory=paged")
-        if scheduler.stage.hands_over or scheduler.stage.pulls:
-            raise UserError("--kv-offloading-size: not with engines that hand sequences over; leave it out")
+        assert isinstance(scheduler.memory, OffloadingMemory | OffloadingPaged)
         self.offloading = scheduler.memory
         self.connector = scheduler.memory.connector
         self.connector.schedules_ahead = self.schedules_ahead

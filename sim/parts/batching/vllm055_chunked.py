@@ -8,6 +8,7 @@ their budget: then only the first decodes take a token and the others come first
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from typing import ClassVar
 
 from sim.engine.changes import Restore
 from sim.engine.plan import ADMITTED, CONTINUED, SWAPPED_IN, IterationPlan, PrefillChunk, StepTimes
@@ -18,7 +19,9 @@ from sim.parts.batching.base import Batching
 class Vllm055Chunked(Batching):
     """At most one prompt is half done; `_front` members of the batch stand before it in `running` (None: all)."""
 
-    splits_prompts = True
+    name: ClassVar[str] = "vllm"
+    splits_prompts: ClassVar[bool] = True
+    has_choice: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.partial: Sequence | None = None

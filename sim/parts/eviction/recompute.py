@@ -1,5 +1,7 @@
 """`Recompute`: a victim's KV is dropped; prompt and generated tokens are computed again (vLLM's default)."""
 
+from typing import ClassVar
+
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
 from sim.parts.base import Eviction
@@ -7,6 +9,8 @@ from sim.parts.base import Eviction
 
 class Recompute(Eviction):
     """Victims go back to the queue, in the order in which they ran."""
+
+    name: ClassVar[str] = "recompute"
 
     def __init__(self) -> None:
         self._preempted: list[Sequence] = []

@@ -5,32 +5,27 @@ A full host turns a swap into a recomputation; vLLM 0.5.5 aborts there.
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from sim.engine.changes import Tier
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence, Status
-from sim.errors import UserError
 from sim.parts.eviction.recompute import Recompute
-
-if TYPE_CHECKING:
-    from sim.engine.scheduler import Scheduler
+from sim.parts.needs import Need
 
 
 class Swap(Recompute):
     """Victims return first come, first served, before any prompt is admitted."""
 
+    name: ClassVar[str] = "swap"
+    needs: ClassVar[tuple[Need, ...]] = (Need("memory", "moves whole sequences", offers="can_swap"),)
     moves_whole: ClassVar[bool] = True
+    returns_when_asked: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
         self.swapped: deque[Sequence] = deque()
         self._swapped_out: list[Sequence] = []
-
-    def bind(self, scheduler: "Scheduler") -> None:
-        super().bind(scheduler)
-        if not scheduler.memory.can_swap:
-            raise UserError("eviction=swap moves whole sequences: it goes with memory=paged or memory=reserved")
 
     def evict(self, seq: Sequence, plan: IterationPlan) -> None:
         if self.swap_out(seq, plan):

@@ -11,6 +11,7 @@ from sim.parts.base import Order
 class Fcfs(Order):
     """A queue by arrival."""
 
+    name: ClassVar[str] = "fcfs"
     sticky: ClassVar[bool] = True
 
     def __init__(self) -> None:

@@ -19,6 +19,7 @@ def urgency(seq: Sequence) -> Urgency:
 class Priority(Order):
     """A heap; who was preempted takes the place that its priority gives it."""
 
+    name: ClassVar[str] = "priority"
     sticky: ClassVar[bool] = False
 
     def __init__(self) -> None:

@@ -1,0 +1,138 @@
+"""The parts that kvtwin knows, by kind and name: what `composition` and `--policy NAME:KIND=PART` speak of.
+
+A part's module is imported when somebody asks for the part. What is known of one beside its place is said by its class
+(`sim.parts.base`). Other packages add theirs with `register_part`.
+"""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from sim.errors import UserError
+
+if TYPE_CHECKING:
+    from sim.kv.memory import Memory
+    from sim.parts.base import Admission, Eviction, Order, Part, Stage
+    from sim.parts.batching.base import Batching
+
+PLACES: dict[str, dict[str, str]] = {
+    "order": {
+        "fcfs": "sim.parts.order.fcfs:Fcfs",
+        "priority": "sim.parts.order.priority:Priority",
+        "mlfq": "sim.systems.part_builders:MLFQ",
+        "triage": "sim.systems.part_builders:TRIAGE",
+        "lpm": "sim.systems.part_builders:LPM",
+        "dfs-weight": "sim.systems.part_builders:DFS_WEIGHT",
+        "prefix-groups": "sim.systems.part_builders:PREFIX_GROUPS",
+    },
+    "batching": {
+        "vllm": "sim.parts.batching.prefill_first:PrefillFirst",
+        "request-level": "sim.parts.batching.request_level:RequestLevel",
+        "iteration-level": "sim.parts.batching.iteration_level:IterationLevel",
+        "sarathi": "sim.parts.batching.stall_free:StallFree",
+        "fastgen": "sim.parts.batching.stall_free:FastGen",
+        "quanta": "sim.parts.batching.quanta:Quanta",
+        "unified": "sim.parts.batching.unified:Unified",
+        "paced": "sim.parts.batching.paced:Paced",
+        "sglang": "sim.parts.batching.sglang:Sglang",
+    },
+    "admission": {
+        "watermark": "sim.parts.admission.watermark:Watermark",
+        "memory": "sim.parts.admission.watermark:MemoryAlone",
+        "slack": "sim.systems.part_builders:SLACK",
+        "token-wise": "sim.systems.part_builders:TOKEN_WISE",
+    },
+    "memory": {
+        "paged": "sim.systems.memory_builders:PAGED",
+        "radix": "sim.systems.memory_builders:RADIX",
+        "chunks": "sim.systems.memory_builders:CHUNKS",
+        "prefix-groups": "sim.systems.memory_builders:PREFIX_GROUPS",
+        "tiered": "sim.systems.memory_builders:TIERED",
+        "retained": "sim.systems.memory_builders:RETAINED",
+        "reserved": "sim.systems.memory_builders:RESERVED",
+        "mempool": "sim.systems.memory_builders:MEMPOOL",
+        "stored": "sim.systems.memory_builders:STORED",
+        "layers": "sim.systems.memory_builders:LAYERS",
+        "saved-states": "sim.systems.memory_builders:SAVED_STATES",
+        "tiered-states": "sim.systems.memory_builders:TIERED_STATES",
+        "hosted-layers": "sim.systems.memory_builders:HOSTED_LAYERS",
+        "token-wise": "sim.systems.memory_builders:TOKEN_WISE",
+    },
+    "eviction": {
+        "recompute": "sim.parts.eviction.recompute:Recompute",
+        "swap": "sim.parts.eviction.swap:Swap",
+        "layer-offload": "sim.systems.part_builders:LAYER_OFFLOAD",
+        "park": "sim.systems.part_builders:PARK",
+        "proactive-swap": "sim.systems.part_builders:PROACTIVE_SWAP",
+    },
+    "stage": {
+        "direct": "sim.parts.stage.direct:Direct",
+        "promote": "sim.systems.part_builders:PROMOTE",
+        "stream": "sim.systems.part_builders:STREAM",
+        "partial-recompute": "sim.systems.part_builders:PARTIAL_RECOMPUTE",
+        "hand-over": "sim.systems.part_builders:HAND_OVER_STAGE",
+    },
+}
+"""Kind -> name -> "module:Class"."""
+
+KINDS = tuple(PLACES)
+
+
+def class_at(place: str) -> Any:  # noqa: ANN401 - of whatever kind
+    """What "package.module:Class" names, imported now."""
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+SomePart = TypeVar("SomePart", bound="Part")
+
+
+class Named(Mapping[str, type[SomePart]], Generic[SomePart]):
+    """The parts of one kind: name -> class, imported at first use."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self._places = kind, PLACES[kind]
+
+    def __getitem__(self, name: str) -> type[SomePart]:
+        return class_at(self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+
+ORDERS: "Named[Order]" = Named("order")
+BATCHINGS: "Named[Batching]" = Named("batching")
+ADMISSIONS: "Named[Admission]" = Named("admission")
+MEMORIES: "Named[Memory]" = Named("memory")
+EVICTIONS: "Named[Eviction]" = Named("eviction")
+STAGES: "Named[Stage]" = Named("stage")
+CATALOGUE = cast(
+    "dict[str, Named[Part]]",
+    {named.kind: named for named in (ORDERS, BATCHINGS, ADMISSIONS, MEMORIES, EVICTIONS, STAGES)},
+)
+"""Kind -> name -> class."""
+
+
+def register_part(kind: str, name: str, place: str) -> None:
+    """Make a part known: `place` is "package.module:Class". UserError if there is no such kind or the name is taken."""
+    if kind not in PLACES:
+        raise UserError(f"{kind}={name}: no such kind of part; there are {', '.join(KINDS)}")
+    if PLACES[kind].setdefault(name, place) != place:
+        raise UserError(f"{kind}={name} is {PLACES[kind][name]} already; give {place} another name")
+
+
+def known_part(kind: str, name: str) -> "type[Part]":
+    """The class of the part of that kind and name; UserError with the nearest right one otherwise."""
+    known = CATALOGUE[kind]
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"{kind}={name}: no such part; {hint}known: {', '.join(known)}")
+    return known[name]
