@@ -17,7 +17,7 @@ import calib.cli
 import kvtwin
 from calib.fit import fit_profile
 from calib.samples import read_samples, samples_sha256, write_samples
-from sim.cost.profile import LINEAR_UNITS, ROOFLINE_UNITS, SHIPPED, load_profile, read_profile, shipped_profiles
+from sim.cost.profile import LINEAR_UNITS, ROOFLINE_UNITS, load_profile, read_profile, shipped_profiles
 from sim.specs.hardware import BUILT_IN as SPECS
 from sim.specs.hardware import load_hardware
 
@@ -86,10 +86,6 @@ def test_list_shows_every_profile_its_errors_and_which_is_the_default(capsys):
     assert found["l20-derived"].endswith("no measured errors  (default)")
 
 
-def test_a_gpus_name_shows_its_default_profile(capsys):
-    assert attempt(capsys, "profile", "show", "A100-80G") == attempt(capsys, "profile", "show", "a100-80g-imported")
-
-
 @pytest.mark.parametrize("name", ["l20-derived", "h200-imported"])
 def test_show_prints_constants_provenance_errors_and_range(capsys, name):
     status, out, error = attempt(capsys, "profile", "show", name)
@@ -120,22 +116,11 @@ def test_show_prints_constants_provenance_errors_and_range(capsys, name):
 
 def test_show_draws_a_shipped_profile_from_its_samples(capsys, tmp_path):
     path = tmp_path / "fit.png"
-    status, out, _ = attempt(capsys, "profile", "show", "h200-imported", "--figure", path)
+    status, out, _ = attempt(capsys, "profile", "show", "a100-80g-imported", "--figure", path)
     assert status == 0
     assert out.endswith(f"\nwrote {path}\n")
     assert names(tmp_path) == ["fit.png"]
     assert is_drawn(path)
-
-
-def test_show_reads_a_file_in_either_form(capsys, tmp_path):
-    linear, copy = tmp_path / "mine.json", tmp_path / "copy.json"
-    linear.write_text(json.dumps(LINEAR))
-    copy.write_bytes((SHIPPED / "l20-derived.json").read_bytes())
-    status, out, _ = attempt(capsys, "profile", "show", linear)
-    assert status == 0
-    assert "mine: any, measured, form linear" in out
-    assert "| prefill_s_per_token | 0.0001 s/token | - | given by the user in mine.json |" in out
-    assert attempt(capsys, "profile", "show", copy)[0] == 0
 
 
 def test_diff_prints_the_ratio_of_every_constant_and_draws_it(capsys, tmp_path):
@@ -154,12 +139,6 @@ def test_diff_prints_the_ratio_of_every_constant_and_draws_it(capsys, tmp_path):
         ratio = f"{second.value(name) / first.value(name):.3f}" if first.value(name) else "-"
         assert line.startswith(f"| {name} | ") and line.endswith(f" | {ratio} |")
     assert is_drawn(path)
-
-
-def test_a_profile_differs_from_itself_by_nothing(capsys):
-    _, out, _ = attempt(capsys, "profile", "diff", "h100-imported", "h100-imported")
-    ratios = {line.rstrip(" |").rpartition(" ")[2] for line in out.splitlines()[2:]}
-    assert ratios == {"1.000"}
 
 
 # -- fit and import --------------------------------------------------------------------------------------------------
@@ -454,18 +433,6 @@ def test_derive_writes_what_the_sibling_reaches(capsys, tmp_path):
     assert profile.value("hbm_bytes_per_s") == pytest.approx(share * load_hardware("l20").hbm_bytes_per_s)
 
 
-def test_derive_of_a_gpu_that_nothing_is_shipped_for_starts_from_the_sibling(capsys, tmp_path):
-    spec = json.loads((SPECS / "rtx-4090.json").read_text()) | {"name": "my-gpu"}
-    (tmp_path / "my-gpu.json").write_text(json.dumps(spec))
-    words = ["profile", "derive", "--gpu", tmp_path / "my-gpu.json", "--sibling", "rtx-4090-imported"]
-    assert attempt(capsys, *words, "--out", tmp_path)[0] == 0
-    profile, sibling = read_profile(tmp_path / "my-gpu-derived.json"), load_profile("rtx-4090-imported")
-    assert profile.value("flops_per_s") == pytest.approx(sibling.value("flops_per_s"))
-    carried = profile.constants["copy_launch_s"]
-    assert carried.value == sibling.value("copy_launch_s")
-    assert carried.source.startswith("carried over from rtx-4090-imported: ")
-
-
 def test_derive_copies_at_the_rate_of_the_gpus_own_link(capsys, tmp_path):
     """A Grace Blackwell's link to its host is no PCIe."""
     spec = json.loads((SPECS / "gb200.json").read_text()) | {"name": "my-gpu"}
@@ -490,47 +457,23 @@ def linear(tmp_path):
 
 BAD = [
     ("profile show l40s-importd", ["did you mean 'l40s-imported'?"]),
-    ("profile show", ["required: profile", "--help"]),
-    ("profile show {tmp}", ["cannot be read"]),
-    ("profile diff l20-derived", ["required: second"]),
     ("profile diff l20-derived nope", ["profile: 'nope' is neither a built-in name nor an existing path"]),
     ("profile diff l20-derived {linear}", ["form roofline", "form linear", "compare like forms"]),
-    ("profile fit {good}", ["--gpu"]),
-    ("profile fit --gpu l20", ["SAMPLES.csv"]),
     ("profile fit {good} --gpu a100-80g --constants flops_per_s", ["--constants: goes with --bench; samples tell all"]),
     ("profile fit {good} --gpu a100-80g --form linear --gdn {good}", ["--gdn: form linear has no constants of such"]),
     ("profile fit {tmp}/none.csv --gpu a100-80g", ["none.csv: cannot be read (No such file or directory)"]),
-    ("profile fit {tmp} --gpu a100-80g", ["cannot be read (Is a directory)"]),
-    ("profile fit {good} --gpu a100", ["gpu: 'a100' is neither a built-in name", "Known: a100-40g, "]),
-    ("profile fit {good} --gpu a100-80g --base nope", ["profile: 'nope'", "Known: "]),
     ("profile fit {good} --gpu a100-80g --base {linear}", ["--base: linear is of form linear", "roofline"]),
     ("profile fit {good} --gpu a100-80g --out {good}", ["--out: cannot create folder", "name another"]),
     ("profile fit {good} --gpu a100-80g --out {tmp} --name a/b", ["--name: 'a/b' cannot name a file"]),
-    ("profile fit {good} --gpu a100-80g --out {tmp} --name ../x", ["--name: '../x' cannot name a file"]),
-    ("profile fit {good} --gpu a100-80g --nam x", ["unrecognized arguments: --nam", "did you mean --name?"]),
-    ("profile import samples {tmp}/none.csv --gpu l20", ["cannot be read"]),
     ("profile import vidur --model llama-2-7b --mlp {good} --attention {good} --gpu l20", ["column 'time_stats."]),
-    ("profile import vidur --model llama-2-7b --gpu l20", ["--mlp"]),
     (
         "profile import steps {good} --model a=llama-2-7b --gpu l20",
         ["column 'model' is missing: is this the right"],
     ),
     ("profile import steps {good} --model llama-2-7b --gpu l20", ["--model: 'llama-2-7b' is not THEIRS=OURS"]),
-    ("profile import steps {good} --model =x --gpu l20", ["is not THEIRS=OURS, for example"]),
-    ("profile import steps {good} --gpu l20", ["--model"]),
-    ("profile import aiconfigurator --system b200", ["system 'b200' is not known: use one of a100_sxm"]),
     ("profile import aiconfigurator --system l40s --tables {tmp}", ["holds no gemm_perf.parquet"]),
-    ("profile derive --gpu l20", ["--sibling"]),
     ("profile derive --gpu l20 --sibling l40s-imported --compute-share 2 --reason x", ["2.0 is not a share"]),
-    ("profile derive --gpu l20 --sibling l40s-imported --compute-share nan --reason x", ["nan is not a share"]),
     ("profile derive --gpu l20 --sibling l40s-imported --compute-share 0.5", ["say in --reason why"]),
-    ("profile derive --gpu l20 --sibling l40s-imported --compute-share half", ["invalid float value: 'half'"]),
-    ("profile derive --gpu l20 --sibling l40s-imported --base {linear}", ["--base: linear is of form linear"]),
-    ("profile derive --gpu l20 --sibling nope", ["profile: 'nope'"]),
-    ("profile derive --gpu l2 --sibling l40s-imported", ["did you mean 'l20'?"]),
-    ("profile", ["required: COMMAND"]),
-    ("profile import", ["required: TABLES"]),
-    ("profile nothing", ["invalid choice: 'nothing'"]),
 ]
 
 
@@ -547,7 +490,6 @@ def test_bad_input_ends_in_one_line_and_exit_status_2(capsys, tmp_path, measured
         ("l20-derived --figure {tmp}/f.png", "--figure: the samples of l20-derived are not shipped: name them with"),
         ("l40s-imported --figure {tmp}/f.png --samples {tmp}/none.csv", "none.csv: cannot be read (No such file"),
         ("l40s-imported --figure {tmp}/f.png --samples {tmp}", "cannot be read (Is a directory)"),
-        ("l40s-imported --figure {tmp}/none/f.png", "No such file or directory"),
     ],
 )
 def test_a_profile_that_cannot_be_drawn_is_still_shown(capsys, tmp_path, line, part):
@@ -561,9 +503,7 @@ def test_a_profile_that_cannot_be_drawn_is_still_shown(capsys, tmp_path, line, p
 
 BAD_SAMPLES = [
     ("op,latency_s\nlaunch,nan\n", ["line 2: latency_s = nan is not a finite number", "leave out"]),
-    ("op,latency_s\nlaunch,700\n", ["line 2: latency_s = 700.0 is over 600 s: is it milliseconds? give seconds"]),
     ("op,latency_s\nlaunch,1e-5\n", ["samples: none of layers, products, linear"]),
-    ('op,latency_s\nlaunch,"1e-5\n', ["line 2: not CSV", "correct the line"]),
     ("op,latency_s,model,new_tokens\nlayers,1e-3,lama-2-7b,9\n", ["model: 'lama-2-7b'", "did you mean 'llama-2-7b'?"]),
     ("op,latency_s,model,new_tokens\nlayers,1e-3,llama-2-7b,9\n", ["prompts by tokens: 1 size (9 to 9)"]),
     ("op,latency_s,model,new_tokens\nlayers,1e-3,none/config.json,9\n", ["neither a built-in name nor an existing"]),
@@ -572,36 +512,18 @@ BAD_SAMPLES = [
 
 
 @pytest.mark.parametrize(("text", "parts"), BAD_SAMPLES)
-@pytest.mark.parametrize("command", ["profile fit", "profile import samples"])
-def test_bad_samples_end_in_one_line_that_names_the_place(capsys, tmp_path, command, text, parts):
+def test_bad_samples_end_in_one_line_that_names_the_place(capsys, tmp_path, text, parts):
     path = tmp_path / "bad.csv"
     path.write_text(text)
-    refused(capsys, *command.split(), path, "--gpu", "a100-80g", "--out", tmp_path / "out", parts=parts)
+    refused(capsys, "profile", "fit", path, "--gpu", "a100-80g", "--out", tmp_path / "out", parts=parts)
     assert names(tmp_path) == ["bad.csv"]
 
 
-cells = st.text(max_size=8) | st.sampled_from(
-    [
-        "nan",
-        "inf",
-        "-1",
-        "0",
-        "1e-5",
-        "9" * 30,
-        '"',
-        "#",
-        "layers",
-        "step",
-        "h2d",
-        "all_reduce",
-        "llama-2-70b",
-        "2",
-        "1",
-    ]
-)
+WORDS = ["nan", "inf", "-1", "0", "1e-5", "9" * 30, '"', "#", "layers", "step", "h2d", "all_reduce", "llama-2-70b", "2"]
+cells = st.text(max_size=8) | st.sampled_from(WORDS)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edits=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15), cells), min_size=1, max_size=4), cut=st.booleans()
 )
@@ -643,14 +565,6 @@ def in_a_process(code):
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-
-
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_every_command_explains_itself(capsys, leaf):
-    status, out, error = attempt(capsys, *leaf.split(), "--help")
-    assert (status, error) == (0, "")
-    assert out.startswith(f"usage: kvtwin {leaf} ")
-    assert "show this help message" in out
 
 
 def test_help_imports_nothing_heavy():

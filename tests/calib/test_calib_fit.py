@@ -3,7 +3,7 @@
 import json
 import warnings
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import hypot
 
 import msgspec
@@ -33,11 +33,10 @@ from calib.fit import check_plausible, fit_profile, with_graphs
 from calib.longest import fit_longest
 from calib.report import fit_markdown
 from calib.robust import Parameter, fit_relative
-from calib.roofline import MOST_EXPONENT, _parameters, attention_s, complete, fit_roofline, predict_s, ridge_s
+from calib.roofline import MOST_EXPONENT, attention_s, complete, fit_roofline, predict_s, ridge_s
 from calib.samples import Sample
-from calib.terms import Terms, terms_of
 from sim.cost.model import ridge
-from sim.cost.profile import KERNEL_NAMES, ROOFLINE_UNITS, load_profile, read_profile
+from sim.cost.profile import KERNEL_NAMES, ROOFLINE_UNITS, load_profile
 from sim.cost.roofline import RooflineCost
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
@@ -111,7 +110,7 @@ shape = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(**shape)
 def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_tokens, context_tokens, profile):
     assume(divides(model, tp) and not (spec(model).mla and new_tokens == 1))
@@ -134,7 +133,7 @@ def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_toke
         assert predict_s(constants, terms([sample]), factors)[0] == pytest.approx(first_s, rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     model=st.sampled_from(["llama-2-7b", "llama-3.1-8b", "qwen3-32b"]),
     tp=st.sampled_from([1, 2, 4]),
@@ -291,7 +290,7 @@ def test_exact_mixed_samples_give_tiles_slots_and_padding_back():
     assert fit.values == pytest.approx(constants, rel=1e-3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(**shape, layers=st.integers(1, 80))
 def test_timed_layers_cost_their_share_without_head_step_and_all_reduces(
     model, tp, batch_size, new_tokens, context_tokens, profile, layers
@@ -319,31 +318,6 @@ def test_the_ridge_is_the_simulators(compute_s, memory_s, exponent):
     found = ridge_s(np.array([compute_s]), np.array([memory_s]), exponent)[0]
     assert found == pytest.approx(ridge(compute_s, memory_s, exponent), rel=1e-12)
     assert max(compute_s, memory_s) <= found <= (compute_s + memory_s) * (1 + 1e-12)
-
-
-def test_constants_are_looked_for_where_they_can_be():
-    """Rates anywhere above zero; overheads and padding from zero on; exponents from 1 (one after the other) to 50."""
-    common = {"latency_s": 1.0, "model": "llama-2-7b"}
-    samples = [
-        *(Sample(op="step", **common, num_layers=32, new_tokens=n) for n in (16, 8192)),
-        Sample(op="layers", **common, num_layers=2, batch_size=4, new_tokens=1, context_tokens=99),
-        Sample(op="products", **common, new_tokens=512, decodes=4, decode_context_tokens=99),
-        Sample(op="elementwise", **common, new_tokens=64),
-    ]
-    found = _parameters(terms(samples), np.ones(len(samples)), "")
-    rate, share, overhead = (0.0, np.inf, True), (1 / 50, 1.0, False), (0.0, np.inf, False)
-    assert {name: (p.least, p.most, p.log) for name, p in found.items()} == {
-        **dict.fromkeys(("flops_per_s", "hbm_bytes_per_s", "attention_flops_per_s", "kv_bytes_per_s"), rate),
-        **dict.fromkeys(("overlap", "attention_overlap"), share),
-        **dict.fromkeys(("layer_overhead_s", "step_overhead_s", "kv_padding_tokens"), overhead),
-        "attention_tile_tokens": (1.0, 1024.0, True), "attention_slots": (1.0, np.inf, True),
-        "kv_padding_waves": (0.1, 100.0, True), "attention_padding_tokens": overhead,
-        "elementwise_bytes_per_s": rate, "elementwise_launch_s": overhead,
-    }  # fmt: skip
-
-
-def test_nothing_to_do_takes_no_time_under_the_ridge():
-    assert ridge_s(np.zeros(1), np.zeros(1), 3.0)[0] == 0.0
 
 
 def test_terms_by_hand():
@@ -383,14 +357,6 @@ def test_another_type_of_elements_moves_other_bytes():
         assert len(set(getattr(found, name))) == 1, name
 
 
-def test_terms_are_chosen_row_by_row():
-    whole = terms(shapes())
-    chosen = whole[np.array([0, 5])]
-    assert len(chosen) == 2
-    for field in fields(Terms):
-        assert getattr(chosen, field.name).tolist() == getattr(whole, field.name)[[0, 5]].tolist()
-
-
 def test_layers_that_differ_are_only_priced_together():
     whole = spec("deepseek-v2-lite").num_layers
     common = {"op": "layers", "latency_s": 1.0, "model": "deepseek-v2-lite", "new_tokens": 5}
@@ -403,11 +369,6 @@ def test_layers_that_differ_are_only_priced_together():
         terms([Sample(**common, num_layers=1)])
 
 
-def test_a_group_that_the_heads_do_not_divide_over_is_refused():
-    with pytest.raises(UserError, match="tensor_parallel_size 3 does not divide 32"):
-        terms([Sample(op="layers", latency_s=1.0, model="llama-2-7b", tp=3, new_tokens=5)])
-
-
 # -- the fit of the roofline -----------------------------------------------------------------------------------------
 
 
@@ -415,7 +376,7 @@ def fit_of(samples, **options):
     return fit_roofline(terms(samples), np.array([s.latency_s for s in samples]), **options)
 
 
-@pytest.mark.parametrize("constants", [A100, H100, L20])
+@pytest.mark.parametrize("constants", [A100, H100])
 def test_exact_data_give_the_constants_back(constants):
     fit = fit_of(planted(shapes(), constants))
     assert fit.values == pytest.approx(constants, rel=1e-4)
@@ -469,7 +430,7 @@ def test_outliers_move_no_constant_out_of_its_interval():
     samples = planted(shapes())
     exact = np.array([s.latency_s for s in samples])
     rng = np.random.default_rng(1)
-    for _ in range(10):
+    for _ in range(3):
         clean = exact * noise(rng, len(samples), outliers=0.0)
         slow = np.where(rng.random(len(samples)) < 0.05, rng.uniform(1.2, 3.0, len(samples)), 1.0)
         assert slow.max() > 1.2
@@ -477,14 +438,6 @@ def test_outliers_move_no_constant_out_of_its_interval():
         for name, estimate in without.estimates.items():
             assert estimate.low <= within.values[name] <= estimate.high, name
         assert within.scatter == pytest.approx(0.03, rel=0.5)
-
-
-def test_a_twentieth_of_the_points_may_be_ten_times_too_slow():
-    samples = planted(shapes())
-    slow = np.ones(len(samples))
-    slow[3::20] = 10.0
-    fit = fit_roofline(terms(samples), np.array([s.latency_s for s in samples]) * slow)
-    assert fit.values == pytest.approx(A100, rel=0.01)
 
 
 def test_an_overhead_below_zero_is_reported_as_zero_without_an_interval():
@@ -647,22 +600,6 @@ def test_everything_measured_leaves_nothing_to_carry_over(everything):
     assert profile.provenance == {"device": "a card", "base": "a100-80g-derived, for what the samples do not tell"}
 
 
-def test_range_and_residuals_are_those_of_the_samples(everything):
-    profile, errors = everything.profile, everything.errors
-    assert profile.range is not None and profile.residuals is not None
-    assert profile.range.tokens == (16, 8192)
-    assert profile.range.batch == (1, 256)
-    assert profile.range.context_tokens == (129, 256 * 16385)
-    assert np.abs(errors).max() < 1e-3
-    assert everything.predicted_s == pytest.approx(everything.measured_s, rel=1e-3)
-    assert set(profile.residuals) == {
-        *(f"{kind}{phase}_mape" for kind in ("", "unseen_model_", "unseen_size_") for phase in ("prefill", "decode")),
-        "largest_region_bias",
-    }
-    own = [profile.residuals[name] for name in ("prefill_mape", "decode_mape", "largest_region_bias")]
-    assert max(own) < 1e-3
-
-
 def test_residuals_by_hand(tmp_path):
     """A tenth on every decode of a model whose prompts are exact: the fit's own errors, averaged over each phase."""
     samples = noisy(planted(shapes()), seed=3)
@@ -718,20 +655,6 @@ def test_a_model_that_the_others_cannot_predict_is_not_left_out(tmp_path):
     assert np.isnan(report.by_model["llama-2-70b"].decode)
 
 
-def test_a_profile_comes_back_from_its_file(everything, tmp_path):
-    for report in (everything, fitted(noisy(planted(shapes())), tmp_path)):
-        path = tmp_path / "p.json"
-        path.write_bytes(report.profile.to_json())
-        assert read_profile(path) == report.profile
-
-
-def test_the_same_samples_give_the_same_bytes(tmp_path):
-    samples = noisy([*planted(shapes()), *copies("d2h", launch_s=2e-6, bytes_per_s=2e10)])
-    first, second = fitted(samples, tmp_path), fitted(list(samples), tmp_path)
-    assert first.profile.to_json() == second.profile.to_json()
-    assert fit_markdown(first) == fit_markdown(second)
-
-
 def test_what_was_not_measured_is_carried_over_and_says_so(tmp_path):
     report = fitted(planted(shapes()), tmp_path)
     expected = [
@@ -745,14 +668,6 @@ def test_what_was_not_measured_is_carried_over_and_says_so(tmp_path):
         constant, old = report.profile.constants[name], BASE.constants[name]
         assert (constant.value, constant.stderr, constant.unit) == (old.value, old.stderr, old.unit)
         assert constant.source == f"carried over from a100-80g-derived: {old.source}"
-
-
-def test_attention_that_short_prompts_cannot_tell_is_taken_as_the_rest(tmp_path):
-    report = fitted(planted(shapes(prompts=(16, 64, 256, 512), contexts=(128, 512, 2048))), tmp_path)
-    attention, rest = (report.profile.constants[n] for n in ("attention_flops_per_s", "flops_per_s"))
-    assert (attention.value, attention.stderr) == (rest.value, rest.stderr)
-    assert attention.source.startswith("taken as flops_per_s: no prompt long enough")
-    assert "attention_flops_per_s" not in report.carried
 
 
 def test_a_step_overhead_within_the_layers_is_not_counted_twice(tmp_path):
@@ -795,30 +710,12 @@ def test_what_ran_beside_something_else_is_not_fitted(tmp_path):
     assert {n: report.profile.value(n) for n in A100} == pytest.approx(A100, rel=1e-3)
 
 
-def test_operations_that_the_roofline_does_not_price_are_not_fitted(tmp_path):
-    samples = planted(shapes())
-    others = [
-        Sample(op="launch", latency_s=0.1),
-        Sample(op="restore", latency_s=9.0, model="llama-2-7b", new_tokens=512),
-        *copies("host_memcpy", launch_s=1e-6, bytes_per_s=9e9),
-    ]
-    assert fitted([*others, *samples], tmp_path).samples == samples
-
-
 PROMPTS_MISSING = "prompts by tokens: {}, needed are 3 or more spanning a factor of 4"
 SEQUENCES_MISSING = "decodes by sequences: {}, needed are 3 or more spanning a factor of 4"
 CONTEXTS_MISSING = "decodes by context tokens: {}, needed are 3 or more spanning a factor of 4"
 TOO_FEW = [
     (shapes(prompts=()), [PROMPTS_MISSING.format("none")]),
-    (
-        shapes(batches=()),
-        [SEQUENCES_MISSING.format("none"), CONTEXTS_MISSING.format("none")],
-    ),
-    (shapes(prompts=(512,)), [PROMPTS_MISSING.format("1 size (512 to 512)")]),
-    (shapes(prompts=(512, 1024)), [PROMPTS_MISSING.format("2 sizes (512 to 1024)")]),
     (shapes(prompts=(512, 1024, 2047)), [PROMPTS_MISSING.format("3 sizes (512 to 2047)")]),
-    (shapes(batches=(4,)), [SEQUENCES_MISSING.format("1 size (4 to 4)")]),
-    (shapes(contexts=(256, 512)), [CONTEXTS_MISSING.format("2 sizes (256 to 512)")]),
     (
         shapes(prompts=(512,), batches=(4,), contexts=(256,)),
         [
@@ -836,13 +733,6 @@ def test_samples_too_few_are_refused_with_all_that_is_missing(samples, missing, 
         fitted(samples, tmp_path)
     expected = "samples: too few to tell compute, memory and overhead apart: " + "; ".join(missing)
     assert str(caught.value) == expected
-
-
-def test_just_enough_samples_are_fitted(tmp_path):
-    one_rate = {n: c for n, c in A100.items() if not n.startswith("kv")}
-    few = shapes(("llama-2-7b",), prompts=(512, 1024, 2048), batches=(1, 2, 4), contexts=(256, 512, 1024))
-    samples = planted(few, one_rate)
-    assert fitted(samples, tmp_path).profile.value("hbm_bytes_per_s") == pytest.approx(1.6e12, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -875,12 +765,7 @@ def test_a_rate_that_no_time_depends_on_is_refused(tmp_path):
         fitted(samples, tmp_path)
 
 
-def test_times_that_do_not_grow_with_anything_are_refused(tmp_path):
-    with pytest.raises(UserError, match="do not tell"):
-        fitted(timed(shapes(), [1e-3] * len(shapes())), tmp_path)
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_times_end_in_a_profile_or_a_refusal_without_warnings(seed, tmp_path):
     rng = np.random.default_rng(seed)
     samples = [s for s in shapes(THREE[: 1 + seed % 3], ("layers", "step")[seed % 2]) if rng.random() < 0.5]
@@ -910,18 +795,3 @@ def test_a_profile_fitted_to_another_profiles_predictions_prices_like_it(tmp_pat
     true = RooflineCost(spec("llama-2-13b"), HARDWARE, source, 1)
     for sample in shapes(("llama-2-13b",), "step"):
         assert cost.iteration_s(plan_of(sample)) == pytest.approx(true.iteration_s(plan_of(sample)), rel=1e-3)
-
-
-def test_models_that_nobody_loaded_are_a_programming_error():
-    with pytest.raises(KeyError):
-        terms_of(shapes(), {})
-
-
-def test_steps_of_an_engine_whose_host_is_not_told_are_the_gpus_time():
-    """A host's 2 ms, and 30 us for each of 16 sequences, where the constants have them."""
-    found = terms([s for s in shapes(("llama-2-7b",), "step") if s.batch_size == 16])
-    bare = {name: value for name, value in complete(A100).items() if not name.startswith("step_")}
-    host = {"step_overhead_s": 2e-3, "step_s_per_sequence": 3e-5}
-    assert predict_s(bare | host, found) - predict_s(bare, found) == pytest.approx(2e-3 + 16 * 3e-5)
-    for name, seconds in (("step_overhead_s", 2e-3), ("step_s_per_sequence", 16 * 3e-5)):
-        assert predict_s(bare | {name: host[name]}, found) - predict_s(bare, found) == pytest.approx(seconds)

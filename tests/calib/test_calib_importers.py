@@ -1,7 +1,6 @@
 """Importers: hand-made tables in each format, summed by hand, and NVIDIA's own where they are installed."""
 
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -37,7 +36,6 @@ def test_a_table_gives_cells_by_column(tmp_path):
     ("text", "message"),
     [
         ("", "is empty: give a CSV file with a header"),
-        ("\n\n", "is empty: give a CSV file with a header"),
         ("b,c\n1,2\n", "column 'a' is missing: is this the right table? it has b, c"),
         ("b,c,d,e,f,g,h\n", "column 'a' is missing: is this the right table? it has b, c, d, e, f, g, ..."),
         ("a\n1\n\n1,2\n", "line 4: 2 values for 1 columns: repair the file"),
@@ -56,9 +54,7 @@ def test_a_file_that_is_no_such_table_is_refused(tmp_path, text, message):
     ("cell", "message"),
     [
         ("x", "a = 'x' is not a number: correct it"),
-        ("", "a = '' is not a number: correct it"),
         ("nan", "a = 'nan' is not a finite number of 0 or more: correct it"),
-        ("inf", "a = 'inf' is not a finite number of 0 or more: correct it"),
         ("-3", "a = '-3' is not a finite number of 0 or more: correct it"),
         ("2.5", "a = 2.5 is not a whole number: correct it"),
     ],
@@ -163,26 +159,6 @@ def test_vidur_groups_of_gpus_stand_apart(tmp_path):
     assert [(s.tp, s.latency_s) for s in samples] == [(1, pytest.approx(1.25e-3)), (2, pytest.approx(0.75e-3))]
 
 
-def test_vidur_rows_of_other_models_are_left_out(tmp_path):
-    other = "True,1,128,0,1,32,8,4096,0.9,,,,"
-    samples, _ = imported(
-        tmp_path,
-        other,
-        "True,1,128,0,1,32,32,4096,0.25,,,,",
-        mlp=mlp_table(tmp_path, mlp_row(128, 1.0), mlp_row(128, 9.0, shape="32,32,4096,14336")),
-    )
-    assert [s.latency_s for s in samples] == [pytest.approx(1.25e-3)]
-
-
-def test_vidur_models_with_one_norm_lack_the_second(tmp_path):
-    row = mlp_row(128, 1.0).split(",")
-    place = vidur.OPERATORS.index("post_attention_layernorm")
-    header = ",".join(h for i, h in enumerate(MLP_HEADER.split(",")) if i != place)
-    mlp = mlp_table(tmp_path, ",".join(c for i, c in enumerate(row) if i != place), header=header)
-    (sample,), _ = imported(tmp_path, "True,1,128,0,1,32,32,4096,0.25,,,,", mlp=mlp)
-    assert sample.latency_s == pytest.approx(1.24e-3)
-
-
 def test_vidur_all_reduces_are_medians_by_group_and_size(tmp_path):
     path = written(
         tmp_path,
@@ -206,17 +182,14 @@ def test_a_vidur_table_of_another_model_is_refused(tmp_path):
         vidur.import_samples("lama-2-7b", mlp_table(tmp_path), attention_table(tmp_path))
 
 
-@pytest.mark.parametrize("column", [*MLP_COLUMNS[:4], "num_tokens", "n_kv_head", "n_expanded_embd"])
+@pytest.mark.parametrize("column", [MLP_COLUMNS[0], "n_expanded_embd"])
 def test_a_column_missing_from_vidurs_mlp_table_is_named(tmp_path, column):
     mlp = mlp_table(tmp_path, header=MLP_HEADER.replace(column, "other"))
     with pytest.raises(UserError, match=f"mlp.csv: column '{column}' is missing: is this the right table"):
         imported(tmp_path, mlp=mlp)
 
 
-@pytest.mark.parametrize(
-    "column",
-    ["is_prefill", "kv_cache_size", "n_embd", "time_stats.attn_prefill.median", "time_stats.attn_decode.median"],
-)
+@pytest.mark.parametrize("column", ["kv_cache_size", "time_stats.attn_decode.median"])
 def test_a_column_missing_from_vidurs_attention_table_is_named(tmp_path, column):
     header = ATTENTION_HEADER.replace(column, "other")
     path = attention_table(tmp_path, "True,1,128,0,1,32,32,4096,0.25,,,,", header=header)
@@ -254,19 +227,6 @@ def test_steps_are_medians_of_repeats_at_half_the_tokens_past_the_prompt(tmp_pat
     assert provenance["tables"] == "t.csv: whole steps, rows of hardware 'a100'"
 
 
-def test_steps_may_lack_hardware_and_tensor_parallelism(tmp_path):
-    text = "model,prompt_size,batch_size,token_size,prompt_time,token_time\nm,128,2,10,7,3\n"
-    samples, _ = steps.import_samples(written(tmp_path, text), "", {"m": "llama-2-7b"})
-    assert [(s.tp, s.context_tokens, s.latency_s) for s in samples] == [(1, 133, 3e-3), (1, 0, 7e-3)]
-
-
-def test_two_models_of_a_steps_table_are_taken_together(tmp_path):
-    models = {"llama2": "llama-2-7b", "other": "llama-2-13b"}
-    samples, provenance = steps.import_samples(written(tmp_path, STEPS), "a100", models)
-    assert {(s.model, s.num_layers) for s in samples} == {("llama-2-7b", 32), ("llama-2-13b", 40)}
-    assert provenance["models"] == "llama2 as llama-2-7b, other as llama-2-13b"
-
-
 def test_steps_of_unknown_hardware_are_refused_with_what_is_there(tmp_path):
     path = written(tmp_path, STEPS)
     with pytest.raises(UserError) as caught:
@@ -279,10 +239,9 @@ def test_steps_of_unknown_hardware_are_refused_with_what_is_there(tmp_path):
 
 
 def test_bad_steps_tables_are_refused(tmp_path):
-    for column in ("model", "prompt_size", "token_size", "prompt_time", "token_time"):
-        text = STEPS.replace(column, "other_" + column.partition("_")[0], 1)
-        with pytest.raises(UserError, match=f"column '{column}' is missing"):
-            steps.import_samples(written(tmp_path, text), "a100", {"llama2": "llama-2-7b"})
+    with pytest.raises(UserError, match="column 'prompt_size' is missing"):
+        text = STEPS.replace("prompt_size", "size")
+        steps.import_samples(written(tmp_path, text), "a100", {"llama2": "llama-2-7b"})
     with pytest.raises(UserError, match="did you mean 'llama-2-7b'"):
         steps.import_samples(written(tmp_path, STEPS), "a100", {"llama2": "lama-2-7b"})
     with pytest.raises(UserError, match="line 3: prompt_time = 'soon' is not a number"):
@@ -455,16 +414,6 @@ def test_fp8_layers_are_the_engines_own(tables):
     assert provenance["fp8"] == "none in the tables"
 
 
-def test_fp8_layers_of_a_group_have_the_shapes_of_one_gpu(tables):
-    """Llama-3.1 8B on two: QKV of 3,072 columns, attention's 2,048 rows, 14,336 for gate and up, 7,168 rows."""
-    halves = {(3072, 4096): 1.0, (4096, 2048): 2.0, (14336, 4096): 4.0, (4096, 7168): 8.0}
-    rows = [{**gemm_row(64, n, k, ms), "gemm_dtype": "fp8"} for (n, k), ms in halves.items()]
-    put(tables / "a100_sxm", "gemm/vllm/0.11.0/gemm_perf.parquet", [*gemm_rows(0.01), *rows])
-    samples, _ = composed(tables)
-    (found,) = (s for s in samples if s.is_quantised)
-    assert (found.tp, found.new_tokens, found.op, found.latency_s) == (2, 64, "linear", pytest.approx(15e-3))
-
-
 def test_an_engines_own_all_reduces_are_taken_before_nccls(tables):
     common = {"num_gpus": 2, "message_size": 8192, "latency": 0.004}
     rows = [{**common, "backend": "vllm_graph"}, {**common, "backend": "vllm_eager", "latency": 0.02}]
@@ -534,35 +483,6 @@ def test_nvfp4_is_not_timed_over_fp8_kv(tables):
     assert (provenance["fp8"], provenance["nvfp4"]) == ("none in the tables", "GEMMs of vllm 0.11.0")
 
 
-def test_whole_powers():
-    assert [n for n in range(1, 70) if aiconfigurator._is_power(4, n)] == [1, 4, 16, 64]
-
-
-def test_the_newest_table_of_an_engine_is_taken_where_it_has_one(tables):
-    folder, name = tables / "a100_sxm" / "gemm", "gemm_perf.parquet"
-    found = aiconfigurator.newest_of_engine(folder, name, "vllm")
-    assert found == folder / "vllm/0.10.0" / name
-    with pytest.raises(UserError, match=r"holds no gemm_perf\.parquet of engine 'mine': give the package's"):
-        aiconfigurator.newest_of_engine(folder, name, "mine")
-
-
-def test_the_tables_lie_beside_the_installed_package(monkeypatch, tmp_path):
-    spec = SimpleNamespace(origin=str(tmp_path / "package/__init__.py"))
-    monkeypatch.setattr(aiconfigurator, "find_spec", lambda name: spec)
-    assert aiconfigurator.package_data() == tmp_path / "package/systems/data"
-    spec.origin = None
-    with pytest.raises(UserError, match="aiconfigurator-core is not installed"):
-        aiconfigurator.package_data()
-
-
-def test_all_reduces_are_those_that_a_layer_sends(tables):
-    samples, _ = composed(tables)
-    assert [s for s in samples if s.op == "all_reduce"] == [
-        Sample(op="all_reduce", latency_s=1e-5, tp=2, num_bytes=8192.0),
-        Sample(op="all_reduce", latency_s=2e-3, tp=4, num_bytes=float(1 << 28)),
-    ]
-
-
 def test_an_l40s_reduces_over_two_gpus_only(tables):
     (tables / "a100_sxm").rename(tables / "l40s")
     samples, _ = composed(tables, system="l40s")
@@ -574,30 +494,6 @@ def test_attention_is_that_of_the_engine_asked_for(tables):
     (prompt,) = (s for s in samples if (s.batch_size, s.new_tokens) == (1, 128))
     assert prompt.latency_s == pytest.approx((0.85 + 10.0) * 1e-3)
     assert provenance["attention"] == "sglang 1.2.0"
-
-
-def test_weights_of_neighbours_add_up_to_one():
-    assert aiconfigurator._neighbours(4, (4, 8)) == ((4, 1.0),)
-    assert aiconfigurator._neighbours(5, (1, 4, 8)) == ((4, 0.75), (8, 0.25))
-    assert aiconfigurator._neighbours(9, (4, 8)) == ()
-    assert aiconfigurator._neighbours(3, (4, 8)) == ()
-
-
-def test_interpolation_in_both_widths_weighs_four_corners():
-    timing = aiconfigurator.Timing
-    corners = {(0, 0): 1.0, (8, 0): 3.0, (0, 4): 5.0, (8, 4): 11.0}
-    gemms = {aiconfigurator.Gemm(1, n, k): timing(t, t / 10, 3) for (n, k), t in corners.items()}
-    found = aiconfigurator._interpolated(1, 2, 3, gemms, ((0, 8), (0, 4)))
-    assert found is not None
-    expected = 0.75 * 0.25 * 1 + 0.25 * 0.25 * 3 + 0.75 * 0.75 * 5 + 0.25 * 0.75 * 11
-    assert (found.latency_s, found.spread_s, found.repeats) == (
-        pytest.approx(expected),
-        pytest.approx(expected / 10),
-        3,
-    )
-    del gemms[aiconfigurator.Gemm(1, 8, 4)]
-    assert aiconfigurator._interpolated(1, 2, 3, gemms, ((0, 8), (0, 4))) is None
-    assert aiconfigurator._interpolated(1, 9, 3, gemms, ((0, 8), (0, 4))) is None
 
 
 def test_a_model_without_a_gate_has_one_matrix_into_its_mlp(tables, tmp_path):
@@ -700,23 +596,10 @@ def test_what_the_tables_do_not_have_is_refused(tables, options, message):
     assert message in str(caught.value)
 
 
-def test_a_model_with_heads_of_another_width_is_refused(tables, tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text(
-        '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 4096, "num_attention_heads": 32, '
-        '"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 14336, "vocab_size": 1000, '
-        '"max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "float16"}'
-    )
-    with pytest.raises(UserError, match="is not four matrices and attention over heads of 128"):
-        composed(tables, models=[str(config)])
-
-
 @pytest.mark.parametrize(
     ("place", "column"),
     [
         ("gemm/vllm/0.10.0/gemm_perf.parquet", "latency"),
-        ("gemm/sglang/0.5.0/gemm_perf.parquet", "device"),
-        ("attention/vllm/1.2.0/generation_attention_perf.parquet", "step"),
         ("comm/nccl/2.20.5/nccl_perf.parquet", "num_gpus"),
     ],
 )

@@ -3,11 +3,10 @@
 import msgspec
 import numpy as np
 import pytest
-from calib_small import HARDWARE, copies, noise, planted, shapes, spec, timed
+from calib_small import HARDWARE, copies, noise, shapes, spec, timed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calib import linear
 from calib.linear import fit_linear_profile, predict_s
 from calib.report import fit_markdown
 from calib.samples import Sample
@@ -57,15 +56,15 @@ def test_exact_iterations_give_the_coefficients_back(tmp_path):
 
 
 def test_intervals_cover_the_coefficients(tmp_path):
-    """40 sets with noise and outliers: 95 % is meant, and 33 hits are four standard deviations below that."""
+    """12 sets with noise and outliers: 95 % is meant, and 8 hits are four standard deviations below that."""
     exact = steps()
     rng, seen = np.random.default_rng(0), dict.fromkeys(TRUE, 0)
     seconds = np.array([s.latency_s for s in exact])
-    for _ in range(40):
+    for _ in range(12):
         report = fitted([*timed(exact, seconds * noise(rng, len(exact))), *LINK], tmp_path)
         for name, value in TRUE.items():
             seen[name] += report.estimates[name].low <= value <= report.estimates[name].high
-    assert min(seen.values()) >= 33, seen
+    assert min(seen.values()) >= 8, seen
 
 
 def test_a_profile_comes_back_from_its_file_and_prices_its_samples(tmp_path):
@@ -124,12 +123,6 @@ def test_an_error_on_unseen_samples_is_larger_than_on_seen_ones(tmp_path):
         assert 0.01 < residuals[f"{phase}_mape"] < residuals[f"unseen_sample_{phase}_mape"] < 0.1
 
 
-def test_just_enough_iterations_are_fitted(tmp_path):
-    few = steps(prompts=(512, 1024, 2048), batches=(1, 2, 4), contexts=(256, 512, 1024))
-    profile = fitted([*few, *LINK], tmp_path).profile
-    assert profile.value("decode_base_s") == pytest.approx(0.02, rel=1e-3)
-
-
 def test_blocks_have_the_size_of_the_type_that_was_timed(tmp_path):
     samples = [msgspec.structs.replace(s, dtype_bytes=4.0) for s in steps()]
     profile = fitted([*samples, *LINK], tmp_path).profile
@@ -174,7 +167,6 @@ def bad(change):
     ("samples", "message"),
     [
         (LINK, "form linear is of one model, steps are of none: choose one"),
-        (planted(shapes()) + LINK, "form linear is of one model, steps are of none"),
         (
             [*steps(), *timed(shapes(("llama-3.1-8b",), "step"), [1.0] * 29), *LINK],
             "steps are of llama-2-7b, llama-3.1-8b: choose one",
@@ -183,26 +175,9 @@ def bad(change):
         (steps(), "form linear needs copies (h2d or d2h) for swap_s_per_block: measure some"),
         ([*steps(prompts=(512,)), *LINK], "prompts by tokens: 1 size (512 to 512)"),
         ([*steps(batches=()), *LINK], "decodes by sequences: none"),
-        ([*steps(), *LINK[:2]], "op 'h2d' has 1 sizes"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(tmp_path, samples, message):
     with pytest.raises(UserError) as caught:
         fitted(samples, tmp_path)
     assert message in str(caught.value)
-
-
-def test_where_the_search_begins(monkeypatch):
-    """Half of the least for what each iteration takes; of the most, the share of each that grows."""
-    asked = []
-    monkeypatch.setattr(linear, "fit_relative", lambda _, measured, parameters: asked.append(parameters))
-    common = {"op": "step", "model": "llama-2-7b", "num_layers": 32}
-    rows = [(1, 100, 0, 0.2), (2, 50, 0, 0.6), (4, 1, 9, 0.03), (2, 1, 99, 0.08)]
-    samples = [Sample(latency_s=s, batch_size=b, new_tokens=n, context_tokens=c, **common) for b, n, c, s in rows]
-    linear._fit(samples, np.array([row[3] for row in rows]))
-    (parameters,) = asked
-    assert {(p.least, p.log) for p in parameters.values()} == {(0.0, False)}
-    assert {name: p.start for name, p in parameters.items()} == pytest.approx({
-        "prefill_base_s": 0.1, "prefill_s_per_token": 0.006, "prefill_s_per_square_token": 6e-6,
-        "decode_base_s": 0.015, "decode_s_per_sequence": 0.01, "decode_s_per_context_token": 2e-4,
-    })  # fmt: skip

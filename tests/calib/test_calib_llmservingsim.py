@@ -77,7 +77,11 @@ def test_tables_are_the_kernels_as_they_are(folder):
     assert tables.fault() == ""
 
 
-def test_the_command_writes_a_table_that_comes_back(folder, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_a_table_that_comes_back(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "tp1"
+    folder.mkdir()
+    monkeypatch.setitem(globals(), "CACHED", (0,))
+    write_kernels(folder)
     monkeypatch.setattr("sim.results.figures.style.save_figure", lambda path, figure: path)
     monkeypatch.setattr("calib.figure.draw_fit", lambda report: None)
     words = ["--model", "llama-3.1-8b", "--gpu", "h100", "--form", "table", "--out", str(tmp_path)]

@@ -8,7 +8,7 @@ from calib.measure.capacity import Capacity
 from calib.measure.grid import FULL, QUICK
 from calib.measure.model_points import ModelPoints
 from calib.measure.plan import make_plan
-from calib.measure.points import KIB, Point
+from calib.measure.points import Point
 from calib.samples import OPS, fault_of
 from sim.specs.models import load_model
 
@@ -58,12 +58,6 @@ def test_no_decode_needs_more_cache_than_there_is():
     assert reasons == {"needs more KV cache than 15.4 GiB"}
 
 
-def test_layers_are_built_until_the_cache_cannot_hold_them():
-    small = {"qwen3-0.6b": load_model("qwen3-0.6b")}
-    assert plan(models=small).built_layers == {"qwen3-0.6b": 8}
-    assert plan().built_layers == {"llama-2-7b": 2, "llama-3.1-70b": 2}
-
-
 FAST = {"flops_per_s": 1e30, "bytes_per_s": 1e30}
 """No point takes long on such a machine."""
 
@@ -78,10 +72,9 @@ def shapes(limits, *, quick=False, element_bytes=2, **changes):
     ("limits", "quick", "element_bytes", "most"),
     [
         # 0.35 x 44 GiB of blocks of 16 tokens x 16 KiB in two layers.
-        (GPU, False, 2, 31_539), (GPU, True, 2, 31_539),
+        (GPU, False, 2, 31_539),
         # Of a CPU's memory at most 4 GiB, or 1 GiB; in elements of 4 bytes.
         (CPU, False, 4, 2867), (CPU, True, 4, 1024),
-        (msgspec.structs.replace(CPU, device_bytes=64 * GIB), False, 4, 4096),
     ],
 )  # fmt: skip
 def test_as_many_blocks_as_fit_are_used(limits, quick, element_bytes, most):
@@ -104,17 +97,13 @@ LAYER = 4 * 4096**2 + 3 * 4096 * 11008
          2 * 512 * 2 * LAYER, 2 * 2 * LAYER + 512 * 16 * 2 * 16384),
         (Point(op="recompute", model="llama-2-7b", num_layers=2, new_tokens=512),
          2 * (512 * 2 * LAYER + 4 * 4096 * 512 * 513 / 2), 2 * 2 * LAYER),
-        (Point(op="restore", model="llama-2-7b", num_layers=2, new_tokens=512),
-         2 * (512 * 2 * LAYER + 4 * 4096 * 512 * 513 / 2), 2 * 2 * LAYER),
         (Point(op="step", model="llama-2-7b", num_layers=2, batch_size=512, new_tokens=1, context_tokens=15),
          2 * 512 * 2 * LAYER + 512 * 2 * 4096 * 32000,
          2 * 2 * LAYER + 512 * 16 * 2 * 16384 + 2 * (4096 * 32000 + 512 * 36096)),
     ],
     ids=lambda value: value.op if isinstance(value, Point) else "",
 )  # fmt: skip
-@pytest.mark.parametrize(
-    ("limits", "quick", "most_s"), [(GPU, False, 10.0), (GPU, True, 0.5), (CPU, False, 2.0), (CPU, True, 0.25)]
-)
+@pytest.mark.parametrize(("limits", "quick", "most_s"), [(GPU, False, 10.0), (CPU, True, 0.25)])
 def test_what_takes_too_long_is_left_out(point, flops, num_bytes, limits, quick, most_s):
     """By both rough rates together, a third of the time with one and two thirds with the other."""
     for share, is_slow in ((1 - 1e-6, False), (1 + 1e-6, True)):
@@ -127,15 +116,6 @@ def test_the_shortest_prompts_are_timed_on_the_slowest_machine():
     slow = shapes(GPU, flops_per_s=1.0, bytes_per_s=1.0)
     reasons = [slow.fault(Point(op="layers", model="llama-2-7b", new_tokens=tokens)) for tokens in (64, 65)]
     assert reasons == ["", "may take more than 10 s an execution"]
-
-
-def test_only_quick_layers_run_in_a_long_row():
-    layers = {p.tokens: p.num_layers for p in plan().points if p.op == "layers" and p.model == "llama-2-7b"}
-    assert (layers[1], layers[256], layers[512], layers[32768]) == (8, 8, 2, 2)
-    assert {p.num_layers for p in plan().points if p.model == "llama-3.1-70b" and p.op == "layers"} == {2}
-    # Layers of 634 MB: three passes over two are nearest to 3.2 GB.
-    wide = plan(models={"llama-2-13b": load_model("llama-2-13b")}).points
-    assert {p.num_layers for p in wide if p.op == "layers"} == {2, 6}
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -179,25 +159,6 @@ def test_points_are_told_apart_in_words():
     labels = [point.label for point in points]
     assert len(set(labels)) > 0.98 * len(labels)
     assert Point(op="d2h", num_bytes=2**24, num_copies=128).label == "d2h 128 x 128 KiB pinned"
-    assert Point(op="h2d", num_bytes=KIB, memory="pageable").label == "h2d 1 KiB pageable"
-    assert Point(op="host_memcpy", num_bytes=1023).label == "host_memcpy 1023 B pinned"
     assert Point(op="all_reduce", num_bytes=GIB, tp=2).label == "all_reduce 1 GiB pinned on 2 GPUs"
-    assert Point(op="launch", num_copies=2, graph=1).label == "launch 2 times from a graph"
-    assert Point(op="launch").label == "launch"
     decode = Point(op="layers", model="small", batch_size=3, new_tokens=1, context_tokens=1)
     assert decode.label == "layers small, 3 x 1 tokens after 1"
-    assert msgspec.structs.replace(decode, context_tokens=0).label == "layers small, 3 x 1 tokens"
-
-
-def test_blocks_are_whole_ones_of_16_tokens_each_sequences_own():
-    decode = Point(op="layers", batch_size=3, new_tokens=1, context_tokens=15)
-    assert (decode.tokens, decode.length, decode.blocks) == (3, 16, 3)
-    assert msgspec.structs.replace(decode, context_tokens=16).blocks == 6
-    # The head has no KV, copies have no tokens.
-    assert msgspec.structs.replace(decode, op="lm_head").blocks == 0
-    assert Point(op="d2h", num_bytes=KIB).blocks == 0
-    pieces = Point(op="d2h", num_bytes=7 * KIB, num_copies=7)
-    assert (pieces.piece_bytes, type(pieces.piece_bytes)) == (KIB, int)
-    # One sequence, one layer, one GPU and one copy, if nothing else is said.
-    plain = Point(op="layers", new_tokens=5)
-    assert (plain.tokens, plain.length, plain.num_layers, plain.tp, plain.num_copies) == (5, 5, 1, 1, 1)

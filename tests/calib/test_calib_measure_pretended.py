@@ -10,7 +10,7 @@ from measure_small import GPU
 torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
-from calib.measure import bench, clocks, copy_ops, graphs, layer_ops, machine  # noqa: E402
+from calib.measure import bench, clocks, graphs, layer_ops, machine  # noqa: E402
 from calib.measure.bench import Bench  # noqa: E402
 from calib.measure.clocks import CudaClock, Unmeasurable  # noqa: E402
 from calib.measure.plan import Plan  # noqa: E402
@@ -76,18 +76,6 @@ def clock_of(told, monkeypatch, cache_bytes=100 * 2**20, write_s=1e-3):
     return clock
 
 
-def test_a_lead_is_what_20_us_of_writing_are(told, monkeypatch):
-    """Twice the cache is overwritten, 128 MiB at least; of 1 ms 2 % are 20 us."""
-    for cache_bytes, size in ((100 * 2**20, 200 * 2**20), (40 * 2**20, 128 * 2**20)):
-        clock = clock_of(told, monkeypatch, cache_bytes)
-        clock.device_s(told.work, lead=True)
-        assert told == [f"write {size}", "synchronize", f"write {size // 50}", "record", "work", "record", "wait"]
-    for write_s, lead in ((1e-6, 128 * 2**20), (1e6, 1)):
-        clock = clock_of(told, monkeypatch, 1, write_s)
-        clock.device_s(told.work, lead=True)
-        assert told[2] == f"write {lead}"
-
-
 def test_the_device_is_timed_from_event_to_event_and_the_host_until_all_is_done(told, monkeypatch):
     clock = clock_of(told, monkeypatch, write_s=1e-3)
     assert clock.device_s(told.work, lead=False) == pytest.approx(4e-3)
@@ -97,38 +85,7 @@ def test_the_device_is_timed_from_event_to_event_and_the_host_until_all_is_done(
     assert told == [f"write {200 * 2**20}", "synchronize", "work", "synchronize"]
 
 
-def test_a_device_is_kept_busy_one_execution_ahead(told, monkeypatch):
-    """Three executions of 4 ms are the first to last 10 ms; each waits for the one before alone."""
-    clock = clock_of(told, monkeypatch)
-    clock.keep_busy(told.work, 0.010)
-    assert told == ["work", "record", "wait"] * 3
-
-
 # -- all-reduces and graphs --------------------------------------------------------------------------------------------
-
-
-def test_an_all_reduce_begins_when_all_ranks_were_asked(told, monkeypatch):
-    made = []
-
-    def tensor(elements, device, dtype):
-        made.append((elements, device.index, dtype))
-        return f"part {device.index}"
-
-    monkeypatch.setattr(torch, "randn", tensor)
-    monkeypatch.setattr(torch, "empty_like", lambda part: part.replace("part", "sum"))
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: Written(told, f"{size} on {device.index}"))
-    monkeypatch.setattr(copy_ops, "nccl", SimpleNamespace(all_reduce=lambda *given: told.extend(["reduce", given])))
-    once = copy_ops.AllReduce(Point(op="all_reduce", num_bytes=4096, tp=2), torch.float16).once
-    assert made == [(2048, 0, torch.float16), (2048, 1, torch.float16)]
-    monkeypatch.setattr(
-        told, "append", lambda word: (list.append(told, word), setattr(told, "now_s", told.now_s + 1e-3))
-    )
-    # From the first event to the second; the reduction itself takes no time here.
-    assert once() == pytest.approx(1e-3)
-    assert told == [
-        "synchronize", "synchronize", f"write {256 * 2**20} on 0", f"write {256 * 2**20} on 1", "record",
-        "reduce", (["part 0", "part 1"], ["sum 0", "sum 1"]), "record", "synchronize", "synchronize",
-    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -152,17 +109,6 @@ def streams(told, monkeypatch):
 
     monkeypatch.setattr(graphs, "capture_graph", capture)
     return faults
-
-
-def test_a_graph_is_captured_after_three_executions_and_gives_their_result(told, streams):
-    def work():
-        told.work()
-        return "result"
-
-    replay = graphs.captured(work, CUDA)
-    assert told == ["wait for current", *["work"] * 3, "synchronize", "capture", "work"]
-    assert [replay(), replay()] == ["result", "result"]
-    assert told[-2:] == ["replay", "replay"]
 
 
 def test_what_cannot_be_captured_is_unmeasurable_and_a_lack_of_memory_is_not(told, streams):
@@ -195,14 +141,6 @@ def test_once_a_capture_has_failed_no_other_is_tried(monkeypatch):
     assert tried == [CPU]
     # Without a graph there is nothing to capture.
     assert len(found.measure(Point(op="launch", num_copies=3), Rule(max_repeats=7, budget_s=0.0))) == 5
-
-
-@pytest.mark.parametrize("graph", [0, 1])
-def test_launches_are_as_many_additions_as_asked(monkeypatch, graph):
-    kept = []
-    monkeypatch.setattr(bench, "captured", lambda work, device: kept.append(work) or work)
-    element = small_bench()._work(Point(op="launch", num_copies=3, graph=graph))()
-    assert (float(element), len(kept)) == (3.0, graph)
 
 
 def test_a_table_that_the_pool_has_no_room_for_is_unmeasurable():
@@ -244,27 +182,6 @@ def gpu(monkeypatch):
     return found
 
 
-def test_what_a_gpu_has_is_planned_with(gpu):
-    found = machine.capacity_of(CUDA)
-    assert (found.device_bytes, found.host_bytes, found.cache_bytes) == (7 * 10**9, 5 * 10**9, 72 * 2**20)
-    assert (found.num_gpus, found.flops_per_s, found.bytes_per_s, found.graphs) == (2, 2e13, 2e11, True)
-    found = machine.capacity_of(CPU)
-    assert (found.device_bytes, found.host_bytes, found.cache_bytes) == (5 * 10**9, 5 * 10**9, 32 * 2**20)
-    assert (found.num_gpus, found.flops_per_s, found.bytes_per_s, found.graphs) == (0, 2e10, 5e9, False)
-
-
-def test_a_gpu_and_its_driver_are_told_by_name(gpu, monkeypatch):
-    found = machine.device_facts(CUDA)
-    assert found["device"] == machine.device_name("cuda") == "card 0"
-    assert (found["gpus"], found["compute_capability"], found["driver"]) == ("2", "8.9", "555.42")
-    assert gpu.command == [
-        "/bin/nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits", "-i", "GPU-12-34",
-    ]  # fmt: skip
-    assert machine.device_facts(CPU).keys() == {"device", "torch", "cpu", "cpus", "cpu_threads"}
-    gpu.answer = ""
-    assert machine.device_facts(CUDA)["driver"] == "unknown: no nvidia-smi"
-
-
 def test_a_driver_that_does_not_answer_says_nothing(gpu, monkeypatch):
     gpu.uuid = ""
     assert machine._smi(torch.device("cuda", 3), "x") == "555.42"
@@ -279,34 +196,3 @@ def test_a_driver_that_does_not_answer_says_nothing(gpu, monkeypatch):
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: pytest.fail("asked nobody"))
     assert machine._smi(CUDA, "x") == ""
-
-
-def test_a_processor_without_a_name_is_told_by_its_kind(monkeypatch):
-    class Unreadable:
-        def __init__(self, path):
-            assert path == "/proc/cpuinfo"
-
-        def read_text(self, encoding):
-            raise OSError
-
-    monkeypatch.setattr(machine, "Path", Unreadable)
-    monkeypatch.setattr(machine.platform, "processor", lambda: "")
-    monkeypatch.setattr(machine.platform, "machine", lambda: "riscv64")
-    assert machine.cpu_name() == "riscv64"
-    monkeypatch.setattr(machine.platform, "processor", lambda: "a chip")
-    assert machine.cpu_name() == "a chip"
-    monkeypatch.setattr(Unreadable, "read_text", lambda *_, **__: "flags : x\nmodel name\t:  Chip 5 \nmodel name : b\n")
-    assert machine.cpu_name() == "Chip 5"
-
-
-def test_clocks_are_read_while_products_run_for_a_second_and_a_half(monkeypatch, told):
-    asked = []
-    monkeypatch.setattr(torch, "randn", lambda *size, device, dtype: torch.ones(2, 2, dtype=dtype))
-    monkeypatch.setattr(torch, "mm", lambda left, right, out: asked.append(out.shape))
-    monkeypatch.setattr(machine, "_product_s", lambda left, right, repeats: {3: 0.4, 5: 0.25}[repeats])
-    monkeypatch.setattr(machine, "_clocks", lambda device: {"sm_mhz": 100.0 * len(asked)})
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
-    found = machine.state_under_load(CUDA, torch.float16)
-    # 1.5 s of products that take 0.4 s, into one place; then all is waited for.
-    assert asked == [(2, 2)] * 4 and told == ["synchronize"]
-    assert found == {"load_average": 0.5, "matmul_size": 8192.0, "sm_mhz": 400.0, "matmul_s": 0.25}

@@ -7,12 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
-from measure_small import GPU, settings  # noqa: E402
 
 from calib.measure import clocks, readings  # noqa: E402
 from calib.measure.clocks import CudaClock, HostClock  # noqa: E402
-from calib.measure.log import Header, Measured, PointLog  # noqa: E402
-from calib.measure.points import Point  # noqa: E402
 from calib.measure.readings import Readings, ranges, warnings  # noqa: E402
 
 STATE = {
@@ -75,18 +72,6 @@ def test_a_cpu_and_a_driver_without_nvml_tell_nothing(device):
     broken = nvml()
     broken.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError("no driver"))
     assert device(broken).read() == {}
-
-
-def test_readings_survive_in_the_log(tmp_path):
-    point = Point(op="d2h", num_bytes=4096)
-    header = Header(settings(), GPU, "2026-01-02T03:04:05Z")
-    log = PointLog(tmp_path / "points.jsonl", header)
-    log.add(Measured(point, [1e-6], STATE))
-    log.add(Measured(Point(op="h2d", num_bytes=4096), [1e-6]))
-    log.close()
-    again = PointLog(tmp_path / "points.jsonl", header)
-    assert again.readings == {point: STATE}
-    again.close()
 
 
 def test_clocks_that_differ_between_points_are_warned_of():

@@ -52,38 +52,6 @@ def test_host_copies_go_through_the_buffers_in_turn():
     assert (target[:1000] == 7).all() and not (target[1000:2000] == 7).all()
 
 
-@pytest.mark.parametrize("op", ["d2h", "host_memcpy"])
-def test_a_copy_of_the_whole_buffer_is_the_same_every_time(op):
-    buffers = CopyBuffers(1024, CPU, 0)
-    work = buffers.work(Point(op=op, num_bytes=1024, num_copies=16 if op == "d2h" else 1, memory="pageable"))
-    target = buffers._buffer("pageable")
-    for _ in range(2):
-        target.zero_()
-        work()
-        assert (target.view(16, 64) != 0).any(dim=1).all()
-
-
-def test_only_the_pinned_buffer_is_pinned_and_only_one_is_the_devices(monkeypatch):
-    made, empty = [], torch.empty
-
-    def told(size, *, dtype, device, pin_memory):
-        made.append((device.type, pin_memory))
-        return empty(size, dtype=dtype)
-
-    monkeypatch.setattr(torch, "empty", told)
-    buffers = CopyBuffers(64, torch.device("cuda", 0), 0)
-    for kind in ("device", "pinned", "pageable"):
-        buffers._buffer(kind)
-    assert made == [("cuda", False), ("cpu", True), ("cpu", False)]
-
-
-def test_buffers_are_random_and_differ_from_each_other_and_by_seed():
-    first, again, other = (CopyBuffers(512, CPU, seed) for seed in (1, 1, 7))
-    found = [buffers._buffer("device") for buffers in (first, again, other)] + [first._buffer("pinned")]
-    assert torch.equal(found[0], found[1]) and len({bytes(buffer.tolist()) for buffer in found}) == 3
-    assert first._buffer("device") is found[0]
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Two layers of the small model with nine blocks of KV each."""
@@ -202,10 +170,3 @@ def test_prompts_are_timed_alone(monkeypatch):
     limits = run.limits
     assert (limits.num_gpu_blocks, limits.max_model_len, limits.max_num_batched_tokens) == (6 + 2, 66, 66)
     assert (run.graphs, run.sent) == ((), 1)
-
-
-def test_the_device_is_closed_whatever_happens(monkeypatch):
-    run = Iterations(monkeypatch, None)
-    with pytest.raises(TypeError):
-        engine_steps.engine_steps(DECODER, load_model("llama-2-7b"), Point(op="step", new_tokens=64), 2)
-    assert run.told[-1] == "close"

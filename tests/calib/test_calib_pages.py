@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "validation"))
 import calibration_tables
 from calibration_tables import FITTED, PAGES, SHIPPED, main
 

@@ -1,7 +1,5 @@
 """Quantised weights and FP8 KV: planted constants come back, and the 16-bit ones stay as they are."""
 
-from types import SimpleNamespace
-
 import msgspec
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ from calib_small import A100, BASE, HARDWARE, THREE, noise, planted, shapes, spe
 from calib import quantized
 from calib.fit import fit_profile
 from calib.quantized import fit_quantised
-from calib.robust import Parameter
 from calib.roofline import complete, ridge_s
 from calib.samples import Sample
 from sim.cost.model import CostModel
@@ -127,12 +124,6 @@ def test_exact_layers_give_every_constant_back(quantization):
     assert max(found.residuals.values()) < 1e-4
 
 
-def test_a_padding_of_less_than_a_token_is_found():
-    samples = exactly([*linear(), *layers(), *layers("fp8")], fp8_kv_padding_tokens=0.3)
-    found = values(fit_quantised(samples, MODELS, complete(A100)))
-    assert found["fp8_kv_padding_tokens"] == pytest.approx(0.3, rel=0.01)
-
-
 def test_noisy_samples_hold_the_constants_within_their_intervals():
     samples = exactly([*linear(), *layers(), *layers("fp8")])
     factors = noise(np.random.default_rng(3), len(samples))
@@ -195,11 +186,6 @@ def test_nvfp4_over_fp8_kv_is_refused():
         fit_quantised([msgspec.structs.replace(sample, quantization="nvfp4")], MODELS, complete(A100))
 
 
-def test_no_samples_no_fit():
-    found = fit_quantised([], MODELS, complete(A100))
-    assert (found.fits, found.residuals, found.factors) == ([], {}, {})
-
-
 def test_they_change_no_other_constant(tmp_path):
     samples = planted(shapes())
     given = {"name": "mine", "status": "measured", "provenance": {}}
@@ -214,12 +200,6 @@ def test_they_change_no_other_constant(tmp_path):
     assert plain.profile.residuals is not None
     assert both.profile.residuals is not None
     assert all("fp8" in name for name in both.profile.residuals.keys() - plain.profile.residuals.keys())
-
-
-def test_whole_layers_are_refused():
-    (sample, *_) = linear()
-    with pytest.raises(UserError, match="op 'layers' in fp8 cannot be priced: time op 'linear' or 'products'"):
-        fit_quantised([msgspec.structs.replace(sample, op="layers")], MODELS, complete(A100))
 
 
 def priced(profile: Profile, model: str, *, tp: int = 1, fp8_kv: bool = False) -> CostModel:
@@ -253,27 +233,3 @@ def test_without_a_rate_of_its_own_fp8_kv_is_read_as_16_bits_are():
     small, plain = (priced(without, "llama-2-70b", fp8_kv=fp8_kv) for fp8_kv in (True, False))
     assert small.decode_s_per_context_token == pytest.approx(plain.decode_s_per_context_token / 2, rel=0.01)
     assert small.overhead_s == plain.overhead_s < priced(bare, "llama-2-70b", fp8_kv=True).overhead_s
-
-
-def test_what_is_looked_for_and_from_where():
-    """Exponents up to 50; attention's and layers' overheads where samples can tell them."""
-
-    def looked_for(attends, fp8_kv=False):
-        timed = SimpleNamespace(
-            fp8_kv=fp8_kv, kind="w8a8", terms=SimpleNamespace(linear_flops=np.array([8.0, 9.0])),
-            measured_s=np.array([2.0, 3.0]), attends=np.array(attends),
-        )  # fmt: skip
-        return quantized._parameters(timed, {"hbm_bytes_per_s": 5.0, "kv_bytes_per_s": 7.0})  # type: ignore[arg-type]
-
-    products = {
-        "w8a8_flops_per_s": Parameter(4.0), "overlap": Parameter(0.4, 0.02, 1.0, log=False),
-        "w8a8_quantize_bytes_per_s": Parameter(5.0),
-    }  # fmt: skip
-    assert looked_for([False, False]) == products
-    products["w8a8_layer_overhead_s"] = Parameter(1e-5, 0.0, log=False)
-    assert looked_for([True, True]) == products
-    assert looked_for([False, True]) == products | {quantized.ATTENTION: Parameter(1e-5, 0.0, log=False)}
-    assert looked_for([False, True], fp8_kv=True) == {
-        "fp8_kv_bytes_per_s": Parameter(7.0), "fp8_kv_padding_tokens": Parameter(64.0, 0.0, log=False),
-        "fp8_kv_layer_overhead_s": Parameter(1e-6, 0.0, log=False),
-    }  # fmt: skip

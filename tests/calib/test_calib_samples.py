@@ -54,7 +54,7 @@ def samples_of_any_kind(draw):
     return Sample(op=op, latency_s=latency_s, **fields)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     samples=st.lists(samples_of_any_kind(), min_size=1, max_size=5),
     suffix=st.sampled_from([".csv", ".csv.gz"]),
@@ -112,14 +112,6 @@ def test_a_file_by_hand_may_leave_out_columns_and_hold_comments_blanks_and_windo
     assert read_comments(path) == {"mine": "yes"}
 
 
-def test_tokens_and_decodes_are_told_by_shape():
-    prompt = Sample(op="layers", latency_s=1.0, model="m", batch_size=3, new_tokens=5)
-    assert (prompt.tokens, prompt.is_decode) == (15, False)
-    decode = Sample(op="layers", latency_s=1.0, model="m", batch_size=3, new_tokens=1, context_tokens=7)
-    assert (decode.tokens, decode.is_decode) == (3, True)
-    assert not Sample(op="layers", latency_s=1.0, model="m", new_tokens=2, context_tokens=7).is_decode
-
-
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 HEADER = "op,latency_s,model,new_tokens,tp,num_bytes,memory,beside,graph,batch_size"
@@ -127,30 +119,19 @@ GOOD = "layers,0.001,llama-2-7b,128,1,0,pinned,,0,1"
 BAD_CELLS = [
     # column, cell, what the message must hold beside file, line, column and value
     ("latency_s", "nan", ["not a finite number", "leave out"]),
-    ("latency_s", "inf", ["not a finite number", "leave out"]),
     ("latency_s", "-0.001", ["less than 0", "correct"]),
     ("latency_s", "0", ["not above zero", "leave out"]),
     ("latency_s", "700", ["over 600 s", "milliseconds?", "give seconds"]),
-    ("latency_s", "350000", ["over 600 s", "milliseconds?", "give seconds"]),
     ("latency_s", "5e-9", ["below 1e-07 s", "which unit", "give seconds"]),
     ("latency_s", "1,5", ["11 values for 10 columns", "one for each"]),
     ("latency_s", "12ms", ["'12ms' is not a number", "correct"]),
-    ("latency_s", "", ["is empty", "give a value"]),
     ("new_tokens", "12.5", ["'12.5' is not a whole number", "correct"]),
-    ("new_tokens", "many", ["'many' is not a whole number", "correct"]),
-    ("new_tokens", "-1", ["less than 0", "correct"]),
     ("new_tokens", "0", ["op 'layers' computes tokens", "give 1 or more"]),
     ("new_tokens", "9" * 20, ["9" * 20, "more than 1,000,000,000", "correct"]),
-    ("new_tokens", "9" * 5000, ["not a whole number", "correct"]),
-    ("batch_size", "0", ["less than 1", "correct"]),
     ("tp", "0", ["less than 1", "correct"]),
-    ("num_bytes", "inf", ["not a finite number"]),
-    ("num_bytes", "-1", ["less than 0", "correct"]),
     ("model", "", ["op 'layers' needs one", "a built-in name or the path"]),
     ("op", "layer", ["'layer' is not known", "use one of layers, products"]),
-    ("op", "", ["'' is not known", "use one of layers"]),
     ("op", '"layers', ["not CSV", "correct the line"]),
-    ("op", "x" * 200_000, ["not CSV", "field limit", "correct the line"]),
     ("memory", "paged", ["'paged'", "use one of pinned, pageable"]),
     ("beside", "decode", ["'decode' is not an op", "leave it empty"]),
     ("graph", "2", ["2", "use 0 or 1"]),
@@ -187,10 +168,8 @@ def test_a_bad_cell_is_named_with_line_column_and_remedy(tmp_path, column, cell,
     ("row", "parts"),
     [
         ("h2d,1e-6,,0,1,1e9,pinned,,0,1", ["num_bytes = 1e+09 in 1e-06 s is 1e+15 B/s", "is a unit wrong?"]),
-        ("all_reduce,1e-6,,0,2,1e9,pinned,,0,1", ["num_bytes", "1e+15 B/s", "is a unit wrong?"]),
         ("d2h,1e-3,,0,1,0,pinned,,0,1", ["num_bytes = 0.0, but op 'd2h' moves bytes", "more than 0"]),
         ("all_reduce,1e-3,,0,1,1e6,pinned,,0,1", ["tp = 1", "2 GPUs or more", "how many took part"]),
-        ("lm_head,1e-3,,1,1,0,pinned,,0,1", ["model is empty", "'lm_head' needs one"]),
         ("restore,1e-3,llama-2-7b,0,1,0,pinned,,0,1", ["new_tokens = 0", "'restore' computes tokens"]),
     ],
 )
@@ -200,48 +179,22 @@ def test_a_row_against_its_op_or_physics_is_named(tmp_path, row, parts):
     assert [part for part in parts if part not in message] == [], message
 
 
-@pytest.mark.parametrize("op", sorted(TOKEN_OPS))
-def test_every_op_on_tokens_needs_a_model(op):
-    assert "model is empty" in fault_of(Sample(op=op, latency_s=1.0, new_tokens=1))
-    assert fault_of(Sample(op=op, latency_s=1.0, new_tokens=1, model="llama-2-7b")) == ""
-
-
-@pytest.mark.parametrize("op", sorted(COPY_OPS))
-def test_no_copy_is_faster_than_any_link(op):
-    fits = Sample(op=op, latency_s=1e-3, num_bytes=1e-3 * FASTEST_BYTES_PER_S, tp=2)
-    assert fault_of(fits) == ""
-    assert "unit wrong" in fault_of(Sample(op=op, latency_s=1e-3, num_bytes=1.01e-3 * FASTEST_BYTES_PER_S, tp=2))
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("", ["holds no header", "op, latency_s"]),
-        ("\n\n# only a comment\n", ["holds no header", "op, latency_s"]),
         (f"# note\n{HEADER}\n", ["holds no samples below its header", "give measurements"]),
         (HEADER.replace("tp", "tensor") + "\n" + GOOD, ["line 1", "column 'tensor' is not known", "known are op,"]),
         (HEADER.replace("tp", "op") + "\n" + GOOD, ["line 1", "column 'op' appears twice", "keep one"]),
         (HEADER.replace("latency_s", "spread_s") + "\n" + GOOD, ["line 1", "'latency_s' is missing", "seconds"]),
-        ("latency_s\n0.1\n", ["line 1", "'op' is missing", "add it"]),
         (f"{HEADER}\n{GOOD}\nlayers,0.001\n", ["line 3", "2 values for 10 columns", "one for each"]),
-        (f"{HEADER}\n{GOOD}\n{GOOD},1\n", ["line 3", "11 values for 10 columns", "one for each"]),
         (b"op,latency_s\nlayers,\xff\n", ["not UTF-8 text (byte 20)", "give a CSV file"]),
         (gzip.compress(b"op,latency_s\nlaunch,1e-5\n", mtime=0)[:-9], ["cannot be read", "check the path"]),
-        (b"\x1f\x8b and no gzip", ["cannot be read", "check the path"]),
     ],
 )
 def test_a_file_that_is_no_samples_file_is_named(tmp_path, text, parts):
     message = refusal(tmp_path / "bad.csv", text)
     assert [part for part in parts if part not in message] == [], message
-
-
-@pytest.mark.parametrize("place", [10, 200, -6])
-def test_a_gzip_file_with_a_damaged_byte_is_refused(tmp_path, place):
-    """In the first block's head, which makes no block; in the midst; in the checksum."""
-    rows = "".join(f"launch,{i * 1.37e-5}\n" for i in range(1, 300))
-    data = bytearray(gzip.compress(f"op,latency_s\n{rows}".encode(), mtime=0))
-    data[place] ^= 0x06
-    assert "cannot be read" in refusal(tmp_path / "bad.csv.gz", bytes(data))
 
 
 @pytest.mark.parametrize("place", ["absent.csv", "."])
@@ -253,7 +206,7 @@ def test_a_path_that_cannot_be_read_is_named(tmp_path, place):
 cells = st.text(max_size=12) | st.sampled_from(["nan", "-inf", "1e999", "0x10", '"', "#", "1_0", "٣", "\0", ","])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     row=st.integers(0, 3), column=st.integers(0, 9), cell=cells, cut=st.integers(0, 400) | st.none(), junk=st.binary()
 )

@@ -12,20 +12,18 @@ import pytest
 from server_small import HIDDEN, LOADS, serve, setup
 from test_calib_cli import attempt, refused
 
-from calib.robust import Estimate, Fit, Parameter
+from calib.robust import Estimate, Fit
 from calib.server import fit as server_fit
-from calib.server.cli import report
-from calib.server.constants import chosen_constants, is_told, of_model, parameters_of, with_constants
-from calib.server.fit import ServerFit, fit_server
-from calib.server.iterations import Replay, Step, _middle, predict_steps_s, replay
+from calib.server.constants import is_told, of_model, parameters_of, with_constants
+from calib.server.fit import fit_server
+from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
-from sim.cost.changed_profile import changed
 from sim.cost.profile import read_profile
 from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.scenario import Scenario
-from sim.served import mean_errors, measured_times, simulated_times, times_in
+from sim.served import mean_errors, measured_times, simulated_times
 from traces.readers import open_trace
 from traces.request import Request
 from traces.served import ServedRun, read_served
@@ -43,25 +41,6 @@ def found_again(estimates, hidden):
             if not estimates[name].low <= value <= estimates[name].high}  # fmt: skip
 
 
-def test_a_run_of_which_nothing_was_seen_agrees_about_nothing():
-    step = Step((), 1.0)
-    assert [Replay([step] * agree, seen).matched for agree, seen in ((0, 0), (0, 4), (1, 4), (4, 4))] == [0, 0, 0.25, 1]
-
-
-def test_a_form_that_no_constants_are_fitted_of_is_refused():
-    described = SimpleNamespace(profile=SimpleNamespace(name="some", form="paper"))
-    with pytest.raises(UserError) as caught:
-        chosen_constants(described, None)
-    assert str(caught.value) == "--base: some is of form paper: give one of roofline or linear"
-
-
-def test_too_many_requests_are_not_compared_one_by_one():
-    served = SimpleNamespace(path=Path("run.json"), requests=[None] * 123_456)
-    with pytest.raises(UserError) as caught:
-        times_in(SimpleNamespace(requests=None), served)
-    assert str(caught.value) == "run.json: 123,456 requests are too many to compare one by one"
-
-
 @pytest.mark.parametrize("matched", [0.49, 0.5])
 def test_a_server_that_schedules_otherwise_is_fitted_to_requests(monkeypatch, matched):
     monkeypatch.setattr(server_fit, "replay", lambda *_: SimpleNamespace(matched=matched, steps=[None] * 9))
@@ -75,8 +54,9 @@ def test_a_server_that_schedules_otherwise_is_fitted_to_requests(monkeypatch, ma
     assert found == (fit_requests, "TTFT and TPOT of 3 requests", [note])
 
 
-@pytest.mark.parametrize("changes", [{}, CHUNKED, {"num_gpu_blocks_override": 400}])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "changes"), [*((policy, CHUNKED) for policy in POLICIES), (AHEAD, {"num_gpu_blocks_override": 400})]
+)
 def test_iterations_are_recovered_from_the_times_of_tokens(tmp_path, policy, changes):
     # Whatever the server's speed: the scheduler is replayed on its clock, with prices that are wrong by far.
     described = setup(policy, **changes)
@@ -124,8 +104,9 @@ def test_iterations_that_take_no_time_are_left_out():
     assert [step.seconds for step in found.steps] == pytest.approx([0.993, 0.5])
 
 
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "load"), [(SERIAL[0], "near saturation"), (SERIAL[1], "medium"), (AHEAD, "light"), (AHEAD, "medium")]
+)
 def test_hidden_constants_are_found_from_tokens(tmp_path, policy, load):
     described = setup(policy, LOADS[load])
     serve(described, tmp_path / "run.json")
@@ -160,19 +141,18 @@ def test_of_a_server_in_fp8_its_own_rates_are_found(tmp_path):
     assert (found.untold, found_again(found.estimates, hidden)) == (["attention_flops_per_s"], {})
 
 
-@pytest.mark.parametrize(("policy", "untold"), [(SERIAL[1], []), (AHEAD, ["step_overhead_s"])])
-def test_attention_is_found_where_prompts_are_long(tmp_path, policy, untold):
+def test_attention_is_found_where_prompts_are_long(tmp_path):
     hidden = HIDDEN | {"attention_flops_per_s": 1.2e14}
-    described = setup(policy, workload="uniform", input_len=8000, output_len=60, request_rate=0.8, max_model_len=16384)
+    described = setup(
+        SERIAL[1], workload="uniform", input_len=8000, output_len=60, request_rate=0.8, max_model_len=16384
+    )
     serve(described, tmp_path / "run.json", hidden)
     found = fit_server(described, read_served(tmp_path / "run.json"), name="found")
-    told = {name: value for name, value in hidden.items() if name not in untold}
-    assert (found.untold, found_again(found.estimates, told)) == (untold, {})
+    assert (found.untold, found_again(found.estimates, hidden)) == ([], {})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "load"), [(SERIAL[0], "medium"), (AHEAD, "near saturation")])
 def test_what_iterations_take_is_found_from_first_and_last_tokens(tmp_path, policy, load):
     described = setup(policy, LOADS[load])
     serve(described, tmp_path / "run.json")
@@ -216,13 +196,6 @@ def test_a_run_that_tells_nothing_is_refused(tmp_path, policy, untold):
     served = read_served(tmp_path / "run.json")
     with pytest.raises(UserError, match=rf"does not tell {untold}attention_flops_per_s \(1 to 2 requests in flight\)"):
         fit_server(described, served, name="found", constants=["step_overhead_s", "attention_flops_per_s"])
-
-
-def test_a_server_with_other_rules_is_fitted_by_its_requests_and_that_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("calib.server.fit.fit_requests", lambda *_: (_ for _ in ()).throw(UserError("by requests")))
-    serve(setup("vllm-recompute", 8.0), tmp_path / "run.json", late_s=0.2)
-    with pytest.raises(UserError, match="by requests"):
-        fit_server(setup("vllm-recompute", 8.0), read_served(tmp_path / "run.json"), name="found")
 
 
 @pytest.fixture(scope="module")
@@ -276,16 +249,8 @@ def test_what_cannot_be_fitted_is_refused_by_name(tmp_path, capsys, run):
     refused(capsys, *fit, tmp_path / "bare.json", parts=["bare.json", "input_lens", "--save-detailed"])
     refused(capsys, *fit, run, "--constants", "speed", parts=["--constants", "'speed'", "flops_per_s"])
     refused(capsys, *fit, run, "--constants", *parameters(), parts=["--constants", "5 named", "1 to 4"])
-    refused(
-        capsys,
-        *fit,
-        run,
-        "--policy",
-        "vllm-v1",
-        "--policy",
-        "vllm-swap",
-        parts=["--policy: 2 given; the server ran one"],
-    )
+    both = ("--policy", "vllm-v1", "--policy", "vllm-swap")
+    refused(capsys, *fit, run, *both, parts=["--policy: 2 given; the server ran one"])
     refused(capsys, *fit, run, "--replicas", "2", parts=["--replicas", "2 engines"])
     refused(capsys, *fit, run, "--request-rate", "2", parts=["--request-rate"])
     refused(capsys, *fit, run, "--max-model-len", "100", parts=["run.json", "gives up", "--max-model-len"])
@@ -329,53 +294,13 @@ def test_a_profile_says_of_each_constant_how_it_is_known(run):
     assert {name: found.value(name) for name in FITTED_TO.estimates} == FITTED_TO.values
     assert found.residuals == {"unseen_requests_ttft": 0.01235, "unseen_requests_tpot": 0.02}
     told = found.provenance
-    assert (told["model"], told["trace"], told["run"]) == ("llama-2-7b, 1 GPU", "other.csv", "run.json")
     assert told["trace_sha256"] == sha256(b"rows").hexdigest()
     assert told["run_sha256"] == sha256(run.read_bytes()).hexdigest()
-    assert told["fitted"] == f"{', '.join(FITTED_TO.estimates)} to 3 iterations; points scatter by 3.2 %"
-    halves = "second half of the requests from the first half's constants: "
-    assert told["held_out"] == f"{halves}mean TTFT -1.2 %, mean TPOT +2.0 %"
-    blocks = described.limits.num_gpu_blocks
-    assert told["engine"] == (
-        f"vllm-v1, async scheduling, {blocks} blocks of 16, max_num_seqs 256, max_num_batched_tokens 2048, "
-        "prefixes cached"
-    )
+    assert told["held_out"].endswith("mean TTFT -1.2 %, mean TPOT +2.0 %")
     assert (found.form, found.gpu, found.status) == (base.form, "a100-80g", "measured-from-server")
-    for field in ("all_reduce", "linear_factors", "fp8_linear_factors", "nvfp4_linear_factors"):
-        assert getattr(found, field) == getattr(base, field)
     # The run's own file as the trace is named once.
     own = server_fit._profile(setup("vllm-v1", trace=str(run)), read_served(run), FITTED_TO, "mine", "", {}, [])
     assert not {"trace", "trace_sha256"} & own.provenance.keys()
-
-
-def test_the_report_says_of_each_constant_how_it_is_known(run):
-    described = setup("vllm-v1")
-    profile = server_fit._profile(described, read_served(run), FITTED_TO, "mine", "3 steps", {}, TOGETHER)
-    found = ServerFit(
-        profile,
-        "3 steps",
-        FITTED_TO.estimates,
-        ["step_overhead_s"],
-        {"ttft": 0.1},
-        {"ttft": -0.01, "tpot": 0.02},
-        ["x"],
-    )
-    text = report(found)
-    assert "# mine\n\na100-80g, measured-from-server: fitted to 3 steps.\n\n- run: run.json\n" in text
-    assert "| `hbm_bytes_per_s` | 1500 GB/s | 1480 GB/s to 1520 GB/s |" in text
-    assert "| `flops_per_s` | 200 TFLOP/s | not told alone |" in text
-    assert "| `layer_overhead_s` | 40 us | at the limit of what it may be |" in text
-    assert "| mean TTFT | +10.0 % | -1.0 % |\n| mean TPOT | - | +2.0 % |" in text
-    untold = "the run does not tell step_overhead_s: carried over from the base profile"
-    assert text.endswith(f"## Notes\n\n- x\n- {untold}\n")
-    assert "## Notes" not in report(replace(found, notes=[], untold=[]))
-
-
-def test_what_a_run_tells_is_within_half_of_it_or_of_where_it_started():
-    rate, overhead = Parameter(4.0), Parameter(3.0, 0.0, log=False)
-    for parameter, most in ((rate, 5.0), (overhead, 3.0)):
-        told = [is_told(Estimate(10.0, stderr, 0.0, 0.0), parameter) for stderr in (most, most * 1.001, None)]
-        assert told == [True, False, True]
 
 
 def test_a_constant_at_its_limit_is_named_but_for_overheads_of_nothing():
@@ -394,22 +319,6 @@ def test_a_constant_at_its_limit_is_named_but_for_overheads_of_nothing():
     assert "the most (" in text
 
 
-def test_constants_are_looked_for_within_a_factor_of_30_and_the_peaks():
-    described = setup("vllm-v1")
-    value = described.profile.value
-    found = parameters_of(described, ["flops_per_s", "hbm_bytes_per_s", "roofline_exponent", "step_overhead_s"])
-    for name, peak in (("flops_per_s", 312e12), ("hbm_bytes_per_s", 2039e9)):
-        assert (found[name].least, found[name].most, found[name].log) == (value(name) / 30, peak, True)
-        assert found[name].start == min(value(name), 0.99 * peak)
-    exponent = value("roofline_exponent")
-    assert found["roofline_exponent"] == Parameter(exponent, exponent / 30, 30 * exponent)
-    host_s = max(1e-3, described.engine_profile.value("host_base_s"))
-    assert found["step_overhead_s"] == Parameter(host_s, 0.0, 30 * host_s, log=False)
-    slow = replace(described, profile=changed(described.profile, "flops_per_s=311e12,copy_launch_s=0"))
-    assert parameters_of(slow, ["flops_per_s"])["flops_per_s"].start == pytest.approx(0.99 * 312e12)
-    assert parameters_of(slow, ["copy_launch_s"])["copy_launch_s"] == Parameter(1e-3, 0.0, 0.03, log=False)
-
-
 HOST, WEIGHTS, PRODUCTS, ATTENTION = "step_overhead_s", "hbm_bytes_per_s", "flops_per_s", "attention_flops_per_s"
 ALL = (HOST, WEIGHTS, PRODUCTS, ATTENTION)
 
@@ -426,37 +335,6 @@ def fit_of(is_open, is_hidden=()):
         return Fit({name: Estimate(1.0, 1e9 if name in left else 1e-9, 0.0, 2.0) for name in shown}, 0.0)
 
     return fit_with, asked
-
-
-@pytest.mark.parametrize(
-    ("by_requests", "constants", "asked"),
-    [(False, None, ALL), (True, None, ALL[:3]), (True, [HOST, ATTENTION], (HOST, ATTENTION))],
-)
-def test_attention_is_looked_for_in_iterations_unless_it_is_named(run, monkeypatch, by_requests, constants, asked):
-    found = []
-
-    def fit_told(setup, served, names, fit_with, *, is_asked):
-        found.append((tuple(names), is_asked))
-        raise UserError("enough")
-
-    fit_with = fit_requests if by_requests else server_fit.fit_relative
-    monkeypatch.setattr(server_fit, "_way", lambda *_: (fit_with, "some", []))
-    monkeypatch.setattr(server_fit, "_fit_told", fit_told)
-    with pytest.raises(UserError, match="enough"):
-        fit_server(setup("vllm-v1"), read_served(run), name="mine", constants=constants)
-    assert found == [(asked, constants is not None)]
-
-
-@pytest.mark.parametrize("together", [[], [WEIGHTS, PRODUCTS]])
-def test_what_is_told_together_only_is_noted_last(run, monkeypatch, together):
-    monkeypatch.setattr(server_fit, "_way", lambda *_: (fit_requests, "some", ["first"]))
-    monkeypatch.setattr(server_fit, "_fit_told", lambda *_, is_asked: (FITTED_TO, [], together))
-    monkeypatch.setattr(server_fit, "_held_out", lambda *_: {})
-    monkeypatch.setattr(server_fit, "_whole", lambda *_: {})
-    monkeypatch.setattr(server_fit, "_at_limits", lambda *_: ["at a limit"])
-    notes = fit_server(setup("vllm-v1"), read_served(run), name="mine").notes
-    words = f"the run tells {WEIGHTS} and {PRODUCTS} together only: with them trust loads like this one"
-    assert notes == ["first", "at a limit", *[words] * bool(together)]
 
 
 @pytest.mark.parametrize(
@@ -493,22 +371,6 @@ def test_where_all_are_open_the_first_is_taken_on_trust(run):
         server_fit._fit_told(*given, fit_with, is_asked=True)
 
 
-def test_kv_leaves_the_weights_beyond_both_intervals():
-    """Of a profile whose KV is read at 80 % of the weights' rate."""
-    described = setup("vllm-v1")
-    described = replace(described, profile=changed(described.profile, "hbm_bytes_per_s=1e12,kv_bytes_per_s=8e11"))
-
-    def leaves(low, high):
-        weights, kv = Estimate(1.5e12, 1.0, 1.4e12, 1.6e12), Estimate(1.0, 1.0, low, high)
-        fit = Fit({"hbm_bytes_per_s": weights, "kv_bytes_per_s": kv}, 0.0)
-        return server_fit._leaves_the_weights(described, "kv_bytes_per_s", fit)
-
-    assert [leaves(1.0e12, high) for high in (1.119e12, 1.121e12)] == [True, False]
-    assert [leaves(low, 1.5e12) for low in (1.279e12, 1.281e12)] == [False, True]
-    alone = Fit({"kv_bytes_per_s": Estimate(1.0, 1.0, 9e12, 9e12)}, 0.0)
-    assert not server_fit._leaves_the_weights(described, "kv_bytes_per_s", alone)
-
-
 def parameters():
     return ["flops_per_s", "hbm_bytes_per_s", "step_overhead_s", "layer_overhead_s", "roofline_exponent"]
 
@@ -531,63 +393,3 @@ def test_of_a_quantised_model_its_own_constants_count():
         "neither": list(names),
         "not in the profile": list(names),
     }
-
-
-def test_a_request_is_in_flight_from_its_arrival_to_just_before_its_end():
-    """One after the other; then two of which the second comes within the first."""
-
-    def load(*spans):
-        requests = [SimpleNamespace(arrival_s=start) for start, _ in spans]
-        return server_fit._load(SimpleNamespace(requests=requests, e2el_s=[end - start for start, end in spans]))
-
-    assert load((0.0, 1.0), (1.0, 2.0), (2.0, 7.0)) == "1 to 1 requests in flight"
-    assert load((0.0, 3.0), (1.0, 2.0), (4.0, 7.0)) == "1 to 2 requests in flight"
-
-
-def test_the_outermost_tenth_of_tokens_is_not_asked_about_an_end():
-    assert _middle([float(i) for i in range(9)]) == [float(i) for i in range(9)]
-    assert _middle([float(i) for i in range(20)]) == [float(i) for i in range(2, 18)]
-
-
-def test_of_too_many_steps_every_so_manieth_is_fitted_by_constants_that_show(monkeypatch):
-    """Nine steps, four at most: every third. A constant shows from 2 % on when it is twice as large."""
-    asked = []
-    shows = {"much": 1.0, "just": 0.021, "hardly": 0.019}
-    steps = [SimpleNamespace(seconds=float(i)) for i in range(9)]
-    monkeypatch.setattr(server_fit, "MOST_STEPS", 4)
-    monkeypatch.setattr(server_fit, "replay", lambda *_: SimpleNamespace(steps=steps))
-    constants = {"much": 3.0, "just": 0.0, "hardly": 5.0}
-    monkeypatch.setattr(
-        server_fit, "constants_of", lambda _: {n: SimpleNamespace(value=v) for n, v in constants.items()}
-    )
-    monkeypatch.setattr(server_fit, "with_constants", lambda _, values: SimpleNamespace(cost=values))
-
-    def predict(values, steps):
-        asked.append(values)
-        return np.array([10.0 + step.seconds for step in steps]) * np.exp(sum(shows[name] for name in values))
-
-    monkeypatch.setattr(server_fit, "predict_steps_s", predict)
-    monkeypatch.setattr(server_fit, "fit_relative", lambda predicted, measured, shown: (measured.tolist(), [*shown]))
-    parameters = {name: Parameter(7.0) for name in constants}
-    assert server_fit._fit_steps(SimpleNamespace(), SimpleNamespace(), 3, parameters) == (
-        [0.0, 3.0, 6.0],
-        ["much", "just"],
-    )
-    assert asked == [{}, {"much": 6.0}, {"just": 14.0}, {"hardly": 10.0}]
-
-
-def test_the_second_half_is_held_out(monkeypatch):
-    monkeypatch.setattr(server_fit, "parameters_of", lambda *_: {})
-    monkeypatch.setattr(server_fit, "with_constants", lambda setup, values: values)
-    monkeypatch.setattr(server_fit, "simulated_times", lambda *_: np.arange(5))
-    monkeypatch.setattr(server_fit, "measured_times", lambda _: 10 * np.arange(5))
-    monkeypatch.setattr(server_fit, "mean_errors", lambda found, measured: [found.tolist(), measured.tolist()])
-    known = []
-
-    def fit_with(setup, served, count, parameters):
-        known.append(count)
-        return Fit({}, 0.0)
-
-    served = SimpleNamespace(requests=[None] * 5)
-    assert server_fit._held_out(None, served, [], fit_with) == [[2, 3, 4], [20, 30, 40]]
-    assert known == [2]
