@@ -21,6 +21,9 @@ PRECISION = 0.02
 """Loads are found to within this share."""
 MOST_DOUBLINGS = 12
 MOST_ENGINES = 1024
+STAYS = 5.0
+"""Arrivals must go on for so many mean latencies before a load that holds counts as held: seats and blocks have filled
+and emptied some times by then."""
 STAGES = "pipeline_parallel_size"
 NO_LOAD = 2.0**-MOST_DOUBLINGS
 
@@ -56,6 +59,8 @@ class Slo(Struct, frozen=True):
         bound = convert(f"{where}: {word}", text, float)
         if not bound > 0:
             raise UserError(f"{where}: {word!r} has a bound that nothing meets; give more than 0")
+        if metric.endswith("_attainment") and bound > 1:
+            raise UserError(f"{where}: {word!r} is a share, at most 1; 99 % is {metric}:0.99")
         return Slo(metric, bound)
 
     def met(self, result: Mapping[str, Any]) -> bool:
@@ -86,33 +91,60 @@ def holds(ran: Ran, slos: Sequence[Slo]) -> bool:
     return result["completed"] >= SERVED * result["num_prompts"] and all(slo.met(result) for slo in slos)
 
 
+def too_short(result: Mapping[str, Any]) -> str:
+    """Why a run cannot tell whether its load is held: its arrivals end before a queue could show. Else empty."""
+    span_s, stay_ms = result.get("arrival_span_s"), result.get("mean_e2el_ms")
+    if span_s is None or stay_ms is None or span_s >= STAYS * stay_ms / 1e3:
+        return ""
+    count = result["num_prompts"]
+    if span_s == 0.0:
+        return "all requests arrive at once, at any load: give arrivals over time (a finite request-rate)"
+    return (
+        f"at more load {count:,} requests arrive within {span_s:.3g} s, where each stays {stay_ms / 1e3:.3g} s: too few to "
+        "see a queue grow; a longer trace tells"
+    )
+
+
 class Held(Struct, frozen=True):
-    """The most that held and the least that did not, with their runs; None where there was none."""
+    """The most that held and the least that did not, with their runs; None where there was none.
+
+    Attributes:
+        unknown: why more may hold than the search could tell; empty where `least_failing` did not hold.
+    """
 
     most: float
     ran: Ran | None
     least_failing: float | None
     failing: Ran | None
+    unknown: str = ""
 
 
 def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float = PRECISION) -> Search[Held]:
     """The greatest factor on the arrivals' rate at which the SLOs hold, by doubling and geometric bisection.
 
     It takes for granted that what holds at some load holds at any lower one. 0 where nothing down to `NO_LOAD` holds.
+    A run that is too short to tell (`too_short`) is no proof that its load is held: `unknown` says so, as it does where
+    no load fails.
     """
     usual = options.get("rate_scale", 1.0)
     good: tuple[float, Ran | None] = (0.0, None)
     bad: tuple[float | None, Ran | None] = (None, None)
+    unknown = f"no load up to {1 / NO_LOAD:,.0f} times the traffic fails"
     factor = 1.0
     while NO_LOAD <= factor <= 1 / NO_LOAD:
         ran = yield {**options, "rate_scale": usual * factor}
         if ran.outcome.error is not None and good[1] is None and bad[1] is None:
             # Refused as it is: no load changes that.
             return Held(0.0, None, factor, ran)
-        if holds(ran, slos):
-            good = (factor, ran)
+        if not holds(ran, slos):
+            bad, unknown = (factor, ran), ""
+        elif short := too_short(ran.result or {}):
+            if ran.result and not ran.result["arrival_span_s"]:
+                # No load changes that.
+                return Held(0.0, None, None, None, short)
+            bad, unknown = (factor, None), short
         else:
-            bad = (factor, ran)
+            good = (factor, ran)
         if bad[0] is None:
             factor *= 2.0
         elif good[1] is None:
@@ -121,7 +153,7 @@ def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float 
             break
         else:
             factor = (good[0] * bad[0]) ** 0.5
-    return Held(*good, *bad)
+    return Held(*good, *(bad if bad[1] is not None else (None, None)), unknown)
 
 
 def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Held]:

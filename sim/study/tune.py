@@ -5,7 +5,7 @@ most requests within their SLOs at the traffic as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
+from math import inf, sqrt
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,7 +18,18 @@ from sim.scenario import GOES_WITH, Scenario
 from sim.study.axes import Study, Value, options_at, read_study
 from sim.study.limits import Change, binding, changes
 from sim.study.points import policy_of, setup_of
-from sim.study.search import Held, Ran, Search, Slo, answers, fewest_engines, fewest_pools, most_load, worst_of
+from sim.study.search import (
+    PRECISION,
+    Held,
+    Ran,
+    Search,
+    Slo,
+    answers,
+    fewest_engines,
+    fewest_pools,
+    most_load,
+    worst_of,
+)
 from sim.study.sweep import Means, Store, Told
 from sim.systems.builder import HAND_OVER
 
@@ -46,6 +57,14 @@ class Candidate(Struct, frozen=True):
     def ran(self) -> Ran | None:
         """The run that shows it, of the worst seed."""
         return self.held.ran
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it could not run, or could not be told apart from any other; None where it ran and missed the SLOs."""
+        if self.value is not None:
+            return None
+        error = self.held.failing.outcome.error if self.held.failing is not None else None
+        return error or self.held.unknown or None
 
 
 class Gain(Struct, frozen=True):
@@ -80,6 +99,30 @@ class Tuned(Struct, frozen=True):
     def best(self) -> Candidate | None:
         """The best candidate; None where none met the SLOs."""
         return self.candidates[0] if self.candidates and self.candidates[0].value is not None else None
+
+    @property
+    def tied(self) -> list[Candidate]:
+        """Candidates that cannot be told from the best: within the search's precision, or two standard errors."""
+        best = self.best
+        others = [c for c in self.candidates if c is not best and c.value is not None]
+        return [c for c in others if best is not None and abs(c.value - best.value) <= self._noise(best)]  # type: ignore[operator]
+
+    def _noise(self, best: Candidate) -> float:
+        """By how much a value may differ from the best's and be as good, in the goal's unit."""
+        if self.goal == "load":
+            return PRECISION * (best.value or 0.0)
+        if self.goal != "goodput" or best.ran is None or best.ran.result is None:
+            return 1e-9 * (best.value or 0.0)
+        count, share = best.ran.result["num_prompts"], best.ran.result["goodput_attainment"] or 0.0
+        # Each request is in time or not: a binomial count; at least one of them may have fallen otherwise.
+        return max(2.0 * sqrt(count * share * (1.0 - share)), 1.0) / max(best.ran.result["duration"], 1e-9)
+
+    @property
+    def indifferent(self) -> list[str]:
+        """Axes on which a tied candidate differs from the best and from nothing else: there they make no difference."""
+        point = self.best.point if self.best is not None else {}
+        apart = [[name for name in point if c.point.get(name) != point[name]] for c in self.tied]
+        return list(dict.fromkeys(names[0] for names in apart if len(names) == 1))
 
     @property
     def binds(self) -> str | None:
@@ -118,6 +161,7 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
     if goal == "goodput" and not study.fixed.get("goodput"):
         raise UserError(f"{where}: tune.goal = 'goodput' counts requests within goodput = ['ttft:3000', ...]; give it")
     slos = tuple(Slo.parse(word, f"{where}: tune.slo") for word in words or (DEFAULT_SLO,))
+    _check_slos(slos, study)
     if (goal == "cost") != (price is not None):
         raise UserError(f"{where}: goal = 'cost' and price = (of a GPU and hour) go together; give both or neither")
     if goal in ("gpus", "cost"):
@@ -128,6 +172,17 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
     if extra.get("storage") and trials is None:
         raise UserError(f"{where}: tune.storage is where trials are kept; give trials, or leave it out")
     return Asked(study, goal, slos, _prices(price, study), trials, extra.get("storage"))
+
+
+def _check_slos(slos: Sequence[Slo], study: Study) -> None:
+    """UserError for two bounds on one metric, and for shares of requests that meet SLOs where none are given."""
+    for metric in {slo.metric for slo in slos}:
+        if len(same := [str(slo) for slo in slos if slo.metric == metric]) > 1:
+            raise UserError(f"{study.where}: tune.slo: {' and '.join(same)} bound one metric; give one of them")
+        if metric.endswith("_attainment") and not study.fixed.get("goodput") and "goodput" not in study.axes:
+            raise UserError(
+                f"{study.where}: tune.slo: {metric} counts requests within goodput = ['ttft:3000', ...]; give it"
+            )
 
 
 def _prices(given: object, study: Study) -> dict[str, float]:
@@ -174,8 +229,8 @@ def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] 
         from sim.study.knobs import by_trials  # noqa: PLC0415 - optuna is slow to import
 
         found = by_trials(asked, folder, reach, means.jobs)
-    refused = {c.held.failing.outcome.error for c in found if c.held.failing is not None}
-    if all(c.value is None for c in found) and len(refused) == 1 and (reason := refused.pop()) is not None:
+    refused = {c.refusal for c in found}
+    if len(refused) == 1 and (reason := refused.pop()) is not None:
         raise UserError(f"{study.where}: every candidate is refused: {reason}")
     found = ranked(asked, found)
     return _explained(asked, found, store, means, begin)
@@ -212,9 +267,9 @@ def _explained(
     for change, one in zip(what_if, changed, strict=True):
         error_text = one.failing.outcome.error if one.failing is not None else None
         if one.ran is None:
-            gains.append(Gain(change, None, error_text or "no load holds"))
+            gains.append(Gain(change, None, error_text or one.unknown or "no load holds"))
         else:
-            gains.append(Gain(change, one.most / at_first.most - 1.0 if at_first.most else None))
+            gains.append(Gain(change, one.most / at_first.most - 1.0 if at_first.most else None, one.unknown))
     return Tuned(
         asked.study, asked.goal, asked.slos, found, gains, _value(asked, slower), _value(asked, faster),
         error, None if asked.goal == "goodput" else at_first.most,

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from sim.files import write_atomically
 from sim.results.figures.style import FAINT, dress, new_figure, plain_text, policy_colour, save_figure, set_title
 from sim.study.limits import BINDS, MORE
-from sim.study.search import Ran
+from sim.study.search import MOST_ENGINES, Ran
 from sim.study.sweep import told_where
 from sim.study.tables import Frame
 from sim.study.tune import Candidate, Gain, Tuned
@@ -28,6 +28,7 @@ FRONT = ("p99_ttft_ms", "p99_tpot_ms", "output_throughput_per_gpu")
 """What the Pareto front is over: least, least, most."""
 UNITS = {"load": "requests/s", "gpus": "GPUs", "cost": "an hour", "goodput": "requests/s within the SLOs"}
 MOST_BARS = 14
+MOST_NAMED = 5
 MUCH = 10.0
 """Factor of load beyond which a gain is not told apart: a short trace can come all at once."""
 
@@ -62,15 +63,13 @@ def candidates_table(tuned: Tuned) -> Frame:
     rows = []
     for candidate in tuned.candidates:
         row: dict[str, Any] = {name: _plain(value) for name, value in candidate.point.items()}
-        row |= {"value": candidate.value, "unit": UNITS[tuned.goal], "error": None}
+        row |= {"value": candidate.value, "unit": UNITS[tuned.goal], "error": candidate.refusal}
         ran = candidate.ran
         if ran is not None and ran.result is not None:
             row |= {"num_gpus": ran.num_gpus, "load": candidate.held.most if tuned.goal == "load" else 1.0}
             row |= {name: ran.result[name] for name in (*FRONT[:2], "mean_ttft_ms", "mean_tpot_ms", "request_goodput")}
             row |= {slo.metric: ran.result[slo.metric] for slo in tuned.slos}
             row[FRONT[2]] = ran.result["output_throughput"] / ran.num_gpus
-        elif candidate.held.failing is not None:
-            row["error"] = candidate.held.failing.outcome.error
         rows.append(row)
     found: Frame = pd.DataFrame(rows)
     if FRONT[2] in found:
@@ -94,18 +93,39 @@ def lines(tuned: Tuned) -> Iterator[str]:
     wanted = " and ".join(map(str, tuned.slos))
     best = tuned.best
     if best is None or best.ran is None or best.ran.result is None:
-        yield f"No candidate holds {wanted}, whatever the load or the number of engines."
+        most = {"load": "whatever the load", "goodput": "at this traffic"}.get(
+            tuned.goal, f"with {MOST_ENGINES} engines"
+        )
+        yield f"No candidate holds {wanted}, {most}."
+        yield from _without_value(tuned)
         return
     yield f"{name_of(tuned, best)}: {_reached(tuned, best)} with {wanted}."
     yield from _next_to(tuned, best)
+    tied = tuned.tied
+    if tied:
+        yield f"As good, as far as the search can tell: {', '.join(name_of(tuned, c) for c in tied[:MOST_BARS])}."
+    if alike := tuned.indifferent:
+        yield f"What makes no difference there: {', '.join(name.replace('_', '-') for name in alike)}."
     others = [c for c in tuned.candidates if c is not best and c.value is not None]
     for other in others[:MOST_BARS]:
         yield f"  {name_of(tuned, other)}: {_reached(tuned, other)}"
-    failed = [c for c in tuned.candidates if c.value is None]
-    if failed:
-        yield f"  {len(failed)} never hold them: {', '.join(name_of(tuned, c) for c in failed[:5])}"
+    yield from _without_value(tuned)
     yield from _binding(tuned)
     yield _confidence(tuned, best)
+
+
+def _without_value(tuned: Tuned) -> Iterator[str]:
+    """Candidates that ran and missed the SLOs, and, apart, those that could not be run or told, by their reasons."""
+    missed = [c for c in tuned.candidates if c.value is None and c.refusal is None]
+    if missed and tuned.best is not None:
+        yield f"  {len(missed)} never hold them: {', '.join(name_of(tuned, c) for c in missed[:MOST_NAMED])}"
+    reasons: dict[str, list[Candidate]] = {}
+    for candidate in tuned.candidates:
+        if candidate.refusal is not None:
+            reasons.setdefault(candidate.refusal, []).append(candidate)
+    for reason, refused in reasons.items():
+        names = ", ".join(name_of(tuned, c) for c in refused[:MOST_NAMED])
+        yield f"  {len(refused)} could not be tried ({names}): {reason}"
 
 
 def _reached(tuned: Tuned, candidate: Candidate) -> str:
@@ -119,7 +139,8 @@ def _reached(tuned: Tuned, candidate: Candidate) -> str:
         return f"{value:.2f} an hour ({ran.num_gpus if ran else 0} GPUs)"
     if tuned.goal == "goodput":
         return f"{value:.3g} requests/s within the SLOs of the scenario"
-    return f"{value:.3g} requests/s, {candidate.held.most:.3g} times the traffic"
+    least = "at least " if candidate.held.unknown else ""
+    return f"{least}{value:.3g} requests/s, {candidate.held.most:.3g} times the traffic"
 
 
 def _engines(ran: Ran | None) -> str:
@@ -152,6 +173,8 @@ def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
         where = f"{few:.3g} times the traffic" if tuned.goal == "load" else _engines(held.failing)
         text += f"; with {where} {_measured(tuned.slos, held.failing.result)}"
     yield text + "."
+    if held.unknown:
+        yield f"More may hold: {held.unknown}."
 
 
 def _binding(tuned: Tuned) -> Iterator[str]:
@@ -170,6 +193,8 @@ def _binding(tuned: Tuned) -> Iterator[str]:
 def _gain_text(gain: Gain) -> str:
     if gain.gain is None:
         return f"not possible ({gain.reason})"
+    if gain.reason:
+        return f"{gain.gain:+.0%} or more"
     return f"{gain.gain:+.0%}" if gain.gain < MUCH - 1.0 else f"more than {MUCH:g} times"
 
 

@@ -25,7 +25,7 @@ from sim.study.tune_report import _engines, _figure, draw, on_front, short_names
 SLOS = (Slo("p99_ttft_ms", 100.0),)
 
 
-def driven(search, ttft_ms, gpus=lambda options: 1):
+def driven(search, ttft_ms, gpus=lambda options: 1, result=lambda options: {}):
     """The answer of a search whose runs have the TTFT that a function of their options gives, and how many it made."""
     count, ran = 0, None
     while True:
@@ -35,8 +35,8 @@ def driven(search, ttft_ms, gpus=lambda options: 1):
             return end.value, count
         count += 1
         assert all(type(options[name]) is int for name in ENGINES if name in options)
-        result = {"p99_ttft_ms": ttft_ms(options), "completed": 10, "num_prompts": 10}
-        ran = Ran(options, gpus(options), Outcome("k", result))
+        measured = {"p99_ttft_ms": ttft_ms(options), "completed": 10, "num_prompts": 10}
+        ran = Ran(options, gpus(options), Outcome("k", measured | {"completed": 40} | result(options)))
 
 
 @given(st.floats(0.01, 1000.0), st.floats(0.1, 10.0))
@@ -92,6 +92,22 @@ def test_a_load_that_nothing_holds_and_one_that_everything_holds():
     assert held.most == 0.0 and held.ran is None and held.failing is not None
     held, _ = driven(most_load({}, SLOS), lambda options: 50.0)
     assert held.most == 4096.0 and held.least_failing is None
+    assert held.unknown == "no load up to 4,096 times the traffic fails"
+
+
+def test_a_load_whose_arrivals_end_before_a_queue_shows_is_not_held():
+    """40 requests of 2 s each within 8 s: beyond 0.8 times the traffic they arrive within 5 stays, which proves nothing."""
+
+    def result(options):
+        return {"arrival_span_s": 8.0 / options["rate_scale"], "mean_e2el_ms": 2000.0, "num_prompts": 40}
+
+    held, _ = driven(most_load({}, SLOS), lambda options: 50.0, result=result)
+    assert 0.8 / (1 + PRECISION) <= held.most <= 0.8 and held.least_failing is None
+    assert held.unknown.startswith("at more load 40 requests arrive within 9.93 s, where each stays 2 s: too few")
+    at_once, count = driven(
+        most_load({}, SLOS), lambda options: 50.0, result=lambda o: result(o) | {"arrival_span_s": 0.0}
+    )
+    assert (at_once.ran, count) == (None, 1) and "arrive at once" in at_once.unknown
 
 
 @pytest.mark.parametrize(("searched", "asked"), [(most_load, 1.0), (fewest_engines, 1), (fewest_pools, 7)])
@@ -180,7 +196,7 @@ def test_compute_binds_where_nothing_else_does(gains, limit):
 
 FIXED = {"workload": "fixed", "num-prompts": 60, "request-rate": 4, "gpu": "l20", "input-len": 200, "output-len": 60}
 LONG = FIXED | {"input-len": 1000, "output-len": 2, "max-num-seqs": 16}
-SWAPS = FIXED | {"input-len": 100, "output-len": 300, "policy": "vllm-swap", "num-gpu-blocks-override": 150}
+FROM_HOST = FIXED | {"input-len": 400, "policy": "kvpr"}
 POOLS = FIXED | {"policy": "distserve", "prefill-replicas": 1, "decode-replicas": 1}
 TTFT = ["p99_ttft_ms:2000"]
 PLANTED = {
@@ -189,8 +205,8 @@ PLANTED = {
                   {"num_gpu_blocks_override": 70}),
     "token budget": (LONG, TTFT, {"max-num-batched-tokens": [32, 64]}, {"max_num_batched_tokens": 64}),
     "compute": (FIXED | {"input-len": 3000, "output-len": 2}, TTFT, {"gpu": ["t4", "l20"]}, {"gpu": "l20"}),
-    "PCIe": (SWAPS | {"swap-space": 64}, ["p99_tpot_ms:100"], {"profile-pcie-bytes-per-s": [1e8, 2e8]},
-             {"profile_pcie_bytes_per_s": 2e8}),
+    "PCIe": (FROM_HOST, ["p99_tpot_ms:300"], {"profile-pcie-bytes-per-s": [3e9, 6e9]},
+             {"profile_pcie_bytes_per_s": 6e9}),
     "link": (POOLS, ["p99_e2el_ms:6000"], {"link-gbps": [0.25, 0.5]}, {"link_gbps": 0.5}),
 }  # fmt: skip
 """A deployment that lacks one thing, knobs of which one gives more of it, and the knobs' best values."""
@@ -521,6 +537,9 @@ def test_trials_without_optuna_say_what_to_install(tmp_path, monkeypatch):
         ({"slo": ["p99:3"]}, "'p99:3' is not METRIC:BOUND"),
         ({"slo": ["p99_ttft_ms:x"]}, "'x' is not a number"),
         ({"slo": ["p99_ttft_ms:0"]}, "a bound that nothing meets"),
+        ({"slo": ["goodput_attainment:99"]}, "99 % is goodput_attainment:0.99"),
+        ({"slo": ["goodput_attainment:0.9"]}, "counts requests within goodput = .*; give it"),
+        ({"slo": [*TTFT, "p99_ttft_ms:90"]}, "p99_ttft_ms <= 2000 and p99_ttft_ms <= 90 bound one metric"),
         ({"slo": TTFT, "goal": "speed"}, "'speed' is not one of load, gpus, cost, goodput"),
         ({"slo": TTFT, "goal": "goodput"}, "counts requests within goodput"),
         ({"slo": TTFT, "goal": "cost"}, "give both or neither"),
@@ -543,3 +562,27 @@ def test_a_wrong_table_is_told_in_one_line(own, words):
 def test_every_candidate_refused_is_told(tmp_path):
     with pytest.raises(kvtwin.UserError, match="every candidate is refused: --block-size"):
         kvtwin.tune(FIXED | {"tune": {"slo": TTFT, "grid": {"block-size": [0]}}}, tmp_path, jobs=1)
+
+
+def test_what_could_not_run_is_told_apart_from_what_missed_the_slos(tmp_path):
+    study = FIXED | {"tune": {"slo": TTFT, "zip": {"tp": [1, 3]}}}
+    text = kvtwin.tune(study, tmp_path, jobs=1).text
+    assert "never hold" not in text
+    assert re.search(r"1 could not be tried \(vllm-v1, tp 3\): .*heads", text)
+
+
+def test_candidates_within_the_noise_are_a_tie_and_their_axis_makes_no_difference():
+    """Of 1,000 requests of which 96 % are good, 12 more or less (two standard errors) are chance."""
+    asked = read_tune(FIXED | {"goodput": ["ttft:100"], "tune": {"goal": "goodput"}}, "t")
+
+    def candidate(cached, value):
+        result = {"num_prompts": 1000, "goodput_attainment": 0.96, "duration": 100.0}
+        ran = Ran({}, 1, Outcome("k", result))
+        return Candidate({"enable_prefix_caching": cached}, Held(value, ran, None, None), value)
+
+    def tuned(second):
+        found = [candidate(True, 9.60), candidate(False, second)]
+        return Tuned(asked.study, "goodput", asked.slos, found, [], None, None, 0.1, None)
+
+    assert [len(tuned(value).tied) for value in (9.60 - 0.12, 9.60 - 0.13)] == [1, 0]
+    assert tuned(9.59).indifferent == ["enable_prefix_caching"] and tuned(9.4).indifferent == []
