@@ -96,7 +96,7 @@ def test_a_load_that_nothing_holds_and_one_that_everything_holds():
 
 
 def test_a_load_whose_arrivals_end_before_a_queue_shows_is_not_held():
-    """40 requests of 2 s each within 8 s: beyond 0.8 times the traffic they arrive within 5 stays, which proves nothing."""
+    """40 requests of 2 s within 8 s: beyond 0.8 times the traffic they arrive within 5 stays, which proves nothing."""
 
     def result(options):
         return {"arrival_span_s": 8.0 / options["rate_scale"], "mean_e2el_ms": 2000.0, "num_prompts": 40}
