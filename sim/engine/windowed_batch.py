@@ -40,10 +40,14 @@ class Below:
         if step <= self.crossed:
             return
         self._count(offset, sign)
-        known = self._reaching.get(step)
+        reaching, heap = self._reaching, self._heap
+        known = reaching.get(step)
         if known is None:
-            heappush(self._heap, step)
-        self._reaching[step] = (known or 0) + sign
+            heappush(heap, step)
+        reaching[step] = (known or 0) + sign
+        while heap and not reaching[heap[0]]:
+            # Those who would have reached the cap then have left.
+            del reaching[heappop(heap)]
 
     def _count(self, offset: int, count: int) -> None:
         self.size += count
@@ -53,17 +57,14 @@ class Below:
     def cross(self, step: int) -> None:
         """The batch is at `step`: members that have reached the cap leave the counts."""
         heap = self._heap
-        while heap and heap[0] <= step:
+        while heap and (heap[0] <= step or not self._reaching[heap[0]]):
             at = heappop(heap)
             self._count(self.cap - at, -self._reaching.pop(at))
         self.crossed = step
 
     def next_step(self) -> float:
         """Step at which the next member reaches the cap; infinite where none is below it."""
-        heap = self._heap
-        while heap and not self._reaching[heap[0]]:
-            del self._reaching[heappop(heap)]
-        return heap[0] if heap else inf
+        return self._heap[0] if self._heap else inf
 
 
 class WindowedBatch(DecodeBatch):

@@ -187,6 +187,9 @@ class Admission(Part, ABC):
     def admitted(self, seq: Sequence) -> None:
         """`seq` starts."""
 
+    def delayed(self, seq: Sequence) -> None:
+        """`seq`, which it `delays`, waits on."""
+
 
 class Eviction(Part, ABC):
     """Where a victim's KV goes, and how it comes back."""

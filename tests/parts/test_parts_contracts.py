@@ -80,7 +80,7 @@ def test_all_that_is_left_open_is_known_here(kind):
             "append", "can_append", "fits_received", "forget", "grow", "grow_further", "hold", "holds", "name_blocks",
             "needs_block", "publish", "tell_blocks",
         },
-        Admission: {"admitted"},
+        Admission: {"admitted", "delayed"},
         Eviction: {"bring_back"},
         Batching: {
             "admit", "bind", "commit_chunks", "continue_partials", "decode_all", "decode_exactly", "decode_or_preempt",

@@ -412,6 +412,7 @@ def test_the_least_chunk_that_costs_hardly_more_a_token_is_waited_for(monkeypatc
     monkeypatch.setattr(batching, "_alone_s", lambda tokens: alone_s)
     order.theta_s, order.num_thetas, order.is_urgent = 1.0, order.num_thetas + 1, False
     scheduler.batch.add(Sequence(Request(1, 0.0, 16, 9)))
+    batching.find_worth()
 
     def due(*prompts):
         return batching.is_due([Sequence(Request(2 + i, 0.0, tokens, 1)) for i, tokens in enumerate(prompts)])

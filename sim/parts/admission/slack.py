@@ -23,6 +23,9 @@ class SlackAdmission(Watermark):
         lengths_known: the lower bounds predicted are the lengths themselves.
     """
 
+    # Of a step, as the first prompt that witnesses did not hold up has found it.
+    memoized = ("_least_s",)
+
     def __init__(
         self,
         num_gpu_blocks: int,
@@ -61,10 +64,7 @@ class SlackAdmission(Watermark):
                 )[0]
             if not self.book.is_blocked(prefill_s, now_s, tpot_s, batch.step):
                 self._least_s = self.book.least_s(prefill_s, now_s, tpot_s, batch.step)
-        if self._least_s is not None and prefill_s < self._least_s:
-            return False
-        self._refused_s = prefill_s
-        return True
+        return self._least_s is None or prefill_s >= self._least_s
 
     @property
     def refused_for_slo(self) -> bool:
@@ -79,6 +79,9 @@ class SlackAdmission(Watermark):
 
     def admitted(self, seq: Sequence) -> None:
         self._admitted_s += self.prefill_s(seq.num_tokens)
+
+    def delayed(self, seq: Sequence) -> None:
+        self._refused_s = self._admitted_s + self.prefill_s(seq.num_tokens)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """Slack changes with time: as long as one who blocks is sure to go on blocking."""

@@ -23,6 +23,9 @@ CERTAIN_S = 1e-7
 class SlackBook:
     """Slacks of the requests that have their first token and not yet their last."""
 
+    # Witnesses prove an answer and change none.
+    memoized = ("_due_s", "_tpot_s", "_witnesses")
+
     def __init__(self, tpot_slo_s: float, *, drop_irrecoverable: bool, lengths_known: bool = False) -> None:
         """`lengths_known`: lower bounds are the lengths themselves, which nobody outlives."""
         self.tpot_slo_s = tpot_slo_s

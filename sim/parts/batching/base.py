@@ -9,7 +9,7 @@ from sim.engine.changes import Tier
 from sim.engine.decisions import DecisionLog
 from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
-from sim.parts.base import Eviction, Part, overrides
+from sim.parts.base import Admission, Eviction, Part, overrides
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -63,6 +63,7 @@ class Batching(Part, ABC):
         )
         # Attributes of classes and properties are slow to read at every step.
         self._splits, self._caches = self.splits_prompts, self.memory.caches_prefixes
+        self._delayed = self.admission.delayed if overrides(self.admission, "delayed", Admission) else None
         self.counts_out = overrides(self.eviction, "num_out", Eviction)
         """Whether the eviction keeps victims whom nobody may pass."""
         self.partials: dict[Sequence, None] = {}
@@ -97,9 +98,10 @@ class Batching(Part, ABC):
                 if num_new > budget:
                     num_new = budget
                 length = num_new
+            asked = 0 < num_new <= budget and num_seqs < max_num_seqs
             if length > self.prompt_limit:
                 self.scheduler.ignore(order.pop(), TOO_LONG_AGAIN if seq.num_generated else TOO_LONG)
-            elif 0 < num_new <= budget and num_seqs < max_num_seqs and admission.admits(seq):
+            elif asked and admission.admits(seq):
                 order.pop()
                 self.scheduler.start(seq, now_s)
                 plan.add_chunk(seq, num_new, ADMITTED)
@@ -107,6 +109,8 @@ class Batching(Part, ABC):
                 num_seqs += 1
                 most -= 1
             elif self.memory.ever_fits(seq, admission.keep_free):
+                if asked and self._delayed is not None and self.memory.fits(seq, admission.keep_free):
+                    self._delayed(seq)
                 return
             else:
                 self.scheduler.ignore(order.pop(), NEVER_FITS)

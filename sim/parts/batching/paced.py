@@ -49,6 +49,7 @@ class Paced(Unified):
 
     name: ClassVar[str] = "paced"
     options: ClassVar[type | None] = None
+    memoized = ("_plans", "_seconds")
     needs: ClassVar[tuple[Need, ...]] = (
         *Unified.needs,
         Need("order", "asks for classes and deadlines", offers=Triage),
@@ -73,7 +74,7 @@ class Paced(Unified):
         self.order, self.park = order, eviction
         self.limit = self.budget
         self._shelved: Sequence | None = None
-        """Who came from the shelf last."""
+        """The head that was looked at last, where it is from the shelf."""
         self._worth, self._num_thetas = 1, 0
         # Of chunks by their tokens, which are few and come again: a plan to put decodes beside, and seconds alone.
         self._plans: dict[int, IterationPlan] = {}
@@ -126,6 +127,7 @@ class Paced(Unified):
         order, pending = self.order, self.pending()
         if not pending:
             return max(self._worth, LEAST_SHELF_CHUNK, ceil(SHELF_AHEAD * order.tokens_per_iteration))
+        self.find_worth()
         if not self.is_due(pending):
             return 0
         rate, within_s, tokens, worth = AHEAD * order.kept_tokens_per_s, order.ttft_slo_s / 2, 0, self._worth
@@ -192,16 +194,26 @@ class Paced(Unified):
             found.remove(self._shelved)
         return found[:LOOK_AHEAD]
 
-    def is_due(self, pending: list[Sequence] | None = None) -> bool:
-        """Whether it is time for a chunk of the `pending`: there is enough for one, or somebody has waited."""
+    def find_worth(self) -> None:
+        """Where theta is new, find the least chunk whose tokens cost about as little as any chunk's beside the decodes.
+
+        Before `is_due`, which is asked in the middle of a step: the decodes are those of then.
+        """
         order = self.order
-        if order.theta_s == inf or order.is_urgent:
+        if self._num_thetas == order.num_thetas or not self.batch.members or self._is_due_anyway:
+            return
+        self._num_thetas = order.num_thetas
+        prices = [max(0.0, min(self._added_s(tokens), self._alone_s(tokens))) / tokens for tokens in CHUNKS]
+        self._worth = next(t for t, s in zip(CHUNKS, prices, strict=True) if s <= NEAR * min(prices))
+
+    @property
+    def _is_due_anyway(self) -> bool:
+        return self.order.theta_s == inf or self.order.is_urgent
+
+    def is_due(self, pending: list[Sequence] | None = None) -> bool:
+        """Whether it is time for a chunk of the `pending`: there is enough for one, or one of them has waited."""
+        if self._is_due_anyway:
             return True
-        if self._num_thetas != order.num_thetas and self.batch.members:
-            self._num_thetas = order.num_thetas
-            # The least chunk whose tokens cost about as little as any chunk's beside the decodes of the day.
-            prices = [max(0.0, min(self._added_s(tokens), self._alone_s(tokens))) / tokens for tokens in CHUNKS]
-            self._worth = next(t for t, s in zip(CHUNKS, prices, strict=True) if s <= NEAR * min(prices))
         tokens = 0
         for seq in self.pending() if pending is None else pending:
             tokens += seq.num_tokens - seq.num_computed
@@ -232,13 +244,17 @@ class Paced(Unified):
         plan.add_chunk(Sequence(Request(-1, 0.0, tokens, 1)), tokens, Origin.ADMITTED)
         return plan
 
-    def _has_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
-        park, order = self.park, self.order
-        if park.seats() <= 0:
+    def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
+        if self.park.seats() <= 0:
             return False
+        self._shelved = None if self.order.is_kept(seq) else seq
+        return self._has_blocks(seq)
+
+    def _has_blocks(self, seq: Sequence) -> bool:
+        """Whether they are free for the head, and for those who decode while they last."""
+        park, order = self.park, self.order
         wanted = self.paged.blocks_wanted(seq, seq.num_tokens)
         gpu, kept = self.paged.gpu, order.is_kept(seq)
-        self._shelved = None if kept else seq
         if not self.running and not park.promoting:
             return wanted <= gpu.free
         # This iteration's decodes have their blocks; what is left then falls from step to step.

@@ -152,9 +152,11 @@ class Quanta(Batching):
         elif seq.num_tokens > budget:
             self._refused, self._may_take = True, False
         elif self.admission.delays(seq):
+            self.admission.delayed(seq)
             self._refused, self._may_admit = True, False
         elif self._take(seq, plan, self.memory.fits, self.admission.keep_free + growth):
             if not self.admission.admits(seq):
+                self.admission.delayed(seq)
                 self._may_admit = False
                 return
             self.levels.keep(seq)
@@ -215,6 +217,13 @@ class Quanta(Batching):
         expiry_s = self._expiry_s.pop(seq, None)
         if expiry_s is not None:
             self._left_s[seq] = expiry_s - self._busy_s
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """The first of the heap is a quantum that runs."""
+        heap = self._expiries
+        while heap and self._expiry_s.get(heap[0][2]) != heap[0][0]:
+            heappop(heap)
 
     def _pause(self, seq: Sequence, now_s: float) -> None:
         self._stop(seq)
@@ -231,10 +240,7 @@ class Quanta(Batching):
 
     def _next_expiry_s(self) -> float | None:
         """The first end of a member's quantum, on the busy clock; None if nobody's ends."""
-        heap = self._expiries
-        while heap and self._expiry_s.get(heap[0][2]) != heap[0][0]:
-            heappop(heap)
-        return heap[0][0] if heap else None
+        return self._expiries[0][0] if self._expiries else None
 
     def expire(self) -> None:
         """Demote who has used its quantum up; who was promoted, while it did not run, has a whole one."""
@@ -254,6 +260,7 @@ class Quanta(Batching):
         while (expiry_s := self._next_expiry_s()) is not None and expiry_s <= self._busy_s + TIE_S:
             seq = heappop(self._expiries)[2]
             del self._expiry_s[seq]
+            self._drop_stale()
             due.append(seq)
         return due
 
@@ -276,6 +283,7 @@ class Quanta(Batching):
 
     def left(self, seq: Sequence) -> None:
         self._memory_changed = True
-        self._expiry_s.pop(seq, None)
+        if self._expiry_s.pop(seq, None) is not None:
+            self._drop_stale()
         self._left_s.pop(seq, None)
         self.paused.pop(seq, None)

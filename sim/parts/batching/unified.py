@@ -71,13 +71,14 @@ class Unified(Running):
             if not memory.ever_fits(seq, 0):
                 self.scheduler.ignore(order.pop(), NEVER_FITS)
                 continue
-            if not self._has_room(seq, cached + chunk, keep_free):
+            if not self._finds_room(seq, cached + chunk, keep_free):
                 return
             order.pop()
             budget -= chunk
             self._start(plan, seq, cached, chunk, now_s)
 
-    def _has_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
+    def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
+        """Look at the head: whether it can start with so many tokens computed."""
         wanted = self.paged.blocks_to_admit(seq, num_tokens, whole=self.reserve_whole_prompt)
         return wanted + keep_free <= self.paged.gpu.free
 

@@ -121,8 +121,12 @@ class UnifiedOffloading(Unified):
                 continue
             chunk = min(seq.num_tokens - cached, longest, budget)
             tokens = cached + (external or chunk)
+            if not self._fits_whole(seq):
+                # Evicting what it would hit changes nothing, but may reveal a chunk that is being stored.
+                self._stopped, self._unsure = True, connector.copies
+                break
             if not self._has_room_for(plan, seq, tokens, loads=bool(external)):
-                self._stopped = True
+                self._stopped = self._unsure = True
                 break
             order.pop()
             if external:
@@ -174,20 +178,19 @@ class UnifiedOffloading(Unified):
     def _keep_free(self) -> int:
         return self.watermark_blocks if self.running else 0
 
+    def _fits_whole(self, seq: Sequence) -> bool:
+        """Whether `seq` could take the blocks of all its tokens, where that is asked for."""
+        if not self.reserve_whole_prompt:
+            return True
+        return self.paged.blocks_wanted(seq, seq.num_tokens) <= self.paged.gpu.free - self._keep_free
+
     def _has_room_for(self, plan: IterationPlan, seq: Sequence, num_tokens: int, *, loads: bool) -> bool:
         """Whether `seq` may take the blocks of its first `num_tokens` tokens, to compute or to load some of them."""
-        memory, free = self.paged, self.paged.gpu.free - self._keep_free
-        if self.reserve_whole_prompt and memory.blocks_wanted(seq, seq.num_tokens) > free:
-            # Evicting what it would hit changes nothing, but may reveal a chunk that is being stored.
-            self._unsure = self.connector.copies
-            return False
+        free = self.paged.gpu.free - self._keep_free
         if loads:
             # Loads make no room, and are not preempted: they leave what others need to go on.
             free -= self._blocks_promised(plan)
-        if memory.blocks_wanted(seq, num_tokens) > free:
-            self._unsure = True
-            return False
-        return True
+        return self.paged.blocks_wanted(seq, num_tokens) <= free
 
     def _blocks_promised(self, plan: IterationPlan) -> int:
         """Blocks that half-done prompts and loads have yet to take."""

@@ -26,6 +26,7 @@ class Vllm055Chunked(Batching):
     def __init__(self) -> None:
         self.partial: Sequence | None = None
         self._front: int | None = None
+        # Half-done prompts that have preempted themselves since a sequence got a token.
         self._stuck: set[Sequence] = set()
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
@@ -80,11 +81,15 @@ class Vllm055Chunked(Batching):
             order.popleft()
             while not memory.can_append():
                 victim = order.pop() if order else seq
-                if victim is seq and self._is_stuck(seq):
+                preempts_itself = victim is seq is self.partial
+                if preempts_itself and seq in self._stuck:
+                    # vLLM would go on for ever: its prompt takes every block, but a continued chunk wants one free.
                     self.drop_partial(seq)
                     self.scheduler.release(seq)
                     self.scheduler.ignore(seq, "prompt leaves no block free to continue its chunks")
                 else:
+                    if preempts_itself:
+                        self._stuck.add(seq)
                     self.preempt(victim, plan)
                 if victim is seq:
                     break
@@ -101,18 +106,6 @@ class Vllm055Chunked(Batching):
         plan.decodes = decoded if len(decoded) < len(batch.members) else batch.members
         if self.partial is not None and self.partial in order:
             self._front = order.index(self.partial)
-
-    def _is_stuck(self, seq: Sequence) -> bool:
-        """A half-done prompt that preempts itself for the second time while nobody got a token in between.
-
-        vLLM would go on for ever: its prompt takes every block, but a continued chunk wants one block free.
-        """
-        if seq is not self.partial:
-            return False
-        if seq in self._stuck:
-            return True
-        self._stuck.add(seq)
-        return False
 
     def drop_partial(self, seq: Sequence) -> None:
         super().drop_partial(seq)

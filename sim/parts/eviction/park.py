@@ -145,9 +145,10 @@ class Park(Recompute):
 
     def _ranked(self, judged: Judged) -> Iterator[Sequence]:
         """The parked whose copies have ended, the first to return first."""
-        prospects = self.prospects
-        self.num_kept = np.count_nonzero(judged.kind[prospects.rows(LEAVING, AWAY)] == KEPT)
-        return map(prospects.seqs.__getitem__, self._returning(judged))
+        return map(self.prospects.seqs.__getitem__, self._returning(judged))
+
+    def _count_kept(self, judged: Judged) -> None:
+        self.num_kept = np.count_nonzero(judged.kind[self.prospects.rows(LEAVING, AWAY)] == KEPT)
 
     def _returning(self, judged: Judged) -> list[int]:
         """Their rows, in that order."""
@@ -169,6 +170,7 @@ class Park(Recompute):
         reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens) if prompt is not None else 0
         prompt_s = self.order.laxity_s(prompt, iteration_s) if prompt is not None else inf
         free, seats = self.gpu.free - self._growth - 1, self.seats()
+        self._count_kept(judged)
         for seq in self._ranked(judged):
             if self.mechanism.copy_s(self._returning_blocks, Direction.H2D) > iteration_s:
                 return None
@@ -248,10 +250,12 @@ class Park(Recompute):
             tokens = batch.num_tokens_of(seq)
             if self.mechanism.recomputes(tokens, blocks, self.paged.releasing, iteration_s):
                 self._recompute(seq)
-            elif self._host_room(blocks, droppable):
-                self._park(seq, self.mechanism.num_pieces(blocks, iteration_s))
             else:
-                continue
+                while droppable and self.host.free < blocks:
+                    self._drop(droppable.pop())
+                if self.host.free < blocks:
+                    continue
+                self._park(seq, self.mechanism.num_pieces(blocks, iteration_s))
             missing, seats, short = missing - blocks, seats - 1, short - blocks
         return len(batch.members) < members
 
@@ -261,6 +265,7 @@ class Park(Recompute):
         head = self._prompt()
         if head is not None:
             wanted = tokens = 0
+            self.batching.find_worth()
             if not self.batching.is_due():
                 return 0, None
             for seq in self.order.kept():
@@ -317,12 +322,6 @@ class Park(Recompute):
         rows = self._returning(judged)
         return [self.prospects.seqs[row] for row in rows if judged.kind[row] != KEPT]
 
-    def _host_room(self, blocks: int, droppable: list[Sequence]) -> bool:
-        """Whether the host has room for so many, once some of `droppable` have been dropped."""
-        while droppable and self.host.free < blocks:
-            self._drop(droppable.pop())
-        return blocks <= self.host.free
-
     def _drop(self, seq: Sequence) -> None:
         """One on the host is to be computed again."""
         del self.away[seq]
@@ -366,7 +365,9 @@ class Park(Recompute):
     def unblock(self) -> bool:
         """Nothing can be computed: who stands first comes back, whatever shall be free."""
         if self.away and not self.paged.copies_of:
-            first = next(self._ranked(self.prospects.judged(self.order.iteration_s())))
+            judged = self.prospects.judged(self.order.iteration_s())
+            self._count_kept(judged)
+            first = next(self._ranked(judged))
             if self.paged.can_swap_in(first, 0):
                 self._promote(first)
         return False

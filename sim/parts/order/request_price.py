@@ -64,6 +64,8 @@ make_outlook = cast(Callable[[tuple[float, float, float, float, float]], Outlook
 class LengthHistory:
     """Outputs that ended last, and what they had left at a point."""
 
+    memoized = ("_changed", "_sorted", "_sums")
+
     def __init__(self) -> None:
         self._last: deque[int] = deque(maxlen=HISTORY)
         self._changed = False

@@ -97,6 +97,7 @@ class Triage(Order):
     """
 
     sticky: ClassVar[bool] = False
+    memoized = ("_num_decodes", "_context_tokens", "_decodes_s")
 
     def __init__(self, ttft_slo_s: float, tpot_slo_s: float, patience_s: float = 0.0) -> None:
         self.ttft_slo_s, self.tpot_slo_s, self.patience_s = ttft_slo_s, tpot_slo_s, patience_s
