@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo-out
 
-.PHONY: demo test fuzz pins mutants check bench clean
+.PHONY: demo test fuzz pins pins-diff mutants check bench clean
 
 $(BIN)/kvtwin: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,9 +31,16 @@ test: $(VENV)/dev
 fuzz: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=random
 
-# After a change of what users are told that is meant: read the difference before it is committed.
+# What kvtwin decides, predicts and tells now and did not at a commit: `make pins-diff REV=main K='vllm-swap crowd'`.
+REV ?= HEAD
+K   ?=
+pins-diff: $(VENV)/dev
+	@$(BIN)/python tests/pins/pinned.py diff $(REV) -k "$(K)"
+
+# After a change of that which is meant, once the difference is read.
 pins: $(VENV)/dev
-	for part in tests/*/pinned*.py; do $(BIN)/python $$part || exit 1; done
+	$(BIN)/python tests/pins/pinned.py renew -k "$(K)"
+	for part in tests/sim/pinned_*.py tests/gpu_runtime/pinned_runtime.py; do $(BIN)/python $$part || exit 1; done
 
 # Hours; goes on where it was interrupted. Other faults with another seed: `make mutants SEED=2`.
 SEED ?= 1

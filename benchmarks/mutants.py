@@ -50,10 +50,8 @@ LARGE = 10_000
 """Numbers that are doubled; one is added to smaller ones."""
 FIRST_S, FIRST_FILES = 5.0, 6
 """Of tests that run first: most faults need no others."""
-WHOLE = "tests/sim/test_sim_pinned"
-"""Files that compare whole results run next: what the first few let pass they mostly notice."""
-FACTS = "tests/sim/test_sim_pinned_facts.py"
-"""Reads constants and defaults of all modules, and executes no line that names them."""
+WHOLE = "tests/pins/test_pins"
+"""What compares whole results runs next: what the first few let pass it mostly notices."""
 SLACK_S, SLACK = 10.0, 5.0
 """A run that takes longer than so many times its usual seconds, and these beside, does not end."""
 
@@ -219,8 +217,6 @@ def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]
         users = [fault.path, *(path for path, text in texts.items() if is_named.search(text))]
         found = {test for test in known.seconds if is_after(test, fault.path)}.union(*map(known.tests_of, users))
         found = found or set(known.seconds)
-    if fault.is_imported:
-        found |= {test for test in known.seconds if file_of(test) == FACTS}
     by_file: dict[str, list[str]] = defaultdict(list)
     module = Path(fault.path).stem.replace("_", "-")
     for test in sorted(found, key=lambda test: (module not in test.replace("_", "-"), known.seconds[test], test)):

@@ -1,4 +1,4 @@
-"""Workloads at the corners of what an engine may meet: `pinned_schedules` draws crowds in general.
+"""Workloads at the corners of what an engine may meet: `pinned_engines` draws crowds in general.
 
 Pools hold hardly more than one request, all requests are alike, times and limits are met exactly, prompts branch again
 and again, bursts follow lulls.

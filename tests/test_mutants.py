@@ -128,9 +128,6 @@ def test_a_module_of_constants_is_tried_by_its_users_tests_else_by_all(mutants, 
     known = SimpleNamespace(seconds=seconds, tests_of=tests_of)
     found = mutants.tests_of(limit, known, texts)
     assert sorted(found) == sorted(tests) and found[0] == tests[0]
-    facts = f"{mutants.FACTS}::1"
-    known.seconds[facts] = 4.0
-    assert mutants.tests_of(limit, known, texts)[0] == facts
 
 
 def run(root: Path, *more: str) -> subprocess.Popen:

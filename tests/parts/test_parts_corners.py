@@ -1,6 +1,6 @@
 """Every system keeps to `kvtwin.testing.conformance` at the `corners` of what an engine may meet."""
 
-import pinned_schedules
+import pinned_engines
 import pytest
 from corners import KINDS, corner
 
@@ -18,7 +18,7 @@ from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Lru
 from sim.policy_options import parse_policy
 
-NAMES = [name for name in pinned_schedules.names() if " " not in name]
+NAMES = [name for name in pinned_engines.names() if " " not in name]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +76,7 @@ def watching(scheduler: Scheduler) -> Observer:
     return look
 
 
-@pytest.mark.parametrize("text", [text for text in pinned_schedules.TIERS if text not in ("hcache", "kvpr")])
+@pytest.mark.parametrize("text", [text for text in pinned_engines.TIERS if text not in ("hcache", "kvpr")])
 def test_tiers_count_what_they_hold(text: str) -> None:
     """At every step; and no copy is left in the end."""
     policy = parse_policy(text, {})[1]

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import pinned_schedules
+import pinned_engines
 import pytest
 
 from kvtwin.testing import limits, linear_machine, simulate
@@ -22,7 +22,7 @@ BOUNDED = {
     "_plans",  # of no request: a chunk of each length
     "owner",  # of each chunk that is cached
 }  # fmt: skip
-NAMES = [name for name in pinned_schedules.names() if " " not in name]
+NAMES = [name for name in pinned_engines.names() if " " not in name]
 
 
 def remembered(value: object, path: str, seen: dict[int, object]) -> Iterator[str]:
@@ -64,7 +64,7 @@ def held(policy: Policy, work: Workload) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_who_has_ended_is_forgotten(name):
     policy = parse_policy(name, {})[1]
-    assert held(policy, pinned_schedules.workload(policy, 3)) == []
+    assert held(policy, pinned_engines.workload(policy, 3)) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,19 +1,11 @@
-"""LayerKV's decisions as plain data, iteration by iteration, and the contended workloads on which they are pinned.
+"""LayerKV's decisions as plain data, iteration by iteration, and contended workloads that need all of them."""
 
-python tests/sim/decisions.py      # writes golden/*.json.gz anew; a change there is a change of LayerKV's decisions
-"""
-
-import gzip
-import json
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import msgspec
+from pinned import L20, T4
 
 from kvtwin.testing import (
     Machine,
@@ -34,12 +26,10 @@ from sim.policy_options import parse_policy
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 
-GOLDEN = Path(__file__).parent / "golden"
-
 
 @dataclass(frozen=True)
 class Case:
-    """A workload and a deployment, small enough to store every decision and tight enough to need all of them."""
+    """A workload and a deployment, small enough to compare every decision and tight enough to need all of them."""
 
     name: str
     policy: str
@@ -70,7 +60,7 @@ class Case:
         name, _, tp = self.cost.partition("/")
         model = load_model("yi-34b-200k") if tp else tiny_model(self.layers)
         # Constants of their own: what is pinned must not move with the shipped profiles.
-        profile = _with_host_in_layers(read_profile(GOLDEN / f"{name}-profile.json"), model.num_layers)
+        profile = _with_host_in_layers(read_profile(L20 if name == "l20" else T4), model.num_layers)
         hardware, group, block_bytes = load_hardware(name), int(tp or 1), self.limits.block_bytes
         return Machine(model, build_cost(model, hardware, profile, group, block_bytes), profile, hardware, group)
 
@@ -164,7 +154,7 @@ def run(case: Case, *, jump: bool) -> tuple[Outcome, list[Any]]:
 
 
 def answer(case: Case, *, jump: bool) -> dict[str, Any]:
-    """All that is pinned: the iterations, what became of each request, and the counters."""
+    """The iterations, what became of each request, and the counters."""
     outcome, steps = run(case, jump=jump)
     ended = outcome.by_id()
     requests_ = [
@@ -178,20 +168,3 @@ def answer(case: Case, *, jump: bool) -> dict[str, Any]:
         "preemptions": counters.preemptions,
         "policy": dict(sorted(counters.policy.items())),
     }
-
-
-def read(case: Case) -> dict[str, Any]:
-    return json.loads(gzip.decompress((GOLDEN / f"{case.name}.json.gz").read_bytes()))
-
-
-def main() -> None:
-    GOLDEN.mkdir(exist_ok=True)
-    for case in CASES:
-        found = answer(case, jump=False)
-        text = json.dumps(found, separators=(",", ":")).encode()
-        (GOLDEN / f"{case.name}.json.gz").write_bytes(gzip.compress(text, mtime=0))
-        print(case.name, len(found["steps"]), found["preemptions"], found["policy"])
-
-
-if __name__ == "__main__":
-    main()

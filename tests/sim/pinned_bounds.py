@@ -14,8 +14,8 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+from goldens import GOLDEN, digest, rounded, write
 from msgspec import structs
-from pinned import GOLDEN, digest, rounded, write
 
 from kvtwin.testing import linear_machine, tiny_model
 from sim.bounds.first_tokens import most_in_time

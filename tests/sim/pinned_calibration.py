@@ -24,8 +24,8 @@ import numpy as np
 import pinned_imports
 import pinned_server
 from calib_small import A100, copies, noisy, planted, shapes
+from goldens import GOLDEN, digest, rough, rounded
 from measure_small import GPU
-from pinned import GOLDEN, digest, rough, rounded
 from test_calib_cli import steps_table, vidur_tables
 from test_calib_llmservingsim import write_kernels
 

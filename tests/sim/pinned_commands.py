@@ -21,6 +21,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+from goldens import GOLDEN, POOLS, SMALL, TRAFFIC, digest, rounded
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -42,7 +43,6 @@ from matplotlib.ticker import (
     NullLocator,
     StrMethodFormatter,
 )
-from pinned import GOLDEN, POOLS, SMALL, TRAFFIC, digest, rounded
 
 import kvtwin
 from sim.results.page.charts import charts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pinned import digest, rounded
+from goldens import digest, rounded
 
 from sim.cost.engine_profile import SHIPPED as ENGINES
 from sim.cost.engine_profile import load_engine_profile

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import pandas as pd
+from goldens import GOLDEN
 from matplotlib.figure import Figure
-from pinned import GOLDEN
 from pinned_commands import COMMANDS, picture
 
 from calib.figure import draw_fit

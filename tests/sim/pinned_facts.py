@@ -6,16 +6,12 @@ Whoever leaves an option out, sizes a model or prices an iteration gets what is 
 """
 
 import argparse
-import ast
-import importlib
 import inspect
-import pkgutil
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import FunctionType, ModuleType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "calib"))
@@ -23,17 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "calib"))
 import msgspec
 import pinned_configs
 import pinned_pricing
-from pinned import GOLDEN, digest, rounded
+from goldens import GOLDEN, digest, rounded
 from pinned_mixes import mixes
 
-import calib
-import gpu_runtime
-import kvtwin
-import sim
-import traces
 from kvtwin.command_line import Parser, build_parser
 from kvtwin.testing import linear_machine
-from sim import scenario, systems
 from sim.bounds.goodput import goodput_bound
 from sim.bounds.step_price import step_prices
 from sim.bounds.work import least_work
@@ -55,79 +45,6 @@ from sim.specs.models import ModelSpec, built_in_models, load_model
 from traces.request import Request
 
 FACTS = GOLDEN / "facts"
-
-
-def defaults() -> Iterator[str]:
-    """What options of a scenario and of its policy are where nobody gives them."""
-    modules = [
-        scenario,
-        *(importlib.import_module(found.name) for found in pkgutil.iter_modules(systems.__path__, "sim.systems.")),
-    ]
-    for module in modules:
-        for name, kind in inspect.getmembers(module, inspect.isclass):
-            if kind.__module__ == module.__name__ and is_dataclass(kind):
-                yield from (f"{module.__name__}.{name}.{field} = {value!r}" for field, value in defaults_of(kind))
-
-
-def defaults_of(kind: type) -> Iterator[tuple[str, object]]:
-    """Of fields, and what all instances share."""
-    found = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
-    found |= {field.name: field.default for field in fields(kind)}
-    plain = (int, float, str, bool, tuple, dict, type(None))
-    yield from ((name, value) for name, value in found.items() if isinstance(value, plain))
-
-
-def numbers() -> Iterator[str]:
-    """Constants of modules and classes, and what arguments are where nobody gives them."""
-    for package in (sim, traces, calib, gpu_runtime, kvtwin):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            # Kernels are compiled where triton is; entry points run when they are imported.
-            if "triton" not in found.name and not found.name.endswith("__main__"):
-                module = importlib.import_module(found.name)
-                given = {node.id for node in ast.walk(ast.parse(inspect.getsource(module))) if is_given(node)}
-                own = {name: value for name, value in vars(module).items() if name in given}
-                yield from (f"{module.__name__}.{name} = {told(value)}" for name, value in own.items() if counts(value))
-                yield from arguments_in(module, module)
-
-
-def is_given(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-
-
-def arguments_in(owner: ModuleType | type, module: ModuleType) -> Iterator[str]:
-    """Of a module's functions and classes, and what all instances of these share."""
-    for name, value in vars(owner).items():
-        inner = getattr(value, "__func__", value)
-        if isinstance(owner, type) and counts(value) and not name.startswith(("__", "_field", "_is_protocol")):
-            yield f"{module.__name__}.{owner.__qualname__}.{name} = {told(value)}"
-        if name == "__init__" and is_dataclass(owner):
-            continue
-        if isinstance(inner, type | FunctionType) and inner.__module__ == module.__name__:
-            defaults = [f"{name} = {told(default)}" for name, default in default_arguments(inner) if counts(default)]
-            if defaults:
-                yield f"{module.__name__}.{inner.__qualname__}({', '.join(defaults)})"
-            if inspect.isclass(inner):
-                yield from arguments_in(inner, module)
-
-
-def default_arguments(kind: type | FunctionType) -> Iterator[tuple[str, object]]:
-    if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
-        defaults = kind.__struct_defaults__
-        yield from zip(kind.__struct_fields__[len(kind.__struct_fields__) - len(defaults) :], defaults, strict=True)
-    elif inspect.isfunction(kind) or hasattr(kind, "_field_defaults"):
-        yield from ((name, given.default) for name, given in inspect.signature(kind).parameters.items())
-    elif is_dataclass(kind):
-        yield from ((field.name, field.default) for field in fields(kind) if field.name not in vars(kind))
-
-
-def counts(value: object) -> bool:
-    """Whether it is a number, or holds one."""
-    value = parts_of(value)
-    if isinstance(value, dict):
-        return any(map(counts, (*value, *value.values())))
-    if isinstance(value, tuple | list | set | frozenset):
-        return any(map(counts, value))
-    return isinstance(value, int | float)
 
 
 def parts_of(value: object) -> object:
@@ -331,7 +248,7 @@ def bounds() -> Iterator[str]:
 
 PINNED = {
     "bounds": bounds,
-    "defaults": defaults, "numbers": numbers, "flags": flags, "mixes": mixes, "models": models, "pools": pools,
+    "flags": flags, "mixes": mixes, "models": models, "pools": pools,
     "prices": prices, **pinned_configs.PINNED, **pinned_pricing.PINNED,
 }  # fmt: skip
 

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import msgspec
 import numpy as np
 import pandas as pd
+from goldens import GOLDEN, digest, write
 from matplotlib.figure import Figure
-from pinned import GOLDEN, digest, write
 from pinned_commands import picture
 
 from calib import figure

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from calib_small import noise
-from pinned import digest, rough, rounded
+from goldens import digest, rough, rounded
 from test_calib_experts import SHAPES, sample
 from test_calib_importers import (
     ATTENTION_HEADER,

@@ -16,9 +16,9 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-from pinned import GOLDEN, digest, rounded, write
+from goldens import GOLDEN, digest, rounded, write
+from pinned_engines import workload
 from pinned_results import series_of
-from pinned_schedules import workload
 from small_results import lanes, small_result
 
 from kvtwin.testing.engines import simulate

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import msgspec
-from pinned import GOLDEN, digest, rounded
+from goldens import GOLDEN, digest, rounded
 from test_calib_llmservingsim import write_kernels
 
 from calib.importers.llmservingsim import import_tables

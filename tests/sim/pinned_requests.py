@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pinned import digest
+from goldens import digest
 from pinned_traces import FILE, USUAL, read, text_of, told
 
 import kvtwin

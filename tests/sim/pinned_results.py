@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+from goldens import GOLDEN, Kinds, digest, rounded, write
 from msgspec import UNSET, structs
-from pinned import GOLDEN, Kinds, digest, rounded, write
 from pinned_commands import five, picture
 from small_results import LATENCIES, counts, lanes, scenario, small_result
 

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pinned import GOLDEN, digest, rounded, write
+from goldens import GOLDEN, digest, rounded, write
 
 from kvtwin.testing import linear_machine
 from sim.clock.conducted import Prices

@@ -8,7 +8,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
-from pinned import digest, rough, rounded
+from goldens import digest, rough, rounded
 from server_small import serve, setup
 
 from calib.robust import Fit, Parameter

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pinned import GOLDEN, attempt, digest, rounded, write
+from goldens import GOLDEN, attempt, digest, rounded, write
 
 from sim.option_values import base_type, convert, option_fields
 from sim.parts.catalogue import CATALOGUE

@@ -19,7 +19,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pandas as pd
-from pinned import GOLDEN, attempt, digest, rounded, write
+from goldens import GOLDEN, attempt, digest, rounded, write
 from pinned_commands import picture
 
 from sim.errors import UserError

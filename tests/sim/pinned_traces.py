@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pinned import GOLDEN, rounded, short
+from goldens import GOLDEN, rounded, short
 
 from traces.errors import TraceError
 from traces.readers import FORMATS, open_trace

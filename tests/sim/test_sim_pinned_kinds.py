@@ -4,19 +4,18 @@ from itertools import zip_longest
 
 import pinned_bounds
 import pinned_figures
-import pinned_interruptions
 import pinned_numbers
 import pinned_results
 import pinned_routes
 import pinned_setups
 import pinned_studies
 import pytest
-from pinned import lines_of
+from goldens import lines_of
 
 FILES = {
     pinned_bounds.BOUNDS: pinned_bounds.PINNED, pinned_figures.FIGURES: pinned_figures.PINNED,
     pinned_results.RESULTS: pinned_results.PINNED, pinned_routes.ROUTES: pinned_routes.PINNED,
-    pinned_interruptions.INTERRUPTIONS: pinned_interruptions.PINNED, pinned_numbers.NUMBERS: pinned_numbers.PINNED,
+    pinned_numbers.NUMBERS: pinned_numbers.PINNED,
     pinned_setups.SETUPS: pinned_setups.PINNED, pinned_studies.STUDIES: pinned_studies.PINNED,
 }  # fmt: skip
 

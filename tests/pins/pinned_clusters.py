@@ -1,22 +1,15 @@
-"""What small crowded clusters do, as it is pinned in `golden/clusters.txt`, a line a run.
+"""What small crowded clusters do: pools that prefill and decode, replicas behind routers, stages of pipelines.
 
-    python tests/sim/pinned_clusters.py      # writes golden/clusters.txt anew
-
-The workloads are those of `pinned_schedules`. A line has where requests ended and when the last did, and a digest of
-every plan, every request's times, every lane's intervals and every counter.
+The workloads are those of `pinned_engines`. Each run is a question: every plan, every request's times and where it
+ended, every lane's intervals and every counter.
 """
 
 import random
-import sys
 from dataclasses import replace
-from hashlib import sha256
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec
-from pinned import GOLDEN
-from pinned_schedules import machine_of, requests_of, teller
+from pinned import Answers, Table
+from pinned_engines import machine_of, requests_of, teller
 
 from kvtwin.testing import Machine, limits
 from kvtwin.testing.clusters import ClusterOutcome, simulate_pools, simulate_replicas
@@ -30,8 +23,7 @@ from sim.systems.base import Policy
 from sim.topology import ROUTERS
 from traces.request import Request
 
-CLUSTERS = GOLDEN / "clusters.txt"
-RUNS = 10
+RUNS = 8
 """Of each kind of cluster."""
 V1 = "vllm-v1:stage=hand-over"
 POOLS = (
@@ -122,28 +114,25 @@ def run(name: str, place: int, observer: Observer) -> ClusterOutcome:
     )  # fmt: skip
 
 
-def answer(name: str, place: int) -> str:
-    """What is pinned of a run."""
-    told, plans = teller(), []
-    outcome = run(name, place, lambda plan, start_s, times: plans.append(told((start_s, times, plan))))
+def answer(name: str, place: int) -> list[str]:
+    """Of a run."""
+    told, plans = teller(), list[str]()
+    outcome = run(name, place, lambda plan, start_s, times: plans.append(repr(told((start_s, times, plan)))))
+    for member in outcome.members:
+        assert member.num_in_flight == member.tokens_in_flight == member.num_waiting == 0
     ends = [
         (number, seq.first_scheduled_s, seq.first_token_s, seq.finish_s, seq.num_preemptions, seq.status, seq.error)
         for number, seq in sorted(outcome.by_id().items())
     ]
     engines = [
-        (
-            [(lane.name, lane.busy_s, lane.intervals) for lane in lanes_of(member)],
-            member.iterations,
-            msgspec.structs.asdict(member.engine.scheduler.counters),
-        )
+        line
         for member in outcome.members
+        for line in (
+            *((lane.name, lane.busy_s, lane.intervals) for lane in lanes_of(member)),
+            (member.iterations, msgspec.structs.asdict(member.engine.scheduler.counters)),
+        )
     ]
-    for member in outcome.members:
-        assert member.num_in_flight == member.tokens_in_flight == member.num_waiting == 0
-    ended = [sum(where == i for _, where in outcome.ended) for i in range(len(outcome.members))]
-    last_s = max(seq.finish_s for seq, _ in outcome.ended)
-    digest = sha256(repr((plans, told((ends, sorted(outcome.places().items()), engines)))).encode()).hexdigest()[:12]
-    return f"{ended} ended, {last_s:.6g} s, {digest}"
+    return [*plans, *(repr(told(line)) for line in (*ends, sorted(outcome.places().items()), *engines))]
 
 
 def lanes_of(member):
@@ -151,14 +140,9 @@ def lanes_of(member):
     return lanes.compute, lanes.h2d, lanes.d2h, *(lanes.links[name] for name in sorted(lanes.links))
 
 
-def lines(name: str) -> list[str]:
-    """Of a kind of cluster."""
-    return [f"{name} #{place}: {answer(name, place)}" for place in range(RUNS)]
+def ask(name: str) -> Answers:
+    """Run by run."""
+    return {str(place): answer(name, place) for place in range(RUNS)}
 
 
-def main() -> None:
-    CLUSTERS.write_text("\n".join(line for name in names() for line in lines(name)) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+TABLES = {"clusters": Table(names(), ask)}

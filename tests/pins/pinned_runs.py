@@ -1,9 +1,6 @@
-"""Small runs over every system, option and kind of traffic, whose whole results are pinned.
+"""Whole runs as a user makes them: every system, option and kind of traffic, small and crowded.
 
-    python tests/sim/pinned.py      # writes golden/runs.json anew
-
-A change there is a change of what users are told: each run has figures to read in the difference, and digests of its
-requests, time series, timeline and result. Only the times of one profile are used, which is not shipped.
+What `kvtwin run` tells and writes, what `kvtwin explain` says of some requests, and what the page's figures draw.
 """
 
 import contextlib
@@ -11,24 +8,18 @@ import csv
 import gzip
 import io
 import json
-import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from hashlib import sha256
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pytest
+from pinned import L20, Answers, Table, lines_of
 
 import kvtwin
-from sim.errors import UserError
+from sim.results.page.charts import charts
+from sim.results.page.saved import read_sections
 from sim.systems import POLICIES
 
-GOLDEN = Path(__file__).parent / "golden"
-RUNS = GOLDEN / "runs.json"
 SMALL = "--max-model-len 1024 --gpu l20 --goodput ttft:3000 tpot:100 --seed 1 --num-prompts 30"
 TRAFFIC = {
     "crowd": "--workload sharegpt --request-rate 20 --num-gpu-blocks-override 110 --num-cpu-blocks-override 150",
@@ -38,6 +29,8 @@ TRAFFIC = {
 POOLS = "--prefill-replicas 2 --decode-replicas 2 --link-gbps 20"
 ONE_TOKEN = "--num-gpu-blocks-override 1600 --num-cpu-blocks-override 2400"
 """Blocks have one."""
+OF_TURNS = ("vllm-v1", "hcache", "cachedattention", "pensieve", "radix", "sarathi", "memserve", "mooncake")
+"""Systems that keep what a conversation comes back to: their options matter then."""
 WITH_POOLS = ("distserve", "splitwise", "memserve", "mooncake")
 VARIANTS = {
     "layerkv": (
@@ -116,39 +109,21 @@ DEPLOYMENTS = {
 }
 
 
+EXPLAINED = (3, 12, 25)
+"""Requests."""
+
+
 def cases() -> dict[str, str]:
     """The words of every run by its name."""
     found = {}
     for policy in POLICIES:
-        for text in (policy, *(f"{policy}:{options}" for options in VARIANTS.get(policy, ()))):
-            more = POOLS if policy in WITH_POOLS else ONE_TOKEN if policy == "radix" else ""
-            for traffic in TRAFFIC:
-                found[f"{text} {traffic}"] = f"--policy {text} {TRAFFIC[traffic]} {more}"
+        more = POOLS if policy in WITH_POOLS else ONE_TOKEN if policy == "radix" else ""
+        for traffic in TRAFFIC:
+            found[f"{policy} {traffic}"] = f"--policy {policy} {TRAFFIC[traffic]} {more}"
+        for options in VARIANTS.get(policy, ()):
+            traffic = "turns" if policy in OF_TURNS else "crowd"
+            found[f"{policy}:{options} {traffic}"] = f"--policy {policy}:{options} {TRAFFIC[traffic]} {more}"
     return found | DEPLOYMENTS
-
-
-def rounded(value: object) -> object:
-    """With eight digits of every number, and 0 for what rounding leaves: the last digits differ between machines."""
-    match value:
-        case float():
-            return f"{value:.8g}" if abs(value) >= 1e-9 else "0"
-        case dict():
-            return {str(name): rounded(item) for name, item in value.items()}
-        case list() | tuple():
-            return [rounded(item) for item in value]
-        case _:
-            return value
-
-
-def rough(text: str) -> str:
-    """Numbers with three digits; days and digests of files left out."""
-    text = text.replace(str(GOLDEN), "GOLDEN")
-    text = re.sub(r"\b[0-9a-f]{64}\b", "SHA256", re.sub(r"\b\d{4}-\d\d-\d\d\b", "DAY", text))
-    return re.sub(r"(?<![\w.-])[-+]?\d+\.\d+(e[-+]?\d+)?", lambda found: f"{float(found[0]) or 0.0:.3g}", text)
-
-
-def digest(value: object) -> str:
-    return sha256(json.dumps(rounded(value)).encode()).hexdigest()[:12]
 
 
 def numbers(rows: Iterable[dict[str, str]]) -> list[list[object]]:
@@ -163,61 +138,8 @@ def numbers(rows: Iterable[dict[str, str]]) -> list[list[object]]:
     return [[(name, read(text)) for name, text in row.items()] for row in rows]
 
 
-def answer(words: str) -> dict[str, Any]:
-    """What is pinned of a run."""
-    told = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(told):
-        command = ["run", *SMALL.split(), *words.split(), "--profile", str(GOLDEN / "l20-profile.json")]
-        status = kvtwin.main([*command, "--out", folder, "--timeline", "--save-detailed"])
-        assert status == 0, words
-        result = json.loads((Path(folder) / "result.json").read_text())
-        with (Path(folder) / "series.csv").open() as file:
-            series = numbers(csv.DictReader(file))
-        timeline = json.loads(gzip.decompress((Path(folder) / "timeline.json.gz").read_bytes()))
-        requests = table(Path(folder))
-        words_told = told.getvalue().replace(folder, "OUT")
-    del result["versions"]
-    result["scenario"].pop("profile")
-    head = ("completed", "num_iterations", "num_preemptions", "mean_ttft_ms", "mean_tpot_ms", "duration")
-    return {
-        **{name: rounded(result[name]) for name in head},
-        "result": digest(result),
-        "requests": digest(requests),
-        "series": digest(series),
-        "timeline": digest(timeline),
-        "told": digest(words_told.replace("requests.csv", "requests.parquet")),
-    }
-
-
-def attempt(of: Callable[..., object], *given: object, **named: object) -> object:
-    """What a function gives, or how it refuses."""
-    try:
-        return of(*given, **named)
-    except UserError as error:
-        return str(error)
-
-
-Kinds = Mapping[str, Callable[[], Iterator[str]]]
-
-
-def lines_of(name: str, kinds: Kinds) -> Iterator[str]:
-    """What is pinned of a kind."""
-    yield f"== {name}"
-    yield from (line.rstrip() for line in kinds[name]())
-
-
-def write(path: Path, kinds: Kinds) -> None:
-    """All of them, one after another."""
-    path.write_text("\n".join(line for name in kinds for line in lines_of(name, kinds)) + "\n")
-
-
-def short(text: str, most: int) -> str:
-    """A line as it is, or its beginning and a digest of all of it where it is longer."""
-    return text if len(text) < most else f"{text[: most - 20]} {digest(text)}"
-
-
-def table(folder: Path) -> list[object]:
-    """Requests of a run, whichever of the two files has them."""
+def requests_of(folder: Path) -> list[object]:
+    """Whichever of the two files has them."""
     if (folder / "requests.csv").exists():
         with (folder / "requests.csv").open() as file:
             return list(numbers(csv.DictReader(file)))
@@ -225,14 +147,52 @@ def table(folder: Path) -> list[object]:
     return [list(row.items()) for row in parquet.read_table(folder / "requests.parquet").to_pylist()]
 
 
-def main() -> None:
-    answers = {}
-    for name, words in cases().items():
-        answers[name] = answer(words)
-        print(name, answers[name])
-    lines = (f"{json.dumps(name)}: {json.dumps(pinned)}" for name, pinned in answers.items())
-    RUNS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+def heard(words: list[str], folder: str) -> list[str]:
+    """What a command tells."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert kvtwin.main(words) == 0, words
+    return told.getvalue().replace(folder, "OUT").replace("requests.csv", "requests.parquet").splitlines()
 
 
-if __name__ == "__main__":
-    main()
+def drawn(folder: Path) -> Iterator[str]:
+    """The figures of a page."""
+    for section in read_sections([folder]):
+        for chart in charts(section.runs):
+            yield from (f"{chart.name} {chart.title!r} {chart.caption!r}", repr(chart.columns), *map(repr, chart.rows))
+            yield from lines_of(five([chart.data, chart.layout]))
+
+
+def five(value: object) -> object:
+    """With five digits of each number."""
+    match value:
+        case dict():
+            return {name: five(item) for name, item in value.items()}
+        case list() | tuple():
+            return [five(item) for item in value]
+        case float():
+            return f"{value:.5g}" if abs(value) > 1e-9 else "0"
+        case _:
+            return value
+
+
+def ask(name: str) -> Answers:
+    """A run's files and words."""
+    command = ["run", *SMALL.split(), *cases()[name].split(), "--profile", str(L20)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        told = heard([*command, "--out", folder, "--timeline", "--save-detailed"], folder)
+        result = json.loads((out / "result.json").read_text())
+        del result["versions"]
+        result["scenario"].pop("profile")
+        with (out / "series.csv").open() as file:
+            series = numbers(csv.DictReader(file))
+        timeline = json.loads(gzip.decompress((out / "timeline.json.gz").read_bytes()))
+        explained = [line for i in EXPLAINED for line in heard(["explain", folder, "--request", str(i)], folder)]
+        return {
+            "result": [*lines_of(result)], "requests": [*lines_of(requests_of(out))], "series": [*lines_of(series)],
+            "timeline": [*lines_of(timeline)], "told": told, "explained": explained, "figures": [*drawn(out)],
+        }  # fmt: skip
+
+
+TABLES = {"runs": Table(list(cases()), ask)}

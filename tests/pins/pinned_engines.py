@@ -1,27 +1,20 @@
-"""Every decision of every system in small crowded engines, as it is pinned in `golden/schedules.txt`, a line a run.
+"""Every decision of every system in small crowded engines.
 
-    python tests/sim/pinned_schedules.py      # writes golden/schedules.txt anew
-
-Pools of a few blocks, ties in time, limits that are met exactly: here a boundary that moves by one shows. A line has
-figures to read and a digest of all plans, of what became of each request, and of every counter.
+Pools of a few blocks, ties in time, limits that are met exactly: here a boundary that moves by one shows. Each run is
+a question: its plans, what became of each request, and every counter.
 """
 
 import random
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from hashlib import sha256
 from math import isfinite
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec
 from corners import KINDS, corner
-from pinned import GOLDEN, VARIANTS
+from pinned import L20, Answers, Table
+from pinned_runs import VARIANTS
 from test_conformance import MIXES
 from test_conformance import VARIANTS as MORE
 
@@ -44,10 +37,9 @@ from sim.systems import POLICIES
 from sim.systems.base import Policy
 from traces.request import Request
 
-SCHEDULES = GOLDEN / "schedules.txt"
-RUNS, RUNS_OF_PAIRS = 14, 5
+RUNS, RUNS_OF_PAIRS = 6, 3
 """Of each system, and of each in `PAIRS`."""
-RUNS_OF = {"busy": 10, "left": 3, **dict.fromkeys(KINDS, 8)}
+RUNS_OF = {"busy": 10, "left": 2, **dict.fromkeys(KINDS, 4)}
 """Of other kinds; `left`: some clients leave."""
 WINDOWED = (
     "vllm-recompute", "vllm-swap", "sarathi", "sarathi:eviction=swap", "fastgen", "vllm-v1",
@@ -148,7 +140,7 @@ def requests_of(rng: random.Random, length: int, block: int) -> list[Request]:
 def machine_of(rng: random.Random, policy: Policy, block_bytes: float, layers: int = 4) -> Machine:
     """Mostly linear in all; else a small model on a card."""
     if rng.random() < 0.3 and layers == 4:
-        model, hardware, profile = tiny_model(), load_hardware("l20"), read_profile(GOLDEN / "l20-profile.json")
+        model, hardware, profile = tiny_model(), load_hardware("l20"), read_profile(L20)
         return Machine(model, build_cost(model, hardware, profile, 1, block_bytes), profile, hardware)
     return linear_machine(
         block_bytes, layers=layers, decode=rng.choice(DECODES), host=rng.choice(hosts_of(policy)),
@@ -231,7 +223,7 @@ def busy(policy: Policy, place: int) -> Workload:
     link_s = rng.choice((3e-4, 3e-3, 0.05))
     if is_long:
         model, hardware = load_model("llama-3.1-8b"), load_hardware("l20")
-        profile = read_profile(GOLDEN / "l20-profile.json")
+        profile = read_profile(L20)
         return Workload(found, limit, Machine(model, build_cost(model, hardware, profile, 1, block_bytes), profile,
                                               hardware))  # fmt: skip
     if is_tied:
@@ -293,41 +285,33 @@ def teller() -> Callable[[object], object]:
     return told
 
 
-def answer(policy: Policy, place: int, kind: str = "") -> str:
-    """What is pinned of a run."""
-    work, told, plans = workload(policy, place, kind), teller(), []
+def answer(policy: Policy, place: int, kind: str = "") -> list[str]:
+    """Of a run."""
+    work, told, plans = workload(policy, place, kind), teller(), list[str]()
 
     def watch(scheduler: Scheduler) -> Callable[[IterationPlan, float, StepTimes], None]:
         if place % 2:
             with suppress(UserError):  # What no device can execute.
                 scheduler.memory.tell_blocks()
-        return lambda plan, start_s, times: plans.append(told((start_s, times, plan)))
+        return lambda plan, start_s, times: plans.append(repr(told((start_s, times, plan))))
 
     outcome = simulate(
         policy, work.arrivals, work.limits, machine=work.machine, checked=False, observe=watch, most_plans=20_000,
         jump=kind != "left", kind=Leaving if kind == "left" else None,
     )  # fmt: skip
-    counters = outcome.scheduler.counters
     ends = [
         (number, seq.first_scheduled_s, seq.first_token_s, seq.finish_s, seq.num_preemptions, seq.status)
         for number, seq in outcome.by_id().items()
     ]
-    last_s = max(seq.finish_s for seq in outcome.ended)
-    kept = told((ends, msgspec.structs.asdict(counters) if isinstance(counters, msgspec.Struct) else vars(counters)))
-    digest = sha256(repr((plans, kept)).encode()).hexdigest()[:12]
-    return f"{len(plans)} plans, {counters.preemptions} preemptions, {last_s:.6g} s, {digest}"
+    counters = msgspec.structs.asdict(outcome.scheduler.counters).items()
+    return [*plans, *(repr(told(end)) for end in ends), *(f"{name} {told(value)!r}" for name, value in counters)]
 
 
-def lines(name: str) -> list[str]:
-    """Of a system."""
+def ask(name: str) -> Answers:
+    """Run by run."""
     text, _, kind = name.partition(" ")
     policy = parse_policy(text, {})[1]
-    return [f"{name} #{place}: {answer(policy, place, kind)}" for place in range(runs_of(name))]
+    return {str(place): answer(policy, place, kind) for place in range(runs_of(name))}
 
 
-def main() -> None:
-    SCHEDULES.write_text("\n".join(line for name in names() for line in lines(name)) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+TABLES = {"engines": Table(names(), ask)}
