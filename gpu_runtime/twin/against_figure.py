@@ -15,6 +15,7 @@ from sim.results.figures.style import (
     set_title,
     wants_log,
 )
+from sim.results.metrics import LATENCIES
 from sim.served import Array, Times
 from traces.served import ServedRun
 
@@ -25,8 +26,8 @@ def draw_against(label: str, served: ServedRun, ours: Times, theirs: Times) -> F
     """Four panels for one policy: its times, and those measured."""
     figure = new_figure(12.0, 8.6)
     axes = figure.subplots(2, 2)
-    _distribution(axes[0][0], ours.ttft_s, theirs.ttft_s, "TTFT, s", "Time to first token")
-    _distribution(axes[0][1], ours.tpot_s, theirs.tpot_s, "TPOT, s", "Time per output token")
+    _distribution(axes[0][0], ours.ttft_s, theirs.ttft_s, "ttft")
+    _distribution(axes[0][1], ours.tpot_s, theirs.tpot_s, "tpot")
     _over_arrivals(axes[1][0], [request.arrival_s for request in served.requests], ours, theirs)
     _against(axes[1][1], ours.e2el_s, theirs.e2el_s)
     text = f"{label}  |  {served.path.name}, {len(served.requests)} requests"
@@ -34,7 +35,7 @@ def draw_against(label: str, served: ServedRun, ours: Times, theirs: Times) -> F
     return figure
 
 
-def _distribution(ax: Axes, simulated_s: Array, measured_s: Array, x: str, title: str) -> None:
+def _distribution(ax: Axes, simulated_s: Array, measured_s: Array, latency: str) -> None:
     found: list[Array] = []
     for values_s, label, colour in ((simulated_s, "simulated", SIMULATED), (measured_s, "measured", MEASURED)):
         ordered = np.sort(values_s[np.isfinite(values_s)])
@@ -47,8 +48,8 @@ def _distribution(ax: Axes, simulated_s: Array, measured_s: Array, x: str, title
         log_ticks(ax.xaxis, found)
     if found:
         ax.legend(fontsize=8.5, frameon=False)
-    dress(ax, x, "% of requests")
-    set_title(ax, title)
+    dress(ax, f"{latency.upper()}, s", "% of requests")
+    set_title(ax, LATENCIES[latency])
 
 
 def _over_arrivals(ax: Axes, arrivals_s: list[float], ours: Times, theirs: Times) -> None:

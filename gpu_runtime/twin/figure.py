@@ -19,6 +19,7 @@ from sim.results.figures.style import (
     set_title,
     show_nothing,
 )
+from sim.results.metrics import LATENCIES
 
 SIMULATED, LIVE = COLOURS[0], COLOURS[1]
 
@@ -35,8 +36,8 @@ def draw_twin(
     axes = figure.subplots(2, 3)
     _draw_memory(axes[0][0], simulated, live)
     _draw_errors(axes[0][1], found)
-    _draw_distribution(axes[1][0], simulated.ttft_s, [run.ttft_s for run in live], "TTFT, ms", "Time to first token")
-    _draw_distribution(axes[1][1], simulated.tpot_s, [run.tpot_s for run in live], "TPOT, ms", "Time per output token")
+    _draw_distribution(axes[1][0], simulated.ttft_s, [run.ttft_s for run in live], "ttft")
+    _draw_distribution(axes[1][1], simulated.tpot_s, [run.tpot_s for run in live], "tpot")
     _draw_iterations(axes[0][2], axes[1][2], iterations)
     figure.suptitle(
         plain_text(f"twin:  {label}  |  {len(live)} live runs"), fontsize=8.5, color=FAINT, x=0.01, ha="left"
@@ -70,15 +71,15 @@ def _draw_errors(ax: Axes, found: Sequence[Agreement]) -> None:
     set_title(ax, "Errors of the simulator")
 
 
-def _draw_distribution(ax: Axes, simulated_s: np.ndarray, live_s: Sequence[np.ndarray], x: str, title: str) -> None:
+def _draw_distribution(ax: Axes, simulated_s: np.ndarray, live_s: Sequence[np.ndarray], latency: str) -> None:
     for values, colour, label in [*((v, LIVE, "live") for v in live_s), (simulated_s, SIMULATED, "simulated")]:
         ordered = np.sort(values[np.isfinite(values)]) * 1e3
         if len(ordered):
             share = 100 * (np.arange(len(ordered)) + 1) / len(ordered)
             ax.step(ordered, share, where="post", color=colour, lw=1.3, alpha=0.8, label=label)
     _legend_once(ax)
-    dress(ax, x, "% of requests")
-    set_title(ax, title)
+    dress(ax, f"{latency.upper()}, ms", "% of requests")
+    set_title(ax, LATENCIES[latency])
 
 
 def _draw_iterations(against: Axes, errors: Axes, pairs: Sequence[Pair]) -> None:

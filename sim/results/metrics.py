@@ -24,6 +24,13 @@ ARRAY_LIMIT = 100_000
 """Past this many requests, result.json leaves the per-request arrays to the streamed table."""
 PIECE = 1 << 16
 """Values that are worked on at once where all of them would be most of the run's memory."""
+LATENCIES = {
+    "ttft": "Time to first token",
+    "tpot": "Time per output token",
+    "itl": "Inter-token latency",
+    "e2el": "End to end",
+}
+"""Latencies by their names in results' fields, in words."""
 SLO_NAMES = ("ttft", "tpot", "e2el")
 
 

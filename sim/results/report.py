@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import UNSET
 
 from sim.results.load import offered, overload
+from sim.results.metrics import LATENCIES
 from sim.results.parts import ResolvedScenario, UsedEngineProfile, UsedProfile
 from sim.results.result import RESULT_FILE, SERIES_FILE
 from sim.results.schema import Result
@@ -40,7 +41,7 @@ class Metric:
 
 
 def _latencies() -> Iterator[Metric]:
-    for name in ("ttft", "tpot", "itl", "e2el"):
+    for name in LATENCIES:
         for statistic in ("mean", "median", "p99"):
             title = f"{statistic.replace('p99', 'P99').capitalize()} {name.upper()} (ms)"
             yield Metric(f"{statistic}_{name}_ms", title, True)
@@ -267,15 +268,11 @@ def run_lines(result: Result, folder: Path) -> list[str]:
 def _latency_lines(result: Result) -> list[str]:
     statistics = ("mean", "median", "p99")
     rows: list[tuple[str, list[str]]] = [("", ["mean", "median", "P99"])]
-    for key, name in (
-        ("ttft", "Time to first token"),
-        ("queue", "  of it queueing"),
-        ("tpot", "Time per output token"),
-        ("itl", "Inter-token latency"),
-        ("e2el", "End to end"),
-    ):
+    for key in ("ttft", "queue", "tpot", "itl", "e2el"):
         values = [number(result, f"{statistic}_{key}_ms") for statistic in statistics]
-        rows.append((name, [NONE if v is None else format(v, ",.2f") for v in values]))
+        rows.append(
+            (LATENCIES.get(key, "  of it queueing"), [NONE if v is None else format(v, ",.2f") for v in values])
+        )
     share = queue_share(result)
     width = max(13, *(len(cell) + 1 for _, cells in rows for cell in cells))
     lines = [f"{name:<26}" + "".join(f"{cell:>{width}}" for cell in cells) for name, cells in rows]

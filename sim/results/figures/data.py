@@ -105,6 +105,11 @@ def waiting(run: FigureRun) -> tuple[Floats, Floats] | None:
     return run.series["time_s"], run.series["num_waiting"]
 
 
+def spread(size: int, most: int) -> NDArray[np.intp]:
+    """Places of at most `most` of so many values, evenly from the first to the last."""
+    return np.unique(np.linspace(0, size - 1, min(size, most)).astype(int))
+
+
 def has_series(run: FigureRun) -> bool:
     """Whether the run kept a time series with samples in it."""
     return run.series is not None and run.series["time_s"].size > 0

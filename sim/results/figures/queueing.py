@@ -7,7 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from sim.results.figures.data import FigureRun, Floats, time_unit
+from sim.results.figures.data import FigureRun, spread
+from sim.results.figures.requests import arrivals
 from sim.results.figures.style import (
     FAINT,
     INK,
@@ -28,7 +29,6 @@ from sim.results.figures.style import (
 )
 
 SCATTER_POINTS = 4000
-ARRIVAL_BINS = 40
 
 
 def draw_queueing(runs: Sequence[FigureRun]) -> Figure:
@@ -75,40 +75,26 @@ def _bars(ax: Axes, runs: Sequence[FigureRun]) -> None:
 
 
 def _arrivals(top: Axes, bottom: Axes, runs: Sequence[FigureRun]) -> None:
-    paired = [(i, run, run.arrival_s) for i, run in enumerate(runs) if run.arrival_s is not None and run.arrival_s.size]
-    end_s = max((float(arrival_s.max()) for *_, arrival_s in paired), default=0.0)
-    unit_s, unit = time_unit(end_s)
-    end = max(end_s, 1e-3) / unit_s
-    edges = np.linspace(0.0, end, ARRIVAL_BINS + 1)
-    dress(top, f"arrival of the request, {unit}", "TTFT, s")
-    dress(bottom, f"arrival of the request, {unit}", "queueing / TTFT, %")
-    for i, run, arrival_s in paired:
-        x = arrival_s / unit_s
-        some = np.unique(np.linspace(0, x.size - 1, min(x.size, SCATTER_POINTS)).astype(int))
+    came = arrivals(runs)
+    dress(top, f"arrival of the request, {came.unit}", "TTFT, s")
+    dress(bottom, f"arrival of the request, {came.unit}", "queueing / TTFT, %")
+    for i, run, x in came.runs:
+        some = spread(x.size, SCATTER_POINTS)
         top.plot(x[some], run.ttft_s[some], ".", ms=3, alpha=0.35, color=policy_colour(i), mec="none", rasterized=True)
-        ttft, queue = (_bin_means(x, values, edges) for values in (run.ttft_s, run.queue_s))
-        middle = (edges[1:] + edges[:-1]) / 2
+        ttft, queue = (came.means(x, values) for values in (run.ttft_s, run.queue_s))
         marker = "o" if np.isfinite(ttft).sum() < 2 else ""
-        top.plot(middle, ttft, color=policy_colour(i), lw=policy_width(i), marker=marker)
+        top.plot(came.middles, ttft, color=policy_colour(i), lw=policy_width(i), marker=marker)
         share = np.divide(queue, ttft, out=np.full_like(ttft, np.nan), where=ttft > 0.0) * 100.0
-        bottom.plot(middle, share, color=policy_colour(i), lw=policy_width(i), marker=marker)
-    if paired:
-        found = [np.sort(run.ttft_s) for _, run, _ in paired]
+        bottom.plot(came.middles, share, color=policy_colour(i), lw=policy_width(i), marker=marker)
+    if came.runs:
+        found = [np.sort(run.ttft_s) for _, run, _ in came.runs]
         if wants_log(found):
             top.set_yscale("log")
             log_ticks(top.yaxis, found)
     else:
         for ax in (top, bottom):
             show_nothing(ax, "no request to show")
-    top.set_xlim(0.0, end)
+    top.set_xlim(0.0, came.edges[-1])
     bottom.set_ylim(-3, 103)
     set_title(top, "TTFT by arrival: dots are requests, lines means")
     set_title(bottom, "Share of TTFT spent waiting in the queue, by arrival")
-
-
-def _bin_means(x: Floats, values: Floats, edges: Floats) -> Floats:
-    """Mean of the values in each bin of x; NaN in empty ones."""
-    which = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, len(edges) - 2)
-    count = np.bincount(which, minlength=len(edges) - 1).astype(np.float64)
-    total = np.bincount(which, weights=values, minlength=len(edges) - 1)
-    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)

@@ -28,6 +28,25 @@ class Chart:
     rows: list[list[str]] = field(default_factory=list)
 
 
+def line(place: int, label: str, x: Floats, y: Floats, hover: str, digits: int = 4, **style: object) -> Json:
+    """A line of the policy in that place, in its colour; `hover` is what Plotly shows of a point."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": label,
+        "meta": place,
+        "x": rounded(x),
+        "y": rounded(y, digits),
+        "line": {"color": f"@p{place}", "width": 2, **style},
+        "hovertemplate": hover,
+    }
+
+
+def over_time(unit: str, end: float) -> Json:
+    """The axis of a run's time."""
+    return {"title": {"text": f"time, {unit}"}, "range": [0, end]}
+
+
 def rounded(values: Floats, digits: int = 4) -> list[float]:
     """As plain numbers with so many decimals, which make the page smaller."""
     return np.round(values, digits).tolist()

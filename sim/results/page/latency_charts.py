@@ -1,13 +1,13 @@
 """How long requests waited: distributions of TTFT and TPOT, and TTFT by arrival."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from sim.results.figures.data import FigureRun, Floats, time_unit
+from sim.results.figures import requests
+from sim.results.figures.data import FigureRun, spread
 from sim.results.figures.style import seconds_text, wants_log
-from sim.results.metrics import Goodput
-from sim.results.page.chart import Chart, Json, rounded
+from sim.results.page.chart import Chart, Json, line, rounded
 
 POINTS = 1000
 """Of a curve at most."""
@@ -19,58 +19,37 @@ MOST_ROOM = 2.0
 
 def distributions(runs: Sequence[FigureRun]) -> list[Chart]:
     """Shares of the requests with TTFT and TPOT up to each value, beside the SLOs."""
-    slo = Goodput.parse(runs[0].result.scenario.goodput)
-    return [
-        chart
-        for chart in (
-            _cdf("ttft", "Time to first token", runs, lambda run: run.ttft_s, slo.ttft_s),
-            _cdf("tpot", "Time per output token", runs, lambda run: run.tpot_s, slo.tpot_s),
-        )
-        if chart is not None
+    return [_cdf(runs, shown) for shown in requests.distributions(runs) if shown.found]
+
+
+def _cdf(runs: Sequence[FigureRun], shown: requests.Distribution) -> Chart:
+    unit_s, unit = shown.unit
+    kept = [
+        (i, run.label, values) for i, (run, values) in enumerate(zip(runs, shown.values_s, strict=True)) if values.size
     ]
-
-
-def _cdf(
-    name: str, title: str, runs: Sequence[FigureRun], of: Callable[[FigureRun], Floats], slo_s: float | None
-) -> Chart | None:
-    shown = [(i, run.label, np.sort(of(run))) for i, run in enumerate(runs) if of(run).size]
-    if not shown:
-        return None
-    longest_s = max(float(values[-1]) for *_, values in shown)
-    unit_s, unit = (1.0, "s") if longest_s >= 1.0 else (1e-3, "ms")
     data = []
-    for place, label, values in shown:
-        kept = np.unique(np.linspace(0, values.size - 1, min(values.size, POINTS)).astype(int))
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": label,
-                "meta": place,
-                "line": {"shape": "hv", "color": f"@p{place}", "width": 2},
-                "x": rounded(values[kept] / unit_s, 6),
-                "y": rounded((kept + 1) / values.size * 100.0, 3),
-                "hovertemplate": f"%{{y:.1f}} % within %{{x:.3~g}} {unit}",
-            }
-        )
-    axis: Json = {"title": {"text": f"{title}, {unit}"}}
-    kept_s = [values for *_, values in shown] + ([] if slo_s is None else [np.array([slo_s])])
-    least_s, most_s = min(float(v[0]) for v in kept_s), max(float(v[-1]) for v in kept_s)
-    if least_s > 0.0 and (wants_log(kept_s) or most_s > MOST_ROOM * longest_s):
+    for place, label, values in kept:
+        x, share = requests.curve(values, POINTS)
+        hover = f"%{{y:.1f}} % within %{{x:.3~g}} {unit}"
+        data.append(line(place, label, x / unit_s, share, hover, 3, shape="hv") | {"x": rounded(x / unit_s, 6)})
+    axis: Json = {"title": {"text": f"{shown.title}, {unit}"}}
+    least_s, most_s = min(float(v[0]) for v in shown.marked), max(float(v[-1]) for v in shown.marked)
+    longest_s = max(float(v[-1]) for v in shown.found)
+    if least_s > 0.0 and (wants_log(shown.marked) or most_s > MOST_ROOM * longest_s):
         axis |= _log_axis(least_s / unit_s, most_s / unit_s)
     layout: Json = {"xaxis": axis, "yaxis": {"title": {"text": "requests, %"}, "range": [0, 101]}, "height": 330}
-    if slo_s is not None:
-        at = slo_s / unit_s
-        line = {"color": "@ink", "dash": "dash", "width": 1.2}
-        layout["shapes"] = [{"type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": line}]
+    if shown.slo_s is not None:
+        at = shown.slo_s / unit_s
+        dashed = {"color": "@ink", "dash": "dash", "width": 1.2}
+        layout["shapes"] = [{"type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": dashed}]
         where = float(np.log10(at)) if axis.get("type") == "log" else at
         note = {"x": where, "yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}
-        layout["annotations"] = [{**note, "text": f"SLO {seconds_text(slo_s)}"}]
+        layout["annotations"] = [{**note, "text": f"SLO {seconds_text(shown.slo_s)}"}]
     statistics = {"mean": np.mean, "median": np.median}
     statistics |= {f"P{p}": (lambda values, p=p: np.percentile(values, p)) for p in (90, 95, 99)}
-    rows = [[what, *(seconds_text(float(take(values))) for *_, values in shown)] for what, take in statistics.items()]
-    caption = f"Share of the requests with a {name.upper()} up to each value: further left is better."
-    return Chart(name, title, caption, data, layout, ["", *(label for _, label, _ in shown)], rows)
+    rows = [[what, *(seconds_text(float(take(values))) for *_, values in kept)] for what, take in statistics.items()]
+    caption = f"Share of the requests with a {shown.name.upper()} up to each value: further left is better."
+    return Chart(shown.name, shown.title, caption, data, layout, ["", *(label for _, label, _ in kept)], rows)
 
 
 def _log_axis(low: float, high: float) -> Json:
@@ -84,50 +63,25 @@ def _log_axis(low: float, high: float) -> Json:
 
 def arrivals(runs: Sequence[FigureRun]) -> Chart | None:
     """TTFT over the time of arrival: whether a queue grows. None where no run has arrivals."""
-    shown = [(i, run, run.arrival_s) for i, run in enumerate(runs) if run.arrival_s is not None and run.arrival_s.size]
-    if not shown:
+    came = requests.arrivals(runs)
+    if not came.runs:
         return None
-    end_s = max(float(arrival_s.max()) for *_, arrival_s in shown)
-    unit_s, unit = time_unit(end_s)
-    edges = np.linspace(0.0, max(end_s, 1e-3) / unit_s, 41)
     data: list[Json] = []
-    means = []
-    for place, run, arrival_s in shown:
-        x = arrival_s / unit_s
-        some = np.unique(np.linspace(0, x.size - 1, min(x.size, DOTS)).astype(int))
-        colour = f"@p{place}"
-        dots: Json = {"type": "scatter", "mode": "markers", "showlegend": False, "meta": place}
-        data.append(
-            dots
-            | {
-                "x": rounded(x[some]),
-                "y": rounded(run.ttft_s[some], 6),
-                "marker": {"color": colour, "size": 3, "opacity": 0.35},
-                "hoverinfo": "skip",
-            }
-        )
-        which = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, len(edges) - 2)
-        count = np.bincount(which, minlength=len(edges) - 1)
-        mean = np.bincount(which, weights=run.ttft_s, minlength=len(edges) - 1)[count > 0] / count[count > 0]
-        means.append((run.label, mean))
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": run.label,
-                "meta": place,
-                "x": rounded(((edges[1:] + edges[:-1]) / 2)[count > 0]),
-                "y": rounded(mean, 6),
-                "line": {"color": colour, "width": 2.5},
-                "hovertemplate": "mean TTFT %{y:.3~g} s",
-            }
-        )
+    rows = []
+    for place, run, x in came.runs:
+        some = spread(x.size, DOTS)
+        dots: Json = {"type": "scatter", "mode": "markers", "showlegend": False, "meta": place, "hoverinfo": "skip"}
+        marker = {"color": f"@p{place}", "size": 3, "opacity": 0.35}
+        data.append({**dots, "x": rounded(x[some]), "y": rounded(run.ttft_s[some], 6), "marker": marker})
+        mean = came.means(x, run.ttft_s)
+        has = np.isfinite(mean)
+        data.append(line(place, run.label, came.middles[has], mean[has], "mean TTFT %{y:.3~g} s", 6, width=2.5))
+        rows.append([run.label, *(seconds_text(float(mean[has][end])) for end in (0, -1))])
     axis: Json = {"title": {"text": "TTFT, s"}, "rangemode": "tozero"}
-    longest_s = max(float(run.ttft_s.max()) for _, run, _ in shown)
-    if wants_log([np.sort(run.ttft_s) for _, run, _ in shown]):
-        axis |= _log_axis(min(float(run.ttft_s.min()) for _, run, _ in shown), longest_s)
-    layout = {"xaxis": {"title": {"text": f"arrival, {unit}"}}, "yaxis": axis, "height": 330}
-    rows = [[label, seconds_text(float(mean[0])), seconds_text(float(mean[-1]))] for label, mean in means]
+    ordered = [np.sort(run.ttft_s) for _, run, _ in came.runs]
+    if wants_log(ordered):
+        axis |= _log_axis(min(float(v[0]) for v in ordered), max(float(v[-1]) for v in ordered))
+    layout = {"xaxis": {"title": {"text": f"arrival, {came.unit}"}}, "yaxis": axis, "height": 330}
     caption = "Dots are requests, lines their means. A line that climbs to the right is a queue that grows."
     columns = ["mean TTFT", "first to arrive", "last to arrive"]
     return Chart("arrivals", "TTFT by arrival", caption, data, layout, columns, rows)

@@ -9,7 +9,7 @@ from sim.results.figures.data import FigureRun, clock, has_series
 from sim.results.figures.lanes import LANES, busy_shares
 from sim.results.figures.memory import memory_panels, step_functions, stretches
 from sim.results.figures.style import percent_text
-from sim.results.page.chart import TIME_BINS, Chart, Json, rounded
+from sim.results.page.chart import TIME_BINS, Chart, Json, line, over_time
 from sim.results.report import NONE
 
 
@@ -25,21 +25,10 @@ def memory(runs: Sequence[FigureRun]) -> list[Chart]:
         data, rows = [], []
         for place, run, time, values, last in step_functions(runs, panel, unit_s):
             x, mean, _, high = stretches(time, values, last, edges)
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "name": run.label,
-                    "meta": place,
-                    "x": rounded(x),
-                    "y": rounded(mean, 4),
-                    "line": {"color": f"@p{place}", "width": 2, "shape": "hvh"},
-                    "hovertemplate": "%{y:.3~g}",
-                }
-            )
+            data.append(line(place, run.label, x, mean, "%{y:.3~g}", shape="hvh"))
             rows.append([run.label, panel.text(float(np.average(mean))), panel.text(float(high.max(initial=0.0)))])
         layout = {
-            "xaxis": {"title": {"text": f"time, {unit}"}, "range": [0, end]},
+            "xaxis": over_time(unit, end),
             "yaxis": {"title": {"text": panel.axis}, "rangemode": "tozero"},
             "height": 260,
         }
@@ -68,21 +57,12 @@ def lanes(runs: Sequence[FigureRun]) -> Chart | None:
             cells.append(percent_text(min(1.0, busy_s / makespan_s)) if makespan_s else NONE)
             if not shares.any():
                 continue
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "name": f"{run.label}: {title}",
-                    "meta": place,
-                    "x": rounded((edges[1:] + edges[:-1]) / 2),
-                    "y": rounded(shares * 100.0, 3),
-                    "line": {"color": f"@p{place}", "dash": dashes[name], "width": 2},
-                    "hovertemplate": "%{y:.3~g} %",
-                }
-            )
+            middles = (edges[1:] + edges[:-1]) / 2
+            named = f"{run.label}: {title}"
+            data.append(line(place, named, middles, shares * 100.0, "%{y:.3~g} %", 3, dash=dashes[name]))
         rows.append(cells)
     layout = {
-        "xaxis": {"title": {"text": f"time, {unit}"}, "range": [0, end]},
+        "xaxis": over_time(unit, end),
         "yaxis": {"title": {"text": "busy, % of the time"}, "range": [0, 102]},
         "height": 300,
     }

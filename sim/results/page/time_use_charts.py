@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from sim.results.figures.data import FigureRun, Floats, clock, has_series
 from sim.results.figures.style import percent_text, seconds_text
-from sim.results.page.chart import TIME_BINS, Chart, Json, rounded
+from sim.results.page.chart import TIME_BINS, Chart, Json, over_time, rounded
 from sim.results.report import LATENCY_PARTS
 from sim.results.time_use import LIMITS
 
@@ -81,7 +81,7 @@ def limits(runs: Sequence[FigureRun]) -> Chart | None:
     shares = [_bound_shares(run.result.makespan_s, series, edges * unit_s) for run, series in kept]
     data: list[Json] = []
     layout: Json = {"barmode": "stack", "bargap": 0, "height": 130 + 150 * len(shown)}
-    layout["xaxis"] = {"title": {"text": f"time, {unit}"}, "range": [0, end], "anchor": _axis("y", len(shown) - 1)}
+    layout["xaxis"] = over_time(unit, end) | {"anchor": _axis("y", len(shown) - 1)}
     layout["annotations"] = []
     for row, run in enumerate(shown):
         bottom = (len(shown) - 1 - row) / len(shown)
