@@ -100,8 +100,8 @@ def too_short(result: Mapping[str, Any]) -> str:
     if span_s == 0.0:
         return "all requests arrive at once, at any load: give arrivals over time (a finite request-rate)"
     return (
-        f"at more load {count:,} requests arrive within {span_s:.3g} s, where each stays {stay_ms / 1e3:.3g} s: too few "
-        "to see a queue grow; a longer trace tells"
+        f"at more load {count:,} requests arrive within {span_s:.3g} s, where each stays {stay_ms / 1e3:.3g} s: too "
+        "few to see a queue grow; a longer trace tells"
     )
 
 
