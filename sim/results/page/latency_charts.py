@@ -30,8 +30,18 @@ def _cdf(runs: Sequence[FigureRun], shown: requests.Distribution) -> Chart:
     data = []
     for place, label, values in kept:
         x, share = requests.curve(values, POINTS)
-        hover = f"%{{y:.1f}} % within %{{x:.3~g}} {unit}"
-        data.append(line(place, label, x / unit_s, share, hover, 3, shape="hv") | {"x": rounded(x / unit_s, 6)})
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": label,
+                "meta": place,
+                "line": {"shape": "hv", "color": f"@p{place}", "width": 2},
+                "x": rounded(x / unit_s, 6),
+                "y": rounded(share, 3),
+                "hovertemplate": f"%{{y:.1f}} % within %{{x:.3~g}} {unit}",
+            }
+        )
     axis: Json = {"title": {"text": f"{shown.title}, {unit}"}}
     least_s, most_s = min(float(v[0]) for v in shown.marked), max(float(v[-1]) for v in shown.marked)
     longest_s = max(float(v[-1]) for v in shown.found)
@@ -70,9 +80,10 @@ def arrivals(runs: Sequence[FigureRun]) -> Chart | None:
     rows = []
     for place, run, x in came.runs:
         some = spread(x.size, DOTS)
-        dots: Json = {"type": "scatter", "mode": "markers", "showlegend": False, "meta": place, "hoverinfo": "skip"}
+        dots: Json = {"type": "scatter", "mode": "markers", "showlegend": False, "meta": place}
         marker = {"color": f"@p{place}", "size": 3, "opacity": 0.35}
-        data.append({**dots, "x": rounded(x[some]), "y": rounded(run.ttft_s[some], 6), "marker": marker})
+        dots |= {"x": rounded(x[some]), "y": rounded(run.ttft_s[some], 6), "marker": marker, "hoverinfo": "skip"}
+        data.append(dots)
         mean = came.means(x, run.ttft_s)
         has = np.isfinite(mean)
         data.append(line(place, run.label, came.middles[has], mean[has], "mean TTFT %{y:.3~g} s", 6, width=2.5))

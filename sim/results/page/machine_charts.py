@@ -58,8 +58,9 @@ def lanes(runs: Sequence[FigureRun]) -> Chart | None:
             if not shares.any():
                 continue
             middles = (edges[1:] + edges[:-1]) / 2
-            named = f"{run.label}: {title}"
-            data.append(line(place, named, middles, shares * 100.0, "%{y:.3~g} %", 3, dash=dashes[name]))
+            drawn = line(place, f"{run.label}: {title}", middles, shares * 100.0, "%{y:.3~g} %", 3)
+            drawn["line"] = {"color": f"@p{place}", "dash": dashes[name], "width": 2}
+            data.append(drawn)
         rows.append(cells)
     layout = {
         "xaxis": over_time(unit, end),
