@@ -1,4 +1,4 @@
-"""A profile for a GPU that nobody measured: a sibling's shares of the specification, every assumption spelled out."""
+"""A profile for a GPU that was not measured: a sibling's shares of the specification, every assumption spelled out."""
 
 import msgspec
 

@@ -27,7 +27,7 @@ from sim.cost.kernels import Point
 Mask = NDArray[np.bool_]
 
 PROMPT_TOKENS = 128
-"""Prompts below this many tokens are not scored: pure overhead, and what they cost nobody asks."""
+"""Prompts below this many tokens are not scored: they are pure overhead."""
 SMALL_SHARE = 0.5
 """Share of each phase's samples, the fastest, that predict the others."""
 ROW_FOLDS = 5

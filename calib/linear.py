@@ -87,8 +87,8 @@ def fit_linear_profile(
     terms = terms_of(steps, models)
     by_sample = {"every third sample": unseen}
     found = regions(steps, errors)
-    nobody = Holdout(float("nan"), float("nan"), 0)
-    return FitReport(profile, steps, terms, measured, predicted, fit.estimates, found, by_sample, nobody, [], [])
+    unseen = Holdout(float("nan"), float("nan"), 0)
+    return FitReport(profile, steps, terms, measured, predicted, fit.estimates, found, by_sample, unseen, [], [])
 
 
 def predict_s(values: Mapping[str, float], steps: Sequence[Sample]) -> Array:

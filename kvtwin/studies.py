@@ -165,7 +165,7 @@ def regime_map(
     address: str | None = None,
     jobs: int | None = None,
 ) -> MapResult:
-    """Run policies over two parameters and see who wins where, as `kvtwin map` does; arguments as of `sweep`.
+    """Run policies over two parameters and see which policy wins where, as `kvtwin map` does; arguments as of `sweep`.
 
     Raises:
         UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.

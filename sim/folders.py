@@ -34,7 +34,7 @@ def owning(folder: Path, flag: str = "--out") -> Iterator[None]:
         flag: the option that named it, for messages.
 
     Raises:
-        UserError: another command writes there, or nobody can.
+        UserError: another command writes there, or it cannot be written.
     """
     place = without_links(folder)
     if place in _owned:
@@ -70,7 +70,7 @@ def _locked(folder: Path, flag: str) -> int:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
             _lock(lock, folder, flag)
-            # Who held it before may have removed the file in between: then it locks nothing.
+            # The command that had it before may have removed the file in between: then it locks nothing.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return lock
@@ -102,7 +102,7 @@ def clear(folder: Path, below: Sequence[str] = ()) -> None:
 
     Args:
         folder: what it holds under one of `RESULT_FILES` goes, and so with the folders below that they noted.
-        below: folders in it that will get results of their own, the deepest first: noted for who clears it next.
+        below: folders in it that get results of their own, the deepest first: noted for the next command that clears it.
     """
     lock = folder / LOCK_FILE
     for name in lock.read_text(encoding="utf-8").splitlines():

@@ -21,7 +21,7 @@ def terminate(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Within, SIGTERM interrupts; outside the main thread, or where somebody handles it already, nothing changes."""
+    """Within, SIGTERM interrupts; outside the main thread, or where it is handled already, nothing changes."""
     _terminated.clear()
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

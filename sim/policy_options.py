@@ -43,7 +43,7 @@ def options_of(kind: type[Policy]) -> list[PolicyOption]:
 
 
 def owned_option(full_name: str) -> PolicyOption | None:
-    """The option that flags and files call `full_name`; None if it is nobody's. Imports no other preset."""
+    """The option that flags and files call `full_name`; None if no policy has it. Imports no other preset."""
     found = [
         option
         for name in POLICIES
@@ -124,7 +124,7 @@ def parse_policy(text: str, given: Mapping[str, Any]) -> tuple[str, Policy]:
 def _part_options(
     text: str, kind: type[Policy], mixed: Mapping[str, str], words: Mapping[str, str]
 ) -> tuple[object, ...]:
-    """Options of replaced parts of kinds that the preset does not have; UserError for words that are nobody's."""
+    """Options of replaced parts of kinds that the preset does not have; UserError for words that no part has."""
     kinds = {known_part(part, name).options for part, name in mixed.items()}
     wanted = sorted((k for k in kinds if k is not None and not issubclass(kind, k)), key=lambda k: k.__name__)
     left, found = dict(words), []

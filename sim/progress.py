@@ -50,7 +50,7 @@ class Ended(Protocol):
 
 @contextmanager
 def runs_bar(label: str) -> Iterator[Callable[[int], Callable[[Ended], None]]]:
-    """A bar for many runs: told how many there are, it gives who hears of each that ended."""
+    """A bar for many runs: told how many there are, it returns what is called at the end of each."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:.2f}/s"), TimeRemainingColumn(), TextColumn("{task.fields[failed]} failed"),

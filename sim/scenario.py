@@ -316,7 +316,7 @@ def _check_limits(option: Field[Any], value: float | None) -> None:
 
 
 def _takes(scenario: Scenario, option: str) -> bool:
-    """Whether the traffic has an option of workloads. Who names none that is known hears so of the generator."""
+    """Whether the traffic has an option of workloads. An unknown workload is refused by the generator."""
     if scenario.workload is None:
         return option in READING
     return scenario.workload not in WORKLOADS or option in OPTIONS.get(scenario.workload, ())

@@ -84,6 +84,6 @@ def _times(ttft_s: Array, e2el_s: Array, served: ServedRun) -> Times:
 
 
 def mean_errors(simulated: Times, measured: Times) -> dict[str, float]:
-    """Mean of the simulated over that of the measured, minus 1, of `Times.by_name`; none where nobody has a TPOT."""
+    """Mean of the simulated over that of the measured, minus 1, of `Times.by_name`; None without a TPOT."""
     pairs = zip(simulated.by_name(), measured.by_name(), strict=True)
     return {name: float(np.mean(ours) / np.mean(theirs)) - 1 for (name, ours), (_, theirs) in pairs if theirs.size}

@@ -334,7 +334,7 @@ def test_a_run_of_too_many_plans_is_stopped() -> None:
     """A prompt and three tokens more are four plans; the last that is allowed is not reached."""
     rows, limit = requests((0.0, 16, 4)), limits(gpu=7)
     assert len(simulate(VllmRecompute(), rows, limit, jump=False, most_plans=5).plans) == 4
-    with pytest.raises(AssertionError, match="4 plans and 0 requests ended: somebody waits for ever"):
+    with pytest.raises(AssertionError, match="4 plans and 0 requests ended: a request waits for ever"):
         simulate(VllmRecompute(), rows, limit, jump=False, most_plans=4)
 
 

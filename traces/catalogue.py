@@ -1,4 +1,4 @@
-"""Public traces: where they are, what they may be used for, whom to cite; and fetching one, verified."""
+"""Public traces: where they are, what they may be used for, what to cite; and fetching one, verified."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ CATALOGUE = Path(__file__).with_name("catalogue.json")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One public trace. `sha256`, `bytes` and `rows` are None where nobody here has had the file in hand."""
+    """One public trace. `sha256`, `bytes` and `rows` are None where the file was never fetched."""
 
     name: str
     about: str

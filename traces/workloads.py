@@ -51,7 +51,7 @@ def takers(option: str) -> list[str]:
 
 
 def option_help(option: str) -> str:
-    """What an option is, who takes it, and its default."""
+    """What an option is, which workloads take it, and its default."""
     names = takers(option)
     default = OPTIONS[names[0]][option]
     return f"{ABOUT[option]} ({', '.join(names)}{'' if default is None else f'; default {default:g}'})"

@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[TextIO]:
             with _spooled(sys.stdout) as file:
                 yield file
         elif path.exists() and not path.is_file() and not path.is_dir():
-            # Opened before the work, as a shell does: who reads the other end sees that somebody writes.
+            # Opened before the work, as a shell does: a reader at the other end sees a writer.
             with path.open("w", encoding="utf-8", newline="") as sink, _spooled(sink) as file:
                 yield file
         else:

@@ -88,7 +88,7 @@ class Bench:
         clock = self._clock
         if point.op in HOST_TIMED:
             return lambda: clock.host_s(work)
-        # Nobody asks for a copy before its turn has come: what asking costs belongs to it.
+        # A copy is asked for when its turn has come: what asking costs belongs to it.
         lead = point.op not in COPY_OPS
         return lambda: clock.device_s(work, lead=lead)
 

@@ -44,7 +44,7 @@ class Waves:
         return 0.0 if self._left else inf
 
     def deliver(self, until_s: float, to: Callable[[Request], object]) -> None:
-        """Hand over a wave if nobody is served."""
+        """Hand over a wave if no request is served."""
         if self.unfinished or not self._left:
             return
         self._left -= 1

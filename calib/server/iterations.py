@@ -34,7 +34,7 @@ Price = Callable[[IterationPlan], float]
 
 
 class _Flight(NamedTuple):
-    """An iteration, its end, and scheduled ahead who ends with it."""
+    """An iteration, its end, and, scheduled ahead, the requests that end with it."""
 
     plan: IterationPlan
     times: StepTimes

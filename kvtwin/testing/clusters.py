@@ -32,7 +32,7 @@ HAND_OVER_S_PER_TOKEN = 1e-4
 
 @dataclass
 class ClusterOutcome:
-    """What a small cluster left: its engines, and who ended where."""
+    """What a small cluster left: its engines, and which requests ended where."""
 
     members: list[Member]
     ended: list[tuple[Seq, int]] = field(default_factory=list)

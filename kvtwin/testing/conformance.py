@@ -215,7 +215,7 @@ def reachable(root: object) -> set[Sequence]:
         if isinstance(held, Sequence):
             found.add(held)
         elif not isinstance(held, type | ModuleType | CodeType):
-            # Of functions what they close over: their module knows everybody.
+            # Of functions what they close over: their module knows all of them.
             parts = gc.get_referents(held) if not isinstance(held, FunctionType) else held.__closure__ or ()
             new = [part for part in parts if id(part) not in known]
             known.update(map(id, new))

@@ -29,16 +29,16 @@ def draw_conversations(draw: st.DrawFn, policy: Policy) -> Workload:
     length, now_s = 512, 0.0
     said: Counter[int] = Counter()
     found: list[Request] = []
-    for who, gap_s, asked, answered in turns:
+    for speaker, gap_s, asked, answered in turns:
         now_s += gap_s
-        prompt = said[who] + asked
+        prompt = said[speaker] + asked
         if prompt + answered > length:
             prompt = asked
-        said[who] = prompt + answered
+        said[speaker] = prompt + answered
         # All begin with the same block.
-        ids = tuple((who + 1) * 1000 + place if place else 7 for place in range(-(-said[who] // BLOCK)))
+        ids = tuple((speaker + 1) * 1000 + place if place else 7 for place in range(-(-said[speaker] // BLOCK)))
         named = -(-prompt // BLOCK)
-        found.append(Request(len(found), now_s, prompt, answered, f"talk {who}", ids[:named], BLOCK, ids[named:]))
+        found.append(Request(len(found), now_s, prompt, answered, f"talk {speaker}", ids[:named], BLOCK, ids[named:]))
     limit = limits(
         gpu=draw(st.integers(34, 60)),
         host=draw(st.sampled_from([0, 8, 25, 60, 1000])),

@@ -275,7 +275,7 @@ def simulate(
     def watch(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
         nonlocal left
         left -= 1
-        assert left, f"{most_plans} plans and {len(ended)} requests ended: somebody waits for ever"
+        assert left, f"{most_plans} plans and {len(ended)} requests ended: a request waits for ever"
         observer(plan, start_s, times)
 
     env = simpy.Environment()

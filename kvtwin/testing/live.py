@@ -194,7 +194,7 @@ def check(policy: Policy) -> None:
     computation and in its thread; where prefixes can be cached, with such that begin alike."""
     if policy.can_cache_prefixes:
         hit_tokens = 0
-        # Who shares only with those that run finds them in a larger pool.
+        # A sequence that shares only with running ones finds them in a larger pool.
         for chunked, gpu in ((False, 16), (True, 16), (False, 60)):
             arrivals = alike(requests(*ALIKE))
             limit = replace(tight_limits(policy, chunked=chunked, gpu=gpu), enable_prefix_caching=True)
@@ -218,13 +218,13 @@ def check(policy: Policy) -> None:
 
 
 def tokens_alone(request: Request, decoder: Decoder | None = None) -> list[int]:
-    """The greedy continuation of a request's prompt, by the small decoder unless told, with nobody else there."""
+    """The greedy continuation of a request's prompt, by the small decoder unless told, with no other request there."""
     return list(continuation(tuple(prompt_of(request)), request.output_tokens, decoder))
 
 
 @lru_cache(maxsize=10_000)
 def continuation(prompt: tuple[int, ...], output_tokens: int, decoder: Decoder | None = None) -> tuple[int, ...]:
-    """The greedy continuation of a prompt, by the small decoder unless told, with nobody else there."""
+    """The greedy continuation of a prompt, by the small decoder unless told, with no other request there."""
     with torch.inference_mode():
         return tuple(_continue(decoder or small_decoder(), list(prompt), output_tokens))
 

@@ -35,7 +35,7 @@ def bounds_of(setups: Sequence[Setup], results: Sequence[Result], *, bound: bool
 
 
 def _served_all(result: Result) -> bool:
-    """Whether its goodput can be held against the bound: who refuses requests may end before the last arrives."""
+    """Whether its goodput compares with the bound: a run that refuses requests may end before the last arrives."""
     return result.complete and result.completed == result.num_prompts
 
 

@@ -11,11 +11,11 @@ the solver that finds good ones (HiGHS) need not be trusted. Bins are longer tha
 none: instead of all whose terms are positive, the best of those whose prompts fit their windows one after another are
 summed (`most_in_time`: the bins alone are relaxed). The run lasts until the last has arrived and had its own
 iterations, and until the work of all is done: goodput is at most that count over the longer of the two. That holds for
-runs that serve everybody who fits. No engine takes whole prompts beyond `max_model_len`, which count neither way; in
-chunks vLLM 0.5.5 does.
+runs that serve every request that fits. No engine takes whole prompts beyond `max_model_len`, which count neither way;
+in chunks vLLM 0.5.5 does.
 
-Who decodes holds blocks or streams them from the host, and a seat. Not covered: restoring from hidden states, and
-decoding several tokens at a time.
+A sequence that decodes holds blocks or streams them from the host, and a seat. Not covered: restoring from hidden
+states, and decoding several tokens at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,7 +132,7 @@ def _most_good(
 ) -> float:
     """How many can meet their deadlines, at most."""
     begin_s = float(arrivals.min())
-    # Work behind the last deadline counts for nobody; without deadlines any time will do.
+    # Work behind the last deadline counts for no request; without deadlines any time will do.
     end_s = min(float(last.max()), begin_s + float(np.ptp(arrivals)) + float((prefill_s + decode_s).sum()) + 1.0)
     num_bins = max(1, min(BINS, int((end_s - begin_s) / LEAST_BIN_S)))
     edges = np.linspace(begin_s, end_s, num_bins + 1)

@@ -48,7 +48,7 @@ def _both(setup: Setup, lift: Callable[[Setup], Setup]) -> Setup:
 
 
 def with_known_lengths(setup: Setup) -> Setup | None:
-    """Output lengths are predicted right; None where nobody asks for them, or they are right already."""
+    """Output lengths are predicted right; None where no part asks for them, or they are right already."""
     policy = _knowing(setup.policy)
     return None if policy is None else replace(setup, policy=policy)
 

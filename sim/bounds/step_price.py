@@ -3,7 +3,7 @@
 The roofline is convex in what it counts, so each of its tangents lies below it: with (c^p + m^p)^(1/p) >= a c + b m
 wherever a^q + b^q <= 1, 1/p + 1/q = 1. Many tangents together come as near as one likes; any mix of them is valid, too.
 Where products have measured factors, each tangent is scaled to stay below them. What a decode iteration costs however
-small it is (weights, launches, host) is `fixed_s`; who shares it is for the reader to say.
+small it is (weights, launches, host) is `fixed_s`; how it is shared is for the reader to say.
 """
 
 from itertools import pairwise, product
@@ -22,7 +22,7 @@ EXPERT_TANGENTS = 5
 
 
 class LinearPrice(NamedTuple):
-    """Seconds that an iteration takes at least; `fixed_s` where anybody decodes in it.
+    """Seconds that an iteration takes at least; `fixed_s` where any sequence decodes in it.
 
     Contexts count the token being fed. `context_s` is a token that only its own sequence reads, `shared_s` one that
     others in the iteration may read with it, `window_s` one within a sliding window.

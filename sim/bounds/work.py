@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
 
 def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> tuple[Work, NDArray[np.bool_]]:
-    """What each request needs at least, and who might be refused at once, so that nobody need wait for it.
+    """What each request needs at least, and which might be refused at once, so that none need wait for them.
 
     Blocks that stand in several requests may be computed by another, and read together.
     """

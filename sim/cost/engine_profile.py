@@ -69,7 +69,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
 
     @property
     def assumed(self) -> list[str]:
-        """Constants that nobody measured."""
+        """Constants that were not measured."""
         return [name for name, constant in self.constants.items() if constant.status == "assumed"]
 
     @cached_property

@@ -37,7 +37,7 @@ class Lane:
         return end_s
 
     def run(self, start_s: float, duration_s: float, label: str, busy_s: float | None = None) -> None:
-        """Occupy a lane that nobody else uses, which is therefore free at `start_s`.
+        """Occupy a lane that nothing else uses, which is therefore free at `start_s`.
 
         `busy_s` is what of the stretch it works, where that is not all.
         """

@@ -184,7 +184,7 @@ class RooflineCost(CostModel):
         full_share = kv.num_full_readers / self.attention_layers
         computed_s = max(self.attention_s_per_pair * full_share, compute_s * kv.num_full_readers)
         self.unread_s_per_token = max(0.0, self.full_s_per_token - computed_s)
-        # Where nobody says what is in the windows, as if they held everything.
+        # Where nothing says what is in the windows, as if they held everything.
         self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
         padding = self.latents.padding_tokens if self.latents else profile.value(f"{kind}_padding_tokens")
         self.kv_padding_s = padding * self.decode_s_per_context_token

@@ -23,7 +23,7 @@ def read_json_object(path: Path, *, finite: bool = False) -> dict[str, Any]:
     NaN and Infinity pass unless `finite`, so that whoever checks the values can name the field that holds them.
 
     Raises:
-        UserError: it cannot be read, is no JSON, repeats a field, is no object, or has what nobody could write again:
+        UserError: it cannot be read, is no JSON, repeats a field, is no object, or has what cannot be written again:
             half a character, a whole number of more than 64 bits.
     """
     try:

@@ -1,1 +1,1 @@
-"""Many runs that answer one question: sweeps, searches for the best policy, maps of who wins where."""
+"""Many runs that answer one question: sweeps, searches for the best policy, maps of which policy wins where."""

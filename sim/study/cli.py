@@ -120,7 +120,7 @@ def study_table(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
 
 @contextmanager
 def progress(label: str, quiet: bool) -> "Iterator[Callable[[int], Told] | None]":
-    """A bar on standard error with the rate, the time left and what failed; nothing where nobody looks."""
+    """A bar on standard error with the rate, the time left and what failed; nothing without a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

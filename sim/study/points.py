@@ -151,7 +151,7 @@ def perform(task: Task, trace: SharedTrace | None) -> Outcome:
         text = f"took more than --max-seconds {task.max_seconds:g}; allow more, or make the point smaller"
         return Outcome(task.key, error=text, max_seconds=task.max_seconds)
     except (InvariantError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-        # A bug of ours in one run, or of a part that somebody else brought, must not take the others with it.
+        # A bug of ours in one run, or of a part from another package, must not take the others with it.
         return Outcome(task.key, error=f"{type(error).__name__}: {error}; run it alone to see where")
     if run.interrupted:
         raise KeyboardInterrupt
@@ -183,7 +183,7 @@ def most_in_flight(run: Run) -> int | None:
     if not len(times):
         return 0
     moments = np.concatenate([times[:, 0], times[:, 1]])
-    # Who leaves at a moment makes room for who comes.
+    # Requests that leave at a moment make room for those that come.
     order = np.lexsort((np.repeat([1, 0], len(times)), moments))
     return int(np.cumsum(np.repeat([1, -1], len(times))[order]).max())
 

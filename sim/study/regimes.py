@@ -34,10 +34,10 @@ DEFAULT_AXES = {
 DEFAULT_METRIC = "request_goodput"
 LESS_IS_BETTER = {metric.key: metric.less_is_better for metric in METRICS}
 TIE = 0.01
-"""Relative difference up to which nobody wins."""
+"""Relative difference up to which no policy wins."""
 MUCH = 2.0
 """Ratio to the second from which a winner's colour is full."""
-NOBODY = ""
+NO_POLICY = ""
 MILLION = 1e6
 """Numbers from which a tick has a prefix: 5.0 G."""
 
@@ -53,7 +53,7 @@ class Regimes(Struct, frozen=True):
 
 
 class Cell(Struct, frozen=True):
-    """One place of the map: who wins (`NOBODY`: a tie, or no run ended) and the ratio of the best to the second."""
+    """One place of the map: the winner (`NO_POLICY`: a tie, or no run ended), the ratio of the best to the second."""
 
     winner: str
     ratio: float
@@ -95,13 +95,13 @@ def cells(regimes: Regimes, means: Frame) -> dict[tuple[object, ...], Cell]:
 def _cell(values: dict[str, float], less: bool) -> Cell:
     known = sorted(((v, policy) for policy, v in values.items() if not np.isnan(v)), reverse=not less)
     if not known or (len(known) > 1 and known[0][0] == known[1][0]):
-        return Cell(NOBODY, 1.0, values)
+        return Cell(NO_POLICY, 1.0, values)
     best, winner = known[0]
     if len(known) == 1:
         return Cell(winner, float("inf"), values)
     ends = (known[1][0], best) if less else (best, known[1][0])
     ratio = ends[0] / ends[1] if ends[1] else float("inf")
-    return Cell(winner if ratio > 1.0 + TIE else NOBODY, ratio, values)
+    return Cell(winner if ratio > 1.0 + TIE else NO_POLICY, ratio, values)
 
 
 def lines(regimes: Regimes, found: Mapping[tuple[object, ...], Cell]) -> Iterator[str]:
@@ -111,7 +111,7 @@ def lines(regimes: Regimes, found: Mapping[tuple[object, ...], Cell]) -> Iterato
         wins.setdefault(cell.winner, []).append((cell.ratio, place))
     yield f"{shown(regimes.metric)} over {len(found)} places:"
     for winner, own in sorted(wins.items(), key=lambda item: -len(item[1])):
-        if winner == NOBODY:
+        if winner == NO_POLICY:
             yield f"  nobody ahead by more than {TIE:.0%}: {len(own)}"
             continue
         ratio, place = max(own, key=lambda item: item[0])
@@ -152,7 +152,7 @@ def _panel(
             if cell is None:
                 continue
             image[row, column] = _colour(cell, policies)
-            text = "" if cell.winner == NOBODY else "only" if cell.ratio > 1e3 else f"{cell.ratio:.2f}"
+            text = "" if cell.winner == NO_POLICY else "only" if cell.ratio > 1e3 else f"{cell.ratio:.2f}"
             ax.text(column, row, text, ha="center", va="center", fontsize=8, color=INK)
     ax.imshow(image, origin="lower", aspect="auto")
     ax.set_xticks(range(len(xs)), [_tick(x) for x in xs], rotation=30, fontsize=8.5)
@@ -163,7 +163,7 @@ def _panel(
 
 
 def _colour(cell: Cell, policies: Sequence[str]) -> tuple[float, float, float]:
-    if cell.winner == NOBODY:
+    if cell.winner == NO_POLICY:
         return to_rgb("#EEEEEE")
     share = 0.25 + 0.6 * min(1.0, (cell.ratio - 1.0) / (MUCH - 1.0))
     red, green, blue = (1.0 - share * (1.0 - c) for c in to_rgb(policy_colour(policies.index(cell.winner))))

@@ -84,7 +84,7 @@ SERVED = 0.99
 
 
 def holds(ran: Ran, slos: Sequence[Slo]) -> bool:
-    """Whether a run kept to all SLOs and gave hardly anybody up."""
+    """Whether a run kept to all SLOs and gave up hardly any request."""
     result = ran.result
     if result is None:
         return False

@@ -63,7 +63,7 @@ class Store:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError):
-            # Somebody else's file, or a disk's fault: the run is made again.
+            # Another program's file, or a disk's fault: the run is made again.
             return None
 
     def put(self, outcome: Outcome) -> None:
@@ -89,7 +89,7 @@ def run_study(study: Study, folder: Path, means: Means, begin: Callable[[int], T
         study: what to run.
         folder: where outcomes are kept.
         means: where and how long.
-        begin: is told how many runs are to be made, and gives who hears of each.
+        begin: is told how many runs are to be made, and returns what is called at the end of each.
 
     Raises:
         UserError: every run is refused for one reason, the folder cannot be written, or a worker died.

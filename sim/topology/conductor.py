@@ -1,4 +1,4 @@
-"""`Conductor`: Mooncake's choice of a prefill engine, by estimated TTFT, and whom it turns away.
+"""`Conductor`: Mooncake's choice of a prefill engine, by estimated TTFT, and which requests it rejects.
 
 Qin et al., "Mooncake: Trading More Storage for Less Computation", FAST 2025 (arXiv 2407.00079), Algorithm 1. For every
 prefill engine, with `best` the longest prefix that any node's store has of the prompt and `local` its own node's,
@@ -114,7 +114,7 @@ class Conductor(Router):
         return tokens // self.rules.block_size * self.rules.block_size
 
     def _queue_s(self, place: int, engine: EngineView, now_s: float) -> float:
-        """What is left of the iteration under way, and what those take who wait for the next."""
+        """What is left of the iteration under way, and what the sequences take that wait for the next."""
         queue = self._queues[place]
         while len(queue) > engine.num_waiting:
             queue.popleft()

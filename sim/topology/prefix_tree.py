@@ -6,7 +6,7 @@ from traces.request import Request
 
 
 def hash_ids_of(request: Request, asks: str) -> Ids:
-    """The ids of the prompt's blocks; TraceError, which names who `asks`, where the trace has none."""
+    """The ids of the prompt's blocks; TraceError, which names what `asks`, where the trace has none."""
     if not request.hash_block_tokens:
         raise TraceError(f"request {request.request_id}: has no hash_ids, which {asks} needs; take another")
     return request.hash_ids

@@ -1,4 +1,4 @@
-"""Routers: who gets a request. Each answers from the request, its own memory and the views, never from a clock.
+"""Routers: which engine gets a request. Each answers from the request, its own memory and the views, never a clock.
 
 A view is the engine as it stands when the request arrives: iterations that have begun then have not ended.
 """

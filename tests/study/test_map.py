@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 
 import kvtwin
 from sim.results.figures.style import policy_colour
-from sim.study.regimes import DEFAULT_AXES, MUCH, NOBODY, cells, draw, lines, read_map
+from sim.study.regimes import DEFAULT_AXES, MUCH, NO_POLICY, cells, draw, lines, read_map
 
 FIXED = {"workload": "fixed", "num-prompts": 30, "output-len": 20, "request-rate": 2, "gpu": "l20"}
 STUDY = FIXED | {"policy": ["vllm-v1", "vllm-recompute"]}
@@ -35,7 +35,7 @@ def test_the_best_wins_by_its_lead_over_the_second():
         ),
     )  # fmt: skip
     assert (found[1, 1].winner, found[1, 1].ratio) == ("a", 2.0)
-    assert found[1, 2].winner == NOBODY and found[2, 1].winner == NOBODY
+    assert found[1, 2].winner == NO_POLICY and found[2, 1].winner == NO_POLICY
     assert (found[2, 2].winner, found[2, 2].ratio) == ("b", math.inf)
 
 
@@ -44,7 +44,7 @@ def test_of_goodput_more_is_better_and_nothing_beats_nothing():
     rows = [("a", 1, 1, 2.0), ("b", 1, 1, 4.0), ("a", 1, 2, 0.0), ("b", 1, 2, 0.0), ("a", 2, 1, 0.0), ("b", 2, 1, 1.0)]
     found = cells(asked, means_of(rows, "request_goodput"))
     assert (found[1, 1].winner, found[1, 1].ratio) == ("b", 2.0)
-    assert found[1, 2].winner == NOBODY
+    assert found[1, 2].winner == NO_POLICY
     assert (found[2, 1].winner, found[2, 1].ratio) == ("b", math.inf)
     assert draw(asked, found).axes
 
