@@ -102,7 +102,7 @@ def clear(folder: Path, below: Sequence[str] = ()) -> None:
 
     Args:
         folder: what it holds under one of `RESULT_FILES` goes, and so with the folders below that they noted.
-        below: folders in it that get results of their own, the deepest first: noted for the next command that clears it.
+        below: folders in it that get results of their own, the deepest first: noted for the next that clears it.
     """
     lock = folder / LOCK_FILE
     for name in lock.read_text(encoding="utf-8").splitlines():

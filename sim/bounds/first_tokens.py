@@ -1,7 +1,7 @@
 """How many can have their first token in time: prompts take time, one after another, and a share of one is none.
 
-Deadlines come in the order of arrivals, so requests that can be served in time can be served first come, first served. The
-best choice is found by dynamic programming over the requests and the time at which the prompts chosen so far end.
+Deadlines come in the order of arrivals, so requests that can be served in time can be served first come, first served.
+The best choice is found by dynamic programming over the requests and the time at which the prompts chosen so far end.
 """
 
 import numpy as np
