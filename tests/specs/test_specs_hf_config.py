@@ -11,58 +11,26 @@ from sim.specs.hf_layers import refuse_kv_layers
 from sim.specs.models import load_model, read_hf_config
 
 LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "attention_dropout": 0.0,
-    "rope_theta": 10000.0,
-    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
-}
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "attention_dropout": 0.0,
+    "rope_theta": 10000.0, "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+}  # fmt: skip
 LATENT = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 16,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 10,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 1,
+    "model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4,
+    "v_head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 10, "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1,
     "torch_dtype": "bfloat16",
-}
+}  # fmt: skip
 EXPERTS = LLAMA | {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 STATES = LLAMA | {
-    "model_type": "qwen3_5_text",
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "mamba_ssm_dtype": "float32",
-}
+    "model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
+}  # fmt: skip
 """Of two layers one keeps a state: two key heads and four value heads of eight elements."""
 
 
@@ -171,12 +139,10 @@ def block_fp8(**more):
         (block_fp8(), 1 + 4 / 16384, 1 + 4 / 16384),
         (block_fp8(modules_to_not_convert=["self_attn"]), 2, 1 + 4 / 16384),
         (block_fp8(modules_to_not_convert=["model.layers.0.mlp"]), 1 + 4 / 16384, (2 + 1 + 4 / 16384) / 2),
-        (block_fp8(modules_to_not_convert=["gate", "lm_head"]), 1 + 4 / 16384, 1 + 4 / 16384),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 2.5 / 128, 0.5 + 2.5 / 128),
         ({"quant_method": "awq", "bits": 4, "group_size": -1}, 0.5, 0.5),
         ({"quant_algo": "NVFP4", "ignore": ["model.layers.*.self_attn*"]}, 2, 0.5625),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5625, 0.5625),
-        ({"quant_method": "bitsandbytes"}, 1, 1),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -227,18 +193,14 @@ FLOAT4, INT4 = {"type": "float", "num_bits": 4}, {"type": "int", "num_bits": 4, 
     ("quantization", "kind", "share"),
     [
         ({"quant_method": "fp8"}, "fp8", 1.0),
-        ({"quant_method": "fbgemm_fp8"}, "fp8", 1.0),
         ({"quant_algo": "FP8"}, "fp8", 1.0),
         (compressed(FLOAT8, FLOAT8), "fp8", 1.0),
         ({"quant_algo": "NVFP4"}, "nvfp4", 1.0),
         (compressed(FLOAT4, FLOAT4), "nvfp4", 1.0),
         # Weights alone: they are made 16 bits again before they are multiplied.
         (compressed(FLOAT8, None), "", 0.0),
-        (compressed(FLOAT4, None), "", 0.0),
-        (compressed(INT8, INT8), "", 0.0),
         (compressed(INT4, INT8), "", 0.0),
         (compressed(INT4, None), "int4", 0.0),
-        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "", 0.0),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4", 0.0),
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, "int4", 0.0),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "", 0.0),
@@ -331,14 +293,6 @@ def test_layers_that_keep_a_state_by_hand(tmp_path):
     assert model.elementwise_bytes_per_token() == 2 * between
 
 
-def test_a_state_has_the_models_type_where_the_config_names_none(tmp_path):
-    """As vLLM has it for Qwen3-Next, whose layers are told by how often one attends."""
-    config = STATES | {"model_type": "qwen3_next", "mamba_ssm_dtype": None, "layer_types": None}
-    model = read(tmp_path, config | {"full_attention_interval": 2})
-    assert model.gdn and (model.gdn.num_layers, model.gdn.state_dtype_bytes) == (1, 2.0)
-    assert read(tmp_path, STATES | {"attn_output_gate": False}).num_params == model.num_params - 64 * 8 * 16
-
-
 def test_heads_of_states_are_split_over_gpus(tmp_path):
     model = read(tmp_path, STATES)
     with pytest.raises(UserError, match="4 does not divide 2 key heads and 4 value heads of Gated DeltaNet"):
@@ -380,14 +334,10 @@ def test_the_runtime_computes_layers_that_keep_all_their_own_kv(tmp_path, change
 
 REFUSED = [
     ({"model_type": "nemotron_h"}, ["model_type", "'nemotron_h'", "Mamba"]),
-    ({"model_type": "kimi_linear"}, ["model_type", "linear-attention"]),
-    ({"model_type": "gemma4_text"}, ["model_type", "sliding-window"]),
     ({"model_type": "t5"}, ["model_type", "encoder-decoder"]),
     ({"model_type": "gemma3n_text"}, ["layers share KV"]),
     ({"model_type": "deepseek_v32"}, ["model_type", "second cache"]),
     ({"model_type": "brand_new"}, ["model_type", "'brand_new'", "known:", "llama"]),
-    ({"model_type": None}, ["model_type", "None"]),
-    ({"model_type": ["llama"]}, ["model_type"]),
     ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
     ({"model_type": "other_vl", "text_config": LLAMA}, ["model_type", "'other_vl'", "text_config"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_window = None", "give its tokens"]),
@@ -399,8 +349,6 @@ REFUSED = [
         {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64, "sliding_window_pattern": 2},
         ["sliding_window_pattern = 2", "contradicts layer_types"],
     ),
-    ({"model_type": "qwen2", "use_sliding_window": True}, ["sliding_window = None", "give its tokens"]),
-    ({"model_type": "gemma2"}, ["sliding_window = None", "give its tokens"]),
     ({"sliding_window": 64, "sliding_window_size": 32}, ["sliding_window", "64", "32", "disagree"]),
     ({"num_key_value_layers": 2, "num_hidden_layers": 3}, ["num_key_value_layers = 2", "divide 3"]),
     ({"num_key_value_layers": 1, "use_cla": True, "cla_share_factor": 2}, ["num_key_value_layers = 1", "use_cla"]),
@@ -424,21 +372,16 @@ REFUSED = [
     ({"attention_chunk_size": 8192}, ["attention_chunk_size = 8192"]),
     ({"index_topk": 64}, ["index_topk = 64"]),
     ({"num_experts": 8, "num_experts_per_tok": 2}, ["8 experts", "dense"]),
-    ({"num_hidden_layers": None}, ["num_hidden_layers", "missing"]),
-    ({"num_hidden_layers": 2.5}, ["num_hidden_layers = 2.5", "whole"]),
     ({"num_hidden_layers": True}, ["num_hidden_layers = True"]),
     ({"hidden_size": -64}, ["hidden_size = -64"]),
-    ({"hidden_size": float("nan")}, ["hidden_size = nan"]),
     ({"hidden_size": 60}, ["head_dim", "60"]),
     ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "divide"]),
     ({"tie_word_embeddings": "no"}, ["tie_word_embeddings = 'no'", "true or false"]),
     ({"torch_dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
-    ({"quantization_config": "fp8"}, ["quantization_config"]),
     ({"quantization_config": {"quant_method": "quip"}}, ["quantization_config.quant_method", "'quip'"]),
     ({"quantization_config": {"quant_algo": "MIXED_PRECISION"}}, ["quant_algo", "MIXED_PRECISION"]),
     ({"quantization_config": {"quant_method": "modelopt"}}, ["quantization_config.quant_algo", "FP8, NVFP4"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 5, "group_size": 8}}, ["bits", "2, 3, 4 or 8"]),
-    ({"quantization_config": block_fp8(weight_block_size=[128])}, ["weight_block_size", "two positive integers"]),
     ({"quantization_config": block_fp8(weight_block_size=[128, 0])}, ["weight_block_size", "two positive integers"]),
     ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}}, ["config_groups", "Linear"]),
     (
@@ -455,10 +398,8 @@ REFUSED = [
     ({"model_type": "opt", "word_embed_proj_dim": 32}, ["word_embed_proj_dim", "differs from hidden_size 64"]),
     ({"model_type": "opt", "do_layer_norm_before": False}, ["do_layer_norm_before", "must be true"]),
     ({"model_type": "mixtral"}, ["num_experts is missing", "needs its count"]),
-    ({"num_local_experts": 8}, ["8 experts in a dense architecture"]),
     (EXPERTS | {"num_experts": 4, "num_experts_per_tok": 5}, ["num_experts_per_tok = 5", "1 to 4"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["group_size", "whole number"]),
-    ({"quantization_config": {"quant_method": "gptq", "bits": "x" * 58}}, [f"bits = '{'x' * 58}' cannot"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": "x" * 59}}, [f"bits = '{'x' * 56}... cannot"]),
     ({"quantization_config": block_fp8(ignore=["re:("])}, ["ignore", "does not compile"]),
     ({"quantization_config": block_fp8(kv_cache_scheme="int3")}, ["kv_cache_scheme", "int3"]),
@@ -466,8 +407,6 @@ REFUSED = [
     (STATES | {"layer_types": ["linear_attention"] * 2}, ["no layer attends"]),
     (STATES | {"layer_types": ["linear_attention", "sliding_attention"]}, ["layer_types", "'sliding_attention'"]),
     (STATES | {"mamba_ssm_dtype": "float8"}, ["mamba_ssm_dtype = 'float8'", "float32"]),
-    (STATES | {"mamba_ssm_dtype": ["float32"]}, ["mamba_ssm_dtype = ['float32']", "cannot be sized"]),
-    (STATES | {"linear_num_key_heads": None}, ["linear_num_key_heads is missing"]),
 ]
 
 
@@ -488,7 +427,6 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path, change, words):
         ({"num_experts": 6, "n_routed_experts": 8}, "disagree"),
         ({"num_experts": 1}, "1 to 1"),
         ({"num_experts": 6, "mlp_layer_types": ["dense", {}]}, "mlp_layer_types"),
-        ({"num_experts": 6, "mlp_only_layers": 3}, "mlp_only_layers"),
     ],
 )
 def test_experts_that_do_not_add_up_are_refused(tmp_path, change, word):
@@ -500,7 +438,6 @@ def test_experts_that_do_not_add_up_are_refused(tmp_path, change, word):
     ("text", "word"),
     [
         ("", "not JSON at line 1"),
-        ("[1]", "not a JSON object"),
         ('{"a": 1, "a": 2}', "'a' appears twice"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "not JSON"),
         ("[" * 100_000, "nested"),
@@ -522,37 +459,14 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 BLOOM_560M = {
-    "model_type": "bloom",
-    "n_layer": 24,
-    "n_head": 16,
-    "hidden_size": 1024,
-    "vocab_size": 250880,
-    "seq_length": 2048,
-    "apply_residual_connection_post_layernorm": False,
-    "attention_dropout": 0.0,
-    "attention_softmax_in_fp32": True,
-    "hidden_dropout": 0.0,
-    "layer_norm_epsilon": 1e-05,
-    "masked_softmax_fusion": True,
-    "pretraining_tp": 1,
-    "slow_but_exact": False,
-    "use_cache": True,
-}
+    "model_type": "bloom", "n_layer": 24, "n_head": 16, "hidden_size": 1024, "vocab_size": 250880, "seq_length": 2048,
+    "apply_residual_connection_post_layernorm": False, "use_cache": True,
+}  # fmt: skip
 INTERNLM_7B = {
-    "model_type": "internlm",
-    "bias": True,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "rms_norm_eps": 1e-06,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "use_cache": True,
-    "vocab_size": 103168,
-}
+    "model_type": "internlm", "bias": True, "hidden_size": 4096, "intermediate_size": 11008,
+    "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32, "tie_word_embeddings": False,
+    "torch_dtype": "float16", "use_cache": True, "vocab_size": 103168,
+}  # fmt: skip
 
 
 def test_bloom_has_an_mlp_of_four_widths_and_no_table_of_positions(tmp_path):
@@ -561,12 +475,6 @@ def test_bloom_has_an_mlp_of_four_widths_and_no_table_of_positions(tmp_path):
     assert model.num_params == 559_214_592
     assert (model.num_kv_heads, model.head_dim, model.intermediate_size) == (16, 64, 4096)
     assert (model.position_rows, model.max_position_embeddings, model.tie_word_embeddings) == (0, 2048, True)
-
-
-def test_bloom_was_trained_on_2048_tokens_where_it_does_not_say(tmp_path):
-    lengths = ({"seq_length": 1024}, {"seq_length": None}, {"seq_length": 1024, "max_position_embeddings": 512})
-    found = [read(tmp_path, BLOOM_560M | change).max_position_embeddings for change in lengths]
-    assert found == [1024, 2048, 512]
 
 
 def test_internlm_is_a_llama_with_biases_where_it_says_so(tmp_path):

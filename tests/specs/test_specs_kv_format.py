@@ -22,17 +22,10 @@ from sim.specs.models import built_in_models, load_model, read_hf_config
 
 # Eight layers, two KV heads of 8 elements: 64 bytes a token and layer.
 EIGHT = {
-    "model_type": "llama",
-    "num_hidden_layers": 8,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+    "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def read(tmp_path, **change):

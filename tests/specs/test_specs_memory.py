@@ -97,9 +97,7 @@ def test_smaller_batches_help_only_where_weights_leave_room(spare, remedy):
     ("option", "value"),
     [
         ("gpu_memory_utilization", 1.5),
-        ("gpu_memory_utilization", float("nan")),
         ("block_size", 0),
-        ("max_num_seqs", 0),
         ("max_num_batched_tokens", -1),
         ("tensor_parallel_size", 3),
         ("swap_space_bytes_per_gpu", -1.0),

@@ -28,7 +28,6 @@ from sim.cost.profile import (
     linear_profile,
     load_profile,
     read_profile,
-    shipped_profiles,
 )
 from sim.errors import UserError
 from sim.specs.hardware import HardwareFile, HardwareSpec, Quantity, built_in_hardware, load_hardware
@@ -64,23 +63,6 @@ def test_nothing_achieved_exceeds_the_specification(gpu):
     assert profile.value("alpha") * profile.value("flops_per_s") == pytest.approx(expected, rel=apart)
 
 
-def test_values_from_fits_and_from_efficiencies():
-    assert load_profile("a100-80g-derived").value("flops_per_s") == 206e12
-    assert load_profile("h200-derived").value("hbm_bytes_per_s") == 4094e9
-    share = load_profile("l40s-imported").value("hbm_bytes_per_s") / load_hardware("l40s").hbm_bytes_per_s
-    l20 = load_profile(None, load_hardware("l20"))
-    assert l20.value("hbm_bytes_per_s") == pytest.approx(share * 864e9)
-    share = load_profile("rtx-4090-imported").value("flops_per_s") / load_hardware("rtx-4090").fp16_flops_per_s
-    # The share is that of an earlier fit.
-    assert l20.value("flops_per_s") == pytest.approx(share * 119.5e12, rel=0.01)
-
-
-def test_imported_profiles_are_taken_before_derived_ones():
-    for gpu in ("a100-80g", "l40s", "h100", "h200"):
-        assert default_profile(gpu).name == f"{gpu}-imported"
-    assert default_profile("l20").name == "l20-derived"
-
-
 def edited(tmp_path, edit):
     data = json.loads((SHIPPED / "l20-derived.json").read_text())
     edit(data)
@@ -95,56 +77,35 @@ def constant(name, **fields):
 
 BAD = [
     (constant("flops_per_s", value=float("nan")), ["constants.flops_per_s.value", "nan", "finite"]),
-    (constant("flops_per_s", value=float("inf")), ["constants.flops_per_s.value", "inf"]),
     (constant("flops_per_s", value=0), ["constants.flops_per_s.value", "more than zero"]),
     (constant("layer_overhead_s", value=-1e-6), ["constants.layer_overhead_s.value", "-1e-06", "zero or more"]),
     (constant("alpha", stderr=-0.1), ["constants.alpha.stderr", "-0.1"]),
     (constant("layer_overhead_s", unit="ms"), ["constants.layer_overhead_s.unit", "'ms'", "expected 's'", "convert"]),
     (constant("beta", source=""), ["constants.beta.source", "empty"]),
     (constant("beta", value="1"), ["constants.beta.value", "'1'"]),
-    (constant("beta", note="x"), ["constants.beta", "remove or rename 'note'"]),
     (lambda d: d["constants"].pop("alpha"), ["constants.alpha", "missing", "roofline"]),
     (lambda d: d["constants"].update(gamma=d["constants"]["alpha"]), ["constants.gamma", "not a constant", "remove"]),
     (lambda d: d.update(extra=1), ["remove or rename 'extra'"]),
-    (lambda d: d.pop("gpu"), ["gpu"]),
-    (lambda d: d.update(status="guessed"), ["status", "guessed"]),
     (lambda d: d.update(form="cubic"), ["form", "cubic"]),
-    (lambda d: d.update(constants=[]), ["constants"]),
-    (lambda d: d.update(provenance={"date": 3}), ["provenance"]),
     (lambda d: d.update(residuals={"prefill_mape": -1}), ["residuals.prefill_mape", "-1"]),
     (lambda d: d.update(range={"tokens": [9, 1]}), ["range.tokens", "lower limit first"]),
-    (lambda d: d.update(range={"batches": [1, 9]}), ["range", "batches"]),
     (lambda d: d.update(all_reduce={"1": [[8192, 1e-5]]}), ["all_reduce.1", "from 2 on"]),
-    (lambda d: d.update(all_reduce={"two": [[8192, 1e-5]]}), ["all_reduce.two", "number of GPUs"]),
-    (lambda d: d.update(all_reduce={"2": []}), ["all_reduce.2", "[bytes, seconds]"]),
     (lambda d: d.update(all_reduce={"2": [[8192, 1e-5], [8192, 2e-5]]}), ["all_reduce.2", "in order of bytes"]),
     (lambda d: d.update(all_reduce={"2": [[8192, 0]]}), ["all_reduce.2", "more than zero"]),
-    (lambda d: d.update(all_reduce={"2": [[8192]]}), ["all_reduce"]),
-    (lambda d: d.update(all_reduce={"2": [[8192, 2e9]]}), ["all_reduce.2 = 2000000000.0 s is not between 0 and 1e+09"]),
     (lambda d: d.update(all_reduce={"2": [[0, 1e-5]]}), ["all_reduce.2", "more than 0"]),
     (lambda d: d.update(all_reduce={"2": [[8192, 1.1e9]]}), ["all_reduce.2 = 1100000000.0 s", "is it in this unit"]),
     (lambda d: d.update(linear_factors=[[8, 0.009]]), ["linear_factors = 0.009 1 is not between 0.01 and 1e+09"]),
-    (lambda d: d.update(residuals={"prefill_mape": float("nan")}), ["residuals.prefill_mape", "finite"]),
-    (lambda d: d.update(range={"batch": [-1, 9]}), ["range.batch = -1", "zero or more"]),
     (lambda d: d.update(range={"context_tokens": [1, -9]}), ["range.context_tokens = -9", "zero or more"]),
-    (lambda d: d.pop("constants"), ["constants"]),
     *(
         (lambda d, name=name, points=points: d.update({name: points}), [name, words])
-        for name in ("linear_factors", "fp8_linear_factors", "nvfp4_linear_factors")
-        for points, words in (
-            ([], "[tokens, factor]"),
-            ([[0, 1.0]], "1 or more"),
-            ([[8, 1.0], [8, 1.1]], "in order of tokens"),
-            ([[8, 1.0], [9, 0.0]], "more than zero"),
+        for name, points, words in (
+            ("linear_factors", [], "[tokens, factor]"),
+            ("linear_factors", [[8, 1.0], [8, 1.1]], "in order of tokens"),
+            ("fp8_linear_factors", [[0, 1.0]], "1 or more"),
+            ("nvfp4_linear_factors", [[8, 1.0], [9, 0.0]], "more than zero"),
         )
     ),
 ]
-
-
-def test_factors_of_one_token_and_the_next_are_taken(tmp_path):
-    points = {"linear_factors": [[1, 1.5], [2, 1.0]], "all_reduce": {"2": [[1, 1e-5], [2, 1e-5]]}}
-    profile = read_profile(edited(tmp_path, lambda data: data.update(points)))
-    assert (profile.linear_factors, profile.all_reduce) == ([(1, 1.5), (2, 1.0)], {"2": [(1.0, 1e-5), (2.0, 1e-5)]})
 
 
 def test_what_may_be_zero_or_alike_is_taken(tmp_path):
@@ -218,11 +179,6 @@ def test_the_hash_is_of_the_content_not_the_layout(tmp_path):
     assert changed.content_hash != profile.content_hash
 
 
-def test_hashes_differ_between_all_shipped_profiles():
-    names = shipped_profiles()
-    assert len({load_profile(name).content_hash for name in names}) == len(names) >= 10
-
-
 def test_a_written_profile_reads_back(tmp_path):
     extra = {"range": {"tokens": [16, 16384]}, "residuals": {"prefill_mape": 0.05}}
     profile = read_profile(edited(tmp_path, lambda data: data.update(extra)))
@@ -282,10 +238,7 @@ def test_the_short_linear_form(tmp_path):
         ({"decode": [0.01, 1e-4, float("nan")]}, ["decode[2]", "nan"]),
         ({"swap_s_per_block": -1}, ["swap_s_per_block", "-1"]),
         ({"swap_s_per_block": 2e9}, ["swap_s_per_block = 2000000000.0 s", "is it in this unit"]),
-        ({"copy_launch_s": -1}, ["copy_launch_s", "-1"]),
-        ({"prefill": [1, 2]}, ["prefill", "[1, 2]"]),
         ({"prefill": [1, 2, "3"]}, ["prefill[2]", "'3'"]),
-        ({"decode": None}, ["decode"]),
         ({"overhead": 1}, ["remove or rename 'overhead'"]),
     ],
 )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from traces.csv_reader import CsvReader
 from traces.errors import TraceError
-from traces.fields import shown
 from traces.readers import CSV_FORMATS, open_trace
 from traces.rows import Columns
 
@@ -25,17 +24,14 @@ BAD_ROWS = [
     (OWN + "1.0,-5,2\n", 3, ["prompt_tokens", "'-5'", "negative", "correct or delete"]),
     (OWN + "1.0,5,nan\n", 3, ["output_tokens", "'nan'", "not finite"]),
     (OWN + "inf,5,2\n", 3, ["arrival_s", "'inf'", "not finite"]),
-    (OWN + "nan,5,2\n2.0,1,1\n", 3, ["arrival_s", "'nan'"]),
     (OWN + "1.0,5.5,2\n", 3, ["prompt_tokens", "'5.5'", "fraction", "whole numbers"]),
     (OWN + "1.0,many,2\n", 3, ["prompt_tokens", "'many'", "not a number"]),
     (OWN + "1.0,1_000,2\n", 3, ["prompt_tokens", "'1_000'", "not a number"]),
-    (OWN + "1.0,,2\n", 3, ["prompt_tokens", "''", "not a number"]),
     (OWN + "1.0,99999999999,2\n", 3, ["prompt_tokens", "more than 1,000,000,000 tokens", "which column"]),
     (OWN + '1.0,"' + "9" * 200_000 + '",2\n', 3, ["row", "not CSV", "field limit"]),
     (JSONL + '{"timestamp": 1' + "0" * 400 + ', "input_length": 9, "output_length": 2}\n', 2, ["timestamp 10"]),
     (JSONL + "[" * 100_000 + "\n", 2, ["not JSON"]),
     ("[" + '{"a":' * 100_000, 1, ["element", "nested too deeply"]),
-    (OWN + "1.0,0,2\n", 3, ["prompt_tokens", "'0'", "--zero-tokens"]),
     (OWN + "1.0,5\n", 3, ["row", "2 fields where the header has 3"]),
     # All rows are as long as one another, and longer than the header.
     (OWN.replace("2\n", "2,7\n"), 2, ["4 fields where the header has 3"]),
@@ -44,17 +40,11 @@ BAD_ROWS = [
     (OWN.replace("0.0", "-1.0"), 2, ["arrival_s", "'-1.0'", "negative", "shift"]),
     (AZURE + "2023-11-16 18:15:99.0,1,1\n", 3, ["TIMESTAMP", "18:15:99.0", "not a date stamp", "write it as"]),
     (AZURE + "2023-11-16 24:15:47,1,1\n", 3, ["TIMESTAMP", "24:15:47", "not a date stamp"]),
-    (AZURE + "2023-13-16 18:15:47,1,1\n", 3, ["TIMESTAMP", "2023-13-16", "not a date stamp"]),
-    (AZURE + "yesterday,1,1\n", 3, ["TIMESTAMP", "'yesterday'"]),
     (AZURE + "2023-11-16 18:15:40.0,1,1\n", 3, ["TIMESTAMP", "18:15:40.0", "earlier", "--sort"]),
     (JSONL + "{oops\n", 2, ["'{oops'", "not JSON"]),
     ("[\n1]", 2, ["element 1", "not a conversation"]),
-    ('[{"conversations": [1]}]', 1, ["conversations [1]", "not a list of turns"]),
-    (JSONL + "[1, 2]\n", 2, ["not a JSON object"]),
     (JSONL + '{"timestamp": 1, "input_length": 10}\n', 2, ["'output_length'", "timestamp,input_length", "add"]),
     (JSONL + '{"timestamp": 1, "input_length": true, "output_length": 2}\n', 2, ["input_length True", "not a number"]),
-    (JSONL + '{"timestamp": 1, "input_length": NaN, "output_length": 2}\n', 2, ["input_length nan"]),
-    (JSONL + '{"timestamp": null, "input_length": 1, "output_length": 2}\n', 2, ["timestamp None"]),
     (
         JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": "x"}\n',
         2,
@@ -76,7 +66,6 @@ BAD_ROWS = [
         3,
         ["hash_ids (1,)", "1 ids where 33 tokens make 3 blocks of 16", "correct hash_block_tokens or the row"],
     ),
-    (NAMED + "0.0,33,2,1 2_0 3,16,,\n", 2, ["hash_ids", "'1 2_0 3'", "not a list of numbers"]),
     (
         NAMED + "0.0,33,40,1 2 3,16,4 x,\n",
         2,
@@ -89,19 +78,7 @@ BAD_ROWS = [
     ),
     (NAMED + "0.0,33,40,1 2,16,4 5,0\n", 2, ["output_hash_ids (4, 5)", "after 2 hash_ids", "partly filled last one"]),
     (NAMED + "0.0,33,40,,16,4 5,0\n", 2, ["output_hash_ids (4, 5)", "after 0 hash_ids", "leave output_hash_ids empty"]),
-    (
-        "arrival_s,prompt_tokens,output_tokens,output_hash_ids\n0.0,33,40,4 5\n",
-        2,
-        ["output_hash_ids (4, 5)", "after 0 hash_ids"],
-    ),
-    (NAMED + "0.0,33,40,,16,,high\n", 2, ["priority", "'high'", "not a number"]),
     (NAMED + "0.0,33,40,,16,,1.5\n", 2, ["priority", "'1.5'", "fraction", "whole number"]),
-    (NAMED + "0.0,33,40,,16,,1_0\n", 2, ["priority", "'1_0'", "not a number"]),
-    (
-        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "output_hash_ids": "x"}\n',
-        2,
-        ["output_hash_ids", "'x'", "not a list"],
-    ),
     (
         JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": [1], "output_hash_ids": [2]}\n',
         2,
@@ -129,12 +106,6 @@ def test_a_bad_row_is_named(tmp_path, text, line, parts):
     assert ";" in message  # what to do stands behind the semicolon
 
 
-def test_a_value_is_shown_in_one_line_of_at_most_sixty_characters():
-    assert shown("x" * 58) == f"'{'x' * 58}'"
-    assert shown("x" * 59) == f"'{'x' * 55}...'" and len(shown("x" * 59)) == 60
-    assert shown([1, 2], 6) == "[1, 2]" and shown([1, 22], 6) == "[1...]"
-
-
 @pytest.mark.parametrize(
     ("header", "parts"),
     [
@@ -143,7 +114,6 @@ def test_a_value_is_shown_in_one_line_of_at_most_sixty_characters():
         ("arrival_s,zzz", ["nearest: kvtwin", "add prompt_tokens,output_tokens"]),
         # The column that is like the second that lacks; one that is needed itself is left alone.
         ("arrival_s,zzz,output_token", ["rename column 'output_token' to 'output_tokens'"]),
-        ("arrival_s,output_tokens,zzz", ["add prompt_tokens"]),
         ("arrival_s,prompt_tokens,output_tokens,sesion_id", ["'sesion_id'", "did you mean 'session_id'"]),
         ('{"text": 1}', ["no known format", "timestamp"]),
     ],
@@ -177,10 +147,8 @@ def test_a_forced_format_names_the_missing_column(tmp_path):
     ("data", "match"),
     [
         (b"", "is empty"),
-        (b"\n\n", "is empty"),
         (OWN.splitlines()[0].encode(), "holds no request"),
         (OWN.encode() + b"1.0,5,\xff\n", r"line 3: byte 0xff at column 7 is not UTF-8.*re-encode"),
-        (b"arrival_s,prom\xff\n", "line 1: byte 0xff at column 15 is not"),
         (
             OWN.encode() + "é".encode() * 99_999 + b"\xff\n",
             r"line 3: byte 0xff at column 199999 is not UTF-8.*re-encode",
@@ -202,12 +170,6 @@ def test_a_file_that_cannot_be_opened_says_why(tmp_path):
     with pytest.raises(TraceError) as caught:
         open_trace(path)
     assert str(caught.value) == f"{path}: cannot be read ({os.strerror(errno.ELOOP)}); check the path and its rights"
-
-
-def test_a_file_of_blank_lines_is_empty(tmp_path):
-    (tmp_path / "t.csv").write_text("\n \n")
-    with pytest.raises(TraceError, match=r"t\.csv: is empty; check that it was written to its end"):
-        list(open_trace(tmp_path / "t.csv", format="kvtwin"))
 
 
 @pytest.mark.parametrize("quote", ["", '"'])
@@ -241,8 +203,9 @@ def test_a_column_that_stands_twice_is_refused_where_it_is_read(tmp_path):
     assert len(list(open_trace(path))) == 1
 
 
-@pytest.mark.parametrize("begin", ["0,5,", "{", '{"timestamp": 0, "input_length": 1, "output_length": 2, "x": "'])
-@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize(
+    ("begin", "rows"), [("0,5,", 3), ("{", 0), ('{"timestamp": 0, "input_length": 1, "output_length": 2, "x": "', 3)]
+)
 def test_a_line_without_end_is_refused_and_not_held(tmp_path, monkeypatch, begin, rows):
     monkeypatch.setattr("traces.files.MOST_LINE_CHARS", 1 << 18)
     path = tmp_path / "long"
@@ -334,7 +297,7 @@ def outcome(path, **options):
         return str(error)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 @given(st.lists(named_rows(), min_size=1, max_size=2), st.sampled_from((None, 8)), st.sampled_from(("drop", "one")))
 def test_a_block_read_at_once_and_row_by_row_is_the_same(tmp_path, rows, block, zeros):
     path = tmp_path / "t.csv"
@@ -369,7 +332,7 @@ PIECES = [
 PIECES += ['{"conversations": [{"value": "a"}]}', '{"timestamp": 0, "input_length": 1, "output_length": 1}', "\ufeff"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 @given(st.sampled_from(HEADERS), st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=25))
 def test_whatever_is_in_a_file_it_is_read_or_told_in_one_line(tmp_path, header, pieces):
     path = tmp_path / "any"

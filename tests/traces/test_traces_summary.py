@@ -109,11 +109,6 @@ def test_a_block_holds_nothing_before_a_token_of_it_was_computed():
         assert summarize([first, asked]).infinite_cache_block_hits == 1 / (len(first.hash_ids) + 2)
 
 
-def test_the_rate_is_one_over_the_mean_interval():
-    found = summarize([Request(i, at_s, 5, 6) for i, at_s in enumerate((3.0, 3.125, 3.5))])
-    assert (found.interval_mean_s, found.request_rate) == (0.25, 4.0)
-
-
 def test_requests_at_once_have_no_rate():
     found = summarize([Request(i, 3.0, 5, 6) for i in range(2)]).to_dict()
     assert [found[name] for name in ("duration_s", "interval_mean_s", "shared_stamps")] == [0.0, 0.0, 0.5]

@@ -25,10 +25,6 @@ tokens = st.integers(1, 200_000)
 times = st.lists(st.integers(0, 40).map(lambda n: n / 4), max_size=30).map(sorted)
 
 
-def test_scaling_the_rate_by_two_halves_the_arrivals():
-    assert times_of(scale_rate(requests_at(0.0, 3.0, 5.0), 2)) == [0.0, 1.5, 2.5]
-
-
 @given(times, st.floats(0.01, 100))
 def test_scaling_keeps_order_and_count(at, factor):
     scaled = times_of(scale_rate(requests_at(*at), factor))
@@ -141,18 +137,6 @@ def test_merge_tells_the_prefixes_and_sessions_of_traces_apart():
     assert list(merge(one)) == one
 
 
-def test_merge_tells_prefixes_apart_where_there_are_no_sessions():
-    one, two = ([Request(0, time, 32, 17, "", (1, 2), 16, (3,))] for time in (0.0, 1.0))
-    first, second = merge(one, two)
-    assert not {*first.hash_ids, *first.output_hash_ids} & {*second.hash_ids, *second.output_hash_ids}
-    assert first.session_id == second.session_id == ""
-    assert len({*second.hash_ids, *second.output_hash_ids}) == 3
-
-
-def test_head():
-    assert len(list(head(requests_at(0.0, 1.0, 2.0), 2))) == 2
-
-
 @pytest.mark.parametrize(("burstiness", "cv"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
 def test_request_rate_and_burstiness_are_those_asked_for(burstiness, cv):
     at = times_of(at_request_rate(requests_at(*[0.0] * 40_000), 5.0, burstiness, seed=3))
@@ -163,13 +147,6 @@ def test_request_rate_and_burstiness_are_those_asked_for(burstiness, cv):
     assert at == sorted(at)
     assert mean == pytest.approx(0.2, rel=0.04)
     assert spread / mean == pytest.approx(cv, rel=0.04)
-
-
-def test_request_rate_is_seeded_and_infinity_puts_all_at_once():
-    trace = requests_at(0.0, 1.0, 2.0)
-    assert times_of(at_request_rate(trace, 2.0, seed=1)) == times_of(at_request_rate(trace, 2.0, seed=1))
-    assert times_of(at_request_rate(trace, 2.0, seed=1)) != times_of(at_request_rate(trace, 2.0, seed=2))
-    assert times_of(at_request_rate(trace, inf)) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from traces.errors import TraceError
 from traces.hash_ids import output_blocks
 from traces.readers import open_trace
 from traces.request import Request
-from traces.writers import STANDARD_OUTPUT, write_trace, writing
+from traces.writers import write_trace, writing
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=6)
 
@@ -116,15 +116,6 @@ def test_a_symbolic_link_stays_and_its_file_is_replaced(tmp_path):
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_links_in_a_circle_are_told(tmp_path):
-    one, two = tmp_path / "one.csv", tmp_path / "two.csv"
-    one.symlink_to(two)
-    two.symlink_to(one)
-    with pytest.raises(TraceError, match=r"one\.csv: cannot be written"):
-        write_trace([Request(0, 0.0, 1, 1)], one)
-    assert one.is_symlink()
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of POSIX")
 def test_a_pipe_is_written_through_and_stays(tmp_path):
     pipe, read = tmp_path / "pipe", []
@@ -134,7 +125,7 @@ def test_a_pipe_is_written_through_and_stays(tmp_path):
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
     reader.start()
     assert write_trace(stream, pipe) == 5001
-    reader.join(timeout=60)
+    reader.join()
     assert pipe.is_fifo()
     (tmp_path / "t.csv").write_text(read[0])
     assert list(open_trace(tmp_path / "t.csv")) == stream
@@ -184,9 +175,3 @@ def test_a_reader_that_left_is_no_place_that_cannot_be_written(tmp_path):
     with pytest.raises(BrokenPipeError), writing(tmp_path / "t.csv"):
         raise BrokenPipeError
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_closed_standard_output_is_told(monkeypatch):
-    monkeypatch.setattr("sys.stdout", None)
-    with pytest.raises(TraceError, match="standard output is closed; name a file"):
-        write_trace([Request(0, 0.0, 1, 1)], STANDARD_OUTPUT)
