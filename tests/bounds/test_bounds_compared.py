@@ -1,14 +1,13 @@
 """`compare --bound --bounds`: what stands beside the policies."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 from small_results import flags, small_result
 
 from kvtwin import main
-from sim.bounds.compared import _served_all, best_bound, bounds_of
+from sim.bounds.compared import best_bound, bounds_of
 from sim.bounds.lifted import LIFTED, with_infinite_memory
 from sim.errors import UserError
 from sim.policy_options import parse_policy
@@ -101,9 +100,3 @@ def test_lifting_leaves_the_setup_as_it_was():
         lift(setup)
     assert (setup.limits, setup.profile, setup.policy) == before
     assert with_infinite_memory(setup).limits.num_gpu_blocks > 1 << 30
-
-
-@pytest.mark.parametrize(("complete", "completed", "is_held"), [(True, 3, True), (False, 3, False), (True, 2, False)])
-def test_a_run_that_served_all_is_held_against_the_bound(complete, completed, is_held):
-    result = SimpleNamespace(complete=complete, completed=completed, num_prompts=3)
-    assert _served_all(result) is is_held

@@ -2,14 +2,11 @@
 
 import math
 
-import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_rgb
 
 import kvtwin
-from sim.results.figures.style import policy_colour
-from sim.study.regimes import DEFAULT_AXES, MUCH, NO_POLICY, cells, draw, lines, read_map
+from sim.study.regimes import NO_POLICY, cells, draw, lines, read_map
 
 FIXED = {"workload": "fixed", "num-prompts": 30, "output-len": 20, "request-rate": 2, "gpu": "l20"}
 STUDY = FIXED | {"policy": ["vllm-v1", "vllm-recompute"]}
@@ -84,12 +81,6 @@ def test_a_map_is_that_of_its_sweep(tmp_path, capsys):
     assert found.text.startswith("Mean TTFT (ms) over 4 places") and found.figure().axes
 
 
-def test_without_axes_it_is_prompt_length_and_pcie():
-    asked = read_map(STUDY | {"map": {"metric": "mean_ttft_ms"}}, "m")
-    assert (asked.x, asked.y, asked.panel) == ("input_len", "profile_pcie_bytes_per_s", None)
-    assert len(asked.study.points) == 2 * DEFAULT_AXES["input-len"]["num"] ** 2
-
-
 @pytest.mark.parametrize(
     ("study", "words"),
     [
@@ -105,28 +96,3 @@ def test_a_wrong_map_is_told_in_one_line(study, words):
     with pytest.raises(kvtwin.UserError) as caught:
         read_map(study, "m.toml")
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_places_have_the_winners_colour_the_paler_the_less_it_leads():
-    """a leads by 2 and more than it need, b by what counts as even; nobody wins the last, and one place was not run."""
-    asked = regimes(grid={"input-len": [1, 1000000, 2500000], "max-num-seqs": [1, 16]})
-    rows = [
-        ("a", 1, 1, 10.0), ("b", 1, 1, 90.0), ("a", 1, 16, 10.0), ("b", 1, 16, 10.0), ("a", 1000000, 1, 12.5),
-        ("b", 1000000, 1, 10.0), ("a", 2500000, 1, math.nan), ("b", 2500000, 1, 10.0), ("a", 2500000, 16, 20.0),
-        ("b", 2500000, 16, 10.0),
-    ]  # fmt: skip
-    ax = draw(asked, cells(asked, means_of(rows, "mean_ttft_ms"))).axes[0]
-    image = np.asarray(ax.images[0].get_array())
-    assert image.shape == (2, 3, 3)
-    assert image[1, 0].tolist() == pytest.approx(to_rgb("#EEEEEE")) and image[1, 1].tolist() == [1.0] * 3
-    for place, policy, ratio in (((0, 0), 0, 9.0), ((0, 1), 1, 1.25), ((0, 2), 1, math.inf), ((1, 2), 1, 2.0)):
-        share = 0.25 + 0.6 * min(1.0, (ratio - 1.0) / (MUCH - 1.0))
-        assert image[place].tolist() == pytest.approx([1 - share * (1 - c) for c in to_rgb(policy_colour(policy))])
-    assert {(text.get_position(), text.get_text()) for text in ax.texts} == {
-        ((0, 0), "9.00"), ((0, 1), ""), ((1, 0), "1.25"), ((2, 0), "only"), ((2, 1), "2.00"),
-    }  # fmt: skip
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "1.0 M", "2.5 M"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "16"]
-    sizes = [(label.get_fontsize(), label.get_rotation()) for label in (*ax.get_xticklabels(), *ax.get_yticklabels())]
-    assert sizes == [(8.5, 30)] * 3 + [(8.5, 0)] * 2
-    assert ax.xaxis.label.get_fontsize() == ax.yaxis.label.get_fontsize() == 9

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.scenario import Scenario
@@ -24,6 +24,7 @@ ROWS = st.lists(
 )  # fmt: skip
 
 
+@settings(max_examples=40)
 @given(ROWS, st.booleans())
 def test_requests_come_back_as_they_went_in(rows, plain):
     requests = [Request(i, *(row[:3] if plain else row)) for i, row in enumerate(rows)]

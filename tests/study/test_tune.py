@@ -3,8 +3,6 @@
 import json
 import re
 import sys
-import warnings
-from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -13,14 +11,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 import kvtwin
-from sim.results.figures.style import save_figure
 from sim.study import knobs as drawing
-from sim.study import tune as tuning
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load, worst_of
-from sim.study.tune import ENGINES, Candidate, Tuned, _goodput, _options, offered_per_s, ranked, read_tune
-from sim.study.tune_report import _engines, _figure, draw, on_front, short_names
+from sim.study.tune import ENGINES, Candidate, offered_per_s, ranked, read_tune
+from sim.study.tune_report import on_front
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
 
@@ -138,14 +134,6 @@ def test_the_worst_of_several_seeds_is_their_answer_and_one_that_holds_nothing_e
     assert worst([0.0, 3.0], lambda a, b: a < b) == (0.0, [0.0])
 
 
-def test_goodput_of_what_is_refused_is_none():
-    search = _goodput({"policy": "vllm-v1"})
-    refused = Ran(next(search), 1, Outcome("k", None, "no such GPU"))
-    with pytest.raises(StopIteration) as end:
-        search.send(refused)
-    assert end.value.value == Held(0.0, None, 1.0, refused)
-
-
 @pytest.mark.parametrize(("searched", "name"), [(fewest_engines, "replicas"), (fewest_pools, "decode_replicas")])
 def test_what_is_refused_for_more_engines_does_not_hold(searched, name):
     search = searched({}, SLOS)
@@ -200,9 +188,8 @@ FROM_HOST = FIXED | {"input-len": 400, "policy": "kvpr"}
 POOLS = FIXED | {"policy": "distserve", "prefill-replicas": 1, "decode-replicas": 1}
 TTFT = ["p99_ttft_ms:2000"]
 PLANTED = {
-    "seats": (FIXED, TTFT, {"max-num-seqs": [1, 2], "block-size": [16, 32]}, {"max_num_seqs": 2}),
-    "KV memory": (FIXED, TTFT, {"num-gpu-blocks-override": [40, 70], "max-num-seqs": [64, 128]},
-                  {"num_gpu_blocks_override": 70}),
+    "seats": (FIXED, TTFT, {"max-num-seqs": [1, 2]}, {"max_num_seqs": 2}),
+    "KV memory": (FIXED, TTFT, {"num-gpu-blocks-override": [40, 70]}, {"num_gpu_blocks_override": 70}),
     "token budget": (LONG, TTFT, {"max-num-batched-tokens": [32, 64]}, {"max_num_batched_tokens": 64}),
     "compute": (FIXED | {"input-len": 3000, "output-len": 2}, TTFT, {"gpu": ["t4", "l20"]}, {"gpu": "l20"}),
     "PCIe": (FROM_HOST, ["p99_tpot_ms:300"], {"profile-pcie-bytes-per-s": [3e9, 6e9]},
@@ -291,61 +278,10 @@ def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
     assert numbers == {"1", "2"}
 
 
-def test_engines_are_told_by_their_number_and_kind():
-    def told(**options):
-        return _engines(Ran(options, 1, Outcome("", None, None)))
-
-    assert (_engines(None), told(), told(replicas=3)) == ("1 engine", "1 engine", "3 engines")
-    assert told(prefill_replicas=1, decode_replicas=2) == "1 prefill and 2 decode engines"
-
-
-@pytest.mark.parametrize(
-    ("policy", "kept"), [("distserve", {"link_gbps": 100.0, "prefill_tp": 2}), ("vllm-v1", {}), ("nothing", {})]
-)
-def test_options_of_pools_are_those_of_who_hands_over(policy, kept):
-    """A policy that is none is refused as itself, by the run."""
-    study = {"policy": policy, "link-gbps": 100, "prefill-tp": 2, "tune": {"goal": "gpus", "slo": TTFT}}
-    asked = read_tune({"workload": "fixed"} | study, "t")
-    assert _options(asked, {}, 0, {}) == {"workload": "fixed", "policy": (policy,), **kept}
-
-
-def test_what_a_change_does_not_bring_has_its_reason(tmp_path, monkeypatch):
-    """Refused: why. No load holds: so. Of nothing at first there is no share."""
-    asked = read_tune(FIXED | {"tune": {"slo": TTFT}}, "t")
-
-    def ran(most, **options):
-        result = {"arrival_span_s": 10.0, "duration": 12.0, "num_prompts": round(10 * most)}
-        return Held(most, Ran(options, 1, Outcome("k", result)), None, None)
-
-    def tuned(first):
-        names = []
-
-        def answered(searches, store, means, begin):
-            asked_for = [next(search) for search in searches]
-            names.extend(asked_for)
-            failing = [Held(0.0, None, 1.0, Ran({}, 1, Outcome("k", None, "no room"))), Held(0.0, None, None, None)]
-            return [first, *failing, *[ran(3.0)] * (len(searches) - 5), ran(1.0), ran(2.5)]
-
-        monkeypatch.setattr(tuning, "answers", answered)
-        return tuning._explained(asked, [Candidate({}, ran(2.0), 2.0)], None, None, None), names
-
-    found, options = tuned(ran(2.0))
-    assert [(gain.change.name, gain.gain, gain.reason) for gain in found.gains[:3]] == [
-        ("KV memory", None, "no room"), ("seats", None, "no load holds"), ("token budget", 0.5, ""),
-    ]  # fmt: skip
-    assert (found.low, found.high, found.slack) == (1.0, 2.5, 2.0)
-    assert [option["profile"] for option in options[-2:]] == [":gpu_speed=0.9", ":gpu_speed=1.1"]
-    assert [gain.gain for gain in tuned(Held(0.0, None, None, None))[0].gains] == [None] * len(found.gains)
-
-
 def test_nothing_that_holds_is_said(tmp_path):
     found = kvtwin.tune(FIXED | {"tune": {"slo": ["p99_ttft_ms:0.001"]}}, tmp_path, jobs=1)
     assert found.tuned.best is None and found.tuned.gains == []
     assert found.text.startswith("No candidate holds p99_ttft_ms <= 0.001")
-
-
-def test_figures_are_never_written_as_powers_of_ten():
-    assert [_figure(value) for value in (14860.4, 1000.0, 999.94, 80.318)] == ["14,860", "1,000", "999.9", "80.32"]
 
 
 @pytest.mark.parametrize(("goal", "places"), [("goodput", [3, 4, 1, 0, 2]), ("gpus", [0, 4, 1, 3, 2])])
@@ -382,51 +318,7 @@ def test_load_is_counted_over_the_arrivals_or_the_duration_where_they_are_not_ke
         assert offered_per_s({"arrival_span_s": span_s, "duration": duration_s, "num_prompts": 10}) == per_s
 
 
-def test_bars_are_as_long_as_what_candidates_reach():
-    """Who reaches nothing has a bar of no length, who never holds the SLOs has none."""
-    asked = read_tune(FIXED | {"tune": {"slo": TTFT}}, "t")
-    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
-    candidates = [Candidate({}, held, value) for value in (2.5, 0.0, None)]
-    tuned = Tuned(asked.study, "load", asked.slos, candidates, [], None, None, 0.1, None)
-    assert [bar.get_width() for bar in draw(tuned).axes[0].patches] == [2.5, 0.0]
-
-
-def test_names_in_the_picture_say_only_what_sets_candidates_apart(tmp_path):
-    """Of knobs changed one at a time the changed one; of many long names the layout still finds room."""
-    knobs = {"max-num-batched-tokens": [2048, 512, 2048, 2048], "gpu-memory-utilization": [0.9, 0.9, 0.8, 0.9]}
-    asked = read_tune(FIXED | {"tune": {"slo": TTFT, "zip": knobs | {"max-num-seqs": [64, 64, 64, 128]}}}, "t")
-    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
-
-    def tuned(points):
-        return Tuned(
-            asked.study, "load", asked.slos, [Candidate(p, held, 2.5) for p in points], [], None, None, 0.1, None
-        )
-
-    names = ["vllm-v1", "max-num-batched-tokens 512", "gpu-memory-utilization 0.8", "max-num-seqs 128"]
-    assert short_names(tuned(asked.study.points)) == names
-    apart = [dict.fromkeys(asked.study.axes, place) | {"policy": "vllm-recompute"} for place in range(14)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save_figure(tmp_path / "tune.png", figure := draw(tuned(apart)))
-    labels = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
-    assert all(above.y0 >= below.y1 for above, below in pairwise(labels))
-    assert figure.axes[0].bbox.width > 300
-
-
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize("values", [[64, 128, 256], [0.5, 1, 2.5], ["fcfs", "priority", "lpm"], [True, False, 3]])
-def test_every_value_of_a_knob_may_be_drawn(values, place):
-    """Numbers by their place, first to last; what has no order by name. Optuna chooses among these alone."""
-    optuna = pytest.importorskip("optuna")
-    ordered = values[0] in (64, 0.5)
-    trial = optuna.trial.FixedTrial({"knob": place})
-    assert drawing._draw(trial, "knob", values) == values[place]
-    (distribution,) = trial.distributions.values()
-    told = optuna.distributions
-    assert distribution == (told.IntDistribution(0, 2) if ordered else told.CategoricalDistribution((0, 1, 2)))
-
-
-@pytest.mark.parametrize(("goal", "worst"), [("load", 0.0), ("goodput", 0.0), ("gpus", 1e12), ("cost", 1e12)])
+@pytest.mark.parametrize(("goal", "worst"), [("load", 0.0), ("cost", 1e12)])
 def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path, goal, worst):
     """Optuna is told so of each, by the goal: of its loads the least, of its costs the most."""
     optuna = pytest.importorskip("optuna")
@@ -448,62 +340,21 @@ def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path, goal, wo
     }  # fmt: skip
 
 
-def test_trials_are_drawn_four_at_once_and_those_that_are_kept_count(tmp_path):
-    """Of 1,000 values hardly one is drawn twice; as many processes draw as many at once."""
-    optuna = pytest.importorskip("optuna")
-    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
-
-    def drawn(trials, jobs, name, goal="load", **fixed):
-        knobs = {"slo": TTFT, "goal": goal, "trials": trials, "grid": {"max-num-seqs": [*range(1, 1001)]}}
-        asked = read_tune(FIXED | fixed | {"goodput": ["ttft:300"], "tune": knobs}, "x")
-        rounds = []
-
-        def reach(points):
-            rounds.append([point["max_num_seqs"] for point in points])
-            return [Candidate(point, held, float(point["max_num_seqs"])) for point in points]
-
-        (tmp_path / name).mkdir(exist_ok=True)
-        found = drawing.by_trials(asked, tmp_path / name, reach, jobs)
-        assert [c.point["max_num_seqs"] for c in found] == [*chain(*rounds)]
-        return rounds
-
-    def kept(name):
-        journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / name / "optuna.journal"))
-        storage = optuna.storages.JournalStorage(journal)
-        (study,) = optuna.get_all_study_names(storage)
-        return optuna.load_study(study_name=study, storage=storage)
-
-    first = drawn(9, None, "a")
-    assert [len(values) for values in first] == [0, 4, 4, 1]
-    assert drawn(9, None, "a") == [[*chain(*first)]]
-    assert [len(values) for values in drawn(3, 2, "b")] == [0, 2, 1]
-    # One that was told elsewhere has no point, one that was interrupted no answer.
-    kept("a").tell(kept("a").ask(), 3.0)
-    kept("a").ask()
-    again = drawn(11, None, "a")
-    assert again[0] == [*chain(*first)] and [len(values) for values in again[1:]] == [2]
-    assert drawn(2, None, "c", seed=0) == drawn(2, None, "d") != drawn(2, None, "e", seed=1)
-    assert drawn(1, None, "f", "goodput") and drawn(1, None, "g", "gpus")
-    names = {"c": "MAXIMIZE", "f": "MAXIMIZE", "g": "MINIMIZE"}
-    assert {name: kept(name).direction.name for name in names} == names
-
-
 def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
+    """By the journal beside the points as by a data base."""
     optuna = pytest.importorskip("optuna", reason="optuna is not installed")
     knobs = {"max-num-seqs": [1, 2, 4, 8], "block-size": [16, 32], "policy": ["vllm-v1", "vllm-recompute"]}
-    study = FIXED | {"tune": {"slo": TTFT, "trials": 6, "grid": knobs}}
+    study = FIXED | {"num-prompts": 12, "tune": {"slo": TTFT, "trials": 4, "grid": knobs}}
     first = kvtwin.tune(study, tmp_path, jobs=1)
-    assert 1 <= len(first.table) <= 6
+    assert 1 <= len(first.table) <= 4
     runs = set((tmp_path / "points").iterdir())
     again = kvtwin.tune(study, tmp_path, jobs=1)
     assert again.table.equals(first.table) and set((tmp_path / "points").iterdir()) == runs
-    other = kvtwin.tune(study, tmp_path / "other", jobs=1)
-    assert other.table.equals(first.table)
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     stored = kvtwin.tune(study | {"tune": {**study["tune"], "storage": url}}, tmp_path, jobs=1)
     assert stored.table.equals(first.table)
     (name,) = optuna.get_all_study_names(url)
-    assert len(optuna.load_study(study_name=name, storage=url).trials) == 6 and re.fullmatch("[0-9a-f]{16}", name)
+    assert len(optuna.load_study(study_name=name, storage=url).trials) == 4 and re.fullmatch("[0-9a-f]{16}", name)
 
 
 @pytest.mark.parametrize(
@@ -535,20 +386,16 @@ def test_trials_without_optuna_say_what_to_install(tmp_path, monkeypatch):
     [
         ({}, "no SLO is given"),
         ({"slo": ["p99:3"]}, "'p99:3' is not METRIC:BOUND"),
-        ({"slo": ["p99_ttft_ms:x"]}, "'x' is not a number"),
         ({"slo": ["p99_ttft_ms:0"]}, "a bound that nothing meets"),
         ({"slo": ["goodput_attainment:99"]}, "99 % is goodput_attainment:0.99"),
         ({"slo": ["goodput_attainment:0.9"]}, "counts requests within goodput = .*; give it"),
         ({"slo": [*TTFT, "p99_ttft_ms:90"]}, "p99_ttft_ms <= 2000 and p99_ttft_ms <= 90 bound one metric"),
         ({"slo": TTFT, "goal": "speed"}, "'speed' is not one of load, gpus, cost, goodput"),
         ({"slo": TTFT, "goal": "goodput"}, "counts requests within goodput"),
-        ({"slo": TTFT, "goal": "cost"}, "give both or neither"),
         ({"slo": TTFT, "price": 1.0}, "give both or neither"),
-        ({"slo": TTFT, "goal": "cost", "price": 0.0}, "l20 has none above 0"),
         ({"slo": TTFT, "goal": "cost", "price": {"h100": 3.0}}, "l20 has none above 0"),
         ({"slo": TTFT, "goal": "gpus", "grid": {"replicas": [1, 2]}}, "'replicas' is what the goal looks for"),
         ({"slo": TTFT, "goal": "cost", "price": 1.0, "grid": {"decode-gpu": ["l20"]}}, "prices one kind of GPU"),
-        ({"slo": TTFT, "trials": 0}, "tune.trials = 0"),
         ({"slo": TTFT, "storage": "sqlite://"}, "give trials, or leave it out"),
         ({"slo": TTFT, "trial": 3}, "unknown key tune.trial"),
     ],
