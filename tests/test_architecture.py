@@ -118,12 +118,7 @@ def test_the_modules_that_the_rules_name_exist():
     ("modules", "fault"),
     [
         ({"traces.a": "import sim.errors"}, "traces.a imports sim.errors: traces may not import sim"),
-        ({"traces.a": "def f():\n    from sim import errors"}, "traces may not import sim"),
         ({"sim.a": "from gpu_runtime.model import Model"}, "sim may not import gpu_runtime"),
-        ({"sim.a": "import calib"}, "sim may not import calib"),
-        ({"gpu_runtime.a": "import calib.fit"}, "gpu_runtime may not import calib"),
-        ({"sim.a": "import kvtwin"}, "sim may not import kvtwin"),
-        ({"sim.results.result": "import simpy"}, "only sim.clock, sim.simulate, kvtwin.testing may"),
         (
             {"sim.driver2": "from simpy import Environment"},
             "only sim.clock, sim.simulate, kvtwin.testing may",
@@ -132,17 +127,12 @@ def test_the_modules_that_the_rules_name_exist():
             {"sim.a": "try:\n    import torch\nexcept ImportError:\n    torch = None"},
             "only gpu_runtime, calib, kvtwin.testing may",
         ),
-        ({"sim.a": "import sim.b", "sim.b": "from sim.a import x"}, "import cycle"),
         ({"sim.a": "from sim import b", "sim.b": "from sim import c", "sim.c": "import sim.a"}, "import cycle"),
         ({"sim.engine.engine": "from time import monotonic"}, "sim.engine.engine imports time.monotonic: no clock"),
-        ({"sim.systems.new": "import datetime as d"}, "no clock and no randomness"),
-        ({"sim.systems": "import random"}, "no clock and no randomness"),
         ({"sim.cost.forms": "import numpy as np\nx = np.random.rand()"}, "sim.cost.forms line 2: uses .random"),
         ({"sim.engine.batch": "from numpy.random import default_rng"}, "no clock and no randomness"),
-        ({"sim.engine.plan": "import os\nos.urandom(1)"}, "uses .urandom"),
         ({"traces.a": "import pickle"}, "traces.a imports pickle"),
         ({"calib.a": "x = eval('1')"}, "calib.a line 1: calls eval"),
-        ({"kvtwin": "exec('pass')"}, "kvtwin line 1: calls exec"),
     ],
 )
 def test_a_module_that_breaks_a_rule_is_found(modules, fault):

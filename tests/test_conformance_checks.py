@@ -10,7 +10,6 @@ import pytest
 from kvtwin.testing import (
     CheckedEngine,
     build_engine,
-    check_pools,
     conformance,
     limits,
     linear_machine,
@@ -18,8 +17,7 @@ from kvtwin.testing import (
     simulate,
 )
 from sim.engine.engine import Engine
-from sim.engine.sequence import Sequence, Status
-from sim.errors import UserError
+from sim.engine.sequence import Status
 from sim.systems.vllm055 import VllmRecompute
 
 Change = Callable[[Any], object]
@@ -199,46 +197,6 @@ def test_jumps_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch, what
     assert asked == [(True, False), (False, False)]
 
 
-def test_limits_are_the_first_that_a_policy_takes() -> None:
-    """Chunks if it can; else whole prompts, with its own budget, then one of its seats, then of the context."""
-    limit, taken = limits(gpu=9, host=9, block_size=4, max_model_len=64), []
-
-    class Picky:
-        name = "picky"
-
-        def __init__(self, refused: int) -> None:
-            self.refused = refused
-
-        def engine_limits(self, asked: Any) -> SimpleNamespace:
-            taken.append(tuple(asked)[:4] if isinstance(asked, tuple) else asked)
-            self.refused -= 1
-            if self.refused >= 0:
-                raise UserError("not these")
-            return SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=77, enable_chunked_prefill=True)
-
-    budgets = [(16, True), (None, None), (20, None), (64, None)]
-    for refused in range(4):
-        taken.clear()
-        found = conformance.limits_of(Picky(refused), limit, 20, 16)  # type: ignore[arg-type]
-        assert (found.max_num_seqs, found.max_num_batched_tokens, found.enable_chunked_prefill) == (5, 77, True)
-        assert found.num_gpu_blocks == limit.num_gpu_blocks
-        assert [
-            (asked.max_model_len, asked.max_num_seqs, asked.max_num_batched_tokens, asked.enable_chunked_prefill)
-            for asked in taken
-        ] == [(64, 20, *budget) for budget in budgets[: refused + 1]]
-    conformance.limits_of(Picky(2), limit, 3, None)  # type: ignore[arg-type]
-    assert taken[-1].max_num_batched_tokens == 16
-    with pytest.raises(AssertionError, match="picky takes none of the usual limits"):
-        conformance.limits_of(Picky(4), limit, 20, None)  # type: ignore[arg-type]
-
-
-def test_a_workload_reads_as_what_makes_it() -> None:
-    named = WORKLOAD.arrivals[0]._replace(hash_ids=(7, 8), hash_block_tokens=16)
-    text = repr(conformance.Workload([named, WORKLOAD.arrivals[1]], WORKLOAD.limits, WORKLOAD.machine))
-    assert text.startswith("[(1.0, 10, 3, (7, 8), 16, ()), (1.0, 10, 3)] on Limits(")
-    assert repr(WORKLOAD.machine).startswith("<1 x ") and "layers, " in text
-
-
 # -- an engine that recounts itself ------------------------------------------------------------------------------------
 
 LOOKS: dict[str, tuple[Any, ...]] = {
@@ -269,38 +227,6 @@ def test_a_status_that_may_not_follow_is_seen_at_once(monkeypatch: pytest.Monkey
             getattr(engine, look)(*LOOKS[look])
         seq.status = Status.WAITING
     getattr(engine, look)(*LOOKS[look])
-
-
-def test_statuses_are_held_against_those_of_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = a_checked_engine(monkeypatch)
-    (seq,) = (engine.add_request(request) for request in requests((0.0, 16, 3)))
-    # Two changes at most within a step: from waiting to swapped in one, to its end in the next but one.
-    for status in (Status.SWAPPED, Status.PROMOTING, Status.RUNNING, Status.FINISHED):
-        seq.status = status
-        engine.schedule(0.0)
-    seq.status = Status.RUNNING
-    with pytest.raises(AssertionError, match="FINISHED"):
-        engine.schedule(0.0)
-
-
-def test_sequences_of_other_engines_are_followed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offered before and after the first request, each with the status that it comes with."""
-    engine = a_checked_engine(monkeypatch)
-    monkeypatch.setattr(Engine, "offer", lambda self, seq: None)
-    offered = [Sequence(request) for request in requests((0.0, 16, 3), (0.0, 16, 3))]
-    for seq in offered:
-        seq.status = Status.PARKED
-        engine.offer(seq)
-    added = engine.add_request(requests((0.0, 16, 3))[0])
-    engine.schedule(0.0)
-    assert engine.statuses == {offered[0]: Status.PARKED, offered[1]: Status.PARKED, added: Status.WAITING}
-    for seq in offered:
-        seq.status = Status.HANDED_OVER
-        engine.schedule(0.0)
-        seq.status = Status.PARKED
-        with pytest.raises(AssertionError, match="HANDED_OVER"):
-            engine.schedule(0.0)
-        seq.status = Status.HANDED_OVER
 
 
 @pytest.mark.parametrize("look", ["commit", "commit_ahead", "deliver"])
@@ -336,60 +262,3 @@ def test_a_run_of_too_many_plans_is_stopped() -> None:
     assert len(simulate(VllmRecompute(), rows, limit, jump=False, most_plans=5).plans) == 4
     with pytest.raises(AssertionError, match="4 plans and 0 requests ended: a request waits for ever"):
         simulate(VllmRecompute(), rows, limit, jump=False, most_plans=4)
-
-
-def a_scheduler() -> SimpleNamespace:
-    """In blocks of 4, two members of 8 and 20 tokens, which begin a block with the next, and one of 7 that does not;
-    a window of 10 tokens, whose ring grows for the first only; the last two are a cohort."""
-    tokens = {"one": 8, "two": 20, "three": 7}
-    cohort = SimpleNamespace(num_hosted=2, size=2)
-    cohort.num_cached_blocks, cohort.blocks_needed = {5: 7}.__getitem__, {5: 1}.__getitem__
-    batch = SimpleNamespace(
-        members=list(tokens),
-        context_tokens=35,
-        num_tokens_of=tokens.__getitem__,
-        num_blocks_of={"one": 2, "two": 5, "three": 2}.__getitem__,
-        needs_block=lambda seq: tokens[seq] % 4 == 0,
-        blocks_needed={1: 2}.__getitem__,
-        window=10,
-        windowed=(25, 2),
-        ring_blocks_needed=lambda: 1,
-        ring_grows=lambda seq: tokens[seq] < 10,
-        cohorts={2: cohort},
-        cohort_of={"two": cohort, "three": cohort},
-        step=5,
-    )
-    # Four of seven blocks are held on the GPU, one of three on the host.
-    pools = {
-        "gpu": SimpleNamespace(num_blocks=7, free=3), "host": SimpleNamespace(num_blocks=3, free=2),
-    }  # fmt: skip
-    return SimpleNamespace(batch=batch, memory=SimpleNamespace(recount=lambda: (4, 1)), **pools)
-
-
-WRONG_POOLS = {
-    "contexts": put("batch.context_tokens", 36),
-    "blocks that are needed": put("batch.blocks_needed", lambda known: {1: 3}.__getitem__),
-    "what windows read": put("batch.windowed", (26, 2)),
-    "who is within a window": put("batch.windowed", (25, 1)),
-    "blocks of rings": put("batch.ring_blocks_needed", lambda known: lambda: 2),
-    "whose cohort": put("batch.cohorts", lambda known: {3: known[2]}),
-    "the cohort's size": put("batch.cohort_of", lambda known: {"two": known["two"]}),
-    "the cohort's blocks": put("batch.num_blocks_of", lambda known: lambda seq: 3),
-    "the cohort's needs": put("batch.cohort_of", lambda known: dict.fromkeys(("one", "two"), known["two"])),
-    "the GPU's pool": put("gpu.free", 4),
-    "the host's pool": put("host.free", 3),
-    "what sequences hold": put("memory.recount", lambda known: lambda: (3, 1)),
-    "what they hold on the host": put("memory.recount", lambda known: lambda: (4, 2)),
-}
-
-
-@pytest.mark.parametrize("what", ["", *WRONG_POOLS])
-def test_pools_and_batches_are_recounted(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    monkeypatch.setattr("kvtwin.testing.engines.WindowedBatch", SimpleNamespace)
-    scheduler = a_scheduler()
-    if not what:
-        check_pools(scheduler)  # type: ignore[arg-type]
-        return
-    WRONG_POOLS[what](scheduler)
-    with pytest.raises(AssertionError):
-        check_pools(scheduler)  # type: ignore[arg-type]
