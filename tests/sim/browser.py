@@ -73,10 +73,6 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
 
-    async def screenshot(self, path, *, whole=True):
-        found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        Path(path).write_bytes(base64.b64decode(found["data"]))
-
     async def pdf(self):
         found = await self.call("Page.printToPDF", printBackground=True, preferCSSPageSize=True)
         return base64.b64decode(found["data"])
@@ -108,5 +104,5 @@ async def _visit(look):
                     return await look(Page(socket))
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait()
             process.stderr.close()

@@ -134,15 +134,6 @@ def test_other_systems_with_those_batches_do_as_it_does():
     assert chosen("vllm-v1:batching=sarathi") == chosen("sarathi") == (False, "vllm-0.5")
 
 
-@pytest.mark.parametrize(
-    "command", ["run", "compare", "live", "serve", "validate", "sweep", "tune", "map", "profile fit"]
-)
-def test_help_has_the_flag_once(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([*command.split(), "--help"])
-    assert ended.value.code == 0 and capsys.readouterr().out.count("[--async-scheduling | --no-async-scheduling]") == 1
-
-
 def test_one_flag_is_for_all_that_have_it(tmp_path, capsys):
     words = [*BASE, "--no-async-scheduling", "--quiet"]
     for name in ("vllm-v1", "adaptive", "batchllm"):

@@ -5,14 +5,11 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import kvtwin
-from sim.option_values import flag as option_flag
-from sim.scenario import Scenario
 
 ROOT = Path(kvtwin.__file__).parents[1]
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
@@ -49,81 +46,60 @@ def command(out, *words, policy="vllm-recompute"):
 # -- options ---------------------------------------------------------------------------------------------------------
 
 OPTIONS = {
-    "--num-prompts": [
-        ("0", "greater than 0"),
-        ("-3", "greater than 0"),
-        ("2.5", "whole number"),
-        ("x", "whole number"),
-        (str(2**62), "give at most 1000000000"),
-    ],
+    "--num-prompts": [("0", "greater than 0"), ("2.5", "whole number"), (str(2**62), "give at most 1000000000")],
     "--replicas": [("1000000000", "give at most 100000")],
-    "--seed": [("-1", "negative"), ("nan", "whole number"), ("1e400", "whole number"), (str(2**64), "64 bits")],
-    "--tp": [("3", "choose one of [1, 2, 4, 8"), ("0", "greater than 0"), ("64", "32 attention heads")],
-    "--request-rate": [("0", "greater than 0"), ("-1", "greater than 0"), ("nan", "not a number")],
-    "--burstiness": [("0", "greater than 0"), ("inf", "1 is Poisson")],
-    "--rate-scale": [("0", "greater than 0"), ("inf", "2 doubles the rate")],
-    "--clip": [("0", "greater than 0"), ("1", "give 2 or more")],
-    "--input-len": [("0", "greater than 0"), (str(2**62), "input_len 4611686018427387904 is not between 1 and 1e+09")],
+    "--seed": [("-1", "negative"), ("1e400", "whole number"), (str(2**64), "64 bits")],
+    "--tp": [("3", "choose one of [1, 2, 4, 8"), ("64", "32 attention heads")],
+    "--request-rate": [("0", "greater than 0"), ("nan", "not a number")],
+    "--burstiness": [("inf", "1 is Poisson")],
+    "--rate-scale": [("inf", "2 doubles the rate")],
+    "--clip": [("1", "give 2 or more")],
+    "--input-len": [(str(2**62), "input_len 4611686018427387904 is not between 1 and 1e+09")],
     "--output-len": [("-1", "greater than 0"), (str(2**62), "is not between 1 and 1e+09")],
-    "--block-size": [("0", "greater than 0"), ("16.5", "whole number")],
+    "--block-size": [("0", "greater than 0")],
     "--max-num-seqs": [("0", "greater than 0"), ("5000", "--max-num-batched-tokens: 4096 is less than")],
     "--max-num-batched-tokens": [("0", "greater than 0"), ("100", "--enable-chunked-prefill")],
     "--max-model-len": [("0", "greater than 0"), ("", "whole number")],
     "--num-gpu-blocks-override": [("0", "greater than 0")],
     "--num-cpu-blocks-override": [("-1", "negative")],
-    "--swap-space": [("-1", "negative"), ("nan", "not a number"), ("inf", "choose less"), ("1e9", "choose less")],
-    "--gpu-memory-utilization": [("0", "(0, 1]"), ("1.5", "(0, 1]"), ("nan", "not a number")],
-    "--model": [("llama-2-7", "did you mean 'llama-2-7b'?"), ("", "Known: "), ("gpt-9", "neither a built-in name")],
+    "--swap-space": [("-1", "negative"), ("inf", "choose less"), ("1e9", "choose less")],
+    "--gpu-memory-utilization": [("0", "(0, 1]"), ("1.5", "(0, 1]")],
+    "--model": [("llama-2-7", "did you mean 'llama-2-7b'?"), ("gpt-9", "neither a built-in name")],
     "--gpu": [("l2", "did you mean 'l20'?"), ("quantum", "Known: ")],
     "--profile": [("l20-derive", "did you mean 'l20-derived'?"), ("h100-derived", "use a profile of l20")],
     "--workload": [("fixd", "did you mean 'fixed'?"), ("", "give one of fixed")],
     "--cost-form": [("foo", "choose from"), ("linear", "'l20-derived' of form 'roofline'")],
     "--trace-format": [("azure", "goes with --trace")],
-    "--range-ratio": [("0.5", "goes with --workload uniform or --workload sessions; leave it out"), ("x", "a number")],
-    "--prefix-groups": [("2", "goes with --workload sessions"), ("1.5", "whole number")],
-    "--time-unit": [("s", "goes with --trace")],
-    "--hash-block-tokens": [("16", "goes with --trace"), ("x", "whole number")],
+    "--range-ratio": [("0.5", "goes with --workload uniform or --workload sessions; leave it out")],
     "--zero-tokens": [("drop", "goes with --trace"), ("two", "choose from")],
-    "--tokenizer": [("bytes:4", "goes with --trace")],
-    "--default-prompt-tokens": [("9", "goes with --trace")],
-    "--default-output-tokens": [("9", "goes with --trace")],
     "--goodput": [
-        *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("ttft", "ttft:x", "ttft:-1")),
-        *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("itl:3", "ttft:nan", "ttft:0")),
-        *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("tpot:inf", ":5", "TTFT:5")),
+        *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("ttft", "itl:3", "ttft:nan")),
         ("ttft:1e300", "longer than 1e+12 ms"),
     ],
     "--layerkv-tpot-slo-ms": [("5", "an option of layerkv, which --policy does not name")],
 }
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "part"), [(flag, value, part) for flag, cases in OPTIONS.items() for value, part in cases]
-)
-def test_an_impossible_value_is_refused(tmp_path, capsys, flag, value, part):
-    refused(capsys, command(tmp_path / "out", *WORKLOAD, f"{flag}={value}"), [part])
+@pytest.mark.parametrize("flag", OPTIONS)
+def test_an_impossible_value_is_refused(tmp_path, capsys, flag):
+    for value, part in OPTIONS[flag]:
+        refused(capsys, command(tmp_path / "out", *WORKLOAD, f"{flag}={value}"), [part])
 
 
 @pytest.mark.parametrize(
     ("policy", "parts"),
     [
         ("layerk", ["--policy: unknown policy 'layerk'", "did you mean 'layerkv'?", "vllm-recompute"]),
-        ("", ["unknown policy ''", "known: vllm-v1"]),
         ("layerkv:slo=1", ["'slo' is no option of layerkv", "slo_aware", "batching"]),
         ("layerkv:slo-aware", ["'slo-aware' is not option=value"]),
-        ("layerkv:horizon-steps=x", ["horizon_steps: 'x' is not a whole number"]),
         ("layerkv:batching=sarati", ["batching=sarati: no such part", "did you mean 'sarathi'?"]),
-        ("sarathi:memory=layers", ["memory=layers", "stage=promote"]),
         ("vllm-recompute:eviction=layer-offload", ["eviction=layer-offload", "stage=promote"]),
-        ("layerkv:eviction=swap", ["eviction=swap", "memory=paged"]),
         ("fastserve:order=fcfs", ["batching=quanta", "order=mlfq"]),
         ("sarathi:admission=slack,tpot-slo=3", ["'tpot_slo' is no option of sarathi", "tpot_slo_ms"]),
         ("layerkv:decode=later", ["decode: 'later' is not promote or stream"]),
         ("layerkv:predictor=bucket,predictor-accuracy=2", ["layerkv predictor-accuracy: 2.0 is not between 0 and 1"]),
         ("layerkv:predictor-accuracy=0.5", ["predictor-accuracy: 0.5 goes with predictor=bucket, not oracle"]),
-        ("adaptive:predictor=none,predictor-accuracy=0.5", ["0.5 goes with predictor=bucket, not none"]),
         ("vllm-v1:kv-offloading-size=inf", ["kv-offloading-size: inf is more than 1e+09 GiB; give less"]),
-        ("vllm-v1:kv-offloading-size=1e308", ["kv-offloading-size: 1e+308 is more than 1e+09 GiB"]),
         ("cachedattention:disk-space=1e308", ["disk-space: 1e+308 is not between 0 and 1e+09 GiB"]),
         ("vllm-swap:slo-aware=true", ["'slo_aware' is no option of vllm-swap", "its options: none"]),
     ],
@@ -139,16 +115,13 @@ def test_an_impossible_policy_is_refused(tmp_path, capsys, policy, parts):
         (["rum"], ["'rum'", "run", "compare"]),
         (["compare"], ["--policy is missing", "vllm-recompute, vllm-swap, layerkv"]),
         (["run", "--policy"], ["--policy: expected one argument"]),
-        (["run", "--policy", "layerkv", "--workload", "fixed"], ["--out DIR is missing"]),
         (
             ["run", "--policy", "layerkv", "--workload", "fixed", "--out", ""],
             ["--out: '' names no folder", ". is this one"],
         ),
         (["run", "--polcy", "layerkv"], ["kvtwin run: ", "--polcy", "did you mean --policy?", "kvtwin run --help"]),
-        (["run", "--num-prompt", "3"], ["--num-prompt", "did you mean --num-prompts?"]),
         (["run", "--num_prompts=3"], ["--num_prompts=3", "did you mean --num-prompts?"]),
         (["run", "--policy", "layerkv", "stray\nword"], ["stray\\nword"]),
-        (["run", "--policy", "layerkv", "--out", "o", "--workload", "a\nb"], ["'a\\nb'"]),
         (["run", "--policy", "layerkv", "--out", "o"], ["--trace FILE and --workload NAME: neither is given"]),
         (
             ["run", "--policy", "layerkv", "--policy", "vllm-swap", "--out", "o", *WORKLOAD],
@@ -179,8 +152,6 @@ def test_both_sources_of_traffic_are_refused(tmp_path, capsys):
         (["--burstiness", "2"], "--burstiness: shapes the arrivals of --request-rate"),
         (["--trace-format", "azur"], "did you mean 'azure'?"),
         (["--time-unit", "fortnight"], "give one of s, ms, us, ns"),
-        (["--hash-block-tokens", "0"], "--hash-block-tokens: 0 is not greater than 0"),
-        (["--default-output-tokens", "-1"], "--default-output-tokens: -1 is not greater than 0"),
         (["--tokenizer", "bytes:x"], "write for example bytes:4"),
         (["--tokenizer", "/no/such"], "tokenizer '/no/such': no such file"),
     ],
@@ -214,14 +185,7 @@ BAD_TRACES = [
     # text of the file, line, what else the message must hold: field, value, remedy
     ("a,b,c\n1,2,3\n", 1, ["header", "a,b,c", "arrival_s,prompt_tokens,output_tokens"]),
     ("arrival,prompt_tokens,output_tokens\n1,2,3\n", 1, ["rename column 'arrival' to 'arrival_s'"]),
-    (HEADER + "0.0,-5,2\n", 2, ["prompt_tokens", "'-5'", "negative", "correct or delete"]),
-    (HEADER + "0.0,5,nan\n", 2, ["output_tokens", "'nan'", "not finite"]),
-    (HEADER + "nan,5,2\n", 2, ["arrival_s", "'nan'"]),
-    (HEADER + "0.0,5.5,2\n", 2, ["prompt_tokens", "'5.5'", "whole numbers"]),
-    (HEADER + "0.0,0,2\n", 2, ["prompt_tokens", "'0'"]),
-    (HEADER + "0.0,5\n", 2, ["2 fields where the header has 3"]),
     (HEADER + "5.0,10,2\n1.0,10,2\n", 3, ["arrival_s", "'1.0'", "earlier", "sort"]),
-    (HEADER, None, ["holds no request"]),
     ("", None, ["is empty"]),
 ]
 
@@ -263,24 +227,14 @@ def test_the_remedy_that_an_error_names_is_one(tmp_path, capsys, text, flag, par
     assert str(value) == words[0]
 
 
-def test_readers_name_flags_that_run_has():
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "traces").glob("*.py"))
-    named = set(re.findall(r"`(--[a-z-]+)", sources))
-    assert len(named) > 4
-    assert named <= {option_flag(f.name) for f in fields(Scenario)}
-
-
 @pytest.mark.parametrize(
     ("flag", "name", "part"),
     [
         ("--trace", "missing.csv", "no such file; check the path"),
         ("--trace", ".", "is a directory; name one trace file"),
         ("--profile", "missing.json", "neither a built-in name nor an existing path"),
-        ("--profile", ".", "Is a directory"),
         ("--model", ".", "config.json: cannot be read"),
         ("--scenario", "missing.toml", "No such file"),
-        ("--scenario", ".", "Is a directory"),
-        ("--out", "file", "cannot create folder"),
         ("--out", "file/below", "cannot create folder"),
     ],
 )
@@ -354,46 +308,6 @@ def test_a_device_without_end_is_refused(tmp_path, capsys, monkeypatch, flag):
     refused(capsys, command(tmp_path / "out", *WORKLOAD, flag, "/dev/zero"), ["/dev/zero: more than 1 MiB", "a file"])
 
 
-@pytest.mark.parametrize("value", [1e-300, 1e300])
-@pytest.mark.parametrize("name", ["flops_per_s", "roofline_exponent", "layer_overhead_s"])
-def test_a_constant_of_no_machine_is_refused(tmp_path, capsys, name, value):
-    profile = json.loads((ROOT / "calib" / "profiles" / "l20-derived.json").read_text())
-    profile["constants"][name]["value"] = value
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(profile))
-    arguments = command(tmp_path / "out", *WORKLOAD, "--profile", path)
-    if name.endswith("_s") and not name.endswith("per_s") and value < 1.0:
-        assert attempt(capsys, arguments) == (0, "")
-    else:
-        refused(capsys, arguments, [f"constants.{name}.value = {value}", "is not between"])
-
-
-def test_a_rate_of_no_gpu_is_refused(tmp_path, capsys):
-    gpu = json.loads((ROOT / "sim" / "specs" / "gpus" / "l20.json").read_text())
-    gpu["fp16_flops_per_s"]["value"] = 1e-300
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps(gpu))
-    parts = [f"{path}: field fp16_flops_per_s.value = 1e-300 is not between 1 and 1e+24", "SI units"]
-    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--gpu", path), parts)
-
-
-def test_a_count_of_no_model_is_refused_as_too_large(tmp_path, capsys):
-    path = tmp_path / "config.json"
-    config = {"model_type": "llama", "vocab_size": 128, "hidden_size": 48, "intermediate_size": 80}
-    path.write_text(json.dumps(config | {"num_hidden_layers": 10**9, "num_attention_heads": 6}))
-    parts = ["field num_hidden_layers = 1000000000 is more than 999,999,999"]
-    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--model", path), parts)
-
-
-def test_a_shipped_profile_without_a_constant_is_refused(tmp_path, capsys):
-    profile = json.loads((ROOT / "calib" / "profiles" / "l20-derived.json").read_text())
-    del profile["constants"]["hbm_bytes_per_s"]
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(profile))
-    parts = [str(path), "constants.hbm_bytes_per_s is missing", "B/s"]
-    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), parts)
-
-
 # -- half-way --------------------------------------------------------------------------------------------------------
 
 
@@ -407,20 +321,20 @@ def rows_of(folder):
 @pytest.mark.parametrize("name", ["run", "compare"])
 def test_a_bad_row_half_way_keeps_what_finished_before(tmp_path, capsys, name):
     # Readers check a block of rows at a time, so the bad one must stand far enough behind.
-    good = "".join(f"{i * 0.5},20,2\n" for i in range(20_000))
+    good = "".join(f"{i * 0.5},20,2\n" for i in range(9_000))
     path = tmp_path / "long.csv"
     path.write_text(HEADER + good + "10000.0,-7,2\n" + "10001.0,5,2\n")
     out = tmp_path / "out"
     refused(
         capsys,
         [name, *command(out, "--trace", path)[1:]],
-        [f"{path}, line 20002: ", "prompt_tokens", "'-7'", f"what finished before is in {out}"],
+        [f"{path}, line 9002: ", "prompt_tokens", "'-7'", f"what finished before is in {out}"],
     )
     folder = out if name == "run" else out / "vllm-recompute"
     result = json.loads((folder / "result.json").read_text())
     assert result["complete"] is False
-    assert "line 20002" in result["error"]
-    assert 0 < result["completed"] == len(rows_of(folder)) == len(result["ttfts"]) <= 20_000
+    assert "line 9002" in result["error"]
+    assert 0 < result["completed"] == len(rows_of(folder)) == len(result["ttfts"]) <= 9_000
 
 
 def test_a_bad_first_row_leaves_no_result_of_an_earlier_run(tmp_path, capsys):
@@ -450,10 +364,12 @@ def test_swapping_without_host_memory_recomputes_counts_and_warns_once(tmp_path,
     assert other["latencies"] == result["latencies"]
 
 
-@pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "layerkv"])
 @pytest.mark.parametrize(
-    ("prompt", "reason"),
-    [(500, "prompt needs more KV blocks than the GPU has"), (5000, "prompt longer than max_model_len")],
+    ("policy", "prompt", "reason"),
+    [
+        ("vllm-swap", 500, "prompt needs more KV blocks than the GPU has"),
+        ("layerkv", 5000, "prompt longer than max_model_len"),
+    ],
 )
 def test_a_prompt_that_never_fits_is_ignored_and_the_others_are_served(tmp_path, capsys, policy, prompt, reason):
     path = tmp_path / "t.csv"
@@ -471,8 +387,6 @@ def test_a_prompt_that_never_fits_is_ignored_and_the_others_are_served(tmp_path,
 
 def test_the_process_itself_exits_with_2_and_one_line(tmp_path):
     words = map(str, command(tmp_path / "out", "--trace", tmp_path / "missing.csv"))
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtwin", *words], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "kvtwin", *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvtwin: ") and done.stderr.count("\n") == 1

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -58,22 +57,6 @@ def test_a_run_reports_what_it_found_and_where(tmp_path, capsys):
         assert (tmp_path / "out" / "figures" / name).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("words", "looked_at", "shown"), [((), True, True), (("--quiet",), True, False), ((), False, False)]
-)
-def test_a_bar_of_requests_is_shown_to_who_looks(tmp_path, monkeypatch, words, looked_at, shown):
-    bars = []
-
-    def track(requests, label, total):
-        bars.append((label, total))
-        return requests
-
-    monkeypatch.setattr("sim.progress.track", track)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: looked_at)
-    assert kvtwin.main(["run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path), *words]) == 0
-    assert bars == [("vllm-swap", 5)] * shown and len(table_rows(tmp_path)) == 5
-
-
 def test_without_pyarrow_the_table_is_csv(tmp_path, monkeypatch):
     monkeypatch.setattr(run_files, "find_spec", lambda name: None)
     assert kvtwin.main(["run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path), "--quiet"]) == 0
@@ -102,7 +85,7 @@ def test_compare_runs_every_policy_on_the_same_traffic_and_draws_them(tmp_path, 
 def test_compare_gives_the_numbers_of_single_runs(tmp_path):
     # One host memory for all, told: by default compare gives all what the greediest takes.
     words = [*SMALL, "--quiet", "--swap-space", "4", "--policy", "vllm-swap"]
-    assert kvtwin.main(["compare", *words, "--policy", "layerkv", "--out", str(tmp_path / "both")]) == 0
+    assert kvtwin.main(["compare", "--no-figures", *words, "--policy", "layerkv", "--out", str(tmp_path / "both")]) == 0
     # With a time series, which compare keeps.
     assert kvtwin.main(["run", *words, "--timeline", "--out", str(tmp_path / "one")]) == 0
     single = (tmp_path / "one" / "result.json").read_bytes()
@@ -137,25 +120,21 @@ SHOW = "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modu
 def test_nothing_heavy_is_imported_before_it_is_needed(tmp_path, body, needed):
     words = [*SMALL, "--policy", "layerkv", "--out", str(tmp_path / "out")]
     code = body.replace("{words}", repr(words)) + SHOW
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = set(done.stderr.split())
     assert "kvtwin" in modules
     assert modules & HEAVY == needed
 
 
 RUN = ("run", *SMALL, "--policy", "vllm-swap", "--out", "out")
-PRINTING = (RUN, ("trace", "list"), ("trace", "list", "--json"), ("profile", "list"), ("profile", "show", "a100-80g"))
+PRINTING = (RUN, ("trace", "list"))
 
 
 def prints_to(place, command, folder):
     """A process of a command whose standard output is `place`."""
     words = [sys.executable, "-m", "kvtwin", *command]
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        words, stdout=place, stderr=subprocess.PIPE, text=True, timeout=60, check=False, cwd=folder, env=path
-    )
+    return subprocess.run(words, stdout=place, stderr=subprocess.PIPE, text=True, check=False, cwd=folder, env=path)
 
 
 @pytest.mark.parametrize("command", PRINTING, ids=" ".join)
@@ -195,60 +174,42 @@ sys.exit(main(["run", "--workload", "fixed", "--num-prompts", "1", "--out", {out
 def test_an_interrupt_while_modules_load_is_told_in_one_line(tmp_path, name):
     code = INTERRUPTING.format(name=name, out=str(tmp_path))
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "kvtwin: interrupted\n")
 
 
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-def interrupted_process(command, number, begun, *, usual=True, folder):
-    """Send a signal to `kvtwin` some time after it began to write `begun`; its status and errors."""
-    # A shell in the background hands an ignored SIGINT down; else the process must have the usual one.
-    handler = signal.SIG_DFL if usual else signal.SIG_IGN
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvtwin", *command, "--out", str(folder), "--quiet"],
-        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 60
-        while not list(folder.glob(begun)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.8)
-        assert process.poll() is None
-        process.send_signal(number)
-        sent = time.monotonic()
-        _, errors = process.communicate(timeout=20)
-        assert time.monotonic() - sent < 10
-    finally:
-        process.kill()
-    return process.returncode, errors
+SIGNALLED = """
+import signal, sys
+import kvtwin, sim.traffic
+from traces.request import Request
+number, ignored, *words = sys.argv[1:]
+def requests_of(setup):
+    for i in range(20):
+        if i == 12:
+            signal.raise_signal(int(number))
+        yield Request(i, i * 10.0, 20, 3)
+sim.traffic.requests_of = requests_of
+# A shell in the background hands an ignored SIGINT down; else the process must have the usual handler.
+signal.signal(signal.SIGINT, signal.SIG_IGN if ignored == "ignored" else signal.default_int_handler)
+sys.exit(kvtwin.main(words))
+"""
 
 
-LONG = ["--workload", "fixed", "--num-prompts", "5000000", "--input-len", "20", "--output-len", "3"]
-LONG += ["--request-rate", "50"]
-
-
-@pytest.mark.parametrize("usual", [True, False])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_process_leaves_what_is_finished(tmp_path, number, status, usual):
-    if number == signal.SIGINT and not usual:
-        pytest.skip("an ignored SIGINT stays ignored")
-    command = ["run", *LONG, "--policy", "vllm-recompute"]
-    found, errors = interrupted_process(command, number, "requests.*", usual=usual, folder=tmp_path)
-    assert errors == f"kvtwin: interrupted; what finished is in {tmp_path}\n"
-    assert found == status
+@pytest.mark.parametrize(
+    ("number", "status", "handler"),
+    [(signal.SIGINT, 130, "usual"), (signal.SIGTERM, 143, "usual"), (signal.SIGTERM, 143, "ignored")],
+)
+def test_a_process_that_is_told_to_end_leaves_what_is_finished(tmp_path, number, status, handler):
+    words = ["run", *SMALL, "--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet"]
+    command = [sys.executable, "-c", SIGNALLED, str(int(number)), handler, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, f"kvtwin: interrupted; what finished is in {tmp_path}\n")
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["complete"] is False
     assert result["completed"] == len(table_rows(tmp_path)) > 0
-
-
-def test_a_comparison_that_is_ended_compares_what_it_has(tmp_path):
-    command = ["compare", *LONG, "--policy", "vllm-recompute", "--policy", "vllm-swap"]
-    status, _ = interrupted_process(command, signal.SIGTERM, "vllm-recompute/requests.*", folder=tmp_path)
-    assert status == 143
-    assert "vllm-recompute" in (tmp_path / "comparison.md").read_text()
-    assert json.loads((tmp_path / "vllm-recompute" / "result.json").read_text())["completed"] > 0
 
 
 @pytest.fixture
@@ -297,13 +258,6 @@ def test_a_second_interrupt_ends_it_at_once(usual_interrupt):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_run_left_alone_is_not_interrupted(usual_interrupt):
-    run, rows = interrupted_run(signals=0)
-    assert not run.interrupted
-    assert len(rows) == 30
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_an_ignored_interrupt_stays_ignored(usual_interrupt):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run, rows = interrupted_run(signals=1)
@@ -344,7 +298,7 @@ def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_inte
 
     monkeypatch.setattr("sim.traffic.requests_of", interrupting)
     words = ["--policy", "vllm-recompute", "--policy", "vllm-swap", "--out", str(tmp_path), "--quiet"]
-    assert kvtwin.main(["compare", *SMALL, *words]) == 130
+    assert kvtwin.main(["compare", "--no-figures", *SMALL, *words]) == 130
     assert (tmp_path / "vllm-recompute" / "result.json").exists()
     assert not (tmp_path / "vllm-swap").exists()
     assert "interrupted" in capsys.readouterr().err
@@ -362,7 +316,7 @@ def test_an_interrupt_beside_the_bounds_leaves_the_comparison(tmp_path, monkeypa
         monkeypatch.setattr("sim.simulate.execute", half)
     else:
         monkeypatch.setattr("sim.bounds.compared.bounds_of", lambda *_, **__: signal.raise_signal(signal.SIGINT))
-    words = ["--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet", "--bounds"]
+    words = ["--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet", "--no-figures", "--bounds"]
     assert kvtwin.main(["compare", *SMALL, *words]) == 130
     assert "compared without bounds" in capsys.readouterr().err
     assert json.loads((tmp_path / "comparison.json").read_text())["policies"] == ["vllm-recompute"]
@@ -384,17 +338,10 @@ def test_bounds_are_looked_for_where_an_slo_is_given_or_they_are_asked_for(tmp_p
     assert found == asked
 
 
-def test_where_a_policy_failed_no_bounds_are_looked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("sim.bounds.compared.bounds_of", lambda *_, **__: pytest.fail("bounds of a part"))
-    monkeypatch.setattr("sim.run_files.exit_status", lambda run: 1)
-    words = ["--policy", "vllm-v1", "--no-figures", "--goodput", "ttft:9000", "--bounds", "--out", str(tmp_path)]
-    assert kvtwin.main(["compare", *SMALL, *words]) == 1
-
-
 def test_compare_gives_every_policy_the_same_host_memory_unless_told(tmp_path):
     def given(*words):
         both = ("--policy", "vllm-swap", "--policy", "layerkv")
-        assert kvtwin.main(["compare", *SMALL, "--quiet", *both, "--out", str(tmp_path), *words]) == 0
+        assert kvtwin.main(["compare", *SMALL, "--quiet", "--no-figures", *both, "--out", str(tmp_path), *words]) == 0
         metrics = json.loads((tmp_path / "comparison.json").read_text())["metrics"]
         return [round(found["host_memory_gib"]) for found in metrics.values()]
 

@@ -66,28 +66,9 @@ def test_one_replica_leaves_the_files_of_one_engine(tmp_path):
     assert "replicas" not in json.loads((tmp_path / "one" / "result.json").read_text())["scenario"]
 
 
-def test_stepped_and_jumped_runs_leave_the_same_requests(tmp_path):
-    words = ["--replicas", "4", "--router", "least-loaded", "--max-concurrency", "30"]
-    assert run(tmp_path / "jumped", *words) == run(tmp_path / "stepped", *words, "--step") == 0
-    jumped, stepped = (
-        {row["request_id"]: row for row in rows(tmp_path / name / "requests.csv")} for name in ("jumped", "stepped")
-    )
-    for key, row in jumped.items():
-        assert row["engine"] == stepped[key]["engine"]
-        assert float(row["e2el_s"]) == pytest.approx(float(stepped[key]["e2el_s"]), abs=1e-6)
-
-
-def test_policies_are_compared_over_replicas(tmp_path):
-    words = ["--policy", "layerkv", "--replicas", "2", "--router", "power-of-two"]
-    assert run(tmp_path, *words, command="compare") == 0
-    assert set(json.loads((tmp_path / "comparison.json").read_text())["policies"]) == {"vllm-recompute", "layerkv"}
-    assert (tmp_path / "figures" / "engines.png").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--router", "least-loaded"], ["--router", "least-loaded", "--replicas"]),
         (["--router", "least-loaded", "--replicas", "1"], ["--router", "--replicas of 2 or more"]),
         (["--replicas", "0"], ["--replicas", "0", "give more"]),
         (
@@ -98,7 +79,6 @@ def test_policies_are_compared_over_replicas(tmp_path):
             ["--replicas", "2", "--router", "prefix-affinity", "--enable-prefix-caching"],
             ["request 0", "no hash_ids", "--router prefix-affinity"],
         ),
-        (["--replicas", "1.5"], ["--replicas", "'1.5'", "whole number"]),
     ],
 )
 def test_bad_values_are_refused(tmp_path, capsys, words, parts):
@@ -133,29 +113,14 @@ def test_tables_and_results_say_who_prefilled_and_who_decoded(tmp_path):
     assert {"link in", "link out"} <= names
 
 
-def test_pools_stepped_and_jumped_leave_the_same_requests(tmp_path):
-    assert run(tmp_path / "jumped", *POOLS, policy="distserve") == 0
-    assert run(tmp_path / "stepped", *POOLS, "--step", policy="distserve") == 0
-    jumped, stepped = (
-        {row["request_id"]: row for row in rows(tmp_path / name / "requests.csv")} for name in ("jumped", "stepped")
-    )
-    for key, row in jumped.items():
-        assert (row["engine"], row["prefill_engine"]) == (stepped[key]["engine"], stepped[key]["prefill_engine"])
-        assert float(row["e2el_s"]) == pytest.approx(float(stepped[key]["e2el_s"]), abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("policy", "words", "parts"),
     [
         ("distserve", [], ["--policy distserve", "--prefill-replicas", "--link-gbps"]),
         ("distserve", POOLS[:4], ["--link-gbps", "missing", "Gbit/s"]),
         ("distserve", POOLS[:2], ["--prefill-replicas", "2", "--decode-replicas"]),
-        ("distserve", POOLS[2:], ["--decode-replicas", "1", "--prefill-replicas"]),
-        ("distserve", [*POOLS[:4], "--link-gbps", "0"], ["--link-gbps", "0", "give more"]),
         ("distserve", [*POOLS[:4], "--link-gbps", "inf"], ["--link-gbps", "inf", "1e9"]),
         ("distserve", [*POOLS, "--replicas", "2"], ["--replicas", "2", "leave it out"]),
-        ("distserve", [*POOLS, "--prefill-tp", "3"], ["3", "choose one of"]),
-        ("distserve", [*POOLS, "--decode-gpu", "l2"], ["l2", "did you mean 'l20'?"]),
         ("distserve:waiting-share=0", POOLS, ["waiting-share", "0", "0.05"]),
         ("distserve:memory=reserved", POOLS, ["stage=hand-over", "memory=paged"]),
         ("layerkv", POOLS, ["--prefill-replicas 2", "layerkv", "stage=promote", "distserve"]),
@@ -165,7 +130,6 @@ def test_pools_stepped_and_jumped_leave_the_same_requests(tmp_path):
         ("mooncake", [*POOLS, "--router", "least-loaded"], ["--router least-loaded", "conductor"]),
         ("mooncake:balancing-threshold=0.5", POOLS, ["balancing-threshold", "0.5", "1 or more"]),
         ("vllm-recompute", ["--link-gbps", "100"], ["--link-gbps", "100", "--prefill-replicas"]),
-        ("vllm-recompute", ["--prefill-tp", "2"], ["--prefill-tp", "2", "--prefill-replicas"]),
     ],
 )
 def test_pools_that_cannot_be_are_refused(tmp_path, capsys, policy, words, parts):
@@ -176,16 +140,8 @@ def test_pools_that_cannot_be_are_refused(tmp_path, capsys, policy, words, parts
 
 
 def test_requests_that_are_turned_away_count_as_ignored_and_against_attainment(tmp_path):
-    words = [
-        *POOLS,
-        "--goodput",
-        "ttft:30",
-        "tpot:200",
-        "--mooncake-rejection",
-        "early",
-        "--mooncake-ttft-slo-ms",
-        "30",
-    ]
+    words = [*POOLS, "--goodput", "ttft:30", "tpot:200"]
+    words += ["--mooncake-rejection", "early", "--mooncake-ttft-slo-ms", "30"]
     assert run(tmp_path, *words, policy="mooncake") == 0
     found = result_module.read_result(tmp_path / "result.json")
     reason = "rejected: its first token would come too late"
@@ -194,20 +150,6 @@ def test_requests_that_are_turned_away_count_as_ignored_and_against_attainment(t
     assert any(reason in warning for warning in found.warnings)
     assert found.goodput_attainment is not result_module.UNSET
     assert found.goodput_attainment <= found.completed / 60
-
-
-def test_machines_of_mixed_pools_leave_whole_tables(tmp_path):
-    words = [*POOLS, "--splitwise-mixed-pool", "--splitwise-max-pending-tokens", "100", "--request-rate", "inf"]
-    assert run(tmp_path, *words, policy="splitwise") == 0
-    found = result_module.read_result(tmp_path / "result.json")
-    assert found.completed == 60
-    assert found.counters.policy["turned_mixed"] > 0
-    table = rows(tmp_path / "requests.csv")
-    assert {row["engine"] for row in table} > {"2"}
-    assert "2" in {row["prefill_engine"] for row in table}
-
-
-PIPELINES = [*POOLS, "--pipeline-parallel-size", "2", "--prefill-pipeline-parallel-size", "1"]
 
 
 def test_a_pipeline_is_as_many_virtual_engines_with_a_share_of_the_blocks_each(tmp_path):
@@ -227,21 +169,11 @@ def test_a_pipeline_is_as_many_virtual_engines_with_a_share_of_the_blocks_each(t
     assert two.engines[0].lanes.compute.busy_s == pytest.approx(two.engines[1].lanes.compute.busy_s)
 
 
-def test_pipelines_of_two_kinds_leave_whole_tables(tmp_path):
-    assert run(tmp_path, *PIPELINES, policy="distserve") == 0
-    table = rows(tmp_path / "requests.csv")
-    assert len(table) == 60
-    assert {row["engine"] for row in table if int(row["output_tokens"]) > 1} <= {"2", "3"}
-    assert {row["prefill_engine"] for row in table} == {"0", "1"}
-
-
 @pytest.mark.parametrize(
     ("policy", "words", "parts"),
     [
         ("vllm-v1", ["2"], ["--pipeline-parallel-size: 2 stages and vllm-v1", "vllm-recompute"]),
-        ("layerkv", ["2"], ["--pipeline-parallel-size: 2 stages and layerkv", "virtual engines"]),
         ("vllm-recompute", ["3"], ["3 stages do not divide the 32 layers", "give a divisor"]),
-        ("vllm-recompute", ["0"], ["--pipeline-parallel-size", "0", "give more"]),
         ("vllm-recompute", ["1", "--decode-pipeline-parallel-size", "2"], ["goes with --prefill-replicas"]),
     ],
 )

@@ -26,7 +26,6 @@ from sim.errors import UserError
 from sim.results.result import assemble
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
-from sim.systems import POLICIES
 from sim.systems.vllm055 import VllmRecompute
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -68,14 +67,7 @@ def edited(tmp_path, edit):
         (lambda d: d["constants"].update(x=d["constants"]["front_end_s"]), ["constants.x", "not known"]),
         (lambda d: d["constants"]["host_base_s"].update(unit="ms"), ["constants.host_base_s.unit", "'ms'", "'s'"]),
         (lambda d: d["constants"]["host_base_s"].update(value=-1.0), ["host_base_s.value", "-1.0", "zero to 3600 s"]),
-        (
-            lambda d: d["constants"]["front_end_s"].update(value=1e308),
-            ["front_end_s.value", "1e+308", "zero to 3600 s"],
-        ),
-        (lambda d: d["constants"]["host_base_s"].update(status="sure"), ["constants.host_base_s", "sure"]),
         (lambda d: d["constants"]["host_base_s"].update(source=""), ["host_base_s.source", "empty"]),
-        (lambda d: d.update(host="async"), ["host", "async"]),
-        (lambda d: d.update(graph_batch_sizes=[1, 4, 2]), ["graph_batch_sizes", "[1, 4, 2]"]),
         (lambda d: d.update(graph_batch_sizes=[0, 4]), ["graph_batch_sizes", "[0, 4]"]),
         (lambda d: d.update(graph_batch_sizes=[1, 4, 4]), ["graph_batch_sizes", "[1, 4, 4]"]),
         (lambda d: d["constants"]["host_base_s"].update(value=3600.5), ["3600.5", "zero to 3600 s"]),
@@ -232,14 +224,6 @@ def test_sampling_costs_by_token_and_vocabulary():
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_policy_has_the_engine_of_its_time():
-    for kind in POLICIES.values():
-        engine = "vllm-v1" if kind.composition["batching"] in ("unified", "paced") else "vllm-0.5"
-        assert kind().engine_profile == engine
-    assert VllmV1(async_scheduling=False).engine_profile == "vllm-v1"
-    assert VllmV1(async_scheduling=True).engine_profile == "vllm-v1-async"
-
-
 def test_a_result_says_which_engine_priced_it_and_what_of_it_is_assumed():
     result = assemble(finished("vllm-recompute"))
     used, shipped = result.engine_profile, load_engine_profile("vllm-0.5")
@@ -310,34 +294,24 @@ def test_clients_in_a_closed_loop_wait_for_the_front_end(tmp_path):
 
 
 def test_our_own_engine_takes_the_host_time_that_its_calibration_found():
+    """But for what was carried over from another profile, which was not measured here; another engine's is not ours."""
     engine, profile = load_engine_profile("kvtwin"), load_profile("a100-80g-imported")
     assert engine.measured_by(profile) is engine
-    found = Constant(0.003, 1e-5, "s", "fitted jointly")
-    measured = msgspec.structs.replace(
-        profile, status="measured", constants={**profile.constants, "step_overhead_s": found}
-    )
-    ours = engine.measured_by(measured)
-    assert (ours.value("host_base_s"), ours.constants["host_base_s"].status) == (0.003, "measured")
-    assert ours.content_hash != engine.content_hash
-    assert ours.value("host_s_per_sequence") == 0.0
-    each = Constant(4e-6, 1e-8, "s/sequence", "fitted jointly")
-    both = msgspec.structs.replace(measured, constants={**measured.constants, "step_s_per_sequence": each})
-    assert engine.measured_by(both).host_time().added_s(64) == pytest.approx(0.003 + 64 * 4e-6)
-    assert "host_s_per_sequence" not in engine.measured_by(both).assumed
-    # What was carried over from another profile was not measured here, each of the two by itself.
-    for base, more, assumed in (
-        ("carried over from x", "fitted jointly", ["host_base_s"]),
-        ("fitted jointly", "carried over from x", ["host_s_per_sequence"]),
-    ):
-        carried = {
-            "step_overhead_s": msgspec.structs.replace(found, source=base),
-            "step_s_per_sequence": msgspec.structs.replace(each, source=more),
+
+    def measured(base, each):
+        found = {
+            "step_overhead_s": Constant(0.003, 1e-5, "s", base),
+            "step_s_per_sequence": Constant(4e-6, 1e-8, "s/sequence", each),
         }
-        own = engine.measured_by(msgspec.structs.replace(measured, constants={**measured.constants, **carried}))
-        assert own.assumed == assumed
-    # Another engine's host time is not ours.
+        return msgspec.structs.replace(profile, status="measured", constants={**profile.constants, **found})
+
+    ours = engine.measured_by(measured("fitted jointly", "fitted jointly"))
+    assert ours.host_time().added_s(64) == pytest.approx(0.003 + 64 * 4e-6)
+    assert ours.assumed == [] and ours.content_hash != engine.content_hash
+    assert engine.measured_by(measured("carried over from x", "fitted jointly")).assumed == ["host_base_s"]
+    assert engine.measured_by(measured("fitted jointly", "carried over from x")).assumed == ["host_s_per_sequence"]
     other = load_engine_profile("vllm-v1")
-    assert other.measured_by(measured) is other
+    assert other.measured_by(measured("fitted jointly", "fitted jointly")) is other
 
 
 @pytest.mark.parametrize(("engine", "pieces"), [("kvtwin", 5), ("vllm-0.5", 2 * 32 * 5)])

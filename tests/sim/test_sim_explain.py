@@ -8,7 +8,6 @@ import pytest
 from small_results import finished
 
 import kvtwin
-from sim.results.explain import _interruption
 from sim.results.timeline import ITERATIONS, merge_timelines, read_timeline, step_name, timeline_events, why
 from sim.runs import Recording
 from sim.scenario import Scenario
@@ -26,7 +25,10 @@ def options_for(policy, **changes):
     return Scenario(**(BASE | pools | changes))
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "layerkv:decode=stream"])
+@pytest.mark.parametrize(
+    "policy",
+    ["vllm-v1", "vllm-swap", "layerkv", "layerkv:decode=stream", "fastserve", "distserve", "adaptive"],
+)
 def test_every_iteration_is_a_slice_and_every_request_is_admitted_in_one(policy):
     run = finished(policy, KEPT, options_for(policy.partition(":")[0]))
     admitted = set()
@@ -141,12 +143,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     [
         ("result.json", lambda data: data[: len(data) // 2]),
         ("result.json", lambda data: data.replace(b'"completed":40', b'"completed":' + b"9" * 400)),
-        ("result.json", lambda data: data.replace(b'"completed":40', b'"completed":NaN')),
-        ("result.json", lambda data: data.replace(b'"policy":"', b'"policy":"\\ud800')),
         ("result.json", lambda data: data.replace(b'"ttfts":[', b'"ttfts":[1.0,')),
         ("timeline.json.gz", lambda data: data[:-20]),
-        ("timeline.json.gz", lambda data: b"no gzip"),
-        ("timeline.json.gz", lambda data: gzip.compress(b"[]")),
         ("timeline.json.gz", lambda data: gzip.compress(gzip.decompress(data).replace(b'"admitted"', b'"let in"'))),
     ],
 )
@@ -165,20 +163,3 @@ def test_damaged_files_are_named(kept, tmp_path, capsys, name, damage):
 def test_timelines_open_together(kept, tmp_path):
     merge_timelines(tmp_path / "both.json.gz", (kept, kept))
     assert len(read_timeline(tmp_path / "both.json.gz")) == 2 * len(read_timeline(kept / "timeline.json.gz"))
-
-
-def test_an_interruption_has_the_limit_that_bound_longest_within_it():
-    """KV memory was short from 0 to 4 s, then seats until 5 s, then nothing."""
-    limits = (("memory", 0.0, 4.0), ("seats", 4.0, 5.0), ("none", 5.0, 9.0))
-    steps = [{"ts": 1e6 * at_s, "dur": 1e6 * (to_s - at_s), "args": {"limit": name}} for name, at_s, to_s in limits]
-
-    def told(start_s, end_s, name="preempted"):
-        return list(_interruption(steps, name, start_s, end_s))
-
-    lost = "it lost its KV and waited to be computed again for"
-    assert told(2.5, 5.5) == [f"At 2.500 s {lost} 3 s, while this was short: KV memory."]
-    assert told(3.5, 5.25) == [f"At 3.500 s {lost} 1.75 s, while this was short: no seat left (max-num-seqs)."]
-    assert told(6.0, 8.0) == [f"At 6.000 s {lost} 2 s."]
-    assert told(9.5, 10.0) == [f"At 9.500 s {lost} 500 ms."]
-    assert told(1.0, 2.0, "recompute") == ["At 1.000 s it was computed again for 1 s."]
-    assert told(2.0, 2.0) == []

@@ -71,18 +71,6 @@ def test_a_killed_process_leaves_no_lock(tmp_path, other):
     assert LOCK_FILE not in files(tmp_path / "out")
 
 
-def test_two_runs_at_once_end_as_one_whole_and_one_refused(tmp_path):
-    command = [sys.executable, "-m", "kvtwin", *small("run", tmp_path / "out", "--num-prompts", "40000")]
-    both = [subprocess.Popen([*command, "--seed", str(seed)], stderr=subprocess.PIPE, text=True) for seed in (1, 2)]
-    ends = [process.communicate(timeout=300)[1] for process in both]
-    # Unless one was so late that the other had ended: then it replaced it whole.
-    assert sorted(process.returncode for process in both) in ([0, 2], [0, 0])
-    for process, error in zip(both, ends, strict=True):
-        assert ("another command" in error) == (process.returncode == 2)
-    whole = kvtwin.load_result(tmp_path / "out").result
-    assert whole.num_prompts == 40_000 and whole.complete
-
-
 def test_a_lock_in_the_same_process_is_taken_once_and_given_back(tmp_path):
     with owning(tmp_path), owning(tmp_path):
         assert (tmp_path / LOCK_FILE).exists()
@@ -112,20 +100,16 @@ def test_a_comparison_replaces_another_and_a_run(tmp_path):
     assert {"comparison.md", "vllm-swap/result.json"} < found
 
 
-@pytest.mark.parametrize("words", [["--policy", "layerkv", "--gpu-memory-utilization", "0.01"], ["--trace", "no.csv"]])
 @pytest.mark.parametrize("command", ["run", "compare"])
-def test_what_is_refused_leaves_the_old_results(tmp_path, capsys, command, words):
-    policies = ["--policy", "vllm-recompute"]
-    assert kvtwin.main(small(command, tmp_path, *policies)) == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    if command == "run" and "--policy" in words:
-        words = words[2:]
-    elif "--trace" in words:
-        words = [*policies, *words]
-    plain = [word for word in small(command, tmp_path, *words) if "--trace" not in words or word not in SMALL[:8]]
-    assert kvtwin.main(plain) == 2
+def test_what_is_refused_leaves_the_old_results(tmp_path, capsys, command):
+    def contents():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    assert kvtwin.main(small(command, tmp_path, "--policy", "vllm-recompute")) == 0
+    before = contents()
+    assert kvtwin.main(small(command, tmp_path, "--policy", "layerkv", "--gpu-memory-utilization", "0.01")) == 2
     assert capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert contents() == before
 
 
 def test_every_file_that_commands_write_is_known(tmp_path):
@@ -187,7 +171,7 @@ def test_devices_and_pipes_are_written_through(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE) as reader:
         write_atomically(tmp_path / "pipe", lambda file: file.write(b"through"))
-        assert reader.communicate(timeout=10)[0] == b"through"
+        assert reader.communicate()[0] == b"through"
     assert (tmp_path / "pipe").is_fifo()
     with pytest.raises(OSError, match="No space left"):
         write_atomically(Path("/dev/full"), lambda file: file.write(b"x"))
@@ -231,7 +215,7 @@ def test_a_lock_whose_file_went_meanwhile_is_taken_anew(tmp_path, monkeypatch):
     assert num_open() == before and names(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
 def test_where_nothing_can_be_locked_a_warning_is_told(tmp_path, monkeypatch, capsys, number):
     def refused(lock, how):
         raise OSError(number, os.strerror(number))

@@ -13,9 +13,9 @@ from sim.bounds.step_price import step_prices
 from sim.cost.changed_profile import changed
 from sim.cost.gated_delta_net import delta_net_price
 from sim.cost.profile import GDN_UNITS, load_profile, read_profile
-from sim.cost.roofline import RooflineCost, _chunks
+from sim.cost.roofline import RooflineCost
 from sim.engine.limits import StateLimits
-from sim.engine.plan import IterationPlan, Origin, PrefillChunk
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.policy_options import parse_policy
@@ -183,8 +183,6 @@ def test_pools_hold_groups_of_ten_layers():
     ("policy", "options", "words"),
     [
         ("sarathi", {}, "whose memory is vLLM v1's"),
-        ("layerkv", {}, "whose memory is vLLM v1's"),
-        ("adaptive", {}, "whose memory is vLLM v1's"),
         ("vllm-v1:scheduling-policy=priority", {}, None),
         ("vllm-v1:memory=radix", {}, "whose memory is vLLM v1's"),
         ("vllm-v1:kv-offloading-size=20", {}, "--kv-offloading-size: qwen3.5-35b-a3b has layers that keep a state"),
@@ -199,11 +197,3 @@ def test_who_refuses_such_a_model(policy, options, words):
         return
     with pytest.raises(UserError, match=words):
         simulate(scenario, policy)
-
-
-def test_chunks_of_one_token_are_decodes_where_a_plan_says_so():
-    seqs = [Sequence(Request(i, 0.0, 9, 2)) for i in range(3)]
-    plan = IterationPlan(chunks=[PrefillChunk(seq, i + 1, 0, Origin.CONTINUED) for i, seq in enumerate(seqs)])
-    assert list(_chunks(plan)) == [1, 2, 3]
-    plan.num_single_chunks = 1
-    assert list(_chunks(plan)) == [2, 3]

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.engine import itl
 from sim.engine.itl import GapCollector
 
 runs = st.lists(
@@ -52,25 +51,14 @@ def test_binned_percentiles_stay_within_their_bound(found: list[tuple[float, flo
         assert low * (1 - 2e-4) <= value <= high * (1 + 2e-4)
 
 
-def test_long_jumps_are_folded_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few runs may be of many iterations: past the limit they are binned, some at a time, and no gap is lost."""
-    found = [(0.01 * (1 + i % 7), 1e-4, 1 + 5 * i, 1 + i % 3) for i in range(40)]
+def test_long_jumps_are_folded_and_no_gap_is_lost() -> None:
+    """Few runs may be of many iterations: past the limit they are binned."""
     exact, folded = GapCollector(), GapCollector(max_gaps=1000)
-    for run in found:
-        exact.add(run)
-        folded.add(run)
-    expanded, sizes = itl._expanded, []
-
-    def count(rows):
-        sizes.append(int(rows[:, 2].sum()))
-        return expanded(rows)
-
-    expected = exact.statistics((50.0, 99.0))
-    monkeypatch.setattr(itl, "_expanded", count)
-    monkeypatch.setattr(itl, "PIECE", 300)
-    statistics = folded.statistics((50.0, 99.0))
+    for i in range(40):
+        for collector in (exact, folded):
+            collector.add((0.01 * (1 + i % 7), 1e-4, 1 + 5 * i, 1 + i % 3))
+    expected, statistics = exact.statistics((50.0, 99.0)), folded.statistics((50.0, 99.0))
     assert statistics is not None and expected is not None and expected.exact and not statistics.exact
-    assert len(sizes) > 10 and max(sizes) <= 300 and sum(sizes) == sum(count for _, _, count, _ in found)
     assert statistics.count == expected.count
     assert statistics.mean == pytest.approx(expected.mean) and statistics.std == pytest.approx(expected.std)
     for percentile, value in statistics.percentiles.items():
@@ -79,10 +67,3 @@ def test_long_jumps_are_folded_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch
 
 def test_no_gaps_no_statistics() -> None:
     assert GapCollector().statistics((50.0,)) is None
-
-
-def test_what_is_folded_at_once_has_so_many_iterations_or_is_one_run(monkeypatch):
-    monkeypatch.setattr(itl, "PIECE", 2)
-    for counts, lengths in (([1] * 6, [2, 2, 2]), ([1, 9, 1, 1], [1, 1, 2]), ([3], [1]), ([], [])):
-        table = np.array([(0.1, 0.0, count, 1) for count in counts]).reshape(-1, 4)
-        assert [len(piece) for piece in itl._pieces(table)] == lengths

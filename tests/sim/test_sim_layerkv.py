@@ -1,6 +1,5 @@
 """LayerKV's decisions on cases worked by hand."""
 
-from collections.abc import Callable
 from math import inf
 from random import Random
 
@@ -16,10 +15,7 @@ from sim.engine.predictor import BucketPredictor
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.kv.layer_blocks import LayerBlocks
-from sim.parts.admission.slack import SlackAdmission
 from sim.parts.admission.slack_book import SlackBook
-from sim.parts.eviction.layer_offload import LayerOffload
-from sim.parts.stage.promote import Promote
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems.layerkv import LayerKV
@@ -128,23 +124,6 @@ def test_a_book_of_hundreds_has_the_least_slack_of_each(drop: bool) -> None:
     assert len(here) == 600
 
 
-def test_the_admission_hears_of_who_joins_parks_leaves_and_is_ahead_of_the_step() -> None:
-    """As above: 22 tokens at the same step are 0.05 s more; parked, no step brings a token: 0.2*40 - (3 + 0.05*19)."""
-    admission = SlackAdmission(100, lambda tokens: 0.0, 0.2, drop_irrecoverable=True, lengths_known=True)
-    seq = decoding(41, 21, 1.0)
-    admission.joined(seq)
-    assert admission.book.least_s(0.0, 3.0, 0.05, 0) == pytest.approx(5.0)
-    seq.finish_step -= 1
-    admission.moved(seq)
-    assert admission.book.least_s(0.0, 3.0, 0.05, 0) == pytest.approx(5.05)
-    assert admission.book.least_s(0.0, 4.0, 0.05, 10) == pytest.approx(4.55)
-    seq.num_generated += 1
-    admission.parked(seq)
-    assert admission.book.least_s(0.0, 4.0, 0.05, 10) == pytest.approx(4.05)
-    admission.left(seq)
-    assert admission.book.least_s(0.0, 4.0, 0.05, 10) == inf
-
-
 slacks = st.lists(
     st.tuples(st.integers(1, 90), st.integers(1, 90), st.floats(0, 20), st.booleans()), min_size=0, max_size=30
 )
@@ -181,26 +160,6 @@ def test_who_outlived_its_bound_blocks_with_one_token_to_go() -> None:
     assert book.least_s(0.0, 6.1875, 0.0625, 0) == 0.0
     assert [book.is_blocked(0.0, now_s, 0.0625, 0) for now_s in (6.1875, 6.25)] == [True, False]
     assert book.least_s(0.0, 6.25, 0.0625, 0) == inf
-
-
-@pytest.mark.parametrize("count", [256, 257, 600])
-def test_the_book_holds_as_many_as_there_are(count: int) -> None:
-    """Slots grow by doubling: none may be lost, and those that are given back are used again."""
-    book = SlackBook(0.2, drop_irrecoverable=True)
-    seqs = [decoding(50, 10, float(i)) for i in range(count)]
-    for seq in seqs:
-        book.update(seq, decoding=False)
-    now_s = count + 1.0
-    for _ in range(2):
-        for first in (0, count // 2, count - 1):
-            slacks = [by_equation_1(seq, now_s, 0.05, 0.2) for seq in seqs[first:]]
-            # Those before it are away.
-            for seq in seqs[:first]:
-                book.remove(seq)
-            assert book.least_s(0.0, now_s, 0.05, 0) == pytest.approx(min([s for s in slacks if s >= 0.0], default=inf))
-        for seq in seqs:
-            book.update(seq, decoding=False)
-        now_s = 2.0
 
 
 def test_prefills_wait_while_a_decoding_request_has_no_slack() -> None:
@@ -269,28 +228,6 @@ def test_as_many_layers_stay_as_memory_has_to_spare() -> None:
     assert memory.layers_to_keep(prompt(3), 0) is None
 
 
-def test_the_forecast_offloads_half_and_then_all_of_the_latest_parked() -> None:
-    state = scheduler(100, LayerKV())
-    memory, stage, eviction = state.memory, state.stage, state.eviction
-    assert isinstance(memory, LayerBlocks) and isinstance(stage, Promote) and isinstance(eviction, LayerOffload)
-    for i, blocks in enumerate((5, 5)):
-        seq = Sequence(Request(i, 0.0, 80, 10))
-        seq.num_blocks, seq.num_generated, seq.first_token_s = blocks, 1, 0.0
-        memory.groups_on_gpu[seq] = (0, 1, 3)
-        memory.gpu.allocate(3 * blocks)
-        memory.host.allocate(blocks)
-        stage.park(seq)
-    older, newer = stage.waiting
-    eviction._offload_retained(8)
-    assert (memory.num_hosted(older), memory.num_hosted(newer)) == (1, 3)
-    for move in state.beside:
-        state.transfer_done(move)
-    state.beside.clear()
-    # Half of the rest of both is 5 + 10; 20 asks for all.
-    eviction._offload_retained(20)
-    assert (memory.num_hosted(older), memory.num_hosted(newer)) == (3, 4)
-
-
 def test_streaming_pays_the_link_every_step() -> None:
     """Prompts take 5 ms, decodes 20, a layer's block 1. Two layers of two blocks stay on the host, and never come back.
 
@@ -323,33 +260,6 @@ def test_nobody_forecasts_with_one_who_was_dropped_since() -> None:
     found = run(policy, workload).scheduler.counters
     assert (found.swap_space_exhausted, found.policy["forecast_shortages"]) == (1, 9)
     check_jumps(policy, workload)
-
-
-def test_a_forecast_counts_whoever_is_expected_to_end_once() -> None:
-    """Also who has left the batch and joined again, with the same end in sight."""
-    arrivals = requests(*((0.01 * i, 20 + 31 * i % 90, 10 + 17 * i % 50) for i in range(30)))
-    seen: list[int] = []
-
-    def observe(scheduler: Scheduler) -> Callable[..., None]:
-        eviction = scheduler.eviction
-        assert isinstance(eviction, LayerOffload)
-        groups, batch = eviction.blocks.groups_on_gpu, scheduler.batch
-
-        def look(*_: object) -> None:
-            ends = dict[int, list[Sequence]]()
-            for seq in batch.members:
-                if (median := seq.predicted_median_tokens - batch.num_generated_of(seq)) > 0:
-                    ends.setdefault(median, []).append(seq)
-            for left, found in ends.items():
-                wanted = sum(batch.num_blocks_of(seq) * len(groups[seq]) for seq in found)
-                seen.append(wanted)
-                assert eviction._predicted_releases(batch.step + left) == wanted
-
-        return look
-
-    policy = LayerKV(equations="paper", predictor="bucket")
-    outcome = simulate(policy, arrivals, limits(gpu=24, host=60), observe=observe)
-    assert sum(seen) and max(seq.num_preemptions for seq in outcome.ended) > 1
 
 
 def test_bucket_predictor_is_right_as_often_as_it_says() -> None:

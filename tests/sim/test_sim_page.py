@@ -10,17 +10,14 @@ import browser
 import numpy as np
 import pytest
 from msgspec import UNSET, structs
-from small_results import scenario, small_result
 
 import kvtwin
 from sim.errors import UserError
 from sim.results.comparison import write_comparison
-from sim.results.figures.data import FigureRun
-from sim.results.figures.style import folded_label, percent_text, ranking, seconds_text, short_label
+from sim.results.figures.style import percent_text, seconds_text
 from sim.results.page import saved
 from sim.results.page.charts import charts
-from sim.results.page.latency_charts import _log_axis
-from sim.results.page.page import _in_script, _inlined, render
+from sim.results.page.page import render
 from sim.results.page.saved import Section, read_run, read_sections
 
 pytest.importorskip("jinja2")
@@ -63,13 +60,6 @@ def test_the_page_has_tables_figures_provenance_and_the_way_back(compared):
                   "kvtwin compare --scenario scenario.toml", "layerkv-threshold = 0.02"):  # fmt: skip
         assert words in page
     assert not re.search(r'(src|href)="(?!#|data:)', page.replace("'", '"').partition("<script>")[0])
-
-
-def test_a_run_with_a_time_series_has_a_line_in_each_chart_of_memory(compared):
-    page = figures_of((compared / "report.html").read_text())
-    names = ["vllm-recompute", "layerkv:slo-aware=false"]
-    for number in range(5):
-        assert [line["name"] for line in page[f"0-memory{number}"]["data"] if line.get("name")] == names
 
 
 def test_the_same_runs_give_the_same_page(compared):
@@ -139,29 +129,6 @@ def test_seconds_and_shares_read_at_their_limits():
     assert {value: percent_text(value).replace("\xa0", " ") for value in shares} == shares
 
 
-def test_labels_are_cut_and_broken_where_they_are_too_long():
-    assert (short_label("a" * 30), short_label("a" * 31)) == ("a" * 30, "a" * 27 + "...")
-    assert short_label("$é€") == "\\$é?"
-    assert folded_label("layerkv:order=mlfq,batching=sarathi", 20) == "layerkv: order=mlfq,\nbatching=sarathi"
-    assert folded_label("aa bb cc dd ee ff gg", 6) == "aa bb\ncc dd\nee..."
-
-
-def test_least_and_most_are_named_unless_they_read_alike():
-    def said(*values):
-        return ranking("TTFT", list(zip("abc", values, strict=False)), lambda value: f"{value:.0f}")
-
-    assert (said(1.0), said(1.0, 1.4), said(1.0, 1.4, 1.2)) == ("TTFT 1", "TTFT 1 with both", "TTFT 1 with each policy")
-    assert said(7.0, 2.0, 9.0) == "TTFT 2 with b, 9 with c"
-
-
-@pytest.mark.parametrize(("replicas", "several"), [(1, 0), (2, 2)])
-def test_engines_are_read_one_by_one_where_there_are_several(tmp_path, replicas, several):
-    words = ["--replicas", str(replicas), "--timeline", "--out", str(tmp_path)]
-    assert kvtwin.main(["run", *WORDS, *words]) == 0
-    run = read_run(tmp_path)
-    assert len(run.engines) == several and run.series is not None
-
-
 def test_several_engines_have_a_figure_of_theirs(tmp_path):
     words = ["--policy", "distserve", "--prefill-replicas", "1", "--decode-replicas", "2", "--link-gbps", "100"]
     assert kvtwin.main(["run", *WORDS, *words, "--out", str(tmp_path)]) == 0
@@ -171,47 +138,6 @@ def test_several_engines_have_a_figure_of_theirs(tmp_path):
     assert [row[2] for row in engines.rows] == [f"{one.num_prompts}" for one in result.engines]
     busy = [one.lanes.compute.busy_s / result.makespan_s for one in result.engines]
     assert engines.data[0]["y"] == pytest.approx([100 * share for share in busy], abs=1e-3)
-
-
-def test_a_table_in_parquet_is_read_as_one_in_csv(tmp_path, monkeypatch):
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = {name: [1.5, 2.5] for name in ("ttft_s", "queue_s", "arrival_s", "e2el_s")} | {"output_tokens": [3, 4]}
-    parquet.write_table(pa.table(columns), tmp_path / "requests.parquet")
-    found = saved._table(tmp_path)
-    expected = {
-        "ttft": [1.5, 2.5],
-        "queue": [1.5, 2.5],
-        "arrival": [1.5, 2.5],
-        "e2el": [1.5, 2.5],
-        "tokens": [3.0, 4.0],
-    }
-    assert {name: values.tolist() for name, values in found.items()} == expected
-    lines = zip(
-        *([name, *map(str, values)] for name, values in (columns | {"status": ["done"] * 2}).items()), strict=True
-    )
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/requests.csv").write_text("\n".join(map(",".join, lines)) + "\n")
-    found = saved._table(tmp_path / "other")
-    assert {name: values.tolist() for name, values in found.items()} == expected
-    monkeypatch.setattr(saved, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="is read with pyarrow"):
-        saved._table(tmp_path)
-
-
-def test_times_of_those_that_ended_well_are_read_from_the_arrays(tmp_path, monkeypatch):
-    """Gaps from two tokens on; who was ignored, or stopped short, is in no figure."""
-    result = small_result(
-        ttfts=[1.0, 9.0, 2.0, 3.0], queue_times=[0.5, 9.0, 0.25, 1.0], start_times=[4.0, 5.0, 6.0, 7.0],
-        latencies=[1.0, 9.0, 2.5, 7.0], output_lens=[1, 9, 2, 5], errors=["", "ignored: x", "", ""],
-    )  # fmt: skip
-    monkeypatch.setattr(saved, "read_result", {tmp_path / "result.json": result}.__getitem__)
-    run = read_run(tmp_path)
-    found = (run.ttft_s, run.queue_s, run.prefill_s, run.arrival_s, run.tpot_s)
-    assert [values.tolist() for values in found] == [
-        [1.0, 2.0, 3.0], [0.5, 0.25, 1.0], [0.5, 1.75, 2.0], [4.0, 6.0, 7.0], [0.5, 1.0],
-    ]  # fmt: skip
-    assert (run.label, run.series, run.engines) == (result.policy, None, ())
 
 
 def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeypatch, capsys):
@@ -235,54 +161,13 @@ def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeyp
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("requests.csv", "ttft_s,queue_s\n1,2\n", "'arrival_s'"),
-        ("requests.csv", "ttft_s,queue_s,arrival_s,e2el_s,output_tokens\n1,x,3,4,5\n", "'x'"),
-        (None, "", "No such file or directory"),
-        ("requests.parquet", "no table", "Parquet"),
-    ],
-)
-def test_a_table_that_is_none_is_one_line(tmp_path, name, text, reason):
-    pytest.importorskip("pyarrow")
-    if name is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(UserError) as caught:
-        saved._table(tmp_path)
-    told = str(caught.value)
-    assert told.startswith(f"{tmp_path / (name or 'requests.csv')}: not a per-request table (")
-    assert reason in told and told.endswith("); run it again")
-
-
 def test_a_page_without_its_libraries_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("sim.results.page.page.find_spec", lambda name: None)
-    with pytest.raises(UserError) as caught:
-        render([])
-    assert str(caught.value) == "report: needs jinja2 and plotly; pip install 'kvtwin[report]'"
     monkeypatch.setattr("sim.results.page.page.find_spec", lambda name: None if name == "plotly" else name)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"^report: needs plotly; pip install 'kvtwin\[report\]'$"):
         render([])
-    assert str(caught.value) == "report: needs plotly; pip install 'kvtwin[report]'"
 
 
-@pytest.mark.parametrize("end", ["</script>", "</STYLE >"])
-def test_a_file_that_would_end_its_own_element_is_refused(tmp_path, end):
-    (path := tmp_path / "plotly.min.js").write_text("let x = '</b>'")
-    assert str(_inlined(path)) == "let x = '</b>'"
-    path.write_text(f"let x = '{end}'")
-    with pytest.raises(UserError) as caught:
-        _inlined(path)
-    assert str(caught.value) == f"{path}: would end its own element; reinstall it"
-
-
-def test_nothing_completed_is_a_page_too():
-    run = small_result(scenario=scenario(goodput=()))
-    empty = np.empty(0)
-    assert "SLOs: none" in render([Section([FigureRun("p", run, None, empty, empty, empty, empty)], [], None, None)])
-
-
-@pytest.mark.parametrize("what", ["missing", "empty", "broken"])
+@pytest.mark.parametrize("what", ["missing", "broken"])
 def test_folders_without_runs_are_refused_in_a_line(tmp_path, capsys, what):
     folder = tmp_path / what
     if what != "missing":
@@ -298,30 +183,19 @@ def test_folders_without_runs_are_refused_in_a_line(tmp_path, capsys, what):
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("result.json", ('"policy":"', '"policy":"\\udcff'), "surrogates not allowed"),
-        ("result.json", ('"ttfts":[', '"ttfts":[1e400,'), "not JSON (1e400 is not a finite number)"),
         ("result.json", ('"ttfts":[', '"ttfts":[NaN,'), "not JSON (NaN is not a finite number)"),
         ("series.csv", ("time_s,", "time_s,more,"), "not a time series"),
         ("scenario.toml", ("=", "\udcff="), "not UTF-8 text"),
     ],
 )
-def test_damaged_files_are_named(tmp_path, capsys, name, text, told):
-    words = ["--workload", "fixed", "--num-prompts", "4", "--gpu", "l20", "--timeline", "--quiet"]
-    assert kvtwin.main(["run", *words, "--out", str(tmp_path)]) == 0
-    path = tmp_path / name
-    before = path.read_text()
-    path.write_bytes(before.replace(*text, 1).encode(errors="surrogateescape"))
-    assert kvtwin.main(["report", str(tmp_path)]) == 2
+def test_damaged_files_are_named(compared, tmp_path, capsys, name, text, told):
+    shutil.copytree(compared / "vllm-recompute", tmp_path / "run")
+    path = tmp_path / "run" / name
+    shutil.copy(compared / "scenario.toml", tmp_path / "run")
+    path.write_bytes(path.read_text().replace(*text, 1).encode(errors="surrogateescape"))
+    assert kvtwin.main(["report", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"kvtwin: {path}: ") and told in error and error.count("\n") == 1
-
-
-def test_a_pages_folder_is_made(tmp_path):
-    words = ["--workload", "fixed", "--num-prompts", "4", "--gpu", "l20", "--timeline", "--quiet"]
-    assert kvtwin.main(["run", *words, "--out", str(tmp_path / "run")]) == 0
-    page = tmp_path / "not" / "yet" / "page.html"
-    assert kvtwin.main(["report", str(tmp_path / "run"), "--out", str(page)]) == 0
-    assert page.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_comparison_of_nothing_is_refused(tmp_path):
@@ -330,17 +204,6 @@ def test_a_comparison_of_nothing_is_refused(tmp_path):
     with pytest.raises(UserError) as caught:
         read_sections([tmp_path])
     assert str(caught.value) == f"{path}: no policy was run; compare some"
-
-
-def test_a_comparison_of_numbers_that_are_none_is_named(tmp_path):
-    (tmp_path / saved.COMPARISON_FILE).write_text('{"policies": [], "bound": NaN}')
-    with pytest.raises(UserError, match=f"{saved.COMPARISON_FILE}: not JSON .NaN is not a finite number"):
-        read_sections([tmp_path])
-
-
-def test_numbers_that_no_figure_can_show_are_told():
-    with pytest.raises(UserError, match="beyond what a figure can show"):
-        _in_script({"x": [1.0, float("inf")]})
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
@@ -359,8 +222,8 @@ def test_in_a_browser_it_draws_offline_and_quietly_at_any_width_by_keyboard_and_
         ink = "getComputedStyle(document.querySelector('.chart .xtitle')).fill"
         light = await page.evaluate(ink)
         await page.scheme("dark")
-        await asyncio.sleep(0.3)
-        assert await page.evaluate(ink) != light
+        while await page.evaluate(ink) == light:
+            await asyncio.sleep(0.05)
         # By keyboard to the first policy's box, which hides its lines in all figures.
         visible = "document.querySelector('[data-figure=\"0-ttft\"]').querySelectorAll('.scatterlayer .trace').length"
         assert await page.evaluate(visible) == 2
@@ -382,10 +245,3 @@ def test_in_a_browser_it_draws_offline_and_quietly_at_any_width_by_keyboard_and_
     errors, requests = browser.visit(look)
     assert errors == []
     assert set(requests) == {path.resolve().as_uri()}
-
-
-def test_an_axis_of_three_decades_and_a_third_has_powers_of_ten_alone():
-    for high, steps in ((1999.9, [1, 2, 5]), (2000.0, [1])):
-        assert _log_axis(1.0, high)["tickvals"] == [
-            step * 10.0**decade for decade in range(5) for step in steps if step * 10.0**decade <= 1.5 * high
-        ]

@@ -18,16 +18,6 @@ def test_requests_pass_through_and_the_bar_comes_late(after_s, is_shown, monkeyp
     assert ("vllm-swap: requests arrived" in capsys.readouterr().err) == is_shown
 
 
-def test_every_256th_request_moves_the_bar(monkeypatch, capsys):
-    """One second is not yet later than a second: the bar starts at the next look, and once."""
-    shown, times_s = [], iter([10.0, 10.0, 11.0, 11.1])
-    monkeypatch.setattr(progress, "monotonic", lambda: next(times_s))
-    monkeypatch.setattr(Progress, "start", lambda bar: shown.append("start"))
-    monkeypatch.setattr(Progress, "update", lambda bar, task, completed: shown.append(completed))
-    assert len(list(progress.track(requests(*[(0.0, 10, 1)] * 1025), "sweep", None))) == 1025
-    assert shown == [0, 256, "start", 512, 768, 1024]
-
-
 def test_a_bar_of_runs_counts_those_that_ended_and_failed(monkeypatch):
     """Three in two seconds, one of which failed; before any time has passed there is a rate, too."""
     now_s, bars = [5.0], []

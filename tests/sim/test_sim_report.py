@@ -8,8 +8,8 @@ from msgspec import structs
 from small_results import counts, lanes, small_result
 
 from sim.results.comparison import comparison_lines, print_comparison, table, write_comparison
-from sim.results.comparison_sentences import _time, sentences
-from sim.results.parts import TierUse, UsedProfile
+from sim.results.comparison_sentences import sentences
+from sim.results.parts import TierUse
 from sim.results.report import deployment, mean_decoding, metric_values, print_run, run_lines
 
 
@@ -114,11 +114,6 @@ def test_run_is_summed_up_in_80_columns(tmp_path, capsys):
     assert all(line.isascii() for line in lines if not line.startswith("Results"))
 
 
-def test_measured_profile_is_not_called_anything_else(tmp_path):
-    profile = UsedProfile(name="h200-measured", status="measured", sha256="0")
-    assert any(line.endswith(" h200-measured (measured)") for line in run_lines(result_of(profile=profile), tmp_path))
-
-
 @pytest.mark.parametrize("result", [empty(), result_of(std_ttft_ms=None, mean_itl_ms=None, makespan_s=0.0)])
 def test_missing_numbers_print_as_dashes(tmp_path, result):
     text = "\n".join(run_lines(result, tmp_path))
@@ -131,9 +126,7 @@ def test_missing_numbers_print_as_dashes(tmp_path, result):
     [
         ({"async_scheduling": False}, "kvtwin-sim", True),
         ({"async_scheduling": True}, "kvtwin-sim", False),
-        ({"async_scheduling": False}, "kvtwin-live", False),
         ({}, "kvtwin-sim", False),
-        ({"async_scheduling": None}, "kvtwin-sim", False),
     ],
 )
 def test_a_run_in_series_names_the_flag_for_what_vllm_does_by_default(tmp_path, options, backend, said):
@@ -141,11 +134,6 @@ def test_a_run_in_series_names_the_flag_for_what_vllm_does_by_default(tmp_path, 
     result = structs.replace(result, scenario=replace(result.scenario, policy_options=options))
     lines = [line for line in run_lines(result, tmp_path) if "--async-scheduling" in line]
     assert lines == ["Scheduling:                       serial; vLLM's default is --async-scheduling"] * said
-
-
-def test_interrupted_run_says_so(tmp_path):
-    lines = run_lines(result_of(complete=False), tmp_path)
-    assert any(line.startswith("Ended early:") and line.endswith("interrupted") for line in lines)
 
 
 def test_requests_past_their_first_token_follow_littles_law():
@@ -167,7 +155,7 @@ def test_comparison_shows_ratios_to_the_first_and_stars_the_best(tmp_path, capsy
     assert "SLOs met (% of requests) 75.0 90.0 (1.20x) *" in lines
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("count", [1, 6])
 def test_comparison_of_many_policies_keeps_to_80_columns(count):
     names = ["layerkv:slo_aware=false,drop_irrecoverable=false,horizon_steps=16", "vllm-swap", "layerkv"]
     results = [result_of(), *(layerkv(f"{names[i % 3]}{i}") for i in range(count - 1))]
@@ -256,12 +244,3 @@ def test_columns_of_large_numbers_do_not_merge(tmp_path):
     assert max(len(line) for line in lines if not line.startswith("Results")) <= 80
     rows = [line.split() for line in comparison_lines([result_of(**huge), layerkv(**huge)], tmp_path)]
     assert ["Mean", "E2EL", "(ms)", "12,345,678.9", "12,345,678.9", "(1.00x)"] in rows
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "words"),
-    [(None, "-"), (0.01234, "0.0123 ms"), (999.4, "999 ms"), (999.5, "1 s"), (12345.0, "12.3 s"), (999_499.0, "999 s"),
-     (999_500.0, "1,000 s"), (3_600_000.0, "3,600 s")],
-)  # fmt: skip
-def test_times_in_sentences_have_three_digits(milliseconds, words):
-    assert _time(milliseconds) == words

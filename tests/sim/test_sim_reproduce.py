@@ -49,15 +49,6 @@ def test_papers_and_figures_are_found_by_name():
             chosen(SETUPS, paper, "99")
 
 
-def test_a_case_may_have_values_of_its_own():
-    (setup,) = chosen(SETUPS, "layerkv", "7")
-    points = setup.points()
-    xs = {case: [x for where, x, label, _ in points if (where, label) == (case, "vLLM")] for case in setup.cases}
-    assert xs["7B, 1 GPU"] == [4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0]
-    assert xs["34B, 2 GPUs"] == xs["70B, 4 GPUs"] == [3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0]
-    assert all(options["request_rate"] == x for _, x, _, options in points)
-
-
 def test_options_have_no_x_where_there_is_none():
     """Nor where it has no values."""
     plain = {"model": "qwen3-8b", "policy": "ellm"}
@@ -66,14 +57,6 @@ def test_options_have_no_x_where_there_is_none():
         assert setup.points() == [("", values[0] if values else None, "a", plain)]
     setup = PaperSetup("Paper", "1", "", [], {"a": "ellm"}, {"model": "qwen3-8b"}, [], "tp", [2])
     assert setup.points() == [("", 2, "a", {**plain, "tp": 2})]
-
-
-def test_headings_say_figure_or_table_where_it_has_a_number():
-    headings = [chosen(SETUPS, *what)[0].heading.partition(":")[0] for what in HEADED]
-    assert headings == ["LayerKV, figures 6-7", "eLLM, figure 10", "eLLM, table 2", "KVPR"]
-
-
-HEADED = (("layerkv", "6"), ("ellm", "10"), ("ellm", "table-2"), ("kvpr", "throughput"))
 
 
 def found(claim: Claim, values: dict[tuple[str, float], float], metric: str = "mean_ttft_ms") -> Found:
@@ -94,14 +77,10 @@ TWO = {("a", 1): 300.0, ("b", 1): 100.0, ("a", 2): 50.0, ("b", 2): 100.0}
         ({"paper": 2.5}, 3.0, REPRODUCED),
         ({"paper": 30.0}, 3.0, PARTLY),
         ({"paper": 2.5, "at": 2}, 0.5, NOT),
-        ({"paper": 0.7, "at": 2}, 0.5, REPRODUCED),
         ({"paper": 1.4, "of": "b", "over": "a", "pick": "min"}, 1 / 3, NOT),
-        ({"paper": 2.5, "pick": "min"}, 0.5, NOT),
         ({"paper": 1.0, "kind": "least", "pick": "min"}, 0.5, NOT),
         ({"paper": 4.0, "kind": "most"}, 3.0, REPRODUCED),
-        ({"paper": 3.0, "kind": "most"}, 3.0, REPRODUCED),
         ({"paper": 2.9, "kind": "most"}, 3.0, NOT),
-        ({"paper": 0.5, "kind": "least", "pick": "min"}, 0.5, REPRODUCED),
         ({"paper": 150.0, "kind": "difference"}, 200.0, REPRODUCED),
         ({"paper": 0.4, "kind": "difference", "pick": "min", "at": 1, "of": "b", "over": "b"}, 0.0, NOT),
         ({"paper": 2.0, "kind": "capacity", "limit": 60.0}, None, "no result"),
@@ -122,15 +101,12 @@ def test_claims_by_hand(more, ours, verdict):
     [
         ({"paper": 3.0}, 4.5, REPRODUCED),
         ({"paper": 3.0}, 4.51, PARTLY),
-        ({"paper": 3.0}, 2.0, REPRODUCED),
-        ({"paper": 3.0}, 1.99, PARTLY),
         ({"paper": 1.25}, 1.0, NOT),
         ({"paper": 1.0}, 1.25, NOT),
         ({"paper": 1.05}, 1.0625, REPRODUCED),
         ({"paper": 1.05}, 1.04, NOT),
         ({"paper": 0.75}, 0.9375, REPRODUCED),
         ({"paper": 0.75}, 0.97, NOT),
-        ({"paper": 0.75, "over": None}, 0.96875, REPRODUCED),
         ({"paper": 0.75, "over": None}, -0.5, NOT),
         ({"paper": 100.0, "kind": "difference"}, 5.0, PARTLY),
         ({"paper": 100.0, "kind": "difference"}, 4.9, NOT),
@@ -202,29 +178,6 @@ def test_panels_of_a_row_share_unit_and_scale(slowest_ms: float, name: str, scal
     assert [text.get_text() for text in first.get_legend().get_texts()] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("values", "scale", "rotation"),
-    [([3, 5, 12], "log", 0), ([3, 11], "linear", 0), ([2, 3, 5, 6, 7], "linear", 0), ([1, 2, 3, 4, 5, 6], "log", 35)],
-)
-def test_an_axis_is_logarithmic_from_four_times_on_and_many_ticks_are_turned(values, scale, rotation):
-    claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
-    one = found(claim, {(label, x): 100.0 * x for label in "ab" for x in values})
-    (axis,) = figure_of(Found(msgspec.structs.replace(one.setup, values=values), one.results, {})).axes
-    assert axis.get_xscale() == scale
-    assert [text.get_text() for text in axis.get_xticklabels()] == [str(value) for value in values]
-    assert {text.get_rotation() for text in axis.get_xticklabels()} == {rotation}
-    assert not len(axis.xaxis.get_minorticklocs())
-
-
-def test_bars_carry_their_values():
-    one = found(Claim("less", 2.5, "mean_ttft_ms", "a", "b"), TWO)
-    setup = msgspec.structs.replace(one.setup, x=None, values=[])
-    results = {("", None, label): {"mean_ttft_ms": ms, "counters": {}} for label, ms in (("a", 1234.0), ("b", 2.5))}
-    (axis,) = figure_of(Found(setup, results, {})).axes
-    assert [text.get_text() for text in axis.texts] == ["1,234", "2.5"]
-    assert [text.get_text() for text in axis.get_xticklabels()] == ["a", "b"]
-
-
 def test_numbers_made_of_several():
     result = {
         "mean_queue_ms": 30.0, "mean_ttft_ms": 40.0, "goodput_attainment": 0.9, "scenario": {"block_size": 16},
@@ -256,16 +209,18 @@ def test_a_page_keeps_what_is_not_the_papers_table():
         fill_in("nothing", [one])
 
 
-def test_a_figure_is_run_printed_and_drawn_and_kept(tmp_path, capsys):
-    arguments = ["reproduce", "kvpr", "--out", str(tmp_path), "--jobs", "1"]
+def test_a_figure_is_run_printed_drawn_and_kept_and_its_page_filled_in(tmp_path, capsys):
+    (page := tmp_path / "page.md").write_text("é <!-- reproduce kvpr -->\nold\n<!-- end -->\n")
+    arguments = ["reproduce", "kvpr", "--out", str(tmp_path), "--jobs", "1", "--page", str(page)]
     assert kvtwin.main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "| throughput | decode throughput, most | 1.46 |" in printed
+    printed, filled = capsys.readouterr().out, page.read_text()
+    row = "| throughput | decode throughput, most | 1.46 |"
+    assert row in printed and row in filled and "old" not in filled
     assert (tmp_path / "figures" / "kvpr-throughput.png").stat().st_size > 5_000
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "points").iterdir()}
     assert kvtwin.main(arguments) == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "points").iterdir()} == kept
-    assert capsys.readouterr().out == printed
+    assert capsys.readouterr().out == printed and page.read_text() == filled
 
 
 def test_a_point_that_is_refused_is_told_and_the_others_are_run(tmp_path):
@@ -276,53 +231,18 @@ def test_a_point_that_is_refused_is_told_and_the_others_are_run(tmp_path):
     assert [*one.errors] == [("", 3, "a")] and "3" in one.errors["", 3, "a"]
 
 
-def test_the_page_gets_its_tables_and_what_failed_is_told(tmp_path, monkeypatch, capsys):
-    claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
-    one = found(claim, TWO)
-    one = Found(one.setup, one.results, {("", None, "a"): "no room", ("7B", 0, "b"): "no such GPU"})
-    monkeypatch.setattr("sim.study.setup_files.chosen", lambda setups, paper, figure: [one.setup])
-    monkeypatch.setattr("sim.study.reproduce.run_setups", lambda setups, folder, means, begin: [one])
-    monkeypatch.setattr("sim.study.reproduce_figure.draw", lambda one, path: None)
-    (page := tmp_path / "page.md").write_text("é <!-- reproduce paper -->\nold\n<!-- end -->\n")
-    arguments = ["reproduce", "paper", "--out", str(tmp_path / "o"), "--page", str(page), "--quiet"]
-    assert kvtwin.main(arguments) == 0
-    assert page.read_text() == f"é <!-- reproduce paper -->\n{table([one])}\n<!-- end -->\n"
-    told = "kvtwin: Paper 1, a: no room\nkvtwin: Paper 1, 7B 0 b: no such GPU\n"
-    assert capsys.readouterr() == ("", told)
-    assert kvtwin.main(arguments[:4]) == 0
-    assert capsys.readouterr().out == f"\n{one.setup.heading}\n{table([one])}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("paper = [", "Invalid value (at end of document)"),
-        ('paper = "x"', "Object missing required field `figure`"),
-        (None, "[Errno 21] Is a directory: '{path}'"),
-    ],
-)
-def test_a_setup_that_is_none_is_one_line(tmp_path, text, reason):
-    path = tmp_path / "one.toml"
-    if text is None:
-        path.mkdir()
-    else:
-        path.write_text(text)
-    with pytest.raises(UserError) as caught:
+def test_a_setup_that_is_none_is_one_line(tmp_path):
+    (tmp_path / "one.toml").write_text('paper = "x"')
+    with pytest.raises(UserError, match=r"one\.toml: Object missing required field `figure`; see the setups that ship"):
         read_setups(tmp_path)
-    assert str(caught.value) == f"{path}: {reason.format(path=path)}; see the setups that ship with kvtwin"
 
 
-@pytest.mark.parametrize("text", [None, "no place for tables", b"\xff"])
+@pytest.mark.parametrize("text", [None, "no place for tables"])
 def test_a_page_without_a_place_is_told_before_anything_runs(tmp_path, capsys, text):
     page = tmp_path / "page.md"
     if text is not None:
-        page.write_bytes(text if isinstance(text, bytes) else text.encode())
+        page.write_text(text)
     out = tmp_path / "out"
     assert kvtwin.main(["reproduce", "kvpr", "--out", str(out), "--page", str(page)]) == 2
     assert ("page" in (error := capsys.readouterr().err)) and error.count("\n") == 1
     assert not out.exists()
-
-
-def test_bad_words_end_with_one_line(tmp_path, capsys):
-    assert kvtwin.main(["reproduce", "nobody", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from array import array
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from sim.files import CsvTable, InOrder, ParquetTable
 from sim.results import metrics
 from sim.results.series import COLUMNS
 
-ROOT = Path(kvtwin.__file__).parents[1]
 POLICIES = ["vllm-recompute", "vllm-swap", "layerkv"]
 # p0 + p1 tokens + p2 squares; d0 + d1 batch + d2 context: every time below is worked out from these.
 LINEAR = {"form": "linear", "prefill": [0.01, 1e-4, 1e-6], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
@@ -147,22 +146,16 @@ def test_peaks_are_those_that_the_arrays_show(crowd):
     assert result["failed"] == result["ignored"] == np.sum(~done) == 1
 
 
-def test_who_ends_as_another_arrives_is_no_longer_in_flight():
-    log = metrics.RequestLog()
-    log.completed = 3
-    log.arrival_s.extend([0.0, 1.0, 2.0])
-    log.e2el_s.extend([2.0, 1.5, 1.0])
-    assert log.max_concurrent_requests() == 2
-    assert metrics.RequestLog().max_concurrent_requests() == 0
-
-
 def test_most_in_flight_does_not_depend_on_what_was_asked_before():
     log = metrics.RequestLog()
     log.completed = 3
     log.arrival_s.extend([0.0, 1.0, 2.0])
     log.e2el_s.extend([9.0, 0.5, 0.5])
     assert log.max_concurrent_requests() == 2
-    assert log.latencies() == log.latencies()
+    log.latencies()
+    assert log.max_concurrent_requests() == 2
+    # Whose end is another's arrival is no longer in flight.
+    log.e2el_s[:] = array("d", [2.0, 1.5, 1.0])
     assert log.max_concurrent_requests() == 2
 
 
@@ -248,8 +241,8 @@ def test_the_table_agrees_with_the_arrays(crowd):
     pairs |= {"queue_s": "queue_times", "ttft_s": "ttfts", "e2el_s": "latencies"}
     for row in rows:
         i = int(row["request_id"])
-        for column, array in pairs.items():
-            assert row[column] == result[array][i], column
+        for column, name in pairs.items():
+            assert row[column] == result[name][i], column
         gaps = row["output_tokens"] - 1
         assert row["tpot_s"] == ((row["e2el_s"] - row["ttft_s"]) / gaps if gaps > 0 else 0.0)
     assert sum(row["preemptions"] for row in rows) == result["num_preemptions"]
@@ -311,7 +304,7 @@ def test_a_series_that_is_thinned_spans_the_run_without_holes(tmp_path, monkeypa
     def rows_of(limit):
         monkeypatch.setattr("sim.runs.LEAST_SAMPLES", 1)
         monkeypatch.setattr("sim.runs.SAMPLE_LIMIT", limit)
-        simulate(tmp_path, crowded(), *CROWDED, "--figures", "--step")
+        simulate(tmp_path, crowded(), *CROWDED, "--step")
         return (tmp_path / "out" / "series.csv").read_text().splitlines()[1:]
 
     whole = rows_of(10**6)
@@ -445,23 +438,16 @@ def test_no_request_completed(tmp_path, capsys):
     assert "kvtwin: vllm-recompute: no request completed: 2 were given up\n" in errors
 
 
-def test_an_infinite_rate_is_written_as_vllm_writes_it(tmp_path):
-    result = simulate(tmp_path, [(0.0, 10, 2), (5.0, 10, 2)], "--request-rate", "inf")
-    assert result["start_times"] == [0.0, 0.0]
-    assert result["request_rate"] == result["scenario"]["request_rate"] == "inf"
-
-
 # -- long runs, and the same again -----------------------------------------------------------------------------------
 
 
 def test_past_the_limit_the_arrays_go_and_the_result_says_so(tmp_path, monkeypatch):
-    assert metrics.ARRAY_LIMIT == 100_000
     rows = [(i * 0.1, 10 + i, 3) for i in range(5)]
     whole = simulate(tmp_path, rows)
     monkeypatch.setattr(metrics, "ARRAY_LIMIT", 5)
     assert simulate(tmp_path, rows) == whole
     monkeypatch.setattr(metrics, "ARRAY_LIMIT", 4)
-    short = simulate(tmp_path, rows, "--save-detailed", "--timeline", "--figures")
+    short = simulate(tmp_path, rows, "--save-detailed", "--timeline")
     arrays = {name for name, value in whole.items() if isinstance(value, list) and name != "warnings"}
     assert arrays == {"request_ids", "start_times", "input_lens", "output_lens", "queue_times", "ttfts"} | {
         "latencies",
@@ -477,8 +463,7 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_scenario_gives_the_same_bytes_in_another_process(tmp_path, policy):
+def test_the_same_scenario_gives_the_same_bytes_in_another_process(tmp_path):
     words = [
         "--workload",
         "sharegpt",
@@ -489,31 +474,14 @@ def test_the_same_scenario_gives_the_same_bytes_in_another_process(tmp_path, pol
         "--num-gpu-blocks-override",
         "200",
     ]
-    words += ["--save-detailed", "--timeline", "--quiet", "--policy", policy]
-    words += ["--layerkv-predictor", "bucket"] if policy == "layerkv" else []
+    words += ["--save-detailed", "--timeline", "--quiet", "--policy", "layerkv", "--layerkv-predictor", "bucket"]
     assert kvtwin.main(["run", *words, "--out", str(tmp_path / "a")]) == 0
     # Other hashes and other addresses: an order that hangs on either would show.
     command = [sys.executable, "-m", "kvtwin", "run", *words, "--out", str(tmp_path / "b")]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=60)
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "7"})
     one, other = files_of(tmp_path / "a"), files_of(tmp_path / "b")
     assert len(one) == 5
     assert one == other
     assert kvtwin.main(["run", *words, "--out", str(tmp_path / "c"), "--seed", "1"]) == 0
     another = files_of(tmp_path / "c")
     assert [name for name in one if one[name] == another[name]] == []
-
-
-@pytest.mark.parametrize("rows", [0, 2, 4, 5])
-def test_a_table_of_any_number_of_rows_can_be_read(rows, tmp_path, monkeypatch):
-    """In groups of two, none of which is empty but that of an empty table."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    monkeypatch.setattr(ParquetTable, "ROWS_PER_GROUP", 2)
-    table = ParquetTable(tmp_path / "t.parquet", ("id", "text", "s"))
-    given = [(i, f"{i} é", 0.5 * i) for i in range(rows)]
-    for row in given:
-        table.write(row)
-    table.close()
-    found = parquet.ParquetFile(tmp_path / "t.parquet")
-    assert [tuple(row.values()) for row in found.read().to_pylist()] == given
-    assert found.schema.names == ["id", "text", "s"]
-    assert found.num_row_groups == max(1, -(-rows // 2))

@@ -81,62 +81,32 @@ def test_the_page_names_every_file():
     assert documented()["Files"] == FILES
 
 
-def sources_of_parts() -> str:
-    folders = (ROOT / "sim" / "parts", ROOT / "sim" / "kv")
-    return "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+POOLS = replace(CROWDED, prefill_replicas=1, decode_replicas=1, link_gbps=100.0)
+COUNTED = {
+    "layerkv": ["layerkv", "layerkv:decode=stream"],
+    "ellm": ["ellm:least-uncached-ratio=0.2"],
+    "hcache and kvpr": ["kvpr", "hcache"],
+    "fastserve": ["fastserve"],
+    "adaptive": ["adaptive:tpot-slo-ms=100"],
+    "pools": ["distserve", "memserve", "splitwise:mixed-pool=true,max-pending-tokens=1"],
+}
 
 
-def test_the_page_names_the_counters_of_layerkv():
-    seen = set()
-    for policy in ("layerkv", "layerkv:decode=stream"):
-        seen |= set(assemble(finished(policy)).counters.policy)
-    names = documented()["counters of layerkv"]
-    assert len(seen) > 5
-    assert seen <= set(names)
-    sources = sources_of_parts()
-    assert [name for name in names if f'"{name}"' not in sources] == []
+@pytest.mark.parametrize("section", COUNTED)
+def test_the_page_names_the_counters_of_systems(section):
+    names = documented()[f"counters of {section}"]
+    seen: set[str] = set()
+    for policy in COUNTED[section]:
+        seen |= set(assemble(finished(policy, options=POOLS if section == "pools" else CROWDED)).counters.policy)
+    assert seen & set(names)
+    shared = documented()["counters of layerkv"] if section == "hcache and kvpr" else []
+    assert seen <= {*names, *shared}
 
 
-def test_the_page_names_the_counters_of_fastserve():
-    names = documented()["counters of fastserve"]
-    assert set(assemble(finished("fastserve")).counters.policy) <= set(names)
-    sources = sources_of_parts()
-    written = set(re.findall(r'counters\.policy\["(\w+)"\]', sources))
-    others = {
-        name
-        for kind in ("layerkv", "pools", "tiers", "hcache and kvpr")
-        for name in documented()[f"counters of {kind}"]
-    }
-    assert set(names) <= written <= {*names, *others}
-    assert set(documented()["counters of tiers"]) <= written
-
-
-def test_the_page_names_the_counters_of_ellm():
-    seen = assemble(finished("ellm:least-uncached-ratio=0.2")).counters.policy
-    assert sorted(seen) == sorted(documented()["counters of ellm"])
-
-
-def test_the_page_names_the_counters_of_hcache_and_kvpr():
-    names = documented()["counters of hcache and kvpr"]
-    seen = set(assemble(finished("kvpr")).counters.policy) | set(assemble(finished("hcache")).counters.policy)
-    assert names[1] in seen
-    assert seen <= {*names, *documented()["counters of layerkv"]}
-
-
-def test_the_page_names_the_counters_of_adaptive():
-    seen = set(assemble(finished("adaptive:tpot-slo-ms=100")).counters.policy)
-    assert {"parked_sequences", "returned_sequences"} <= seen <= set(documented()["counters of adaptive"])
-
-
-def test_the_page_names_the_counters_of_pools():
-    options = replace(CROWDED, prefill_replicas=1, decode_replicas=1, link_gbps=100.0)
-    seen: dict[str, int] = {}
-    for policy in ("distserve", "memserve", "splitwise:mixed-pool=true,max-pending-tokens=1"):
-        seen |= assemble(finished(policy, options=options)).counters.policy
-    names = set(documented()["counters of pools"])
-    assert set(seen) <= names
-    # Few runs need to take anything back, and no turn follows upon another here.
-    assert names - set(seen) <= {"taken_back", "returned_blocks"}
+def test_the_page_names_no_counter_that_nobody_counts():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim").rglob("*.py"))
+    named = {name for section in COUNTED for name in documented()[f"counters of {section}"]}
+    assert [name for name in sorted(named) if f'"{name}"' not in sources] == []
 
 
 def test_the_page_names_what_a_timeline_holds(tmp_path):

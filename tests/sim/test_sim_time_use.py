@@ -72,33 +72,26 @@ class ByRequest:
 
 
 @pytest.mark.parametrize("policy", ALONE)
-@pytest.mark.parametrize("jump", [True, False])
-def test_sums_are_those_over_single_requests(policy, jump):
-    setup = prepare(options_for(policy), policy, parse_policy(policy, {})[1])
-    run = build_run(setup, traffic(setup.scenario), keep=SERIES, jump=jump)
-    each = ByRequest(run.engines[0].scheduler)
-    watch = run.instances[0].observer
-    run.instances[0].observer = lambda *facts: (each.observe(*facts), watch(*facts))
-    result = assemble(execute(run))
-    parts = result.latency_parts
-    inside_s = parts.prefill_s + parts.decode_s + parts.recompute_s + parts.copies_s + parts.engine_s
-    assert inside_s * result.completed == pytest.approx(sum(each.inside_s.values()), rel=1e-9)
-    assert parts.passed_s * result.completed == pytest.approx(sum(each.passed_s.values()), rel=1e-9, abs=1e-9)
-    # No request has more than its latency, less its queueing.
-    for place, request_id in enumerate(result.request_ids):
-        spent_s = each.inside_s[request_id] + each.passed_s[request_id] + result.queue_times[place]
-        assert spent_s <= result.latencies[place] * (1 + 1e-9)
-    bound_s = sum(run.engines[0].series.time_use.bound_s)
-    assert bound_s == pytest.approx(each.seconds, rel=1e-9)
-
-
-@pytest.mark.parametrize("policy", ALONE)
-def test_jumping_changes_no_part(policy):
-    parts = []
+def test_sums_are_those_over_single_requests_and_jumping_changes_no_part(policy):
+    found = []
     for jump in (True, False):
         setup = prepare(options_for(policy), policy, parse_policy(policy, {})[1])
-        parts.append(assemble(execute(build_run(setup, traffic(setup.scenario), keep=SERIES, jump=jump))).latency_parts)
-    for one, other in zip(*map(structs.astuple, parts), strict=True):
+        run = build_run(setup, traffic(setup.scenario), keep=SERIES, jump=jump)
+        each = ByRequest(run.engines[0].scheduler)
+        watch = run.instances[0].observer
+        run.instances[0].observer = lambda *facts, each=each, watch=watch: (each.observe(*facts), watch(*facts))
+        result = assemble(execute(run))
+        parts = result.latency_parts
+        inside_s = parts.prefill_s + parts.decode_s + parts.recompute_s + parts.copies_s + parts.engine_s
+        assert inside_s * result.completed == pytest.approx(sum(each.inside_s.values()), rel=1e-9)
+        assert parts.passed_s * result.completed == pytest.approx(sum(each.passed_s.values()), rel=1e-9, abs=1e-9)
+        # No request has more than its latency, less its queueing.
+        for place, request_id in enumerate(result.request_ids):
+            spent_s = each.inside_s[request_id] + each.passed_s[request_id] + result.queue_times[place]
+            assert spent_s <= result.latencies[place] * (1 + 1e-9)
+        assert sum(run.engines[0].series.time_use.bound_s) == pytest.approx(each.seconds, rel=1e-9)
+        found.append(structs.astuple(parts))
+    for one, other in zip(*found, strict=True):
         assert isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
 
 
