@@ -1,7 +1,6 @@
 """The offline scheduler of the benchmarks: whom it chooses, and that it is no better than the bound."""
 
 import sys
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -12,12 +11,8 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from adaptive_cells import Cell, bound_of, scenario_of, setup_of, with_bound
-from offline_cells import SHARES_OF_TIME, ChosenOrder, Offline, in_time, registered, row
-
-from sim.parts.order.triage import KEPT
-from sim.simulate import build_run, execute
-from sim.traffic import traffic
+from adaptive_cells import Cell
+from offline_cells import SHARES_OF_TIME, in_time, row
 
 CELL = Cell("llama-2-7b", "l20", "uniform 3000 600", 1.0, 8.0, 1)
 
@@ -55,28 +50,3 @@ def test_it_serves_whom_it_chose_within_the_bound():
     assert found["share_of_time"] in SHARES_OF_TIME
     assert 0.5 < float(str(found["share_of_bound"])) <= 1.0
     assert float(str(found["attainment"])) * 40 == pytest.approx(int(str(found["chosen"])), abs=4)
-
-
-def test_only_the_chosen_are_kept(monkeypatch):
-    scenario, who, kept = scenario_of(CELL, 40), frozenset(range(0, 40, 2)), set()
-    class_of = ChosenOrder.class_of
-
-    def note(order, seq, outlook, iteration_s):
-        kind = class_of(order, seq, outlook, iteration_s)
-        kept.update([seq.request.request_id] if kind == KEPT else [])
-        return kind
-
-    monkeypatch.setattr(ChosenOrder, "class_of", note)
-    setup = replace(
-        setup_of(CELL, scenario, "adaptive:predictor=oracle"), policy=Offline(predictor="oracle", chosen=who)
-    )
-    with registered():
-        execute(build_run(setup, traffic(scenario)))
-    assert len(kept) > 10 and kept <= who
-
-
-def test_bounds_of_earlier_rows_are_found_anew():
-    row = {name: str(value) for name, value in CELL._asdict().items()} | {"num_prompts": "40", "goodput": "0.5"}
-    found = with_bound(row)
-    assert float(found["bound"]) == pytest.approx(bound_of(CELL, 40), abs=1e-4)
-    assert float(found["share_of_bound"]) == pytest.approx(0.5 / bound_of(CELL, 40), abs=1e-4)

@@ -5,13 +5,11 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import kvtwin
 
-ROOT = Path(kvtwin.__file__).parents[1]
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
 GOOD = HEADER + "0.0,100,5\n0.5,50,3\n1.0,20,1\n"
 LINEAR = {"form": "linear", "prefill": [0.01, 1e-4, 0.0], "decode": [0.02, 1e-3, 1e-4], "swap_s_per_block": 1e-3}
@@ -249,36 +247,6 @@ def test_a_file_that_is_missing_or_a_folder_is_refused(tmp_path, capsys, flag, n
 def test_a_result_that_cannot_be_written_is_refused(tmp_path, capsys):
     (tmp_path / "out" / "result.json").mkdir(parents=True)
     refused(capsys, command(tmp_path / "out", *WORKLOAD), ["result.json"])
-
-
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ({"prefill": [float("nan"), 0, 0]}, ["prefill[0] = nan", "not a finite number"]),
-        ({"decode": [0, float("inf"), 0]}, ["decode[1] = inf", "not a finite number"]),
-        ({"decode": [0.1, -1e-3, 0]}, ["decode[1] = -0.001", "zero or more"]),
-        ({"prefill": [1, 2]}, ["prefill", "[1, 2]"]),
-        ({"swap_s_per_block": None}, ["swap_s_per_block"]),
-        ({"swap_s_per_block": "fast"}, ["swap_s_per_block", "'fast'"]),
-        ({"decode": ...}, ["decode"]),
-        ({"form": "quadratic"}, ["form", "'quadratic'"]),
-        ({"prefil": [1, 2, 3]}, ["prefil", "remove or rename"]),
-    ],
-)
-def test_a_bad_profile_is_refused_by_file_field_and_value(tmp_path, capsys, change, parts):
-    path = tmp_path / "linear.json"
-    path.write_text(json.dumps({key: value for key, value in (LINEAR | change).items() if value is not ...}))
-    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), [str(path), *parts])
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [("{", "line 1"), ("[1]", "not a JSON object"), ("", "not JSON"), ('{"form": 1, "form": 2}', "appears twice")],
-)
-def test_a_profile_that_is_no_json_object_is_refused(tmp_path, capsys, text, part):
-    path = tmp_path / "p.json"
-    path.write_text(text)
-    refused(capsys, command(tmp_path / "out", *WORKLOAD, "--profile", path), [str(path), part])
 
 
 @pytest.mark.parametrize("words", [["--model", "m\udcff"], ["--gpu=\udcff"], ["--out", "\udcff"]])

@@ -58,11 +58,10 @@ def test_tables_series_timelines_and_results_say_which_engine(tmp_path):
 
 
 def test_one_replica_leaves_the_files_of_one_engine(tmp_path):
-    assert run(tmp_path / "one", "--timeline", "--figures") == 0
-    assert run(tmp_path / "same", "--replicas", "1", "--timeline", "--figures") == 0
-    for name in ("requests.csv", "series.csv", "timeline.json.gz", "figures/memory.png", "figures/lanes.png"):
+    assert run(tmp_path / "one", "--timeline") == 0
+    assert run(tmp_path / "same", "--replicas", "1", "--timeline") == 0
+    for name in ("requests.csv", "series.csv", "timeline.json.gz"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
-    assert not (tmp_path / "same" / "figures" / "engines.png").exists()
     assert "replicas" not in json.loads((tmp_path / "one" / "result.json").read_text())["scenario"]
 
 
@@ -93,7 +92,7 @@ POOLS = ["--prefill-replicas", "2", "--decode-replicas", "1", "--link-gbps", "20
 
 
 def test_tables_and_results_say_who_prefilled_and_who_decoded(tmp_path):
-    words = [*POOLS, "--prefill-tp", "2", "--decode-gpu", "a100-80g", "--timeline", "--figures"]
+    words = [*POOLS, "--prefill-tp", "2", "--decode-gpu", "a100-80g", "--timeline"]
     assert run(tmp_path, *words, policy="distserve") == 0
     table = rows(tmp_path / "requests.csv")
     assert list(table[0]) == [*TABLE_COLUMNS, *ENGINE_COLUMNS]

@@ -1,19 +1,9 @@
-"""Routed experts priced by constants of their own: what they add, what falls away, bounds below, jumps as steps."""
-
-import json
-from dataclasses import replace
+"""Routed experts priced by constants of their own: what they add, what falls away."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec import structs
 
 from calib.experts import WEIGHT_BYTES, ExpertSample, ExpertTerms, predict_expert_s
-from kvtwin.testing import conformance, limits, requests
-from kvtwin.testing.conformance import limits_of
-from kvtwin.testing.engines import roofline_machine
-from sim.bounds.step_price import step_prices
-from sim.cost.changed_profile import changed
 from sim.cost.profile import (
     EXPERT_NAMES,
     EXPERT_QUANTIZATIONS,
@@ -21,18 +11,14 @@ from sim.cost.profile import (
     Profile,
     expert_names,
     load_profile,
-    read_profile,
 )
 from sim.cost.roofline import RooflineCost
-from sim.engine.plan import IterationPlan
-from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.scenario import Scenario
 from sim.specs.hardware import load_hardware
 from sim.specs.model_spec import ModelSpec
 from sim.specs.models import load_model
-from sim.systems import POLICIES
 
 HARDWARE = load_hardware("h100")
 PROFILE, B200 = load_profile("h100-imported"), load_profile("b200-imported")
@@ -150,51 +136,3 @@ def test_a_result_says_where_experts_are_priced_as_dense_matrices(model, gpu, wa
     found = [text for text in warnings if "routed experts are priced as if" in text]
     assert bool(found) == warned
     assert all(f"profile {gpu}-" in text for text in found)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from([*TYPES.values()]), st.sampled_from([1, 8]), st.integers(0, 6000), st.integers(0, 300))
-def test_bounds_stay_below(name, tp, prompt, decodes):
-    cost = cost_of(name, tp=tp)
-    plan = IterationPlan()
-    plan.prefill_tokens, plan.num_decodes = prompt, decodes
-    plan.decode_context_tokens = 100 * decodes
-    if not prompt + decodes:
-        return
-    price_s = cost.linear_s(prompt + decodes) + cost.overhead_s
-    least_s = max(price.least_s(plan, 0.0) for price in step_prices(cost, 16, 1000))
-    assert least_s <= 1.0000001 * (cost.decode_run(decodes, 100 * decodes)[0] if not prompt else cost.iteration_s(plan))
-    # And not by far: what experts take at the least is in it.
-    if prompt > 3000:
-        assert least_s > 0.5 * price_s
-
-
-@pytest.mark.parametrize("policy", ["vllm-v1", "layerkv"])
-def test_jumps_are_as_steps(policy):
-    machine = replace(roofline_machine("h100", 1.0), cost=cost_of("qwen3-30b-a3b"))
-    arrivals = requests(*[(0.02 * i, 40 + 37 * i % 500, 5 + 11 * i) for i in range(40)])
-    limit = limits_of(POLICIES[policy](), limits(gpu=150), 16, None)
-    conformance.check_jumps(POLICIES[policy](), conformance.Workload(arrivals, limit, machine))
-
-
-def test_a_gpu_twice_as_fast_halves_experts():
-    for quantization, name in TYPES.items():
-        profile = profile_of(quantization)
-        fast, plain = cost_of(name, changed(profile, "gpu_speed=2")), cost_of(name, profile)
-        for tokens in (1, 5000):
-            assert fast.experts_s(tokens) == pytest.approx(plain.experts_s(tokens) / 2)
-
-
-@pytest.mark.parametrize(("quantization", "constant"), zip(EXPERT_QUANTIZATIONS, EXPERT_UNITS, strict=True))
-def test_a_profile_has_all_constants_of_a_type_or_none(tmp_path, quantization, constant):
-    data = json.loads(profile_of(quantization).to_json())
-    name = expert_names(quantization)[constant]
-    del data["constants"][name]
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(data))
-    with pytest.raises(UserError, match=f"constants.{name} is missing"):
-        read_profile(path)
-    for other in expert_names(quantization).values():
-        data["constants"].pop(other, None)
-    path.write_text(json.dumps(data))
-    assert read_profile(path).experts(quantization) is None

@@ -1,26 +1,13 @@
-"""Latent attention priced by constants of its own kernels: what they replace, bounds below, jumps as steps."""
-
-import json
-from dataclasses import replace
+"""Latent attention priced by constants of its own kernels: what they replace."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from calib.latents import KVPrice, LatentSample, LatentTerms, attention_model, predict_latent_s
-from kvtwin.testing import conformance, limits, requests
-from kvtwin.testing.conformance import limits_of
-from kvtwin.testing.engines import roofline_machine
-from sim.bounds.step_price import step_prices
-from sim.cost.changed_profile import changed
-from sim.cost.profile import LATENT_UNITS, load_profile, read_profile
+from sim.cost.profile import LATENT_UNITS, load_profile
 from sim.cost.roofline import RooflineCost
-from sim.engine.plan import IterationPlan
-from sim.errors import UserError
 from sim.specs.hardware import load_hardware
 from sim.specs.kv_format import kv_dtype
 from sim.specs.models import load_model
-from sim.systems import POLICIES
 
 HARDWARE = load_hardware("h100")
 PROFILE = load_profile("h100-imported")
@@ -77,43 +64,3 @@ def test_other_models_profiles_and_kv_do_without():
         model = load_model(name)
         assert cost_of(model).prefill_s(777) == cost_of(model, WITHOUT).prefill_s(777)
         assert cost_of(model).decode_run(9, 5000) == cost_of(model, WITHOUT).decode_run(9, 5000)
-
-
-def test_a_gpu_twice_as_fast_takes_half_as_long():
-    twice = cost_of(profile=changed(PROFILE, "gpu_speed=2"))
-    assert twice.decode_run(9, 5000)[0] == pytest.approx(cost_of().decode_run(9, 5000)[0] / 2)
-    assert twice.prefill_s(777) == pytest.approx(cost_of().prefill_s(777) / 2)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["deepseek-v2-lite", "deepseek-v3"]),
-    st.sampled_from([1, 8]),
-    st.integers(0, 6000),
-    st.integers(0, 300),
-)
-def test_bounds_stay_below(name, tp, prompt, decodes):
-    cost, plan = cost_of(load_model(name), tp=tp), IterationPlan()
-    plan.prefill_tokens, plan.prefill_pairs, plan.num_decodes = prompt, prompt * (prompt + 1) // 2, decodes
-    plan.decode_context_tokens = 100 * decodes
-    if not prompt + decodes:
-        return
-    least_s = max(price.least_s(plan, 0.0) for price in step_prices(cost, 16, 1000))
-    assert least_s <= 1.0000001 * (cost.iteration_s(plan) if prompt else cost.decode_run(decodes, 100 * decodes)[0])
-
-
-@pytest.mark.parametrize("policy", ["vllm-v1", "vllm-recompute"])
-def test_jumps_are_as_steps(policy):
-    machine = replace(roofline_machine("h100", 1.0), cost=cost_of())
-    arrivals = requests(*[(0.02 * i, 40 + 37 * i % 500, 5 + 11 * i) for i in range(40)])
-    limit = limits_of(POLICIES[policy](), limits(gpu=150), 16, None)
-    conformance.check_jumps(POLICIES[policy](), conformance.Workload(arrivals, limit, machine))
-
-
-def test_half_of_the_constants_are_refused(tmp_path):
-    found = json.loads(PROFILE.to_json())
-    del found["constants"]["latent_padding_tokens"]
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(found))
-    with pytest.raises(UserError, match=r"constants\.latent_padding_tokens is missing"):
-        read_profile(path)

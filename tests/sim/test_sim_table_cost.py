@@ -147,65 +147,6 @@ def test_beyond_the_tables_a_chunk_alone_grows_as_the_roofline(new, cached, at_e
     assert COST.iteration_s(plan_of([(new, cached)])) == pytest.approx((linear + growth * attention) * US)
 
 
-@pytest.mark.parametrize(("decodes", "context"), [(16, 2048), (64, 1024), (3, 5000)])
-def test_beyond_the_tables_decodes_beside_a_chunk_grow_as_the_roofline(decodes, context) -> None:
-    """By query-context pairs of all tiles, idle tiles, and what the decodes read: the whole kernel, less the chunk."""
-    cost = COST
-    assert isinstance(cost, TableCost) and cost.tile_tokens and cost.slots
-
-    def kernel_s(num: int, tokens: int) -> float:
-        contexts = num * (tokens + 1)
-        pairs = 128 * (512 + 129 / 2) + cost.tile_tokens * (contexts + cost.tile_padding_tokens * num)
-        walk = cost.walk_pairs_per_token * max(640, tokens + 1)
-        compute_s = cost.attention_s_per_pair * max(pairs, walk)
-        compute_s += cost.idle_tile_s * (128 / cost.tile_tokens - 1) * num
-        reads = min(max(1.0, num * cost.heads_per_kv / cost.slots), cost.heads_per_kv)
-        anew = min(1.0, max(0.0, (contexts / cost.cached_tokens - 0.8) / 0.5))
-        read_s = cost.decode_s_per_context_token * contexts + cost.kv_padding_s * min(num, cost.most_padded)
-        read_s *= 1.0 + (reads - 1.0) * anew
-        return (compute_s**cost.attention_exponent + read_s**cost.attention_exponent) ** (1 / cost.attention_exponent)
-
-    at = min(decodes, 16), min(context, 1024)
-    by_hand = attention_us(128, 512, *at) * kernel_s(decodes, context) / kernel_s(*at) - attention_us(128, 512, 0, 0)
-    found = [cost.iteration_s(plan_of([(128, 512)], n, n * (context + 1))) for n in (decodes, 0)]
-    base = [32 * (500 + 128 + n) + 4 + 36 * (127 + n) / 1023 for n in (decodes, 0)]
-    head_s = cost.head_s(decodes)
-    assert found[0] - found[1] == pytest.approx((32 * by_hand + base[0] - base[1]) * US + head_s, rel=1e-9)
-
-
-def untiled() -> TableCost:
-    """On a GPU whose prompts and decodes have kernels of their own."""
-    found = profile().without({"attention_tile_tokens"})
-    cost = build_cost(MODEL, HARDWARE, found, 1, 1.0)
-    assert isinstance(cost, TableCost) and not cost.tile_tokens
-    return cost
-
-
-@pytest.mark.parametrize(
-    ("new", "cached", "at_edge", "growth"),
-    [(1024, 512, (512, 512), 1024 * (512 + 1025 / 2) / (512 * (512 + 513 / 2))),
-     (128, 2048, (128, 512), (2048 + 129 / 2) / (512 + 129 / 2))],
-)  # fmt: skip
-def test_without_tiles_a_chunk_grows_by_its_pairs_alone(new, cached, at_edge, growth) -> None:
-    linear = 32 * (500 + new) + 4 + 36 * (new - 1) / 1023
-    attention = 32 * attention_us(*at_edge, 0, 0)
-    assert untiled().iteration_s(plan_of([(new, cached)])) == pytest.approx((linear + growth * attention) * US)
-
-
-def test_without_tiles_decodes_beside_a_chunk_grow_by_what_is_read_too() -> None:
-    """Four of 2,048 tokens beside a chunk, timed up to 1,024: pairs, what is read, and padding, each at its rate."""
-    cost = untiled()
-    chunk_s = 128 * (512 + 129 / 2) * cost.attention_s_per_pair
-    beyond_s, edge_s = (
-        chunk_s + 4 * (context + 1) * cost.decode_s_per_context_token + 4 * cost.kv_padding_s
-        for context in (2048, 1024)
-    )
-    by_hand = attention_us(128, 512, 4, 1024) * beyond_s / edge_s - attention_us(128, 512, 0, 0)
-    found = [cost.iteration_s(plan_of([(128, 512)], n, n * 2049)) for n in (4, 0)]
-    beside_s = (32 * 4 + 36 * 4 / 1023) * US + cost.head_s(4)
-    assert found[0] - found[1] == pytest.approx(32 * by_hand * US + beside_s, rel=1e-9)
-
-
 def test_where_no_mix_was_timed_decodes_add_what_they_take_alone_less_the_launch() -> None:
     """A launch of 10.256 us, the least of all rows: a chunk of 16 alone."""
     rows = [row for row in tables().attention if not (row[0] and row[2])]

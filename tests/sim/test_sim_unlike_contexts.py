@@ -1,14 +1,12 @@
-"""Decodes of unlike contexts: what the longest adds, who follows it, jumps as steps, bounds below."""
+"""Decodes of unlike contexts: what the longest adds, and which batches follow it."""
 
 from dataclasses import replace
 
 import pytest
 from msgspec import structs
 
-from kvtwin.testing import conformance, limits, requests
-from kvtwin.testing.conformance import limits_of
+from kvtwin.testing import limits
 from kvtwin.testing.engines import roofline_machine
-from sim.bounds.step_price import step_prices
 from sim.cost.profile import load_profile
 from sim.cost.roofline import RooflineCost
 from sim.engine.batch import DecodeBatch
@@ -89,23 +87,3 @@ def test_contexts_are_followed_where_the_price_asks(cost, batch):
     machine = replace(roofline_machine("rtx-4090", 1.0), cost=cost)
     scheduler = POLICIES["vllm-v1"]().scheduler(limits(gpu=60), GapCollector(), machine.deployment)
     assert type(scheduler.batch) is batch
-
-
-@pytest.mark.parametrize(
-    ("policy", "blocks"), [("vllm-v1", 150), ("vllm-swap", 60), ("layerkv", 60), ("adaptive", 150)]
-)
-def test_jumps_are_as_steps(policy, blocks):
-    machine = replace(roofline_machine("rtx-4090", 1.0), cost=cost_of())
-    arrivals = requests(*[(0.02 * i, 40 + 37 * i % 500, 5 + 11 * i) for i in range(40)])
-    limit = limits_of(POLICIES[policy](), limits(gpu=blocks), 16, None)
-    conformance.check_jumps(POLICIES[policy](), conformance.Workload(arrivals, limit, machine))
-
-
-def test_bounds_stay_below():
-    cost = cost_of()
-    for decodes in (1, 8, 64, 256):
-        plan = IterationPlan()
-        plan.num_decodes, plan.decode_context_tokens = decodes, 1000 * decodes
-        plan.decode_longest_tokens = 1000 + 500 * (decodes > 1)
-        price_s = cost.iteration_s(plan)
-        assert all(price.least_s(plan, 0.0) <= price_s * (1 + 1e-9) for price in step_prices(cost, 16, 100_000))

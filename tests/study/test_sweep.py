@@ -25,7 +25,6 @@ from sim.study.points import (
     code_hash,
     key_of,
     perform,
-    policy_of,
     setup_of,
 )
 from sim.study.tables import half_width
@@ -521,22 +520,6 @@ def test_a_figure_shows_every_value_of_its_table(tmp_path):
             low, high = ax.get_ylim()
             assert all(low <= value <= high for line in ax.lines for value in line.get_ydata())
         assert figure.legends[0].get_texts()[1].get_text() == "layerkv"
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "named"),
-    [
-        ("vllm-recompute", "swap", "vllm-swap"),
-        ("vllm-swap", None, "vllm-swap"),
-        ("layerkv", "swap", "layerkv"),
-    ],
-)
-def test_a_preemption_mode_is_of_vllm_055s_points_alone(text, mode, named):
-    options = {"policy": text} if mode is None else {"policy": text, "preemption_mode": mode}
-    label, policy = policy_of(options)
-    assert (label, policy.name) == (named, named)
-    setup = setup_of({"workload": "fixed", **options})
-    assert (setup.label, setup.policy.name) == (named, named)
 
 
 def test_an_interrupted_run_interrupts_its_worker(monkeypatch):
