@@ -15,7 +15,7 @@ from sim.study import knobs as drawing
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load, worst_of
-from sim.study.tune import ENGINES, Candidate, offered_per_s, ranked, read_tune
+from sim.study.tune import ENGINES, Candidate, Tuned, offered_per_s, ranked, read_tune
 from sim.study.tune_report import on_front
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
