@@ -11,7 +11,7 @@ from sim.errors import UserError
 from sim.flags import add_flags, read_options
 from sim.folders import owning
 from sim.option_values import flag
-from sim.scenario import OF_WORKLOADS, READING
+from sim.scenario import READING, SHAPING
 from sim.scenario_file import read_scenario
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 API_KEY = "KVTWIN_API_KEY"
 HTTP = "http"
 """What a served run names as its workload."""
-TRAFFIC = ("trace", "trace_format", *READING, "workload", "num_prompts", "request_rate", "burstiness", "rate_scale")
-TRAFFIC += ("clip", "input_len", "output_len", *OF_WORKLOADS, "max_concurrency", "closed_sessions")
+TRAFFIC = ("trace", "trace_format", *READING, *SHAPING)
 """Options that say which requests come, and when: here that is the clients' business."""
 FAILED = 1
 HELP = (

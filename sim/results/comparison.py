@@ -115,6 +115,7 @@ class Cell:
 class Row:
     """One metric over all policies."""
 
+    key: str
     name: str
     cells: list[Cell]
 
@@ -133,7 +134,8 @@ def table(results: Sequence[Result]) -> list[Row]:
         base = None if texts[0] == metric.text(0.0) else numbers[0]
         factors = [None, *(ratio(number, base) for number in numbers[1:])]
         told = ["" if factor is None else f"({factor_text(factor)})" for factor in factors]
-        rows.append(Row(metric.name, [Cell(text, word, text in best) for text, word in zip(texts, told, strict=True)]))
+        cells = [Cell(text, word, text in best) for text, word in zip(texts, told, strict=True)]
+        rows.append(Row(metric.key, metric.name, cells))
     return rows
 
 

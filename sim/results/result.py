@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -42,6 +42,8 @@ RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
 OPTIONS = {f.name: f.metadata for f in fields(ResolvedScenario)}
 """Fields of a result's scenario: options as `Scenario` declares them, and what they resolved to."""
+COUNTED = [f.name for f in structs.fields(Counters) if f.type is int]
+"""What engines count that adds up."""
 INFINITE = "inf"
 """How vLLM writes an infinite request rate."""
 
@@ -80,12 +82,7 @@ def assemble(run: Run) -> Result:
         num_iterations=sum(instance.iterations for instance in run.instances),
         num_preemptions=counters.preemptions,
         counters=Counts(
-            swap_out_blocks=counters.swap_out_blocks,
-            swap_in_blocks=counters.swap_in_blocks,
-            swap_space_exhausted=counters.swap_space_exhausted,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prefix_rehit_tokens=counters.prefix_rehit_tokens,
+            **{name: getattr(counters, name) for name in COUNTED if name in Counts.__struct_fields__},
             prefix_evicted_blocks=sum(parts.scheduler.memory.num_evicted for parts in run.engines),
             ignored=dict(sorted(counters.ignored.items())),
             policy=dict(sorted(counters.policy.items())),
@@ -153,13 +150,7 @@ def _together(counters: list[Counters]) -> Counters:
         for name, tier in one.tiers.items():
             tiers.setdefault(name, TierCounters()).add(tier)
     return Counters(
-        preemptions=sum(one.preemptions for one in counters),
-        swap_out_blocks=sum(one.swap_out_blocks for one in counters),
-        swap_in_blocks=sum(one.swap_in_blocks for one in counters),
-        swap_space_exhausted=sum(one.swap_space_exhausted for one in counters),
-        prefix_query_tokens=sum(one.prefix_query_tokens for one in counters),
-        prefix_hit_tokens=sum(one.prefix_hit_tokens for one in counters),
-        prefix_rehit_tokens=sum(one.prefix_rehit_tokens for one in counters),
+        **{name: sum(getattr(one, name) for one in counters) for name in COUNTED},
         ignored=dict(ignored),
         tiers=tiers,
         policy=defaultdict(int, policy),
@@ -192,34 +183,25 @@ def _engines(run: Run) -> list[EngineUse]:
     ]
 
 
-class _Arrays(TypedDict, total=False):
-    per_request: str
-    request_ids: list[int]
-    start_times: list[float]
-    input_lens: list[int]
-    output_lens: list[int]
-    queue_times: list[float]
-    ttfts: list[float]
-    latencies: list[float]
-    errors: list[str]
-    itls: list[list[float]]
+PER_REQUEST = {
+    "request_ids": "request_id",
+    "start_times": "arrival_s",
+    "input_lens": "prompt_tokens",
+    "output_lens": "output_tokens",
+    "queue_times": "queue_s",
+    "ttfts": "ttft_s",
+    "latencies": "e2el_s",
+    "errors": "error",
+}
+"""Fields of a result with a value for every request, and the field of `EndedRequest` that it is."""
 
 
-def _arrays(kept: list[EndedRequest] | None, detailed: dict[int, list[float]] | None) -> _Arrays:
+def _arrays(kept: list[EndedRequest] | None, detailed: dict[int, list[float]] | None) -> dict[str, Any]:
     """The per-request arrays, if they were kept, in order of the trace."""
     if kept is None:
         return {"per_request": "more than 100000 requests: the arrays are in the per-request table"}
     rows = sorted(kept, key=itemgetter(0))
-    arrays: _Arrays = {
-        "request_ids": [row.request_id for row in rows],
-        "start_times": [row.arrival_s for row in rows],
-        "input_lens": [row.prompt_tokens for row in rows],
-        "output_lens": [row.output_tokens for row in rows],
-        "queue_times": [row.queue_s for row in rows],
-        "ttfts": [row.ttft_s for row in rows],
-        "latencies": [row.e2el_s for row in rows],
-        "errors": [row.error for row in rows],
-    }
+    arrays: dict[str, Any] = {name: [getattr(row, own) for row in rows] for name, own in PER_REQUEST.items()}
     if detailed is not None:
         arrays["itls"] = [_gaps(detailed.get(row.request_id, [])) for row in rows]
     return arrays
@@ -331,10 +313,6 @@ def _check_options(scenario: object, path: Path) -> None:
     for name, option in OPTIONS.items():
         if isinstance(scenario, dict) and name not in scenario and not option.get("sparse"):
             raise UserError(f"{path}: field scenario: Object missing required field `{name}`: correct the field")
-
-
-PER_REQUEST = ("request_ids", "start_times", "input_lens", "output_lens", "queue_times", "ttfts", "latencies", "errors")
-"""Fields of a result with a value for every request."""
 
 
 def write_series(folder: Path, series: Sequence[Series]) -> None:

@@ -19,10 +19,9 @@ from sim.results.report import constants, deployment, engine_overhead
 from sim.version import VERSION
 
 HERE = Path(__file__).parent
-KEY_ROWS = ("Requests completed", "Requests ignored", "Requests offered (1/s)", "Requests served (1/s)")
-KEY_ROWS += ("Goodput (requests/s)", "SLOs met (% of requests)", "Output tokens (1/s)")
-KEY_ROWS += ("Mean TTFT (ms)", "P99 TTFT (ms)", "Mean TPOT (ms)", "P99 TPOT (ms)", "Mean E2EL (ms)", "P99 E2EL (ms)")
-KEY_ROWS += ("Mean queueing (ms)", "Preemptions", "Host KV memory (GiB/GPU)")
+KEY_METRICS = ("completed", "ignored", "request_offered", "request_throughput", "request_goodput")
+KEY_METRICS += ("goodput_attainment_percent", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")
+KEY_METRICS += ("p99_tpot_ms", "mean_e2el_ms", "p99_e2el_ms", "mean_queue_ms", "num_preemptions", "host_memory_gib")
 """Rows of the first table; all metrics are in a second one."""
 
 
@@ -97,7 +96,7 @@ def _view(section: Section) -> View:
         labels=[run.label for run in runs],
         given=[_given(run) for run in runs],
         sentences=section.sentences,
-        key_rows=[row for row in rows if row.name in KEY_ROWS],
+        key_rows=[row for row in rows if row.key in KEY_METRICS],
         rows=rows,
         charts=charts(runs),
         command=section.command,
