@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +13,7 @@ from kvtwin.testing.clusters import ClusterOutcome, simulate_replicas
 from kvtwin.testing.conformance import TOLERANCE_S, hosts_of, limits_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
-from sim.option_values import base_type, option_fields
 from sim.policy_options import parse_policy
-from sim.scenario import Scenario
 from sim.systems import POLICIES as PRESET_NAMES
 from sim.systems.builder import HAND_OVER
 from sim.systems.vllm055 import VllmRecompute
@@ -178,7 +175,7 @@ def test_prefix_affinity_without_prefixes_is_an_error():
         PrefixAffinity().route(Request(3, 0.0, 10, 2), [Loaded(0), Loaded(0)])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_tree_finds_the_longest_prefix_that_anybody_has(seed):
     rng, tree, had = Random(seed), PrefixTree(), [[] for _ in range(3)]
     for _ in range(60):
@@ -198,13 +195,7 @@ def shared(ids: tuple[int, ...], others: tuple[int, ...]) -> int:
     )
 
 
-def test_the_routers_are_those_that_the_flag_takes():
-    hint = {f.name: hint for f, hint in option_fields(Scenario)}["router"]
-    assert get_args(base_type(hint)) == tuple(ROUTERS)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize(("policy", "jump"), [(policy, i % 2 > 0) for i, policy in enumerate(POLICIES)])
 def test_a_cluster_of_one_is_the_engine_alone(policy, jump):
     kind = parse_policy(policy, {})[1]
     rows = requests(*[(0.05 * i, 20 + 13 * i % 150, 5 + 7 * i % 50) for i in range(60)])
@@ -216,7 +207,7 @@ def test_a_cluster_of_one_is_the_engine_alone(policy, jump):
     }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[::3])
 def test_round_robin_over_four_is_four_runs_of_a_quarter(policy):
     kind = parse_policy(policy, {})[1]
     rows = requests(*[(0.02 * i, 20 + 13 * i % 150, 5 + 7 * i % 50) for i in range(200)])
@@ -254,8 +245,10 @@ def test_every_preset_serves_beside_its_like_and_shares_prefixes(policy, rows, g
             assert found.finish_s == pytest.approx(seq.finish_s, abs=TOLERANCE_S)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(name, policy) for i, name in enumerate(ROUTERS) for j, policy in enumerate(POLICIES) if (i + j) % 3 == 0],
+)
 @settings(max_examples=15, deadline=None)
 @given(
     rows=ROWS,

@@ -3,14 +3,13 @@
 import pytest
 import simpy
 
-from kvtwin.testing import CheckedEngine, limits, linear_machine, requests
+from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.clusters import simulate_replicas
 from kvtwin.testing.engines import build_engine
-from sim.clock.arrivals import TIE_S, Arrivals
+from sim.clock.arrivals import Arrivals
 from sim.clock.cluster import Cluster
 from sim.clock.member import Member
 from sim.cost.pricing import Lanes
-from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.systems.vllm055 import VllmRecompute
@@ -39,51 +38,6 @@ def test_a_fact_within_a_tie_leaves_a_settled_boundary_where_it_is():
     assert not member.tell(0.125 - 5e-10, Sequence(request)) and member.end_s == 0.125
     member.decide()
     assert (member.end_s, member.num_decisions) == (0.375, 2)
-
-
-def test_what_waits_here_is_counted_until_it_has_been_seen():
-    """One whose prefix comes first, and one that has been sent."""
-    member = member_of(simpy.Environment())
-    first, second = requests((0.0, 16, 1), (0.0, 20, 1))
-    assert (member.num_waiting, member.num_in_flight, member.tokens_in_flight) == (0, 0, 0)
-    assert member.send(first, 0.5) and member.end_s == 0.5
-    assert (member.num_waiting, member.waiting_tokens, member.tokens_in_flight) == (1, 0, 16)
-    assert member.send(second) and member.end_s == 0.0
-    assert (member.num_waiting, member.waiting_tokens, member.num_in_flight, member.tokens_in_flight) == (2, 20, 2, 36)
-    for _ in range(4):
-        member.settle()
-        member.decide()
-    assert (member.num_waiting, member.num_in_flight, member.tokens_in_flight) == (0, 0, 0)
-
-
-def test_facts_a_tie_after_a_boundary_belong_to_it(monkeypatch):
-    """A copy, a request whose prefix came first and one that was sent: a nanosecond after it, and no later."""
-    ended = []
-    monkeypatch.setattr(CheckedEngine, "transfer_done", lambda self, move: ended.append(move.num_blocks))
-    seq = Sequence(requests((0.0, 16, 1))[0])
-    for later_s, found in ((TIE_S, True), (2.5e-9, False)):
-        member = member_of(simpy.Environment())
-        for blocks in (1, 2):
-            member._finish_at(0.125 + later_s, Move(seq, (), 0, 16, Tier.GPU, Tier.HOST, blocks, 0, True))
-        member._tell_ended(0.125)
-        assert ended == ([1, 2] if found else [])
-        for blocks in (3, 4):
-            member._finish_at(0.125 + later_s, Move(seq, (), 0, 16, Tier.GPU, Tier.HOST, blocks, 0, True))
-        first, second = requests((0.0, 16, 1), (0.125 + later_s, 20, 1))
-        member.send(first, 0.125 + later_s)
-        member.send(second)
-        assert (member._num_coming, len(member.inbox), member.inbox.tokens) == (1, 1, 20)
-        assert member._is_free(0.125) and member.num_decisions == 1
-        assert ended == ([1, 2, 3, 4] if found else [])
-        assert (member._num_coming, len(member.inbox)) == ((0, 0) if found else (1, 1))
-        assert member.engine.scheduler.num_waiting == (2 if found else 0)
-        ended.clear()
-
-
-def test_pulling_without_a_link_is_an_error():
-    member, seq = member_of(simpy.Environment()), Sequence(requests((0.0, 16, 1))[0])
-    with pytest.raises(InvariantError, match="there is no link"):
-        member._pull(Move(seq, (), 0, 16, Tier.PEER, Tier.GPU, 1, 0, True), 0.0)
 
 
 @pytest.mark.parametrize(("apart_s", "place"), [(-2e-9, 0), (-5e-10, 1), (0.0, 1), (5e-10, 1), (2e-9, 1)])

@@ -10,7 +10,6 @@ from kvtwin.testing import limits, linear_machine
 from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
 from kvtwin.testing.conformance import TOLERANCE_S, Workload
 from kvtwin.testing.conversations import conversations
-from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.systems.memserve import MemServe
 from sim.topology.routers import PromptTrees
@@ -158,8 +157,3 @@ def test_conversations_are_answered_sooner_and_less_travels():
     assert {key: seq.finish_s for key, seq in one.by_id().items()} == pytest.approx(
         {key: seq.finish_s for key, seq in other.by_id().items()}
     )
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(UserError, match="caching"):
-        parse_policy("memserve:caching=4", {})

@@ -12,7 +12,6 @@ from kvtwin.testing import limits, linear_machine
 from kvtwin.testing.clusters import simulate_pools
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
-from sim.errors import UserError
 from sim.kv.stored import StoredMemory
 from sim.policy_options import parse_policy
 from sim.systems.mooncake import Mooncake
@@ -265,7 +264,7 @@ ROWS = st.lists(
         "sarathi:stage=hand-over,memory=stored",
     ],
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=ROWS,
     pools=st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -306,9 +305,3 @@ def test_jumping_changes_nothing_and_nobody_is_lost(policy, rows, pools, blocks,
         if "rejected" in seq.error:
             assert seq.status is Status.IGNORED
             assert "rejection" in policy
-
-
-def test_options_out_of_range_are_refused():
-    for words in ("balancing-threshold=0.5", "ttft-slo-ms=0", "predicted-decode-s=-1"):
-        with pytest.raises(UserError, match=words.partition("=")[0]):
-            parse_policy(f"mooncake:{words}", {})

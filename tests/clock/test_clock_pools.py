@@ -146,7 +146,7 @@ def test_who_waits_to_decode_holds_less_than_its_share_when_another_is_pulled(sh
 
 
 @pytest.mark.parametrize("name", ["distserve:batching=sarathi", "splitwise", "memserve", "mooncake"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), seqs=st.integers(2, 4), gpu=st.sampled_from([30, 50]), tokens=st.integers(9, 32))
 def test_who_is_computed_again_in_chunks_has_a_seat(name, seed, seqs, gpu, tokens):
     """`CheckedEngine` counts whom an iteration computes: no more than there are seats."""
@@ -174,7 +174,7 @@ ROWS = st.lists(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=ROWS,
     pools=st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -56,20 +56,6 @@ def test_counts_are_those_of_the_members(block_size: int, contexts: list[int], s
     assert cohort.num_cached_blocks(step + 1) == cohort.num_cached_blocks(step) + cohort.blocks_needed(step)
 
 
-@given(st.integers(1, 9), members, st.integers(0, 40))
-def test_like_iterations_last_until_somebody_begins_a_block(block_size: int, contexts: list[int], step: int) -> None:
-    """Every iteration of the run reads and writes as many blocks as the first; the run is as long as it can be."""
-    cohort = Cohort(1, block_size)
-    for context in contexts:
-        cohort.count(context, 1)
-    steps = cohort.steps_until_growth(step)
-    assert steps >= 1
-    seen = {(cohort.num_cached_blocks(i), cohort.blocks_needed(i)) for i in range(step, step + steps)}
-    assert len(seen) == 1
-    after = (cohort.num_cached_blocks(step + steps), cohort.blocks_needed(step + steps))
-    assert after not in seen or steps == block_size
-
-
 # -- the batch -----------------------------------------------------------------------------------------------------
 
 
@@ -178,17 +164,6 @@ def test_a_member_may_end_earlier_with_a_token_that_is_yet_to_come() -> None:
     assert (seq.output_tokens, other.output_tokens) == (5, generated + 1)
 
 
-def test_the_longest_of_a_plans_decodes_is_told() -> None:
-    """Of three members that of those who decode; of all three the batch's own."""
-    batch = RankedBatch(4, GapCollector())
-    seqs = [member(batch, i, prompt, 9) for i, prompt in enumerate((5, 30, 12))]
-    plan = IterationPlan()
-    for decodes, longest in ((seqs, 1), ([seqs[0], seqs[2]], 2), ([seqs[0]], 0), ([seqs[1]], 1)):
-        plan.decodes, plan.num_decodes = decodes, len(decodes)
-        batch.follow(plan)
-        assert plan.decode_longest_tokens == batch.num_tokens_of(seqs[longest])
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=6),
     st.lists(st.integers(1, 6), min_size=1, max_size=8),
@@ -241,9 +216,3 @@ def test_a_ranked_batch_knows_its_longest_context(events: list[tuple[str, int]],
             assert plan.decode_longest_tokens == max(map(batch.num_tokens_of, plan.decodes))
             batch.advance_some(plan.decodes, float(i))
         assert batch.longest_tokens == max(map(batch.num_tokens_of, batch.members), default=0)
-
-
-def test_a_plain_batch_follows_no_context() -> None:
-    batch, _ = logged()
-    member(batch, 0, 9, 9)
-    assert batch.longest_tokens == 0

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from test_parts_windowed import setup, windowed_workloads
 
 from kvtwin.testing.conformance import Workload, check, with_prefix
-from kvtwin.testing.engines import build_engine, limits, linear_machine, simulate
+from kvtwin.testing.engines import limits, simulate
 from sim.engine.limits import WindowLimits
-from sim.engine.plan import StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.hybrid import HybridMemory
@@ -46,22 +45,6 @@ def test_a_prompt_again_hits_all_but_its_last_block() -> None:
     assert hits((0.0, 100, 5, ids(1, 7)), (9.0, 100, 5, ids(1, 7))) == [0, 96]
 
 
-def test_memory_grows_for_all_or_for_nobody() -> None:
-    """Two sequences that begin a block of each of three groups want six, and `spare` times three beside them."""
-    engine = build_engine(VllmV1(), replace(limits(gpu=40, window=WINDOW)), linear_machine(), lambda seq: None)
-    for i in range(2):
-        engine.add_request(Request(i, 0.0, 32, 5))
-    plan = engine.schedule(0.0)
-    assert plan is not None
-    engine.commit(plan, StepTimes(1, 0.5, 0.0, 0.0, 0.5, 1))
-    memory, batch = engine.scheduler.memory, engine.scheduler.batch
-    free = engine.scheduler.gpu.free
-    spare = (free - 6) // 3
-    assert memory.decode_blocks() == 6 and len(batch.members) == 2
-    assert not memory.grow(batch, spare + 1) and engine.scheduler.gpu.free == free
-    assert memory.grow(batch, spare) and engine.scheduler.gpu.free == free - 6
-
-
 def test_a_prefix_is_hit_from_the_second_time_that_somebody_leaves_it() -> None:
     """80 of 200 tokens are shared. Windowed groups have nothing there until a prompt has parted from another there."""
     prompts = [(9.0 * i, 200, 5, ids(1, 5, *range(1000 * i, 1000 * i + 8))) for i in range(4)]
@@ -84,15 +67,6 @@ def test_models_whose_layers_all_have_the_window() -> None:
     """The last window of a prompt is all that it takes: blocks before it need not be there."""
     all_windowed = WindowLimits(33, 0, 1, 3)
     assert hits((0.0, 100, 5, ids(1, 7)), (9.0, 100, 5, ids(1, 7)), window=all_windowed) == [0, 96]
-
-
-def test_who_leaves_no_prefix_has_no_junction() -> None:
-    """Nothing is cached: groups that keep all have no prefix that those with a window lack, or there are none."""
-    for window in (WINDOW, WindowLimits(33, 0, 1, 3)):
-        limit = replace(limits(gpu=40, window=window), enable_prefix_caching=True)
-        memory = build_engine(VllmV1(), limit, linear_machine(), lambda seq: None).scheduler.memory
-        assert isinstance(memory, HybridMemory)
-        assert memory._match(Sequence(Request(0, 0.0, 100, 5, "", ids(1, 7), 16))).junction == 0
 
 
 def test_what_leaves_the_window_is_free_by_hand() -> None:

@@ -82,9 +82,10 @@ def crowd(count: int = 120) -> list:
     return requests(*((float(t), int(rng.integers(20, 120)), int(n)) for t, n in zip(times, lengths, strict=True)))
 
 
-@pytest.mark.parametrize("choice", ["price", "swap"])
-@pytest.mark.parametrize("host", [40, 1000])
-@pytest.mark.parametrize("swap_s_per_block", [FAST, 0.01, 0.04, SLOW])
+@pytest.mark.parametrize(
+    ("swap_s_per_block", "host", "choice"),
+    [(FAST, 40, "price"), (0.01, 1000, "price"), (SLOW, 1000, "price"), (FAST, 1000, "swap"), (0.04, 40, "swap")],
+)
 def test_the_links_rate_says_who_is_swapped_and_no_block_is_lost(swap_s_per_block, host, choice):
     """Engines that recount themselves; stepped and jumped alike."""
     room = limits(gpu=60, host=host, tokens=512, chunked=True)

@@ -47,21 +47,6 @@ def test_a_request_joins_the_first_level_whose_quantum_covers_its_prefill(prompt
     assert order.level_of(seq) == level
 
 
-def test_the_first_of_the_first_level_is_the_head() -> None:
-    order = queue()
-    long, short, other, longest = sequence(0, 30), sequence(1, 5), sequence(2, 8), sequence(3, 100)
-    assert not order
-    for seq in (long, longest, short, other):
-        order.add(seq)
-    assert len(order) == 4
-    assert ids(order) == [1, 2, 0, 3]
-    assert order.head() is short
-    assert len(order) == 4
-    assert order.pop() is short
-    assert [order.pop().request.request_id for _ in range(3)] == [2, 0, 3]
-    assert not order and ids(order) == []
-
-
 def test_who_is_put_back_comes_first_in_its_level_the_last_preempted_first() -> None:
     order = queue()
     seqs = [sequence(i, prompt) for i, prompt in enumerate((5, 30, 5, 30))]
@@ -78,23 +63,6 @@ def test_who_is_put_back_comes_first_in_its_level_the_last_preempted_first() -> 
     assert order.pop() is seqs[2]
     order.put_back([seqs[2]])
     assert ids(order) == [2, 0, 4, 1, 3]
-
-
-def test_anybody_can_be_taken_out() -> None:
-    order = queue()
-    seqs = [sequence(i, prompt) for i, prompt in enumerate((5, 30, 5))]
-    for seq in seqs:
-        order.add(seq)
-    assert order.remove(seqs[2])
-    assert not order.remove(seqs[2])
-    assert ids(order) == [0, 1]
-    assert len(order) == 2
-    assert order.remove(seqs[0]) and order.remove(seqs[1])
-    assert not order
-
-
-def test_who_never_waited_cannot_be_taken_out() -> None:
-    assert not queue().remove(sequence(0, 5))
 
 
 def test_who_has_waited_for_the_bound_goes_to_the_tail_of_the_first_level_at_every_third_iteration() -> None:

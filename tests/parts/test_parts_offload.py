@@ -1,7 +1,6 @@
 """vLLM's OffloadingConnector in small: times worked by hand, who gives way on the host, fences, and prices."""
 
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +14,11 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.index.block_chain import BlockChain, NamedChain
 from sim.kv.tiers import host_cache
-from sim.kv.tiers.fences import Fence, FencedStack, fences_of
+from sim.kv.tiers.fences import FencedStack
 from sim.kv.tiers.host_cache import HostCache
-from sim.kv.tiers.jobs import Job, Offloaded, ranges_of
-from sim.kv.tiers.replacement import Access, Lru
+from sim.kv.tiers.jobs import Job, Offloaded
+from sim.kv.tiers.replacement import Access
 from sim.kv.tiers.worth import Worth
-from sim.parts.options import MOST_GIB
 from sim.policy_options import parse_policy
 from sim.specs.models import load_model
 from sim.systems.vllm_v1 import VllmV1
@@ -175,13 +173,7 @@ def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("vllm-v1:cpu-chunks=-5", "cpu-chunks: -5"),
-        ("vllm-v1:blocks-per-chunk=0", "blocks-per-chunk: 0"),
         ("vllm-v1:kv-offloading-size=-0.5", "kv-offloading-size: -0.5 is less than 0; give 0 or more"),
-        ("vllm-v1:kv-offloading-size=1000000001", "kv-offloading-size: 1000000001.0 is more than 1e.09 GiB; give less"),
-        ("vllm-v1:kv-offloading-size=1,load-s-per-block=-1", "load-s-per-block: -1"),
-        ("vllm-v1:cpu-chunks=5,store-s-per-block=inf", "store-s-per-block: inf is not a number of 0 or more"),
-        ("vllm-v1:cpu-chunks=5,store-threshold=-1", "store-threshold: -1 is not a number of 0 or more"),
         ("vllm-v1:cpu-chunks=5,batching=sarathi", "batching=unified"),
     ],
 )
@@ -191,30 +183,12 @@ def test_what_cannot_be_is_refused(text, words):
         simulate(policy, [A], replace(limits(), enable_prefix_caching=True))
 
 
-@pytest.mark.parametrize(
-    "least",
-    [
-        {"kv_offloading_size": 0.0}, {"kv_offloading_size": 0.5}, {"kv_offloading_size": MOST_GIB}, {"cpu_chunks": 0},
-        {"cpu_chunks": 1, "blocks_per_chunk": 1, "load_s_per_block": 0.0, "store_threshold": 0},
-    ],
-)  # fmt: skip
-def test_the_least_and_the_most_are_accepted(least):
-    assert VllmV1(**least).offloads
-
-
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_size_in_gib_is_that_of_all_gpus_together(tp):
     """16 tokens of Llama 3.1 8B are 32 layers x 2 x 8 heads x 128 x 2 bytes x 16 = 2 MiB, on however many GPUs."""
     scenario = kvtwin.Scenario(workload="fixed", num_prompts=1, model="llama-3.1-8b", gpu="h100", tp=tp)
     (host,) = kvtwin.simulate(scenario, "vllm-v1:kv-offloading-size=10").result.tiers
     assert host.num_blocks == 5120
-
-
-def test_a_size_in_gib_is_cut_into_chunks_of_whole_pages():
-    """A block of 5,000 bytes takes two pages of 4 KiB, one of three blocks four."""
-    assert VllmV1(kv_offloading_size=1.0).num_chunks(5000.0) == 2**30 // 8192
-    assert VllmV1(kv_offloading_size=1.0, blocks_per_chunk=3).num_chunks(5000.0) == 2**30 // 16384
-    assert VllmV1(cpu_chunks=7).num_chunks(5000.0) == VllmV1(cpu_chunks=7, kv_offloading_size=1.0).num_chunks(1.0) == 7
 
 
 # -- the host's cache ------------------------------------------------------------------------------------------------
@@ -290,27 +264,6 @@ def test_arc_keeps_what_is_used_again_from_one_long_scan():
         assert all(cache.get(key) for key in (1, 2)) is kept
 
 
-@pytest.mark.parametrize("num_idle", [1, 50])
-def test_ranks_that_have_changed_do_not_pile_up(num_idle):
-    """A list of idle chunks has two entries of each and 64 at most, or is made anew when somebody must give way."""
-    lru = Lru(100)
-    access = Access(tuple(range(num_idle)))
-    for place in range(num_idle):
-        lru.insert(access, place)
-        lru.idle(place)
-    assert lru.evict(1, ()) == [num_idle - 1]
-    lru.insert(access, num_idle - 1)
-    lru.idle(num_idle - 1)
-    for _ in range(63 // num_idle + 1):
-        lru.saw(Access(access.keys), range(num_idle))
-    assert lru._heap is not None
-    assert len(lru._heap) == num_idle * (63 // num_idle + 2)
-    while lru._heap is not None:
-        assert len(lru._heap) <= 64 + 2 * num_idle
-        lru.saw(Access(access.keys), range(num_idle))
-    assert lru.evict(1, ()) == [num_idle - 1]
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True), max_size=30), st.sampled_from([1, 4])
@@ -328,16 +281,6 @@ def test_chunks_are_neither_lost_nor_made(policy, offers, num_chunks):
 
 
 # -- keys and fences -------------------------------------------------------------------------------------------------
-
-
-def test_keys_are_numbered_as_they_come():
-    """From 1 on, 0 being what is before any block; what has no name has keys beyond all of them."""
-    chain = BlockChain(16)
-    assert chain.of(Sequence(named(0, 0.0, (7, 8), 16))) == (1, 2, 2**64)
-    assert chain.of(Sequence(named(1, 0.0, (7, 9), 15))) == (1, 3)
-    assert chain.of(Sequence(Request(2, 0.0, 31, 17))) == (2**64 + 1, 2**64 + 2, 2**64 + 3)
-    assert chain.named((1, 2), (9, 9)) == (1, 2, 4, 5)
-    assert NamedChain(16).extended((), (5, 5)) == (1, 2)
 
 
 def test_keys_name_a_block_and_all_before_it():
@@ -374,30 +317,6 @@ def check_forgetting(prompts: list[tuple[list[int], int]]) -> None:
         assert len(chain) == len(kept)
 
 
-def test_a_chain_asks_who_is_in_use_once_it_has_doubled(monkeypatch):
-    """At 4 links of at least 4 nobody is asked; at 6, 2 are in use and kept; then not at 4, but at 5."""
-    monkeypatch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", 4)
-    chain, kept, asked = NamedChain(16), [], []
-
-    def links(*ids: int) -> int:
-        found = chain.of(named(0, 0.0, ids))
-        kept[:] = kept or found
-        chain.forget(lambda: asked.append(len(chain)) or kept)
-        return len(chain)
-
-    assert [links(1, 2), links(3, 4), links(5, 6), links(7, 8), links(9)] == [2, 4, 2, 4, 2]
-    assert asked == [6, 5]
-    monkeypatch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", 2)
-    assert [links(3, 4), links(5, 6)] == [4, 2] and asked == [6, 5, 6]
-
-
-def test_jobs_read_the_blocks_of_their_chunks():
-    assert ranges_of([0, 1, 3, 5, 6], 2) == [range(4), range(6, 8), range(10, 14)]
-    job = Job(Offloaded(Sequence(A), Access(())), [0, 3], ranges_of([0, 3], 2))
-    assert job.num_blocks == 4
-    assert [job.reads(range(i, i + 1)) for i in range(9)] == [True, True, False, False, False, False, True, True, False]
-
-
 def test_a_stack_hands_out_the_last_block_first():
     heard = []
     job = Job(Offloaded(Sequence(A), Access(())), [0, 2], [range(1), range(2, 3)])
@@ -411,15 +330,6 @@ def test_a_stack_hands_out_the_last_block_first():
     stack.allocate(2)
     assert heard == [range(2, 3), range(1)]
     assert stack.free == 5
-
-
-def test_a_fence_is_cut_from_its_end():
-    heard = []
-    fence = Fence(Job(Offloaded(Sequence(A), Access(())), [], []), 2, 6, 10)
-    assert fence.cut(7, lambda job, blocks: heard.append(blocks))
-    assert fence.cut(4, lambda job, blocks: heard.append(blocks))
-    assert not fence.cut(1, lambda job, blocks: heard.append(blocks))
-    assert heard == [range(14, 16), range(12, 14)]
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------
@@ -467,13 +377,3 @@ def test_what_a_prefix_is_worth_is_what_the_clock_would_have_spent():
     rest_s = 0.01 + 0.036 + 1e-5 * 36**2
     assert worth.recompute_s(seq, 0, 64) == pytest.approx(whole_s - rest_s)
     assert worth.load_s(4) == pytest.approx(4 * 3e-4)
-
-
-def test_a_run_is_fenced_where_copies_read_it():
-    """Blocks 4 to 9 of a request; of copies of 0 to 5, 6 and 7, 9 to 11 and one beyond. Places are the run's own."""
-    jobs = [
-        Job(cast(Any, None), [0], [range(6)]),
-        Job(cast(Any, None), [1], [range(6, 8), range(9, 12), range(12, 13)]),
-    ]
-    found = [(fence.job, fence.begin, fence.end, fence.shift) for fence in fences_of(jobs, 4, 6)]
-    assert found == [(jobs[0], 0, 2, 4), (jobs[1], 2, 4, 4), (jobs[1], 5, 6, 4)]

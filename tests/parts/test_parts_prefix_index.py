@@ -11,7 +11,6 @@ from sim.engine.sequence import Sequence
 from sim.kv.block_pool import CachingPool
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Holding, PrefixIndex
-from traces.hash_ids import num_shared
 from traces.request import Request
 
 
@@ -216,47 +215,6 @@ def test_the_tail_of_the_longest_unused_goes_first():
     lengths = [both.index.match(keys, 4).num_blocks for keys in ((1, 2, 5, 6), (1, 2, 3, 4))]
     assert lengths == [2, 3]
     both.check()
-
-
-@pytest.mark.parametrize(
-    ("left", "at", "right", "begin", "end", "shared"),
-    [
-        ((1, 2, 3), 0, (1, 2, 3), 0, 3, 3),
-        ((1, 2, 3), 1, (9, 2, 3, 4), 1, 4, 2),
-        ((1, 2, 3, 4, 5, 6, 7), 0, (1, 2, 3, 4, 5, 0, 7), 0, 7, 5),
-        ((1, 2), 0, (2, 1), 0, 2, 0),
-        ((1, 2), 0, (), 0, 0, 0),
-    ],
-)
-def test_how_much_two_lists_of_keys_share(left, at, right, begin, end, shared):
-    assert num_shared(left, at, right, begin, end) == shared
-
-
-def test_no_version_comes_again():
-    """Whoever has looked at one version may go on with what it saw as long as there is no other."""
-    index, seen = PrefixIndex(lambda seq: (0, 0)), [0]
-
-    def is_new() -> bool:
-        seen.append(index.version)
-        return seen[-1] not in seen[:-1]
-
-    one, other = (Holding(Sequence(Request(i, 0.0, 1, 1)), (1, 2)) for i in range(2))
-    index.take(one, index.match(one.keys, 2))
-    assert is_new()
-    index.extend(one, (3,))
-    assert is_new()
-    index.publish(one, 3)
-    assert is_new()
-    index.publish(one, 3)
-    assert not is_new()
-    match = index.match(other.keys, 2)
-    assert match.num_blocks == 2
-    index.take(other, match)
-    assert is_new()
-    assert [index.release(one), is_new(), index.release(other), is_new()] == [1, True, 2, True]
-    assert [(holding.num_blocks, holding.runs) for holding in (one, other)] == [(0, [])] * 2
-    index.evict(1)
-    assert is_new() and sorted(set(seen[:4] + seen[5:])) == list(range(8))
 
 
 @pytest.mark.parametrize(

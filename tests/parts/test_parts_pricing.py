@@ -237,17 +237,6 @@ def test_a_streamed_run_stops_where_computing_becomes_longer_than_copying() -> N
     assert times.end_s == pytest.approx(1.0 + 8 * 0.03275 + 28 * 0.003)
 
 
-def test_a_streamed_run_is_cut_at_the_first_end_after_a_time() -> None:
-    """Decodes take 10 ms, and 1.5 more each; 26 ms of copies in, 2 out: (10 + 28) / 4 + 19.5 = 29 ms, then 0.375 more
-    each. Ends at 29, 58.375, 88.125; until the 12th, which would compute for 26.5 ms."""
-    plan = streaming(26, 2, 100, 20)
-    for until_s, iterations in ((0.058, 2), (0.0584, 3), (inf, 11)):
-        pricer, _ = priced((0.0, 0.0, 0.0005), 0.001)
-        times = pricer.run(plan, 0.0, until_s)
-        assert times.iterations == iterations
-        assert times.end_s == pytest.approx(iterations * 0.029 + 0.000375 * iterations * (iterations - 1) / 2)
-
-
 @given(
     base=st.floats(0.001, 0.05),
     per_token=st.sampled_from([0.0, 1e-5, 1e-3]),
@@ -340,11 +329,6 @@ def test_a_pass_waits_for_half_a_unit_of_a_mib_and_its_copies_for_all_reduces() 
     assert pricer.step(hundred_tokens(blocks_behind=2), 1.0).end_s == pytest.approx(2.004, rel=1e-12)
     assert lanes.d2h.busy_s == pytest.approx(0.1, rel=1e-12)
     assert [lanes.d2h.free_s] == ends == [pytest.approx(2.004 - 0.251 + 0.025, rel=1e-12)]
-
-
-def test_units_of_half_a_mib_are_waited_for_half_as_long() -> None:
-    pricer, _, _ = sharing(copy_unit_bytes=1 << 19)
-    assert pricer.step(hundred_tokens(blocks_behind=2), 1.0).end_s == pytest.approx(2.002, rel=1e-12)
 
 
 def test_every_all_reduce_waits_where_copies_take_longer_than_the_pass() -> None:

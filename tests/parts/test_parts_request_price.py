@@ -97,23 +97,6 @@ def test_at_least_a_token_is_left():
     assert history.left_after(3) == 7
 
 
-def test_what_is_left_of_many_is_what_is_left_of_each():
-    seq = Sequence(Request(0, 0.0, 90, 10**6))
-    cases = [
-        (lower, median, generated)
-        for lower, median in ((300, 300), (257, 384), (1, 0))
-        for generated in (0, 60, 100, 250, 283, 284, 285, 299, 300, 301, 367, 368, 369, 383, 384, 1000)
-    ]
-    for longest in (100, 120, 386, np.inf):
-        price = RequestPrice(linear_machine().cost, limits(), longest=longest)
-        price.history.add(70)
-        expected = []
-        for seq.predicted_lower_tokens, seq.predicted_median_tokens, generated in cases:
-            expected.append(price.tokens_left(seq, generated))
-        lower, median, generated = np.array(cases, float).T
-        assert price.all_tokens_left(median, lower == median, generated, 90 + generated).tolist() == expected
-
-
 @pytest.mark.parametrize(
     ("lower", "median", "generated", "left"),
     [

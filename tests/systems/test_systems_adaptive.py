@@ -8,14 +8,11 @@ import pytest
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, run
-from kvtwin.testing.engines import build_engine, roofline_machine
-from sim.engine.plan import StepTimes
-from sim.engine.sequence import Sequence, Status
+from kvtwin.testing.engines import roofline_machine
 from sim.errors import UserError
-from sim.parts.batching.paced import Paced
 from sim.parts.eviction.park import Park
 from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
-from sim.parts.order.triage import CHANCE, FILL, KEPT, PROMPT_SHARE, Triage, first_beyond
+from sim.parts.order.triage import KEPT
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.results.metrics import Goodput
@@ -37,59 +34,6 @@ def crowd(count: int = 250, seed: int = 0, gap_s: float = 0.11) -> list[Request]
     lengths = np.where(rng.random(count) < 0.2, rng.integers(200, 400, count), rng.integers(10, 60, count))
     times = np.cumsum(rng.exponential(gap_s, count))
     return requests(*((float(t), int(rng.integers(20, 120)), int(n)) for t, n in zip(times, lengths, strict=True)))
-
-
-@pytest.mark.parametrize("room_s", [0.0, 1.5])
-def test_theta_is_the_price_up_to_which_arrivals_fit_their_span_and_the_room(monkeypatch, room_s):
-    """Forty requests in 3.9 s: as many of the cheapest are kept as fill 92 % of that and the room that is left."""
-    monkeypatch.setattr(Triage, "_room_s", lambda order: room_s)
-    outcome = simulate(Adaptive(predictor="oracle"), requests((0.0, 16, 1)), limits())
-    order = outcome.scheduler.order
-    assert isinstance(order, Triage)
-    works = []
-    for i in range(1, 40):
-        seq = Sequence(Request(i, i * 0.1, 16, 20 * i))
-        seq.predicted_lower_tokens = seq.predicted_median_tokens = 20 * i
-        works.append(order.remaining_s(seq))
-        order.add(seq)
-    # The last multiple of twenty arrivals, the first request among them.
-    first = Sequence(Request(0, 0.0, 16, 1))
-    first.predicted_lower_tokens = first.predicted_median_tokens = 1
-    known, total_s, expected_s = sorted([order.remaining_s(first), *works]), 0.0, 0.0
-    for expected_s in known:
-        total_s += expected_s
-        if total_s > FILL * 3.9 + room_s:
-            break
-    assert total_s > FILL * 3.9 + room_s
-    assert order.theta_s == pytest.approx(expected_s, rel=0.01)
-
-
-def test_first_beyond_is_the_value_that_breaks_the_limit():
-    assert first_beyond([3.0, 1.0, 2.0], 2.9) == 2.0
-    assert first_beyond([3.0, 1.0, 2.0], 3.0) == 3.0
-    assert first_beyond([3.0, 1.0, 2.0], 6.0) == np.inf
-
-
-@pytest.mark.parametrize(("prompt", "gap_s"), [(16, 0.1), (768, 0.5)])
-def test_prompts_of_the_dear_are_computed_as_far_as_they_take_little_time(monkeypatch, prompt, gap_s):
-    """Forty requests; the longest answers are dear. Short prompts go by theta alone, of long ones few are computed."""
-    monkeypatch.setattr(Triage, "_room_s", lambda order: 0.0)
-    outcome = simulate(Adaptive(predictor="oracle"), requests((0.0, 16, 1)), limits())
-    order = outcome.scheduler.order
-    assert isinstance(order, Triage)
-    for i in range(1, 41):
-        seq = Sequence(Request(i, i * gap_s, prompt, 100 * i))
-        seq.predicted_lower_tokens = seq.predicted_median_tokens = 100 * i
-        order.add(seq)
-    dear = [one for one in order._arrivals if one.decodes_s + order.price.prompt_work_s(one.prompt_s) > order.theta_s]
-    span_s = order._arrivals[-1].arrival_s - order._arrivals[0].arrival_s
-    assert len(dear) > 5
-    if prompt == 16:
-        assert order.most_prompt_s == PROMPT_SHARE * order.theta_s > dear[0].prompt_s
-    else:
-        assert sum(one.prompt_s for one in dear) > CHANCE * span_s
-        assert order.most_prompt_s in [one.prompt_s for one in dear]
-        assert order.most_prompt_s < PROMPT_SHARE * order.theta_s
 
 
 @pytest.mark.parametrize(("context", "alone"), [(200, False), (9000, True)])
@@ -143,68 +87,6 @@ def test_as_many_decode_together_as_a_short_tpot_allows(predictor, tpot_ms):
     policy = Adaptive(tpot_slo_ms=tpot_ms, predictor=predictor)
     ours, theirs = (simulate(p, arrivals, limit, goodput=slo) for p in (policy, VllmV1()))
     assert ours.log.good > 1.3 * theirs.log.good
-
-
-def test_a_tpot_that_the_weights_alone_exceed_limits_nobody():
-    outcomes = [
-        simulate(Adaptive(tpot_slo_ms=tpot_ms), crowd(60), replace(ROOM, num_gpu_blocks=10_000))
-        for tpot_ms in (19.0, 5.0)
-    ]
-    assert len(outcomes[0].ended) == 60
-    assert outcomes[0].scheduler.order.most_decodes() == np.inf
-    assert [s.finish_s for s in outcomes[0].ended] == [s.finish_s for s in outcomes[1].ended]
-
-
-def test_room_is_what_the_batch_lacks_of_such_work_as_it_has(monkeypatch):
-    """Twenty seats: room for as much again as `FILL` of them lack, none beyond, and all of it without a batch."""
-    found = []
-    room_s = Triage._room_s
-
-    def note(order: Triage) -> float:
-        members = list(order.batch.members)
-        found.append((room_s(order), len(members), sum(map(order.remaining_s, members))))
-        return found[-1][0]
-
-    monkeypatch.setattr(Triage, "_room_s", note)
-    simulate(Adaptive(), crowd(gap_s=0.07), replace(ROOM, num_gpu_blocks=10_000, max_num_seqs=20))
-    assert {18, 19, 20} & {count for _, count, _ in found}
-    assert min(count for _, count, _ in found) < 18
-    for room, count, work_s in found:
-        assert room == pytest.approx(max(0.0, FILL * 20 / count - 1.0) * work_s if count else np.inf)
-
-
-def test_who_cannot_have_its_first_token_in_time_is_hopeless_two_iterations_before():
-    outcome = simulate(Adaptive(), requests((0.0, 16, 1)), limits())
-    order = outcome.scheduler.order
-    assert isinstance(order, Triage)
-    late = Sequence(Request(1, 0.0, 16, 4))
-    outlook = order.outlook(late)
-    now_s = outcome.scheduler.now_s
-    assert outlook.due_s == 3.0
-    assert order.laxity_s(late, 0.1) == pytest.approx(3.0 - now_s - 2 * 0.1 - 1.3 * order.price.prefill_s(16))
-
-
-@pytest.mark.parametrize("spread", [True, False])
-def test_of_requests_alike_those_kept_are_spread_evenly(monkeypatch, spread):
-    """Twenty of 4 s each, one a second: theta is their price. Without the spread all are kept."""
-    monkeypatch.setattr(Triage, "_room_s", lambda order: 0.0)
-    if not spread:
-        monkeypatch.setattr("sim.parts.order.triage.TIE", 0.0)
-    machine = linear_machine(prefill=(0.0, 1e-3, 0.0), decode=(0.02, 0.0, 0.0))
-    order = simulate(Adaptive(predictor="oracle"), requests((0.0, 16, 1)), limits(), machine=machine).scheduler.order
-    assert isinstance(order, Triage)
-    seqs = [Sequence(Request(i, float(i), 4000, 2)) for i in range(1, 20)]
-    for seq in seqs:
-        seq.predicted_lower_tokens = seq.predicted_median_tokens = 2
-        order.add(seq)
-    assert order.num_thetas == 1
-    kept = [i for i, seq in enumerate(seqs) if order.outlook(seq).work_s <= order.theta_s]
-    if not spread:
-        assert len(kept) == 19
-        return
-    # Prompts limit the batch, so that 80 % of 19 s are for three of them: theta is the first that does not fit.
-    assert len(kept) == 4
-    assert max(np.diff([-1, *kept, 19])) <= 6
 
 
 def test_nobody_starts_whose_first_token_would_be_late():
@@ -392,57 +274,6 @@ def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
     assert sum(num_equal) > 100
 
 
-@pytest.mark.parametrize(
-    ("alone_s", "worth"),
-    [
-        # (10 + 0.1 t) / t ms: 0.1098 at 1,024 tokens, and 5 % more is 0.1153. 512 tokens cost 0.1195, 768 0.1130.
-        (1.0, 768),
-        # 30 ms whatever the chunk: where that is less the largest is the cheapest by far.
-        (0.03, 1024),
-        # Nothing: the smallest is as good as any.
-        (-0.01, 16),
-    ],
-)
-def test_the_least_chunk_that_costs_hardly_more_a_token_is_waited_for(monkeypatch, alone_s, worth):
-    scheduler = simulate(Adaptive(), requests((0.0, 16, 1)), limits()).scheduler
-    batching, order = scheduler.batching, scheduler.order
-    assert isinstance(batching, Paced)
-    assert isinstance(order, Triage)
-    monkeypatch.setattr(batching, "_added_s", lambda tokens: 0.01 + 1e-4 * tokens)
-    monkeypatch.setattr(batching, "_alone_s", lambda tokens: alone_s)
-    order.theta_s, order.num_thetas, order.is_urgent = 1.0, order.num_thetas + 1, False
-    scheduler.batch.add(Sequence(Request(1, 0.0, 16, 9)))
-    batching.find_worth()
-
-    def due(*prompts):
-        return batching.is_due([Sequence(Request(2 + i, 0.0, tokens, 1)) for i, tokens in enumerate(prompts)])
-
-    assert not due(worth - 1)
-    assert due(worth)
-    assert due(worth - 9, 9)
-    half = Sequence(Request(9, 0.0, worth + 5, 1))
-    half.num_computed = 6
-    assert not batching.is_due([half])
-    order.is_urgent = True
-    assert due(1)
-
-
-def test_those_away_who_are_kept_are_counted(monkeypatch):
-    """Those whose copies are under way, too; who returns at this step no longer is."""
-    bring_back, seen = Park._bring_back, []
-
-    def compare(self, judged, iteration_s):
-        first = bring_back(self, judged, iteration_s)
-        kept = [seq for seq in self.away if self.order.class_of(seq, self.order.outlook(seq), iteration_s) == KEPT]
-        assert self.num_kept == len(kept)
-        seen.append((len(kept), len(self.away), any(seq in self.paged.copies_of for seq in kept)))
-        return first
-
-    monkeypatch.setattr(Park, "_bring_back", compare)
-    simulate(Adaptive(mechanism="swap"), crowd(gap_s=0.07), ROOM, machine=linear_machine(swap_s_per_block=0.02))
-    assert any(0 < kept < away for kept, away, _ in seen) and any(leaving for *_, leaving in seen)
-
-
 def test_one_iteration_passes_before_who_has_joined_is_looked_at():
     """A prompt's last chunk lets request 0 join after the step has looked at it: the next step puts it back."""
     policy, machine = Adaptive(), linear_machine(1.0)
@@ -461,21 +292,3 @@ def test_who_holds_all_blocks_but_one_returns_when_nothing_else_is_left(at_s):
     assert outcome.scheduler.counters.policy == {"parked_sequences": 1, "returned_sequences": 1}
     assert outcome.scheduler.counters.swap_out_blocks == outcome.scheduler.counters.swap_in_blocks == 7
     assert [seq.request.request_id for seq in outcome.ended] == [1, 0]
-
-
-def test_who_is_computed_again_waits_anew_and_the_step_has_changed():
-    """A member of three blocks: an empty step after it is followed by another at once."""
-    scheduler = build_engine(Adaptive(), ROOM, linear_machine(), lambda seq: None).scheduler
-    park = scheduler.eviction
-    assert isinstance(park, Park)
-    seq = Sequence(requests((0.0, 40, 20))[0])
-    scheduler.add(seq)
-    plan = scheduler.schedule(0.0)
-    assert plan is not None
-    scheduler.commit(plan, StepTimes(1, 0.1, 0.0, 0.0, 0.1, 1))
-    assert scheduler.schedule(0.1) is not None
-    assert (list(scheduler.batch.members), scheduler.gpu.free, scheduler.changed) == ([seq], 57, False)
-    park._recompute(seq)
-    assert (list(scheduler.order), scheduler.gpu.free, scheduler.changed) == ([seq], 60, True)
-    assert (scheduler.counters.preemptions, dict(park.tally)) == (1, {"recomputed_sequences": 1})
-    assert (seq.status, seq.num_computed, seq.num_preemptions) == (Status.WAITING, 0, 1)

@@ -1,7 +1,6 @@
 """The disk below the host: what is read from it and when, what waits, and what gives way."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,9 +11,6 @@ from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.conformance import check_one
 from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
-from sim.errors import UserError
-from sim.kv.on_disk import DiskTieredMemory
-from sim.kv.tiers.disk import Disk
 from sim.policy_options import parse_policy
 from sim.systems.cachedattention import CachedAttention
 from sim.systems.tiered_options import GIB
@@ -39,12 +35,6 @@ def run(policy: CachedAttention, *arrivals, host: int = 6, gpu: int = 6, jump: b
 def tiers(outcome: Outcome) -> tuple[int, int]:
     found = outcome.scheduler.counters.tiers
     return found["host"].hit_tokens, found["disk"].hit_tokens
-
-
-def test_a_drive_is_latency_and_bandwidth_and_blocks():
-    drive = Disk(10, 2e6, read_bytes_per_s=5e9, write_bytes_per_s=2e9, latency_s=1e-4, s_per_block=1e-5)
-    assert drive.read_s(3) == pytest.approx(1e-4 + 3 * (2e6 / 5e9 + 1e-5))
-    assert drive.write_s(3) == pytest.approx(1e-4 + 3 * (2e6 / 2e9 + 1e-5))
 
 
 @pytest.mark.parametrize("jump", [True, False])
@@ -79,13 +69,6 @@ def test_who_waits_has_its_prefix_fetched_meanwhile(jump):
     assert outcome.by_id()[2].first_token_s == pytest.approx(2.096 + 0.0163, abs=1e-9)
     assert tiers(outcome) == (64, 0)
     assert outcome.scheduler.counters.policy["prefetched_blocks"] == 4
-
-
-def test_a_block_has_room_on_the_host_or_is_there_or_cannot_be_loaded():
-    """Idle on the host it takes a place of its own, read by another or on its way it takes none."""
-    chunks = {key: SimpleNamespace(num_copies=copies) for key, copies in {1: -1, 2: 0, 3: 2}.items()}
-    memory = SimpleNamespace(_coming={5}, cache=chunks, _on_disk=lambda key: key == 4)
-    assert [DiskTieredMemory._reach(memory, key, 7) for key in (1, 2, 3, 4, 5, 6)] == [0, 6, 7, 6, 7, 0]
 
 
 def test_without_looking_ahead_it_waits_for_the_disk_then():
@@ -149,19 +132,6 @@ def test_conversations_keep_to_what_every_system_must(text):
         check_one(policy, replace(workload, limits=replace(workload.limits, enable_prefix_caching=True)))
 
     over()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("cachedattention:disk-space=-1", "disk-space: -1.0 is not"),
-        ("cachedattention:disk-read-gb-per-s=0", "disk-read-gb-per-s: 0.0 must be more"),
-        ("sarathi:memory=tiered,disk-latency-us=inf", "disk-latency-us: inf"),
-    ],
-)
-def test_drives_that_cannot_be_are_refused(text, words):
-    with pytest.raises(UserError, match=words):
-        parse_policy(text, {})
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

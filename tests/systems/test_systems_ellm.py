@@ -419,29 +419,3 @@ def test_it_keeps_to_what_every_system_must_on_a_model_of_many_layers(text: str)
 def test_parts_that_do_not_go_with_it_are_refused(text: str, message: str):
     with pytest.raises(UserError, match=message):
         simulate(parse_policy(text, {})[1], requests((0.0, 10, 2)), limits(), machine=linear_machine(layers=40))
-
-
-def test_blocks_must_divide_the_layers():
-    with pytest.raises(UserError, match="does not divide the model's 10 layers"):
-        small(Ellm(layers_per_block=4))
-
-
-@pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [
-        ("tpot_slo_ms", 1e-3, 1e9), ("layers_per_block", 1, 1000), ("threads", 64, 2**20), ("map_lookup_us", 0.0, 1e9),
-        ("least_uncached_ratio", 0.0, 1.0), ("most_uncached_ratio", 0.0, 1.0),
-    ],
-)  # fmt: skip
-def test_options_reach_from_least_to_most(name: str, low: float, high: float):
-    assert [getattr(Ellm(**{name: value}), name) for value in (low, high)] == [low, high]
-    step = 1 if isinstance(low, int) else 1e-6
-    for value in (low - step, high + max(step, high * 1e-6) // step * step):
-        with pytest.raises(UserError, match=f"{name.replace('_', '-')}.* is not between"):
-            Ellm(**{name: value})
-
-
-def test_options_are_checked():
-    for wrong in ({"threads": 100}, {"layers_per_block": 0}, {"least_uncached_ratio": 1.5}, {"tpot_slo_ms": 0.0}):
-        with pytest.raises(UserError, match="ellm"):
-            Ellm(**wrong)

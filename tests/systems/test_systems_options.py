@@ -1,98 +1,48 @@
-"""What every option of a system may be: the least and the most are taken, what lies beyond is refused by its name."""
+"""Options of systems: the least and the most are taken, what lies beyond is refused by its name; limits left open."""
 
 import re
-from dataclasses import replace
-from math import inf, nan, nextafter
-from typing import Any, NamedTuple
 
 import pytest
 
 from sim.errors import UserError
+from sim.policy_options import parse_policy
 from sim.systems import POLICIES, policy_named, register
-from sim.systems.adaptive_options import AdaptiveOptions
 from sim.systems.base import Asked
-from sim.systems.ellm_options import TokenWiseOptions
-from sim.systems.fastserve_options import MlfqOptions
-from sim.systems.hand_over_options import HandOverOptions, MixedPoolOptions
-from sim.systems.layerkv_options import LayerKVOptions
-from sim.systems.mooncake_options import ConductorOptions
-from sim.systems.offload_options import OffloadOptions
-from sim.systems.radix_options import RadixOptions
-from sim.systems.tiered_options import RetentionOptions, TieredOptions
-from sim.systems.vllm_v1_options import VllmV1Options
 
-
-class Allowed(NamedTuple):
-    """Values of an option at the ends of what is taken, and those next to them that are not."""
-
-    options: Any
-    name: str
-    taken: tuple[float, ...]
-    refused: tuple[float, ...]
-
-
-def between(options: Any, name: str, low: float, high: float) -> Allowed:
-    """The next numbers beyond are refused."""
-    beyond = (low - 1, high + 1) if isinstance(low, int) else (nextafter(low, -inf), nextafter(high, inf))
-    return Allowed(options, name, (low, high), (*beyond, nan))
-
-
-GUESSED = {"predictor": "bucket"}
 ALLOWED = [
-    between(AdaptiveOptions(), "ttft_slo_ms", 1e-3, 1e9),
-    between(AdaptiveOptions(), "tpot_slo_ms", 1e-3, 1e9),
-    between(AdaptiveOptions(), "patience_s", 0.0, 1e9),
-    between(AdaptiveOptions(), "predictor_accuracy", 0.0, 1.0),
-    between(TokenWiseOptions(), "tpot_slo_ms", 1e-3, 1e9),
-    between(TokenWiseOptions(), "layers_per_block", 1, 1000),
-    Allowed(TokenWiseOptions(), "threads", (64, 96, 1 << 20), (32, 80, (1 << 20) + 32)),
-    between(TokenWiseOptions(), "map_lookup_us", 0.0, 1e9),
-    between(TokenWiseOptions(), "least_uncached_ratio", 0.0, 1.0),
-    between(TokenWiseOptions(least_uncached_ratio=0.25), "most_uncached_ratio", 0.25, 1.0),
-    between(MlfqOptions(), "quantum_ms", 1e-6, 1e9),
-    between(MlfqOptions(), "quantum_factor", 1.0, 1e3),
-    between(MlfqOptions(), "num_levels", 1, 64),
-    between(MlfqOptions(), "starvation_s", 0.0, 1e9),
-    between(MlfqOptions(), "starvation_check", 1, 10**9),
-    between(MlfqOptions(), "min_free_blocks", 0, 10**12),
-    Allowed(HandOverOptions(), "waiting_share", (1e-9, 1.0), (0.0, 1.0 + 1e-9, nan)),
-    Allowed(MixedPoolOptions(), "max_pending_tokens", (1, 10**9), (0,)),
-    between(LayerKVOptions(), "tpot_slo_ms", 1e-3, 1e9),
-    between(LayerKVOptions(), "horizon_steps", 1, 10_000),
-    between(LayerKVOptions(), "threshold", 0.0, 1.0),
-    between(LayerKVOptions(**GUESSED), "predictor_accuracy", 0.0, 1.0),
-    Allowed(ConductorOptions(), "balancing_threshold", (1.0, 1e9), (1.0 - 1e-9, nan)),
-    *(
-        Allowed(ConductorOptions(), name, (1e-9, 1e9), (0.0, -1.0, nan))
-        for name in ("ttft_slo_ms", "tbt_slo_ms", "predicted_decode_s")
-    ),
-    Allowed(OffloadOptions(), "kv_offloading_size", (0.0, 1e9), (-1e-9, nextafter(1e9, inf))),
-    Allowed(OffloadOptions(), "cpu_chunks", (0, 10**6), (-1,)),
-    Allowed(OffloadOptions(), "blocks_per_chunk", (1, 1000), (0,)),
-    Allowed(OffloadOptions(), "store_threshold", (0, 1000), (-1,)),
-    Allowed(OffloadOptions(), "load_s_per_block", (0.0, 10.0), (-1e-9, inf, nan)),
-    Allowed(OffloadOptions(), "store_s_per_block", (0.0, 10.0), (-1e-9, inf, nan)),
-    between(RadixOptions(), "lpm_longest", 0, 10**12),
-    between(RadixOptions(), "schedule_conservativeness", 0.0, 1e12),
-    between(RadixOptions(), "max_new_tokens", 0, 10**12),
-    between(TieredOptions(), "disk_space", 0.0, 1e9),
-    Allowed(TieredOptions(), "disk_latency_us", (0.0, 1e9), (-1e-9, inf, nan)),
-    Allowed(TieredOptions(), "disk_block_us", (0.0, 1e9), (-1e-9, inf, nan)),
-    Allowed(TieredOptions(), "disk_read_gb_per_s", (1e-9, 1e9), (0.0, -1.0, nan)),
-    Allowed(TieredOptions(), "disk_write_gb_per_s", (1e-9, 1e9), (0.0, -1.0, nan)),
-    between(RetentionOptions(), "swap_out_threshold", 0.0, 1.0),
-    Allowed(VllmV1Options(), "long_prefill_token_threshold", (0, 10**6), (-1,)),
-    Allowed(VllmV1Options(), "watermark", (0.0, 1.0 - 1e-9), (-1e-9, 1.0, nan)),
+    # system, option, values at the ends of what is taken, values just beyond
+    ("adaptive", "ttft-slo-ms", ("0.001", "1e9"), ("0", "nan", "1.1e9")),
+    ("ellm", "threads", ("64", "96"), ("80", "32")),
+    ("ellm", "layers-per-block", ("1",), ("0",)),
+    ("ellm", "most-uncached-ratio", ("0", "1"), ("1.1", "-0.1")),
+    ("fastserve", "quantum-factor", ("1",), ("0.9",)),
+    ("fastserve", "num-levels", ("1", "64"), ("0", "65")),
+    ("distserve", "waiting-share", ("1",), ("0", "1.1", "nan")),
+    ("splitwise", "max-pending-tokens", ("1",), ("0",)),
+    ("memserve", "caching", ("prefill",), ("4",)),
+    ("layerkv", "threshold", ("0", "1"), ("-0.1", "1.1")),
+    ("mooncake", "balancing-threshold", ("1",), ("0.9",)),
+    ("mooncake", "predicted-decode-s", ("0.1",), ("0", "-1")),
+    ("vllm-v1", "kv-offloading-size", ("0", "1e9"), ("-0.5", "1000000001")),
+    ("vllm-v1", "blocks-per-chunk", ("1",), ("0",)),
+    ("vllm-v1", "store-s-per-block", ("0",), ("-1", "inf")),
+    ("vllm-v1", "watermark", ("0", "0.99"), ("1", "-0.1")),
+    ("radix", "schedule-conservativeness", ("0",), ("-1",)),
+    ("cachedattention", "disk-space", ("0",), ("-1",)),
+    ("cachedattention", "disk-read-gb-per-s", ("0.1",), ("0",)),
+    ("sarathi:memory=tiered", "disk-latency-us", ("0",), ("inf",)),
+    ("pensieve", "swap-out-threshold", ("0", "1"), ("1.5", "-0.1")),
 ]
 
 
-@pytest.mark.parametrize("allowed", ALLOWED, ids=lambda one: f"{type(one.options).__name__}-{one.name}")
-def test_what_an_option_may_be(allowed: Allowed) -> None:
-    for value in allowed.taken:
-        assert getattr(replace(allowed.options, **{allowed.name: value}), allowed.name) == value
-    for value in allowed.refused:
-        with pytest.raises(UserError, match=re.escape(f"{allowed.name.replace('_', '-')}: {value} ")):
-            replace(allowed.options, **{allowed.name: value})
+@pytest.mark.parametrize(("system", "option", "taken", "refused"), ALLOWED)
+def test_what_an_option_may_be(system: str, option: str, taken: tuple[str, ...], refused: tuple[str, ...]) -> None:
+    text = f"{system}{',' if ':' in system else ':'}{option}="
+    for value in taken:
+        parse_policy(text + value, {})
+    for value in refused:
+        with pytest.raises(UserError, match=option):
+            parse_policy(text + value, {})
 
 
 @pytest.mark.parametrize(
@@ -101,26 +51,9 @@ def test_what_an_option_may_be(allowed: Allowed) -> None:
         # Whole prompts: a budget of the context's length, by default 2,048 at least.
         ("orca", {"max_model_len": 1000}, (256, 2048, False)),
         ("orca", {"max_model_len": 5000}, (256, 5000, False)),
-        ("orca", {"max_model_len": 5000, "max_num_batched_tokens": 5000, "max_num_seqs": 9}, (9, 5000, False)),
-        (
-            "orca",
-            {"max_model_len": 300, "max_num_batched_tokens": 300, "enable_chunked_prefill": False},
-            (256, 300, False),
-        ),
         # Chunks: as many seats as the budget has tokens.
         ("sarathi", {"max_model_len": 5000, "max_num_batched_tokens": 100}, (100, 100, True)),
         ("sarathi", {"max_model_len": 5000, "max_num_batched_tokens": 300}, (256, 300, True)),
-        ("sarathi", {"max_model_len": 5000, "max_num_batched_tokens": 64, "max_num_seqs": 64}, (64, 64, True)),
-        (
-            "sarathi",
-            {"max_model_len": 5000, "max_num_batched_tokens": 64, "enable_chunked_prefill": True},
-            (64, 64, True),
-        ),
-        (
-            "vllm-v1",
-            {"max_model_len": 5000, "max_num_batched_tokens": 100, "gpu_memory_bytes": 180 * 2.0**30},
-            (100, 100, True),
-        ),
         # vLLM's own: 2,048 tokens, and 8,192 with 1,024 seats from 70 GiB on, but on an A100; 16,384 from 160.
         *(
             ("vllm-v1", {"max_model_len": 5000, "gpu_name": name, "gpu_memory_bytes": gib * 2.0**30}, (*found, True))
@@ -176,23 +109,18 @@ def test_policies_are_known_by_name_before_they_are_imported() -> None:
     assert policy_named("orca").name == "orca"
 
 
-@pytest.mark.parametrize("options", [AdaptiveOptions, LayerKVOptions])
-def test_an_accuracy_goes_with_a_predictor_that_has_one(options) -> None:
-    assert options(predictor="bucket", predictor_accuracy=0.5).predictor_accuracy == 0.5
-    for predictor in ("oracle", "none"):
-        with pytest.raises(UserError, match=f"goes with predictor=bucket, not {predictor}"):
-            options(predictor=predictor, predictor_accuracy=0.5)
+@pytest.mark.parametrize("system", ["adaptive", "layerkv"])
+def test_an_accuracy_goes_with_a_predictor_that_has_one(system: str) -> None:
+    parse_policy(f"{system}:predictor=bucket,predictor-accuracy=0.5", {})
+    with pytest.raises(UserError, match="goes with predictor=bucket, not oracle"):
+        parse_policy(f"{system}:predictor=oracle,predictor-accuracy=0.5", {})
 
 
-def test_pools_are_as_large_as_asked() -> None:
+def test_the_hosts_pool_is_as_large_as_asked() -> None:
     """A chunk takes whole pages of 4 KiB: two blocks of 3,000 bytes take two."""
-    assert OffloadOptions(kv_offloading_size=1.0, blocks_per_chunk=2).num_chunks(3000.0) == 2**30 // 8192
-    assert OffloadOptions(kv_offloading_size=1.0, blocks_per_chunk=2).num_chunks(2048.0) == 2**30 // 4096
-    assert OffloadOptions(kv_offloading_size=1.0, cpu_chunks=7).num_chunks(3000.0) == 7
-    assert OffloadOptions().num_chunks(3000.0) == 0
-    assert [OffloadOptions(**given).offloads for given in ({}, {"cpu_chunks": 0}, {"kv_offloading_size": 0.0})] == [
-        False, True, True,
-    ]  # fmt: skip
-    assert TieredOptions(disk_space=2.0).num_disk_blocks(3 * 2.0**29) == 1
-    assert TieredOptions(disk_space=3.0).num_disk_blocks(3 * 2.0**29) == 2
-    assert TieredOptions().num_disk_blocks(1.0) == 0
+    for more, block_bytes, chunks in (
+        ("kv-offloading-size=1,blocks-per-chunk=2", 3000.0, 2**30 // 8192),
+        ("kv-offloading-size=1,blocks-per-chunk=2", 2048.0, 2**30 // 4096),
+        ("kv-offloading-size=1,cpu-chunks=7", 3000.0, 7),
+    ):
+        assert parse_policy(f"vllm-v1:{more}", {})[1].num_chunks(block_bytes) == chunks

@@ -12,14 +12,9 @@ from kvtwin.testing.conformance import run as run_workload
 from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
 from sim.cost.host import Host
-from sim.engine.limits import Deployment, Limits
-from sim.engine.plan import IterationPlan
-from sim.engine.scheduler import Parts
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.kv.index.block_chain import FIRST_PRIVATE_KEY
 from sim.kv.index.retained_chunks import ChunkStore
-from sim.kv.retained import RetentionMemory
 from sim.policy_options import parse_policy
 from sim.systems.pensieve import Pensieve
 from traces.generators import generate
@@ -58,15 +53,6 @@ def test_what_is_cheap_for_its_age_goes_first():
         store.evict(1)
         left += before.difference(store.chunks)
     assert left == [10, 20, 11, 12]
-
-
-def test_a_chunk_costs_what_it_adds_to_a_prefill():
-    """1 ms a token and 10 us a squared token: from x to x + 16, 16 ms and 10 us (2 x 16 + 16) 16."""
-    outcome = run(A, prefill=(0.005, 1e-3, 1e-5))
-    memory = outcome.scheduler.memory
-    assert isinstance(memory, RetentionMemory)
-    for place in (0, 3):
-        assert memory._cost_s(place) == pytest.approx(0.016 + 1e-5 * 16 * (32 * place + 16))
 
 
 @pytest.mark.parametrize("jump", [True, False])
@@ -125,20 +111,6 @@ def test_the_host_drops_the_cheapest_for_its_age_too():
     # At its end the chunks that it computed, A's first and its own, take D's places.
     tier = outcome.scheduler.counters.tiers["host"]
     assert (tier.stored_blocks, tier.evicted_blocks) == (4 + 2 + 2, 1 + 2)
-
-
-def test_blocks_without_names_have_keys_of_their_own_until_they_are_named():
-    """The first of these has the first of all such keys; what is named later is told from what has none."""
-    memory = run(A).scheduler.memory
-    assert isinstance(memory, RetentionMemory)
-    seq, twin = Sequence(Request(5, 0.0, 32, 16)), Sequence(Request(6, 0.0, 32, 16, "", (71, 72), 16))
-    assert memory._keys_of(seq) == (FIRST_PRIVATE_KEY, FIRST_PRIVATE_KEY + 1, FIRST_PRIVATE_KEY + 2)
-    memory.name_blocks(seq, (71, 72))
-    assert memory._keys_of(seq)[:2] == memory._keys_of(twin)[:2]
-    assert memory._keys_of(seq)[2] == FIRST_PRIVATE_KEY + 2
-    memory.name_blocks(seq, (73,))
-    memory.name_blocks(twin, (73,))
-    assert memory._keys_of(seq) == memory._keys_of(twin)
 
 
 def test_whoever_is_computed_again_finds_what_is_left_of_its_own():
@@ -204,32 +176,6 @@ def check_tokens(outcome: Outcome) -> None:
             places = [position for begin, end in spans for position in range(begin, end)]
             assert len(places) == len(set(places))
             assert len(places) + seq.num_cached_tokens == seq.request.prompt_tokens
-
-
-class Timeless(RetentionMemory):
-    """Says that nothing becomes due for a copy within a jump."""
-
-    def holds(self, plan: IterationPlan, steps: int) -> int:
-        return 1 if self._loading else super(RetentionMemory, self).holds(plan, steps)
-
-
-class Broken(Pensieve):
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
-        parts = super().parts(limits, deployment)
-        assert isinstance(parts.memory, RetentionMemory)
-        return replace(parts, memory=Timeless(limits, parts.memory.worth, self.swap_out_threshold))
-
-
-def test_a_broken_promise_is_caught():
-    policy = Broken(swap_out_threshold=0.5)
-
-    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=(HealthCheck.too_slow,))
-    @given(workload=conversations(policy))
-    def over(workload):
-        check_one(policy, workload)
-
-    with pytest.raises(Exception):  # noqa: B017 - one failure or several
-        over()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sim.systems.orca import Orca
 
 TWO_SEATS = limits(gpu=8, max_model_len=64)
 ROWS = ((0.0, 10, 4), (0.0, 20, 2), (0.0, 5, 3), (0.1, 8, 1))
-some = settings(max_examples=40, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
+some = settings(max_examples=20, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
 
 
 def test_orca_by_hand() -> None:

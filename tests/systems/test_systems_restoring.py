@@ -369,11 +369,6 @@ def test_with_grouped_queries_no_inputs_are_kept():
     assert record.num_written == 4 * 32
 
 
-def test_with_grouped_queries_nothing_is_projected():
-    _, counters = step_s("kvpr", "llama-3.1-8b", "a100-80g")
-    assert counters.get("projected_layer_blocks", 0) == 0
-
-
 # -- what every system must keep to, where states are half the size of KV ----------------------------------------------
 
 

@@ -19,7 +19,7 @@ from sim.systems.vllm055 import VllmRecompute
 
 SIXTEEN = limits(tokens=16, seqs=8, max_model_len=128, chunked=True)
 ROWS = ((0.0, 10, 5), (0.0, 40, 2), (0.0, 16, 2), (0.0, 3, 1))
-some = settings(max_examples=40, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
+some = settings(max_examples=20, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
 
 
 def with_room(workload: Workload) -> Workload:
