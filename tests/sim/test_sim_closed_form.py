@@ -35,7 +35,7 @@ def test_one_token_requests_one_at_a_time_queue_as_an_m_d_1() -> None:
     """Mean wait of an M/D/1 queue is rho s / (2 (1 - rho)) (Pollaczek-Khinchine)."""
     service_s, load = 0.05, 0.7
     arrivals = list(
-        generate("fixed", num_prompts=60_000, request_rate=load / service_s, seed=5, input_len=10, output_len=1)
+        generate("fixed", num_prompts=20_000, request_rate=load / service_s, seed=5, input_len=10, output_len=1)
     )
     machine = linear_machine(prefill=(service_s, 0.0, 0.0), swap_s_per_block=0.0)
     # A budget of one prompt: the usual one would batch what waits.
@@ -47,7 +47,7 @@ def test_one_token_requests_one_at_a_time_queue_as_an_m_d_1() -> None:
     for before, after in pairwise(request.arrival_s for request in arrivals):
         expected.append(max(0.0, expected[-1] + service_s - (after - before)))
     np.testing.assert_allclose(waited, expected, rtol=1e-6, atol=1e-6)
-    assert waited.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.04)
+    assert waited.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.06)
 
 
 def test_a_saturated_gpu_gives_the_rooflines_throughput() -> None:

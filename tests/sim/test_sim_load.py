@@ -112,13 +112,6 @@ def test_ends_count_from_the_middle_to_the_last_arrival():
     assert overload(result_of(SECONDS, 0.0, those(SECONDS > 16, 99.0))).arrived_per_s == 1.0
 
 
-def test_an_engine_keeps_up_that_ends_nineteen_of_twenty():
-    """Of 4,000 in the second half 200 are more than noise, 190."""
-    arrival_s = np.arange(8001.0)
-    for num, grows in ((200, False), (201, True)):
-        assert (overload(result_of(arrival_s, 0.0, those(arrival_s > 8000 - num, 9999.0))) is not None) == grows
-
-
 @pytest.mark.parametrize(("rate", "overloaded"), [(2.0, False), (20.0, True)])
 def test_runs_below_and_above_what_their_memory_holds(rate, overloaded):
     options = Scenario(

@@ -32,8 +32,8 @@ CHARTS = ["parts", "limits", "ttft", "tpot", "arrivals", "memory0", "memory1", "
 def compared(tmp_path_factory):
     """A comparison's folder, made once and only read."""
     folder = tmp_path_factory.mktemp("report") / "compared"
-    policies = ("--policy", "vllm-recompute", "--policy", "layerkv:slo-aware=false")
-    assert kvtwin.main(["compare", *WORDS, *policies, "--layerkv-threshold", "0.02", "--out", str(folder)]) == 0
+    words = ["--policy", "vllm-recompute", "--policy", "layerkv:slo-aware=false", "--no-figures"]
+    assert kvtwin.main(["compare", *WORDS, *words, "--layerkv-threshold", "0.02", "--out", str(folder)]) == 0
     assert kvtwin.main(["report", str(folder)]) == 0
     return folder
 

@@ -13,7 +13,6 @@ from traces import catalogue
 from traces.catalogue import entries, entry, fetch
 from traces.cli import add_trace
 from traces.errors import TraceError
-from traces.tables import download_bar, print_catalogue
 
 DATA = bytes(range(256)) * 1500
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -107,13 +106,6 @@ def test_a_server_that_ignores_ranges_sends_all_anew(server, tmp_path):
     assert server.ranges == ["bytes=5000-"]
 
 
-def test_a_server_that_goes_back_sends_all_anew(server, tmp_path):
-    """Part of the file, but not the part that was asked for."""
-    server.goes_back = True
-    (tmp_path / "t.csv.part").write_bytes(DATA[:5000])
-    assert get(server, tmp_path / "t.csv").read_bytes() == DATA
-
-
 def test_a_server_that_hangs_up_is_told(server, tmp_path):
     server.hangs_up = True
     with pytest.raises(TraceError) as caught:
@@ -134,17 +126,6 @@ def test_the_command_says_where_it_is_and_whose(server, tmp_path, capsys):
     assert capsys.readouterr().out == f"{out}: verified. Licence: {item.licence}. Please cite: {item.citation}\n"
 
 
-def test_a_bar_shows_bytes_of_all(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    with download_bar("t.csv", shown=False) as progress:
-        assert progress is None
-    assert capsys.readouterr() == ("", "")
-    with download_bar("t.csv", shown=True) as progress:
-        progress(1_500_000, 4_000_000)
-    out, err = capsys.readouterr()
-    assert (out, "t.csv" in err, "1.5/4.0 MB" in err) == ("", True, True)
-
-
 def test_a_wrong_checksum_leaves_no_file_and_says_where_the_bytes_are(server, tmp_path):
     with pytest.raises(TraceError) as caught:
         get(server, tmp_path / "t.csv", sha256="0" * 64)
@@ -152,13 +133,6 @@ def test_a_wrong_checksum_leaves_no_file_and_says_where_the_bytes_are(server, tm
     assert "t.csv.wrong" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["t.csv.wrong"]
     assert get(server, tmp_path / "t.csv").read_bytes() == DATA  # the next call starts anew
-
-
-def test_a_wrong_checksum_does_not_touch_what_was_there(server, tmp_path):
-    (tmp_path / "t.csv").write_text("mine")
-    with pytest.raises(TraceError, match="was not written"):
-        get(server, tmp_path / "t.csv", sha256="0" * 64)
-    assert (tmp_path / "t.csv").read_text() == "mine"
 
 
 def test_a_part_of_another_file_is_found_out(server, tmp_path):
@@ -211,19 +185,6 @@ def test_the_catalogue_is_whole():
         assert item.citation
         assert item.sha256 is None or len(item.sha256) == 64
     assert catalogue.CATALOGUE.name == "catalogue.json"
-
-
-def test_the_list_of_traces_reads_at_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    print_catalogue(entries())
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-    # A line, and below it, set off, what it is: nothing is cut short.
-    heads = [line for line in text.splitlines()[:-1] if not line.startswith("  ")]
-    for item, head in zip(entries(), heads, strict=True):
-        assert head.startswith(f"{item.name}: ") and item.licence in head
-        assert ("can be verified" in head) is (item.sha256 is not None)
-        assert item.about in " ".join(text.split())
 
 
 def test_known_checksums_are_those_of_the_files(request):
