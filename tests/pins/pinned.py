@@ -91,6 +91,19 @@ def rounded(value: object) -> object:
             return value
 
 
+def five(value: object) -> object:
+    """With five digits of each number."""
+    match value:
+        case dict():
+            return {name: five(item) for name, item in value.items()}
+        case list() | tuple():
+            return [five(item) for item in value]
+        case float():
+            return f"{value:.5g}" if abs(value) > 1e-9 else "0"
+        case _:
+            return value
+
+
 def lines_of(value: object, name: str = "") -> Iterator[str]:
     """Plain data line by line: a line a row of a table, and a field of a record."""
     if isinstance(value, dict) and name.count(".") < 3:

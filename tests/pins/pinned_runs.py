@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from pinned import L20, Answers, Table, lines_of
+from pinned import L20, Answers, Table, five, lines_of
 
 import kvtwin
 from sim.results.page.charts import charts
@@ -161,19 +161,6 @@ def drawn(folder: Path) -> Iterator[str]:
         for chart in charts(section.runs):
             yield from (f"{chart.name} {chart.title!r} {chart.caption!r}", repr(chart.columns), *map(repr, chart.rows))
             yield from lines_of(five([chart.data, chart.layout]))
-
-
-def five(value: object) -> object:
-    """With five digits of each number."""
-    match value:
-        case dict():
-            return {name: five(item) for name, item in value.items()}
-        case list() | tuple():
-            return [five(item) for item in value]
-        case float():
-            return f"{value:.5g}" if abs(value) > 1e-9 else "0"
-        case _:
-            return value
 
 
 def ask(name: str) -> Answers:

@@ -5,7 +5,7 @@ from itertools import accumulate, product
 from math import inf
 
 import pytest
-from pinned_traces import HEADERS, NAMED, ROWS, TIMES, TOKENS, USUAL, files, lax, read, text_of
+from odd_traces import HEADERS, NAMED, ROWS, TIMES, TOKENS, USUAL, files, lax, read, text_of
 
 from traces import files as trace_files
 from traces.csv_reader import CsvReader

@@ -1,0 +1,122 @@
+"""What commands print, write and draw.
+
+A picture is told by what is in it (`pictures`).
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from pictures import picture
+from pinned import HERE, L20, T4, Answers, Table, lines_of, rounded
+from pinned_runs import POOLS, SMALL, TRAFFIC
+
+import kvtwin
+from sim.version import VERSION
+
+PROFILE = f"--profile {L20}"
+CROWD, TURNS = (f"{SMALL} {TRAFFIC[name]} {PROFILE}" for name in ("crowd", "turns"))
+TWO = "--policy vllm-recompute --policy layerkv:slo-aware=false"
+STUDY = f"""
+workload = "fixed"
+num-prompts = 30
+output-len = 20
+request-rate = 8
+gpu = "l20"
+profile = "{L20}"
+goodput = ["ttft:300"]
+policy = ["vllm-v1", "vllm-recompute"]
+"""
+GRID = "input-len = [100, 800]\nmax-num-seqs = [1, 16]\n"
+STUDIES = {
+    "sweep": f"[sweep.grid]\n{GRID}seed = [0, 1]",
+    "sweep of one axis": "[sweep.grid]\nmax-num-seqs = [1, 3, 9]",
+    "map": f'[map]\nmetric = "mean_ttft_ms"\n[map.grid]\n{GRID}',
+    "map of goodput": f"[map.grid]\n{GRID}tp = [1, 2]",
+    "tune": '[tune]\nslo = ["p99_ttft_ms:400"]\n[tune.grid]\nmax-num-seqs = [1, 64]',
+    "tune for engines": '[tune]\ngoal = "cost"\nprice = 0.8\nslo = ["p99_ttft_ms:160"]',
+}
+
+
+WORKLOADS = ("fixed", "uniform", "azure-conv-2023", "sharegpt", "ramp", "burst", "sessions")
+SLOW = f"{SMALL} --workload fixed --input-len 300 --output-len 40 {PROFILE} --request-rate 0.0005"
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "run": (f"run --policy vllm-swap {CROWD} --out o --figures",),
+    "run of pools": (f"run --policy mooncake {TURNS} {POOLS} --out o --figures",),
+    "run of replicas": (f"run --policy vllm-v1 {TURNS} --replicas 2 --out o --figures",),
+    "run of nothing": (f"run --policy vllm-swap {CROWD} --num-gpu-blocks-override 4 --out o --figures",),
+    "run of hours": (f"run --policy vllm-swap {SLOW} --out o --figures --timeline", "report o"),
+    "compare": (f"compare {TWO} {CROWD} --out o", "report o"),
+    **{name: (f"{name.split()[0]} study.toml --out o --jobs 1",) for name in STUDIES},
+    "trace": ("trace generate sessions --num-prompts 40 --request-rate 3 --turns 3 --seed 2 -o t.jsonl", "trace list",
+              "trace inspect t.jsonl", "trace convert t.jsonl -o t.csv --clip 600"),
+    "workloads": tuple(f"trace generate {name} --num-prompts 9 --seed 3 -o {name}.jsonl" for name in WORKLOADS),
+    "profile": (f"profile show {L20}", f"profile diff {L20} {T4} --figure d.png"),
+}  # fmt: skip
+"""One after another in a folder of their own."""
+
+
+def ask(name: str) -> Answers:
+    """What commands tell, and what is in the files and pictures that they leave."""
+    told, drawn = io.StringIO(), {}
+
+    def keep(canvas: FigureCanvasAgg, file: Any, **_: object) -> None:
+        path = Path(file if isinstance(file, str | Path) else file.name)
+        drawn[path.name.split(".png")[0].strip(".")] = canvas.figure
+        if not isinstance(file, str | Path):
+            file.write(b"\x89PNG")
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(told),
+        contextlib.redirect_stderr(told),
+        patch.object(FigureCanvasAgg, "print_png", keep),
+        patch.dict(os.environ, {"COLUMNS": "110"}),
+    ):
+        Path("study.toml").write_text(STUDY + STUDIES.get(name, ""))
+        for words in COMMANDS[name]:
+            print(f"$ kvtwin {words}")
+            try:
+                print(f"exit status {kvtwin.main(words.split())}")
+            except SystemExit as end:
+                raise AssertionError(told.getvalue()) from end
+        files = [line for path in sorted(Path().rglob("*")) if path.is_file() for line in left(path)]
+    pictures = [line for name, figure in drawn.items() for line in (f"== {name}", *picture(figure))]
+    found = {"told": told.getvalue().splitlines(), "files": files, "pictures": pictures}
+    return {question: [line.replace(str(HERE), "HERE").rstrip() for line in lines] for question, lines in found.items()}
+
+
+def left(path: Path) -> Iterator[str]:
+    """A file's name, and what is in it where that is words."""
+    if "points" in path.parts or path.name == "study.toml":
+        return
+    yield f"-- {path}"
+    if path.suffix in (".csv", ".toml", ".jsonl") and path.name != "series.csv":
+        text = re.sub(r"\b[0-9a-f]{64}\b", "KEY", path.read_text())
+        yield from (",".join(str(rounded(number(word))) for word in line.split(",")) for line in text.splitlines())
+    if path.suffix == ".html":
+        yield from re.sub(
+            r"<(script|style).*?</\1>", "", path.read_text().replace(VERSION, "VERSION"), flags=re.S
+        ).splitlines()
+    if path.name == "comparison.json":
+        yield from lines_of(json.loads(path.read_text()))
+
+
+def number(word: str) -> object:
+    """Of a cell."""
+    try:
+        return float(word) if "." in word else word
+    except ValueError:
+        return word
+
+
+TABLES = {"commands": Table(list(COMMANDS), ask)}
