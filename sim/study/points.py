@@ -19,8 +19,7 @@ from sim.errors import InvariantError, UserError
 from sim.option_values import flag
 from sim.policy_options import PREEMPTION_MODES, parse_policy, with_preemption_mode
 from sim.prepare import Setup, prepare
-from sim.results.result import assemble, result_data
-from sim.results.schema import Result
+from sim.results.result import PER_REQUEST, assemble, result_data
 from sim.runs import Run
 from sim.scenario import PREEMPTION_MODE, build_scenario
 from sim.simulate import build_run, execute
@@ -36,8 +35,7 @@ CODE = ("sim/**/*.py", "sim/**/*.json", "traces/**/*.py", "traces/**/*.json")
 BESIDE = ("sim/study/", "sim/results/figures/")
 ALONE = ("sim/study/points.py", "sim/study/shared_trace.py")
 """Folders of the code that decide nothing of a run, and what in them does."""
-ARRAYS = tuple(name for name in Result.__struct_fields__ if name.endswith(("_lens", "_times")))
-ARRAYS += ("request_ids", "ttfts", "latencies", "errors", "itls", "per_request")
+ARRAYS = (*PER_REQUEST, "itls", "per_request")
 GC_THRESHOLD = 100_000
 """As the command line has it: workers are processes of their own."""
 

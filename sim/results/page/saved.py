@@ -14,7 +14,7 @@ from sim.files import folder_name, read_text
 from sim.results.comparison_sentences import bound_sentences, sentences
 from sim.results.figures.data import FigureRun, Floats, together
 from sim.results.report import overload_sentences
-from sim.results.result import RESULT_FILE, SERIES_FILE, read_result
+from sim.results.result import PER_REQUEST, RESULT_FILE, SERIES_FILE, read_result
 from sim.results.schema import Bounds, Comparison
 from sim.scenario_file import ASKED_FILE
 from sim.specs.json_file import convert, read_json_object
@@ -83,13 +83,12 @@ def read_run(folder: Path) -> FigureRun:
     result = read_result(folder / RESULT_FILE)
     if result.errors is UNSET:
         columns = _table(folder)
-        kept = columns["tokens"] > 0.0
+        kept = columns["output_tokens"] > 0.0
     else:
-        names = (result.ttfts, result.queue_times, result.start_times, result.latencies, result.output_lens)
-        arrays = (np.asarray(() if values is UNSET else values, dtype=np.float64) for values in names)
-        columns = dict(zip(("ttft", "queue", "arrival", "e2el", "tokens"), arrays, strict=True))
+        arrays = {column: getattr(result, name) for name, column in PER_REQUEST.items() if column in COLUMNS}
+        columns = {name: np.asarray([] if values is UNSET else values, float) for name, values in arrays.items()}
         kept = np.array([not error for error in result.errors], dtype=bool)
-    ttft_s, queue_s, arrival_s, e2el_s, tokens = (values[kept] for values in columns.values())
+    ttft_s, queue_s, arrival_s, e2el_s, tokens = (columns[name][kept] for name in COLUMNS)
     several = tokens > 1
     tpot_s = (e2el_s - ttft_s)[several] / (tokens[several] - 1)
     engines = _series(folder / SERIES_FILE)
@@ -106,8 +105,8 @@ def read_run(folder: Path) -> FigureRun:
     )
 
 
-TABLE_COLUMNS = {"ttft": "ttft_s", "queue": "queue_s", "arrival": "arrival_s", "e2el": "e2el_s"}
-TABLE_COLUMNS |= {"tokens": "output_tokens"}
+COLUMNS = ("ttft_s", "queue_s", "arrival_s", "e2el_s", "output_tokens")
+"""What is read of each request, by its names in the per-request table."""
 
 
 def _table(folder: Path) -> dict[str, Floats]:
@@ -119,17 +118,17 @@ def _table(folder: Path) -> dict[str, Floats]:
         from pyarrow import parquet  # noqa: PLC0415 - few runs are so long
 
         try:
-            table = parquet.read_table(path, columns=list(TABLE_COLUMNS.values()))
-            return {name: table[column].to_numpy().astype(np.float64) for name, column in TABLE_COLUMNS.items()}
+            table = parquet.read_table(path, columns=list(COLUMNS))
+            return {name: table[name].to_numpy().astype(np.float64) for name in COLUMNS}
         except (OSError, KeyError, ValueError) as error:
             raise UserError(f"{path}: not a per-request table ({error}); run it again") from error
     path = path.with_suffix(".csv")
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = [[float(row[column]) for column in TABLE_COLUMNS.values()] for row in csv.DictReader(file)]
+            rows = [[float(row[name]) for name in COLUMNS] for row in csv.DictReader(file)]
     except (OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: not a per-request table ({error}); run it again") from error
-    return dict(zip(TABLE_COLUMNS, np.array(rows, dtype=np.float64).reshape(-1, len(TABLE_COLUMNS)).T, strict=True))
+    return dict(zip(COLUMNS, np.array(rows, dtype=np.float64).reshape(-1, len(COLUMNS)).T, strict=True))
 
 
 def _series(path: Path) -> tuple[dict[str, Floats], ...]:
