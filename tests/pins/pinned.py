@@ -158,13 +158,15 @@ def diff(commit: str, words: str) -> str:
             answers = ask(configuration)
             if digests(answers) != before.get(configuration):
                 now[configuration] = answers
+        known = set(configurations())
+        gone = [name for name in before if name not in known and all(word in name for word in words.split())]
+        for side in ("before", "now"):
+            (folder / side).mkdir()
         write_texts(folder / "now", now)
-        if not now:
-            return ""
         script = tree / Path(__file__).relative_to(ROOT)
-        (folder / "names").write_text("\n".join(now))
+        (folder / "names").write_text("\n".join([*now, *gone]))
         subprocess.run([sys.executable, script, "texts", folder / "before", "--names", folder / "names"], check=True)
-        shown = ["git", "diff", "--no-index", "--no-prefix", "before", "now"]
+        shown = ["git", "diff", "--no-index", "--no-prefix", "--no-renames", "before", "now"]
         return subprocess.run(shown, cwd=folder, capture_output=True, text=True).stdout
 
 

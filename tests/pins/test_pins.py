@@ -31,7 +31,7 @@ TABLES = {"small": Table(["one", "other"], lambda name: {"said": ["first", f"of 
 
 
 def test_a_difference_is_shown_in_words_and_renewed(tmp_path):
-    """Of what differs from a commit, and of nothing else."""
+    """Of what differs from a commit, is new or gone, and of nothing else."""
 
     def run(*words):
         return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
@@ -53,6 +53,13 @@ def test_a_difference_is_shown_in_words_and_renewed(tmp_path):
     changed = [line.rstrip() for line in told("diff", "HEAD").splitlines() if re.match(r"[-+ ]\w|(---|\+\+\+) ", line)]
     sides = "small: other/said.txt"
     assert changed == [f"--- before/{sides}", f"+++ now/{sides}", " first", "-of other", "+of oth"]
+    table.write_text(SMALL.replace('["one"', '["new"'))
+    sides = {line.rstrip() for line in told("diff", "HEAD").splitlines() if line[:4] in ("--- ", "+++ ")}
+    assert sides == {
+        "+++ /dev/null", "--- before/small: one/said.txt", "--- before/small: one/kept.txt",
+        "--- /dev/null", "+++ now/small: new/said.txt", "+++ now/small: new/kept.txt",
+    }  # fmt: skip
+    table.write_text(SMALL.replace("of {name}", "of {name[:3]}"))
     before = pinned.read(folder / "pins.txt")
     told("renew", "-k", "small one")
     assert pinned.read(folder / "pins.txt") == before
