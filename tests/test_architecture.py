@@ -119,10 +119,7 @@ def test_the_modules_that_the_rules_name_exist():
     [
         ({"traces.a": "import sim.errors"}, "traces.a imports sim.errors: traces may not import sim"),
         ({"sim.a": "from gpu_runtime.model import Model"}, "sim may not import gpu_runtime"),
-        (
-            {"sim.driver2": "from simpy import Environment"},
-            "only sim.clock, sim.simulate, kvtwin.testing may",
-        ),
+        ({"sim.driver2": "from simpy import Environment"}, "only sim.clock, sim.simulate, kvtwin.testing may"),
         (
             {"sim.a": "try:\n    import torch\nexcept ImportError:\n    torch = None"},
             "only gpu_runtime, calib, kvtwin.testing may",

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtwin.testing import (
-    CheckedEngine,
-    build_engine,
-    conformance,
-    limits,
-    linear_machine,
-    requests,
-    simulate,
-)
+from kvtwin.testing import CheckedEngine, build_engine, conformance, limits, linear_machine, requests, simulate
 from sim.engine.engine import Engine
 from sim.engine.sequence import Status
 from sim.systems.vllm055 import VllmRecompute

@@ -36,10 +36,7 @@ def test_the_next_step_is_scheduled_without_the_last_tokens(tmp_path):
 
 @pytest.mark.parametrize(
     "more",
-    [
-        ["--replicas", "2"],
-        ["--policy", "vllm-v1:stage=hand-over", "--prefill-replicas", "1", "--decode-replicas", "1"],
-    ],
+    [["--replicas", "2"], ["--policy", "vllm-v1:stage=hand-over", "--prefill-replicas", "1", "--decode-replicas", "1"]],
 )
 def test_several_engines_hide_their_host_time_too(tmp_path, more):
     tpot_ms = {}

@@ -4,14 +4,7 @@ import pytest
 from msgspec import structs
 
 from calib.experts import WEIGHT_BYTES, ExpertSample, ExpertTerms, predict_expert_s
-from sim.cost.profile import (
-    EXPERT_NAMES,
-    EXPERT_QUANTIZATIONS,
-    EXPERT_UNITS,
-    Profile,
-    expert_names,
-    load_profile,
-)
+from sim.cost.profile import EXPERT_NAMES, EXPERT_QUANTIZATIONS, EXPERT_UNITS, Profile, expert_names, load_profile
 from sim.cost.roofline import RooflineCost
 from sim.policy_options import parse_policy
 from sim.prepare import prepare

@@ -26,8 +26,7 @@ def options_for(policy, **changes):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    ["vllm-v1", "vllm-swap", "layerkv", "layerkv:decode=stream", "fastserve", "distserve", "adaptive"],
+    "policy", ["vllm-v1", "vllm-swap", "layerkv", "layerkv:decode=stream", "fastserve", "distserve", "adaptive"]
 )
 def test_every_iteration_is_a_slice_and_every_request_is_admitted_in_one(policy):
     run = finished(policy, KEPT, options_for(policy.partition(":")[0]))

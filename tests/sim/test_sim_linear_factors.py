@@ -24,8 +24,7 @@ def between_s(cost: RooflineCost, tokens: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "factor"),
-    [(1, 0.5), (16, 0.5), (136, 0.65), (256, 0.8), (257, 1.6), (512, 1.2), (9000, 1.2)],
+    ("tokens", "factor"), [(1, 0.5), (16, 0.5), (136, 0.65), (256, 0.8), (257, 1.6), (512, 1.2), (9000, 1.2)]
 )
 def test_products_take_their_factor_of_the_ridge(tokens, factor):
     with_factors, plain = cost_of(CURVE), cost_of(None)

@@ -9,15 +9,7 @@ from msgspec import structs
 
 from sim.errors import UserError
 from sim.specs.hardware import load_hardware
-from sim.specs.kv_format import (
-    KV_DTYPES,
-    KVFormat,
-    KVGroups,
-    KVLayers,
-    hybrid_groups,
-    kv_dtype,
-    window_pairs,
-)
+from sim.specs.kv_format import KV_DTYPES, KVFormat, KVGroups, KVLayers, hybrid_groups, kv_dtype, window_pairs
 from sim.specs.models import built_in_models, load_model, read_hf_config
 
 # Eight layers, two KV heads of 8 elements: 64 bytes a token and layer.

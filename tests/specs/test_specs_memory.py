@@ -110,12 +110,7 @@ def test_options_out_of_range_are_refused_by_name(option, value):
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.sampled_from(FITTING),
-    st.sampled_from([1, 2, 4, 8]),
-    st.integers(1, 32768),
-    st.integers(1, 512),
-)
+@given(st.sampled_from(FITTING), st.sampled_from([1, 2, 4, 8]), st.integers(1, 32768), st.integers(1, 512))
 def test_blocks_and_peak_never_exceed_the_share_of_memory(model, tp, tokens, seqs):
     gpu = load_hardware("h200")
     size = pool(model, "h200", tensor_parallel_size=tp, max_num_batched_tokens=tokens, max_num_seqs=seqs)

@@ -206,11 +206,7 @@ def test_importing_the_package_imports_nothing_heavy(use, heavy):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--sed=3", "--zzz"], "--sed=3 --zzz; did you mean --seed?"),
-        (["--out", "x", "y"], "y"),
-    ],
+    ("words", "told"), [(["--sed=3", "--zzz"], "--sed=3 --zzz; did you mean --seed?"), (["--out", "x", "y"], "y")]
 )
 def test_the_first_flag_that_is_unknown_has_its_nearest(capsys, words, told):
     with pytest.raises(SystemExit) as end:

@@ -20,13 +20,7 @@ from sim.errors import UserError
 from sim.study import sweep
 from sim.study.axes import read_study
 from sim.study.backends import outcomes
-from sim.study.points import (
-    Task,
-    code_hash,
-    key_of,
-    perform,
-    setup_of,
-)
+from sim.study.points import Task, code_hash, key_of, perform, setup_of
 from sim.study.tables import half_width
 from sim.systems.layerkv import LayerKV
 
