@@ -144,16 +144,19 @@ def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeyp
     """Those who got no token are left out, as they are where arrays say why."""
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,90,5\n0,5000,5\n0.5,70,1\n")
     words = ["--trace", str(tmp_path / "t.csv"), "--gpu", "l20", "--max-model-len", "1024", "--quiet"]
-    for limit in (3, 2):
+    for name, limit in (("arrays", 3), ("parquet", 2), ("csv", 2)):
         monkeypatch.setattr("sim.results.metrics.ARRAY_LIMIT", limit)
-        assert kvtwin.main(["run", *words, "--out", str(tmp_path / str(limit))]) == 0
-    whole, short = (read_run(tmp_path / name) for name in ("3", "2"))
-    assert whole.result.ttfts != UNSET and short.result.ttfts == short.result.errors == UNSET
-    for name in ("ttft_s", "tpot_s", "queue_s", "prefill_s", "arrival_s"):
-        assert getattr(short, name).tolist() == pytest.approx(getattr(whole, name).tolist(), abs=1e-5)
-    assert [len(short.ttft_s), len(short.tpot_s)] == [2, 1]
+        if name == "csv":
+            monkeypatch.setattr("sim.run_files.find_spec", lambda name: None)
+        assert kvtwin.main(["run", *words, "--out", str(tmp_path / name)]) == 0
+    whole, *tables = (read_run(tmp_path / name) for name in ("arrays", "parquet", "csv"))
+    for short in tables:
+        assert whole.result.ttfts != UNSET and short.result.ttfts == short.result.errors == UNSET
+        for name in ("ttft_s", "tpot_s", "queue_s", "prefill_s", "arrival_s"):
+            assert getattr(short, name).tolist() == pytest.approx(getattr(whole, name).tolist(), abs=1e-5)
+        assert [len(short.ttft_s), len(short.tpot_s)] == [2, 1]
     capsys.readouterr()
-    folder = tmp_path / "2"
+    folder = tmp_path / "csv"
     assert kvtwin.main(["explain", str(folder), "--request", "0"]) == 2
     assert capsys.readouterr().err == (
         f"kvtwin: {folder / 'result.json'}: more than 100000 requests: the arrays are in the per-request table; "

@@ -54,6 +54,7 @@ def test_requests_are_in_the_order_of_the_trace_whoever_ends_first():
 def test_several_engines_have_a_column_and_a_figure():
     two = kvtwin.simulate(kvtwin.Scenario(workload="sharegpt", num_prompts=40, request_rate=8.0, gpu="l20", replicas=2))
     assert set(two.requests["engine"]) == set(two.series["engine"]) == {0, 1}
+    assert two.series["time_s"].is_monotonic_increasing
     assert isinstance(two.figure("engines"), Figure)
 
 
