@@ -72,7 +72,9 @@ def _docstrings(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _of_option(option: dataclasses.Field[Any]) -> str:
-    text = option.metadata["help"]
+    text, unit = option.metadata["help"], option.metadata["unit"]
+    if unit is not None and unit.split()[0] not in text:
+        text += f". In {unit}"
     if option.metadata.get("resolved"):
         return f"{text}. Resolved."
     if option.metadata["sparse"]:

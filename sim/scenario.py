@@ -21,6 +21,7 @@ def _flag(
     help_text: str,
     metavar: str | None = None,
     *,
+    unit: str | None = None,
     alias: str | None = None,
     above: int | None = None,
     least: int | None = None,
@@ -34,6 +35,7 @@ def _flag(
         default: None where it is resolved later, or means nothing unless given.
         help_text: what `--help` and docs/results.md say.
         metavar: the value, in the help.
+        unit: what the value is counted in, where the name does not say it.
         alias: another name of it, vLLM's own.
         above: what the value is greater than.
         least: what it is at least.
@@ -41,10 +43,9 @@ def _flag(
         goes_with: the option without which it means nothing.
         sparse: whether a result leaves it out where it was not given.
     """
+    told = {"help": help_text, "metavar": metavar, "unit": unit, "alias": alias, "sparse": sparse}
     limits = {"above": above, "least": least, "most": most, "goes_with": goes_with}
-    return field(
-        default=default, metadata={"help": help_text, "metavar": metavar, "alias": alias, "sparse": sparse, **limits}
-    )
+    return field(default=default, metadata=told | limits)
 
 
 _count = partial(_flag, metavar="N", above=0)
@@ -54,8 +55,8 @@ MOST_PROMPTS, MOST_ENGINES = 10**9, 100_000
 """What a machine can count through in days, and hold."""
 
 
-def _of_workload(name: str, metavar: str) -> Any:  # noqa: ANN401
-    return _flag(None, option_help(name), metavar, sparse=True)
+def _of_workload(name: str, metavar: str, unit: str | None = None) -> Any:  # noqa: ANN401
+    return _flag(None, option_help(name), metavar, unit=unit, sparse=True)
 
 
 @dataclass(frozen=True)
@@ -80,28 +81,36 @@ class Scenario:
     default_output_tokens: int | None = _of_trace("length of the trace's outputs that have none", "N", above=0)
     workload: str | None = _flag(None, f"generated traffic instead of a trace: {', '.join(WORKLOADS)}", "NAME")
     num_prompts: int | None = _count(None, "requests to take (trace: all, workload: 1000)", most=MOST_PROMPTS)
-    request_rate: float | None = _flag(None, "requests/s; with --trace replaces its arrival times", "R", above=0)
+    request_rate: float | None = _flag(
+        None, "requests/s; with --trace replaces its arrival times", "R", unit="requests/s", above=0
+    )
     burstiness: float = _flag(
         1.0, "gamma shape of the arrivals of --request-rate; 1 is Poisson, less is burstier", "B", above=0
     )
     rate_scale: float = _flag(1.0, "speed the arrivals up by this factor", "X", above=0)
     clip: int | None = _flag(
-        None, "cut requests to this context length: output up to half of it, then the prompt", "TOKENS", above=0
+        None,
+        "cut requests to this context length: output up to half of it, then the prompt",
+        "TOKENS",
+        unit="tokens",
+        above=0,
     )
     input_len: int | None = _count(
-        None, "prompt tokens of the workload: of each request, or their mean", goes_with="workload"
+        None, "prompt tokens of the workload: of each request, or their mean", unit="tokens", goes_with="workload"
     )
-    output_len: int | None = _count(None, "output tokens of the workload, likewise", goes_with="workload")
+    output_len: int | None = _count(
+        None, "output tokens of the workload, likewise", unit="tokens", goes_with="workload"
+    )
     range_ratio: float | None = _of_workload("range_ratio", "X")
-    end_rate: float | None = _of_workload("end_rate", "R")
+    end_rate: float | None = _of_workload("end_rate", "R", "requests/s")
     burst_factor: float | None = _of_workload("burst_factor", "X")
-    burst_period: float | None = _of_workload("burst_period", "S")
-    burst_duration: float | None = _of_workload("burst_duration", "S")
+    burst_period: float | None = _of_workload("burst_period", "S", "s")
+    burst_duration: float | None = _of_workload("burst_duration", "S", "s")
     turns: float | None = _of_workload("turns", "X")
-    think_time: float | None = _of_workload("think_time", "S")
-    shared_prefix: int | None = _of_workload("shared_prefix", "N")
+    think_time: float | None = _of_workload("think_time", "S", "s")
+    shared_prefix: int | None = _of_workload("shared_prefix", "N", "tokens")
     prefix_groups: int | None = _of_workload("prefix_groups", "N")
-    max_context: int | None = _of_workload("max_context", "N")
+    max_context: int | None = _of_workload("max_context", "N", "tokens")
     max_concurrency: int | None = _count(
         None, "most requests in flight: the next is sent when one ends, or at its arrival if that is later", sparse=True
     )
@@ -124,7 +133,7 @@ class Scenario:
         "auto", "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements"
     )
     gpu: str = _flag("a100-80g", "GPU name", "G")
-    tp: int = _count(1, "GPUs in the tensor-parallel group", alias="tensor_parallel_size")
+    tp: int = _count(1, "GPUs in the tensor-parallel group", unit="GPUs", alias="tensor_parallel_size")
     pipeline_parallel_size: int | None = _count(
         None, "stages that the layers of an engine lie on, each of --tp GPUs, with as many batches in flight",
         sparse=True,
@@ -143,10 +152,13 @@ class Scenario:
         "engines that only decode what others prefilled", "N", above=0, most=MOST_ENGINES
     )
     link_gbps: float | None = _of_pools(
-        "link of each engine to others, Gbit/s (gigabits, as networks are sold) in each direction", "GBPS", above=0
+        "link of each engine to others, Gbit/s (gigabits, as networks are sold) in each direction", "GBPS",
+        unit="Gbit/s", above=0,
+    )  # fmt: skip
+    prefill_tp: int | None = _of_pools(
+        "GPUs in the group of an engine that prefills (default: --tp)", "N", unit="GPUs", above=0
     )
-    prefill_tp: int | None = _of_pools("GPUs in the group of an engine that prefills (default: --tp)", "N", above=0)
-    decode_tp: int | None = _of_pools("the same of an engine that decodes", "N", above=0)
+    decode_tp: int | None = _of_pools("the same of an engine that decodes", "N", unit="GPUs", above=0)
     prefill_pipeline_parallel_size: int | None = _of_pools(
         "stages of an engine that prefills (default: --pipeline-parallel-size)", "N", above=0
     )
@@ -169,12 +181,13 @@ class Scenario:
     num_cpu_blocks_override: int | None = _flag(
         None, "host KV blocks, instead of sizing them from --swap-space", "N", least=0
     )
-    block_size: int | None = _count(None, "tokens per KV block (default: the policy's, vLLM's 16)")
+    block_size: int | None = _count(None, "tokens per KV block (default: the policy's, vLLM's 16)", unit="tokens")
     max_num_seqs: int | None = _count(None, "most sequences in one iteration (default: the policy's, vLLM's 256)")
     max_num_batched_tokens: int | None = _count(
-        None, "most tokens in one iteration (default: the policy's; vLLM's max(max-model-len, 2048), chunked 512)"
-    )
-    max_model_len: int | None = _count(None, "longest context (default: the model's)")
+        None, "most tokens in one iteration (default: the policy's; vLLM's max(max-model-len, 2048), chunked 512)",
+        unit="tokens",
+    )  # fmt: skip
+    max_model_len: int | None = _count(None, "longest context (default: the model's)", unit="tokens")
     enable_chunked_prefill: bool | None = _flag(
         None, "split prompts and batch them with decodes (default: above 32,768 tokens of context, as vLLM 0.5.5)"
     )
@@ -187,7 +200,7 @@ class Scenario:
     )
     swap_space: float | None = _flag(
         None, "host memory for KV per GPU, GiB (default: the policy's; compare: the largest of them, for all)", "GIB",
-        least=0,
+        unit="GiB a GPU", least=0,
     )  # fmt: skip
 
     goodput: tuple[str, ...] = _flag((), "SLOs a request must meet, ms: ttft:3000 tpot:200 e2el:60000")

@@ -1,6 +1,7 @@
 """Figures of a study: a metric over an axis, a line a policy, a panel for every value of the other axes."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from sim.results.figures.style import (
     show_nothing,
 )
 from sim.results.report import METRICS
+from sim.scenario import Scenario
 from sim.study.axes import Study
 from sim.study.sweep import told_where
 from sim.study.tables import Frame
@@ -36,15 +38,8 @@ X_RANGE, Y_RANGE = 4.0, 12.0
 """Values that span such a factor are drawn on a logarithmic axis."""
 MILLION = 1e6
 NAMES = {metric.key: metric.name for metric in METRICS}
-UNITS: dict[str, str] = dict.fromkeys(
-    ("input_len", "output_len", "clip", "shared_prefix", "max_context", "block_size"), "tokens"
-)
-UNITS |= dict.fromkeys(("max_model_len", "max_num_batched_tokens", "long_prefill_token_threshold"), "tokens")
-UNITS |= dict.fromkeys(("request_rate", "end_rate"), "requests/s") | dict.fromkeys(
-    ("tp", "prefill_tp", "decode_tp"), "GPUs"
-)
-UNITS |= dict.fromkeys(("think_time", "burst_period", "burst_duration"), "s") | {"link_gbps": "Gbit/s"}
-UNITS |= {"swap_space": "GiB a GPU", "kv_offloading_size": "GiB"}
+UNITS = {f.name: unit for f in fields(Scenario) if (unit := f.metadata["unit"])}
+UNITS |= {"long_prefill_token_threshold": "tokens", "kv_offloading_size": "GiB"}
 """Of axes whose names do not say it."""
 CONSTANTS = {"pcie": "PCIe bandwidth", "h2d": "PCIe bandwidth to the GPU", "d2h": "PCIe bandwidth to the host"}
 NAMES |= {f"profile_{lane}_bytes_per_s": name for lane, name in CONSTANTS.items()}
