@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "sim"), str(HERE)]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "sim"), str(HERE.parent / "pins"), str(HERE)]
 
 import msgspec  # noqa: E402
 import pinned_answers  # noqa: E402
