@@ -216,29 +216,28 @@ def test_without_an_fp8_rate_products_are_priced_at_that_of_16_bits() -> None:
     assert cost.linear_exponent == cost.exponent
 
 
-@pytest.mark.parametrize(
-    ("gpu", "profile", "warned"), [("h100", None, False), ("h100", "h100-derived", True), ("a100-80g", None, False)]
-)
-def test_a_run_says_that_fp8_products_have_no_rate_where_the_gpu_could(gpu: str, profile: str | None, warned: bool):
-    """An A100 multiplies what it made 16 bits again: that rate is the right one."""
-    scenario = Scenario(workload="fixed", model="llama-3.1-8b", gpu=gpu, quantization="fp8", profile=profile)
-    warnings = prepare(scenario, "vllm-recompute", POLICIES["vllm-recompute"]()).warnings
-    assert any("no fp8_flops_per_s" in warning for warning in warnings) == warned
+FP8, DENSE = "no fp8_flops_per_s", "routed experts are priced as if"
 
 
 @pytest.mark.parametrize(
-    ("gpu", "model", "dtype", "told"),
+    ("model", "gpu", "options", "words", "told"),
     [
-        ("h100", "llama-3.1-8b", "fp8", ""),
-        ("h100", "deepseek-v2-lite", "fp8", "knows no kernel for it"),
-        ("a100-80g", "llama-3.1-8b", "fp8_e5m2", "has no fp8_kv_bytes_per_s"),
+        ("llama-3.1-8b", "h100", {"quantization": "fp8"}, FP8, False),
+        ("llama-3.1-8b", "h100", {"quantization": "fp8", "profile": "h100-derived"}, FP8, True),
+        # An A100 multiplies what it made 16 bits again: that rate is the right one.
+        ("llama-3.1-8b", "a100-80g", {"quantization": "fp8"}, FP8, False),
+        ("llama-3.1-8b", "h100", {"kv_cache_dtype": "fp8"}, "quantised KV", False),
+        ("deepseek-v2-lite", "h100", {"kv_cache_dtype": "fp8"}, "knows no kernel for it", True),
+        ("llama-3.1-8b", "a100-80g", {"kv_cache_dtype": "fp8_e5m2"}, "has no fp8_kv_bytes_per_s", True),
+        ("qwen3-30b-a3b", "h100", {}, DENSE, False),
+        ("qwen3-30b-a3b", "l20", {"tp": 8}, DENSE, True),
+        ("llama-3.1-8b", "l20", {}, DENSE, False),
     ],
 )
-def test_a_run_says_that_no_kernel_was_timed_over_its_quantised_kv(gpu: str, model: str, dtype: str, told: str):
-    scenario = replace(Scenario(workload="fixed", model=model, gpu=gpu), kv_cache_dtype=dtype)
-    warnings = prepare(scenario, "vllm-recompute", POLICIES["vllm-recompute"]()).warnings
-    found = [warning for warning in warnings if warning.startswith("quantised KV")]
-    assert [warning.endswith(told) for warning in found] == [True] * bool(told)
+def test_a_run_says_what_its_profile_has_no_price_for(model, gpu, options, words, told):
+    scenario = Scenario(workload="fixed", model=model, gpu=gpu, **options)
+    warnings = prepare(scenario, "vllm-v1", POLICIES["vllm-v1"]()).warnings
+    assert any(words in warning for warning in warnings) == told
 
 
 def test_all_reduces_measured_are_interpolated_by_bytes() -> None:

@@ -6,9 +6,6 @@ from msgspec import structs
 from calib.experts import WEIGHT_BYTES, ExpertSample, ExpertTerms, predict_expert_s
 from sim.cost.profile import EXPERT_NAMES, EXPERT_QUANTIZATIONS, EXPERT_UNITS, Profile, expert_names, load_profile
 from sim.cost.roofline import RooflineCost
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.scenario import Scenario
 from sim.specs.hardware import load_hardware
 from sim.specs.model_spec import ModelSpec
 from sim.specs.models import load_model
@@ -116,16 +113,3 @@ def test_experts_of_another_type_are_linear_layers(kind):
     model = load_model("qwen3-30b-a3b")
     sizes = {"int8": {"expert_dtype_bytes": 1.02}, "half fp8": {"expert_dtype_bytes": 1.5, "quantization": "fp8"}}
     assert not cost_of(structs.replace(model, **sizes[kind])).expert_layers
-
-
-@pytest.mark.parametrize(
-    ("model", "gpu", "warned"),
-    [("qwen3-30b-a3b", "h100", False), ("qwen3-30b-a3b", "l20", True), ("minimax-m2.5", "a100-80g", True),
-     ("llama-3.1-8b", "l20", False)],
-)  # fmt: skip
-def test_a_result_says_where_experts_are_priced_as_dense_matrices(model, gpu, warned):
-    scenario = Scenario(model=model, gpu=gpu, tp=8)
-    warnings = prepare(scenario, *parse_policy("vllm-v1", {})).warnings
-    found = [text for text in warnings if "routed experts are priced as if" in text]
-    assert bool(found) == warned
-    assert all(f"profile {gpu}-" in text for text in found)
