@@ -23,17 +23,6 @@ from traces.request import Request
 BASE = ["run", "--workload", "fixed", "--num-prompts", "20", "--input-len", "40", "--output-len", "30", "--quiet"]
 
 
-def test_the_next_step_is_scheduled_without_the_last_tokens(tmp_path):
-    """The price of an iteration is the same; who ends keeps its place for one iteration more."""
-    runs = {}
-    for flag in ("--async-scheduling", "--no-async-scheduling"):
-        assert main([*BASE, flag, "--request-rate", "20", "--out", str(tmp_path / flag)]) == 0
-        runs[flag] = json.loads((tmp_path / flag / "result.json").read_text())
-        assert runs[flag]["completed"] == 20
-    assert runs["--async-scheduling"]["scenario"]["policy_options"]["async_scheduling"] is True
-    assert runs["--async-scheduling"]["latencies"] != runs["--no-async-scheduling"]["latencies"]
-
-
 @pytest.mark.parametrize(
     "more",
     [["--replicas", "2"], ["--policy", "vllm-v1:stage=hand-over", "--prefill-replicas", "1", "--decode-replicas", "1"]],

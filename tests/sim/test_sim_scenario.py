@@ -19,7 +19,7 @@ from sim.prepare import prepare
 from sim.scenario import Outputs, Scenario, build_scenario
 from sim.scenario_file import read_scenario
 from sim.specs.models import load_model
-from sim.systems import DEFAULT_POLICY, POLICIES, policy_named
+from sim.systems import POLICIES, policy_named
 from sim.systems.vllm055 import VllmRecompute
 from traces.generators import generate
 from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_type, takers
@@ -310,12 +310,6 @@ def test_options_of_two_policies_with_one_flag_are_refused(monkeypatch):
         all_policy_options()
     with pytest.raises(UserError, match="vllm and vllm-swap alike"):
         owned_option("vllm_swap_first")
-
-
-def test_the_default_policy_has_all_plain_options():
-    plain = {name for name, option in all_policy_options().items() if option.is_plain}
-    assert plain <= {option.full_name for option in options_of(POLICIES[DEFAULT_POLICY])}
-    assert plain > {"async_scheduling", "kv_offloading_size"}
 
 
 def test_a_name_is_registered_once(monkeypatch):

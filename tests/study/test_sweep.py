@@ -377,14 +377,6 @@ def test_a_bad_trace_fails_its_own_points(tmp_path):
     assert "line 3" in found.table["error"].iloc[1] and "cannot read" in found.table["error"].iloc[2]
 
 
-def test_points_refused_for_several_reasons_are_rows_and_nothing_is_run(tmp_path):
-    study = read_study(FIXED | {"sweep": {"grid": {"block-size": [0, -1]}}}, "sweep", "s.toml")
-    begun = []
-    places = sweep.run_study(study, tmp_path, sweep.Means(jobs=1), begun.append)
-    errors = [place.outcome.error for place in places]
-    assert begun == [] and len(set(errors)) == 2 and None not in errors
-
-
 def test_a_folder_says_what_was_asked_of_it(tmp_path):
     study = read_study(SMALL | {"sweep": {"repeats": 2, "grid": {"request-rate": [1, 2, 4]}}}, "sweep", "s.toml")
     begun, ended = [], []

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from traces.csv_reader import CsvReader
 from traces.errors import TraceError
 from traces.readers import CSV_FORMATS, open_trace
-from traces.rows import Columns
 
 OWN = "arrival_s,prompt_tokens,output_tokens\n0.0,10,2\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
@@ -276,37 +274,11 @@ def test_a_time_unit_makes_no_sense_for_stamps(tmp_path):
         list(open_trace(path, time_unit="ms"))
 
 
-rarely = st.sampled_from((0, 0, 0, 0, 0, 0, 0, 1))
-
-
-@st.composite
-def named_rows(draw):
-    """A row of our CSV with hash ids that fit, or nearly."""
-    prompt, output, block = draw(st.integers(0, 40)), draw(st.integers(0, 40)), draw(st.sampled_from(("", "0", "8")))
-    blocks = -(-prompt // 8)
-    counts = (blocks - draw(rarely), -(-(prompt + output) // 8) - blocks - draw(rarely) + draw(rarely))
-    names, output_names = ("x" if draw(rarely) and draw(rarely) else " ".join(map(str, range(n))) for n in counts)
-    priority = draw(st.sampled_from(("", "0", "-1", "2.0", " 3", str(2**65))))
-    return 0.5, prompt, output, names, block, output_names, "1.5" if draw(rarely) and draw(rarely) else priority
-
-
 def outcome(path, **options):
     try:
         return list(open_trace(path, **options))
     except TraceError as error:
         return str(error)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
-@given(st.lists(named_rows(), min_size=1, max_size=2), st.sampled_from((None, 8)), st.sampled_from(("drop", "one")))
-def test_a_block_read_at_once_and_row_by_row_is_the_same(tmp_path, rows, block, zeros):
-    path = tmp_path / "t.csv"
-    path.write_text(NAMED + "".join(",".join(map(str, row)) + "\n" for row in rows))
-    options = {"hash_block_tokens": block, "zero_tokens": zeros}
-    at_once = outcome(path, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CsvReader, "fast", lambda reader, text: Columns([], [], []))  # no columns: refused
-        assert outcome(path, **options) == at_once
 
 
 HEADERS = ["", NAMED.strip(), "[", *(",".join(form.required) for form in CSV_FORMATS.values()), JSONL.strip()]
