@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import simpy
 
+from kvtwin.testing.questions import ask_twice
 from sim.clock.arrivals import Arrivals
 from sim.clock.instance import Instance, Observer
 from sim.cost.engine_profile import EngineProfile
@@ -19,6 +20,7 @@ from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment, Limits, Role, WindowLimits
 from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.predictor import LengthPredictor
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import TRANSITIONS, Status
 from sim.engine.sequence import Sequence as Seq
@@ -117,9 +119,16 @@ def roofline_machine(
 
 
 class CheckedEngine(Engine):
-    """Recounts every block after every step: pools agree, Eq. 5 balances, statuses follow their table; counts seats."""
+    """Recounts every block after every step: pools agree, Eq. 5 balances, statuses follow their table; counts seats.
+
+    Questions are asked twice (`kvtwin.testing.questions`).
+    """
 
     __slots__ = ("last", "statuses")
+
+    def __init__(self, scheduler: Scheduler, predictor: LengthPredictor, on_end: Callable[[Seq], None]) -> None:
+        super().__init__(scheduler, predictor, on_end)
+        ask_twice(scheduler)
 
     def add_request(self, request: Request) -> Seq:
         seq = super().add_request(request)

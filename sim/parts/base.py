@@ -16,8 +16,10 @@ One step of the scheduler asks them in this order:
    `moved` (it got a token more than the batch), `left` (it ended, or is to be computed again), `transferred` (a copy
    has ended).
 
-Predicates (`admits`, `fits`, `ever_fits`, `can_append`) change nothing. Only `Memory` touches the pools. A hook that a
-part does not override is never called.
+Questions (`admits`, `fits`, properties, `is_`, `has_`, `may_` and so on) change nothing: a checked engine asks them
+twice (`kvtwin.testing.questions`). What only remembers an answer, a class names in `memoized`.
+
+Only `Memory` touches the pools. A hook that a part does not override is never called.
 
 A part's class says what is known before there is one: `name`, as `composition` and `--policy SYSTEM:KIND=NAME` have it;
 `options`, the dataclass of options that it reads; `needs`, what the parts of other kinds must be or offer for its sake,

@@ -1,0 +1,156 @@
+"""Questions change nothing: a checked engine asks them twice, and compares all that its scheduler leads to.
+
+A question is a property of a part or of the batch, a method that `sim.parts.base` or `sim.kv.memory` calls one
+(`CONTRACT`), or one that is named as a question or an amount (`NAMED`): `is_urgent`, `num_waiting`, `laxity_s`.
+Iterators are not read. What only remembers an answer, and is named in `memoized` of its class, is not compared.
+
+Asked twice is every `EVERY`-th question of an engine, whichever it is, and where there is much state fewer: it is
+written out twice, and each question that is asked pays for `BYTES` of it.
+"""
+
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import cache
+from io import BytesIO
+from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+from sim.engine.scheduler import Scheduler
+from traces.request import Request
+
+EVERY = 97
+"""A prime: what a step asks has many periods."""
+BYTES = 128
+CONTRACT = (
+    "admits", "cached_tokens", "delays", "fits", "fits_received", "head", "headroom", "held_blocks", "holds",
+    "in_order", "outgrew_gpu", "recount", "refusal", "room",
+)  # fmt: skip
+NAMED = re.compile(r"_*(blocks|can|ever|has|is|longest|may|most|must|needs|next|num|steps|wants)_\w+|\w+_s")
+WHOLE = (type, Enum, Request, FunctionType, BuiltinFunctionType, GeneratorType, ModuleType, CodeType)
+OTHERS = ("sim.clock.", "sim.cost.", "sim.engine.itl", "sim.engine.limits", "sim.results.", "sim.specs.", "simpy.")
+"""Classes, and modules of classes, of which it counts which object it is: constants, and what no part asks."""
+MENDED_WITH_MEMORY = {
+    "blocks_to_admit": "looks the prompt up", "blocks_wanted": "looks the prompt up", "fits": "looks the prompt up",
+    "cached_tokens": "brings those up to date whose blocks may be hit", "fits_received": "looks the prompt up",
+}  # fmt: skip
+"""Questions that memory with a cache does not answer without a change yet."""
+
+
+class _Writer(pickle.Pickler):
+    """As bytes, all that an object leads to: the same bytes for the same objects in the same state."""
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401
+        left_out = _LEFT_OUT.get(type(obj))
+        if left_out is None:
+            left_out = _LEFT_OUT[type(obj)] = _left_out(type(obj))
+        if left_out == () or obj is _number:
+            return NotImplemented
+        if left_out is ...:
+            return _number, (id(obj),)
+        make, args, state, *items = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return make, args, _without(state, left_out), *items
+
+
+_LEFT_OUT: dict[type, "tuple[str, ...] | EllipsisType"] = {}
+
+
+def _number(of_object: int) -> int:
+    return of_object
+
+
+def _left_out(kind: type) -> "tuple[str, ...] | EllipsisType":
+    """Names of the attributes that are not written; Ellipsis: none is."""
+    if issubclass(kind, WHOLE) or kind.__module__.startswith(OTHERS):
+        return ...
+    return tuple(name for base in kind.__mro__ for name in vars(base).get("memoized", ()))
+
+
+def _without(state: Any, names: tuple[str, ...]) -> Any:  # noqa: ANN401
+    """Attributes of an object, those in slots beside those in its dictionary."""
+    if isinstance(state, tuple):
+        return tuple(_without(part, names) for part in state)
+    return state and {name: value for name, value in state.items() if name not in names}
+
+
+def state_of(root: object) -> bytes:
+    """All that `root` leads to, to be compared with what it led to before."""
+    file = BytesIO()
+    _Writer(file, pickle.HIGHEST_PROTOCOL).dump(root)
+    return file.getvalue()
+
+
+@cache
+def questions_of(kind: type) -> dict[str, Callable[..., Any] | property]:
+    """The questions that objects of a class are asked, by name."""
+    found: dict[str, Callable[..., Any] | property] = {}
+    for base in reversed(kind.__mro__):
+        for name, held in vars(base).items():
+            is_named = name in CONTRACT or NAMED.fullmatch(name)
+            if isinstance(held, property) or (isinstance(held, FunctionType) and is_named):
+                found[name] = held
+    return found
+
+
+def ask_twice(scheduler: Scheduler) -> None:
+    """From now on questions to the parts and the batch of a scheduler are asked twice: AssertionError if that changes
+    anything."""
+    asker = _Asker(scheduler)
+    for asked in (*scheduler.parts, scheduler.batch):
+        asked.__class__ = asker.twice(type(asked))
+    # What the scheduler had bound before.
+    scheduler._holds = [hook.__self__.holds for hook in scheduler._holds]
+    if scheduler._refusal is not None:
+        scheduler._refusal = scheduler.batching.refusal
+
+
+class _Asker:
+    """Who counts the questions about a scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        # Engines of one workload ask much the same.
+        self.num_asked = scheduler.gpu.num_blocks % EVERY
+        self._due, self._busy, self._is_excused = EVERY, False, False
+
+    def twice(self, kind: type) -> type:
+        """A class whose objects are asked twice."""
+        body: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        for name, held in questions_of(kind).items():
+            if isinstance(held, property):
+                assert held.fget is not None
+                body[name] = property(self._asked(kind, name, held.fget), held.fset)
+            else:
+                body[name] = self._asked(kind, name, held)
+        return type(kind)(kind.__name__, (kind,), body)
+
+    def _asked(self, kind: type, name: str, question: Callable[..., Any]) -> Callable[..., Any]:
+        is_excused = name in MENDED_WITH_MEMORY
+
+        def ask(*args: Any, **named: Any) -> Any:  # noqa: ANN401
+            if self._busy:
+                self._is_excused |= is_excused and args[0].caches_prefixes
+                return question(*args, **named)
+            self.num_asked += 1
+            if self.num_asked < self._due:
+                return question(*args, **named)
+            self._is_excused = is_excused and args[0].caches_prefixes
+            return self._compare(f"{kind.__name__}.{name}", lambda: question(*args, **named))
+
+        return ask
+
+    def _compare(self, name: str, question: Callable[[], Any]) -> Any:  # noqa: ANN401
+        self._busy = True
+        try:
+            before = state_of(self.scheduler)
+            answer = question()
+            after = state_of(self.scheduler)
+            assert before == after or self._is_excused, f"{name} is a question, and changes what it asks about"
+            if not (isinstance(answer, Iterator) or self._is_excused):
+                again = question()
+                assert state_of(again) == state_of(answer), f"{name} is {answer}, and {again} when asked again"
+        finally:
+            self._busy = False
+        self._due = self.num_asked + max(EVERY, len(after) // BYTES)
+        return answer
