@@ -76,7 +76,7 @@ class StatePlacement(SavingPlacement):
     def _note_states(self, change: Save | Unsave) -> None:
         seq = change.seq
         if isinstance(change, Save):
-            self.states[seq] = self.host.allocate(len(self._held_by(seq).gpu[0]))
+            self.states[seq] = self.host.allocate(len(self.held[seq].gpu[0]))
         else:
             self.host.free(self.states.pop(seq))
 
@@ -91,7 +91,7 @@ class StatePlacement(SavingPlacement):
 
     def _move_at_once(self, move: Move) -> BlockCopy:
         """Everything about it has been saved: its GPU blocks are free."""
-        seq, held = move.seq, self._held_by(move.seq)
+        seq, held = move.seq, self.held[move.seq]
         if move.is_reported or move.direction is not Direction.D2H or seq not in self.states:
             raise InvariantError(f"{seq}: {move} is not that of a sequence whose states are saved")
         self.gpu.free(held.gpu.pop(0))
@@ -99,7 +99,7 @@ class StatePlacement(SavingPlacement):
         return BlockCopy(seq, move.groups, move.direction, (), ())
 
     def _restore(self, restore: Restore) -> BlockCopy:
-        seq, held = restore.seq, self._held_by(restore.seq)
+        seq, held = restore.seq, self.held[restore.seq]
         states = self.states[seq]
         held.gpu[0] = self.gpu.allocate(len(states))
         held.version += 1

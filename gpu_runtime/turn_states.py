@@ -105,13 +105,13 @@ class TurnPlacement(SavingPlacement):
         super().__init__(gpu, self.states.ids, num_groups=1, block_tokens=block_tokens, hosted=self.kept)
 
     def _store(self, store: Store) -> None:
-        ids = self._held_by(store.seq).gpu[0]
+        ids = self.held[store.seq].gpu[0]
         self.kept.leave(store, [ids[place] for place in store.places])
         self._lose_unwritten(store)
 
     def _restore(self, restore: Restore) -> StateRestore:
         seq = restore.seq
-        load, ids = self.kept.loading.pop(seq), self._held_by(restore.seq).gpu[0]
+        load, ids = self.kept.loading.pop(seq), self.held[restore.seq].gpu[0]
         self.states.share(list(load.target), load.source)
         before = tuple(ids[: ids.index(load.target[0])])
         return StateRestore(seq, restore.kv_groups, Direction.H2D, load.source, load.target, restore, before)
@@ -130,7 +130,7 @@ class TurnPlacement(SavingPlacement):
             return {}
         begun: dict[int, None] = {}
         for seq, first, end in spans:
-            ids = self._held_by(seq).gpu[0][: self.blocks_for(end)]
+            ids = self.held[seq].gpu[0][: self.blocks_for(end)]
             begun.update(dict.fromkeys(ids[self.blocks_for(first) :]))
             written.append((seq, ids))
         # Who shares what was never computed may write it at once: once each.
@@ -140,7 +140,7 @@ class TurnPlacement(SavingPlacement):
     def lose(self, spans: Iterable[Span]) -> None:
         """What these spans were to leave on the host is not there."""
         for seq, first, end in spans:
-            ids = self._held_by(seq).gpu[0][first // self.block_tokens : self.blocks_for(end)]
+            ids = self.held[seq].gpu[0][first // self.block_tokens : self.blocks_for(end)]
             self.states.lost.update(self.states.of[ids].tolist())
 
 

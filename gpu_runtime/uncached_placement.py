@@ -58,7 +58,7 @@ class UncachedPlacement(Placement):
 
     def _leave(self, change: Uncache, mine: Uncached, blocks: int) -> list[BlockCopy]:
         """Blocks that have KV on the GPU leave for the host, if it takes any of their layers."""
-        ids, source, target = self._held_by(change.seq).gpu, list[int](), list[int]()
+        ids, source, target = self.held[change.seq].gpu, list[int](), list[int]()
         if mine.lacking and set(mine.host) != set(change.groups):
             raise InvariantError(f"{change}: of the tokens before the host has layer groups {sorted(mine.host)}")
         for group in change.groups:
@@ -72,7 +72,7 @@ class UncachedPlacement(Placement):
 
     def _take_lots(self, seq: Sequence, mine: Uncached) -> dict[int, list[int]]:
         """Take a sequence's scratch away; its own blocks by layer group, from block `mine.num_blocks` on."""
-        held, own = self._held_by(seq), dict[int, list[int]]()
+        held, own = self.held[seq], dict[int, list[int]]()
         for group, ids in held.gpu.items():
             self.gpu.free(ids[: mine.num_blocks])
             own[group] = ids[mine.num_blocks :]
@@ -86,7 +86,7 @@ class UncachedPlacement(Placement):
         Of several lots, one is for the groups that compute again, and those that are copied take turns in the others,
         so that copies can run ahead.
         """
-        held, blocks = self._held_by(change.seq), change.num_tokens // self.block_tokens
+        held, blocks = self.held[change.seq], change.num_tokens // self.block_tokens
         more, mine.num_blocks = blocks - mine.num_blocks, blocks
         for ids in own.values() if more > 0 else ():
             self.gpu.free(ids[:more])

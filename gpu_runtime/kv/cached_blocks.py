@@ -27,21 +27,12 @@ class CachedBlocks:
         return self._ids.values()
 
     def keep(self, run: object, ids: list[int]) -> None:
-        """A run that stays when its sequence goes; its blocks count one more user already."""
-        if run in self._ids:
-            raise InvariantError(f"cached run of blocks {self._ids[run]} is kept twice")
-        self._ids[run] = ids
-
-    def take(self, run: object, num_blocks: int) -> list[int]:
-        """Somebody holds a run again: its ids, and the use of them."""
-        ids = self._of(run)
-        if len(ids) != num_blocks:
-            raise InvariantError(f"cached run of blocks {ids}: {num_blocks} are to be taken")
-        del self._ids[run]
-        return ids
+        """Blocks of a sequence are the next ones of a run."""
+        self._pool.share(ids)
+        self._ids.setdefault(run, []).extend(ids)
 
     def hit(self, run: object, num_blocks: int) -> list[int]:
-        """Somebody else holds a run that stays cached: its ids, and one more use of them."""
+        """One more sequence holds a run: its ids, and one more use of them."""
         ids = self._of(run)
         if len(ids) != num_blocks:
             raise InvariantError(f"cached run of blocks {ids}: {num_blocks} are hit")

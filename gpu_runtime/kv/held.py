@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from sim.engine.changes import Direction, Move
 from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,13 @@ class Held:
     """Tokens whose KV is there, from the first on; kept where prefixes are cached."""
     ahead: set[int] = field(default_factory=set)
     """Places of blocks beyond these whose KV is there, too."""
+
+
+class Holders(dict[Sequence, Held]):
+    """What each sequence holds; InvariantError for one that holds nothing."""
+
+    def __missing__(self, seq: Sequence) -> Held:
+        raise InvariantError(f"{seq} holds no blocks")
 
 
 @dataclass(eq=False)

@@ -11,11 +11,10 @@ from collections.abc import Sequence as Seq
 
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.cached_blocks import CachedBlocks
-from gpu_runtime.kv.held import BlockCopy, Held, Transfer
+from gpu_runtime.kv.held import BlockCopy, Held, Holders, Transfer
 from gpu_runtime.kv.hosted_blocks import Blocks, Filling, HostedBlocks
 from gpu_runtime.kv.prefix_blocks import PrefixBlocks
 from sim.engine.changes import (
-    Adopt,
     Direction,
     Drop,
     Evict,
@@ -27,7 +26,6 @@ from sim.engine.changes import (
     Release,
     Restore,
     Save,
-    Share,
     Split,
     Store,
     Tier,
@@ -54,10 +52,10 @@ class Placement:
     ) -> None:
         self.gpu, self.host = gpu, host
         self.num_groups, self.block_tokens = num_groups, block_tokens
-        self.held: dict[Sequence, Held] = {}
+        self.held = Holders()
         self.cached = CachedBlocks(gpu)
         self.hosted = HostedBlocks(host) if hosted is None else hosted
-        self.prefixes = PrefixBlocks(gpu, self.cached, self.hosted, self._held_by, block_tokens)
+        self.prefixes = PrefixBlocks(gpu, self.cached, self.hosted, self.held, block_tokens)
         self.under_way: dict[Transfer, None] = {}
         """Copies that have begun and not been ended, in order."""
 
@@ -75,7 +73,7 @@ class Placement:
         copies: list[BlockCopy] = []
         # A radix tree evicts once a step, for all that the step has given out (`RadixPool.settle`), less own copies
         # of what somebody computes in the same step.
-        self.gpu.borrows = any(type(change) in (Evict, Adopt) for change in plan.changes)
+        self.gpu.borrows = any(type(change) in (Evict, Hit) for change in plan.changes)
         for change in plan.changes:
             match change:
                 case Place():
@@ -87,20 +85,16 @@ class Placement:
                     copies.append(self._move_at_once(change))
                 case Restore():
                     copies.append(self._restore(change))
-                case Share():
-                    self.prefixes.share(change)
                 case Keep():
                     self.prefixes.keep(change)
+                case Hit():
+                    self.prefixes.hit(change)
                 case Split(run, first, num_blocks):
                     self.cached.split(run, first, num_blocks)
                 case Evict(run, num_left):
                     self.cached.evict(run, num_left)
                 case Save() | Unsave():
                     self._note_states(change)
-                case Hit():
-                    self.prefixes.hit(change)
-                case Adopt():
-                    self.prefixes.adopt(change)
                 case Store():
                     self._store(change)
                 case Load():
@@ -128,7 +122,7 @@ class Placement:
     def grow(self, computed: Iterable[tuple[Sequence, int]]) -> None:
         """Take the blocks that sequences lack for the tokens they have once these are computed, where each group is."""
         for seq, num_tokens in computed:
-            held = self._held_by(seq)
+            held = self.held[seq]
             if num_tokens <= held.room and held.room_of == held.version:
                 continue
             blocks = self.blocks_for(num_tokens)
@@ -142,12 +136,6 @@ class Placement:
 
     def _grown(self, seq: Sequence, blocks: int) -> None:
         """A sequence has, or is about to have, so many blocks of each group."""
-
-    def _held_by(self, seq: Sequence) -> Held:
-        held = self.held.get(seq)
-        if held is None:
-            raise InvariantError(f"{seq} holds no blocks")
-        return held
 
     def _place(self, place: Place) -> None:
         seq, gpu_groups, blocks, num_buffers = place
@@ -163,7 +151,7 @@ class Placement:
 
     def _release(self, seq: Sequence) -> None:
         """Everything but what is leaving: the scheduler counts that until it hears that the copy has ended."""
-        held = self._held_by(seq)
+        held = self.held[seq]
         del self.held[seq]
         load = self.hosted.loading.pop(seq, None)
         for ids in (*held.gpu.values(), *held.slots):
@@ -196,7 +184,7 @@ class Placement:
         if source:
             written = [block not in self.cached.unwritten for block in source]
         else:
-            held = self._held_by(store.seq)
+            held = self.held[store.seq]
             written = [self.prefixes.is_written(held, place) for place in store.places]
         self.hosted.lose(key for key, is_there in zip(store.keys, written, strict=True) if not is_there)
 
@@ -222,7 +210,7 @@ class Placement:
         return self._change_tier(seq, groups, Direction.H2D, self.blocks_for(num_tokens))
 
     def _change_tier(self, seq: Sequence, groups: tuple[int, ...], direction: Direction, blocks: int) -> BlockCopy:
-        held = self._held_by(seq)
+        held = self.held[seq]
         source: list[int] = []
         target: list[int] = []
         to_host = direction is Direction.D2H
@@ -244,7 +232,7 @@ class Placement:
         """Reserve where a copy beside the computation goes; `end` follows when it has ended."""
         if (filling := self.hosted.begin(move.seq)) is not None:
             return self._fill(move, filling)
-        seq, held, blocks = move.seq, self._held_by(move.seq), self.blocks_for(move.end_token)
+        seq, held, blocks = move.seq, self.held[move.seq], self.blocks_for(move.end_token)
         source: list[int] = []
         target: list[int] = []
         transfer = Transfer(move, held)
@@ -267,7 +255,7 @@ class Placement:
     def _fill(self, move: Move, filling: Filling) -> tuple[Transfer, BlockCopy]:
         store, source, target = filling
         # Whoever had a cached run may have gone.
-        held = Held() if source else self._held_by(move.seq)
+        held = Held() if source else self.held[move.seq]
         source = source or tuple(held.gpu[0][place] for place in store.places)
         transfer = Transfer(move, held, stored=store.keys, is_lost=not self.hosted.has(filling))
         self.under_way[transfer] = None
@@ -275,7 +263,7 @@ class Placement:
 
     def begin_behind(self, move: Move) -> Transfer:
         """The last copies behind a prefill are under way: the send buffer is theirs until `end`."""
-        held = self._held_by(move.seq)
+        held = self.held[move.seq]
         transfer = Transfer(move, held, leaving=[block for ids in held.slots for block in ids])
         held.slots = []
         self.under_way[transfer] = None

@@ -3,14 +3,14 @@
 Blocks here hold all layers, and a sequence's are those of its one group.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.cached_blocks import CachedBlocks
-from gpu_runtime.kv.held import Held
+from gpu_runtime.kv.held import Held, Holders
 from gpu_runtime.kv.hosted_blocks import HostedBlocks
-from sim.engine.changes import Adopt, Hit, Keep, Load, Share
+from sim.engine.changes import Hit, Keep, Load
 from sim.engine.sequence import Sequence
 
 Span = tuple[Sequence, int, int]
@@ -23,7 +23,7 @@ class PrefixBlocks:
     Args:
         gpu: the pool of ids.
         cached, hosted: what is cached of that pool, and of the host's.
-        held_by: what a sequence holds; InvariantError if nothing.
+        held: what sequences hold.
         block_tokens: tokens a block holds.
     """
 
@@ -32,23 +32,21 @@ class PrefixBlocks:
         gpu: BlockIds,
         cached: CachedBlocks,
         hosted: HostedBlocks,
-        held_by: Callable[[Sequence], Held],
+        held: Holders,
         block_tokens: int,
     ) -> None:
-        self._gpu, self._cached, self._hosted, self._held_by = gpu, cached, hosted, held_by
+        self._gpu, self._cached, self._hosted, self._held = gpu, cached, hosted, held
         self._block_tokens = block_tokens
-        # Blocks of those about to be placed: the first ones, and others by place.
-        self._shared: dict[Sequence, list[int]] = {}
-        self._apart: dict[Sequence, dict[int, int]] = {}
+        # Blocks that those about to be placed hit, by place.
+        self._hits: dict[Sequence, dict[int, int]] = {}
 
     def take(self, seq: Sequence, held: Held, num_blocks: int) -> list[int]:
         """The blocks of a sequence that is placed now: what it hits, and new ones."""
-        shared, apart = self._shared.pop(seq, []), self._apart.pop(seq, {})
-        held.num_written = len(shared) * self._block_tokens
-        ids = shared + self._gpu.allocate(num_blocks - len(shared) - len(apart))
-        for place in sorted(apart):
-            ids.insert(place, apart[place])
-        self._there(held, apart)
+        hits = self._hits.pop(seq, {})
+        ids = self._gpu.allocate(num_blocks - len(hits))
+        for place in sorted(hits):
+            ids.insert(place, hits[place])
+        self._there(held, hits)
         return ids
 
     def _there(self, held: Held, places: Iterable[int]) -> None:
@@ -59,51 +57,32 @@ class PrefixBlocks:
             held.ahead.remove(held.num_written // size)
             held.num_written = (held.num_written // size + 1) * size
 
-    def share(self, share: Share) -> None:
-        """A sequence about to be placed begins with blocks of another one, or with a run that is no longer cached."""
-        seq, num_blocks, source = share
-        shared = self._shared.setdefault(seq, [])
-        if isinstance(source, Sequence):
-            ids = self._blocks_of(source, len(shared), num_blocks)
-            self._gpu.share(ids)
-        else:
-            ids = self._cached.take(source, num_blocks)
-        shared += ids
-
     def hit(self, hit: Hit) -> None:
-        """A sequence about to be placed begins with a run that stays cached, or has it at its place."""
-        seq, num_blocks, run, place = hit
+        """A sequence has a cached run in its place: one that is about to be placed, or instead of its own blocks."""
+        seq, first, num_blocks, run = hit
         ids = self._cached.hit(run, num_blocks)
-        if place is None:
-            self._shared.setdefault(seq, []).extend(ids)
-        else:
-            self._apart.setdefault(seq, {}).update(enumerate(ids, place))
+        if (held := self._held.get(seq)) is None:
+            self._hits.setdefault(seq, {}).update(enumerate(ids, first))
+            return
+        own = slice(first, first + num_blocks)
+        self._gpu.free(held.gpu[0][own])
+        held.gpu[0][own] = ids
+        held.version += 1
 
     def keep(self, keep: Keep) -> None:
         """Blocks of a sequence are cached."""
-        ids = self._blocks_of(keep.seq, keep.first_block, keep.num_blocks)
-        self._gpu.share(ids)
-        self._cached.keep(keep.run, ids)
-
-    def adopt(self, adopt: Adopt) -> None:
-        """A sequence takes a cached run in place of its own blocks."""
-        seq, first, num_blocks, run = adopt
-        held, end = self._held_by(seq), first + num_blocks
-        own = held.gpu[0][first:end]
-        held.gpu[0][first:end] = self._cached.hit(run, num_blocks)
-        held.version += 1
-        self._gpu.free(own)
+        self._cached.keep(keep.run, self._blocks_of(keep.seq, keep.first_block, keep.num_blocks))
 
     def load(self, load: Load) -> None:
         """What it fills can be hit at once: whoever reads it is computed in the same pass, or later."""
         seq, first, keys = load
-        held, end = self._held_by(seq), first + len(keys)
+        held, end = self._held[seq], first + len(keys)
         self._cached.unwritten.update(self._hosted.load(load, held.gpu[0][first:end]))
         self._there(held, range(first, end))
 
     def _blocks_of(self, seq: Sequence, first: int, count: int) -> list[int]:
         """Some blocks of a sequence, which are or will be cached; those that it is yet to grow by among them."""
-        held = self._held_by(seq)
+        held = self._held[seq]
         ids, end = held.gpu[0], first + count
         if len(ids) < end:
             ids += self._gpu.allocate(end - len(ids))
@@ -132,7 +111,7 @@ class PrefixBlocks:
         missing = unwritten - {block for span in spans for block in self._written_by(*span)}
         found: list[Span] = []
         for seq, first, end in spans:
-            before = self._held_by(seq).gpu[0][: first // size]
+            before = self._held[seq].gpu[0][: first // size]
             early = next((i * size for i, block in enumerate(before) if block in missing), first)
             found.append((seq, early, end))
         return found
@@ -140,7 +119,7 @@ class PrefixBlocks:
     def computed(self, spans: Seq[Span]) -> None:
         """These spans have been computed: their KV is there."""
         for seq, first, end in spans:
-            held = self._held_by(seq)
+            held = self._held[seq]
             if held.num_written >= first:
                 held.num_written = max(end, held.num_written)
                 if held.ahead:
@@ -148,11 +127,11 @@ class PrefixBlocks:
                 self._cached.unwritten.difference_update(self._written_by(seq, first, end))
 
     def _written_by(self, seq: Sequence, first: int, end: int) -> list[int]:
-        return self._held_by(seq).gpu[0][first // self._block_tokens : -(-end // self._block_tokens)]
+        return self._held[seq].gpu[0][first // self._block_tokens : -(-end // self._block_tokens)]
 
     def spoil(self, seq: Sequence, blocks: set[int]) -> None:
         """The KV of `blocks` was lost on its way here, and with it what `seq` has computed after them."""
-        held = self._held_by(seq)
+        held = self._held[seq]
         ids = held.gpu[0]
         first = next(place for place, block in enumerate(ids) if block in blocks)
         self._cached.unwritten.update(ids[first:])

@@ -48,20 +48,23 @@ class Release(NamedTuple):
     seq: Sequence
 
 
-class Share(NamedTuple):
-    """The next `num_blocks` blocks of `seq`, which is about to be placed, are cached already.
+class Keep(NamedTuple):
+    """`num_blocks` blocks of `seq` from `first_block` on are cached from now on, at the end of `run`.
 
-    `source` says where: a sequence that holds them at the same places, or a cached run (`Keep`) that nobody holds, and
-    `seq` takes it. Memory says so, and what follows, once it is asked to (`Memory.tell_blocks`).
+    Memory says so, and what follows, once it is asked to (`Memory.tell_blocks`).
     """
 
     seq: Sequence
+    first_block: int
     num_blocks: int
-    source: object
+    run: object
 
 
-class Keep(NamedTuple):
-    """`num_blocks` blocks of `seq` from `first_block` on stay cached as `run` when it gives up its blocks."""
+class Hit(NamedTuple):
+    """`num_blocks` blocks of `seq` from `first_block` on are those of a cached `run`, which stays cached.
+
+    `seq` is about to be placed, or has blocks of the same content there, which give way.
+    """
 
     seq: Sequence
     first_block: int
@@ -70,7 +73,7 @@ class Keep(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The first `num_blocks` blocks of a cached `run` that nobody holds are a run of their own, `first`."""
+    """The first `num_blocks` blocks of a cached `run` are a run of their own, `first`."""
 
     run: object
     first: object
@@ -78,32 +81,10 @@ class Split(NamedTuple):
 
 
 class Evict(NamedTuple):
-    """Of a cached `run` that nobody holds the first `num_left` blocks are left; the others are free."""
+    """Of a cached `run` that no sequence holds the first `num_left` blocks are left; the others are free."""
 
     run: object
     num_left: int
-
-
-class Hit(NamedTuple):
-    """The next `num_blocks` blocks of `seq`, about to be placed, are those of a cached `run`, which stays cached.
-
-    So say memories that keep content once (`RadixMemory`), whose runs are cached from the first `Keep` to `Evict`.
-    Where blocks before them are yet to be computed, `place` is the first one's (`RetentionMemory`).
-    """
-
-    seq: Sequence
-    num_blocks: int
-    run: object
-    place: int | None = None
-
-
-class Adopt(NamedTuple):
-    """`num_blocks` blocks of `seq` from `first_block` on give way to those of a cached `run`, of the same content."""
-
-    seq: Sequence
-    first_block: int
-    num_blocks: int
-    run: object
 
 
 class Save(NamedTuple):
@@ -264,24 +245,7 @@ class Rebuilt(NamedTuple):
     """Where the `recomputed` layers are the first, so that this can be executed: what is uncached after the pass."""
 
 
-Change = (
-    Place
-    | Release
-    | Move
-    | Restore
-    | Share
-    | Keep
-    | Split
-    | Evict
-    | Hit
-    | Adopt
-    | Save
-    | Unsave
-    | Store
-    | Load
-    | Drop
-    | Uncache
-)
+Change = Place | Release | Move | Restore | Keep | Hit | Split | Evict | Save | Unsave | Store | Load | Drop | Uncache
 
 # Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
 make_place = cast(Callable[[tuple[Sequence, tuple[int, ...], int, int]], Place], partial(tuple.__new__, Place))

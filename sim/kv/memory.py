@@ -153,7 +153,7 @@ class Memory(Part, ABC):
     """Why a device cannot carry out its plans, and what to do about it; empty where one can."""
 
     def tell_blocks(self) -> None:
-        """From now on, before anything runs, plans say which blocks are shared and cached (`plan.Share`), and whose
+        """From now on, before anything runs, plans say which blocks are shared and cached (`changes.Keep`), and whose
         states are saved (`plan.Save`)."""
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:

@@ -175,7 +175,7 @@ class RetentionMemory(CachingMemory):
         if missed:
             self.scheduler.counters.policy["refilled_tokens"] += missed
         if self._tells:
-            self.scheduler.changes += (Hit(seq, 1, store.chunks[keys[place]], place) for place in found.on_gpu)
+            self.scheduler.changes += (Hit(seq, place, 1, store.chunks[keys[place]]) for place in found.on_gpu)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
         if self._tells:
             self._tell_loads(seq, [store.chunks[keys[place]] for place in found.to_load])

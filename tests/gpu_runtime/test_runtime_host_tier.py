@@ -24,7 +24,7 @@ from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, SMALL, alike, tight_limits
-from sim.engine.changes import Direction, Drop, Load, Move, Place, Release, Share, Store, Tier
+from sim.engine.changes import Direction, Drop, Hit, Keep, Load, Move, Place, Release, Store, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
@@ -291,13 +291,13 @@ def test_what_is_computed_on_a_load_that_failed_is_nobodys_to_hit():
     facts.replay(Place(a, (0,), 4, 0))
     placement = facts.placement
     placement.prefixes.computed([(a, 0, 16)])
-    facts.replay(Share(b, 3, a), Place(b, (0,), 4, 0))
+    facts.replay(Keep(a, 0, 3, "run"), Hit(b, 0, 3, "run"), Place(b, (0,), 4, 0))
     # Of its four blocks the second was never filled.
     placement.prefixes.spoil(a, {placement.held[a].gpu[0][1]})
     assert placement.held[a].num_written == 4
     assert placement.prefixes.to_compute([(b, 12, 14)]) == [(b, 4, 14)]
     placement.prefixes.computed([(b, 4, 14)])
-    facts.replay(Share(c, 3, b), Place(c, (0,), 4, 0))
+    facts.replay(Hit(c, 0, 3, "run"), Place(c, (0,), 4, 0))
     assert placement.prefixes.to_compute([(c, 12, 14)]) == [(c, 12, 14)]
 
 

@@ -12,7 +12,7 @@ from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.placement import Placement
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import limits, simulate
-from sim.engine.changes import Evict, Keep, Place, Release, Share, Split
+from sim.engine.changes import Evict, Hit, Keep, Place, Release, Split
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -45,13 +45,16 @@ class Followed:
 
     def observe(self, plan, start_s, times):
         placement, size = self.placement, self.placement.block_tokens
-        self.num_shared += sum(change.num_blocks for change in plan.changes if isinstance(change, Share))
+        hits = [change for change in plan.changes if isinstance(change, Hit)]
+        self.num_shared += sum(hit.num_blocks for hit in hits)
         placement.replay(plan, lambda seq: None)
         spans = [(seq, cached, cached + new) for seq, new, cached, _ in plan.chunks]
         lengths = [self.scheduler.batch.num_tokens_of(seq) for seq in plan.decodes]
         spans += [(seq, tokens - 1, tokens) for seq, tokens in zip(plan.decodes, lengths, strict=True)]
         placement.grow((seq, end) for seq, _, end in spans)
-        self.num_in_flight += len(placement.cached.unwritten)
+        for seq, first, count, _ in hits:
+            ids = placement.held[seq].gpu[0][first : first + count] if seq in placement.held else []
+            self.num_in_flight += len(placement.cached.unwritten.intersection(ids))
         planned, spans = spans, placement.prefixes.to_compute(spans)
         self.num_early += spans != planned
         # All of a layer's KV is written before its attention reads any.
@@ -77,10 +80,9 @@ class Followed:
         """Users counted list by list; what is held is what the scheduler counts."""
         placement = self.placement
         users = Counter(i for held in placement.held.values() for i in held.gpu[0])
-        idle = Counter(i for ids in placement.cached.lists() for i in ids)
-        assert not users.keys() & idle.keys()
-        assert max(idle.values(), default=1) == 1
-        assert all(self.gpu.num_users(i) == (users + idle)[i] for i in range(self.gpu.num_blocks))
+        cached = Counter(i for ids in placement.cached.lists() for i in ids)
+        assert max(cached.values(), default=1) == 1
+        assert all(self.gpu.num_users(i) == (users + cached)[i] for i in range(self.gpu.num_blocks))
         pool = self.scheduler.gpu
         assert len(users) == pool.num_blocks - pool.free
         placement.check()
@@ -173,7 +175,7 @@ def facts():
 
 def test_who_shares_holds_the_same_blocks(facts):
     a, b = facts.seq("a"), facts.seq("b")
-    facts.replay(Share(b, 2, a), Place(b, (0,), 3, 0))
+    facts.replay(Keep(a, 0, 2, "run"), Hit(b, 0, 2, "run"), Place(b, (0,), 3, 0))
     assert facts.ids("b")[:2] == facts.ids("a")[:2]
     assert facts.gpu.num_free == 4
     facts.replay(Release(a))
@@ -186,7 +188,7 @@ def test_a_cached_run_goes_from_hand_to_hand_and_in_parts(facts):
     first, second, third = facts.ids("a")
     facts.replay(Keep(a, 0, 3, "run"), Release(a))
     assert (facts.gpu.num_free, facts.placement.cached.num_blocks) == (5, 3)
-    facts.replay(Split("run", "head", 1), Share(b, 1, "head"), Place(b, (0,), 2, 0), Evict("run", 1))
+    facts.replay(Split("run", "head", 1), Hit(b, 0, 1, "head"), Place(b, (0,), 2, 0), Evict("run", 1))
     assert facts.ids("b")[0] == first
     assert facts.placement.cached.num_blocks == 1
     facts.replay(Evict("run", 0))
@@ -198,7 +200,7 @@ def test_a_cached_run_goes_from_hand_to_hand_and_in_parts(facts):
 def test_what_is_hit_before_it_is_computed_is_computed_by_who_needs_it(facts):
     """`a` grows by two blocks in the same plan in which `b` hits them."""
     a, b = facts.seq("a"), facts.seq("b")
-    facts.replay(Share(b, 5, a), Place(b, (0,), 6, 0))
+    facts.replay(Keep(a, 0, 5, "run"), Hit(b, 0, 5, "run"), Place(b, (0,), 6, 0))
     placement, both = facts.placement, [(a, 12, 20), (b, 20, 24)]
     placement.grow((seq, end) for seq, _, end in both)
     assert facts.ids("a") == facts.ids("b")[:5]
@@ -216,11 +218,9 @@ def test_what_is_hit_before_it_is_computed_is_computed_by_who_needs_it(facts):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (lambda a, b: [Share(b, 1, "run")], "is not there"),
-        (lambda a, b: [Keep(a, 0, 1, "run"), Keep(a, 1, 1, "run")], "is kept twice"),
-        (lambda a, b: [Keep(a, 0, 2, "run"), Share(b, 1, "run")], "1 are to be taken"),
+        (lambda a, b: [Hit(b, 0, 1, "run")], "is not there"),
+        (lambda a, b: [Keep(a, 0, 2, "run"), Hit(b, 0, 1, "run")], "1 are hit"),
         (lambda a, b: [Evict("run", 0)], "is not there"),
-        (lambda a, b: [Keep(a, 0, 2, "run"), Keep(a, 1, 2, "other"), Share(b, 1, a)], "more or fewer than took them"),
     ],
 )
 def test_facts_that_cannot_be_are_refused(facts, changes, message):

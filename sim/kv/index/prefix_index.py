@@ -194,8 +194,7 @@ class PrefixIndex:
                 self._add_run(holding, child, num_shared(child.keys, 0, keys, begin, end))
             elif last is not None and not node.children and len(last.holders) == 1:
                 node.keys += keys[begin:end]
-                last.num_blocks += end - begin
-                holding.num_blocks = end
+                self._lengthen(holding, last, end - begin)
             else:
                 child = node.children[keys[begin]] = Node(node, keys[begin:end])
                 self._add_run(holding, child, end - begin)
@@ -208,16 +207,20 @@ class PrefixIndex:
         younger = node.runs[node.runs.index(last) + 1 :]
         # Blocks that a younger run has already are older there than those to come.
         if shared and len(last.holders) == 1 and all(run.num_blocks <= offset for run in younger):
-            last.num_blocks += shared
-            holding.num_blocks += shared
+            self._lengthen(holding, last, shared)
         else:
             self._split(node, offset)
 
     def _add_run(self, holding: Holding, node: Node, num_blocks: int) -> None:
-        run = CachedRun(node, num_blocks)
+        run = CachedRun(node, 0)
         run.holders[holding] = None
         node.runs.append(run)
         holding.runs.append(run)
+        self._lengthen(holding, run, num_blocks)
+
+    def _lengthen(self, holding: Holding, run: CachedRun, num_blocks: int) -> None:
+        """The next blocks of a sequence are those of its last run."""
+        run.num_blocks += num_blocks
         holding.num_blocks += num_blocks
 
     def _publish_growing(self, node: Node, before: tuple[int, int] | None = None) -> None:

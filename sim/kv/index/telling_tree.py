@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sim.engine.changes import Adopt, Change, Evict, Hit, Keep, Split
+from sim.engine.changes import Change, Evict, Hit, Keep, Split
 from sim.engine.sequence import Sequence
 from sim.kv.index.prefix_index import Keys
 from sim.kv.index.radix_tree import Node, RadixTree
@@ -22,19 +22,20 @@ class TellingTree(RadixTree):
         self._scheduler.changes.append(change)
 
     def lock_for(self, seq: Sequence, node: Node) -> int:
+        depth = 0
         for part in _below(self.root, node):
-            self._tell(Hit(seq, len(part.keys), part))
+            self._tell(Hit(seq, depth, len(part.keys), part))
+            depth += len(part.keys)
         return super().lock_for(seq, node)
 
     def insert_for(self, seq: Sequence, keys: Keys, node: Node, depth: int, end: int) -> tuple[Node, int]:
         version = self.version
         found = super().insert_for(seq, keys, node, depth, end)
         for part in _below(node, found[0]):
-            num_blocks = len(part.keys)
             # What is new to the tree has made a version of its own.
             is_new = part is found[0] and self.version != version
-            self._tell(Keep(seq, depth, num_blocks, part) if is_new else Adopt(seq, depth, num_blocks, part))
-            depth += num_blocks
+            self._tell((Keep if is_new else Hit)(seq, depth, len(part.keys), part))
+            depth += len(part.keys)
         return found
 
     def _split(self, node: Node, num_blocks: int) -> Node:
