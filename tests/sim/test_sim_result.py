@@ -317,24 +317,11 @@ def test_a_series_that_is_thinned_spans_the_run_without_holes(tmp_path, monkeypa
     assert np.diff(places).min() > 0 and np.diff(places).max() <= 16
 
 
-def test_without_slos_there_is_no_goodput(tmp_path):
-    result = simulate(tmp_path, [(0.0, 10, 2)])
-    assert result["request_goodput"] is result["goodput_attainment"] is None
-
-
 def test_gap_percentiles_do_not_need_the_gaps_themselves(tmp_path):
     detailed = simulate(tmp_path, crowded(), *CROWDED)
     plain = simulate(tmp_path, crowded(), *(word for word in CROWDED if word != "--save-detailed"))
     assert detailed.pop("itls") and detailed.pop("max_output_tokens_per_s")
     assert plain == detailed
-
-
-def test_a_run_leaves_no_file_of_an_earlier_one(tmp_path):
-    simulate(tmp_path, [(0.0, 10, 3)], "--timeline")
-    assert (tmp_path / "out" / "series.csv").exists()
-    simulate(tmp_path, [(0.0, 10, 3)])
-    left = {path.name.partition(".")[0] for path in (tmp_path / "out").iterdir()}
-    assert left == {"result", "requests", "scenario"}
 
 
 def test_rows_are_written_in_order_as_soon_as_they_can_be(tmp_path):
