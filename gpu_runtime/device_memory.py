@@ -20,7 +20,7 @@ from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
 from sim.kv.first_layers import FirstLayersAgain
 from sim.kv.saved_states import SavedStates, TieredStates
-from sim.parts.stage.partial_recompute import PartialRecompute
+from sim.systems.kvpr.partial_recompute import PartialRecompute
 
 
 def scratch_blocks(scheduler: Scheduler) -> int:

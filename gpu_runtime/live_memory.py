@@ -20,6 +20,7 @@ from gpu_runtime.model.decoder import Decoder
 from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.errors import UserError
+from sim.kv.offload_options import OffloadOptions
 from sim.kv.saved_states import TieredStates
 from sim.parts.catalogue import MEMORIES
 from sim.prepare import GIB, prepare
@@ -27,7 +28,6 @@ from sim.runs import Recording, build_engine
 from sim.scenario import Scenario
 from sim.systems.base import Policy
 from sim.systems.builder import options_among
-from sim.systems.offload_options import OffloadOptions
 
 DEFAULT_SHARE = 4
 """Unless told otherwise a pool takes at most one part in so many of the memory that is free."""

@@ -10,6 +10,7 @@ from sim.cost.model import CostModel
 from sim.cost.profile import Profile, product_name
 from sim.engine.limits import Limits, Role, StateLimits, WindowLimits
 from sim.errors import UserError
+from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.metrics import Goodput
 from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
@@ -18,7 +19,6 @@ from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.builder import HAND_OVER, STORED, options_among
-from sim.systems.hand_over_options import MixedPoolOptions
 
 GIB = 1 << 30
 FORMS_WITH_ENGINE = ("roofline", "table")

@@ -12,16 +12,16 @@ from sim.engine.scheduler import Parts
 from sim.engine.sequence import Sequence
 from sim.kv.layer_blocks import LayerBlocks
 from sim.kv.paged import PagedMemory
-from sim.parts.admission.slack import SlackAdmission
 from sim.parts.batching.prefill_first import PrefillFirst
 from sim.parts.catalogue import CATALOGUE
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.eviction.swap import Swap
 from sim.parts.order.fcfs import Fcfs
-from sim.parts.stage.promote import Promote
 from sim.policy_options import parse_policy
 from sim.systems import POLICIES
-from sim.systems.layerkv import LayerKV
+from sim.systems.layerkv.preset import LayerKV
+from sim.systems.layerkv.promote import Promote
+from sim.systems.layerkv.slack import SlackAdmission
 from sim.systems.vllm055 import VllmRecompute, VllmSwap
 
 VARIANTS = [

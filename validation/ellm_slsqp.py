@@ -3,8 +3,8 @@
 import numpy as np
 from scipy.optimize import minimize
 
-from sim.parts.token_wise.equations import Configuration, Floats, StepCosts
-from sim.parts.token_wise.solver import Batch, Choice, Memory, feasible_ratios
+from sim.systems.ellm.equations import Configuration, Floats, StepCosts
+from sim.systems.ellm.solver import Batch, Choice, Memory, feasible_ratios
 
 
 def solve(

@@ -17,9 +17,9 @@ from time import process_time
 import numpy as np
 from ellm_slsqp import solve
 
-from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration, StepCosts, corrected_times, paper_times
-from sim.parts.token_wise.solver import Batch, Choice, Memory, best
 from sim.specs.models import ModelSpec, load_model
+from sim.systems.ellm.equations import CONFIGURATIONS, Configuration, StepCosts, corrected_times, paper_times
+from sim.systems.ellm.solver import Batch, Choice, Memory, best
 
 GPU_BYTES, PEAK_FLOPS = 80e9, 312e12
 SETUPS = (

@@ -35,15 +35,15 @@ from sim.bounds.work import Floats, least_work, priced
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.parts.catalogue import PLACES, register_part
-from sim.parts.eviction.park import Park
-from sim.parts.order.prospects import Judged, Prospects
-from sim.parts.order.triage import HOPELESS, KEPT, Outlook, Triage
 from sim.prepare import Setup
 from sim.results.metrics import Goodput
 from sim.results.result import assemble
 from sim.simulate import build_run, execute
-from sim.systems.adaptive import Adaptive
-from sim.systems.adaptive_options import AdaptiveOptions
+from sim.systems.adaptive.options import AdaptiveOptions
+from sim.systems.adaptive.park import Park
+from sim.systems.adaptive.preset import Adaptive
+from sim.systems.adaptive.prospects import Judged, Prospects
+from sim.systems.adaptive.triage import HOPELESS, KEPT, Outlook, Triage
 from sim.systems.builder import Builder
 from sim.traffic import traffic
 from traces.request import Request

@@ -18,10 +18,10 @@ from sim.cost.pricing import Lanes
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Limits, Role
 from sim.engine.sequence import Sequence as Seq
+from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.systems.base import Policy
 from sim.systems.builder import STORED, options_among
-from sim.systems.hand_over_options import MixedPoolOptions
-from sim.systems.mooncake_options import ConductorOptions
+from sim.systems.mooncake.options import ConductorOptions
 from sim.topology.pipelines import to_pipelines
 from sim.topology.routers import Router
 from traces.request import Request

@@ -13,13 +13,13 @@ from sim.clock.pipeline import Pipeline, VirtualEngine
 from sim.cost.model import ACTIVATION_BYTES
 from sim.engine.engine import Engine
 from sim.engine.sequence import Sequence
+from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.parts.stage.mixed import Mixed
 from sim.prepare import Setup
 from sim.runs import EngineParts
 from sim.systems.base import Policy
 from sim.systems.builder import MEMPOOL, STORED, options_among
-from sim.systems.hand_over_options import MixedPoolOptions
-from sim.systems.mooncake_options import ConductorOptions
+from sim.systems.mooncake.options import ConductorOptions
 from sim.topology import DEFAULT_ROUTER, ROUTERS
 from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines

@@ -13,7 +13,7 @@ from operator import itemgetter
 from sim.engine.changes import Uncache
 from sim.engine.sequence import Sequence
 from sim.kv.token_wise import TokenWiseMemory
-from sim.parts.token_wise.equations import Configuration
+from sim.systems.ellm.equations import Configuration
 
 
 class FirstLayersAgain(TokenWiseMemory):

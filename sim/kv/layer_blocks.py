@@ -14,6 +14,7 @@ from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.kv.memory import Memory
+from sim.parts.needs import Need
 
 
 class LayerBlocks(Memory):
@@ -25,6 +26,7 @@ class LayerBlocks(Memory):
         minimum_layers: Eq. 4's x for a prompt of so many tokens.
     """
 
+    needs: ClassVar[tuple[Need, ...]] = (Need("stage", "leaves layers on the host", offers="brings_layers_back"),)
     splits_layers: ClassVar[bool] = True
 
     def __init__(self, limits: Limits, num_layers: int, minimum_layers: Callable[[int], int]) -> None:

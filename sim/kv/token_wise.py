@@ -15,15 +15,15 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.memory import Memory
-from sim.parts.token_wise.equations import (
+from sim.systems.ellm.equations import (
     CONFIGURATIONS,
     Configuration,
     StepCosts,
     thread_loss,
     threads_for_recomputation,
 )
-from sim.parts.token_wise.solver import Batch, feasible_ratios
-from sim.parts.token_wise.solver import Memory as Room
+from sim.systems.ellm.solver import Batch, feasible_ratios
+from sim.systems.ellm.solver import Memory as Room
 
 
 class Kernels(NamedTuple):

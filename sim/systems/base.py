@@ -19,10 +19,10 @@ import msgspec
 from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
+from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES
-from sim.systems.async_scheduling import AsyncScheduling
 from sim.systems.builder import UNIFIED, Builder, build_parts, options_among
-from sim.systems.layerkv_options import LayerKVOptions
+from sim.systems.layerkv.options import LayerKVOptions
 
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector

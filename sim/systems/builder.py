@@ -7,14 +7,12 @@ import msgspec
 
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
+from sim.kv.offload_options import OffloadOptions
 from sim.parts.catalogue import ADMISSIONS, BATCHINGS, EVICTIONS, KINDS, MEMORIES, ORDERS, STAGES
 from sim.parts.needs import check_needs
-from sim.systems.layerkv_options import Equations, LayerKVOptions
-from sim.systems.offload_options import OffloadOptions
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Parts
-    from sim.kv.layer_blocks import LayerBlocks
     from sim.kv.memory import Memory
     from sim.parts.base import Admission, Eviction, Order, Stage
     from sim.parts.batching.base import Batching
@@ -39,10 +37,6 @@ def options_among(given: Iterable[object], kind: type[Options]) -> Options:
 
 class Builder:
     """What the parts of one system, for one engine, are built from."""
-
-    memory: "Memory"
-    """Built first, then the stage."""
-    stage: "Stage"
 
     def __init__(
         self,
@@ -71,20 +65,6 @@ class Builder:
             raise UserError(f"--kv-offloading-size: goes with batching=unified, not {self.names['batching']}")
         return options
 
-    # -- what several need -------------------------------------------------------------------------------------------
-
-    def equations(self) -> Equations:
-        """LayerKV's Eq. 3 and 4."""
-        return Equations(self.deployment, self.limits.block_size, printed=self.options(LayerKVOptions).printed)
-
-    def layer_blocks(self, wanted_by: str) -> "LayerBlocks":
-        """The memory, which must hold layers apart."""
-        from sim.kv.layer_blocks import LayerBlocks
-
-        if not isinstance(self.memory, LayerBlocks):
-            raise UserError(f"{wanted_by} moves single layers: it goes with memory=layers")
-        return self.memory
-
 
 Part = TypeVar("Part", covariant=True)
 
@@ -97,17 +77,12 @@ class Known(msgspec.Struct, Generic[Part], frozen=True):
 
 
 class KnownMemory(Known["Memory"], frozen=True):
-    """A memory."""
+    """A memory, and where its class is."""
 
+    class_place: str = ""
     can_cache_prefixes: bool = False
     always_caches: bool = False
     runs_live: bool = True
-
-
-class KnownEviction(Known["Eviction"], frozen=True):
-    """An eviction."""
-
-    moves_whole: bool = False
 
 
 def build_parts(b: Builder) -> "Parts":
@@ -115,16 +90,12 @@ def build_parts(b: Builder) -> "Parts":
     from sim.engine.scheduler import Parts
 
     names = b.names
-    b.memory = cast("Memory", MEMORIES[names["memory"]].build(b))
-    b.stage = cast("Stage", STAGES[names["stage"]].build(b))
-    if b.memory.splits_layers and not b.stage.brings_layers_back:
-        raise UserError("memory=layers leaves layers on the host: it goes with stage=promote or stage=stream")
     parts = Parts(
         order=cast("Order", ORDERS[names["order"]].build(b)),
-        memory=b.memory,
+        memory=cast("Memory", MEMORIES[names["memory"]].build(b)),
         admission=cast("Admission", ADMISSIONS[names["admission"]].build(b)),
         eviction=cast("Eviction", EVICTIONS[names["eviction"]].build(b)),
-        stage=b.stage,
+        stage=cast("Stage", STAGES[names["stage"]].build(b)),
         batching=cast("Batching", BATCHINGS[names["batching"]].build(b)),
     )
     check_needs(names, {kind: getattr(parts, kind) for kind in KINDS})

@@ -22,9 +22,9 @@ drive, are options.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.kv.tiered_options import TieredOptions
 from sim.parts.options import option
 from sim.systems.base import Asked, EngineLimits, Policy
-from sim.systems.tiered_options import TieredOptions
 from sim.systems.vllm055 import vllm055_limits
 
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.parts.options import option
+from sim.parts.stage.hand_over_options import HandOverOptions
 from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
-from sim.systems.hand_over_options import HandOverOptions
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,24 @@
 """How each memory is built, and with what it goes."""
 
 from dataclasses import replace
-from math import inf
 from typing import TYPE_CHECKING
 
 from sim.errors import UserError
+from sim.kv.offload_options import OffloadOptions
+from sim.kv.tiered_options import RetentionOptions, TieredOptions
+from sim.parts.batching.unified_options import VllmV1Options
 from sim.systems.builder import HAND_OVER, UNIFIED, Builder, KnownMemory
-from sim.systems.ellm_options import TokenWiseOptions
-from sim.systems.hcache_options import StatesOptions, split_of
-from sim.systems.kvpr_options import PartialRecomputeOptions
-from sim.systems.layerkv_options import LayerKVOptions, remembered
-from sim.systems.mempool_options import MemPoolOptions
-from sim.systems.mooncake_options import ConductorOptions
-from sim.systems.offload_options import OffloadOptions
-from sim.systems.tiered_options import RetentionOptions, TieredOptions
-from sim.systems.vllm_v1_options import VllmV1Options
+from sim.systems.ellm.options import TokenWiseOptions
+from sim.systems.hcache.options import StatesOptions, split_of
+from sim.systems.kvpr.options import PartialRecomputeOptions
+from sim.systems.layerkv.options import Equations, LayerKVOptions, remembered
+from sim.systems.memserve.options import MemPoolOptions
+from sim.systems.mooncake.options import ConductorOptions
 
 if TYPE_CHECKING:
     from sim.kv.memory import Memory
     from sim.kv.tiers.connector import OffloadingConnector
     from sim.kv.tiers.worth import Worth
-    from sim.parts.stage.partial_recompute import BlockSeconds
 
 
 def radix(b: Builder) -> "Memory":
@@ -157,25 +155,11 @@ def worth_of(b: Builder, load_s_per_block: float | None = None) -> "Worth":
 
 def hosted_layers(b: Builder) -> "Memory":
     from sim.kv.hosted_layers import HostedLayers
+    from sim.systems.kvpr.partial_recompute import BlockSeconds
 
     each_layer_keeps_all(b)
-    limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / (1.0 + block_seconds(b).input_share)))
+    limits = replace(b.limits, num_cpu_blocks=int(b.limits.num_cpu_blocks / (1.0 + BlockSeconds.of(b).input_share)))
     return HostedLayers(limits, b.deployment.model.num_layers, lambda tokens: 0)
-
-
-def block_seconds(b: Builder) -> "BlockSeconds":
-    from sim.engine.changes import Direction
-    from sim.parts.stage.partial_recompute import BlockSeconds
-
-    model, cost, size = b.deployment.model, b.deployment.cost, b.limits.block_size
-    layer_bytes, input_bytes = b.limits.block_bytes / model.num_layers, size * model.hidden_bytes_per_token_layer
-    copied_s = (
-        cost.copy_s(input_bytes, 0, Direction.H2D) if b.options(PartialRecomputeOptions).partial_recompute else inf
-    )
-    return BlockSeconds(
-        copied_s, cost.project_s(size),
-        cost.copy_s(layer_bytes, cost.num_copies(1, 1), Direction.H2D), input_bytes / layer_bytes,
-    )  # fmt: skip
 
 
 def connector(b: Builder, options: OffloadOptions) -> "OffloadingConnector":
@@ -232,7 +216,7 @@ def layer_blocks(b: Builder) -> "Memory":
         raise UserError(
             f"memory=layers keeps each layer's KV apart, and layers of {model.name} share theirs: use memory=paged"
         )
-    return LayerBlocks(b.limits, b.deployment.model.num_layers, remembered(b.equations().minimum_layers))
+    return LayerBlocks(b.limits, b.deployment.model.num_layers, remembered(Equations.of(b).minimum_layers))
 
 
 def token_wise_memory(b: Builder) -> "Memory":
@@ -255,17 +239,33 @@ def token_wise_memory(b: Builder) -> "Memory":
     )  # fmt: skip
 
 
-PAGED = KnownMemory(paged, can_cache_prefixes=True)
-RADIX = KnownMemory(radix, can_cache_prefixes=True)
-CHUNKS = KnownMemory(chunks, can_cache_prefixes=True)
-PREFIX_GROUPS = KnownMemory(group_memory, can_cache_prefixes=True)
-TIERED = KnownMemory(tiered, TieredOptions, can_cache_prefixes=True, always_caches=True)
-RETAINED = KnownMemory(retained, RetentionOptions, can_cache_prefixes=True, always_caches=True)
-RESERVED = KnownMemory(reserved)
-MEMPOOL = KnownMemory(mempool, MemPoolOptions, can_cache_prefixes=True, runs_live=False)
-STORED = KnownMemory(stored, ConductorOptions)
-LAYERS = KnownMemory(layer_blocks, LayerKVOptions)
-SAVED_STATES = KnownMemory(saved_states, StatesOptions)
-TIERED_STATES = KnownMemory(tiered_states, StatesOptions, can_cache_prefixes=True, always_caches=True)
-HOSTED_LAYERS = KnownMemory(hosted_layers, PartialRecomputeOptions)
-TOKEN_WISE = KnownMemory(token_wise_memory, TokenWiseOptions)
+PAGED = KnownMemory(paged, can_cache_prefixes=True, class_place="sim.kv.paged:PagedMemory")
+RADIX = KnownMemory(radix, can_cache_prefixes=True, class_place="sim.kv.radix:RadixMemory")
+CHUNKS = KnownMemory(chunks, can_cache_prefixes=True, class_place="sim.kv.shared_reads:ChunkMemory")
+PREFIX_GROUPS = KnownMemory(group_memory, can_cache_prefixes=True, class_place="sim.kv.shared_reads:GroupMemory")
+TIERED = KnownMemory(
+    tiered, TieredOptions, can_cache_prefixes=True, always_caches=True, class_place="sim.kv.tiered:TieredMemory"
+)
+RETAINED = KnownMemory(
+    retained,
+    RetentionOptions,
+    can_cache_prefixes=True,
+    always_caches=True,
+    class_place="sim.kv.retained:RetentionMemory",
+)
+RESERVED = KnownMemory(reserved, class_place="sim.kv.reserved:ReservedMemory")
+MEMPOOL = KnownMemory(
+    mempool, MemPoolOptions, can_cache_prefixes=True, runs_live=False, class_place="sim.kv.mempool:MemPool"
+)
+STORED = KnownMemory(stored, ConductorOptions, class_place="sim.kv.stored:StoredMemory")
+LAYERS = KnownMemory(layer_blocks, LayerKVOptions, class_place="sim.kv.layer_blocks:LayerBlocks")
+SAVED_STATES = KnownMemory(saved_states, StatesOptions, class_place="sim.kv.saved_states:SavedStates")
+TIERED_STATES = KnownMemory(
+    tiered_states,
+    StatesOptions,
+    can_cache_prefixes=True,
+    always_caches=True,
+    class_place="sim.kv.saved_states:TieredStates",
+)
+HOSTED_LAYERS = KnownMemory(hosted_layers, PartialRecomputeOptions, class_place="sim.kv.hosted_layers:HostedLayers")
+TOKEN_WISE = KnownMemory(token_wise_memory, TokenWiseOptions, class_place="sim.kv.token_wise:TokenWiseMemory")

@@ -19,8 +19,8 @@ are not made.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.kv.tiered_options import RetentionOptions
 from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
-from sim.systems.tiered_options import RetentionOptions
 
 
 @dataclass(frozen=True)

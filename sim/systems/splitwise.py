@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.parts.options import option
+from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.systems.distserve import DistServe
-from sim.systems.hand_over_options import MixedPoolOptions
 
 
 @dataclass(frozen=True)

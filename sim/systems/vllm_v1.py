@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.errors import UserError
+from sim.kv.offload_options import OffloadOptions
+from sim.parts.batching.unified_options import VllmV1Options
 from sim.systems.base import Asked, EngineLimits, Policy
-from sim.systems.offload_options import OffloadOptions
-from sim.systems.vllm_v1_options import VllmV1Options
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
 from kvtwin.testing.conformance import TOLERANCE_S, Workload
 from kvtwin.testing.conversations import conversations
 from sim.policy_options import parse_policy
-from sim.systems.memserve import MemServe
+from sim.systems.memserve.preset import MemServe
 from sim.topology.routers import PromptTrees
 from traces.generators import generate
 from traces.request import Request

@@ -14,8 +14,7 @@ from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
 from sim.engine.changes import Projected  # noqa: E402
 from sim.errors import InvariantError  # noqa: E402
-from sim.parts.stage.partial_recompute import BlockSeconds  # noqa: E402
-from sim.systems import memory_builders, part_builders  # noqa: E402
+from sim.systems.kvpr.partial_recompute import BlockSeconds  # noqa: E402
 
 SHARE = SMALL.hidden_size / (2 * SMALL.kv_size)
 WAYS = {
@@ -30,8 +29,7 @@ WAYS = {
 def serve(monkeypatch, way, rows=GROWING, **sizes):
     """Serve where a block's inputs, projection and KV take so long."""
     kind, inline = sizes.pop("kind", CheckedDevice), sizes.pop("inline", False)
-    for builders in (memory_builders, part_builders):
-        monkeypatch.setattr(builders, "block_seconds", lambda b: WAYS[way])
+    monkeypatch.setattr(BlockSeconds, "of", lambda b: WAYS[way])
     policy = policy_of(sizes.pop("policy", "kvpr"))
     limit = tight_limits(policy, **({"gpu": 20, "host": 200} | sizes))
     return live.serve(policy, requests(*rows), limit, kind=kind, inline_copies=inline)

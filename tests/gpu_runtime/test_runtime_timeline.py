@@ -26,7 +26,7 @@ from sim.cost.pricing import Lanes  # noqa: E402
 from sim.engine.changes import Direction  # noqa: E402
 from sim.engine.plan import IterationPlan, StepTimes  # noqa: E402
 from sim.results.timeline import LIVE_PIDS  # noqa: E402
-from sim.systems.layerkv import LayerKV  # noqa: E402
+from sim.systems.layerkv.preset import LayerKV  # noqa: E402
 
 CPU = torch.device("cpu")
 LIVE = 1 + LIVE_PIDS

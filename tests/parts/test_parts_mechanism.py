@@ -8,8 +8,8 @@ import pytest
 from kvtwin.testing import build_engine, check_pools, limits, linear_machine, requests, simulate
 from sim.engine.changes import Direction
 from sim.engine.sequence import Sequence
-from sim.parts.eviction.mechanism import Mechanism
-from sim.systems.adaptive import Adaptive
+from sim.systems.adaptive.mechanism import Mechanism
+from sim.systems.adaptive.preset import Adaptive
 
 FAST, SLOW = 3e-4, 1.0
 """Links, s a block, over which nobody and everybody is computed again."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sim.engine.limits import Counters
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence, Status
-from sim.parts.order.mlfq import Mlfq
+from sim.systems.fastserve.mlfq import Mlfq
 from traces.request import Request
 
 

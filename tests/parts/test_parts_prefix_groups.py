@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.parts.order.prefix_groups import one_level
+from sim.systems.batchllm.prefix_groups import one_level
 
 
 def groups(*texts):

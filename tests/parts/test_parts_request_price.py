@@ -5,7 +5,7 @@ import pytest
 
 from kvtwin.testing import limits, linear_machine
 from sim.engine.sequence import Sequence
-from sim.parts.order.request_price import LengthHistory, RequestPrice
+from sim.systems.adaptive.request_price import LengthHistory, RequestPrice
 from traces.request import Request
 
 

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "validation"))
 
 from ellm_slsqp import solve
 
-from sim.parts.token_wise.equations import (
+from sim.specs.models import load_model
+from sim.systems.ellm.equations import (
     CONFIGURATIONS,
     Configuration,
     StepCosts,
@@ -22,8 +23,7 @@ from sim.parts.token_wise.equations import (
     thread_loss,
     threads_for_recomputation,
 )
-from sim.parts.token_wise.solver import Batch, Memory, best, feasible_ratios, least_bubble, least_ratios
-from sim.specs.models import load_model
+from sim.systems.ellm.solver import Batch, Memory, best, feasible_ratios, least_bubble, least_ratios
 
 MODEL = load_model("llama-2-13b")
 A100_FLOPS = 312e12

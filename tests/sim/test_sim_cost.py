@@ -33,7 +33,7 @@ from sim.simulate import build_run, execute
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems import POLICIES
-from sim.systems.layerkv import LayerKV
+from sim.systems.layerkv.preset import LayerKV
 from sim.traffic import traffic
 
 

@@ -15,11 +15,11 @@ from sim.engine.predictor import BucketPredictor
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.kv.layer_blocks import LayerBlocks
-from sim.parts.admission.slack_book import SlackBook
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
-from sim.systems.layerkv import LayerKV
-from sim.systems.layerkv_options import Equations
+from sim.systems.layerkv.options import Equations
+from sim.systems.layerkv.preset import LayerKV
+from sim.systems.layerkv.slack_book import SlackBook
 from sim.systems.vllm055 import VllmRecompute
 from traces.request import Request
 

@@ -19,7 +19,7 @@ from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.policy_options import parse_policy
 from sim.specs.hardware import load_hardware
-from sim.systems.layerkv import LayerKV
+from sim.systems.layerkv.preset import LayerKV
 
 ROOT = Path(kvtwin.__file__).parents[1]
 OPTIONS = {"workload": "sharegpt", "num_prompts": 60, "request_rate": 8.0, "gpu": "l20", "goodput": ("ttft:300",)}

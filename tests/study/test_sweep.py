@@ -22,7 +22,7 @@ from sim.study.axes import read_study
 from sim.study.backends import outcomes
 from sim.study.points import Task, code_hash, key_of, perform, setup_of
 from sim.study.tables import half_width
-from sim.systems.layerkv import LayerKV
+from sim.systems.layerkv.preset import LayerKV
 
 ROOT = Path(kvtwin.__file__).parents[1]
 FIXED = {"workload": "fixed", "num-prompts": 4, "input-len": 40, "output-len": 4, "gpu": "l20", "goodput": ["ttft:9"]}

@@ -10,16 +10,16 @@ from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, run
 from kvtwin.testing.engines import roofline_machine
 from sim.errors import UserError
-from sim.parts.eviction.park import Park
-from sim.parts.order.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
-from sim.parts.order.triage import KEPT
 from sim.policy_options import parse_policy
 from sim.prepare import prepare
 from sim.results.metrics import Goodput
 from sim.scenario import Scenario
 from sim.simulate import build_run, execute
 from sim.specs.models import load_model
-from sim.systems.adaptive import Adaptive
+from sim.systems.adaptive.park import Park
+from sim.systems.adaptive.preset import Adaptive
+from sim.systems.adaptive.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
+from sim.systems.adaptive.triage import KEPT
 from sim.systems.vllm_v1 import VllmV1
 from sim.traffic import traffic
 from traces.request import Request
@@ -217,7 +217,7 @@ def test_parking_needs_a_batching_that_knows_who_is_due():
 def test_parking_needs_sequences_that_are_moved_whole(memory):
     """What trees share would be given back twice, and copies of what has ended taken for parked sequences'."""
     _, mixed = parse_policy(f"adaptive:memory={memory}", {})
-    with pytest.raises(UserError, match="of memory=paged: it goes with that alone"):
+    with pytest.raises(UserError, match=r"whole sequences.*goes with memory=paged, not"):
         simulate(mixed, requests((0.0, 16, 1)), limits())
 
 

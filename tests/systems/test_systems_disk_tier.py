@@ -11,9 +11,9 @@ from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.conformance import check_one
 from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
+from sim.kv.tiered_options import GIB
 from sim.policy_options import parse_policy
 from sim.systems.cachedattention import CachedAttention
-from sim.systems.tiered_options import GIB
 
 BLOCK_US = 5000.0
 

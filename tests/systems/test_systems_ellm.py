@@ -16,12 +16,12 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.token_wise import TokenWiseMemory
-from sim.parts.admission.token_wise import BatchAndRatio
-from sim.parts.token_wise.equations import CONFIGURATIONS, Configuration
-from sim.parts.token_wise.solver import Choice
 from sim.policy_options import parse_policy
 from sim.specs.models import load_model
-from sim.systems.ellm import Ellm
+from sim.systems.ellm.batch_and_ratio import BatchAndRatio
+from sim.systems.ellm.equations import CONFIGURATIONS, Configuration
+from sim.systems.ellm.preset import Ellm
+from sim.systems.ellm.solver import Choice
 
 AFFINE = (0.02, 0.001, 0.0)
 """20 ms an iteration and 1 ms a token that it computes, of prompts and decodes alike."""
@@ -412,7 +412,7 @@ def test_it_keeps_to_what_every_system_must_on_a_model_of_many_layers(text: str)
     [
         ("ellm:eviction=swap", "eviction=swap moves whole sequences"),
         ("ellm:admission=watermark", "admission=token-wise"),
-        ("ellm:batching=sarathi", "splits none"),
+        ("ellm:batching=sarathi", "counts whole prompts"),
         ("ellm:order=priority", "order=fcfs"),
     ],
 )

@@ -18,11 +18,11 @@ from sim.engine.limits import WindowLimits
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
-from sim.parts.batching.quanta import Quanta
-from sim.parts.eviction.proactive_swap import ProactiveSwap
-from sim.parts.order.mlfq import Mlfq
 from sim.policy_options import parse_policy
-from sim.systems.fastserve import FastServe
+from sim.systems.fastserve.mlfq import Mlfq
+from sim.systems.fastserve.preset import FastServe
+from sim.systems.fastserve.proactive_swap import ProactiveSwap
+from sim.systems.fastserve.quanta import Quanta
 from sim.systems.vllm055 import VllmRecompute
 
 ONE_SEAT = limits(seqs=1, max_model_len=128)

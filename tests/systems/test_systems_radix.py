@@ -15,9 +15,9 @@ from sim.errors import UserError
 from sim.kv.memory import Memory
 from sim.kv.radix import RadixMemory
 from sim.parts.batching.base import TOO_LONG
-from sim.parts.order.cache_aware import CacheAware
 from sim.policy_options import parse_policy
-from sim.systems.radix import Radix
+from sim.systems.radix.cache_aware import CacheAware
+from sim.systems.radix.preset import Radix
 from traces.request import Request
 
 

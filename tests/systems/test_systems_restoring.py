@@ -14,9 +14,9 @@ from sim.cost.model import LayerTimes, LayerWork
 from sim.cost.restoring import LayerSplit, StateBytes, best_split, restore_times, state_share
 from sim.engine.changes import D2H, H2D, Save, Unsave
 from sim.errors import UserError
-from sim.parts.stage.partial_recompute import BlockSeconds
 from sim.policy_options import parse_policy
 from sim.specs.models import load_model
+from sim.systems.kvpr.partial_recompute import BlockSeconds
 from traces.request import Request
 
 KV_TOKEN, HIDDEN_TOKEN = 16_384, 8_192
@@ -409,7 +409,7 @@ def test_many_restores_jump_as_they_step():
     [
         ("kvpr:memory=layers", "memory=hosted-layers"),
         ("hcache:eviction=proactive-swap", "eviction=swap"),
-        ("kvpr:stage=direct", "goes with stage=promote or stage=stream"),
+        ("kvpr:stage=direct", "goes with stage=promote, stage=stream or"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(text: str, message: str):

@@ -11,8 +11,8 @@ from sim.engine.plan import ADMITTED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.running import Running
+from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.catalogue import class_at
-from sim.systems.vllm_v1_options import VllmV1Options
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder

@@ -4,11 +4,17 @@ The blocks stay taken here until the copy has ended, so that a slow decode pool 
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence, Status
 from sim.parts.base import Stage
+from sim.parts.catalogue import class_at
+from sim.parts.stage.direct import Direct
+from sim.parts.stage.hand_over_options import HandOverOptions, MixedPoolOptions
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class HandOver(Stage):
@@ -18,7 +24,22 @@ class HandOver(Stage):
         layer_wise: whether a layer's KV may leave while later ones are computed.
     """
 
+    name: ClassVar[str] = "hand-over"
+    options: ClassVar[type | None] = HandOverOptions
     hands_over: ClassVar[bool] = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> Stage:
+        role, options = b.deployment.role, b.options(HandOverOptions)
+        if role == "both":
+            # It hands over to itself.
+            return Direct()
+        if b.options(MixedPoolOptions).mixed_pool:
+            mixed = class_at("sim.parts.stage.mixed:Mixed")
+            return mixed(options.waiting_share, options.layer_wise, options.blocking_pull)
+        if role == "prefill":
+            return cls(options.layer_wise)
+        return class_at("sim.parts.stage.pull:Pull")(options.waiting_share, options.blocking_pull)
 
     def __init__(self, layer_wise: bool = False) -> None:
         self.layer_wise = layer_wise

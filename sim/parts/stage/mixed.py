@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence
+from sim.parts.needs import Need
 from sim.parts.stage.hand_over import HandOver
 from sim.parts.stage.pull import Pull
 
@@ -18,6 +19,11 @@ class Mixed(Pull, HandOver):
         layer_wise: as `HandOver` has it.
     """
 
+    needs: ClassVar[tuple[Need, ...]] = (
+        *Pull.needs,
+        Need("memory", "with mixed-pool sends and takes whole sequences", names=("paged",)),
+        Need("eviction", "with mixed-pool sends and takes whole sequences", lacks="moves_whole"),
+    )
     hands_over: ClassVar[bool] = True
 
     def __init__(self, waiting_share: float, layer_wise: bool, blocking: bool = False) -> None:

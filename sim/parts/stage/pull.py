@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.parts.base import Stage
+from sim.parts.needs import Need
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -28,6 +28,12 @@ class Pull(Stage):
         blocking: whether the engine waits for what it pulls before it computes.
     """
 
+    name: ClassVar[str] = "hand-over"
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("memory", "moves whole blocks between engines", offers="can_receive"),
+        # Who comes from elsewhere never stood in the queue, which others must know of who runs.
+        Need("order", "decodes in the order in which KV comes", offers="sticky"),
+    )
     pulls: ClassVar[bool] = True
 
     def __init__(self, waiting_share: float, blocking: bool = False) -> None:
@@ -38,11 +44,6 @@ class Pull(Stage):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if not scheduler.memory.can_receive:
-            raise UserError("stage=hand-over moves whole blocks between engines: it goes with memory=paged")
-        if not scheduler.order.sticky:
-            # Who comes from elsewhere never stood in the queue, which others must know of who runs.
-            raise UserError("stage=hand-over decodes in the order in which KV comes: it goes with order=fcfs")
         self.max_num_seqs = scheduler.limits.max_num_seqs
 
     @property

@@ -1,0 +1,31 @@
+"""Options of vLLM v1's scheduler, by vLLM's own names."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sim.errors import UserError
+from sim.parts.batching.async_scheduling import AsyncScheduling
+from sim.parts.options import vllm_option
+
+
+@dataclass(frozen=True)
+class VllmV1Options(AsyncScheduling):
+    """`SchedulerConfig` of vLLM 0.33, as far as it decides."""
+
+    scheduling_policy: Literal["fcfs", "priority"] = vllm_option(
+        "fcfs", "who waits and who is preempted: by arrival, or by the trace's priority column (lower is more urgent)"
+    )
+    long_prefill_token_threshold: int = vllm_option(0, "most tokens of one prompt in an iteration; 0: no such limit")
+    long_prefill_token_threshold_adaptive: bool = vllm_option(
+        False, "raise that limit to an equal share of the budget where few requests are there"
+    )
+    watermark: float = vllm_option(0.0, "share of the GPU's blocks kept free when a prompt is admitted beside others")
+    scheduler_reserve_full_isl: bool = vllm_option(
+        True, "admit a prompt only where all of it fits, not only its first chunk"
+    )
+
+    def __post_init__(self) -> None:
+        if self.long_prefill_token_threshold < 0:
+            raise UserError(f"--long-prefill-token-threshold: {self.long_prefill_token_threshold} is negative")
+        if not 0.0 <= self.watermark < 1.0:
+            raise UserError(f"--watermark: {self.watermark} is not in [0, 1)")

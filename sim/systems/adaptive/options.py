@@ -1,0 +1,40 @@
+"""Options of `adaptive`'s parts, wherever they are mixed in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor, check_accuracy
+from sim.errors import UserError
+from sim.parts.batching.async_scheduling import AsyncScheduling
+from sim.parts.options import option
+
+
+@dataclass(frozen=True)
+class AdaptiveOptions(AsyncScheduling):
+    """What is to be met, and what is known of output lengths."""
+
+    ttft_slo_ms: float = option(3000.0, "TTFT that requests are to meet, ms")
+    tpot_slo_ms: float = option(200.0, "TPOT that requests are to meet, ms")
+    patience_s: float = option(0.0, "who has waited so long is served whatever it costs, s; 0: nobody is")
+    mechanism: Literal["price", "swap"] = option(
+        "price", "who leaves is swapped, or computed again where that costs less (price), or always swapped (swap)"
+    )
+    predictor: Literal["oracle", "bucket", "none"] = option(
+        "bucket", "output lengths are known, predicted by class with predictor-accuracy, or unknown"
+    )
+    predictor_accuracy: float = option(ACCURACY, "probability that the predictor names the right class")
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("ttft-slo-ms", self.ttft_slo_ms, 1e-3, 1e9),
+            ("tpot-slo-ms", self.tpot_slo_ms, 1e-3, 1e9),
+            ("patience-s", self.patience_s, 0.0, 1e9),
+            ("predictor-accuracy", self.predictor_accuracy, 0.0, 1.0),
+        ):
+            if not low <= value <= high:
+                raise UserError(f"adaptive {name}: {value} is not between {low:g} and {high:g}")
+        check_accuracy(self.predictor, self.predictor_accuracy)
+
+    def length_predictor(self, seed: int) -> LengthPredictor:
+        """What order and eviction are to know of output lengths."""
+        return build_predictor(self.predictor, self.predictor_accuracy, seed)

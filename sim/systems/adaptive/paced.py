@@ -1,0 +1,275 @@
+"""`Paced`: vLLM v1's batches with prompts in chunks as large as first tokens need, and no larger.
+
+Everybody who decodes takes a token first. Of the token budget, prompts get
+
+    max(1.25 x kept prompt tokens a second, tokens ahead of a waiting prompt / time to half its TTFT) x iteration,
+
+at least `LEAST_CHUNK`: larger chunks would only lengthen everybody's iterations. A prompt from the shelf (`Triage`)
+starts when nobody who is kept waits or is parked and no prompt is half done, and leaves blocks free for those to come.
+Its chunks are `SHELF_AHEAD` times those in which prompts spread evenly over the decodes. A prompt takes all its blocks
+when it starts. Nobody starts whose first token would be late, behind the iteration under way and the chunks of others.
+
+Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
+"""
+
+from itertools import islice
+from math import ceil, inf
+from typing import TYPE_CHECKING, ClassVar
+
+from sim.engine.plan import IterationPlan, Origin
+from sim.engine.sequence import Sequence
+from sim.parts.batching.unified import Unified
+from sim.parts.needs import Need
+from sim.systems.adaptive.park import Park
+from sim.systems.adaptive.triage import Triage
+from traces.request import Request
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
+
+LEAST_CHUNK = 128
+SHELF_AHEAD = 1.5
+LEAST_SHELF_CHUNK = 256
+AHEAD = 1.25
+"""Of the rate at which kept prompts arrive, what is computed of them."""
+DEFERRED_FREE, LATE_FREE, QUIET_FREE = 0.05, 0.3, 0.02
+"""Shares of the blocks that stay free when a deferred or a late prompt starts; with nobody arriving, a late one."""
+ROUNDING = 1e-6
+CHUNKS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+NEAR = 1.05
+ATTENDING = 1.05
+"""Times what is estimated of iterations by their tokens alone; chosen by trials."""
+LOOK_AHEAD = 64
+"""Prompts that wait, at most, whose deadlines set the pace."""
+
+
+class Paced(Unified):
+    """Unified batches at the pace of first tokens."""
+
+    name: ClassVar[str] = "paced"
+    options: ClassVar[type | None] = None
+    memoized = ("_plans", "_seconds")
+    needs: ClassVar[tuple[Need, ...]] = (
+        *Unified.needs,
+        Need("order", "asks for classes and deadlines", offers=Triage),
+        Need("eviction", "asks who is parked", offers=Park),
+    )
+
+    @classmethod
+    def build(cls, b: "Builder") -> "Paced":
+        return cls(
+            long_prefill_threshold=0,
+            adaptive=False,
+            watermark=0.0,
+            reserve_whole_prompt=True,
+            schedules_ahead=b.policy.schedules_ahead,
+        )
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        order, eviction = scheduler.order, scheduler.eviction
+        assert isinstance(order, Triage)
+        assert isinstance(eviction, Park)
+        self.order, self.park = order, eviction
+        self.limit = self.budget
+        self._shelved: Sequence | None = None
+        """The head that was looked at last, where it is from the shelf."""
+        self._worth, self._num_thetas = 1, 0
+        # Of chunks by their tokens, which are few and come again: a plan to put decodes beside, and seconds alone.
+        self._plans: dict[int, IterationPlan] = {}
+        self._seconds: dict[int, float] = {}
+        # Whether this step has started anybody.
+        self._started = False
+        # Whether prompts are computed by themselves in this step.
+        self._alone = False
+        # Of the last iteration that was scheduled.
+        self._prompt_tokens = 0
+
+    def fill(self, plan: IterationPlan, now_s: float) -> None:
+        self._started = self._alone = False
+        self.park.make_room(plan)
+        if self.order.waiting or self.partials:
+            members = len(self.batch.members)
+            self.budget = self.limit
+            if members:
+                chunk = min(self._chunk(now_s), self.limit)
+                self._alone = chunk > 0 and self._added_s(chunk) > self._alone_s(chunk)
+                self.budget = chunk if self._alone else min(self.limit, members + chunk)
+                while late := self._late(self.budget if self._alone else self.budget - members, now_s):
+                    for seq in late:
+                        self.order.give_up(seq)
+        super().fill(plan, now_s)
+        self._prompt_tokens = plan.prefill_tokens
+
+    def _run_running(self, plan: IterationPlan) -> int:
+        if not self._alone:
+            return super()._run_running(plan)
+        budget = self.budget
+        for seq in list(self.partials):
+            self._join_if_decode(seq)
+        for seq in self.partials:
+            chunk = min(seq.num_tokens - seq.num_computed, budget)
+            if chunk > 0:
+                self._continue(plan, seq, chunk)
+                budget -= chunk
+        return budget
+
+    def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
+        super()._admit(plan, now_s, budget)
+        if self._alone and not plan.chunks:
+            # No prompt found room: the decodes need not wait.
+            self._alone = False
+            super()._run_running(plan)
+
+    def _chunk(self, now_s: float) -> int:
+        """Prompt tokens of this iteration."""
+        order, pending = self.order, self.pending()
+        if not pending:
+            return max(self._worth, LEAST_SHELF_CHUNK, ceil(SHELF_AHEAD * order.tokens_per_iteration))
+        self.find_worth()
+        if not self.is_due(pending):
+            return 0
+        rate, within_s, tokens, worth = AHEAD * order.kept_tokens_per_s, order.ttft_slo_s / 2, 0, self._worth
+        for seq in pending:
+            tokens += seq.num_tokens - seq.num_computed
+            left_s = seq.request.arrival_s + within_s - now_s
+            if left_s <= 0.0:
+                return self.limit
+            if tokens / left_s > rate:
+                rate = tokens / left_s
+        least = tokens if tokens <= 2 * worth else max(worth, LEAST_CHUNK)
+        busy = rate * order.price.token_s
+        if busy >= 1.0:
+            return self.limit
+        return max(least, ceil(rate * order.decodes_s() / (1.0 - busy) - ROUNDING))
+
+    def _starting(self, num_tokens: int) -> list[tuple[Sequence, int]]:
+        """Who is kept and has room now, first come first served, and what of each is to be computed: so much in all."""
+        free, seats = self.paged.gpu.free - self.park.headroom(), self.park.seats()
+        found: list[tuple[Sequence, int]] = []
+        for seq in self.order.kept():
+            free -= self.paged.blocks_wanted(seq, seq.num_tokens)
+            if free < 0 or len(found) >= seats or num_tokens <= 0:
+                break
+            tokens = seq.num_tokens - self.paged.cached_tokens(seq)
+            found.append((seq, tokens))
+            num_tokens -= tokens
+        return found
+
+    def _late(self, chunk: int, now_s: float) -> list[Sequence]:
+        """Who would start in this iteration, of so many prompt tokens, and have its first token too late."""
+        order, price = self.order, self.order.price
+        if not order.num_kept:
+            return []
+        # Of the iterations to come.
+        most = max(1, self.limit - len(self.batch.members))
+        ahead = sum(seq.num_tokens - seq.num_computed for seq in self.partials)
+        starting = self._starting(chunk + most - ahead) if ahead < chunk else []
+        if not starting:
+            return []
+        decode_s = ATTENDING * order.decodes_s()
+        token_s, square_s = ATTENDING * price.token_s, ATTENDING * price.square_s
+        begin_s = now_s + decode_s
+        if self.scheduler.in_flight:
+            begin_s += decode_s + self._prompt_tokens * token_s
+        total = ahead + sum(tokens for _, tokens in starting)
+        late: list[Sequence] = []
+        for seq, tokens in starting:
+            if ahead >= chunk:
+                break
+            more = max(0, ceil((ahead + tokens - chunk) / most))
+            end_s = begin_s + more * decode_s + min(total, chunk + more * most) * token_s + tokens**2 * square_s
+            if end_s > order.first_due_s(seq):
+                late.append(seq)
+                total -= tokens
+            else:
+                ahead += tokens
+        return late
+
+    def pending(self) -> list[Sequence]:
+        """Prompts that are kept, half done or waiting, as far as it looks ahead."""
+        found = [*self.partials, *islice(self.order.kept(), LOOK_AHEAD + 1)]
+        if self._shelved is not None and self._shelved in found:
+            found.remove(self._shelved)
+        return found[:LOOK_AHEAD]
+
+    def find_worth(self) -> None:
+        """Where theta is new, find the least chunk whose tokens cost about as little as any chunk's beside the decodes.
+
+        Before `is_due`, which is asked in the middle of a step: the decodes are those of then.
+        """
+        order = self.order
+        if self._num_thetas == order.num_thetas or not self.batch.members or self._is_due_anyway:
+            return
+        self._num_thetas = order.num_thetas
+        prices = [max(0.0, min(self._added_s(tokens), self._alone_s(tokens))) / tokens for tokens in CHUNKS]
+        self._worth = next(t for t, s in zip(CHUNKS, prices, strict=True) if s <= NEAR * min(prices))
+
+    @property
+    def _is_due_anyway(self) -> bool:
+        return self.order.theta_s == inf or self.order.is_urgent
+
+    def is_due(self, pending: list[Sequence] | None = None) -> bool:
+        """Whether it is time for a chunk of the `pending`: there is enough for one, or one of them has waited."""
+        if self._is_due_anyway:
+            return True
+        tokens = 0
+        for seq in self.pending() if pending is None else pending:
+            tokens += seq.num_tokens - seq.num_computed
+            if tokens >= self._worth:
+                return True
+        return False
+
+    def _added_s(self, tokens: int) -> float:
+        """By how much a chunk lengthens an iteration of this batch."""
+        batch, cost, plan = self.batch, self.order.cost, self._plans.get(tokens)
+        if plan is None:
+            plan = self._plans[tokens] = self._plan_of(tokens)
+        plan.num_decodes, plan.decode_context_tokens = len(batch.members), batch.context_tokens
+        plan.decode_window, plan.decode_longest_tokens = batch.windowed, batch.longest_tokens
+        decodes = len(batch.members), batch.context_tokens, batch.windowed, batch.longest_tokens
+        return cost.iteration_s(plan) - cost.decode_run(*decodes)[0]
+
+    def _alone_s(self, tokens: int) -> float:
+        """What an iteration of a chunk alone takes."""
+        seconds = self._seconds.get(tokens)
+        if seconds is None:
+            seconds = self._seconds[tokens] = self.order.cost.iteration_s(self._plan_of(tokens))
+        return seconds
+
+    @staticmethod
+    def _plan_of(tokens: int) -> IterationPlan:
+        plan = IterationPlan()
+        plan.add_chunk(Sequence(Request(-1, 0.0, tokens, 1)), tokens, Origin.ADMITTED)
+        return plan
+
+    def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
+        if self.park.seats() <= 0:
+            return False
+        self._shelved = None if self.order.is_kept(seq) else seq
+        return self._has_blocks(seq)
+
+    def _has_blocks(self, seq: Sequence) -> bool:
+        """Whether they are free for the head, and for those who decode while they last."""
+        park, order = self.park, self.order
+        wanted = self.paged.blocks_wanted(seq, seq.num_tokens)
+        gpu, kept = self.paged.gpu, order.is_kept(seq)
+        if not self.running and not park.promoting:
+            return wanted <= gpu.free
+        # This iteration's decodes have their blocks; what is left then falls from step to step.
+        headroom = park.headroom() - self.batch.blocks_needed(1)
+        if kept:
+            return wanted + headroom <= gpu.free
+        if self._started or self.partials or park.num_kept:
+            return False
+        share = DEFERRED_FREE if not order.is_hopeless(seq) else QUIET_FREE if order.is_quiet else LATE_FREE
+        return wanted + max(headroom, int(share * gpu.num_blocks)) <= gpu.free
+
+    def _start(self, plan: IterationPlan, seq: Sequence, cached: int, chunk: int, now_s: float) -> None:
+        self._started = True
+        decodes = seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens
+        # The last of generated tokens may be left for a decode, which takes its block itself.
+        whole = seq.num_tokens - 1 if seq.num_generated else seq.num_tokens
+        self.paged.place_chunk(seq, cached if decodes else max(whole, cached + chunk))
+        self._run(plan, seq, chunk, now_s, decodes=decodes)

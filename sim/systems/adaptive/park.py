@@ -1,0 +1,387 @@
+"""`Park`: sequences leave for the host, beside the computation, where others pay better, and return by rank.
+
+Rank is `Triage`'s place: kept before deferred before hopeless, the cheapest to finish first. One sequence leaves at a
+time, when somebody who is kept lacks room (a prompt that waits, or the first of those parked):
+
+- who is not kept, the dearest first;
+- whoever has joined since and would stand behind the parked head;
+- else, where time is short, the laxest who can afford it and has more left than the head.
+
+Who is cheaper to compute again gives its blocks up at once instead (`Mechanism`). Who returns takes its blocks when the
+link is about to be free, no sooner.
+
+Where the host is full, those there who are not kept and would return last are computed again: what nobody will serve in
+time must not hold up who could be.
+
+Who is scheduled ahead and has its last token in flight has left the batch, and neither leaves nor counts as room.
+
+Blocks that decodes will need while a sequence is copied out, at least for `HORIZON` iterations, are kept free. Where
+they run short all the same, the victim is copied out before the iteration or computed again, whichever costs the batch
+less. Blocks that others may hit never move: who holds any is computed again, and finds in the cache what is left.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from math import ceil, inf
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+
+from sim.engine.changes import Direction, Move, Tier
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence, Status
+from sim.kv.paged import PagedMemory
+from sim.parts.eviction.recompute import Recompute
+from sim.parts.needs import Need
+from sim.systems.adaptive.mechanism import Mechanism
+from sim.systems.adaptive.options import AdaptiveOptions
+from sim.systems.adaptive.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
+from sim.systems.adaptive.triage import HOPELESS, KEPT, Triage
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+    from sim.systems.adaptive.paced import Paced
+    from sim.systems.builder import Builder
+
+MOST_TOKENS = 1024
+HORIZON = 8
+"""Iterations whose growth is kept free, at least."""
+SHORT_S = 2.0
+"""With less laxity than this, a head may take the room of who is kept, too."""
+MARGIN_S = 5.0
+"""By how much that one must be laxer."""
+
+
+class Park(Recompute):
+    """`away` are on the host or on the way there, `promoting` on the way back.
+
+    `by_price`: who leaves is computed again where that is cheaper (`Mechanism`).
+    """
+
+    name: ClassVar[str] = "park"
+    options: ClassVar[type | None] = AdaptiveOptions
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("order", "asks for classes and laxities", offers=Triage),
+        Need("batching", "asks whether a prompt is due", names=("paced",)),
+        Need("memory", "moves whole sequences beside a prefix cache", names=("paged",)),
+    )
+
+    def __init__(self, *, by_price: bool = True) -> None:
+        super().__init__()
+        self.by_price = by_price
+        self.away: dict[Sequence, None] = {}
+        self.promoting: dict[Sequence, None] = {}
+        self.num_kept = 0
+        """Of those away, at this step."""
+        self._joined: dict[Sequence, None] = {}
+        # Of those on the way back.
+        self._returning_blocks = 0
+        self._short = False
+        # What `growth` says before anybody has joined in this step.
+        self._growth = 0
+        # Iterations whose growth is kept free, and for which theta it was found.
+        self._horizon, self._num_thetas = HORIZON, 0
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls(by_price=b.options(AdaptiveOptions).mechanism == "price")
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        memory, order = scheduler.memory, scheduler.order
+        assert isinstance(order, Triage)
+        assert isinstance(memory, PagedMemory)
+        self.order, self.paged = order, memory
+        self.prospects = Prospects(order)
+        self.batching: Paced = scheduler.batching  # type: ignore[assignment]
+        self.gpu, self.host = memory.gpu, memory.host
+        self.max_num_seqs = scheduler.limits.max_num_seqs
+        self.tally = scheduler.counters.policy
+        self.cost = scheduler.deployment.cost
+        self.mechanism = Mechanism(self.cost, scheduler.limits, order.price, by_price=self.by_price)
+
+    @property
+    def num_out(self) -> int:
+        return len(self.away) + len(self.promoting)
+
+    def holders(self) -> Iterable[tuple[Sequence, Tier]]:
+        for seq in chain(self.away, self.promoting):
+            yield seq, Tier.HOST
+            if seq in self.paged.copies_of:
+                # Held on both sides until the copy has ended.
+                yield seq, Tier.GPU
+
+    # -- ahead of need -----------------------------------------------------------------------------------------------
+
+    def growth(self) -> int:
+        """Blocks that decodes will need soon."""
+        return self.batch.blocks_needed(self._horizon)
+
+    def headroom(self) -> int:
+        """The same, one who returns included."""
+        return self.growth() + 1
+
+    def seats(self) -> int:
+        """How many more may run: there are seats, and TPOTs are met."""
+        most = int(min(self.max_num_seqs, self.order.most_decodes()))
+        return most - len(self.scheduler.batching.running) - len(self.promoting)  # type: ignore[attr-defined]
+
+    def prepare(self, now_s: float) -> None:
+        if self._num_thetas != self.order.num_thetas and self.batch.members:
+            self._num_thetas, self._horizon = self.order.num_thetas, self._copy_iterations()
+        self._growth = self.growth()
+        self._short = self._is_short()
+        if not self.order.changed and not self._short:
+            return
+        iteration_s, self.num_kept = self.order.iteration_s(), 0
+        judged = first = None
+        if self.away:
+            judged = self.prospects.judged(iteration_s)
+            first = self._bring_back(judged, iteration_s)
+        if self._make_way(iteration_s, judged, first):
+            self._growth = self.growth()
+        self._joined.clear()
+        self._short = self._is_short()
+
+    def _copy_iterations(self) -> int:
+        """Iterations without prompts that pass while a member of mean length is copied out: no block is free before."""
+        batch = self.batch
+        members = len(batch.members)
+        blocks = ceil(batch.context_tokens / members / self.paged.block_size)
+        if self.mechanism.recomputes(batch.context_tokens // members, blocks, 0, self.order.iteration_s()):
+            return HORIZON
+        copy_s = self.mechanism.copy_s(blocks, Direction.D2H)
+        steps = self.cost.decode_steps(members, batch.context_tokens, batch.windowed, batch.longest_tokens)
+        return max(HORIZON, ceil(copy_s / steps[0]))
+
+    def _is_short(self) -> bool:
+        return self.gpu.free + self.paged.releasing < self._growth
+
+    def _ranked(self, judged: Judged) -> Iterator[Sequence]:
+        """The parked whose copies have ended, the first to return first."""
+        return map(self.prospects.seqs.__getitem__, self._returning(judged))
+
+    def _count_kept(self, judged: Judged) -> None:
+        self.num_kept = np.count_nonzero(judged.kind[self.prospects.rows(LEAVING, AWAY)] == KEPT)
+
+    def _returning(self, judged: Judged) -> list[int]:
+        """Their rows, in that order."""
+        rows, kind = self.prospects.rows(AWAY), judged.kind
+        # Of those who are kept, too, the cheapest returns first.
+        key = np.where(kind == HOPELESS, judged.arrival_s, judged.rank_s)
+        return rows[np.lexsort((judged.number[rows], key[rows], kind[rows]))].tolist()
+
+    def _prompt(self) -> Sequence | None:
+        """The first prompt that is kept and waits."""
+        return self.order.head() if self.order.num_kept else None
+
+    def _bring_back(self, judged: Judged, iteration_s: float) -> Sequence | None:
+        """Bring back whom there is room for; returns the first of those for whom there is none.
+
+        What the link cannot begin before the next step waits on the host: here its blocks would lie idle.
+        """
+        prompt = self._prompt()
+        reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens) if prompt is not None else 0
+        prompt_s = self.order.laxity_s(prompt, iteration_s) if prompt is not None else inf
+        free, seats = self.gpu.free - self._growth - 1, self.seats()
+        self._count_kept(judged)
+        for seq in self._ranked(judged):
+            if self.mechanism.copy_s(self._returning_blocks, Direction.H2D) > iteration_s:
+                return None
+            blocks, row = self.paged.held_blocks(seq) + 1, self.prospects.row[seq]
+            is_first = judged.kind[row] == KEPT and judged.laxity_s[row] < prompt_s
+            if seats <= 0 or blocks > free - (0 if is_first else reserved):
+                return seq
+            free -= blocks
+            seats -= 1
+            self.num_kept -= int(judged.kind[row] == KEPT)
+            self._promote(seq)
+        return None
+
+    def _promote(self, seq: Sequence) -> None:
+        del self.away[seq]
+        seq.status = Status.PROMOTING
+        self.promoting[seq] = None
+        self.prospects.stands(seq, RETURNING)
+        self.tally["returned_sequences"] += 1
+        self._returning_blocks += self.paged.bring_in(seq)
+
+    def transferred(self, move: Move) -> None:
+        if move.target is Tier.GPU:
+            del self.promoting[move.seq]
+            self._returning_blocks -= move.num_blocks
+            self.scheduler.join_known(move.seq)
+        elif move.target is Tier.HOST and move.seq not in self.paged.copies_of:
+            self.prospects.stands(move.seq, AWAY)
+
+    def joined(self, seq: Sequence) -> None:
+        self._joined[seq] = None
+        self.prospects.decodes(seq)
+
+    def moved(self, seq: Sequence) -> None:
+        self.prospects.moved(seq)
+
+    def left(self, seq: Sequence) -> None:
+        self.prospects.left(seq)
+
+    # -- making way ---------------------------------------------------------------------------------------------------
+
+    def _make_way(self, iteration_s: float, judged: Judged | None, parked: Sequence | None) -> bool:
+        """Take members out until those who are kept and lack room have it, and decodes will; whether anybody left."""
+        batch, prospects = self.batch, self.prospects
+        missing, head = self._missing(judged, parked)
+        seats = self._seats_missing()
+        short = self._growth - self.gpu.free - self.paged.releasing
+        if missing <= 0 and seats <= 0 and short <= 0:
+            return False
+        members = len(batch.members)
+        judged = judged or prospects.judged(iteration_s)
+        kind, rank_s, laxity_s, _, number = judged
+        if head is not None and head.first_token_s >= 0.0:
+            # Also one that is to be computed again: else two would take each other's blocks in turn.
+            head_s, price_s = self.order.laxity_s(head, iteration_s), self.order.rank_s(head)
+            lax = (laxity_s >= head_s + MARGIN_S) & (head_s < SHORT_S)
+            fresh = [prospects.row[seq] for seq in self._joined if seq in batch.members]
+            lax[fresh] |= laxity_s[fresh] >= head_s
+        else:
+            price_s, lax = 0.0, laxity_s >= MARGIN_S
+        pays = (kind != KEPT) | ((rank_s > price_s) & lax)
+        rows = prospects.rows(DECODES)
+        if short <= 0:
+            rows = rows[pays[rows]]
+        # The dearest first, and who is not kept before all others.
+        rows = rows[np.lexsort((number[rows], rank_s[rows], kind[rows]))[::-1]]
+        droppable = self._droppable(judged) if self.host.free < self.gpu.num_blocks else []
+        for row, seq in [(row, prospects.seqs[row]) for row in rows.tolist()]:
+            if len(batch.members) < 2:
+                # Alone it does not help itself by leaving.
+                short = 0
+            if missing <= 0 and seats <= 0 and short <= 0:
+                break
+            if seq not in batch.members or not (pays[row] or short > 0) or not self._is_movable(seq):
+                continue
+            blocks = self.paged.held_blocks(seq)
+            tokens = batch.num_tokens_of(seq)
+            if self.mechanism.recomputes(tokens, blocks, self.paged.releasing, iteration_s):
+                self._recompute(seq)
+            else:
+                while droppable and self.host.free < blocks:
+                    self._drop(droppable.pop())
+                if self.host.free < blocks:
+                    continue
+                self._park(seq, self.mechanism.num_pieces(blocks, iteration_s))
+            missing, seats, short = missing - blocks, seats - 1, short - blocks
+        return len(batch.members) < members
+
+    def _missing(self, judged: Judged | None, parked: Sequence | None) -> tuple[int, Sequence | None]:
+        """Blocks that those who are kept lack, copies under way counted, and who of them is first."""
+        free = self.gpu.free + self.paged.releasing - self._growth - 1
+        head = self._prompt()
+        if head is not None:
+            wanted = tokens = 0
+            self.batching.find_worth()
+            if not self.batching.is_due():
+                return 0, None
+            for seq in self.order.kept():
+                wanted += self.paged.blocks_wanted(seq, seq.num_tokens)
+                tokens += seq.num_tokens
+                if tokens >= MOST_TOKENS:
+                    break
+            return wanted - free, head
+        if judged is not None and parked is not None and judged.kind[self.prospects.row[parked]] == KEPT:
+            return self.paged.held_blocks(parked) + 1 - free, parked
+        return 0, None
+
+    def _seats_missing(self) -> int:
+        waiting = self.order.num_kept > 0 or self.num_kept > 0
+        return 1 - self.seats() if waiting else 0
+
+    def _is_movable(self, seq: Sequence) -> bool:
+        return self.paged.may_leave(seq) and not self.paged.outgrew_gpu(seq)
+
+    def _may_leave(self, seq: Sequence) -> bool:
+        return self._is_movable(seq) and self.paged.can_swap_out(seq)
+
+    def _victim(self, iteration_s: float) -> Sequence | None:
+        """The member to leave because decodes lack blocks now: not kept, else the dearest who can afford it."""
+        kind, rank_s, laxity_s, _, number = self.prospects.judged(iteration_s)
+        rows = self.prospects.rows(DECODES)
+        order = np.lexsort((number[rows], rank_s[rows], laxity_s[rows] >= MARGIN_S, kind[rows]))
+        dearest = (self.prospects.seqs[row] for row in rows[order[::-1]].tolist())
+        return next((seq for seq in dearest if seq in self.batch.members and self._may_leave(seq)), None)
+
+    def _recompute(self, seq: Sequence) -> None:
+        """A member gives up its blocks, and is to be computed again."""
+        scheduler = self.scheduler
+        scheduler.take_out(seq)
+        scheduler.counters.preemptions += 1
+        scheduler.recompute(seq)
+        scheduler.changed = True
+        self.order.put_back([seq])
+        self.tally["recomputed_sequences"] += 1
+
+    def _park(self, seq: Sequence, num_pieces: int) -> None:
+        scheduler = self.scheduler
+        scheduler.take_out(seq)
+        scheduler.counters.preemptions += 1
+        seq.num_preemptions += 1
+        self.away[seq] = None
+        self.prospects.stands(seq, LEAVING)
+        scheduler.park(seq)
+        self.paged.send_out(seq, num_pieces)
+        self.tally["parked_sequences"] += 1
+
+    def _droppable(self, judged: Judged) -> list[Sequence]:
+        """Those on the host who are not kept, the last to return last."""
+        rows = self._returning(judged)
+        return [self.prospects.seqs[row] for row in rows if judged.kind[row] != KEPT]
+
+    def _drop(self, seq: Sequence) -> None:
+        """One on the host is to be computed again."""
+        del self.away[seq]
+        self.scheduler.tell_left(seq)
+        self.paged.drop_swapped(seq)
+        seq.reset_for_recompute()
+        self.scheduler.counters.preemptions += 1
+        self.order.put_back([seq])
+        self.tally["dropped_sequences"] += 1
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """No further than the forecast is sure to find enough."""
+        batch = self.batch
+        if self._short:
+            return 1
+        # The first iteration's blocks are taken already.
+        spare = self.gpu.free + self.paged.releasing + batch.blocks_needed(1)
+        return max(1, min(steps, batch.steps_within(spare) - self._horizon))
+
+    # -- too late ------------------------------------------------------------------------------------------------------
+
+    def make_room(self, plan: IterationPlan) -> None:
+        """Blocks for this iteration's decodes, whoever has to leave for them."""
+        while self.batch.members and self.batch.blocks_needed(1) > self.gpu.free:
+            iteration_s = self.order.iteration_s()
+            victim = self._victim(iteration_s) or next(reversed(self.batch.members))
+            self.scheduler.batching.preempt(victim, plan)
+
+    def evict(self, seq: Sequence, plan: IterationPlan) -> None:
+        stays = seq.prefilling or not self._may_leave(seq)
+        if stays or self.mechanism.recomputes_late(seq.num_tokens, self.paged.held_blocks(seq)):
+            super().evict(seq, plan)
+            return
+        self.paged.swap_out(seq, plan)
+        seq.num_preemptions += 1
+        self.away[seq] = None
+        self.prospects.stands(seq, AWAY)
+        self.scheduler.park(seq)
+        self.tally["late_swap_outs"] += 1
+
+    def unblock(self) -> bool:
+        """Nothing can be computed: who stands first comes back, whatever shall be free."""
+        if self.away and not self.paged.copies_of:
+            judged = self.prospects.judged(self.order.iteration_s())
+            self._count_kept(judged)
+            first = next(self._ranked(judged))
+            if self.paged.can_swap_in(first, 0):
+                self._promote(first)
+        return False

@@ -1,0 +1,393 @@
+"""`Triage`: whom it pays to serve in time comes first, in order of arrival; the others wait on a shelf behind them.
+
+Requests are worth the same and cost differently, so goodput is greatest where the cheapest are served that fit the
+time: `theta` is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their span, and
+the room that is left: while an engine fills up, work waits there at no cost.
+
+- Hopeless: its first token is late, or will be; or the tokens expected of it no longer fit its TPOT.
+- Deferred: it costs more than theta, and its prompt too much to be computed on the chance that there will be time;
+  once prefilled, what is left of it does.
+- Kept: all others, first come first served.
+
+A first token is cheap: prompts of up to `PROMPT_SHARE` of theta are computed whatever their request costs, the cheapest
+of them, as far as they fill `CHANCE` of the span.
+
+Where TPOT is short, time limits the batch before memory does: no more decode together than an iteration of `PACE` of
+it holds (`most_decodes`), prices share an iteration's fixed time among so many and the prompts beside them, and theta
+fills `PACED_FILL` alone.
+
+The shelf has the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for classes and
+laxities. All of it changes with facts and every `TICK_S` alone, so that jumps end there.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, compress, islice
+from math import floor, inf, sqrt
+from operator import itemgetter
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.parts.base import Order
+from sim.systems.adaptive.options import AdaptiveOptions
+from sim.systems.adaptive.request_price import Outlook, RequestPrice, make_outlook
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
+
+KEPT, DEFERRED, HOPELESS = range(3)
+Place = tuple[int, float, int]
+"""Class, arrival (s) or price (s), request id."""
+SEQ_OF: Callable[[tuple[Place, Sequence]], Sequence] = itemgetter(1)
+
+TICK_S = 0.2
+TIE_S = 1e-9
+TIE, GOLDEN = 1e-6, (sqrt(5.0) - 1.0) / 2.0
+ARRIVALS = 200
+EVERY = 20
+"""theta is anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
+FILL = 0.92
+PACED_FILL = 0.8
+"""The same where TPOT limits the batch: nobody is parked there until there is time. Chosen by trials."""
+PROMPT_SHARE = 0.2
+"""Of theta, that a prompt must cost for its request to be deferred before it has started."""
+CHANCE = 0.04
+"""Of the time, that prompts may take whose requests cost more than theta."""
+PREFILL_MARGIN = 1.3
+"""A prompt must fit so many times before the first token's deadline."""
+PACE = 0.9
+"""Of the TPOT, that an iteration is to take at most."""
+FIRST_ITERATIONS = 2.0
+"""That a first token waits for beside its prompt's own time: the one under way, and the one that computes it."""
+QUIET_S = 10.0
+URGENT = 1 / 3
+FOREVER_S = 1e12
+
+
+def first_beyond(values: Iterable[float], limit: float) -> float:
+    """Of values that are not negative, the one that takes the sum of the least beyond `limit`; inf if none does."""
+    ordered = sorted(values)
+    place = bisect_right(list(accumulate(ordered)), limit)
+    return ordered[place] if place < len(ordered) else inf
+
+
+class Arrival(NamedTuple):
+    """What theta is found of."""
+
+    arrival_s: float
+    decodes_s: float
+    """Price of its output alone."""
+    prompt_tokens: int
+    prompt_s: float
+    num_tokens: float
+    """That it decodes."""
+    by_room: float
+    by_time: float
+    """Iterations of a full batch that it fills, by blocks or seats alone and by time alone."""
+    kept: bool
+
+
+class Triage(Order):
+    """A queue by class.
+
+    Args:
+        ttft_slo_s, tpot_slo_s: what requests are to meet.
+        patience_s: who has waited so long is kept whatever it costs; 0: nobody is.
+    """
+
+    name: ClassVar[str] = "triage"
+    options: ClassVar[type | None] = AdaptiveOptions
+    sticky: ClassVar[bool] = False
+    memoized = ("_num_decodes", "_context_tokens", "_decodes_s")
+
+    def __init__(self, ttft_slo_s: float, tpot_slo_s: float, patience_s: float = 0.0) -> None:
+        self.ttft_slo_s, self.tpot_slo_s, self.patience_s = ttft_slo_s, tpot_slo_s, patience_s
+        self._queue: list[tuple[Place, Sequence]] = []
+        self._place: dict[Sequence, Place] = {}
+        # Of those who wait and have a predicted length: while they wait, theirs does not change.
+        self._outlooks: dict[Sequence, Outlook] = {}
+        self.waiting = self._queue
+        self._arrivals: deque[Arrival] = deque(maxlen=ARRIVALS)
+        self._num_arrivals = 0
+        self.theta_s = self.most_prompt_s = inf
+        self.tokens_per_iteration = 0.0
+        """Prompt tokens of the last `ARRIVALS`, for each iteration that their decodes fill."""
+        self.kept_tokens_per_s = 0.0
+        """Prompt tokens of those who were kept as they arrived, of the last `ARRIVALS`."""
+        self.num_kept = 0
+        """Of those who wait."""
+        self._num_hopeless = 0
+        self.num_thetas = 0
+        """How often theta was found."""
+        self.is_urgent = False
+        """Whether the first who is kept has waited for `URGENT` of its TTFT."""
+        self.is_quiet = False
+        """Whether nobody has arrived for `QUIET_S`."""
+        self._next_tick_s = 0.0
+        # Of the batch that was asked for last, and what its iteration takes without prompts.
+        self._num_decodes = self._context_tokens = -1
+        self._decodes_s = 0.0
+        self._decode_share = 1.0
+        """Of time, what is not for the prompts to be expected."""
+        self.changed = True
+        """Whether this step follows a fact or a tick: else all answers are as they were."""
+        self._stale = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        options = b.options(AdaptiveOptions)
+        return cls(options.ttft_slo_ms / 1e3, options.tpot_slo_ms / 1e3, options.patience_s)
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        self.cost = scheduler.deployment.cost
+        limits = scheduler.limits
+        longest = limits.max_model_len if scheduler.batching.stops_at_max_model_len else inf
+        self.price = RequestPrice(self.cost, limits, longest)
+        self.price.keep_pace(PACE * self.tpot_slo_s)
+        self._asks_anew = limits.window is not None or self.cost.follows_longest
+
+    # -- prospects -----------------------------------------------------------------------------------------------------
+
+    def num_generated_of(self, seq: Sequence) -> int:
+        """Output tokens that it has had."""
+        return self.scheduler.num_generated_of(seq)
+
+    def outlook(self, seq: Sequence) -> Outlook:
+        """What its class follows from."""
+        request, price, num_tokens = seq.request, self.price, seq.num_tokens
+        generated = self.num_generated_of(seq)
+        left = price.tokens_left(seq, generated)
+        work_s = price.decodes_s(left, request.prompt_tokens + generated)
+        prompt_s = 0.0
+        if seq.prefilling:
+            # Of requests alike some fit: those kept are to be spread evenly, not all or none.
+            prompt_s = price.prefill_s(num_tokens) * (1.0 + TIE * (request.request_id * GOLDEN % 1.0))
+            work_s += price.prompt_work_s(prompt_s)
+        if seq.first_token_s < 0.0:
+            due_s = request.arrival_s + self.ttft_slo_s
+            return make_outlook((due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s))
+        if seq.first_token_s > request.arrival_s + self.ttft_slo_s + TIE_S:
+            return make_outlook((-inf, left, prompt_s, work_s, inf))
+        due_s = seq.first_token_s + self.tpot_slo_s * (generated + left - 1)
+        return make_outlook((due_s, left, prompt_s, work_s, inf))
+
+    def remaining_s(self, seq: Sequence) -> float:
+        """Price of what is left of it: of its prompt, unless that is computed, and of its output."""
+        return self.outlook(seq).work_s
+
+    def is_impatient(self, seq: Sequence) -> bool:
+        """Whether it has waited for so long that price does not count."""
+        return bool(self.patience_s) and self.scheduler.now_s >= seq.request.arrival_s + self.patience_s - TIE_S
+
+    def rank_s(self, seq: Sequence) -> float:
+        """Who is kept and parked returns in this order, and leaves in the reverse: price; the impatient before all."""
+        return seq.request.arrival_s - FOREVER_S if self.is_impatient(seq) else self.remaining_s(seq)
+
+    def iteration_s(self) -> float:
+        """What an iteration takes, its share of the prompts that are to be expected included."""
+        return self.decodes_s() / self._decode_share
+
+    def decodes_s(self) -> float:
+        """What it takes without prompts."""
+        batch = self.batch
+        num_decodes, context_tokens = len(batch.members) or 1, batch.context_tokens
+        if context_tokens != self._context_tokens or num_decodes != self._num_decodes or self._asks_anew:
+            # Else of the same batch: asked several times a step.
+            self._num_decodes, self._context_tokens = num_decodes, context_tokens
+            self._decodes_s = self.cost.decode_steps(num_decodes, context_tokens, batch.windowed, batch.longest_tokens)[
+                0
+            ]
+        return self._decodes_s
+
+    def first_due_s(self, seq: Sequence) -> float:
+        """When the first token of one who waits must have come; inf where it has, or is waited for however late."""
+        if seq.first_token_s >= 0.0 or self.is_impatient(seq):
+            return inf
+        return seq.request.arrival_s + self.ttft_slo_s
+
+    def most_decodes(self) -> float:
+        """How many may decode together, so that those who are kept meet their TPOT; no limit where none can be left."""
+        members = len(self.batch.members)
+        if self.is_quiet or not members:
+            return inf
+        return max(1.0, self.price.most_decodes(self.batch.context_tokens / members))
+
+    def laxity_s(self, seq: Sequence, iteration_s: float) -> float:
+        """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
+        due_s, num_left, prompt_s, *_ = self.outlook(seq)
+        return due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s
+
+    def class_of(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
+        """`KEPT`, `DEFERRED` or `HOPELESS`, by its `outlook`."""
+        if self.patience_s and self.is_impatient(seq):
+            return KEPT
+        due_s, num_left, prompt_s, work_s, first_s = outlook
+        if due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s < 0.0:
+            return HOPELESS
+        return KEPT if work_s <= self.theta_s or first_s <= self.most_prompt_s else DEFERRED
+
+    # -- arrivals ----------------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        self._stale = True
+        outlook = self.outlook(seq)
+        kept, price, num_tokens = self._insert(seq, outlook) == KEPT, self.price, seq.num_tokens
+        left, prompt_s = price.tokens_left(seq, 0), outlook.first_s
+        decodes_s, by_limit = price.decodes_s(left, num_tokens), price.iterations_by_limit(left, num_tokens, prompt_s)
+        arrival_s = seq.request.arrival_s
+        self._arrivals.append(Arrival(arrival_s, decodes_s, num_tokens, prompt_s, left, *by_limit, kept))
+        self._num_arrivals += 1
+        if self._num_arrivals % EVERY == 0:
+            self._find_theta()
+
+    def _find_theta(self) -> None:
+        """The price up to which the last arrivals fit their span, cheapest first; then the prompts of the others."""
+        arrivals, price = self._arrivals, self.price
+        span_s = arrivals[-1].arrival_s - arrivals[0].arrival_s
+        if span_s <= 0.0:
+            return
+        self.num_thetas += 1
+        _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept = zip(*arrivals, strict=True)
+        self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
+        self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s)
+        iterations_by_room, iterations_by_time = sum(by_room), sum(by_time)
+        is_limit = iterations_by_time >= iterations_by_room
+        price.keep_pace(PACE * self.tpot_slo_s, sum(prompt_s) / sum(num_tokens), is_limit=is_limit)
+        self._outlooks.clear()
+        self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
+        work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
+        self.theta_s = first_beyond(work_s, (PACED_FILL if is_limit else FILL) * span_s + self._room_s())
+        prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.theta_s]
+        self.most_prompt_s = min(PROMPT_SHARE * self.theta_s, first_beyond(prompts, CHANCE * span_s))
+
+    def _room_s(self) -> float:
+        """Work of requests like those who decode that there is room for until it is full to `FILL`, s.
+
+        None where TPOT limits the batch before room does: work that waits there would be late.
+        """
+        scheduler, members = self.scheduler, self.batch.members
+        if not members:
+            return inf
+        full = max(len(members) / scheduler.limits.max_num_seqs, 1.0 - scheduler.gpu.free / scheduler.gpu.num_blocks)
+        if full >= FILL or len(members) / self.most_decodes() >= full:
+            return 0.0
+        return (FILL / full - 1.0) * sum(map(self.remaining_s, members))
+
+    def put_back(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self._insert(seq, self.outlook(seq))
+        self._stale = True
+
+    # -- the queue -----------------------------------------------------------------------------------------------------
+
+    def _insert(self, seq: Sequence, outlook: Outlook) -> int:
+        kind = self.class_of(seq, outlook, self.iteration_s())
+        key = outlook.work_s if kind == DEFERRED else seq.request.arrival_s
+        self._place_at(seq, (kind, key, seq.request.request_id))
+        self._keep(seq, outlook)
+        return kind
+
+    def _look(self, seq: Sequence) -> Outlook:
+        """The outlook of one who waits, anew."""
+        outlook = self.outlook(seq)
+        self._keep(seq, outlook)
+        return outlook
+
+    def _keep(self, seq: Sequence, outlook: Outlook) -> None:
+        if seq.predicted_median_tokens:
+            self._outlooks[seq] = outlook
+
+    def _place_at(self, seq: Sequence, place: Place) -> None:
+        self._place[seq] = place
+        insort(self._queue, (place, seq))
+        self.num_kept += place[0] == KEPT
+        self._num_hopeless += place[0] == HOPELESS
+
+    def give_up(self, seq: Sequence) -> None:
+        """One who waits and is kept would have its first token too late."""
+        self.remove(seq)
+        self._place_at(seq, (HOPELESS, seq.request.arrival_s, seq.request.request_id))
+
+    def head(self) -> Sequence:
+        return self._queue[0][1]
+
+    def pop(self) -> Sequence:
+        seq = self.head()
+        self.remove(seq)
+        return seq
+
+    def remove(self, seq: Sequence) -> bool:
+        place = self._place.pop(seq, None)
+        if place is None:
+            return False
+        self._outlooks.pop(seq, None)
+        del self._queue[bisect_left(self._queue, (place,))]
+        self.num_kept -= place[0] == KEPT
+        self._num_hopeless -= place[0] == HOPELESS
+        self._stale = True
+        return True
+
+    def is_kept(self, seq: Sequence) -> bool:
+        """Whether one who waits is kept."""
+        return self._place[seq][0] == KEPT
+
+    def is_hopeless(self, seq: Sequence) -> bool:
+        """Whether one who waits is hopeless."""
+        return self._place[seq][0] == HOPELESS
+
+    def kept(self) -> Iterator[Sequence]:
+        """Those who wait and are kept, in order."""
+        return map(SEQ_OF, islice(self._queue, self.num_kept))
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return map(SEQ_OF, self._queue)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, now_s: float) -> None:
+        self.changed = self._stale or now_s >= self._next_tick_s - TIE_S
+        if not self.changed:
+            return
+        self._next_tick_s = TICK_S * (floor((now_s + TIE_S) / TICK_S) + 1)
+        self.is_quiet = bool(self._arrivals) and now_s > self._arrivals[-1][0] + QUIET_S - TIE_S
+        iteration_s = self.iteration_s()
+        hoping = len(self._queue) - (0 if self.patience_s else self._num_hopeless)
+        moved: list[tuple[Sequence, Outlook]] = []
+        for (old, key, _), seq in self._queue[:hoping]:
+            outlook = self._outlooks.get(seq) or self._look(seq)
+            kind = self.class_of(seq, outlook, iteration_s)
+            if kind != old or (kind == DEFERRED and key != outlook.work_s):
+                moved.append((seq, outlook))
+        for seq, _ in moved:
+            self.remove(seq)
+        for seq, outlook in moved:
+            self._insert(seq, outlook)
+        waited_s = now_s - self._queue[0][1].request.arrival_s if self.num_kept else 0.0
+        self.is_urgent = waited_s >= URGENT * self.ttft_slo_s - TIE_S
+        self._stale = False
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        """Until the next tick, if it could change anything; one iteration if the next looks anew anyway."""
+        if self._queue or self.scheduler.eviction.num_out:
+            if self._stale:
+                return 1
+            plan.until_s = min(plan.until_s, self._next_tick_s)
+        return steps
+
+    def joined(self, seq: Sequence) -> None:
+        self._stale = True
+
+    def left(self, seq: Sequence) -> None:
+        self._stale = True
+        if seq.num_generated >= seq.output_tokens:
+            self.price.history.add(seq.num_generated)
+
+    def transferred(self, move: object) -> None:
+        self._stale = True

@@ -1,0 +1,1 @@
+"""BatchLLM: `preset` says what it is; beside it the part that is its own."""

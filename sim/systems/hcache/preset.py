@@ -1,0 +1,49 @@
+"""HCache (Gao et al., "Fast State Restoration in LLM Serving with HCache", EuroSys '25), on vLLM 0.5.5.
+
+The input of every layer, its hidden state, is half the size of its keys and values under multi-head attention, and
+makes them by one projection. Saved as it is computed, it brings a sequence back sooner than copies of KV or
+recomputation; the rest of the layers is copied or computed again, so that link and GPU are busy alike.
+
+`keeps` says whose states: those of everybody who runs, for who is preempted (as eLLM's authors rebuilt it within vLLM),
+or those of ended turns, for the next turn (`turns`, the paper's case).
+
+States leave as they are computed, since KV does not give them back. Under `turns` the host has room for those of all
+that the GPU holds: any sequence's, when it ends, are to be kept.
+
+Assumed: the split is the one that restores 1,024 tokens soonest by the run's own prices, and stays; states fill host
+memory (`--swap-space`), no SSD; each GPU of a group reads whole hidden states. Where these are larger than the KV
+(grouped queries) layers are copied or computed again, by price.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.hcache.options import StatesOptions
+from sim.systems.vllm055 import vllm055_limits
+
+
+@dataclass(frozen=True)
+class HCache(StatesOptions, Policy):
+    """States on the host, layers restored in mixed ways."""
+
+    name: ClassVar[str] = "hcache"
+    summary: ClassVar[str] = "HCache: hidden states on the host, KV restored from them"
+    default_swap_space_gib: ClassVar[float] = 128.0
+    composition: ClassVar[dict[str, str]] = {
+        "order": "fcfs",
+        "batching": "vllm",
+        "admission": "watermark",
+        "memory": "saved-states",
+        "eviction": "swap",
+        "stage": "direct",
+    }
+
+    @property
+    def names(self) -> dict[str, str]:
+        """`keeps` is short for memory and eviction."""
+        turns = {"memory": "tiered-states", "eviction": "recompute"} if self.keeps == "turns" else {}
+        return {**self.composition, **turns, **dict(self.mixed)}
+
+    def engine_limits(self, asked: Asked) -> EngineLimits:
+        return vllm055_limits(self, asked)

@@ -1,0 +1,1 @@
+"""MemServe: `preset` says what it is, `options` what its parts can be told."""

@@ -1,0 +1,43 @@
+"""MemServe (Hu et al., "MemServe: Context Caching for Disaggregated LLM Serving with Elastic Memory Pool", 2024; arXiv
+2406.17565).
+
+DistServe's pools, with a prefix cache in the GPU memory of every engine. By `caching`, as the paper builds it up:
+
+- `prefill`: engines that prefill cache prompts;
+- `both`: engines that decode cache too, and are sent only those blocks of a prompt that they have not;
+- `return`: what they generate is sent back to where the prompt was computed, where the next turn hits it.
+
+A global scheduler keeps a tree of the prompts, and the answers to come, that each engine was sent; a prompt goes to the
+engine with the longest prefix of it, a sequence to be decoded likewise; ties to the fewest requests in flight.
+
+Assumed: prompts are batched whole as vLLM 0.5.5 does; KV is sent when a prompt is complete; the trees forget nothing
+(the paper's expire) and know nothing of what engines evict. What is sent back and finds no room is dropped. Not
+modelled: the pool's host memory, and prefixes sent from one prefill engine to another where its cost model says so.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.parts.options import option
+from sim.systems.distserve import DistServe
+from sim.systems.memserve.options import MemPoolOptions
+
+
+@dataclass(frozen=True)
+class MemServe(MemPoolOptions, DistServe):
+    """Disaggregated pools with caches on both sides."""
+
+    waiting_share: float = option(
+        1.0, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
+    )
+    blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
+
+    name: ClassVar[str] = "memserve"
+    summary: ClassVar[str] = "MemServe: prefill and decode pools, prefix caches on both sides, prompts routed to theirs"
+    default_prefix_caching: ClassVar[bool] = True
+    composition: ClassVar[dict[str, str]] = {
+        **DistServe.composition,
+        "admission": "watermark",
+        "memory": "mempool",
+        "eviction": "recompute",
+    }

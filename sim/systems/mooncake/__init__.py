@@ -1,0 +1,1 @@
+"""Mooncake: `preset` says what it is, `options` what its parts can be told."""

@@ -1,0 +1,50 @@
+"""Mooncake (Qin et al., "Mooncake: Trading More Storage for Less Computation - A KVCache-centric Architecture for
+Serving LLM Chatbot", FAST 2025; arXiv 2407.00079).
+
+Engines that prefill and engines that decode, and one store over the host memory of the nodes that prefill. A conductor
+sends each prompt to the engine where its first token is expected soonest (`sim.topology.conductor`, Algorithm 1), after
+what the stores have of it, queues, and transfers between nodes. What a node has is loaded layer by layer while the rest
+of the prompt is computed, and KV streams layer by layer to the decode engine. Under overload requests may be turned
+away as they arrive.
+
+Assumed: prompts are batched whole as vLLM 0.5.5 does (Mooncake splits long ones and pipelines chunks over nodes); an
+engine is a node, whose store takes `--swap-space`, by default half of the host's memory; copies into the store cost
+nothing; what decode engines generate is not stored, as the published traces do not name it. The paper gives no
+threshold and no time of a decode for its prediction: both are options. Decode engines that run out of blocks compute
+their last sequences again. Not modelled: chunked pipeline parallelism, SSDs, and the choice of the decode engine at
+arrival (it is the least loaded when the prefill ends).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.parts.options import option
+from sim.systems.distserve import DistServe
+from sim.systems.mooncake.options import ConductorOptions
+
+
+@dataclass(frozen=True)
+class Mooncake(ConductorOptions, DistServe):
+    """Disaggregated pools around a global store of KV."""
+
+    waiting_share: float = option(
+        1.0, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
+    )
+    layer_wise: bool = option(
+        True, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
+    )
+    blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
+
+    name: ClassVar[str] = "mooncake"
+    summary: ClassVar[str] = "Mooncake: prefill and decode pools around a global KV store, early rejection"
+    composition: ClassVar[dict[str, str]] = {
+        **DistServe.composition,
+        "admission": "watermark",
+        "memory": "stored",
+        "eviction": "recompute",
+    }
+    default_swap_space_gib: ClassVar[float] = 1 << 20
+
+    def __post_init__(self) -> None:
+        ConductorOptions.__post_init__(self)
+        DistServe.__post_init__(self)

@@ -1,0 +1,1 @@
+"""SGLang's RadixAttention: `preset` says what it is, `options` what it can be told; the rest are its own parts."""

@@ -1,0 +1,116 @@
+"""`CacheAware`: who hits the most of the cache comes first (SGLang's cache-aware scheduling).
+
+- `lpm`: the longest cached prefix first (the paper's Algorithm 1).
+- `dfs-weight`: the order of a depth-first walk through the tree, into the branch for which the most wait first.
+
+The queue is sorted in place at every step, stably; who was preempted goes to its end (SGLang 0.3's code). Above
+`longest` who wait, `lpm` leaves the queue as it is and looks nothing up (the code since 0.4). Where nothing is cached,
+both are first come, first served.
+"""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from sim.engine.sequence import Sequence
+from sim.kv.index.radix_tree import Node
+from sim.kv.radix import RadixMemory
+from sim.parts.needs import Need
+from sim.parts.order.fcfs import Fcfs
+from sim.systems.radix.options import RadixOptions
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
+
+
+class CacheAware(Fcfs):
+    """`lpm`, which sorts up to `longest` (0: any number) sequences."""
+
+    name: ClassVar[str] = "lpm"
+    options: ClassVar[type | None] = RadixOptions
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("memory", "looks into a radix tree", offers=RadixMemory, lacks="caches_prefixes"),
+    )
+    sticky: ClassVar[bool] = False
+    by_branch: ClassVar[bool] = False
+
+    def __init__(self, longest: int = 0) -> None:
+        super().__init__()
+        self.longest = longest
+        self._radix: RadixMemory | None = None
+        # What the last sorting saw; the tree's clock after it.
+        self._is_sorted = False
+        self._clock = -1
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls(b.options(RadixOptions).lpm_longest)
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if isinstance(self.memory, RadixMemory):
+            self._radix = self.memory
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether this step has looked up everybody who waits."""
+        return self._radix is not None and not 0 < self.longest < len(self._queue)
+
+    def prepare(self, now_s: float) -> None:
+        memory, queue = self._radix, self._queue
+        if memory is None or not queue or not self.looks_up:
+            return
+        if self._is_sorted and memory.tree.clock == self._clock:
+            return
+        ends = [memory.look_up(seq) for seq in queue]
+        if self.by_branch:
+            self._sort_by_branch(memory, [prefix.node for prefix in ends])
+        else:
+            hits = {seq: -prefix.num_blocks for seq, prefix in zip(queue, ends, strict=True)}
+            ranked = sorted(queue, key=hits.__getitem__)
+            queue.clear()
+            queue.extend(ranked)
+        self._is_sorted, self._clock = True, memory.tree.clock
+
+    def _sort_by_branch(self, memory: RadixMemory, ends: list[Node]) -> None:
+        """Children before their parents, the heaviest first: a weight is how many wait for a node or below it."""
+        root = memory.tree.root
+        waiting: defaultdict[Node, list[Sequence]] = defaultdict(list)
+        weights: defaultdict[Node, int] = defaultdict(int)
+        for seq, end in zip(self._queue, ends, strict=True):
+            waiting[end].append(seq)
+            above: Node | None = end
+            while above is not None:
+                weights[above] += 1
+                above = above.parent
+        self._queue.clear()
+        left: list[tuple[Node, bool]] = [(root, False)]
+        while left:
+            node, is_walked = left.pop()
+            if is_walked:
+                self._queue.extend(waiting.get(node, ()))
+                continue
+            left.append((node, True))
+            branches = [child for child in node.children.values() if child in weights]
+            branches.sort(key=weights.__getitem__, reverse=True)
+            left += [(child, False) for child in reversed(branches)]
+
+    def add(self, seq: Sequence) -> None:
+        super().add(seq)
+        self._is_sorted = False
+
+    def put_back(self, seqs: list[Sequence]) -> None:
+        self._queue.extend(seqs)
+        self._is_sorted = False
+
+
+class ByBranch(CacheAware):
+    """`dfs-weight`, however many wait."""
+
+    name: ClassVar[str] = "dfs-weight"
+    options: ClassVar[type | None] = None
+    by_branch: ClassVar[bool] = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls()
