@@ -49,6 +49,7 @@ def test_llama_2_7b_by_hand():
     assert model.head_weight_bytes == 2 * 4096 * 32000
     assert model.attention_flops_per_token_pair == 4 * 32 * 32 * 128
     assert model.weight_bytes() == 2 * 6_738_415_616
+    assert load_model("Llama-2-7B") == model
 
 
 def test_heads_are_split_over_gpus_and_replicated_beyond_their_number():

@@ -74,6 +74,11 @@ def test_azure_2024_mixes_fractions_and_carries_a_zone(tmp_path):
             "5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,1087,230,1317,API log\n",
             [(0.0, 472, 18), (40.5, 1087, 230)],
         ),
+        (
+            "azure",
+            "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00.1,2,300,40\n",
+            [(0.0, 300, 40)],
+        ),
         ("vidur", "arrived_at,num_prefill_tokens,num_decode_tokens\n3.0,7,8\n", [(3.0, 7, 8)]),
         (
             "vidur-lengths",

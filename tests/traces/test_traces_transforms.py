@@ -135,6 +135,8 @@ def test_merge_tells_the_prefixes_and_sessions_of_traces_apart():
     assert first.priority == 5
     assert first.session_id != second.session_id
     assert list(merge(one)) == one
+    # Where there are no sessions, none are made.
+    assert {request.session_id for request in merge(requests_at(0.0), requests_at(1.0))} == {""}
 
 
 @pytest.mark.parametrize(("burstiness", "cv"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
