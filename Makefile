@@ -40,7 +40,6 @@ pins-diff: $(VENV)/dev
 # After a change of that which is meant, once the difference is read.
 pins: $(VENV)/dev
 	$(BIN)/python tests/pins/pinned.py renew -k "$(K)"
-	$(BIN)/python tests/gpu_runtime/pinned_runtime.py
 
 # Hours; goes on where it was interrupted. Other faults with another seed: `make mutants SEED=2`.
 SEED ?= 1

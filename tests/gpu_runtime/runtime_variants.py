@@ -30,6 +30,8 @@ TREES = ["radix", "vllm-v1:memory=radix", "chunkattention", "batchllm"]
 """Those that keep content once, in a tree."""
 COPYING = ["vllm-swap", "fastserve", "layerkv", STREAM]
 """Those that copy KV between the tiers on small contended workloads."""
+FEW = ["vllm-v1", "layerkv", STREAM]
+"""For what a policy has little to do with: blocks shared, swapped by layers, streamed between them."""
 WORKLOADS = st.lists(
     st.tuples(st.sampled_from([0.0, 0.0, 0.01]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
 ).map(sorted)

@@ -68,7 +68,7 @@ def test_any_batch_is_dense_attention(lengths, block_tokens, heads, layer_group,
         torch.testing.assert_close(ours, dense(own, keys, values), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("portion", [1, 8 * 2 * 4 * 16 * 4, 5 * 8 * 2 * 4 * 16 * 4])
+@pytest.mark.parametrize("portion", [1, 5 * 8 * 2 * 4 * 16 * 4])
 def test_decodes_gathered_in_several_portions_give_the_same(monkeypatch, portion):
     pool = KVPool(SMALL, 40, 4, 4, "cpu", torch.float32)
     pool.data.normal_()
@@ -100,25 +100,15 @@ def test_a_batch_is_laid_out_sequence_after_sequence():
     assert {t.dtype for t in vars(batch).values() if isinstance(t, torch.Tensor)} == {torch.int32}
 
 
-def test_block_tables_may_come_as_an_array():
-    rows = [[[5, 9], [2]]]
-    array = np.array([[[5, 9, 77], [2, 88, 99]]], dtype=np.int32)
-    one, other = (AttentionBatch.build([2, 1], [3, 2], tables, 4, "cpu") for tables in (rows, array))
-    assert one.slot_mapping.tolist() == other.slot_mapping.tolist()
-    assert other.block_tables.tolist() == array.tolist()
-
-
 @pytest.mark.parametrize(
     ("num_new", "context", "tables", "message"),
     [
         ([], [], [[]], "must be positive"),
-        ([0], [3], [[[1]]], "must be positive"),
         ([1], [-1], [[[1]]], "not negative"),
         ([1, 1], [0], [[[1]]], "as long"),
         ([3], [2], [[[1]]], "group 0, sequence 0: 1 blocks given, 2 needed"),
         ([1, 1], [0, 0], [[[1]]], "block tables of 1 sequences, the batch has 2"),
         ([3], [2], np.zeros((1, 1, 1), dtype=np.int32), "1 sequences need"),
-        ([3], [2], np.zeros((1, 2), dtype=np.int32), "shape"),
     ],
 )
 def test_a_batch_that_does_not_fit_together_is_refused(num_new, context, tables, message):

@@ -3,7 +3,6 @@
 
 import ctypes
 import threading
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,19 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 
-from gpu_runtime.kv import batched_copies, copy_engine, copy_worker, page_locked
-from gpu_runtime.kv.copies import KVCopies
+from gpu_runtime.kv import batched_copies, copy_engine, copy_worker
 from gpu_runtime.kv.copy_engine import (
     CopyEngine,
     CopyFailed,
     contiguous_runs,
-    num_contiguous_runs,
     pieces,
     prefers_staging,
 )
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
-from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.model.decoder import Decoder
 from sim.engine.changes import Direction
 
@@ -97,22 +93,11 @@ def test_random_blocks_arrive_and_no_other_changes(src_ids, dst_ids, count, dire
     assert torch.equal(target.data, expected)
 
 
-@pytest.mark.parametrize(
-    ("src", "dst", "runs"), [([], [], 0), ([5], [2], 1), ([3, 4, 5], [0, 1, 2], 1), ([3, 4, 6, 7], [0, 1, 2, 4], 3)]
-)
-def test_runs_by_hand(src, dst, runs):
-    assert num_contiguous_runs(src, dst) == runs
-
-
 def test_scattered_small_blocks_are_staged_and_long_runs_are_not():
     assert prefers_staging(num_runs=100, num_host_runs=1, num_bytes=100 * 2**16)
     assert not prefers_staging(num_runs=100, num_host_runs=90, num_bytes=100 * 2**16)
     assert not prefers_staging(num_runs=100, num_host_runs=1, num_bytes=100 * 2**20)
     assert not prefers_staging(num_runs=1, num_host_runs=1, num_bytes=2**10)
-    # Half as many runs on the host are few enough; runs of 512 KiB are long enough.
-    assert prefers_staging(num_runs=100, num_host_runs=50, num_bytes=100 * 2**19 - 1)
-    assert not prefers_staging(num_runs=101, num_host_runs=51, num_bytes=100 * 2**16)
-    assert not prefers_staging(num_runs=100, num_host_runs=50, num_bytes=100 * 2**19)
 
 
 def test_copies_run_beside_the_caller_and_lanes_beside_one_another(engine):
@@ -139,19 +124,6 @@ def test_a_copy_that_fails_says_so_and_harms_no_other(engine):
     source, target = pool(4, noise=1), pool(4)
     engine.copy_blocks(source, [1], target, [2], D2H).wait()
     assert torch.equal(target.data[2], source.data[1])
-
-
-def test_runs_are_cut_so_that_what_comes_between_waits_for_little():
-    assert pieces([3, 4, 5, 6, 7, 9], [0, 1, 2, 3, 4, 5], 2) == [(3, 0, 2), (5, 2, 2), (7, 4, 1), (9, 5, 1)]
-    assert pieces(range(5), range(10, 15), 5) == [(0, 10, 5)]
-
-
-def test_no_piece_of_a_copy_is_larger_than_allowed(monkeypatch):
-    monkeypatch.setattr(copy_engine, "PIECE_BYTES", 3 * pool(1).block_bytes)
-    source, target, found = pool(9, noise=1), pool(9), []
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of, **_: found.append(to.data.__setitem__(slice(None), of)))
-    copy_engine.copy_now(source.raw, list(range(8)), target.raw, list(range(1, 9)), D2H)
-    assert len(found) == 3 and torch.equal(target.data[1:], source.data[:8])
 
 
 class Driver:
@@ -210,21 +182,12 @@ def test_a_driver_without_the_call_leaves_copies_to_be_made_one_by_one(driver, m
     assert not target.data.any()
 
 
-@pytest.mark.parametrize("stream", [0, 1])
-def test_the_default_stream_takes_no_batches(driver, monkeypatch, stream):
+def test_the_default_stream_takes_no_batches(driver, monkeypatch):
     """cudaMemcpyBatchAsync: the stream must not be the legacy default one."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     source, target = pool(4, noise=1), pool(4)
     assert not batched_copies.copy_pieces(source.raw, target.raw, [(0, 1, 2)])
     assert driver.calls == [] and not target.data.any()
-
-
-def test_copies_go_before_the_computation_on_streams_of_their_own(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.append(priority))
-    worker = copy_worker.CopyWorker("h2d", torch.device("cuda"))
-    worker.close()
-    assert made == [-1]
 
 
 def test_a_lane_that_closes_waits_for_what_its_stream_holds(monkeypatch):
@@ -243,8 +206,6 @@ def test_a_lane_that_closes_waits_for_what_its_stream_holds(monkeypatch):
         ({"src_ids": [0]}, "1 blocks to 2 different places"),
         ({"dst_ids": [1, 1]}, "2 blocks to 1 different places"),
         ({"src_ids": [0, 4]}, "ids from 0 to 4 in a pool of 4"),
-        ({"dst_ids": [-1, 2]}, "ids from -1 to 2"),
-        ({"dst_pool": pool(4, layer_group=2)}, "blocks of"),
         ({"dst_pool": KVPool(SMALL, 4, 4, 1, "cpu", torch.float16)}, "float16"),
     ],
 )
@@ -260,51 +221,6 @@ def test_what_is_queued_when_the_engine_closes_is_still_copied():
         handles = [engine.copy_blocks(source, [i], target, [i], D2H) for i in range(4)]
     assert all(handle.done() for handle in handles)
     assert torch.equal(source.data, target.data)
-
-
-def test_an_engine_leaves_no_thread_behind():
-    before = threading.active_count()
-    with CopyEngine("cpu"):
-        assert threading.active_count() == before + 2
-    assert threading.active_count() == before
-
-
-def test_a_copy_that_the_device_fails_says_so():
-    """It was queued well; its event says what became of it."""
-
-    def broken():
-        raise RuntimeError("an illegal address")
-
-    handle = copy_worker.CopyHandle()
-    handle._event = SimpleNamespace(synchronize=broken)
-    handle.finish(None)
-    with pytest.raises(CopyFailed, match="an illegal address"):
-        handle.wait()
-
-
-def test_inline_copies_are_for_a_cpu():
-    with pytest.raises(ValueError, match="inline copies are for a CPU"):
-        CopyEngine("cuda", inline=True)
-
-
-@pytest.mark.parametrize("found", ["none", "too old", "right"])
-def test_batches_need_bindings_that_know_them(monkeypatch, found):
-    runtime = SimpleNamespace(cudaMemcpyBatchAsync=print) if found == "right" else SimpleNamespace()
-
-    def bindings(name):
-        if found == "none":
-            raise ModuleNotFoundError(name)
-        return {"cuda.bindings.runtime": runtime}[name]
-
-    monkeypatch.setattr(batched_copies, "import_module", bindings)
-    assert batched_copies._runtime.__wrapped__() is (runtime if found == "right" else None)
-
-
-def test_memory_that_stays_locked_is_an_error():
-    runtime = SimpleNamespace(cudaHostUnregister=lambda pointer: pointer - 700)
-    page_locked._unlock(runtime, 700)
-    with pytest.raises(RuntimeError, match="cudaHostUnregister failed: CUDA error 13"):
-        page_locked._unlock(runtime, 713)
 
 
 def test_an_inline_copy_is_over_when_it_was_asked_for():
@@ -359,41 +275,6 @@ def test_some_rows_are_kept_and_others_are_left_as_they_are(engine):
     assert torch.equal(rows.data[2, 1, 1], values[4])
     assert torch.equal(rows.data[0, 1, 2], values[0])
     assert int((rows.data != 0).sum()) == 10
-
-
-def test_a_sequence_waits_for_its_own_copies():
-    waited: list[object] = []
-    copies = SimpleNamespace(wait=lambda seq, handles: waited.append((seq, handles)))
-    transfers = Transfers(None, copies)  # type: ignore[arg-type]
-    one, other = object(), object()
-    for seq, handle in ((one, "a"), (other, "b"), (one, "c")):
-        transfers._under_way.append((SimpleNamespace(move=SimpleNamespace(seq=seq), stored=()), [handle]))
-    transfers.wait(one)
-    assert waited == [(one, ["a"]), (one, ["c"])]
-
-
-@pytest.mark.parametrize("broken", [(), (0,), (2,), (0, 1, 2)])
-def test_copies_went_well_where_none_failed(broken):
-    waited: list[int] = []
-
-    def wait(place: int) -> None:
-        waited.append(place)
-        if place in broken:
-            raise CopyFailed("broken")
-
-    handles = [SimpleNamespace(wait=partial(wait, place)) for place in range(3)]
-    assert KVCopies.went_well(None, handles) is (not broken)  # type: ignore[arg-type]
-    assert waited == [0, 1, 2]
-
-
-def test_rows_give_their_memory_back_and_unlock_it(engine):
-    rows, unlocked = TokenRows(engine, 3, 2, 4, 5, torch.float32), []
-    rows.release()
-    assert rows.data.numel() == 0 and not unlocked
-    rows = TokenRows(engine, 3, 2, 4, 5, torch.float32)
-    rows._unlock = lambda: unlocked.append(rows.data.numel())
-    rows.release()
-    assert rows.data.numel() == 0 and unlocked == [120]
 
 
 def test_states_that_were_made_in_inference_mode_are_kept():

@@ -11,7 +11,6 @@ from runtime_small import SMALL, Runner
 
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.config import DecoderConfig
-from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, greedy
 from gpu_runtime.model.rope_scaling import Llama3Scaling
 from sim.specs.models import load_model
@@ -140,14 +139,3 @@ def test_a_sequence_past_the_positions_of_the_model_is_refused(decoder):
     runner.step({0: [1]})
     with pytest.raises(ValueError, match="513 tokens, the model has 512 positions"):
         runner.step({0: [1]})
-
-
-def test_a_batch_for_blocks_of_another_size_is_refused(decoder):
-    batch = Runner(decoder, block_tokens=8).batch(prompts(3))
-    with pytest.raises(ValueError, match="batch for blocks of 8 tokens, the pool's have 4"):
-        decoder.forward(torch.tensor(prompts(3)[0]), batch, Runner(decoder).pool)
-
-
-def test_graphs_need_cuda(decoder):
-    with pytest.raises(ValueError, match="is on cpu: CUDA graphs need a CUDA device"):
-        DecodeGraph(decoder, Runner(decoder).pool, [1], 8)

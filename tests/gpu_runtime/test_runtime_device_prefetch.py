@@ -109,11 +109,6 @@ def test_what_is_cached_of_a_prompt_is_fetched_ahead_too(watched):
     assert watched.run() == "iiLoiLoiLoLo"
 
 
-def test_a_prompt_with_nothing_cached_fetches_nothing(watched):
-    watched.work.add_chunk(watched.hold((0, 1, 2), slots=2), 21, 0, range(30))
-    assert watched.run() == "LoLoLoL"
-
-
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("slow", [*Direction, None])
 def test_copies_that_take_their_time_change_no_token(slow, chunked, monkeypatch):

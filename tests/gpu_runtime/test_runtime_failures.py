@@ -27,8 +27,7 @@ def check(served):
     return failed
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("variant", COPYING)
+@pytest.mark.parametrize(("variant", "chunked"), [*zip(COPYING, (False, True, True, False), strict=True)])
 def test_a_failed_copy_ends_the_sequence_whose_blocks_it_moved(variant, chunked):
     with failing_copies("copy_blocks", 0.05):
         served = serve(variant, chunked=chunked)
@@ -36,8 +35,7 @@ def test_a_failed_copy_ends_the_sequence_whose_blocks_it_moved(variant, chunked)
     assert len(failed) < len(ROWS)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "chunked"), [(variant, i % 2 > 0) for i, variant in enumerate(VARIANTS)])
 def test_an_iteration_that_does_not_fit_is_computed_in_parts(variant, chunked, monkeypatch):
     """Whatever has more than eight tokens in one pass runs out of memory: prompts fail, batches of decodes do not."""
     right = Decoder.forward

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 
-from gpu_runtime.cli import ATTENTION_BACKENDS
 from gpu_runtime.live_memory import fit_to_machine
 from gpu_runtime.model import backend, flashinfer_kernels
 from gpu_runtime.model.decode_graph import DecodeGraph
@@ -83,14 +82,6 @@ def test_a_layers_input_stays_for_who_keeps_it():
         torch.testing.assert_close(theirs.hidden[layer], entered, atol=2e-5, rtol=1e-4)
 
 
-def test_where_nobody_keeps_it_nothing_is_copied(monkeypatch):
-    _, theirs = runners()
-    monkeypatch.setattr(torch.Tensor, "clone", lambda *_: pytest.fail("copied"))
-    hidden = torch.randn(3, SMALL.hidden_size)
-    total, normed = theirs.decoder.kernels.add_rms_norm(hidden, update := torch.ones_like(hidden), WEIGHT, 1e-5)
-    assert total is hidden and normed is update
-
-
 def test_an_iteration_is_planned_once_for_all_layers():
     _, runner = runners()
     kernels = runner.decoder.kernels
@@ -128,14 +119,6 @@ def test_graphs_are_planned_anew_before_each_run():
     assert {size: (w.indptr.data_ptr(), w.indices.data_ptr()) for size, w in captured.items()} == places
 
 
-def test_graphs_that_went_take_their_plans_along():
-    _, runner = runners()
-    graph = DecodeGraph(runner.decoder, runner.pool, [2], 4, capture=lambda compute: compute)
-    assert len(runner.decoder.kernels._captured) == 1
-    del graph
-    assert len(runner.decoder.kernels._captured) == 0
-
-
 def test_pools_with_a_table_for_each_layer_are_refused():
     _, theirs = decoders()
     with pytest.raises(ValueError, match="one block table for all layers, the pool has 4"):
@@ -146,26 +129,10 @@ def test_pools_with_a_table_for_each_layer_are_refused():
         fit_to_machine(scenario, POLICIES["layerkv"](), "cpu", theirs)
 
 
-def test_what_they_hold_is_counted(monkeypatch):
-    monkeypatch.undo()
-    theirs = flashinfer_kernels.FlashinferKernels.working_bytes
-    assert theirs(None, 0) == 394 * 2**20 + 2 * 8 * 2**20
-    assert theirs(None, 51) - theirs(None, 0) == 51 * 8 * 2**20
-    assert Kernels().working_bytes(51) == 0
-
-
-def test_who_chooses_nothing_gets_what_was_measured():
-    for name in ("auto", "triton", "torch"):
-        assert type(build_kernels(name, 4, torch.float32, CPU)) is Kernels
-    assert {name for names in backend.OF_DEVICE.values() for name in names} == set(ATTENTION_BACKENDS)
-    assert type(Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=0).kernels) is Kernels
-
-
 @pytest.mark.parametrize(
     ("name", "device", "changes", "refusal"),
     [
         ("flashinfer", "cpu", {}, "does not run on --device cpu: use one of auto, torch"),
-        ("triton", "cpu", {}, "does not run on --device cpu"),
         ("torch", "cuda", {}, "does not run on --device cuda: use one of auto, triton, flashinfer"),
         ("flashinfer", "cuda", {"absent": True}, r"pip install 'kvtwin\[flashinfer\]'"),
         ("flashinfer", "cuda", {"dtype": torch.float32}, "16 bits, not in torch.float32: give --dtype bfloat16"),

@@ -47,8 +47,7 @@ def worthwhile(monkeypatch):
 
 
 @pytest.mark.usefixtures("worthwhile")
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("variant", TIERED)
+@pytest.mark.parametrize(("variant", "chunked"), [*zip(TIERED, (False, True, True), strict=True)])
 def test_tokens_are_those_of_each_request_alone(variant, chunked):
     policy, arrivals = policy_of(variant), spread(ALIKE)
     served = live.serve(policy, arrivals, tight_limits(policy, chunked=chunked, gpu=18, host=40))

@@ -22,7 +22,6 @@ from kvtwin.testing import build_engine, limits, linear_machine, requests, simul
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import DECODE, PREFILL
 from kvtwin.testing.pretended import pretend
-from sim.engine.plan import IterationPlan, StepTimes
 
 FASTER_PREFILLS, SLOWER_DECODES = 0.8, 1.25
 
@@ -112,15 +111,6 @@ def test_prices_say_what_is_off_where_no_decision_is_common():
     assert {row.kind for row in judged_kinds(found)} == {"prefill", "decode"}
 
 
-def test_plans_that_wait_for_earlier_copies_have_no_price():
-    machinery = machine()
-    price = plan_prices(SimpleNamespace(cost=machinery.cost, model=machinery.model, limits=limits(100, 0)), 1)
-    plan = IterationPlan()
-    assert price(plan) is not None
-    plan.awaited = (object(),)
-    assert price(plan) is None
-
-
 def iteration(duration_s, *decodes, prefill=(), start_s=0.0):
     kind = "decode" if not prefill else "mixed" if decodes else "prefill"
     return Iteration(Decision(decodes, prefill, (0, 0, 0), ()), kind, 10 * len(decodes), start_s, duration_s)
@@ -167,12 +157,6 @@ def test_a_run_that_goes_on_differs_where_the_other_ends():
     alike, _ = compare(long, [[]])
     assert (alike.live, alike.aligned, alike.kinds) == (0, 0, [])
     assert "0 of 0 live iterations (0%)" in in_words(alike, 0.1)
-
-
-def test_an_iteration_that_only_copies_is_none():
-    log = IterationLog()
-    log.observe(IterationPlan(), 0.0, StepTimes(1, 1e-5, 0.0, 0.0, 1e-5, 0))
-    assert log.iterations == []
 
 
 def test_copies_are_part_of_a_decision():

@@ -53,11 +53,6 @@ def test_a_prompt_that_fills_the_gpu_has_its_own(launched):
     assert launched == ["alone", "alone", ("chunks", [1])]
 
 
-def test_prompts_are_not_read_back_from_fewer_bits(launched):
-    attend([128, 30], [0, 16], kv_dtype=torch.float8_e4m3fn)
-    assert launched == ["alone", ("chunks", [1])]
-
-
 def test_warming_up_reaches_the_longest_prompt_the_most_tokens_and_the_most_sequences():
     sizes = limits(600, block_size=16, max_model_len=2048, seqs=64, chunked=True, tokens=8192)
     decoder = SimpleNamespace(config=SMALL, device=torch.device("cuda"))

@@ -98,10 +98,6 @@ def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
         mistaken(monkeypatch, MISTAKES[mistake])
 
 
-def test_a_right_plan_is_not(monkeypatch):
-    assert not mistaken(monkeypatch, lambda record: record)
-
-
 def test_copies_of_inputs_that_fail_end_those_whose_inputs_they_are(monkeypatch):
     with failing_copies("copy_rows", 0.002):
         served = serve(monkeypatch, "a part", ROWS)

@@ -198,12 +198,6 @@ def test_a_send_buffer_is_free_when_what_it_sends_has_gone(ids):
     assert ids.used == (0, 0)
 
 
-def test_the_send_buffer_of_a_half_done_prompt_goes_with_it(ids):
-    ids.replay(Place(ids.seq, (1,), 3, 1))
-    ids.replay(Release(ids.seq))
-    assert ids.used == (0, 0)
-
-
 def test_what_arrives_is_held_on_both_sides_until_it_is_there(ids):
     ids.replay(Place(ids.seq, (1,), 3, 0))
     transfer, _ = ids.placement.begin(ids.move((0,), Tier.GPU))

@@ -1,7 +1,5 @@
 """No policy changes a token: whatever is evicted, offloaded, streamed or recomputed, outputs are the dense model's."""
 
-from types import SimpleNamespace
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -75,13 +73,6 @@ def test_who_leaves_goes_in_pieces_or_is_computed_again_where_that_costs_less(me
     assert any(len(plan.beside) > 1 for plan, _, _ in served.plans) is swapped
 
 
-@pytest.mark.parametrize("variant", ["vllm-recompute", "vllm-swap"])
-def test_a_small_pool_preempts(variant):
-    served, completed = check(variant, ROWS)
-    assert len(completed) == len(ROWS)
-    assert served.counters.preemptions > 3
-
-
 WORKLOADS = st.lists(
     st.tuples(st.sampled_from([0.0, 0.0, 0.01, 0.02]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
 ).map(sorted)
@@ -130,46 +121,3 @@ def test_host_blocks_given_up_in_a_step_serve_those_offloaded_in_it():
     rows = [(0.0, 9, 15), (0.0, 9, 24), (0.0, 13, 13), (0.0, 14, 11), (0.0, 21, 7), (0.0, 25, 24), (0.01, 13, 6)]
     rows += [(0.01, 27, 15), (0.01, 29, 8), (0.02, 1, 20), (0.02, 10, 11), (0.02, 12, 2)]
     check(STREAM, rows, gpu=17, host=5, seqs=5, chunked=True)
-
-
-def test_a_system_is_held_to_what_contends(monkeypatch):
-    """Memory, seats and chunks, copies beside the computation and in its thread; prompts that begin alike."""
-    served, hits = [], SimpleNamespace(prefix_hit_tokens=1)
-
-    def serve(policy, arrivals, limit, **options):
-        pools = limit.num_gpu_blocks, limit.num_cpu_blocks, limit.block_size, limit.max_model_len
-        in_chunks = limit.max_num_batched_tokens == 16
-        served.append((arrivals, *pools, limit.max_num_seqs, in_chunks, limit.enable_prefix_caching, options))
-        return SimpleNamespace(counters=hits)
-
-    monkeypatch.setattr(live, "serve", serve)
-    monkeypatch.setattr(live, "check_tokens", lambda served, arrivals: list(arrivals))
-    live.check(policy_of("vllm-v1"))
-    plain, growing, named = (requests(*rows) for rows in (live.ROWS, live.GROWING, live.ALIKE))
-    shared = [(live.alike(named), gpu, 60, 4, 64, 6) for gpu in (16, 16, 60)]
-    assert served[:3] == [(*one, chunked, True, {}) for one, chunked in zip(shared, (False, True, False), strict=True)]
-    assert served[3:] == [
-        (rows, 16, 60, 4, 64, seqs, chunked, False, {"inline_copies": inline})
-        for rows, chunked, seqs, inline in (
-            (plain, False, 6, False),
-            (plain, True, 2, False),
-            (plain, True, 6, True),
-            (growing, False, 2, True),
-            (growing, True, 6, False),
-        )
-    ]
-    hits.prefix_hit_tokens = 0
-    with pytest.raises(AssertionError):
-        live.check(policy_of("vllm-v1"))
-
-
-def test_prompts_of_a_kind_begin_with_the_same_blocks():
-    """Of 9 tokens in blocks of 4 the third is partly filled; three blocks are common, or fewer where told."""
-    rows = requests((0.0, 9, 1), (0.0, 16, 1), (0.0, 9, 1), (0.0, 20, 1))
-    assert [request.hash_ids for request in live.alike(rows)] == [
-        (0, 1, 2), (100, 101, 102, 2003), (200, 201, 202), (0, 1, 2, 4003, 4004),
-    ]  # fmt: skip
-    assert [request.hash_ids for request in live.alike(rows, 2, 1)] == [
-        (0, 1001, 1002), (100, 2001, 2002, 2003), (0, 3001, 3002), (100, 4001, 4002, 4003, 4004),
-    ]  # fmt: skip
-    assert {request.hash_block_tokens for request in live.alike(rows)} == {4}

@@ -137,10 +137,6 @@ def test_nothing_is_read_or_written_too_early(work):
     assert len(waits) <= len(served.plans), waits
 
 
-def test_so_it_is_without_graphs():
-    assert serve("stream", graphs=())[0] == []
-
-
 WAITS = [
     (CopyHandle, "wait"),
     (CopyHandle, "wait_in_stream"),

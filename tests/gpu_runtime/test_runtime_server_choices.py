@@ -1,9 +1,7 @@
 """Several prompts, several answers, stop strings; connections that send no request; OpenAI's own client."""
 
 import asyncio
-import errno
 import resource
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +13,7 @@ from hypothesis import strategies as st
 from runtime_server import serving
 
 from gpu_runtime.serve import connections
-from gpu_runtime.serve.choice import Choice, _overlap
-from gpu_runtime.serve.run import _Told
+from gpu_runtime.serve.choice import Choice
 from gpu_runtime.serve.text import PRINTABLE
 from gpu_runtime.serve.ticket import Ticket, Token
 from kvtwin.testing.live import continuation
@@ -69,15 +66,6 @@ def test_prompts_and_n_are_answered_in_order():
     assert run(body).thread.metrics.ended == {"length": 12}
 
 
-def test_more_answers_than_may_wait_are_refused():
-    async def body(service):
-        status, answer, _ = await service.post({"prompt": PROMPTS, "n": 2, "max_tokens": 2})
-        assert (status, answer["error"]["param"]) == (400, "n")
-        assert (await service.post({"prompt": PROMPTS, "max_tokens": 2}))[0] == 200
-
-    run(body, max_queue=5)
-
-
 def test_every_answer_asked_for_takes_a_place_in_the_queue():
     async def body(service):
         service.gate.open.clear()
@@ -104,8 +92,7 @@ def test_a_client_that_leaves_leaves_all_its_answers():
 # -- stop strings ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("variant", ["vllm-v1", "layerkv"])
+@pytest.mark.parametrize(("variant", "stream"), [("vllm-v1", False), ("layerkv", True)])
 def test_an_answer_ends_before_a_stop_string(variant, stream):
     async def body(service):
         full = text_of(said(PROMPTS[0], 40))
@@ -204,23 +191,6 @@ def test_a_header_that_does_not_come_is_not_waited_for(monkeypatch, data):
     run(body)
 
 
-def test_a_connection_that_has_had_an_answer_may_idle_for_longer(monkeypatch):
-    monkeypatch.setattr(connections, "HEADER_S", 0.2)
-    monkeypatch.setattr(connections, "IDLE_S", 1.0)
-
-    async def body(service):
-        reader, writer = await silent(service, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.sleep(0.5)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.sleep(0.2)
-        writer.write(b"GET /hea")
-        async with asyncio.timeout(5):
-            assert (await reader.read()).count(b"200 OK") == 2
-        writer.close()
-
-    run(body)
-
-
 def test_the_oldest_half_open_connection_makes_room(monkeypatch):
     monkeypatch.setattr(connections, "MOST_HALF_OPEN", 3)
 
@@ -248,7 +218,7 @@ class Open(asyncio.Transport):
         self.is_aborted = True
 
 
-@pytest.mark.parametrize(("soft", "most"), [(120, 30), (3, 1), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)])
+@pytest.mark.parametrize(("soft", "most"), [(120, 30), (resource.RLIM_INFINITY, 1024)])
 def test_who_waits_for_a_header_leaves_descriptors_to_others(monkeypatch, soft, most):
     """150 of them stopped /health under 120 descriptors; those that have had an answer count apart."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
@@ -261,36 +231,6 @@ def test_who_waits_for_a_header_leaves_descriptors_to_others(monkeypatch, soft, 
         for transport in (idle := [Open() for _ in range(most + 1)]):
             watched.ended(transport)
         assert [transport.is_aborted for transport in idle] == [True] + [False] * most
-
-    asyncio.run(body())
-
-
-def test_descriptors_that_ran_out_are_told_once_in_a_line(capsys):
-    passed, told = [], _Told()
-    loop = SimpleNamespace(default_exception_handler=passed.append)
-    for _ in range(3):
-        told(loop, {"exception": OSError(errno.EMFILE, "Too many open files")})
-    assert capsys.readouterr().err == "kvtwin: Too many open files: connections wait; raise the limit (ulimit -n)\n"
-    told(loop, other := {"exception": OSError(errno.EIO, "another")})
-    assert passed == [other]
-
-
-def test_an_answer_begins_the_idle_time_anew():
-    """Of two answers on one connection the first one's timer is gone; a request's header ends the second's."""
-
-    async def body():
-        watched, (transport, other) = connections.Connections(asyncio.Protocol), (Open(), Open())
-        watched.made(transport)
-        half_open = watched._half_open[transport]
-        watched.ended(transport)
-        first = watched._idle[transport]
-        assert half_open.cancelled() and not first.cancelled() and transport not in watched._half_open
-        watched.ended(transport)
-        second = watched._idle[transport]
-        assert first.cancelled() and not second.cancelled()
-        watched.begun(other)
-        watched.begun(transport)
-        assert second.cancelled() and not watched._idle
 
     asyncio.run(body())
 
@@ -339,9 +279,3 @@ def test_openais_own_client():
         await other.close()
 
     run(body, api_key="secret")
-
-
-def test_as_much_is_held_back_as_may_begin_a_stop_string():
-    """But not all of it: that would have ended the answer."""
-    texts = {("xab", "abc"): 2, ("xa", "abc"): 1, ("x", "abc"): 0, ("aa", "aab"): 2, ("a", "ab"): 1, ("b", "b"): 0}
-    assert {given: _overlap(*given) for given in texts} == texts

