@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What a lent GPU can tell in ten minutes, in the order of worth. docs/runtime.md says how to read it.
+# What a GPU can tell in ten minutes, the most important first. docs/runtime.md says how to read it.
 #
 #   benchmarks/gpu_session.sh OUT                       # an H200, A100 or L20 with an idle host
 #   benchmarks/gpu_session.sh OUT --device cpu          # rehearsal: a small model, minutes
 #   [--model NAME] [--minutes 9.5] [--only "copies decode"] [--stretch 1: times what each part may take]
 #
 # OUT/summary.md gets a line when a part ends; its output is in OUT/session.log, its figures in files of its own. A part
-# that fails or takes too long takes no other down. Runs with `python3`, or what PYTHON names.
+# that fails or takes too long does not stop the others. Runs with `python3`, or what PYTHON names.
 set -uo pipefail
 
 usage() { sed -n '2,9p' "$0" | cut -c3- >&2; exit 2; }

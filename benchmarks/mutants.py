@@ -199,10 +199,10 @@ def faulty(fault: Fault, text: str) -> ast.Module:
 def tests_of(fault: Fault, known: LineTests, texts: dict[str, str]) -> list[str]:
     """Tests that execute a fault's statement, or lines with the names that it gives; each file's fastest first.
 
-    What an import executes the pinned facts may tell.
+    A fault in what an import executes may be noticed by the pinned results.
 
     Where none does so in this process (kernels are interpreted in another) those of files named after the module, and
-    those that execute anything of it or of whoever names it; else all. Files named after the module come first.
+    those that execute anything of it or of modules that name it; else all. Files named after the module come first.
     """
     found = set() if fault.is_imported else known.tests_of(fault.path, [fault.line])
     found = found or known.tests_of(fault.path, fault.lines)

@@ -59,7 +59,7 @@ SHAPES: dict[bool, tuple[Sequence[int], Sequence[Shape]]] = {
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks of a layer that hold so many tokens."""
+    """Blocks of a layer for so many tokens."""
     return -(-tokens // BLOCK)
 
 
@@ -223,11 +223,11 @@ class Rig:
 class Figures:
     """What was found, printed and written as it comes: a run that is ended leaves what it has."""
 
-    def __init__(self, path: Path, **facts: object) -> None:
-        self._path, self.found = path.with_suffix(".json"), dict(facts)
+    def __init__(self, path: Path, **about: object) -> None:
+        self._path, self.found = path.with_suffix(".json"), dict(about)
 
     def add(self, name: str, value: float, against: float, unit: str, verdict: str, found: Timed) -> None:
-        """A figure, what it is held against, and the seconds that it comes from."""
+        """A figure, what it is compared with, and the seconds that it comes from."""
         entry = {"value": value, "against": against, "unit": unit, "verdict": verdict, "repeats_s": found.repeats_s}
         self._put(name, entry)
         print(f"| {name} | {value:.4g} {unit} | {against:.4g} {unit} | {verdict} |", flush=True)

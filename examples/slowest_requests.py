@@ -1,4 +1,4 @@
-"""Who waited longest for a first token, and what the engine held meanwhile? Tables of a run, as pandas has them.
+"""Which requests waited longest for a first token, and what did the engine do meanwhile? Tables of a run for pandas.
 
 python examples/slowest_requests.py [DIR]     DIR: what `kvtwin run --out DIR --figures` left; without it a run is made
 """

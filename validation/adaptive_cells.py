@@ -4,8 +4,8 @@
     python validation/adaptive_cells.py --bounds-only docs/adaptive-cells.csv
     python validation/adaptive_cells.py --table docs/adaptive-cells.csv
 
-A cell is a model, a GPU, a trace, a load, a PCIe link, a seed and two SLOs, TTFT and TPOT. On other links only those
-run that copy; who does not, has the goodput of the profile's own. Uniform lengths are on slow links alone; with the
+A cell is a model, a GPU, a trace, a load, a PCIe link, a seed and two SLOs, TTFT and TPOT. On other links only policies
+that copy run; the others have the goodput of the profile's own link. Uniform lengths are on slow links alone; with the
 second seed `adaptive` and vLLM run. Engines are as they are by default. What --out has already is not run again.
 """
 
@@ -95,7 +95,7 @@ def cells() -> list[Cell]:
 
 
 def policies(cell: Cell) -> tuple[str, ...]:
-    """Who runs in a cell."""
+    """Those that run in a cell."""
     if cell.seed != SEEDS[0]:
         return OURS[0], "vllm-v1"
     if (cell.ttft_slo_ms, cell.tpot_slo_ms) != SLOS_MS[0]:

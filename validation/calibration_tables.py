@@ -224,7 +224,7 @@ SHIPPED: dict[str, Callable[[], str]] = {
     "latents": latents,
     "gdn": gdn,
 }
-"""Blocks of what profiles hold, and of kernels with samples of their own."""
+"""Blocks of what profiles have, and of kernels with samples of their own."""
 
 
 def main(names: Sequence[str]) -> None:

@@ -43,13 +43,13 @@ Set by hand to align it with served runs; since commit 4c68ed9 (May 2024) the pu
 OVERHEAD_MS = (2.0, 1e-4)
 """What DistServe's simulator adds to every iteration for Ray: so much, and so much for a token of context."""
 KV_BLOCKS = {1: 66_144 // 16, 2: 163_008 // 16}
-"""Blocks of an engine by its GPUs, in one stage or two, from DistServe's table of the tokens that fit."""
+"""Blocks of an engine by its GPUs, one pipeline stage or two, from DistServe's table of the tokens that fit."""
 SWAP_S_PER_BLOCK = 16 * 819_200 / 25e9
 """A block of 16 tokens over PCIe at 25 GB/s; nothing swaps below saturation."""
 NVLINK_GBPS = 2400.0
 """A100 SXM: 600 GB/s over all links, half of it in each direction."""
 PLACEMENTS = {"distserve-400-4": 2, "distserve-800-8": 2, "distserve-c21d12": 2}
-"""Stages of the decode engine, 1 of all others, one GPU each; the prefill engine has two GPUs.
+"""Pipeline stages of the decode engine, 1 of all others, one GPU each; the prefill engine has two GPUs.
 
 What a run's name does not say (`distserve-300-3`) is inferred: with one request/s a TTFT of 93 ms is that of
 two GPUs (one takes 120 ms for the prompts alone), and all of these runs go with c21d11 at their rate, but for two that
@@ -153,7 +153,7 @@ def main() -> None:
             print(row(measured, ttft_ms, tpot_ms))
             if fmean(measured.ttft_ms) <= SLO_MS[0] and fmean(measured.tpot_ms) <= SLO_MS[1]:
                 stages = deployed.decode_pipeline_parallel_size
-                engines = f"{policy}, {stages} decode stages" if stages else policy
+                engines = f"{policy}, {stages} pipeline stages for decodes" if stages else policy
                 errors[engines].append(
                     (fmean(ttft_ms) / fmean(measured.ttft_ms) - 1, fmean(tpot_ms) / fmean(measured.tpot_ms) - 1)
                 )

@@ -5,9 +5,9 @@
 Calibrates first unless given a profile. ShareGPT clipped to 128 tokens, 60 blocks, loads past the knee: so many times
 the rate at which `vllm-v1` drains a full queue. SLOs are multiples of a decode step of 16 sequences by the profile, so
 that machines of any speed see the same contention. All time, of calibration and of runs, is the process's own CPU time,
-waiting included: others who use the cores stretch the wall's. Policies take turns, a round each; the probe of `kvtwin
-validate` says before and after each run how slow the machine is. The status is 1 if the medians of live goodput rank in
-another order.
+waiting included: other programs on the cores stretch the wall's. Policies take turns, a round each; the probe of
+`kvtwin validate` says before and after each run how slow the machine is. The status is 1 if the medians of live goodput
+rank in another order.
 """
 
 # ruff: noqa: E402 (the clock comes first)

@@ -2,9 +2,10 @@
 
     python validation/offline_cells.py --out docs/offline-cells.csv [--num-prompts 1000] [--link-gb-per-s 1.6]
 
-It chooses whom to serve: as many as can be done in time one after another, by the bound's prices and a share of the
-engine's time, and of those as many as can have their prompts in time. They are simulated with `adaptive`'s parts: the
-chosen with least laxity first, the others in what time is left. The best share counts. There may be better schedules.
+It chooses which requests to serve: as many as can be done in time one after another, by the bound's prices and a share
+of the engine's time, and of those as many as can have their prompts in time. They are simulated with `adaptive`'s
+parts: the chosen with least laxity first, the others in what time is left. The best share counts. There may be better
+schedules.
 """
 
 import argparse
@@ -54,7 +55,7 @@ PROMPT_MARGIN = 1.1
 
 
 class ChosenOrder(Triage):
-    """The chosen are kept as long as they can be in time, the others stand on the shelf."""
+    """The chosen are kept as long as they can be in time; the others are hopeless, and wait behind them."""
 
     name: ClassVar[str] = "chosen"
     options: ClassVar[type | None] = AdaptiveOptions
@@ -74,7 +75,7 @@ class ChosenOrder(Triage):
 
 
 class ChosenProspects(Prospects):
-    """The same of who has had its first token; who can wait longest leaves first and returns last."""
+    """The same of sequences with a first token; the one that can wait longest leaves first and returns last."""
 
     def __init__(self, order: ChosenOrder) -> None:
         super().__init__(order)
@@ -99,7 +100,7 @@ class ChosenPark(Park):
 
 @dataclass(frozen=True)
 class Offline(Adaptive):
-    """`adaptive` that is told whom to serve."""
+    """`adaptive` that is told which requests to serve."""
 
     composition: ClassVar[dict[str, str]] = Adaptive.composition | {"order": "chosen", "eviction": "park-chosen"}
     chosen: frozenset[int] = frozenset()
@@ -120,7 +121,7 @@ def in_time(candidates: list[int], arrivals: Floats, due: Floats, seconds: Float
     """As many as can be done when due, first come first served: when one is late, the longest since idle is left.
 
     That is Moore and Hodgson's rule, best where all are there at once. Where the next have yet to arrive, it may choose
-    too many: the run says who was in time.
+    too many: the run says which were in time.
     """
     found: list[int] = []
     busy: list[tuple[float, int]] = []
@@ -136,7 +137,7 @@ def in_time(candidates: list[int], arrivals: Floats, due: Floats, seconds: Float
 
 
 def chosen(requests: list[Request], setup: Setup, slo: Goodput, share_of_time: float) -> frozenset[int]:
-    """Whom to serve, were `share_of_time` of the engine's time put to use."""
+    """Requests to serve, were `share_of_time` of the engine's time put to use."""
     limits, cost = setup.limits, setup.cost
     work, _ = least_work(requests, limits, cost)
     prefills, decodes = priced(work, step_prices(cost, limits.block_size, limits.num_gpu_blocks), limits, cost)
@@ -156,10 +157,10 @@ def row(cell: Cell, num_prompts: int) -> dict[str, object]:
     setup, bound = setup_of(cell, scenario, "adaptive:predictor=oracle"), bound_of(cell, num_prompts)
     runs = []
     for share in SHARES_OF_TIME:
-        who = chosen(requests, setup, slo, share)
+        ids = chosen(requests, setup, slo, share)
         with registered():
-            run = build_run(replace(setup, policy=Offline(predictor="oracle", chosen=who)), requests)
-        told = {"share_of_time": share, "chosen": len(who)}
+            run = build_run(replace(setup, policy=Offline(predictor="oracle", chosen=ids)), requests)
+        told = {"share_of_time": share, "chosen": len(ids)}
         runs.append(told | figures(assemble(execute(run)), slo, bound))
     return cell._asdict() | {"num_prompts": num_prompts} | max(runs, key=lambda run: float(str(run["goodput"])))
 

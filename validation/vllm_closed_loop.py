@@ -36,7 +36,7 @@ MEMORY_BOUND = 1.0
 
 @dataclass(frozen=True)
 class Client:
-    """Who measured: ten prompts for each of the clients, lengths uniform between `least_share` of those asked for and
+    """The program that measured: ten prompts a client, lengths uniform between `least_share` of those asked for and
     these."""
 
     least_share: float
