@@ -64,7 +64,10 @@ class Parser(argparse.ArgumentParser):
         self._add_flags(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            # A policy that is not known yet may have them.
             self._add_flags()
+            found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
             near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions)
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -83,6 +86,7 @@ COMMANDS = {
     "compare": ("sim.cli", "simulate several policies side by side"),
     "report": ("sim.cli", "one HTML page of saved runs"),
     "explain": ("sim.cli", "why one request waited, in sentences"),
+    "policies": ("kvtwin.policies", "list the systems, their parts and options, and what mixes"),
     "sweep": ("sim.study.cli", "simulate every point of a study file"),
     "tune": ("sim.study.cli", "search for the best policy and knobs under SLOs"),
     "map": ("sim.study.cli", "draw which policy wins over two parameters"),

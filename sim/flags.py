@@ -19,7 +19,7 @@ from sim.policy_options import (
 )
 from sim.scenario import PREEMPTION_MODE, Outputs, Scenario, build_options, build_scenario
 from sim.scenario_file import read_scenario
-from sim.systems import DEFAULT_POLICY, POLICIES
+from sim.systems import DEFAULT_POLICY, POLICIES, read_systems
 from sim.systems.base import Policy
 
 BUILT_IN = {"model": "models", "gpu": "gpus"}
@@ -58,6 +58,7 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
         if name == DEFAULT_POLICY:
             continue
         parser.later(partial(_add_policy_flags, name=name), (f"--{name}-", f"--no-{name}-"))
+    parser.later(_add_flags_of_plugins, ("-h", "--help"))
 
 
 def add_bound_flags(parser: Any) -> None:  # noqa: ANN401 - the command line's own parser
@@ -73,6 +74,15 @@ def _name_built_in(_: object, action: argparse.Action) -> None:
     """Names that ship, for the help alone: reading folders takes time."""
     found = sorted(path.stem for path in (Path(__file__).parent / "specs" / BUILT_IN[action.dest]).glob("*.json"))
     action.help = f"{action.help}; built in: {', '.join(found)}"
+
+
+def _add_flags_of_plugins(parser: argparse.ArgumentParser) -> None:
+    """Those of policies that other distributions bring, for the help and for flags that are not known otherwise."""
+    known = set(POLICIES)
+    read_systems()
+    for name in POLICIES:
+        if name not in known:
+            _add_policy_flags(parser, name)
 
 
 def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:

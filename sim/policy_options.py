@@ -14,7 +14,7 @@ import msgspec
 from sim.errors import UserError
 from sim.option_values import convert, flag, option_fields
 from sim.parts.catalogue import KINDS, known_part
-from sim.systems import DEFAULT_POLICY, POLICIES, policy_named
+from sim.systems import DEFAULT_POLICY, POLICIES, policy_named, read_systems
 from sim.systems.base import Policy
 
 
@@ -44,17 +44,24 @@ def options_of(kind: type[Policy]) -> list[PolicyOption]:
 
 def owned_option(full_name: str) -> PolicyOption | None:
     """The option that flags and files call `full_name`; None if no policy has it. Imports no other preset."""
-    found = [
+    found = _owners(full_name)
+    if not found:
+        read_systems()
+        found = _owners(full_name)
+    if len(found) > 1:
+        owners = " and ".join(option.policy for option in found)
+        raise UserError(f"{flag(full_name)}: an option of {owners} alike; rename one of them")
+    return found[0] if found else None
+
+
+def _owners(full_name: str) -> list[PolicyOption]:
+    return [
         option
         for name in POLICIES
         if full_name.startswith(name.replace("-", "_") + "_") or name == DEFAULT_POLICY
         for option in options_of(POLICIES[name])
         if option.full_name == full_name
     ]
-    if len(found) > 1:
-        owners = " and ".join(option.policy for option in found)
-        raise UserError(f"{flag(full_name)}: an option of {owners} alike; rename one of them")
-    return found[0] if found else None
 
 
 def has_option(name: str, option: PolicyOption) -> bool:

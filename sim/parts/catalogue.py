@@ -1,11 +1,16 @@
 """The parts that kvtwin knows, by kind and name: what `composition` and `--policy NAME:KIND=PART` speak of.
 
 A part's module is imported when somebody asks for the part. What is known of one beside its place is said by its class
-(`sim.parts.base`). Other packages add theirs with `register_part`.
+(`sim.parts.base`). Other packages add theirs with `register_part` or, installed, as entry points, which are
+read when somebody asks for a name that is not known or for all:
+
+    [project.entry-points."kvtwin.parts"]
+    "order.shortest-output" = "ranking:ShortestOutput"
 """
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -77,12 +82,27 @@ PLACES: dict[str, dict[str, str]] = {
 """Kind -> name -> "module:Class"."""
 
 KINDS = tuple(PLACES)
+ORIGINS: dict[str, str] = {}
+"""Place -> the entry point that named it, in words; for messages."""
 
 
 def class_at(place: str) -> Any:  # noqa: ANN401 - of whatever kind
-    """What "package.module:Class" names, imported now."""
+    """What "package.module:Class" names, imported now. UserError where an entry point named it and it is not there."""
     module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
+    try:
+        return getattr(import_module(module), attribute)
+    except Exception as error:
+        if place not in ORIGINS:
+            raise
+        raise UserError(f"{ORIGINS[place]}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def named_class(place: str, name: str) -> Any:  # noqa: ANN401 - of whatever kind
+    """The class of that place, whose `name` is to be that. UserError where an entry point says otherwise."""
+    found = class_at(place)
+    if place in ORIGINS and getattr(found, "name", None) != name:
+        raise UserError(f"{ORIGINS[place]}: the `name` of {place} is {getattr(found, 'name', None)!r}, not {name!r}")
+    return found
 
 
 SomePart = TypeVar("SomePart", bound="Part")
@@ -95,7 +115,10 @@ class Named(Mapping[str, type[SomePart]], Generic[SomePart]):
         self.kind, self._places = kind, PLACES[kind]
 
     def __getitem__(self, name: str) -> type[SomePart]:
-        return class_at(self._places[name])
+        if name not in self._places:
+            # A system that is installed may name a part that is.
+            read_parts()
+        return named_class(self._places[name], name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -128,9 +151,34 @@ def register_part(kind: str, name: str, place: str) -> None:
         raise UserError(f"{kind}={name} is {PLACES[kind][name]} already; give {place} another name")
 
 
+@cache
+def read_parts() -> None:
+    """Make the parts known that other distributions bring. UserError, with the distribution, where that cannot be."""
+    for name, place in installed("kvtwin.parts"):
+        kind, dot, part = name.partition(".")
+        if not dot:
+            raise UserError(f"{ORIGINS[place]}: a part is named KIND.NAME, the kind one of {', '.join(KINDS)}")
+        try:
+            register_part(kind, part, place)
+        except UserError as error:
+            raise UserError(f"{ORIGINS[place]}: {error}") from None
+
+
+def installed(group: str) -> Iterator[tuple[str, str]]:
+    """Name and place of each entry point of a group."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - takes longer to import than a short run
+
+    for entry in entry_points(group=group):
+        distribution = entry.dist.name if entry.dist else "a distribution"
+        ORIGINS[entry.value] = f"{distribution}: entry point {entry.name!r} of {group}"
+        yield entry.name, entry.value
+
+
 def known_part(kind: str, name: str) -> "type[Part]":
     """The class of the part of that kind and name; UserError with the nearest right one otherwise."""
     known = CATALOGUE[kind]
+    if name not in known:
+        read_parts()
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

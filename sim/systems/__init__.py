@@ -1,14 +1,19 @@
 """The systems kvtwin knows, by name. A system's module is imported when its name is asked for.
 
-Other packages add theirs with `register("name", "package.module:Class")`.
+Other packages add theirs with `register("name", "package.module:Class")` or, installed, as entry points, which are
+read when somebody asks for a name that is not known or for all:
+
+    [project.entry-points."kvtwin.systems"]
+    vllm-ltr = "ranking:LearningToRank"
 """
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from importlib import import_module
+from functools import cache
 from typing import TYPE_CHECKING
 
 from sim.errors import UserError
+from sim.parts.catalogue import ORIGINS, installed, named_class
 
 if TYPE_CHECKING:
     from sim.systems.base import Policy
@@ -46,8 +51,7 @@ class _Policies(Mapping[str, "type[Policy]"]):
     """Name -> preset, imported at first use."""
 
     def __getitem__(self, name: str) -> "type[Policy]":
-        module, _, attribute = _PLACES[name].partition(":")
-        return getattr(import_module(module), attribute)
+        return named_class(_PLACES[name], name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(_PLACES)
@@ -69,8 +73,20 @@ def register(name: str, place: str) -> None:
     _PLACES[name] = place
 
 
+@cache
+def read_systems() -> None:
+    """Make the presets known that other distributions bring. UserError, with the distribution, where that cannot be."""
+    for name, place in installed("kvtwin.systems"):
+        try:
+            register(name, place)
+        except UserError as error:
+            raise UserError(f"{ORIGINS[place]}: {error}") from None
+
+
 def policy_named(name: str) -> "type[Policy]":
     """The policy of that name; `UserError` with the nearest right one otherwise."""
+    if name not in _PLACES:
+        read_systems()
     if name not in _PLACES:
         near = get_close_matches(name, _PLACES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

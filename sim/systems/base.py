@@ -7,7 +7,8 @@ The contract of a preset:
 - `length_predictor` says what the engine may know of output lengths.
 - `parts` builds the parts, anew for every engine, from the options and its arguments alone.
 
-Any part can be replaced (`--policy layerkv:batching=sarathi`). Limits stay the preset's; the budget is the batching's.
+Parts can be replaced (`--policy layerkv:batching=sarathi`) as far as they go together. Limits stay the preset's; the
+budget is the batching's.
 """
 
 from abc import ABC, abstractmethod
