@@ -2,7 +2,7 @@
 
 python validation/distserve_measured.py FOLDER    # with runs.csv; says so and ends where it is not there
 
-`runs.csv` (run, issue_s, prompt_len, output_len, ttft_ms, tpot_ms, latency_ms) holds runs that the authors of DistServe
+`runs.csv` (run, issue_s, prompt_len, output_len, ttft_ms, tpot_ms, latency_ms) has runs that the authors of DistServe
 measured and published with their code (LLMServe/DistServe, Apache-2.0). Every run's requests are replayed at the times
 at which they were issued. Times of iterations are DistServe's own fits for that machine, from the same repository, and
 the factors that its authors put on them for serving; we fitted nothing to these runs. What the runs do not say is

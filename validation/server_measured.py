@@ -2,7 +2,7 @@
 
 python validation/server_measured.py FOLDER [--only vllm019|distserve]    # says what is not there, and goes on
 
-FOLDER holds `vllm019-rtx4090` (vLLM 0.19 with Llama-3.1-8B: trace.csv, measured.csv; CASYS Lab, MIT licence) and
+FOLDER has `vllm019-rtx4090` (vLLM 0.19 with Llama-3.1-8B: trace.csv, measured.csv; CASYS Lab, MIT licence) and
 `distserve-opt13b-a100` (an early vLLM with OPT-13B: runs.csv; LLMServe/DistServe, Apache-2.0). The first is fitted to
 the first half of its requests and predicts the second. The second is fitted to its run of 2 requests/s and predicts
 the others. Nothing is chosen by hand: engine settings are those that come with the files, the rest is the default.

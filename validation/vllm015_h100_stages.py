@@ -2,7 +2,7 @@
 
 python validation/vllm015_h100_stages.py FOLDER    # a checkout of inference-sim/training
 
-The folder holds what inference-perf reported of vLLM 0.15.1 with its defaults (prefix cache, async scheduling): the
+The folder has what inference-perf reported of vLLM 0.15.1 with its defaults (prefix cache, async scheduling): the
 distributions of each load stage, not single requests. So arrivals are drawn as its client draws them: exponential gaps,
 scaled to fill the stage. Its 10 x 10 prompts, ten to a system prompt, come in one shuffled order again and again, so
 that from the second round on a prompt is in the cache whole. Nothing is fitted to these runs. Stages in which requests

@@ -2,7 +2,7 @@
 
     python validation/vllm019_rtx4090.py FOLDER    # says so and ends where FOLDER is not there
 
-FOLDER holds what LLMServingSim (CASYS Lab, KAIST, MIT licence) published: `measured.csv` and `trace.csv`, 300 requests
+FOLDER has what LLMServingSim (CASYS Lab, KAIST, MIT licence) published: `measured.csv` and `trace.csv`, 300 requests
 of a real server, row by row; `dense.csv`, `attention.csv` and `per_sequence.csv`, times of vLLM's kernels on the same
 card. The trace is replayed with vLLM v1's rules, its prefix cache and the server's limits; prices come from the kernel
 tables, as they are (form `table`), through the shipped `rtx-4090-imported`, which is fitted to a ninth of their rows,

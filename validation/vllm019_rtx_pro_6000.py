@@ -2,7 +2,7 @@
 
     python validation/vllm019_rtx_pro_6000.py FOLDER    # a checkout of casys-kaist/LLMServingSim
 
-The folder (CASYS Lab, KAIST, MIT licence) holds 300 requests of each server, the tokens that were sent, and times of
+The folder (CASYS Lab, KAIST, MIT licence) has 300 requests of each server, the tokens that were sent, and times of
 vLLM's kernels on the same card. Prices are the shipped `rtx-pro-6000-imported`, fitted to those kernels of both models,
 and the tables themselves (form `table`). Nothing is fitted to the runs. The all-reduce of two cards is in no table: its
 rate and latency are those of LLMServingSim's own configuration. The rest is as in `vllm019_rtx4090.py`.

@@ -38,7 +38,7 @@ Times = tuple[float, ...]
 
 
 class Answer(SimpleNamespace):
-    """A request's or a sequence's fields, as vLLM's own classes hold them."""
+    """A request's or a sequence's fields, as vLLM's own classes have them."""
 
 
 class Worker:
