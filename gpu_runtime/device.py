@@ -18,9 +18,9 @@ from gpu_runtime.block_hashes import BlockHashes
 from gpu_runtime.computation import Computation
 from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.executed import Executed
+from gpu_runtime.kv.replay.state_placement import StateRestore
 from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.model.decode_graph import Capture
-from gpu_runtime.saved_states import StateRestore
 from gpu_runtime.token_ids import TokenIds
 from gpu_runtime.warm_up import run_copies, run_kernels
 from sim.engine.changes import Move

@@ -5,14 +5,15 @@ import torch
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine
-from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.replay.placement import Placement
+from gpu_runtime.kv.replay.state_placement import StatePlacement
+from gpu_runtime.kv.replay.turn_placement import TurnPlacement
+from gpu_runtime.kv.replay.uncached_placement import UncachedPlacement
 from gpu_runtime.layer_inputs import LayerInputs
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.saved_states import LiveStates, StatePlacement
-from gpu_runtime.turn_states import TurnPlacement, TurnStates
-from gpu_runtime.uncached_placement import UncachedPlacement
+from gpu_runtime.saved_states import LiveStates, TurnStates
 from gpu_runtime.uncached_tokens import UncachedTokens
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.scheduler import Scheduler

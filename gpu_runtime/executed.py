@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpu_runtime.kv.held import BlockCopy
+from gpu_runtime.kv.replay.held import BlockCopy
 from sim.engine.changes import Direction, Move, Projected, Rebuilt, Restore, Uncache
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence

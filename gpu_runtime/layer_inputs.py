@@ -14,9 +14,9 @@ from torch import Tensor
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyHandle
-from gpu_runtime.kv.held import BlockCopy
-from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.replay.held import BlockCopy
+from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.attention_batch import AttentionBatch

@@ -13,9 +13,9 @@ from torch import Tensor
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyHandle
-from gpu_runtime.kv.held import BlockCopy
-from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.replay.held import BlockCopy
+from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.kv.token_rows import token_places
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpu_runtime.kv.copy_engine import CopyHandle
-from gpu_runtime.kv.held import Held
-from gpu_runtime.kv.placement import Placement
-from gpu_runtime.kv.prefix_blocks import Span
+from gpu_runtime.kv.replay.held import Held
+from gpu_runtime.kv.replay.placement import Placement
+from gpu_runtime.kv.replay.prefix_blocks import Span
 from sim.engine.sequence import Sequence
 
 

@@ -5,8 +5,6 @@ block of states has a row for each of its tokens and of those layers (`kv.token_
 """
 
 from collections import abc
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
@@ -17,10 +15,9 @@ from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed
 from gpu_runtime.kv.copy_worker import CopyHandle
-from gpu_runtime.kv.held import BlockCopy
-from gpu_runtime.kv.placement import Placement
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.kv.prefix_blocks import Span
+from gpu_runtime.kv.replay.state_placement import SavingPlacement, StateRestore
+from gpu_runtime.kv.replay.turn_placement import TurnPlacement
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.attention_batch import AttentionBatch
@@ -28,8 +25,7 @@ from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.pass_members import BlockTables, Member
 from gpu_runtime.to_device import to_device
-from sim.engine.changes import Direction, Move, Restore, Save, Unsave
-from sim.engine.sequence import Sequence
+from sim.engine.changes import Restore
 from sim.errors import InvariantError
 from sim.kv.saved_states import SavedStates, TieredStates
 
@@ -40,77 +36,6 @@ AWAITED = CopyHandle()
 AWAITED.finish(None)
 WHOLE = (0,)
 """The one layer group."""
-
-
-@dataclass(frozen=True)
-class StateRestore(BlockCopy):
-    """KV of the GPU blocks `target` comes back from the states in `source`, each layer in its way.
-
-    The sequence's blocks `before` them have KV.
-    """
-
-    restore: Restore
-    before: tuple[int, ...] = ()
-
-
-class SavingPlacement(Placement):
-    """`Placement` with state blocks on the host."""
-
-    def states_of(self, spans: Iterable[Span]) -> dict[Sequence, abc.Sequence[int]]:
-        """State blocks, in order, of who is about to compute tokens [first, end), if these are saved."""
-        raise NotImplementedError
-
-
-class StatePlacement(SavingPlacement):
-    """`Placement` of whole blocks whose sequences' states, if saved, have host blocks beside those on the GPU.
-
-    Args:
-        gpu, host: ids of blocks of KV, and of states.
-    """
-
-    def __init__(self, gpu: BlockIds, host: BlockIds, block_tokens: int) -> None:
-        super().__init__(gpu, host, num_groups=1, block_tokens=block_tokens)
-        self.states: dict[Sequence, list[int]] = {}
-        """Host blocks of those whose states are saved."""
-
-    def _note_states(self, change: Save | Unsave) -> None:
-        seq = change.seq
-        if isinstance(change, Save):
-            self.states[seq] = self.host.allocate(len(self.held[seq].gpu[0]))
-        else:
-            self.host.free(self.states.pop(seq))
-
-    def _release(self, seq: Sequence) -> None:
-        super()._release(seq)
-        self.host.free(self.states.pop(seq, ()))
-
-    def _grown(self, seq: Sequence, blocks: int) -> None:
-        states = self.states.get(seq)
-        if states is not None and len(states) < blocks:
-            states += self.host.allocate(blocks - len(states))
-
-    def _move_at_once(self, move: Move) -> BlockCopy:
-        """Everything about it has been saved: its GPU blocks are free."""
-        seq, held = move.seq, self.held[move.seq]
-        if move.is_reported or move.direction is not Direction.D2H or seq not in self.states:
-            raise InvariantError(f"{seq}: {move} is not that of a sequence whose states are saved")
-        self.gpu.free(held.gpu.pop(0))
-        held.version += 1
-        return BlockCopy(seq, move.groups, move.direction, (), ())
-
-    def _restore(self, restore: Restore) -> BlockCopy:
-        seq, held = restore.seq, self.held[restore.seq]
-        states = self.states[seq]
-        held.gpu[0] = self.gpu.allocate(len(states))
-        held.version += 1
-        return StateRestore(seq, restore.kv_groups, Direction.H2D, tuple(states), tuple(held.gpu[0]), restore)
-
-    def states_of(self, spans: Iterable[Span]) -> dict[Sequence, abc.Sequence[int]]:
-        return {seq: self.states[seq] for seq, _, _ in spans if seq in self.states}
-
-    def _host_lists(self) -> Iterator[abc.Sequence[int]]:
-        yield from super()._host_lists()
-        yield from self.states.values()
 
 
 class LiveStates:
@@ -126,7 +51,7 @@ class LiveStates:
     def __init__(
         self,
         memory: SavedStates | TieredStates,
-        placement: "SavingPlacement",
+        placement: SavingPlacement,
         decoder: Decoder,
         pool: KVPool,
         engine: CopyEngine,
@@ -259,6 +184,19 @@ class LiveStates:
         found, offsets = self._at(to_device(slots, self.pool.device))
         cache = self.pool.raw[:, layer]
         cache[found, :, :, offsets] = values.unflatten(1, (2, cache.shape[2], cache.shape[4]))
+
+
+class TurnStates(LiveStates):
+    """`LiveStates` of ended turns: what fails ends nobody, and is computed."""
+
+    placement: TurnPlacement
+
+    def failed(self, copy: StateRestore, reason: str) -> None:
+        self.placement.prefixes.spoil(copy.seq, set(copy.target))
+
+    def await_saved(self, members: abc.Sequence[Member], handles: abc.Sequence[CopyHandle]) -> None:
+        if not self.copies.went_well(handles):
+            self.placement.lose(member.span for member in members)
 
 
 class SavingPass(LayerPass):

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, CopyHandle
-from gpu_runtime.kv.held import BlockCopy
 from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.replay.held import BlockCopy
 from sim.engine.changes import Direction
 from sim.engine.sequence import Sequence
 

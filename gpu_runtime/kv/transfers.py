@@ -4,8 +4,8 @@ from collections.abc import Sequence as Seq
 
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyHandle
-from gpu_runtime.kv.held import BlockCopy, Transfer
-from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.replay.held import BlockCopy, Transfer
+from gpu_runtime.kv.replay.placement import Placement
 from sim.engine.changes import Move
 from sim.engine.sequence import Sequence
 

@@ -13,9 +13,9 @@ from gpu_runtime.kv import copy_engine  # noqa: E402
 from gpu_runtime.kv.block_ids import BlockIds  # noqa: E402
 from gpu_runtime.kv.copies import KVCopies  # noqa: E402
 from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
-from gpu_runtime.kv.held import Held  # noqa: E402
-from gpu_runtime.kv.placement import Placement  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
+from gpu_runtime.kv.replay.held import Held  # noqa: E402
+from gpu_runtime.kv.replay.placement import Placement  # noqa: E402
 from gpu_runtime.layer_pass import LayerPass  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
 from gpu_runtime.pass_members import BlockTables  # noqa: E402

@@ -18,8 +18,8 @@ from gpu_runtime.device import TorchDevice
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine
-from gpu_runtime.kv.hosted_blocks import HostedBlocks
-from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.replay.hosted_blocks import HostedBlocks
+from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing import live, requests

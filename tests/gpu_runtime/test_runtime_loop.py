@@ -4,8 +4,8 @@ import pytest
 
 from gpu_runtime.instance import LiveInstance
 from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.held import Held
-from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.replay.held import Held
+from gpu_runtime.kv.replay.placement import Placement
 from kvtwin.testing import build_engine, limits, linear_machine, requests
 from kvtwin.testing.engines import CheckedEngine
 from kvtwin.testing.pretended import PretendedDevice

@@ -8,7 +8,7 @@ from runtime_mistakes import misled  # noqa: E402
 from runtime_variants import STREAM, policy_of  # noqa: E402
 
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks  # noqa: E402
-from gpu_runtime.kv.placement import Placement  # noqa: E402
+from gpu_runtime.kv.replay.placement import Placement  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
 from sim.engine.changes import Move, Place, Release, Restore, Save, Tier, Uncache  # noqa: E402

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runtime_variants import policy_of
 
 from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.replay.placement import Placement
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import limits, simulate
 from sim.engine.changes import Evict, Hit, Keep, Place, Release, Split

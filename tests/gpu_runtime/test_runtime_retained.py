@@ -14,8 +14,8 @@ from test_runtime_host_tier import ROWS, failing, spread, turns
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
-from gpu_runtime.kv.hosted_blocks import HostedBlocks
-from gpu_runtime.kv.placement import Placement
+from gpu_runtime.kv.replay.hosted_blocks import HostedBlocks
+from gpu_runtime.kv.replay.placement import Placement
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, alike, tight_limits
 from sim.engine.changes import Drop, Evict, Hit, Keep, Load, Move, Place, Release, Store, Tier
@@ -201,7 +201,7 @@ class Facts:
 def test_a_hit_stands_at_its_place_and_gaps_are_computed_around_it():
     facts = Facts()
     facts.replay(
-        Evict("chunk 0", 0), Hit(facts.b, 1, "chunk 1", 1), Hit(facts.b, 1, "chunk 3", 3), Place(facts.b, (0,), 5, 0)
+        Evict("chunk 0", 0), Hit(facts.b, 1, 1, "chunk 1"), Hit(facts.b, 3, 1, "chunk 3"), Place(facts.b, (0,), 5, 0)
     )
     placement = facts.placement
     held = placement.held[facts.b]
@@ -219,7 +219,7 @@ def test_a_hit_stands_at_its_place_and_gaps_are_computed_around_it():
 
 def test_what_is_spoilt_takes_all_behind_it():
     facts = Facts()
-    facts.replay(Hit(facts.b, 1, "chunk 1", 1), Hit(facts.b, 1, "chunk 2", 2), Place(facts.b, (0,), 5, 0))
+    facts.replay(Hit(facts.b, 1, 1, "chunk 1"), Hit(facts.b, 2, 1, "chunk 2"), Place(facts.b, (0,), 5, 0))
     facts.placement.prefixes.spoil(facts.b, {facts.own[2]})
     held = facts.placement.held[facts.b]
     assert (held.num_written, held.ahead) == (0, {1})

@@ -12,12 +12,10 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.copy_engine import CopyHandle
-from gpu_runtime.kv.held import BlockCopy
-from gpu_runtime.kv.hosted_blocks import HostedBlocks
-from gpu_runtime.kv.prefix_blocks import Span
-from gpu_runtime.pass_members import Member
-from gpu_runtime.saved_states import LiveStates, SavingPlacement, StateRestore
+from gpu_runtime.kv.replay.held import BlockCopy
+from gpu_runtime.kv.replay.hosted_blocks import HostedBlocks
+from gpu_runtime.kv.replay.prefix_blocks import Span
+from gpu_runtime.kv.replay.state_placement import SavingPlacement, StateRestore
 from sim.engine.changes import Direction, Load, Restore, Store
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -142,16 +140,3 @@ class TurnPlacement(SavingPlacement):
         for seq, first, end in spans:
             ids = self.held[seq].gpu[0][first // self.block_tokens : self.blocks_for(end)]
             self.states.lost.update(self.states.of[ids].tolist())
-
-
-class TurnStates(LiveStates):
-    """`LiveStates` of ended turns: what fails ends nobody, and is computed."""
-
-    placement: TurnPlacement
-
-    def failed(self, copy: StateRestore, reason: str) -> None:
-        self.placement.prefixes.spoil(copy.seq, set(copy.target))
-
-    def await_saved(self, members: Seq[Member], handles: Seq[CopyHandle]) -> None:
-        if not self.copies.went_well(handles):
-            self.placement.lose(member.span for member in members)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from gpu_runtime.kv.held import BlockCopy
+from gpu_runtime.kv.replay.held import BlockCopy
 from sim.engine.changes import Direction, Load, Store
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError

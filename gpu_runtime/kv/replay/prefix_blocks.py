@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.cached_blocks import CachedBlocks
-from gpu_runtime.kv.held import Held, Holders
-from gpu_runtime.kv.hosted_blocks import HostedBlocks
+from gpu_runtime.kv.replay.cached_blocks import CachedBlocks
+from gpu_runtime.kv.replay.held import Held, Holders
+from gpu_runtime.kv.replay.hosted_blocks import HostedBlocks
 from sim.engine.changes import Hit, Keep, Load
 from sim.engine.sequence import Sequence
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.cached_blocks import CachedBlocks
-from gpu_runtime.kv.held import BlockCopy, Held, Holders, Transfer
-from gpu_runtime.kv.hosted_blocks import Blocks, Filling, HostedBlocks
-from gpu_runtime.kv.prefix_blocks import PrefixBlocks
+from gpu_runtime.kv.replay.cached_blocks import CachedBlocks
+from gpu_runtime.kv.replay.held import BlockCopy, Held, Holders, Transfer
+from gpu_runtime.kv.replay.hosted_blocks import Blocks, Filling, HostedBlocks
+from gpu_runtime.kv.replay.prefix_blocks import PrefixBlocks
 from sim.engine.changes import (
     Direction,
     Drop,

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.hosted_blocks import Blocks
-from gpu_runtime.kv.placement import BlockCopy, Placement
+from gpu_runtime.kv.replay.held import BlockCopy
+from gpu_runtime.kv.replay.hosted_blocks import Blocks
+from gpu_runtime.kv.replay.placement import Placement
 from sim.engine.changes import Direction, Place, Rebuilt, Uncache
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
