@@ -10,12 +10,12 @@ import argparse
 import sys
 from time import perf_counter, process_time
 
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 from sim.topology import ROUTERS
-from sim.traffic import traffic
 
 
 def main() -> None:

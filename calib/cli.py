@@ -20,9 +20,9 @@ from calib.profile_files import (
 from sim.cost.profile import UNITS, Profile, default_profile, load_profile, product_name, shipped_profiles
 from sim.errors import UserError
 from sim.files import out_folder, write_atomically
-from sim.flags import add_flags
-from sim.folders import owning
-from sim.scenario import SHAPING, Outputs
+from sim.options.flags import add_flags
+from sim.options.scenario import SHAPING, Outputs
+from sim.run.folders import owning
 from sim.specs.hardware import HardwareSpec, built_in_hardware, gpu_called, load_hardware
 from sim.specs.quantization import PRODUCT_FORMATS
 

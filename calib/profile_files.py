@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sim.cost.profile import Profile, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.files import out_folder, write_atomically
-from sim.folders import owning
+from sim.run.folders import owning
 from sim.specs.hardware import HardwareSpec
 
 if TYPE_CHECKING:

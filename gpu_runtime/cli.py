@@ -11,10 +11,10 @@ from sim.cost.engine_profile import OURS, shipped_engines
 from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import folder_name
-from sim.flags import add_flags, read_options
-from sim.folders import clear, owning
-from sim.scenario import Outputs, Scenario
-from sim.scenario_file import read_scenario
+from sim.options.flags import add_flags, read_options
+from sim.options.scenario import Outputs, Scenario
+from sim.options.scenario_file import read_scenario
+from sim.run.folders import clear, owning
 from sim.specs.hardware import gpu_called, load_hardware
 from sim.systems.base import Policy
 from traces.request import Request
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from gpu_runtime.instance import Observer
     from gpu_runtime.live import LiveOptions
     from gpu_runtime.model.decoder import Decoder
-    from sim.prepare import Setup
     from sim.results.metrics import TableSink
     from sim.results.schema import Result
-    from sim.runs import Recording, Run
+    from sim.run.prepare import Setup
+    from sim.run.runs import Recording, Run
 
 OWN = ("device", "weights", "attention_backend", "runs", "max_drift")
 """Flags that are not a scenario's."""
@@ -85,7 +85,7 @@ def add_validate(parser: argparse.ArgumentParser) -> None:
 
 def run_live(arguments: argparse.Namespace) -> int:
     """`kvtwin live`."""
-    from sim.run_files import draw_result, print_result  # noqa: PLC0415 - numpy is slow to import
+    from sim.run.files import draw_result, print_result  # noqa: PLC0415 - numpy is slow to import
 
     options, _ = _own_options(arguments)
     scenario, policies, folder, outputs = read_options(arguments)
@@ -115,7 +115,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     options, own = _own_options(arguments)
     from gpu_runtime.twin.probe import Probe  # noqa: PLC0415
     from gpu_runtime.twin.validate import BrokenOff, Validator  # noqa: PLC0415
-    from sim.run_files import draw_result, print_result  # noqa: PLC0415
+    from sim.run.files import draw_result, print_result  # noqa: PLC0415
 
     runs, max_drift = own["runs"], own["max_drift"]
     if runs < 1:
@@ -155,7 +155,7 @@ def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder:
     """The scenario as this machine can hold it. UserError for what a run on it would refuse."""
     from gpu_runtime.live import check_lengths  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
-    from sim.prepare import prepare  # noqa: PLC0415
+    from sim.run.prepare import prepare  # noqa: PLC0415
 
     fitting = fit_to_machine(scenario, policy, options.device, decoder)
     check_lengths(prepare(fitting, policy.name, policy), decoder.config)
@@ -176,8 +176,8 @@ def execute_live(
 ) -> "tuple[Run, Result]":
     """One live run with its files; `watch` hears of every plan."""
     from gpu_runtime.live import perform  # noqa: PLC0415 - torch is slow to import
-    from sim.prepare import prepare  # noqa: PLC0415
-    from sim.run_files import record  # noqa: PLC0415
+    from sim.run.files import record  # noqa: PLC0415
+    from sim.run.prepare import prepare  # noqa: PLC0415
 
     def on_device(setup: "Setup", requests: Iterable[Request], table: "TableSink", keep: "Recording") -> "Run":
         return perform(setup, requests, table, keep, decoder, options)
@@ -187,7 +187,7 @@ def execute_live(
 
 def of_our_engine(scenario: Scenario) -> Scenario:
     """With the host time of the live runtime, whose engine this is; UserError where another was asked for."""
-    from sim.prepare import FORMS_WITH_ENGINE  # noqa: PLC0415 - numpy is slow to import
+    from sim.run.prepare import FORMS_WITH_ENGINE  # noqa: PLC0415 - numpy is slow to import
 
     if scenario.engine_profile in shipped_engines() and scenario.engine_profile != OURS:
         raise UserError(

@@ -28,13 +28,13 @@ from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.errors import UserError
-from sim.prepare import Setup
 from sim.results.metrics import TableSink
 from sim.results.parts import Machine
-from sim.runs import Recording, Run, build_engine
+from sim.run.prepare import Setup
+from sim.run.runs import Recording, Run, build_engine
+from sim.run.traffic import arrivals_of, traffic
 from sim.specs.json_file import built_in_names
 from sim.specs.models import BUILT_IN, load_model
-from sim.traffic import arrivals_of, traffic
 from traces.errors import TraceError
 from traces.request import Request
 

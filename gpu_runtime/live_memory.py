@@ -22,10 +22,10 @@ from sim.engine.limits import Limits
 from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.kv.saved_states import TieredStates
+from sim.options.scenario import Scenario
 from sim.parts.catalogue import MEMORIES
-from sim.prepare import GIB, prepare
-from sim.runs import Recording, build_engine
-from sim.scenario import Scenario
+from sim.run.prepare import GIB, prepare
+from sim.run.runs import Recording, build_engine
 from sim.systems.base import Policy
 from sim.systems.builder import options_among
 

@@ -21,20 +21,20 @@ import pandas as pd
 from kvtwin.studies import MapResult, SweepResult, TuneResult, regime_map, sweep, tune
 from sim.cost.changed_profile import profile_named
 from sim.errors import UserError
-from sim.option_values import option_fields
-from sim.policy_options import options_of, parse_policy
-from sim.prepare import prepare, with_one_swap_space
+from sim.options.policies import options_of, parse_policy
+from sim.options.scenario import Scenario, build_scenario
+from sim.options.values import option_fields
 from sim.results.comparison_sentences import sentences
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
 from sim.results.schema import Result
-from sim.runs import EngineParts, Recording
-from sim.scenario import Scenario, build_scenario
-from sim.simulate import build_run, execute
+from sim.run.prepare import prepare, with_one_swap_space
+from sim.run.runs import EngineParts, Recording
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import requests_of
 from sim.systems import DEFAULT_POLICY
 from sim.systems.base import Policy
-from sim.traffic import requests_of
 from traces.errors import TraceError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from sim.errors import UserError
-from sim.interrupts import INTERRUPTED, exit_status, sigterm_interrupts
+from sim.run.interrupts import INTERRUPTED, exit_status, sigterm_interrupts
 from sim.version import VERSION
 from traces.errors import TraceError
 

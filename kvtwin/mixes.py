@@ -7,8 +7,8 @@ from kvtwin.testing.engines import limits, linear_machine
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Role
 from sim.errors import UserError
+from sim.options.policies import parse_policy
 from sim.parts.catalogue import CATALOGUE
-from sim.policy_options import parse_policy
 from sim.systems.base import Asked
 from sim.systems.builder import HAND_OVER
 

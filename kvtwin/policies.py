@@ -6,9 +6,9 @@ from textwrap import wrap
 from typing import Any
 
 from sim.errors import UserError
-from sim.option_values import flag
+from sim.options.policies import options_of
+from sim.options.values import flag
 from sim.parts.catalogue import read_parts
-from sim.policy_options import options_of
 from sim.systems import POLICIES, policy_named, read_systems
 
 WIDTH = 110

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from sim.errors import UserError
-from sim.folders import owning
-from sim.scenario_file import read_toml
+from sim.options.scenario_file import read_toml
+from sim.run.folders import owning
 from sim.study.axes import Study, read_study
 from sim.study.backends import Backend
 from sim.study.sweep import Means, run_study

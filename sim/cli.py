@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import UserError
 from sim.files import folder_name
-from sim.flags import add_bound_flags, add_flags, asked_values, read_options
-from sim.folders import clear, owning
-from sim.interrupts import INTERRUPTED
-from sim.scenario_file import write_asked
+from sim.options.flags import add_bound_flags, add_flags, asked_values, read_options
+from sim.options.scenario_file import write_asked
+from sim.run.folders import clear, owning
+from sim.run.interrupts import INTERRUPTED
 from sim.systems import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def explain_command(arguments: argparse.Namespace) -> int:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """`kvtwin run`."""
-    from sim.run_files import draw_result, print_result, simulate  # noqa: PLC0415 - numpy is slow to import
+    from sim.run.files import draw_result, print_result, simulate  # noqa: PLC0415 - numpy is slow to import
 
     scenario, policies, folder, outputs = read_options(arguments, DEFAULT_POLICY)
     if len(policies) != 1:
@@ -95,10 +95,10 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def compare_command(arguments: argparse.Namespace) -> int:
     """`kvtwin compare`."""
-    from sim.prepare import prepare, with_one_swap_space  # noqa: PLC0415 - as for `run`
     from sim.results.comparison import print_comparison, write_comparison  # noqa: PLC0415
-    from sim.run_files import exit_status, record, simulator  # noqa: PLC0415
-    from sim.traffic import requests_of  # noqa: PLC0415
+    from sim.run.files import exit_status, record, simulator  # noqa: PLC0415
+    from sim.run.prepare import prepare, with_one_swap_space  # noqa: PLC0415 - as for `run`
+    from sim.run.traffic import requests_of  # noqa: PLC0415
 
     scenario, policies, folder, outputs = read_options(arguments)
     drawing = None

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 import sim.systems
+from sim.options.policies import parse_policy
 from sim.parts.catalogue import PLACES
-from sim.policy_options import parse_policy
 from sim.results.result import read_result
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtwin.command_line import COMMANDS, build_parser
-from sim.flags import read_options
+from sim.options.flags import read_options
 from sim.systems import DEFAULT_POLICY
 
 ROOT = Path(__file__).parent.parent

@@ -12,12 +12,12 @@ from sim.engine.scheduler import Parts
 from sim.engine.sequence import Sequence
 from sim.kv.layer_blocks import LayerBlocks
 from sim.kv.paged import PagedMemory
+from sim.options.policies import parse_policy
 from sim.parts.batching.prefill_first import PrefillFirst
 from sim.parts.catalogue import CATALOGUE
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.eviction.swap import Swap
 from sim.parts.order.fcfs import Fcfs
-from sim.policy_options import parse_policy
 from sim.systems import POLICIES
 from sim.systems.layerkv.preset import LayerKV
 from sim.systems.layerkv.promote import Promote

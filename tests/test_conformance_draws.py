@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import conformance, conversations
 from sim.engine.limits import Limits
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from traces.hash_ids import hashes_fit, output_hashes_fit
 from traces.request import Request
 

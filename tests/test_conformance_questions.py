@@ -13,11 +13,11 @@ from sim.engine.scheduler import Parts
 from sim.engine.sequence import Sequence
 from sim.kv.memory import Memory
 from sim.kv.paged import PagedMemory
+from sim.options.policies import parse_policy
 from sim.parts.admission.watermark import Watermark
 from sim.parts.base import Admission, Eviction, Order, Part, Stage
 from sim.parts.batching.base import Batching
 from sim.parts.order.fcfs import Fcfs
-from sim.policy_options import parse_policy
 from sim.systems import POLICIES
 from sim.systems.vllm055 import VllmRecompute
 

@@ -12,8 +12,8 @@ from kvtwin import main
 from kvtwin.mixes import single_replacements, table
 from kvtwin.testing import limits, requests, simulate
 from sim.errors import UserError
+from sim.options.policies import parse_policy
 from sim.parts import catalogue
-from sim.policy_options import parse_policy
 from sim.systems import POLICIES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "mixes.md").read_text(encoding="utf-8")

@@ -27,13 +27,13 @@ from rich.progress import track
 from sim.bounds.goodput import goodput_bound
 from sim.cost.forms import build_cost
 from sim.files import write_atomically
-from sim.policy_options import parse_policy
-from sim.prepare import Setup, prepare
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
 from sim.results.metrics import Goodput
 from sim.results.result import Result, assemble
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
-from sim.traffic import traffic
+from sim.run.prepare import Setup, prepare
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 
 SLOS_MS = ((3000, 200), (1000, 50))
 """TTFT and TPOT. Under the second, chat runs on the profiles' own links."""

@@ -20,10 +20,10 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
 from sim.cost.forms import LinearCost
-from sim.policy_options import parse_policy
-from sim.prepare import Setup, prepare
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import Setup, prepare
+from sim.run.simulate import build_run, execute
 from traces.request import Request
 
 FITS_MS = {

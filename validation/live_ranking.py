@@ -32,13 +32,13 @@ from gpu_runtime.twin.probe import machine_slowness
 from kvtwin import main as kvtwin
 from sim.engine.plan import IterationPlan
 from sim.files import write_atomically
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
 from sim.results.result import assemble
-from sim.runs import Recording
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
-from sim.traffic import traffic
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 
 CONFIG = {
     "model_type": "llama",

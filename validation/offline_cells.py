@@ -36,17 +36,17 @@ from sim.bounds.work import Floats, least_work, priced
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.parts.catalogue import PLACES, register_part
-from sim.prepare import Setup
 from sim.results.metrics import Goodput
 from sim.results.result import assemble
-from sim.simulate import build_run, execute
+from sim.run.prepare import Setup
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 from sim.systems.adaptive.options import AdaptiveOptions
 from sim.systems.adaptive.park import Park
 from sim.systems.adaptive.preset import Adaptive
 from sim.systems.adaptive.prospects import Judged, Prospects
 from sim.systems.adaptive.triage import HOPELESS, KEPT, Outlook, Triage
 from sim.systems.builder import Builder
-from sim.traffic import traffic
 from traces.request import Request
 
 SHARES_OF_TIME = (0.75, 0.85, 0.95)

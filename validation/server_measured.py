@@ -17,10 +17,10 @@ from time import perf_counter
 
 from calib.server.constants import constants_of, with_constants
 from calib.server.fit import ServerFit, errors_text, fit_server
-from sim.policy_options import parse_policy
-from sim.prepare import Setup, prepare
-from sim.scenario import Scenario
-from sim.served import mean_errors, measured_times, simulated_times
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import Setup, prepare
+from sim.run.served import mean_errors, measured_times, simulated_times
 from traces.readers import open_trace
 from traces.request import Request
 from traces.served import ServedRun, read_served

@@ -20,10 +20,10 @@ from statistics import fmean, median
 
 from errors import summary
 
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
 from traces.request import Request
 
 POLICY = "vllm-v1:async-scheduling={}"

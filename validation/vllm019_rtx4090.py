@@ -25,12 +25,12 @@ from calib.fit import fit_profile
 from calib.importers.llmservingsim import import_samples, import_tables, is_whole
 from sim.cost.kernels import KernelTables
 from sim.cost.profile import Profile, load_profile
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 from sim.specs.hardware import load_hardware
-from sim.traffic import traffic
 
 GPU, MODEL = "rtx-4090", "llama-3.1-8b"
 POLICY, SERIAL = "vllm-v1:async-scheduling=true", "vllm-v1:async-scheduling=false"

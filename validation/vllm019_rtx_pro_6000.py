@@ -19,7 +19,7 @@ from vllm019_rtx4090 import compare, read_measured, with_tables
 
 from calib.importers.llmservingsim import import_tables
 from sim.cost.profile import load_profile
-from sim.scenario import Scenario
+from sim.options.scenario import Scenario
 
 SERVERS = {"Llama-3.1-8B": ("llama-3.1-8b", "meta-llama", 1), "Qwen3-32B": ("qwen3-32b", "Qwen", 2)}
 """By their folders: our model, whose tables, GPUs."""

@@ -17,10 +17,10 @@ from distserve_measured import FITS_MS, Measured, read, row
 
 from sim.cost.forms import build_cost
 from sim.cost.profile import default_profile
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from errors import summary
 
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute_all
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute_all
 from traces.request import Request
 
 PROMPTS_PER_CLIENT = 10

@@ -13,7 +13,7 @@ from calib.profile_files import add_target, base_profile, fit_samples, profile_n
 from sim.cost.kernels import KernelTables
 from sim.errors import UserError
 from sim.files import out_folder
-from sim.folders import owning
+from sim.run.folders import owning
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 

@@ -23,7 +23,7 @@ from calib.measure.timing import Rule
 from calib.samples import OPS, Sample, write_samples
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
-from sim.prepare import DTYPE_BYTES
+from sim.run.prepare import DTYPE_BYTES
 from sim.specs.json_file import find_file
 from sim.specs.model_spec import ModelSpec
 from sim.specs.models import BUILT_IN, built_in_models, load_model

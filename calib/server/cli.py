@@ -8,11 +8,11 @@ from calib.server.fit import ServerFit, fit_server
 from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import write_atomically
-from sim.flags import read_options
-from sim.folders import owning
-from sim.option_values import flag
-from sim.prepare import prepare
-from sim.served import read_run
+from sim.options.flags import read_options
+from sim.options.values import flag
+from sim.run.folders import owning
+from sim.run.prepare import prepare
+from sim.run.served import read_run
 from sim.specs.hardware import load_hardware
 from sim.systems import DEFAULT_POLICY
 

@@ -9,7 +9,7 @@ from calib.robust import Estimate, Parameter
 from sim.cost.forms import build_cost
 from sim.cost.profile import MAY_BE_ZERO, UNITS, Constant, product_name
 from sim.errors import UserError
-from sim.prepare import Setup
+from sim.run.prepare import Setup
 from sim.specs.quantization import PRODUCT_FORMATS
 
 FITTED = {

@@ -25,8 +25,8 @@ from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
 from sim.cost.profile import Constant, Profile
 from sim.errors import UserError
-from sim.prepare import Setup
-from sim.served import mean_errors, measured_times, simulated_times
+from sim.run.prepare import Setup
+from sim.run.served import mean_errors, measured_times, simulated_times
 from traces.served import ServedRun
 
 FitWith = Callable[[Setup, ServedRun, int, Mapping[str, Parameter]], Fit]

@@ -22,8 +22,8 @@ from sim.clock.arrivals import TIE_S, Arrivals
 from sim.cost.model import CostModel
 from sim.engine.plan import IterationPlan, StepTimes, make_times
 from sim.engine.sequence import Sequence
-from sim.prepare import Setup
-from sim.runs import Recording, build_engine
+from sim.run.prepare import Setup
+from sim.run.runs import Recording, build_engine
 from traces.served import ServedRun
 
 DISAGREEMENT = 0.2

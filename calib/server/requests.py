@@ -11,8 +11,8 @@ from scipy.special import stdtrit
 from calib.robust import Array, Estimate, Fit, Parameter
 from calib.samples import MADS
 from calib.server.constants import HOST, with_constants
-from sim.prepare import Setup
-from sim.served import Times, measured_times, simulated_times
+from sim.run.prepare import Setup
+from sim.run.served import Times, measured_times, simulated_times
 from traces.served import ServedRun
 
 LOSS_SCALE = 2.0

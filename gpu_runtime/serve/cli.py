@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_runtime.cli import add_device_flags, check_installed, decoder_for, name_gpu
 from sim.errors import UserError
-from sim.flags import add_flags, read_options
-from sim.folders import owning
-from sim.option_values import flag
-from sim.scenario import READING, SHAPING
-from sim.scenario_file import read_scenario
+from sim.options.flags import add_flags, read_options
+from sim.options.scenario import READING, SHAPING
+from sim.options.scenario_file import read_scenario
+from sim.options.values import flag
+from sim.run.folders import owning
 
 if TYPE_CHECKING:
-    from sim.prepare import Setup
-    from sim.runs import Run
+    from sim.run.prepare import Setup
+    from sim.run.runs import Run
 
 API_KEY = "KVTWIN_API_KEY"
 HTTP = "http"
@@ -72,8 +72,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from gpu_runtime.serve.run import bind, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
     from gpu_runtime.serve.server import ServerOptions  # noqa: PLC0415
     from gpu_runtime.serve.text import load_codec  # noqa: PLC0415
-    from sim.prepare import prepare  # noqa: PLC0415
-    from sim.run_files import draw_result, print_result, record  # noqa: PLC0415
+    from sim.run.files import draw_result, print_result, record  # noqa: PLC0415
+    from sim.run.prepare import prepare  # noqa: PLC0415
 
     api_key = arguments.api_key or os.environ.get(API_KEY) or None
     if arguments.max_queue < 1:

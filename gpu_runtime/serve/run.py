@@ -18,9 +18,9 @@ from gpu_runtime.serve.metrics import Metrics
 from gpu_runtime.serve.server import Server, ServerOptions
 from gpu_runtime.serve.text import Codec
 from sim.errors import UserError
-from sim.prepare import Setup
 from sim.results.metrics import TableSink
-from sim.runs import Recording, Run, build_engine
+from sim.run.prepare import Setup
+from sim.run.runs import Recording, Run, build_engine
 from sim.specs.json_file import read_json_object
 
 EOS_FILES = ("config.json", "generation_config.json")

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from sim.files import folder_name, write_atomically
-from sim.flags import read_options
-from sim.folders import clear, owning
-from sim.prepare import prepare
+from sim.options.flags import read_options
 from sim.results.metrics import summary
 from sim.results.report import METRICS
 from sim.results.schema import Result
-from sim.run_files import draw_result, print_result, record, simulator
-from sim.served import Times, measured_times, read_run, times_in
+from sim.run.files import draw_result, print_result, record, simulator
+from sim.run.folders import clear, owning
+from sim.run.prepare import prepare
+from sim.run.served import Times, measured_times, read_run, times_in
 from sim.systems import DEFAULT_POLICY
 from traces.served import ServedRun
 

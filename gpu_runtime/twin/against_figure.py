@@ -16,7 +16,7 @@ from sim.results.figures.style import (
     wants_log,
 )
 from sim.results.metrics import LATENCIES
-from sim.served import Array, Times
+from sim.run.served import Array, Times
 from traces.served import ServedRun
 
 SIMULATED, MEASURED = COLOURS[0], COLOURS[1]

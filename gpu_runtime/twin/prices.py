@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from sim.cost.pricing import Lanes, Pricer
 from sim.engine.plan import IterationPlan
-from sim.prepare import Setup
+from sim.run.prepare import Setup
 
 PriceOf = Callable[[IterationPlan], float | None]
 

@@ -9,12 +9,12 @@ from math import inf
 
 from gpu_runtime.live import LiveOptions, perform
 from gpu_runtime.model.decoder import Decoder
-from sim.prepare import prepare
-from sim.runs import Recording
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute_all
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
+from sim.run.simulate import build_run, execute_all
+from sim.run.traffic import traffic
 from sim.systems.vllm055 import VllmRecompute
-from sim.traffic import traffic
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64, 33
 

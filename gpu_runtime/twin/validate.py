@@ -13,14 +13,14 @@ from gpu_runtime.twin.iterations import Iteration, IterationLog, compare, in_wor
 from gpu_runtime.twin.prices import PriceOf, plan_prices
 from gpu_runtime.twin.probe import Probe
 from sim.files import folder_name, write_atomically
-from sim.prepare import prepare
+from sim.options.scenario import Outputs, Scenario
 from sim.results.figures import FigureRun
 from sim.results.figures.style import save_figure
 from sim.results.schema import Result
 from sim.results.timeline import TIMELINE_FILE, merge_timelines
-from sim.run_files import simulate
-from sim.runs import Run
-from sim.scenario import Outputs, Scenario
+from sim.run.files import simulate
+from sim.run.prepare import prepare
+from sim.run.runs import Run
 from sim.systems.base import Policy
 
 ATTEMPTS = 5

@@ -6,14 +6,14 @@ from itertools import islice
 from sim.bounds.goodput import GoodputBound, goodput_bound
 from sim.bounds.lifted import LIFTED
 from sim.errors import UserError
-from sim.prepare import Setup
+from sim.options.scenario import Scenario
 from sim.results.metrics import Goodput
 from sim.results.report import metric_values
 from sim.results.result import assemble
 from sim.results.schema import Bounds, Result
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute_all
-from sim.traffic import traffic
+from sim.run.prepare import Setup
+from sim.run.simulate import build_run, execute_all
+from sim.run.traffic import traffic
 
 BY_DEFAULT = 20_000
 """Requests below which the bound is found without being asked for."""

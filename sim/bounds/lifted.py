@@ -10,7 +10,7 @@ from math import inf
 import msgspec
 
 from sim.cost.forms import build_cost
-from sim.prepare import Setup
+from sim.run.prepare import Setup
 from sim.systems.base import Policy
 
 ENDLESS_BLOCKS = 1 << 40

@@ -15,8 +15,8 @@ from sim.engine.engine import Engine
 from sim.engine.sequence import Sequence
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.parts.stage.mixed import Mixed
-from sim.prepare import Setup
-from sim.runs import EngineParts
+from sim.run.prepare import Setup
+from sim.run.runs import EngineParts
 from sim.systems.base import Policy
 from sim.systems.builder import MEMPOOL, STORED, options_among
 from sim.systems.mooncake.options import ConductorOptions

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType, field, structs
 
 from sim.engine.limits import TierName
-from sim.scenario import Scenario
+from sim.options.scenario import Scenario
 
 Option = bool | int | float | str | None
 

@@ -16,8 +16,7 @@ from sim.cost.pricing import Lanes
 from sim.engine.limits import Counters, Limits, TierCounters, TierName
 from sim.errors import UserError
 from sim.files import write_atomically
-from sim.policy_options import options_of
-from sim.prepare import Setup
+from sim.options.policies import options_of
 from sim.results.metrics import PERCENTILES, EndedRequest, RequestLog, gap_statistics
 from sim.results.parts import (
     Counts,
@@ -34,7 +33,8 @@ from sim.results.parts import (
 from sim.results.schema import Result
 from sim.results.series import Series
 from sim.results.time_use import latency_parts
-from sim.runs import Run
+from sim.run.prepare import Setup
+from sim.run.runs import Run
 from sim.specs.json_file import convert, read_json_object
 from sim.version import VERSION
 

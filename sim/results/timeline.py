@@ -13,7 +13,7 @@ from sim.errors import UserError
 from sim.files import write_atomically
 from sim.results.journal import Journal, Step
 from sim.results.time_use import LIMIT_NAMES
-from sim.runs import EngineParts, Run
+from sim.run.runs import EngineParts, Run
 
 TIMELINE_FILE = "timeline.json.gz"
 TraceEvent = dict[str, object]

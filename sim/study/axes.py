@@ -27,10 +27,10 @@ import numpy as np
 from msgspec import Struct
 
 from sim.errors import UserError
-from sim.option_values import base_type, convert, option_fields
-from sim.policy_options import has_option, owned_option
-from sim.scenario import PREEMPTION_MODE, Outputs, Scenario
-from sim.scenario_file import option_named, scenario_values
+from sim.options.policies import has_option, owned_option
+from sim.options.scenario import PREEMPTION_MODE, Outputs, Scenario
+from sim.options.scenario_file import option_named, scenario_values
+from sim.options.values import base_type, convert, option_fields
 
 Value = bool | int | float | str | tuple[str, ...] | None
 PROFILE = "profile_"

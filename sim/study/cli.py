@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import UserError
 from sim.files import out_folder
-from sim.flags import add_flags
-from sim.folders import owning
-from sim.interrupts import INTERRUPTED
-from sim.option_values import convert, flag
-from sim.policy_options import owned_option
-from sim.scenario import ALIASES, Outputs
-from sim.scenario_file import option_named, read_toml, scenario_keys
+from sim.options.flags import add_flags
+from sim.options.policies import owned_option
+from sim.options.scenario import ALIASES, Outputs
+from sim.options.scenario_file import option_named, read_toml, scenario_keys
+from sim.options.values import convert, flag
+from sim.run.folders import owning
+from sim.run.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from sim.study.sweep import Means, Told
@@ -124,7 +124,7 @@ def progress(label: str, quiet: bool) -> "Iterator[Callable[[int], Told] | None]
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    from sim.progress import runs_bar  # noqa: PLC0415 - rich is slow to import
+    from sim.run.progress import runs_bar  # noqa: PLC0415 - rich is slow to import
 
     with runs_bar(label) as begin:
         yield begin

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from sim.files import make_folder
+from sim.options.scenario import Scenario
 from sim.results.figures.style import (
     COLOURS,
     FAINT,
@@ -26,7 +27,6 @@ from sim.results.figures.style import (
     show_nothing,
 )
 from sim.results.report import METRICS
-from sim.scenario import Scenario
 from sim.study.axes import Study
 from sim.study.sweep import told_where
 from sim.study.tables import Frame

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from sim.errors import UserError
-from sim.prepare import Setup
+from sim.run.prepare import Setup
 from sim.specs.kv_format import kv_dtype
 from sim.study.points import setup_of
 

@@ -16,17 +16,17 @@ from msgspec import Struct
 
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.errors import InvariantError, UserError
-from sim.option_values import flag
-from sim.policy_options import PREEMPTION_MODES, parse_policy, with_preemption_mode
-from sim.prepare import Setup, prepare
+from sim.options.policies import PREEMPTION_MODES, parse_policy, with_preemption_mode
+from sim.options.scenario import PREEMPTION_MODE, build_scenario
+from sim.options.values import flag
 from sim.results.result import PER_REQUEST, assemble, result_data
-from sim.runs import Run
-from sim.scenario import PREEMPTION_MODE, build_scenario
-from sim.simulate import build_run, execute
+from sim.run.prepare import Setup, prepare
+from sim.run.runs import Run
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import requests_of
 from sim.study.shared_trace import SharedTrace
 from sim.systems import DEFAULT_POLICY
 from sim.systems.base import Policy
-from sim.traffic import requests_of
 from traces.errors import TraceError
 
 PACKAGES = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from sim.errors import UserError
-from sim.option_values import convert
+from sim.options.values import convert
 from sim.results.schema import Result
 from sim.study.points import Outcome
 from sim.study.sweep import Means, Store, Told, perform_missing, place_of

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from sim.errors import UserError
-from sim.scenario_file import scenario_values
+from sim.options.scenario_file import scenario_values
 
 SETUPS = Path(__file__).parent / "setups"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.scenario import Scenario
-from sim.traffic import ReadTrace, open_trace
+from sim.options.scenario import Scenario
+from sim.run.traffic import ReadTrace, open_trace
 from traces.request import Request
 
 BLOCK = 4096

@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
-from sim.prepare import Setup
-from sim.scenario import READING
+from sim.options.scenario import READING
+from sim.run.prepare import Setup
 from sim.study.axes import Study, Value, options_at
 from sim.study.backends import Backend, outcomes
 from sim.study.points import Outcome, Task, code_hash, file_hash, key_of, setup_of

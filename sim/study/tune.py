@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 from msgspec import Struct
 
 from sim.errors import UserError
-from sim.option_values import convert
-from sim.scenario import GOES_WITH, Scenario
+from sim.options.scenario import GOES_WITH, Scenario
+from sim.options.values import convert
 from sim.study.axes import Study, Value, options_at, read_study
 from sim.study.limits import Change, binding, changes
 from sim.study.points import policy_of, setup_of

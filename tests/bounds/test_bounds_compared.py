@@ -10,10 +10,10 @@ from kvtwin import main
 from sim.bounds.compared import best_bound, bounds_of
 from sim.bounds.lifted import LIFTED, with_infinite_memory
 from sim.errors import UserError
-from sim.policy_options import parse_policy
-from sim.prepare import Setup, prepare
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
 from sim.results.schema import Comparison
-from sim.scenario import Scenario
+from sim.run.prepare import Setup, prepare
 
 CROWD = {
     "workload": "sharegpt", "num_prompts": 60, "request_rate": 20.0, "num_gpu_blocks_override": 200,

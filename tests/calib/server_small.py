@@ -7,12 +7,12 @@ from math import exp
 from random import Random
 
 from calib.server.constants import with_constants
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.runs import Recording
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
-from sim.traffic import traffic
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 
 HIDDEN = {"step_overhead_s": 0.0031, "hbm_bytes_per_s": 1.32e12, "flops_per_s": 2.05e14}
 """All three far from the profile that a fit starts from."""

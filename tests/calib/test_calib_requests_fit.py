@@ -9,7 +9,7 @@ import pytest
 from calib.robust import Parameter
 from calib.server import requests as fitting
 from calib.server.constants import HOST
-from sim.served import Times
+from sim.run.served import Times
 
 COUNT, KNOWN = 200, 160
 HIDDEN = {"prompt_s": 2e-4, "decode_s": 0.02, HOST: 0.004}

@@ -20,10 +20,10 @@ from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
 from sim.cost.profile import read_profile
 from sim.errors import UserError
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.scenario import Scenario
-from sim.served import mean_errors, measured_times, simulated_times
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.served import mean_errors, measured_times, simulated_times
 from traces.readers import open_trace
 from traces.request import Request
 from traces.served import ServedRun, read_served

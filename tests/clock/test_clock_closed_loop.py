@@ -12,7 +12,7 @@ from kvtwin.testing import build_engine, limits, linear_machine, requests, simul
 from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
 from kvtwin.testing.pretended import PretendedDevice
 from sim.clock.closed_loop import ClosedLoop
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.vllm055 import VllmRecompute
 from traces.errors import TraceError
 from traces.request import Request

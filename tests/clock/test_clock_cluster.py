@@ -13,7 +13,7 @@ from kvtwin.testing.clusters import ClusterOutcome, simulate_replicas
 from kvtwin.testing.conformance import TOLERANCE_S, hosts_of, limits_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems import POLICIES as PRESET_NAMES
 from sim.systems.builder import HAND_OVER
 from sim.systems.vllm055 import VllmRecompute

@@ -10,7 +10,7 @@ from kvtwin.testing import limits, linear_machine
 from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
 from kvtwin.testing.conformance import TOLERANCE_S, Workload
 from kvtwin.testing.conversations import conversations
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.memserve.preset import MemServe
 from sim.topology.routers import PromptTrees
 from traces.generators import generate

@@ -12,7 +12,7 @@ from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.clusters import simulate_pools
 from sim.clock.closed_loop import ClosedLoop
 from sim.errors import UserError
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.splitwise import Splitwise
 from sim.topology.mixed_pool import MixedPools
 from traces.request import Request

@@ -13,7 +13,7 @@ from kvtwin.testing.clusters import simulate_pools
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
 from sim.kv.stored import StoredMemory
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.mooncake.preset import Mooncake
 from sim.topology.conductor import Conductor, Estimates, Rules
 from sim.topology.routers import REJECT

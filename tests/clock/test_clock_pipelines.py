@@ -17,7 +17,7 @@ from sim.cost.forms import LinearCost
 from sim.cost.lanes import Lane
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Status
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.distserve import DistServe
 from sim.systems.vllm055 import VllmRecompute
 from sim.topology.routers import LeastLoaded, RoundRobin

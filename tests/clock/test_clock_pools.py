@@ -14,8 +14,8 @@ from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
 from sim.errors import UserError
+from sim.options.policies import parse_policy
 from sim.parts.stage.pull import Pull
-from sim.policy_options import parse_policy
 from sim.systems.distserve import DistServe
 from sim.systems.splitwise import Splitwise
 

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
+from sim.options.policies import parse_policy
 from sim.parts.catalogue import MEMORIES
-from sim.policy_options import parse_policy
 from sim.systems import POLICIES
 from sim.systems.base import Policy
 

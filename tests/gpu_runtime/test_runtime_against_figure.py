@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 from gpu_runtime.twin.against_figure import draw_against
 from kvtwin.testing import requests
-from sim.served import Times
+from sim.run.served import Times
 from traces.served import ServedRun
 
 

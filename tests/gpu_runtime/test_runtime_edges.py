@@ -23,9 +23,9 @@ from sim.engine.changes import Direction, Move, Restore, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.prepare import prepare
-from sim.runs import Recording
-from sim.scenario import Scenario
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
 from traces.request import Request
 
 

@@ -27,7 +27,7 @@ from gpu_runtime.model.kernels import Kernels
 from kvtwin import main
 from kvtwin.testing.live import small_decoder
 from sim.errors import UserError
-from sim.scenario import Scenario
+from sim.options.scenario import Scenario
 from sim.systems import POLICIES
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing.engines import limits, requests
 from kvtwin.testing.live import BLOCK_SIZE, ROWS, serve, tight_limits
 from sim.errors import UserError
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 
 E4M3, E5M2 = FLOAT8
 # Half a step between neighbours, relative: three and two bits of mantissa.

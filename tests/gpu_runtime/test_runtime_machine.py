@@ -22,8 +22,8 @@ from gpu_runtime.model.weights import RandomWeights
 from kvtwin.testing import build_engine, linear_machine
 from kvtwin.testing.live import SMALL, build_device, small_decoder, tight_limits
 from sim.errors import InvariantError, UserError
-from sim.prepare import GIB, prepare
-from sim.scenario import Scenario
+from sim.options.scenario import Scenario
+from sim.run.prepare import GIB, prepare
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 

@@ -16,11 +16,11 @@ from gpu_runtime.live import LiveOptions, perform  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
 from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.errors import UserError  # noqa: E402
-from sim.prepare import prepare  # noqa: E402
-from sim.runs import Recording  # noqa: E402
-from sim.scenario import Scenario  # noqa: E402
+from sim.options.scenario import Scenario  # noqa: E402
+from sim.run.prepare import prepare  # noqa: E402
+from sim.run.runs import Recording  # noqa: E402
+from sim.run.traffic import traffic  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
-from sim.traffic import traffic  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
 
 SCENARIO = Scenario(

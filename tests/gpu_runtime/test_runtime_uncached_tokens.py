@@ -22,7 +22,7 @@ from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, CheckedDevice, small_decoder, tight_limits  # noqa: E402
 from sim.engine.changes import Rebuilt, Uncache  # noqa: E402
 from sim.errors import InvariantError, UserError  # noqa: E402
-from sim.scenario import Scenario  # noqa: E402
+from sim.options.scenario import Scenario  # noqa: E402
 from sim.systems.ellm.batch_and_ratio import BatchAndRatio  # noqa: E402
 from sim.systems.ellm.equations import CONFIGURATIONS  # noqa: E402
 from sim.systems.ellm.solver import Batch  # noqa: E402

@@ -28,9 +28,9 @@ from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noq
 from kvtwin.testing.live import small_decoder  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.files import folder_name  # noqa: E402
-from sim.prepare import GIB, prepare  # noqa: E402
-from sim.run_files import simulate  # noqa: E402
-from sim.scenario import Scenario  # noqa: E402
+from sim.options.scenario import Scenario  # noqa: E402
+from sim.run.files import simulate  # noqa: E402
+from sim.run.prepare import GIB, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from traces.request import Request  # noqa: E402
 from traces.writers import write_trace  # noqa: E402

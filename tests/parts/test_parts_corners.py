@@ -16,7 +16,7 @@ from sim.kv.retained import RetentionMemory
 from sim.kv.tiered import TieredMemory
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Lru
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 
 NAMES = [name for name in pinned_engines.names() if " " not in name]
 

@@ -12,8 +12,8 @@ from kvtwin.testing.conformance import Workload, limits_of
 from sim.engine.batch import DecodeBatch
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.options.policies import parse_policy
 from sim.parts.base import Part
-from sim.policy_options import parse_policy
 from sim.systems.base import Policy
 from traces.request import Request
 

@@ -18,7 +18,7 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.hybrid import HybridMemory
 from sim.kv.index.block_cache import BlockCache, chained
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 

@@ -19,7 +19,7 @@ from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.jobs import Job, Offloaded
 from sim.kv.tiers.replacement import Access
 from sim.kv.tiers.worth import Worth
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.specs.models import load_model
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request

@@ -6,7 +6,7 @@ import pytest
 
 from kvtwin.testing import limits, linear_machine
 from kvtwin.testing.engines import build_engine
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from traces.request import Request
 
 SYSTEMS = {

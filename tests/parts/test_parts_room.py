@@ -8,7 +8,7 @@ from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.engines import build_engine
 from sim.engine.limits import WindowLimits
 from sim.engine.sequence import Sequence
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from traces.request import Request
 
 RING = WindowLimits(20, num_full=1, num_window=2, blocks=2)

@@ -13,7 +13,7 @@ from kvtwin.testing.conformance import Workload, check, with_prefix
 from kvtwin.testing.engines import limits, simulate
 from sim.engine.limits import Limits, StateLimits
 from sim.kv.states import StateMemory
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 

@@ -18,10 +18,10 @@ from sim.engine.plan import IterationPlan, Origin, StepTimes, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.engine.windowed_batch import WindowedBatch
 from sim.errors import UserError
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
-from sim.scenario import build_scenario
-from sim.simulate import build_run
+from sim.options.policies import parse_policy
+from sim.options.scenario import build_scenario
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run
 from sim.specs.kv_format import KVLayers
 from sim.specs.models import read_hf_config
 from traces.request import Request
@@ -360,7 +360,7 @@ def test_what_cannot_be_is_refused(tmp_path) -> None:
     shared = setup(model=str(tmp_path), max_model_len=512, num_gpu_blocks_override=10)
     assert shared.limits.block_bytes == 16 * 2 * 2 * 64 * 2
     layered = setup("layerkv", model=str(tmp_path), max_model_len=512, num_gpu_blocks_override=10)
-    from sim.runs import Recording, build_engine  # noqa: PLC0415
+    from sim.run.runs import Recording, build_engine  # noqa: PLC0415
 
     with pytest.raises(UserError, match=r"memory=layers keeps each layer's KV apart.*use memory=paged"):
         build_engine(layered, None, Recording())

@@ -17,8 +17,8 @@ from kvtwin.testing.conformance import limits_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.clock.instance import Observer
 from sim.engine.limits import Limits
-from sim.policy_options import parse_policy
-from sim.prepare import PIPELINED_BATCHINGS
+from sim.options.policies import parse_policy
+from sim.run.prepare import PIPELINED_BATCHINGS
 from sim.systems.base import Policy
 from sim.topology import ROUTERS
 from traces.request import Request

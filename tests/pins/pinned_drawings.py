@@ -21,7 +21,7 @@ from gpu_runtime.twin.figure import draw_twin
 from gpu_runtime.twin.iterations import KINDS, Decision, Iteration, Pair
 from kvtwin.testing import requests
 from sim.cost.profile import read_profile
-from sim.served import Times
+from sim.run.served import Times
 from sim.study.figures import draw
 from sim.study.reproduce import Found
 from sim.study.reproduce_figure import figure_of

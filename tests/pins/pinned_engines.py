@@ -29,7 +29,7 @@ from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.specs.hardware import load_hardware
 from sim.specs.kv_format import KVLayers
 from sim.specs.models import load_model

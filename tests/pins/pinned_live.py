@@ -30,7 +30,7 @@ from kvtwin.testing.pretended import PretendedDevice
 from sim.clock.arrivals import Arrivals
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.errors import UserError
-from sim.scenario import Scenario
+from sim.options.scenario import Scenario
 
 # -- plans carried out -------------------------------------------------------------------------------------------------
 

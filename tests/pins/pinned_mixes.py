@@ -11,8 +11,8 @@ from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import build_engine
 from sim.engine.limits import Role
 from sim.errors import UserError
+from sim.options.policies import parse_policy
 from sim.parts.catalogue import CATALOGUE
-from sim.policy_options import parse_policy
 from sim.systems import POLICIES
 
 ALSO = "vllm-v1:kv-offloading-size=1", "layerkv:order=mlfq", "vllm-recompute:batching=unified"

@@ -13,10 +13,10 @@ from typing import get_args
 from pinned import Answers, Table, rounded
 
 from sim.errors import UserError
-from sim.option_values import base_type, option_fields
-from sim.policy_options import options_of, parse_policy, with_preemption_mode
-from sim.prepare import Setup, prepare, with_one_swap_space
-from sim.scenario import Scenario, build_scenario
+from sim.options.policies import options_of, parse_policy, with_preemption_mode
+from sim.options.scenario import Scenario, build_scenario
+from sim.options.values import base_type, option_fields
+from sim.run.prepare import Setup, prepare, with_one_swap_space
 from sim.specs import hardware
 from sim.specs.json_file import built_in_names
 from sim.specs.models import built_in_models

@@ -22,7 +22,7 @@ from sim.cost.profile import Profile, read_profile
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 from msgspec import UNSET, structs
 
-from sim.option_values import flag
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.options.values import flag
 from sim.results.metrics import names
 from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
-from sim.runs import Recording, Run
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
-from sim.traffic import traffic
+from sim.run.prepare import prepare
+from sim.run.runs import Recording, Run
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 
 
 def flags(**options: object) -> list[str]:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from kvtwin import main
 from sim.errors import InvariantError
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
 from sim.results.result import assemble
-from sim.runs import Recording
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
+from sim.run.simulate import build_run, execute
 from sim.study.axes import read_study
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import kvtwin
-from sim import run_files
 from sim.files import folder_name
-from sim.prepare import prepare
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.options.scenario import Scenario
+from sim.run import files as run_files
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
 from sim.systems.vllm055 import VllmRecompute
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -157,7 +157,7 @@ sys.exit(main(["run", "--workload", "fixed", "--num-prompts", "1", "--out", {out
 """
 
 
-@pytest.mark.parametrize("name", ["argparse", "sim.cli", "sim.scenario", "simpy"])
+@pytest.mark.parametrize("name", ["argparse", "sim.cli", "sim.options.scenario", "simpy"])
 def test_an_interrupt_while_modules_load_is_told_in_one_line(tmp_path, name):
     code = INTERRUPTING.format(name=name, out=str(tmp_path))
     command = [sys.executable, "-c", code]
@@ -170,7 +170,7 @@ def test_an_interrupt_while_modules_load_is_told_in_one_line(tmp_path, name):
 
 SIGNALLED = """
 import signal, sys
-import kvtwin, sim.traffic
+import kvtwin, sim.run.traffic
 from traces.request import Request
 number, ignored, *words = sys.argv[1:]
 def requests_of(setup):
@@ -178,7 +178,7 @@ def requests_of(setup):
         if i == 12:
             signal.raise_signal(int(number))
         yield Request(i, i * 10.0, 20, 3)
-sim.traffic.requests_of = requests_of
+sim.run.traffic.requests_of = requests_of
 # A shell in the background hands an ignored SIGINT down; else the process must have the usual handler.
 signal.signal(signal.SIGINT, signal.SIG_IGN if ignored == "ignored" else signal.default_int_handler)
 sys.exit(kvtwin.main(words))
@@ -283,7 +283,7 @@ def test_an_interrupted_comparison_stops_there(tmp_path, monkeypatch, usual_inte
                 signal.raise_signal(signal.SIGINT)
             yield Request(i, i * 10.0, 20, 3)
 
-    monkeypatch.setattr("sim.traffic.requests_of", interrupting)
+    monkeypatch.setattr("sim.run.traffic.requests_of", interrupting)
     words = ["--policy", "vllm-recompute", "--policy", "vllm-swap", "--out", str(tmp_path), "--quiet"]
     assert kvtwin.main(["compare", "--no-figures", *SMALL, *words]) == 130
     assert (tmp_path / "vllm-recompute" / "result.json").exists()
@@ -300,7 +300,7 @@ def test_an_interrupt_beside_the_bounds_leaves_the_comparison(tmp_path, monkeypa
             execute(run).interrupted = True
             return run
 
-        monkeypatch.setattr("sim.simulate.execute", half)
+        monkeypatch.setattr("sim.run.simulate.execute", half)
     else:
         monkeypatch.setattr("sim.bounds.compared.bounds_of", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     words = ["--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet", "--no-figures", "--bounds"]

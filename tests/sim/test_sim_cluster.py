@@ -10,13 +10,13 @@ import pytest
 import kvtwin
 from sim.clock.assembly import ROUTERS
 from sim.files import CsvTable
-from sim.prepare import prepare
+from sim.options.scenario import Scenario
 from sim.results import result as result_module
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 from sim.systems.distserve import DistServe
-from sim.traffic import traffic
 
 WORKLOAD = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "20", "--seed", "3", "--gpu", "l20"]
 
@@ -24,8 +24,8 @@ WORKLOAD = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "
 @pytest.fixture(autouse=True)
 def plain_tables(monkeypatch):
     """CSV, whether pyarrow is installed or not."""
-    monkeypatch.setattr("sim.run_files.ParquetTable", CsvTable)
-    monkeypatch.setattr("sim.run_files.TABLE_FILES", ("requests.csv", "requests.csv"))
+    monkeypatch.setattr("sim.run.files.ParquetTable", CsvTable)
+    monkeypatch.setattr("sim.run.files.TABLE_FILES", ("requests.csv", "requests.csv"))
 
 
 def run(out, *words, policy="vllm-recompute", command="run"):

@@ -26,15 +26,15 @@ from sim.engine.changes import Direction, Move, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
-from sim.prepare import prepare
+from sim.options.scenario import Scenario
 from sim.results.result import assemble
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 from sim.systems.layerkv.preset import LayerKV
-from sim.traffic import traffic
 
 
 def cost_of(kind: type[RooflineCost], model: str = "llama-2-7b", gpu: str = "l20", tp: int = 1) -> RooflineCost:

@@ -9,7 +9,7 @@ from sim.engine.plan import StepTimes
 from sim.engine.sequence import Status
 from sim.errors import InvariantError
 from sim.kv.block_pool import BlockPool
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 
 
 def started(*rows):

@@ -8,9 +8,9 @@ import pytest
 from small_results import finished
 
 import kvtwin
+from sim.options.scenario import Scenario
 from sim.results.timeline import ITERATIONS, merge_timelines, read_timeline, step_name, timeline_events, why
-from sim.runs import Recording
-from sim.scenario import Scenario
+from sim.run.runs import Recording
 from sim.systems import POLICIES
 from sim.systems.builder import HAND_OVER
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import kvtwin
-from sim import folders
 from sim.errors import UserError
 from sim.files import write_atomically
-from sim.folders import LOCK_FILE, clear, owning
+from sim.run import folders
+from sim.run.folders import LOCK_FILE, clear, owning
 
 SMALL = ["--workload", "fixed", "--num-prompts", "5", "--input-len", "20", "--output-len", "3", "--gpu", "l20"]
 TABLES = ("requests.csv", "requests.parquet")
@@ -40,7 +40,7 @@ def num_open():
     return len(names(Path("/dev/fd")))
 
 
-HOLD = "import sys, time; from pathlib import Path; from sim.folders import owning\n"
+HOLD = "import sys, time; from pathlib import Path; from sim.run.folders import owning\n"
 HOLD += "with owning(Path(sys.argv[1])): print(flush=True); time.sleep(600)"
 
 
@@ -233,8 +233,8 @@ def test_where_nothing_can_be_locked_a_warning_is_told(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("pyarrow", [True, False])
 def test_a_full_disk_is_told_with_the_folder_and_leaves_no_part(tmp_path, pyarrow):
     """A limit of file sizes stands for the disk: the same error reaches the same calls."""
-    code = "import sys, kvtwin, sim.run_files, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    code += "" if pyarrow else "sim.run_files.find_spec = lambda name: None\n"
+    code = "import sys, kvtwin, sim.run.files, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code += "" if pyarrow else "sim.run.files.find_spec = lambda name: None\n"
     code += "sys.exit(kvtwin.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *small("run", tmp_path, "--num-prompts", "20000")]
 

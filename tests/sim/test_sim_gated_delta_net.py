@@ -12,9 +12,9 @@ from sim.engine.limits import StateLimits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.policy_options import parse_policy
-from sim.prepare import Setup, prepare
-from sim.scenario import Scenario
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import Setup, prepare
 from sim.specs.hardware import load_hardware
 from sim.specs.memory import state_block_size
 from sim.specs.model_spec import ModelSpec

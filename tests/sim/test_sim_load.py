@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from small_results import finished, scenario, small_result
 
+from sim.options.scenario import Scenario
 from sim.results.comparison import comparison_lines
 from sim.results.load import offered, overload
 from sim.results.report import metric_values, run_lines
 from sim.results.result import assemble
-from sim.scenario import Scenario
 
 
 def result_of(arrival_s, queue_s, e2el_s, **changes):

@@ -147,7 +147,7 @@ def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeyp
     for name, limit in (("arrays", 3), ("parquet", 2), ("csv", 2)):
         monkeypatch.setattr("sim.results.metrics.ARRAY_LIMIT", limit)
         if name == "csv":
-            monkeypatch.setattr("sim.run_files.find_spec", lambda name: None)
+            monkeypatch.setattr("sim.run.files.find_spec", lambda name: None)
         assert kvtwin.main(["run", *words, "--out", str(tmp_path / name)]) == 0
     whole, *tables = (read_run(tmp_path / name) for name in ("arrays", "parquet", "csv"))
     for short in tables:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtwin import main
-from sim.traffic import note_shared_prefixes
+from sim.run.traffic import note_shared_prefixes
 from traces.request import Request
 
 # Four prompts of 64 tokens, arriving far apart. The second begins like the first for two blocks of 16; the third is the

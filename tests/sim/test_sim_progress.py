@@ -6,7 +6,7 @@ import pytest
 from rich.progress import Progress
 
 from kvtwin.testing import requests
-from sim import progress
+from sim.run import progress
 
 
 @pytest.mark.parametrize(("after_s", "is_shown"), [(-1.0, True), (1e9, False)])

@@ -302,8 +302,8 @@ def test_the_series_has_its_columns_and_time_goes_forward(crowd):
 
 def test_a_series_that_is_thinned_spans_the_run_without_holes(tmp_path, monkeypatch):
     def rows_of(limit):
-        monkeypatch.setattr("sim.runs.LEAST_SAMPLES", 1)
-        monkeypatch.setattr("sim.runs.SAMPLE_LIMIT", limit)
+        monkeypatch.setattr("sim.run.runs.LEAST_SAMPLES", 1)
+        monkeypatch.setattr("sim.run.runs.SAMPLE_LIMIT", limit)
         simulate(tmp_path, crowded(), *CROWDED, "--step")
         return (tmp_path / "out" / "series.csv").read_text().splitlines()[1:]
 

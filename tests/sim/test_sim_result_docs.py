@@ -12,8 +12,8 @@ from small_results import CROWDED, finished
 
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble
 from sim.results.timeline import TIMELINE_FILE, write_timeline
-from sim.run_files import TABLE_FILES
-from sim.runs import Recording
+from sim.run.files import TABLE_FILES
+from sim.run.runs import Recording
 
 ROOT = Path(__file__).parents[2]
 FILES = [RESULT_FILE, *TABLE_FILES, SERIES_FILE, TIMELINE_FILE, "figures/"]

@@ -12,12 +12,12 @@ import pytest
 import kvtwin
 from sim import systems
 from sim.errors import UserError
-from sim.option_values import base_type, convert, flag, option_fields
+from sim.options.policies import all_policy_options, options_of, owned_option, parse_policy
+from sim.options.scenario import Outputs, Scenario, build_scenario
+from sim.options.scenario_file import read_scenario
+from sim.options.values import base_type, convert, flag, option_fields
 from sim.parts.options import option
-from sim.policy_options import all_policy_options, options_of, owned_option, parse_policy
-from sim.prepare import prepare
-from sim.scenario import Outputs, Scenario, build_scenario
-from sim.scenario_file import read_scenario
+from sim.run.prepare import prepare
 from sim.specs.models import load_model
 from sim.systems import POLICIES, policy_named
 from sim.systems.vllm055 import VllmRecompute

@@ -8,16 +8,16 @@ import pytest
 from msgspec import UNSET, structs
 from small_results import CROWDED, finished
 
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
 from sim.results.result import assemble
 from sim.results.time_use import LIMITS
-from sim.runs import Recording
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 from sim.systems import POLICIES
 from sim.systems.builder import HAND_OVER
-from sim.traffic import traffic
 
 SERIES = Recording(series=True)
 POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == HAND_OVER}

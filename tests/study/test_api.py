@@ -17,7 +17,7 @@ import kvtwin.api
 from kvtwin import command_line
 from sim.cost.profile import load_profile
 from sim.errors import UserError
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.specs.hardware import load_hardware
 from sim.systems.layerkv.preset import LayerKV
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.scenario import Scenario
+from sim.options.scenario import Scenario
 from sim.study.shared_trace import SharedTrace
 from traces.readers import open_trace
 from traces.request import Request

@@ -10,18 +10,18 @@ from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, run
 from kvtwin.testing.engines import roofline_machine
 from sim.errors import UserError
-from sim.policy_options import parse_policy
-from sim.prepare import prepare
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
 from sim.results.metrics import Goodput
-from sim.scenario import Scenario
-from sim.simulate import build_run, execute
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 from sim.specs.models import load_model
 from sim.systems.adaptive.park import Park
 from sim.systems.adaptive.preset import Adaptive
 from sim.systems.adaptive.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
 from sim.systems.adaptive.triage import KEPT
 from sim.systems.vllm_v1 import VllmV1
-from sim.traffic import traffic
 from traces.request import Request
 
 SLO = Goodput(ttft_s=3.0, tpot_s=0.2)

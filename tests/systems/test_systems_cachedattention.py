@@ -7,7 +7,7 @@ import pytest
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.engines import Outcome
 from sim.errors import UserError
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.cachedattention import CachedAttention
 from sim.systems.vllm055 import VllmRecompute
 from traces.generators import generate

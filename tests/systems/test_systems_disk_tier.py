@@ -12,7 +12,7 @@ from kvtwin.testing.conformance import check_one
 from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
 from sim.kv.tiered_options import GIB
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.cachedattention import CachedAttention
 
 BLOCK_US = 5000.0

@@ -16,7 +16,7 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.token_wise import TokenWiseMemory
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.specs.models import load_model
 from sim.systems.ellm.batch_and_ratio import BatchAndRatio
 from sim.systems.ellm.equations import CONFIGURATIONS, Configuration

@@ -18,7 +18,7 @@ from sim.engine.limits import WindowLimits
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.fastserve.mlfq import Mlfq
 from sim.systems.fastserve.preset import FastServe
 from sim.systems.fastserve.proactive_swap import ProactiveSwap

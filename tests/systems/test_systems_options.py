@@ -5,7 +5,7 @@ import re
 import pytest
 
 from sim.errors import UserError
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems import POLICIES, policy_named, register
 from sim.systems.base import Asked
 

@@ -15,7 +15,7 @@ from sim.cost.host import Host
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.index.retained_chunks import ChunkStore
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.pensieve import Pensieve
 from traces.generators import generate
 from traces.request import Request

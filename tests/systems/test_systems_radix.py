@@ -14,8 +14,8 @@ from sim.engine.itl import GapCollector
 from sim.errors import UserError
 from sim.kv.memory import Memory
 from sim.kv.radix import RadixMemory
+from sim.options.policies import parse_policy
 from sim.parts.batching.base import TOO_LONG
-from sim.policy_options import parse_policy
 from sim.systems.radix.cache_aware import CacheAware
 from sim.systems.radix.preset import Radix
 from traces.request import Request

@@ -14,7 +14,7 @@ from sim.cost.model import LayerTimes, LayerWork
 from sim.cost.restoring import LayerSplit, StateBytes, best_split, restore_times, state_share
 from sim.engine.changes import D2H, H2D, Save, Unsave
 from sim.errors import UserError
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.specs.models import load_model
 from sim.systems.kvpr.partial_recompute import BlockSeconds
 from traces.request import Request

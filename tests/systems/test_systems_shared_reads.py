@@ -9,7 +9,7 @@ from kvtwin.testing.engines import DECODE
 from sim.engine.itl import GapCollector
 from sim.errors import UserError
 from sim.kv.shared_reads import SharedReads
-from sim.policy_options import parse_policy
+from sim.options.policies import parse_policy
 from sim.systems.batchllm.preset import BatchLLM
 from sim.systems.chunkattention import ChunkAttention
 from sim.systems.vllm055 import VllmRecompute

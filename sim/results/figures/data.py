@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sim.results.schema import Result
 
 if TYPE_CHECKING:
-    from sim.runs import Run
+    from sim.run.runs import Run
 
 Floats = NDArray[np.float64]
 

@@ -11,12 +11,12 @@ from msgspec import UNSET
 
 from sim.errors import UserError
 from sim.files import folder_name, read_text
+from sim.options.scenario_file import ASKED_FILE
 from sim.results.comparison_sentences import bound_sentences, sentences
 from sim.results.figures.data import FigureRun, Floats, together
 from sim.results.report import overload_sentences
 from sim.results.result import PER_REQUEST, RESULT_FILE, SERIES_FILE, read_result
 from sim.results.schema import Bounds, Comparison
-from sim.scenario_file import ASKED_FILE
 from sim.specs.json_file import convert, read_json_object
 
 COMPARISON_FILE = "comparison.json"

@@ -13,12 +13,12 @@ from sim.engine.limits import Deployment
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
-from sim.prepare import Setup
 from sim.results.journal import Journal
 from sim.results.metrics import Goodput, RequestLog, TableSink
 from sim.results.parts import Machine
 from sim.results.schema import Backend
 from sim.results.series import SAMPLE_LIMIT, Series
+from sim.run.prepare import Setup
 
 LEAST_SAMPLES = 500
 """Rows of its time series that an engine keeps at least, however many there are."""

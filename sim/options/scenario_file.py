@@ -9,9 +9,9 @@ from typing import Any
 
 from sim.errors import UserError
 from sim.files import read_text, write_atomically
-from sim.option_values import convert, flag, option_fields
-from sim.policy_options import all_policy_options, owned_option
-from sim.scenario import ALIASES, PREEMPTION_MODE, Outputs, Scenario
+from sim.options.policies import all_policy_options, owned_option
+from sim.options.scenario import ALIASES, PREEMPTION_MODE, Outputs, Scenario
+from sim.options.values import convert, flag, option_fields
 
 ASKED_FILE = "scenario.toml"
 """What was asked for, to run it again."""

@@ -6,11 +6,11 @@ from math import inf
 import simpy
 
 from sim.clock.instance import Instance
-from sim.interrupts import interrupts_call
-from sim.prepare import Setup
 from sim.results.metrics import TableSink
-from sim.runs import Recording, Run, build_engines
-from sim.traffic import arrivals_of
+from sim.run.interrupts import interrupts_call
+from sim.run.prepare import Setup
+from sim.run.runs import Recording, Run, build_engines
+from sim.run.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
 

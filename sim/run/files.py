@@ -7,18 +7,18 @@ from pathlib import Path
 
 from sim.clock.instance import Observer
 from sim.files import CsvTable, InOrder, ParquetTable
-from sim.folders import clear, owning
-from sim.interrupts import INTERRUPTED
-from sim.prepare import Setup, prepare
+from sim.options.scenario import Outputs, Scenario
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
 from sim.results.result import assemble, write_result, write_series
 from sim.results.schema import Result
 from sim.results.timeline import write_timeline
-from sim.runs import Recording, Run
-from sim.scenario import Outputs, Scenario
-from sim.simulate import build_run, execute
+from sim.run.folders import clear, owning
+from sim.run.interrupts import INTERRUPTED
+from sim.run.prepare import Setup, prepare
+from sim.run.runs import Recording, Run
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import requests_of
 from sim.systems.base import Policy
-from sim.traffic import requests_of
 from traces.request import Request
 
 TABLE_FILES = ("requests.csv", "requests.parquet")
@@ -125,6 +125,6 @@ def exit_status(run: Run) -> int:
 
 def _with_progress(requests: Iterable[Request], label: str, scenario: Scenario) -> Iterator[Request]:
     """A progress bar that counts requests as they are read; it shows once a run has taken a while."""
-    from sim.progress import track  # noqa: PLC0415 - rich is slow to import
+    from sim.run.progress import track  # noqa: PLC0415 - rich is slow to import
 
     return track(requests, label, scenario.num_prompts)

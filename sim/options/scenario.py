@@ -1,6 +1,6 @@
 """`Scenario`: everything that makes a run, as the CLI, a TOML file or a caller states it. Each field is a flag.
 
-Flags are spelled as vLLM spells them where vLLM has one. `sim.policy_options` has the policies' own.
+Flags are spelled as vLLM spells them where vLLM has one. `sim.options.policies` has the policies' own.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Literal, TypeVar
 
 from sim.errors import UserError
-from sim.option_values import convert, flag, option_fields
+from sim.options.values import convert, flag, option_fields
 from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_help, takers
 
 Options = TypeVar("Options")

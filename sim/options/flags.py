@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from sim.errors import UserError
 from sim.files import out_folder
-from sim.option_values import base_type, flag, option_fields
-from sim.policy_options import (
+from sim.options.policies import (
     PREEMPTION_MODES,
     has_option,
     options_of,
@@ -17,8 +16,9 @@ from sim.policy_options import (
     parse_policy,
     with_preemption_mode,
 )
-from sim.scenario import PREEMPTION_MODE, Outputs, Scenario, build_options, build_scenario
-from sim.scenario_file import read_scenario
+from sim.options.scenario import PREEMPTION_MODE, Outputs, Scenario, build_options, build_scenario
+from sim.options.scenario_file import read_scenario
+from sim.options.values import base_type, flag, option_fields
 from sim.systems import DEFAULT_POLICY, POLICIES, read_systems
 from sim.systems.base import Policy
 
@@ -72,7 +72,7 @@ def add_bound_flags(parser: Any) -> None:  # noqa: ANN401 - the command line's o
 
 def _name_built_in(_: object, action: argparse.Action) -> None:
     """Names that ship, for the help alone: reading folders takes time."""
-    found = sorted(path.stem for path in (Path(__file__).parent / "specs" / BUILT_IN[action.dest]).glob("*.json"))
+    found = sorted(path.stem for path in (Path(__file__).parents[1] / "specs" / BUILT_IN[action.dest]).glob("*.json"))
     action.help = f"{action.help}; built in: {', '.join(found)}"
 
 

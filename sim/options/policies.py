@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sim.errors import UserError
-from sim.option_values import convert, flag, option_fields
+from sim.options.values import convert, flag, option_fields
 from sim.parts.catalogue import KINDS, known_part
 from sim.systems import DEFAULT_POLICY, POLICIES, policy_named, read_systems
 from sim.systems.base import Policy

@@ -10,9 +10,9 @@ from sim.cost.model import CostModel
 from sim.cost.profile import Profile, product_name
 from sim.engine.limits import Limits, Role, StateLimits, WindowLimits
 from sim.errors import UserError
+from sim.options.scenario import Scenario
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.metrics import Goodput
-from sim.scenario import Scenario
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
 from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state_block_size

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import UserError
-from sim.option_values import flag
-from sim.prepare import Setup
+from sim.options.scenario import SHAPING, Scenario
+from sim.options.values import flag
 from sim.results.metrics import RequestLog
-from sim.scenario import SHAPING, Scenario
-from sim.simulate import build_run, execute_all
-from sim.traffic import traffic
+from sim.run.prepare import Setup
+from sim.run.simulate import build_run, execute_all
+from sim.run.traffic import traffic
 from traces.served import ServedRun, read_served
 
 Array = NDArray[np.float64]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from sim.clock.arrivals import Arrivals
-from sim.prepare import Setup
-from sim.scenario import READING, Scenario
+from sim.options.scenario import READING, Scenario
+from sim.run.prepare import Setup
 from sim.systems.builder import STORED
 from traces import readers, transforms
 from traces.request import Request
