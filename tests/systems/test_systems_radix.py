@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kvtwin.testing import limits, linear_machine, simulate
+from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps
 from sim.engine.itl import GapCollector
 from sim.errors import UserError
@@ -330,7 +330,7 @@ def test_a_cache_brings_nothing_where_nothing_is_shared():
 
 def test_parts_that_do_not_go_together_say_so():
     machine = linear_machine()
-    for text, word in (("vllm-v1:order=lpm", "memory=radix"), ("radix:memory=reserved", "memory=radix")):
+    for text, word in (("vllm-v1:order=dfs-weight", "memory=radix"), ("radix:memory=reserved", "memory=radix")):
         policy = parse_policy(text, {})[1]
         with pytest.raises(UserError, match=word):
             policy.scheduler(radix_limits(100), GapCollector(), machine.deployment)
@@ -348,3 +348,14 @@ def test_a_prompt_as_long_as_the_context_is_computed_and_a_longer_one_is_not():
     limit = replace(radix_limits(1000), max_model_len=60)
     outcome = simulate(Radix(), plain((0.0, 60, 1), (0.0, 61, 1)), limit)
     assert [outcome.by_id()[i].error for i in (0, 1)] == ["", f"ignored: {TOO_LONG}"]
+
+
+@pytest.mark.parametrize("policy", ["radix", "vllm-v1:order=lpm", "cachedattention:order=lpm"])
+def test_the_longest_cached_prefix_comes_first_whatever_memory_has_it(policy: str):
+    """0 computes a prompt that 2 begins with; 1 came before 2 and shares nothing."""
+    rows = requests((0.0, 64, 8), (0.01, 64, 8), (0.02, 64, 8))
+    names = (range(4), range(10, 14), (0, 1, 2, 20))
+    rows = [row._replace(hash_ids=tuple(ids), hash_block_tokens=16) for row, ids in zip(rows, names, strict=True)]
+    limit = replace(limits(seqs=1, block_size=16), enable_prefix_caching=True)
+    ended = simulate(parse_policy(policy, {})[1], rows, limit).by_id()
+    assert ended[2].finish_s < ended[1].first_token_s

@@ -197,6 +197,5 @@ def test_a_plan_is_of_those_who_came_first_though_a_batch_runs_to_its_end(jump):
 
 def test_parts_that_do_not_go_together_say_so():
     deployment = linear_machine().deployment
-    for text in ("vllm-v1:order=prefix-groups", "vllm-v1:memory=prefix-groups"):
-        with pytest.raises(UserError, match="prefix-groups"):
-            parse_policy(text, {})[1].scheduler(batch_limits(100), GapCollector(), deployment)
+    with pytest.raises(UserError, match="prefix-groups"):
+        parse_policy("vllm-v1:memory=prefix-groups", {})[1].scheduler(batch_limits(100), GapCollector(), deployment)

@@ -9,6 +9,9 @@ more: (requests - 1) * tokens of the child > tokens of the node. That is a local
 Each prefix is a group. Groups go by tokens to generate over tokens to compute, the prefix counted once: what decodes
 long starts early, and prompts are left to mix with it.
 
+With memory that is told (`prefix-groups`) a prefix stays as long as its group runs; with another that caches prefixes
+the group finds it there, as far as it has not been given up.
+
 Who arrives while a plan is carried out waits for the next one.
 """
 
@@ -19,7 +22,6 @@ from sim.engine.sequence import Sequence
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Keys
 from sim.kv.shared_reads import GroupMemory
-from sim.parts.needs import Need
 from sim.parts.order.fcfs import Fcfs
 from traces.hash_ids import num_shared
 
@@ -78,9 +80,6 @@ class PrefixGroups(Fcfs):
     """A plan over all who wait, then first come, first served by it."""
 
     name: ClassVar[str] = "prefix-groups"
-    needs: ClassVar[tuple[Need, ...]] = (
-        Need("memory", "plans what is shared", offers=GroupMemory, lacks="caches_prefixes"),
-    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class PrefixGroups(Fcfs):
             group = [seqs[i] for i in members]
             if self._groups is not None and len(group) > 1:
                 self._groups.share(group, depth)
-            ranked.append((-_ratio(group, depth * size if self._groups else 0), members[0], members))
+            ranked.append((-_ratio(group, depth * size if self.memory.caches_prefixes else 0), members[0], members))
         for _, _, members in sorted(ranked):
             self._queue.extend(seqs[i] for i in members)
 

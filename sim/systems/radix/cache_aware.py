@@ -5,12 +5,14 @@
 
 The queue is sorted in place at every step, stably; who was preempted goes to its end (SGLang 0.3's code). Above
 `longest` who wait, `lpm` leaves the queue as it is and looks nothing up (the code since 0.4). Where nothing is cached,
-both are first come, first served.
+both are first come, first served. `lpm` sorts by what any memory has cached; memory without a radix tree does not say
+when that has changed, so that no jump goes on while somebody waits.
 """
 
 from collections import defaultdict
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.index.radix_tree import Node
 from sim.kv.radix import RadixMemory
@@ -28,9 +30,6 @@ class CacheAware(Fcfs):
 
     name: ClassVar[str] = "lpm"
     options: ClassVar[type | None] = RadixOptions
-    needs: ClassVar[tuple[Need, ...]] = (
-        Need("memory", "looks into a radix tree", offers=RadixMemory, lacks="caches_prefixes"),
-    )
     sticky: ClassVar[bool] = False
     by_branch: ClassVar[bool] = False
 
@@ -50,6 +49,7 @@ class CacheAware(Fcfs):
         super().bind(scheduler)
         if isinstance(self.memory, RadixMemory):
             self._radix = self.memory
+        self._looks_anew = self._radix is None and self.memory.caches_prefixes
 
     @property
     def looks_up(self) -> bool:
@@ -58,7 +58,11 @@ class CacheAware(Fcfs):
 
     def prepare(self, now_s: float) -> None:
         memory, queue = self._radix, self._queue
-        if memory is None or not queue or not self.looks_up:
+        if memory is None:
+            if self._looks_anew and not 0 < self.longest < len(queue):
+                self._sort_by({seq: -self.memory.cached_tokens(seq) for seq in queue})
+            return
+        if not queue or not self.looks_up:
             return
         if self._is_sorted and memory.tree.clock == self._clock:
             return
@@ -66,11 +70,16 @@ class CacheAware(Fcfs):
         if self.by_branch:
             self._sort_by_branch(memory, [prefix.node for prefix in ends])
         else:
-            hits = {seq: -prefix.num_blocks for seq, prefix in zip(queue, ends, strict=True)}
-            ranked = sorted(queue, key=hits.__getitem__)
-            queue.clear()
-            queue.extend(ranked)
+            self._sort_by({seq: -prefix.num_blocks for seq, prefix in zip(queue, ends, strict=True)})
         self._is_sorted, self._clock = True, memory.tree.clock
+
+    def _sort_by(self, ranks: dict[Sequence, int]) -> None:
+        ranked = sorted(self._queue, key=ranks.__getitem__)
+        self._queue.clear()
+        self._queue.extend(ranked)
+
+    def holds(self, plan: IterationPlan, steps: int) -> int:
+        return 1 if self._looks_anew and self._queue else steps
 
     def _sort_by_branch(self, memory: RadixMemory, ends: list[Node]) -> None:
         """Children before their parents, the heaviest first: a weight is how many wait for a node or below it."""
@@ -109,6 +118,9 @@ class ByBranch(CacheAware):
 
     name: ClassVar[str] = "dfs-weight"
     options: ClassVar[type | None] = None
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("memory", "walks through a radix tree", offers=RadixMemory, lacks="caches_prefixes"),
+    )
     by_branch: ClassVar[bool] = True
 
     @classmethod
