@@ -44,7 +44,7 @@ class PrefixMemory(CachingMemory):
 
     def tell_blocks(self) -> None:
         # Runs that nobody executes have no ids to keep.
-        from sim.kv.index.telling_index import TellingIndex  # noqa: PLC0415
+        from sim.kv.telling import TellingIndex  # noqa: PLC0415
 
         self.index = self.pool.index = TellingIndex(self.published, self.scheduler)
 

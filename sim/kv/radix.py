@@ -84,7 +84,7 @@ class RadixMemory(CachingMemory):
 
     def tell_blocks(self) -> None:
         # Runs that nobody executes have no ids to keep.
-        from sim.kv.index.telling_tree import TellingTree  # noqa: PLC0415
+        from sim.kv.telling import TellingTree  # noqa: PLC0415
 
         self.tree = self.pool.tree = TellingTree(self.scheduler)
 

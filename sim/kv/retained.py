@@ -75,7 +75,7 @@ class RetentionMemory(CachingMemory):
         scheduler.counters.tiers["host"] = self.tier
 
     def tell_blocks(self) -> None:
-        from sim.kv.index.telling_chunks import TellingChunks  # noqa: PLC0415
+        from sim.kv.telling import TellingChunks  # noqa: PLC0415
 
         self.store = self.pool.index = TellingChunks(self.store.num_host, self._cost_s, self.scheduler)
         self._tells = True

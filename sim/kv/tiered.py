@@ -57,7 +57,7 @@ class TieredMemory(PrefixMemory):
 
     def tell_blocks(self) -> None:
         super().tell_blocks()
-        from sim.kv.tiers.telling_cache import TellingCache  # noqa: PLC0415
+        from sim.kv.telling import TellingCache  # noqa: PLC0415
 
         self.cache, self._tells = TellingCache(self.cache.num_chunks, self.scheduler), True
 
