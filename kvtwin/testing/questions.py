@@ -17,6 +17,7 @@ from io import BytesIO
 from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
+from sim.engine.decisions import DecisionLog
 from sim.engine.scheduler import Scheduler
 from traces.request import Request
 
@@ -28,7 +29,7 @@ CONTRACT = (
     "in_order", "outgrew_gpu", "recount", "refusal", "room",
 )  # fmt: skip
 NAMED = re.compile(r"_*(blocks|can|ever|has|is|longest|may|most|must|needs|next|num|steps|wants)_\w+|\w+_s")
-WHOLE = (type, Enum, Request, FunctionType, BuiltinFunctionType, GeneratorType, ModuleType, CodeType)
+WHOLE = (type, Enum, Request, DecisionLog, FunctionType, BuiltinFunctionType, GeneratorType, ModuleType, CodeType)
 OTHERS = ("sim.clock.", "sim.cost.", "sim.engine.itl", "sim.engine.limits", "sim.results.", "sim.specs.", "simpy.")
 """Classes, and modules of classes, of which it counts which object it is: constants, and what no part asks."""
 MENDED_WITH_MEMORY = {
