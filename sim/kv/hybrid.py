@@ -63,13 +63,11 @@ class HybridMemory(CachingMemory):
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
-    def _table(self, seq: Sequence) -> Table:
-        table = self._tables.get(seq)
-        if table is None:
+    def look_up(self, seq: Sequence) -> None:
+        if seq not in self._tables:
             named = seq.request.hash_block_tokens and self.caches_prefixes
             keys = list(chained(self._keys.of(seq.request))) if named else []
-            table = self._tables[seq] = Table(seq, keys, self.num_groups)
-        return table
+            self._tables[seq] = Table(seq, keys, self.num_groups)
 
     def cached_tokens(self, seq: Sequence) -> int:
         return self._match(seq).num_blocks * self.block_size
@@ -79,7 +77,10 @@ class HybridMemory(CachingMemory):
             return NOTHING
         known, tokens, version, match = self._looked_up
         if known is not seq or tokens != seq.num_tokens or version != self.cache.version:
-            match = self._look_up(self._table(seq), (seq.num_tokens - 1) // self.block_size)
+            table = self._tables.get(seq)
+            if table is None:
+                raise InvariantError(f"request {seq.request.request_id} is to be looked up before it is asked about")
+            match = self._look_up(table, (seq.num_tokens - 1) // self.block_size)
             self._looked_up = (seq, seq.num_tokens, self.cache.version, match)
         return match
 
@@ -134,7 +135,8 @@ class HybridMemory(CachingMemory):
         return max(wanted, len(self._full) * full + len(self._windowed) * windowed + match.num_idle)
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
-        match, table = self._match(seq), self._table(seq)
+        self.look_up(seq)
+        match, table = self._match(seq), self._tables[seq]
         idle = match.num_idle
         for group, cached in enumerate(match.cached):
             table.cached[group] = cached.copy()
@@ -245,18 +247,22 @@ class HybridMemory(CachingMemory):
     def _push(self, table: Table) -> None:
         heappush(self._heap, (table.due, table.number, table))
 
-    def _pop_due(self, step: int) -> Table | None:
+    def _due(self, step: int) -> Table | None:
         """Somebody to whose blocks something may happen by `step`, in order of steps and admission."""
         heap = self._heap
         while heap:
             due, number, table = heap[0]
             if table.due == due and table.number == number:
-                if due > step:
-                    return None
-                heappop(heap)
-                return table
+                return table if due <= step else None
             heappop(heap)
         return None
+
+    def _pop_due(self, step: int) -> Table | None:
+        """The same, who is no longer listed."""
+        table = self._due(step)
+        if table is not None:
+            heappop(self._heap)
+        return table
 
     def _decode(self, table: Table, step: int, num_in_flight: int, num_unknown: int) -> None:
         """The token of a member at that step of the batch."""
@@ -309,9 +315,8 @@ class HybridMemory(CachingMemory):
         spare = self.gpu.free // self._num_growing + batch.blocks_needed(1)
         if batch.blocks_needed(steps) > spare:
             steps = max(1, batch.steps_within(spare))
-        if self.scheduler.order.waiting and (table := self._pop_due(batch.step + steps - 1)) is not None:
+        if self.scheduler.order.waiting and (table := self._due(batch.step + steps - 1)) is not None:
             steps = max(1, table.due - batch.step)
-            self._push(table)
         return steps
 
     def catch_up(self) -> None:

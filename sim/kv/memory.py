@@ -139,8 +139,11 @@ class Memory(Part, ABC):
     caches_prefixes: bool = False
     """Whether prompts may hit blocks that others have computed."""
 
+    def look_up(self, seq: Sequence) -> None:
+        """Find what a prompt that waits would hit by now: before it is asked about, where `caches_prefixes`."""
+
     def cached_tokens(self, seq: Sequence) -> int:
-        """Tokens of a prompt that waits, from the first on, whose KV is there; never all of them."""
+        """Tokens of a prompt that was looked up, from the first on, whose KV is there; never all of them."""
         return 0
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
@@ -170,6 +173,9 @@ class Memory(Part, ABC):
 
     can_receive: ClassVar[bool] = False
     """Whether KV can come from another engine; else `receive` is not called."""
+
+    def look_up_received(self, seq: Sequence) -> None:
+        """`look_up` for one whose KV comes from another engine, before `fits_received`."""
 
     def fits_received(self, seq: Sequence, keep_free: int) -> bool:
         """`fits` for one whose KV comes from another engine."""

@@ -4,9 +4,9 @@ from sim.engine.changes import Move
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
 from sim.kv.block_pool import CachingPool
-from sim.kv.index.prefix_index import Holding
+from sim.kv.index.prefix_index import Holding, Keys
 from sim.kv.paged import PagedMemory
-from sim.kv.prefix import Match, PrefixMemory
+from sim.kv.prefix import PrefixMemory
 from sim.kv.tiers.connector import OffloadingConnector
 from sim.kv.tiers.fences import FencedIndex, FencedStack
 
@@ -25,10 +25,13 @@ class OffloadingMemory(PrefixMemory):
         self.index = self._fenced = FencedIndex(self.published, connector.reused)
         self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
 
-    def _match(self, seq: Sequence) -> Match:
+    def look_up(self, seq: Sequence) -> None:
         if seq not in self._holdings:
-            self._holdings[seq] = Holding(seq, self.connector.block_keys(seq))
-        return super()._match(seq)
+            self._holdings[seq] = Holding(seq, self._keys_of(seq))
+        super().look_up(seq)
+
+    def _keys_of(self, seq: Sequence) -> Keys:
+        return self.connector.block_keys(seq)
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
         super().take(seq, num_tokens)

@@ -74,7 +74,7 @@ class DiskTieredMemory(TieredMemory):
         hosted = super()._worth_loading(seq, first)
         if not seq.request.hash_ids:
             return hosted
-        keys, end, room = self._access(seq).keys, first, self.cache.num_free + self.cache.num_idle + 1
+        keys, end, room = self._accesses[seq].keys, first, self.cache.num_free + self.cache.num_idle + 1
         for place in self._nameable(seq, first):
             room = self._reach(keys[place], room)
             if not room:
@@ -100,7 +100,7 @@ class DiskTieredMemory(TieredMemory):
         return chunk is not None and chunk.num_copies >= 0
 
     def _saved_s(self, seq: Sequence, places: range) -> float:
-        keys = self._access(seq).keys
+        keys = self._accesses[seq].keys
         read = [key for key in keys[places.start : places.stop] if self.cache.get(key) is None]
         waits = read or any(key in self._coming for key in keys[places.start : places.stop])
         wait_s = sum(move.num_blocks * (move.s_per_block or 0.0) for move in self._reads) if waits else 0.0
@@ -193,7 +193,7 @@ class DiskTieredMemory(TieredMemory):
         for before, seq in enumerate(self._within(self.cache.num_chunks)):
             if not seq.request.hash_ids:
                 continue
-            access, first = self._access(seq), self._match(seq).num_blocks
+            access, first = self._access(seq), self._settled_match(seq).num_blocks
             read = self._unhosted(access.keys, self._nameable(seq, first))
             if read and super()._saved_s(seq, range(first, read[-1] + 1)) >= 0.0:
                 if self._fetch(seq, access, read, before) is None:

@@ -9,10 +9,11 @@ from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
 from sim.kv.block_pool import CachingPool
 from sim.kv.caching import CachingMemory
 from sim.kv.index.block_keys import BlockKeys
-from sim.kv.index.prefix_index import Holding, Match, PrefixIndex
+from sim.kv.index.prefix_index import Holding, Keys, Match, PrefixIndex
 from sim.kv.paged import ALL_LAYERS, PagedMemory
 
 NOTHING = Match((), 0, 0, False)
@@ -37,7 +38,7 @@ class PrefixMemory(CachingMemory):
         self._holdings: dict[Sequence, Holding] = {}
         self._next_private_key = FIRST_PRIVATE_KEY
         self._looked_up: tuple[Sequence | None, int, Match] = (None, -1, NOTHING)
-        # Whether somebody who decodes may lengthen what the head would hit.
+        # Whether somebody who decodes may lengthen what prompts that were looked up in this step would hit.
         self._may_grow = False
         # Tokens of each decode that are not computed yet, or, from when this step's are taken, not about to be.
         self._num_pending = 1
@@ -53,10 +54,25 @@ class PrefixMemory(CachingMemory):
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
+    def look_up(self, seq: Sequence) -> None:
+        self._may_grow |= self._settled_match(seq).growing
+
     def cached_tokens(self, seq: Sequence) -> int:
-        match = self._match(seq)
-        self._may_grow = match.growing
-        return match.num_blocks * self.block_size
+        return self._match(seq).num_blocks * self.block_size
+
+    def _settled_match(self, seq: Sequence) -> Match:
+        """`_match`, with those who grow what it hits brought up to date."""
+        known, version, match = self._looked_up
+        if known is seq and version == self.index.version:
+            return match
+        holding = self._holdings.get(seq)
+        if holding is None:
+            if not seq.request.hash_block_tokens:
+                return NOTHING
+            holding = self._holdings[seq] = Holding(seq, self._keys_of(seq))
+        match = self.index.settle_and_match(holding.keys, self._limit(holding))
+        self._looked_up = (seq, self.index.version, match)
+        return match
 
     def _match(self, seq: Sequence) -> Match:
         """What `seq` would hit of others', or of its own if computed again; all but its last token at most."""
@@ -65,14 +81,16 @@ class PrefixMemory(CachingMemory):
             return match
         holding = self._holdings.get(seq)
         if holding is None:
-            if not seq.request.hash_block_tokens:
-                return NOTHING
-            holding = self._holdings[seq] = Holding(seq, self.keys.of(seq.request))
-        limit = min((seq.num_tokens - 1) // self.block_size, len(holding.keys))
-        match = self.index.match(holding.keys, limit)
-        # Looking may have brought growing sequences up to date.
-        self._looked_up = (seq, self.index.version, match)
-        return match
+            if seq.request.hash_block_tokens:
+                raise InvariantError(f"request {seq.request.request_id} is to be looked up before it is asked about")
+            return NOTHING
+        return self.index.match(holding.keys, self._limit(holding))
+
+    def _keys_of(self, seq: Sequence) -> Keys:
+        return self.keys.of(seq.request)
+
+    def _limit(self, holding: Holding) -> int:
+        return min((holding.seq.num_tokens - 1) // self.block_size, len(holding.keys))
 
     def published(self, seq: Sequence) -> tuple[int, int]:
         """Full blocks of a sequence that runs, and its tokens."""
@@ -101,7 +119,7 @@ class PrefixMemory(CachingMemory):
         return blocks - match.num_blocks + match.num_idle
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
-        match = self._match(seq)
+        match = self._settled_match(seq)
         blocks = seq.num_blocks = -(-num_tokens // self.block_size)
         if (holding := self._holdings.get(seq)) is not None:
             self.index.take(holding, match)
@@ -152,7 +170,7 @@ class PrefixMemory(CachingMemory):
             self._looked_up = (None, -1, NOTHING)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """Not beyond an iteration where the head may hit what it computes."""
+        """Not beyond an iteration where a prompt that waits may hit what it computes."""
         return 1 if self._may_grow else super().holds(plan, steps)
 
     def may_leave(self, seq: Sequence) -> bool:
@@ -203,6 +221,7 @@ class PrefixMemory(CachingMemory):
             self.index.publish(holding, full, (-seq.num_tokens, holding.number))
 
     def forget(self, seq: Sequence) -> None:
+        self._may_grow = False
         self._holdings.pop(seq, None)
 
     @property

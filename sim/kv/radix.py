@@ -13,6 +13,7 @@ from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
 from sim.kv.block_pool import BlockPool
 from sim.kv.caching import CachingMemory
 from sim.kv.index.block_keys import BlockKeys
@@ -112,35 +113,48 @@ class RadixMemory(CachingMemory):
             prefix = self._prefixes[seq] = Prefix(self.keys_of(seq), self.tree.root)
         return prefix
 
-    def match(self, seq: Sequence) -> Prefix:
-        """What a sequence that waits would hit; all but its last token at most."""
+    def end_of(self, seq: Sequence) -> Node:
+        """Where what a sequence hits ends, when it was looked up last."""
+        return self._prefixes[seq].node
+
+    def _hits(self, seq: Sequence) -> tuple[int, int]:
+        """Blocks that a sequence would hit, and how many of them nobody uses."""
+        prefix, tree = self._prefixes.get(seq), self.tree
+        if prefix is None:
+            raise InvariantError(f"request {seq.request.request_id} is to be looked up before it is asked about")
+        if prefix.version == tree.version:
+            return prefix.num_blocks, tree.num_idle_until(prefix.node)
+        return tree.count(prefix.keys, prefix.node, prefix.num_blocks, self._limit(seq, prefix))
+
+    def _limit(self, seq: Sequence, prefix: Prefix) -> int:
+        """Blocks that it may hit: the last token has to be computed."""
+        return min((seq.num_tokens - 1) // self.block_size, len(prefix.keys))
+
+    def _advance(self, seq: Sequence) -> Prefix:
+        """Move the end of what it would hit to where that is by now."""
         prefix, tree = self._prefix(seq), self.tree
         if prefix.version != tree.version:
-            limit = min((seq.num_tokens - 1) // self.block_size, len(prefix.keys))
+            limit = self._limit(seq, prefix)
             prefix.node, prefix.num_blocks = tree.advance(prefix.keys, prefix.node, prefix.num_blocks, limit)
             prefix.version = tree.version
         return prefix
 
-    def look_up(self, seq: Sequence) -> Prefix:
-        """The same, which is the latest use of that prefix."""
-        prefix = self.match(seq)
-        self.tree.touch(prefix.node)
-        return prefix
+    def look_up(self, seq: Sequence) -> None:
+        """That is the latest use of the prefix, too."""
+        self.tree.touch(self._advance(seq).node)
 
     def cached_tokens(self, seq: Sequence) -> int:
-        return self.look_up(seq).num_blocks * self.block_size
-
-    def num_idle_hits(self, seq: Sequence) -> int:
-        """Blocks of what it would hit that nobody uses: they are free blocks as well, until they are taken."""
-        return self.tree.num_idle_until(self.match(seq).node)
+        return self._hits(seq)[0] * self.block_size
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
-        return self.blocks_holding(num_tokens) - self.match(seq).num_blocks + self.num_idle_hits(seq)
+        hit, idle = self._hits(seq)
+        # Idle hits are free blocks as well, until they are taken.
+        return self.blocks_holding(num_tokens) - hit + idle
 
     def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        prefix = self.match(seq)
+        prefix = self._advance(seq)
         blocks = seq.num_blocks = self.blocks_holding(num_tokens)
         self.pool.take_idle(self.tree.lock_for(seq, prefix.node))
         self.pool.allocate(blocks - prefix.num_blocks)

@@ -81,7 +81,7 @@ class RetentionMemory(CachingMemory):
         self._tells = True
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
-        known = self._keys_of(seq)
+        known = self._keys[seq]
         named = self.chain.named((key for key in known if key < FIRST_PRIVATE_KEY), keys)
         self._keys[seq] = (*named, *known[len(named) :])
 
@@ -102,22 +102,20 @@ class RetentionMemory(CachingMemory):
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
+    def look_up(self, seq: Sequence) -> None:
+        if seq not in self._keys:
+            self._keys[seq] = self.chain.of(seq)
+
     def cached_tokens(self, seq: Sequence) -> int:
         found = self._find(seq)
         return (len(found.on_gpu) + len(found.to_load)) * self.block_size
-
-    def _keys_of(self, seq: Sequence) -> tuple[int, ...]:
-        keys = self._keys.get(seq)
-        if keys is None:
-            keys = self._keys[seq] = self.chain.of(seq)
-        return keys
 
     def _find(self, seq: Sequence) -> Found:
         known, version, found = self._looked_up
         if known is seq and version == self.store.version:
             return found
         chunks, on_gpu, to_load, num_idle = self.store.chunks, [], [], 0
-        for place, key in enumerate(self._keys_of(seq)[: (seq.num_tokens - 1) // self.block_size]):
+        for place, key in enumerate(self._keys[seq][: (seq.num_tokens - 1) // self.block_size]):
             chunk = chunks.get(key)
             if chunk is not None and chunk.on_gpu:
                 on_gpu.append(place)
@@ -152,8 +150,9 @@ class RetentionMemory(CachingMemory):
         return self.blocks_holding(num_tokens) - len(found.on_gpu) + found.num_idle
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
+        self.look_up(seq)
         found, store = self._find(seq), self.store
-        keys, size = self._keys_of(seq), self.block_size
+        keys, size = self._keys[seq], self.block_size
         places = sorted((*found.on_gpu, *found.to_load))
         if found.to_load:
             self.tier.num_loads += 1
@@ -220,7 +219,7 @@ class RetentionMemory(CachingMemory):
 
     def release(self, seq: Sequence) -> None:
         ended = seq.num_generated >= seq.output_tokens
-        keys, hits = self._keys_of(seq), self._hits.pop(seq, [])
+        keys, hits = self._keys[seq], self._hits.pop(seq, [])
         store = self.store
         store.now(seq.last_token_s if ended else self.scheduler.now_s)
         held = {chunk.key for chunk in hits}

@@ -78,6 +78,11 @@ class TieredMemory(PrefixMemory):
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
+    def look_up(self, seq: Sequence) -> None:
+        super().look_up(seq)
+        if seq.request.hash_ids:
+            self._access(seq)
+
     def cached_tokens(self, seq: Sequence) -> int:
         return super().cached_tokens(seq) + len(self._hosted(seq)) * self.block_size
 
@@ -95,7 +100,7 @@ class TieredMemory(PrefixMemory):
     def _worth_loading(self, seq: Sequence, first: int) -> range:
         if not seq.request.hash_ids:
             return NOWHERE
-        keys, end = self._access(seq).keys, first
+        keys, end = self._accesses[seq].keys, first
         for place in self._nameable(seq, first):
             chunk = self.cache.get(keys[place])
             if chunk is None or chunk.num_copies < 0:
@@ -105,7 +110,7 @@ class TieredMemory(PrefixMemory):
 
     def _nameable(self, seq: Sequence, first: int) -> range:
         """Blocks from `first` on that have names; the last token has to be computed."""
-        return range(first, min((seq.num_tokens - 1) // self.block_size, len(self._access(seq).keys)))
+        return range(first, min((seq.num_tokens - 1) // self.block_size, len(self._accesses[seq].keys)))
 
     def _saved_s(self, seq: Sequence, places: range) -> float:
         begin, end = places.start * self.block_size, places.stop * self.block_size
@@ -118,6 +123,7 @@ class TieredMemory(PrefixMemory):
         return access
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
+        self.look_up(seq)
         places = self._hosted(seq)
         super().take(seq, num_tokens)
         if places:

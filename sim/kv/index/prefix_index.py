@@ -104,16 +104,23 @@ class PrefixIndex:
             nodes += node.children.values()
 
     def match(self, keys: Keys, limit: int) -> Match:
-        """The longest cached prefix of `keys[:limit]`."""
+        """The longest cached prefix of `keys[:limit]`, without what growing sequences have not published yet."""
+        return self._match(keys, limit, lambda node: None)
+
+    def settle_and_match(self, keys: Keys, limit: int) -> Match:
+        """The same, once those who grow along it have published what they have filled."""
+        return self._match(keys, limit, self._publish_growing)
+
+    def _match(self, keys: Keys, limit: int, settle: Callable[[Node], None]) -> Match:
         path: list[tuple[Node, int]] = []
         found = idle = 0
         node = self.root
-        self._publish_growing(node)
+        settle(node)
         while found < limit:
             child = node.children.get(keys[found])
             if child is None:
                 break
-            self._publish_growing(child)
+            settle(child)
             # That may have split it.
             node = node.children[keys[found]]
             shared = num_shared(node.keys, 0, keys, found, limit)

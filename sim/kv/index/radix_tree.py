@@ -70,6 +70,24 @@ class RadixTree:
             node = child
         return node, depth
 
+    def count(self, keys: Keys, node: Node, depth: int, limit: int) -> tuple[int, int]:
+        """How many blocks `advance` would find, and how many of them nobody has locked."""
+        while not node.alive:
+            depth -= len(node.keys)
+            node = _parent(node)
+        idle = self.num_idle_until(node)
+        while depth < limit:
+            child = node.children.get(keys[depth])
+            if child is None:
+                break
+            shared = num_shared(child.keys, 0, keys, depth, limit)
+            depth += shared
+            idle += 0 if child.lock_ref else shared
+            if shared < len(child.keys):
+                break
+            node = child
+        return depth, idle
+
     def touch(self, node: Node) -> None:
         """The prefix that ends with `node` was looked at."""
         self.clock += 1

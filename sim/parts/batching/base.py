@@ -93,6 +93,7 @@ class Batching(Part, ABC):
             seq = order.head()
             num_new = length = seq.num_tokens
             if caches:
+                self.memory.look_up(seq)
                 num_new -= self.memory.cached_tokens(seq)
             if splits:
                 if num_new > budget:

@@ -63,7 +63,10 @@ class Unified(Running):
         longest = self._longest_chunk()
         while budget > 0 and order.waiting and len(self.running) < limits.max_num_seqs:
             seq = order.head()
-            cached = memory.cached_tokens(seq)
+            cached = 0
+            if self._caches:
+                memory.look_up(seq)
+                cached = memory.cached_tokens(seq)
             chunk = memory.cut_chunk(seq, cached, min(seq.num_tokens - cached, longest, budget))
             if not chunk:
                 return

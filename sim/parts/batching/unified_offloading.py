@@ -113,6 +113,7 @@ class UnifiedOffloading(Unified):
             if not memory.ever_fits(seq, 0):
                 self.scheduler.ignore(order.pop(), NEVER_FITS)
                 continue
+            memory.look_up(seq)
             cached = memory.cached_tokens(seq)
             external = connector.lookup(seq, cached)
             if external is None:

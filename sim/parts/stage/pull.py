@@ -64,7 +64,10 @@ class Pull(Stage):
     def prepare(self, now_s: float) -> None:
         while self.landed and self.scheduler.num_seated < self.max_num_seqs:
             self.scheduler.join_known(self.landed.popleft())
-        while self.offered and self._may_pull():
+        while self.offered:
+            self.memory.look_up_received(self.offered[0])
+            if not self._may_pull():
+                break
             self._pull(self.offered.popleft())
 
     def _may_pull(self) -> bool:

@@ -149,6 +149,7 @@ class Paced(Unified):
         free, seats = self.paged.gpu.free - self.park.headroom(), self.park.seats()
         found: list[tuple[Sequence, int]] = []
         for seq in self.order.kept():
+            self.paged.look_up(seq)
             free -= self.paged.blocks_wanted(seq, seq.num_tokens)
             if free < 0 or len(found) >= seats or num_tokens <= 0:
                 break

@@ -181,7 +181,10 @@ class Park(Recompute):
         What the link cannot begin before the next step waits on the host: here its blocks would lie idle.
         """
         prompt = self._prompt()
-        reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens) if prompt is not None else 0
+        reserved = 0
+        if prompt is not None:
+            self.paged.look_up(prompt)
+            reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens)
         prompt_s = self.order.laxity_s(prompt, iteration_s) if prompt is not None else inf
         free, seats = self.gpu.free - self._growth - 1, self.seats()
         self._count_kept(judged)
@@ -283,6 +286,7 @@ class Park(Recompute):
             if not self.batching.is_due():
                 return 0, None
             for seq in self.order.kept():
+                self.paged.look_up(seq)
                 wanted += self.paged.blocks_wanted(seq, seq.num_tokens)
                 tokens += seq.num_tokens
                 if tokens >= MOST_TOKENS:

@@ -142,6 +142,8 @@ class Quanta(Batching):
         `growth` blocks are left to those who stand before it and decode.
         """
         reason = ""
+        if self._caches:
+            self.memory.look_up(seq)
         if seq.num_tokens > self.prompt_limit:
             reason = TOO_LONG_AGAIN if seq.num_generated else TOO_LONG
         elif not self.memory.ever_fits(seq, self.admission.keep_free):

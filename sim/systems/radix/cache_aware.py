@@ -37,6 +37,8 @@ class CacheAware(Fcfs):
         super().__init__()
         self.longest = longest
         self._radix: RadixMemory | None = None
+        self.has_looked_up = False
+        """Whether this step has looked up everybody who waits."""
         # What the last sorting saw; the tree's clock after it.
         self._is_sorted = False
         self._clock = -1
@@ -51,32 +53,24 @@ class CacheAware(Fcfs):
             self._radix = self.memory
         self._looks_anew = self._radix is None and self.memory.caches_prefixes
 
-    @property
-    def looks_up(self) -> bool:
-        """Whether this step has looked up everybody who waits."""
-        return self._radix is not None and not 0 < self.longest < len(self._queue)
-
     def prepare(self, now_s: float) -> None:
-        memory, queue = self._radix, self._queue
-        if memory is None:
-            if self._looks_anew and not 0 < self.longest < len(queue):
-                self._sort_by({seq: -self.memory.cached_tokens(seq) for seq in queue})
+        radix, queue = self._radix, self._queue
+        looks_up = not 0 < self.longest < len(queue)
+        self.has_looked_up = looks_up and radix is not None
+        if not queue or not looks_up or not self.memory.caches_prefixes:
             return
-        if not queue or not self.looks_up:
+        if radix is not None and self._is_sorted and radix.tree.clock == self._clock:
             return
-        if self._is_sorted and memory.tree.clock == self._clock:
-            return
-        ends = [memory.look_up(seq) for seq in queue]
-        if self.by_branch:
-            self._sort_by_branch(memory, [prefix.node for prefix in ends])
+        for seq in queue:
+            self.memory.look_up(seq)
+        if self.by_branch and radix is not None:
+            self._sort_by_branch(radix, [radix.end_of(seq) for seq in queue])
         else:
-            self._sort_by({seq: -prefix.num_blocks for seq, prefix in zip(queue, ends, strict=True)})
-        self._is_sorted, self._clock = True, memory.tree.clock
-
-    def _sort_by(self, ranks: dict[Sequence, int]) -> None:
-        ranked = sorted(self._queue, key=ranks.__getitem__)
-        self._queue.clear()
-        self._queue.extend(ranked)
+            ranked = sorted(queue, key=self.memory.cached_tokens, reverse=True)
+            queue.clear()
+            queue.extend(ranked)
+        if radix is not None:
+            self._is_sorted, self._clock = True, radix.tree.clock
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         return 1 if self._looks_anew and self._queue else steps

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.kv.paged import PagedMemory
-from sim.kv.radix import RadixMemory
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
 from sim.parts.needs import Need
 from sim.systems.radix.cache_aware import CacheAware
@@ -74,7 +73,6 @@ class Sglang(Batching):
         memory = scheduler.memory
         assert isinstance(memory, PagedMemory)
         self.paged = memory
-        self.radix = memory if isinstance(memory, RadixMemory) else None
         self.block_size = memory.block_size
         self.pool_tokens = memory.gpu.num_blocks * self.block_size
 
@@ -150,7 +148,9 @@ class Sglang(Batching):
             if self._tokens(seq.request.prompt_tokens + new_tokens) >= self.pool_tokens:
                 scheduler.ignore(order.pop(), NEVER_FITS)
                 continue
-            cached = self._cached_tokens(seq)
+            if self._caches and not self._looked_up_by_order:
+                self.memory.look_up(seq)
+            cached = self.memory.cached_tokens(seq)
             # Idle hits are free until they are taken.
             idle = self.paged.blocks_wanted(seq, seq.num_tokens) * size + cached - self._tokens(seq.num_tokens)
             new_tokens = min(new_tokens - seq.num_generated, CLIP_NEW_TOKENS)
@@ -172,11 +172,10 @@ class Sglang(Batching):
         """Whole blocks, as tokens."""
         return self.paged.blocks_holding(num_tokens) * self.block_size
 
-    def _cached_tokens(self, seq: Sequence) -> int:
-        if self.radix is not None and isinstance(self.order, CacheAware) and self.order.looks_up:
-            # The order has looked everybody up.
-            return self.radix.match(seq).num_blocks * self.block_size
-        return self.memory.cached_tokens(seq)
+    @property
+    def _looked_up_by_order(self) -> bool:
+        """Whether the order has looked up everybody who waits."""
+        return isinstance(self.order, CacheAware) and self.order.has_looked_up
 
     def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> int:
         """The next chunk of a half-done prompt; returns the tokens of room that it takes."""
