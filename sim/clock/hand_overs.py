@@ -12,6 +12,7 @@ from sim.clock.member import Member
 from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence as Seq
 from sim.engine.sequence import Status
+from sim.kv.memory import ReturnsKV
 from sim.parts.stage.hand_over import continued
 from sim.parts.stage.mixed import Mixed
 from sim.topology.mixed_pool import MixedPools
@@ -78,7 +79,8 @@ class HandOvers:
             chosen = self._chosen(seq)
             self._left[goes_on] = seq, place, self.members[chosen].num_decisions
             self.prefilled_by[goes_on] = place
-            if self.members[chosen].engine.scheduler.memory.returns_kv:
+            memory = self.members[chosen].engine.scheduler.memory
+            if isinstance(memory, ReturnsKV) and memory.returns_kv:
                 self._sources[goes_on] = place
             member.let_go(seq.request)
             self.members[chosen].take(seq.request)

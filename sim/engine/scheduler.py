@@ -351,7 +351,7 @@ class Scheduler:
     def start(self, seq: Sequence, now_s: float, *, placed: bool = False) -> None:
         """`seq`, which was admitted, gets its blocks, unless it has them, and runs."""
         if not placed:
-            self.memory.place(seq, self.admission.keep_free)
+            self.memory.place(seq, seq.num_tokens)
         if self._admitted is not None:
             self._admitted(seq)
         seq.status = RUNNING

@@ -39,10 +39,10 @@ class FirstLayersAgain(TokenWiseMemory):
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def place(self, seq: Sequence, keep_free: int) -> None:
+    def place(self, seq: Sequence, num_tokens: int) -> None:
         if uncached := self._uncached_of(seq.num_tokens):
             self.scheduler.changes.append(self._uncache(seq, uncached, self._hosted, 0))
-        super().place(seq, keep_free)
+        super().place(seq, num_tokens)
 
     def _sent_behind(self, seq: Sequence, num_tokens: int) -> tuple[tuple[int, ...], int]:
         return self.all_groups[self.num_groups - self._kept(seq) :], self.uncached[seq]

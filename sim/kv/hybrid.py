@@ -20,17 +20,15 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.kv.block_pool import CachingPool
-from sim.kv.caching import CachingMemory
 from sim.kv.hybrid_table import NOT_DUE, NOTHING, Match, Table
 from sim.kv.index.block_cache import BlockCache, CachedBlock, Key, chained
 from sim.kv.index.block_keys import BlockKeys
-from sim.kv.paged import ALL_LAYERS
+from sim.kv.memory import ALL_LAYERS, Memory
 
 
-class HybridMemory(CachingMemory):
+class HybridMemory(Memory):
     """Pool blocks are those of one group; `unit` is a whole block's, one for each group."""
 
-    can_swap = False
     can_receive = False
 
     def __init__(self, limits: Limits, *, schedules_ahead: bool) -> None:
@@ -63,11 +61,17 @@ class HybridMemory(CachingMemory):
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
-    def look_up(self, seq: Sequence) -> None:
+    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
         if seq not in self._tables:
-            named = seq.request.hash_block_tokens and self.caches_prefixes
-            keys = list(chained(self._keys.of(seq.request))) if named else []
-            self._tables[seq] = Table(seq, keys, self.num_groups)
+            self._tables[seq] = self._table(seq)
+
+    def _table(self, seq: Sequence) -> Table:
+        """Where it has none yet, the one that it would have."""
+        if (table := self._tables.get(seq)) is not None:
+            return table
+        named = seq.request.hash_block_tokens and self.caches_prefixes
+        keys = list(chained(self._keys.of(seq.request))) if named else []
+        return Table(seq, keys, self.num_groups)
 
     def cached_tokens(self, seq: Sequence) -> int:
         return self._match(seq).num_blocks * self.block_size
@@ -77,10 +81,7 @@ class HybridMemory(CachingMemory):
             return NOTHING
         known, tokens, version, match = self._looked_up
         if known is not seq or tokens != seq.num_tokens or version != self.cache.version:
-            table = self._tables.get(seq)
-            if table is None:
-                raise InvariantError(f"request {seq.request.request_id} is to be looked up before it is asked about")
-            match = self._look_up(table, (seq.num_tokens - 1) // self.block_size)
+            match = self._look_up(self._table(seq), (seq.num_tokens - 1) // self.block_size)
             self._looked_up = (seq, seq.num_tokens, self.cache.version, match)
         return match
 
@@ -133,6 +134,13 @@ class HybridMemory(CachingMemory):
         windowed = max(0, min(blocks, self._most_in_window) - match.num_blocks)
         full = blocks - match.num_blocks
         return max(wanted, len(self._full) * full + len(self._windowed) * windowed + match.num_idle)
+
+    def fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
+
+    def place(self, seq: Sequence, num_tokens: int) -> None:
+        self.take(seq, num_tokens)
+        self.count_hits(seq, seq.num_computed)
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
         self.look_up(seq)
@@ -285,12 +293,6 @@ class HybridMemory(CachingMemory):
 
     def append(self, seq: Sequence) -> None:
         self._extend(self._tables[seq], self.batch.num_tokens_of(seq))
-
-    def take_next(self, seq: Sequence) -> bool:
-        if self.decode_blocks_of(seq) > self.gpu.free:
-            return False
-        self.append(seq)
-        return True
 
     def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
         if self.gpu.free < self.decode_blocks() + spare * self.unit:

@@ -27,6 +27,8 @@ class LayerBlocks(Memory):
     """
 
     needs: ClassVar[tuple[Need, ...]] = (Need("stage", "leaves layers on the host", offers="brings_layers_back"),)
+    takes_chunks: ClassVar[bool] = False
+    can_receive: ClassVar[bool] = False
     splits_layers: ClassVar[bool] = True
 
     def __init__(self, limits: Limits, num_layers: int, minimum_layers: Callable[[int], int]) -> None:
@@ -39,6 +41,9 @@ class LayerBlocks(Memory):
         """Sequences whose missing layers are on their way back: held on both sides until they are there."""
         self.host_reserved = 0
         """Layer-blocks on the host that decodes with hosted layers may grow into during the coming step."""
+
+    def held_blocks(self, seq: Sequence) -> int:
+        return len(self.groups_on_gpu[seq]) * seq.num_blocks
 
     def num_hosted(self, seq: Sequence) -> int:
         """Layers of `seq` that are on the host."""
@@ -70,8 +75,8 @@ class LayerBlocks(Memory):
         # A full host leaves only the GPU, all of it.
         return layers if most == layers else None
 
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        kept = self.layers_to_keep(seq, keep_free)
+    def place(self, seq: Sequence, num_tokens: int) -> None:
+        kept = self.layers_to_keep(seq, self.scheduler.admission.keep_free)
         assert kept is not None, "ask first whether it fits"
         layers = self.num_groups
         blocks = seq.num_blocks = -(-seq.num_tokens // self.block_size)

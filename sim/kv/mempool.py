@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from sim.engine.changes import Move, Tier, make_place
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
-from sim.kv.paged import ALL_LAYERS
+from sim.kv.memory import ALL_LAYERS, ReturnsKV
 from sim.kv.prefix import PrefixMemory
 
 
-class MemPool(PrefixMemory):
+class MemPool(PrefixMemory, ReturnsKV):
     """Blocks on demand, shared where prefixes are, with other engines' memory beside it."""
 
     def __init__(self, limits: Limits, *, returns: bool, in_flight_hits: bool = False) -> None:
@@ -28,7 +28,7 @@ class MemPool(PrefixMemory):
         return ((seq, Tier.GPU) for seq in self._returning)
 
     def look_up_received(self, seq: Sequence) -> None:
-        self.look_up(seq)
+        self._may_grow |= self._settled_match(seq).growing
 
     def fits_received(self, seq: Sequence, keep_free: int) -> bool:
         return self.fits(seq, keep_free)

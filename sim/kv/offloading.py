@@ -5,7 +5,7 @@ from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
 from sim.kv.block_pool import CachingPool
 from sim.kv.index.prefix_index import Holding, Keys
-from sim.kv.paged import PagedMemory
+from sim.kv.memory import Memory
 from sim.kv.prefix import PrefixMemory
 from sim.kv.tiers.connector import OffloadingConnector
 from sim.kv.tiers.fences import FencedIndex, FencedStack
@@ -25,10 +25,10 @@ class OffloadingMemory(PrefixMemory):
         self.index = self._fenced = FencedIndex(self.published, connector.reused)
         self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
 
-    def look_up(self, seq: Sequence) -> None:
+    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
         if seq not in self._holdings:
             self._holdings[seq] = Holding(seq, self._keys_of(seq))
-        super().look_up(seq)
+        super().look_up(seq, is_next=is_next)
 
     def _keys_of(self, seq: Sequence) -> Keys:
         return self.connector.block_keys(seq)
@@ -60,10 +60,8 @@ class OffloadingMemory(PrefixMemory):
         self.connector.transfer_done(move)
 
 
-class OffloadingPaged(PagedMemory):
+class OffloadingPaged(Memory):
     """Blocks of one sequence each."""
-
-    can_swap = False
 
     def __init__(self, limits: Limits, connector: OffloadingConnector) -> None:
         super().__init__(limits)

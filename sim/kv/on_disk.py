@@ -17,7 +17,7 @@ from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.kv.paged import ALL_LAYERS
+from sim.kv.memory import ALL_LAYERS
 from sim.kv.tiered import TieredMemory
 from sim.kv.tiers.disk import Disk
 from sim.kv.tiers.replacement import Access
@@ -74,7 +74,7 @@ class DiskTieredMemory(TieredMemory):
         hosted = super()._worth_loading(seq, first)
         if not seq.request.hash_ids:
             return hosted
-        keys, end, room = self._accesses[seq].keys, first, self.cache.num_free + self.cache.num_idle + 1
+        keys, end, room = self._names(seq), first, self.cache.num_free + self.cache.num_idle + 1
         for place in self._nameable(seq, first):
             room = self._reach(keys[place], room)
             if not room:
@@ -100,7 +100,7 @@ class DiskTieredMemory(TieredMemory):
         return chunk is not None and chunk.num_copies >= 0
 
     def _saved_s(self, seq: Sequence, places: range) -> float:
-        keys = self._accesses[seq].keys
+        keys = self._names(seq)
         read = [key for key in keys[places.start : places.stop] if self.cache.get(key) is None]
         waits = read or any(key in self._coming for key in keys[places.start : places.stop])
         wait_s = sum(move.num_blocks * (move.s_per_block or 0.0) for move in self._reads) if waits else 0.0

@@ -9,19 +9,18 @@ from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.errors import InvariantError
 from sim.kv.block_pool import CachingPool
-from sim.kv.caching import CachingMemory
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Holding, Keys, Match, PrefixIndex
-from sim.kv.paged import ALL_LAYERS, PagedMemory
+from sim.kv.memory import ALL_LAYERS
+from sim.kv.paged import PagedMemory
 
 NOTHING = Match((), 0, 0, False)
 FIRST_PRIVATE_KEY = 1 << 64
 """Beyond all ids that a trace may have."""
 
 
-class PrefixMemory(CachingMemory):
+class PrefixMemory(PagedMemory):
     """Blocks on demand, shared where prefixes are."""
 
     can_swap = False
@@ -38,7 +37,7 @@ class PrefixMemory(CachingMemory):
         self._holdings: dict[Sequence, Holding] = {}
         self._next_private_key = FIRST_PRIVATE_KEY
         self._looked_up: tuple[Sequence | None, int, Match] = (None, -1, NOTHING)
-        # Whether somebody who decodes may lengthen what prompts that were looked up in this step would hit.
+        # Whether a sequence that decodes may lengthen what the next prompt would hit.
         self._may_grow = False
         # Tokens of each decode that are not computed yet, or, from when this step's are taken, not about to be.
         self._num_pending = 1
@@ -54,8 +53,10 @@ class PrefixMemory(CachingMemory):
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
-    def look_up(self, seq: Sequence) -> None:
-        self._may_grow |= self._settled_match(seq).growing
+    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
+        match = self._settled_match(seq)
+        if is_next:
+            self._may_grow = match.growing
 
     def cached_tokens(self, seq: Sequence) -> int:
         return self._match(seq).num_blocks * self.block_size
@@ -70,7 +71,7 @@ class PrefixMemory(CachingMemory):
             if not seq.request.hash_block_tokens:
                 return NOTHING
             holding = self._holdings[seq] = Holding(seq, self._keys_of(seq))
-        match = self.index.settle_and_match(holding.keys, self._limit(holding))
+        match = self.index.settle_and_match(holding.keys, self._limit(seq, holding.keys))
         self._looked_up = (seq, self.index.version, match)
         return match
 
@@ -80,17 +81,18 @@ class PrefixMemory(CachingMemory):
         if known is seq and version == self.index.version:
             return match
         holding = self._holdings.get(seq)
-        if holding is None:
-            if seq.request.hash_block_tokens:
-                raise InvariantError(f"request {seq.request.request_id} is to be looked up before it is asked about")
+        if holding is not None:
+            return self.index.match(holding.keys, self._limit(seq, holding.keys))
+        if not seq.request.hash_block_tokens:
             return NOTHING
-        return self.index.match(holding.keys, self._limit(holding))
+        keys = self._keys_of(seq)
+        return self.index.match(keys, self._limit(seq, keys))
 
     def _keys_of(self, seq: Sequence) -> Keys:
         return self.keys.of(seq.request)
 
-    def _limit(self, holding: Holding) -> int:
-        return min((holding.seq.num_tokens - 1) // self.block_size, len(holding.keys))
+    def _limit(self, seq: Sequence, keys: Keys) -> int:
+        return min((seq.num_tokens - 1) // self.block_size, len(keys))
 
     def published(self, seq: Sequence) -> tuple[int, int]:
         """Full blocks of a sequence that runs, and its tokens."""
@@ -109,9 +111,12 @@ class PrefixMemory(CachingMemory):
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
-    def fits_received(self, seq: Sequence, keep_free: int) -> bool:
-        # All of it is sent, whatever could be hit.
-        return PagedMemory.fits(self, seq, keep_free)
+    def fits(self, seq: Sequence, keep_free: int) -> bool:
+        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
+
+    def place(self, seq: Sequence, num_tokens: int) -> None:
+        self.take(seq, num_tokens)
+        self.count_hits(seq, seq.num_computed)
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         match, blocks = self._match(seq), -(-num_tokens // self.block_size)
@@ -170,7 +175,7 @@ class PrefixMemory(CachingMemory):
             self._looked_up = (None, -1, NOTHING)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """Not beyond an iteration where a prompt that waits may hit what it computes."""
+        """Not beyond an iteration where the next prompt may hit what it computes."""
         return 1 if self._may_grow else super().holds(plan, steps)
 
     def may_leave(self, seq: Sequence) -> bool:
@@ -221,7 +226,6 @@ class PrefixMemory(CachingMemory):
             self.index.publish(holding, full, (-seq.num_tokens, holding.number))
 
     def forget(self, seq: Sequence) -> None:
-        self._may_grow = False
         self._holdings.pop(seq, None)
 
     @property

@@ -13,13 +13,11 @@ from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.errors import InvariantError
 from sim.kv.block_pool import BlockPool
-from sim.kv.caching import CachingMemory
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Keys
 from sim.kv.index.radix_tree import Node, RadixTree
-from sim.kv.paged import ALL_LAYERS
+from sim.kv.memory import ALL_LAYERS, Memory
 
 
 class RadixPool(BlockPool):
@@ -66,10 +64,9 @@ class Prefix:
         """Of the tree, when it was looked up."""
 
 
-class RadixMemory(CachingMemory):
+class RadixMemory(Memory):
     """Blocks on demand, shared through a radix tree."""
 
-    can_swap = False
     caches_prefixes = True
 
     def __init__(self, limits: Limits) -> None:
@@ -96,10 +93,16 @@ class RadixMemory(CachingMemory):
 
     def keys_of(self, seq: Sequence) -> Keys:
         """Keys of all blocks that a sequence will fill: those that the trace names, then its own."""
+        keys = self.named_keys(seq)
+        return keys + self.private_keys(self._most_blocks(seq) - len(keys))
+
+    def named_keys(self, seq: Sequence) -> Keys:
+        """Of those blocks that others may have, too."""
         request = seq.request
-        most = (request.prompt_tokens + seq.output_tokens) // self.block_size
-        keys = self.block_keys.of(request)[:most] if request.hash_ids else ()
-        return keys + self.private_keys(most - len(keys))
+        return self.block_keys.of(request)[: self._most_blocks(seq)] if request.hash_ids else ()
+
+    def _most_blocks(self, seq: Sequence) -> int:
+        return (seq.request.prompt_tokens + seq.output_tokens) // self.block_size
 
     def private_keys(self, count: int) -> Keys:
         """Keys that nobody else has."""
@@ -121,7 +124,7 @@ class RadixMemory(CachingMemory):
         """Blocks that a sequence would hit, and how many of them nobody uses."""
         prefix, tree = self._prefixes.get(seq), self.tree
         if prefix is None:
-            raise InvariantError(f"request {seq.request.request_id} is to be looked up before it is asked about")
+            prefix = Prefix(self.named_keys(seq), tree.root)
         if prefix.version == tree.version:
             return prefix.num_blocks, tree.num_idle_until(prefix.node)
         return tree.count(prefix.keys, prefix.node, prefix.num_blocks, self._limit(seq, prefix))
@@ -139,7 +142,7 @@ class RadixMemory(CachingMemory):
             prefix.version = tree.version
         return prefix
 
-    def look_up(self, seq: Sequence) -> None:
+    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
         """That is the latest use of the prefix, too."""
         self.tree.touch(self._advance(seq).node)
 
@@ -153,13 +156,12 @@ class RadixMemory(CachingMemory):
         # Idle hits are free blocks as well, until they are taken.
         return self.blocks_holding(num_tokens) - hit + idle
 
-    def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
+    def take(self, seq: Sequence, num_tokens: int) -> None:
         prefix = self._advance(seq)
         blocks = seq.num_blocks = self.blocks_holding(num_tokens)
         self.pool.take_idle(self.tree.lock_for(seq, prefix.node))
         self.pool.allocate(blocks - prefix.num_blocks)
         seq.num_computed = prefix.num_blocks * self.block_size
-        self.count_hits(seq, seq.num_computed)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
     def complete(self, plan: IterationPlan) -> None:

@@ -11,13 +11,13 @@ from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.kv.paged import ALL_LAYERS, PagedMemory
+from sim.kv.memory import ALL_LAYERS
+from sim.kv.paged import PagedMemory
 
 
 class ReservedMemory(PagedMemory):
     """ceil(max_model_len / block_size) blocks for everyone; more where a request of a trace outgrows that."""
 
-    takes_chunks: ClassVar[bool] = False
     can_receive: ClassVar[bool] = False
 
     def __init__(self, limits: Limits) -> None:
@@ -29,13 +29,19 @@ class ReservedMemory(PagedMemory):
         whole = seq.request.prompt_tokens + seq.request.output_tokens
         return max(self._longest_blocks, -(-whole // self.block_size))
 
+    def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
+        return self.blocks_for(seq)
+
+    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
+        return 0
+
     def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free
 
     def fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.free - self.blocks_for(seq) >= keep_free
 
-    def place(self, seq: Sequence, keep_free: int) -> None:
+    def place(self, seq: Sequence, num_tokens: int) -> None:
         blocks = self.blocks_for(seq)
         seq.num_blocks = -(-seq.num_tokens // self.block_size)
         self.gpu.allocate(blocks)
@@ -54,6 +60,12 @@ class ReservedMemory(PagedMemory):
 
     def needs_block(self, seq: Sequence) -> bool:
         return False
+
+    def decode_blocks(self) -> int:
+        return 0
+
+    def decode_blocks_of(self, seq: Sequence) -> int:
+        return 0
 
     def append(self, seq: Sequence) -> None:
         """What it needs is there."""

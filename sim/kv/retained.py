@@ -16,10 +16,9 @@ from sim.engine.plan import IterationPlan, Origin, PrefillChunk, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.block_pool import CachingPool
-from sim.kv.caching import CachingMemory
 from sim.kv.index.block_chain import FIRST_PRIVATE_KEY, BlockChain
 from sim.kv.index.retained_chunks import DIRTY, Chunk, ChunkStore
-from sim.kv.paged import ALL_LAYERS
+from sim.kv.memory import ALL_LAYERS, Memory
 from sim.kv.tiers.worth import Worth
 
 if TYPE_CHECKING:
@@ -40,10 +39,9 @@ class Found(NamedTuple):
 NOTHING = Found((), (), 0)
 
 
-class RetentionMemory(CachingMemory):
+class RetentionMemory(Memory):
     """Blocks on demand; those of a conversation outlive its turns one by one."""
 
-    can_swap = False
     caches_prefixes = True
 
     def __init__(self, limits: Limits, worth: Worth, threshold: float) -> None:
@@ -102,7 +100,7 @@ class RetentionMemory(CachingMemory):
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
-    def look_up(self, seq: Sequence) -> None:
+    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
         if seq not in self._keys:
             self._keys[seq] = self.chain.of(seq)
 
@@ -115,7 +113,8 @@ class RetentionMemory(CachingMemory):
         if known is seq and version == self.store.version:
             return found
         chunks, on_gpu, to_load, num_idle = self.store.chunks, [], [], 0
-        for place, key in enumerate(self._keys[seq][: (seq.num_tokens - 1) // self.block_size]):
+        keys = self._keys[seq] if seq in self._keys else self.chain.named_of(seq.request)
+        for place, key in enumerate(keys[: (seq.num_tokens - 1) // self.block_size]):
             chunk = chunks.get(key)
             if chunk is not None and chunk.on_gpu:
                 on_gpu.append(place)

@@ -21,7 +21,8 @@ from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.kv.block_pool import BlockPool
-from sim.kv.paged import ALL_LAYERS, PagedMemory
+from sim.kv.memory import ALL_LAYERS
+from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
 from sim.kv.tiered import TieredMemory
 from sim.kv.tiers.worth import Worth
@@ -63,7 +64,6 @@ class SavedStates(PagedMemory):
         share: bytes saved of a token, of those of its KV: the host has room for that many more.
     """
 
-    takes_chunks: ClassVar[bool] = False
     can_receive: ClassVar[bool] = False
 
     def __init__(self, limits: Limits, split: LayerSplit, share: float) -> None:
@@ -80,8 +80,15 @@ class SavedStates(PagedMemory):
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        super().place(seq, keep_free)
+    def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
+        # The whole prompt's, whose states have room on the host or not.
+        return self.blocks_for(seq)
+
+    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
+        return 0
+
+    def place(self, seq: Sequence, num_tokens: int) -> None:
+        super().place(seq, seq.num_tokens)
         if seq.num_blocks <= self.host.free:
             self.host.allocate(seq.num_blocks)
             self.saved[seq] = None

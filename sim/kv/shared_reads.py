@@ -47,6 +47,9 @@ class ChunkMemory(SharedReads):
     """Whole chunks of prompts are shared while somebody runs who has them, and freed with the last of them."""
 
     def keys_of(self, seq: Sequence) -> Keys:
+        return self.named_keys(seq)
+
+    def named_keys(self, seq: Sequence) -> Keys:
         request = seq.request
         return self.block_keys.of(request)[: request.prompt_tokens // self.block_size] if request.hash_ids else ()
 
@@ -73,6 +76,9 @@ class GroupMemory(SharedReads):
 
     def keys_of(self, seq: Sequence) -> Keys:
         return self._keys.pop(seq, ())
+
+    def named_keys(self, seq: Sequence) -> Keys:
+        return self._keys.get(seq, ())
 
     def forget(self, seq: Sequence) -> None:
         super().forget(seq)

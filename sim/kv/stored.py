@@ -10,7 +10,7 @@ from sim.engine.changes import Streamed
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.kv.paged import PagedMemory
+from sim.kv.memory import Memory
 from traces.request import Request
 
 
@@ -18,10 +18,9 @@ def nobody(request: Request) -> None:
     """Nobody wants to know."""
 
 
-class StoredMemory(PagedMemory):
+class StoredMemory(Memory):
     """Blocks on demand; a prompt starts with the tokens `granted` to its request, which are in the host's memory."""
 
-    can_swap = False
     caches_prefixes = True
 
     def __init__(self, limits: Limits) -> None:
@@ -35,15 +34,8 @@ class StoredMemory(PagedMemory):
     def cached_tokens(self, seq: Sequence) -> int:
         return self.granted.get(seq.request.request_id, 0)
 
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        super().place(seq, keep_free)
-        self._load(seq)
-
-    def place_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        super().place_chunk(seq, num_tokens)
-        self._load(seq)
-
-    def _load(self, seq: Sequence) -> None:
+    def place(self, seq: Sequence, num_tokens: int) -> None:
+        self.take(seq, num_tokens)
         tokens = self.granted.pop(seq.request.request_id, 0)
         self.count_hits(seq, tokens)
         if tokens:

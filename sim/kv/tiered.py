@@ -13,7 +13,7 @@ from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.kv.index.block_chain import NamedChain
-from sim.kv.paged import ALL_LAYERS
+from sim.kv.memory import ALL_LAYERS
 from sim.kv.prefix import PrefixMemory
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Access
@@ -78,8 +78,8 @@ class TieredMemory(PrefixMemory):
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
-    def look_up(self, seq: Sequence) -> None:
-        super().look_up(seq)
+    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
+        super().look_up(seq, is_next=is_next)
         if seq.request.hash_ids:
             self._access(seq)
 
@@ -100,7 +100,7 @@ class TieredMemory(PrefixMemory):
     def _worth_loading(self, seq: Sequence, first: int) -> range:
         if not seq.request.hash_ids:
             return NOWHERE
-        keys, end = self._accesses[seq].keys, first
+        keys, end = self._names(seq), first
         for place in self._nameable(seq, first):
             chunk = self.cache.get(keys[place])
             if chunk is None or chunk.num_copies < 0:
@@ -110,11 +110,15 @@ class TieredMemory(PrefixMemory):
 
     def _nameable(self, seq: Sequence, first: int) -> range:
         """Blocks from `first` on that have names; the last token has to be computed."""
-        return range(first, min((seq.num_tokens - 1) // self.block_size, len(self._accesses[seq].keys)))
+        return range(first, min((seq.num_tokens - 1) // self.block_size, len(self._names(seq))))
 
     def _saved_s(self, seq: Sequence, places: range) -> float:
         begin, end = places.start * self.block_size, places.stop * self.block_size
         return self.worth.computed_s(seq, begin) - self.worth.streamed_s(seq, end, len(places))
+
+    def _names(self, seq: Sequence) -> tuple[int, ...]:
+        access = self._accesses.get(seq)
+        return self.keys.of(seq.request) if access is None else access.keys
 
     def _access(self, seq: Sequence) -> Access:
         access = self._accesses.get(seq)

@@ -52,6 +52,8 @@ class TokenWiseMemory(Memory):
         by_longest: whether room for scratch is planned as for sequences as long as the longest.
     """
 
+    takes_chunks = False
+    can_receive = False
     unexecutable = (
         "ellm layer-order: interleaved layers cannot compute uncached KV again on a device, since their inputs are the "
         "outputs of the copied layers between them: give layer-order=contiguous, or simulate it"
@@ -139,7 +141,7 @@ class TokenWiseMemory(Memory):
         on_gpu = self._gpu_blocks(-(-seq.num_tokens // self.block_size), uncached)
         return on_gpu <= self.gpu.free and self._host_blocks(uncached) <= self.host.free
 
-    def place(self, seq: Sequence, keep_free: int) -> None:
+    def place(self, seq: Sequence, num_tokens: int) -> None:
         blocks = seq.num_blocks = -(-seq.num_tokens // self.block_size)
         uncached = self._uncached_of(seq.num_tokens)
         if uncached:

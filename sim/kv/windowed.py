@@ -30,9 +30,6 @@ class WindowedMemory(PagedMemory):
         blocks = -(-num_tokens // self.block_size)
         return self._num_full * blocks + self._num_window * min(blocks, self._ring_blocks)
 
-    def blocks_for(self, seq: Sequence) -> int:
-        return self.blocks_holding(seq.num_tokens)
-
     def held_blocks(self, seq: Sequence) -> int:
         return self.blocks_holding(seq.num_blocks * self.block_size)
 
@@ -42,11 +39,8 @@ class WindowedMemory(PagedMemory):
     def fits(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.free - self.blocks_for(seq) >= keep_free * self.unit
 
-    def place(self, seq: Sequence, keep_free: int) -> None:
-        self.place_chunk(seq, seq.num_tokens)
-
-    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
-        return self.blocks_holding(num_tokens) - self.held_blocks(seq)
+    def place(self, seq: Sequence, num_tokens: int) -> None:
+        self.take(seq, num_tokens)
 
     def decode_blocks(self) -> int:
         return self._needed(1)
@@ -106,6 +100,3 @@ class WindowedMemory(PagedMemory):
 
     def can_swap_in(self, seq: Sequence, keep_free: int) -> bool:
         return self.gpu.free - (self.held_blocks(seq) + self.unit) >= keep_free * self.unit
-
-    def outgrew_gpu(self, seq: Sequence) -> bool:
-        return self.gpu.num_blocks < self.held_blocks(seq) + self.unit

@@ -87,7 +87,7 @@ def test_who_fills_the_gpu_with_no_block_left_can_never_return(window, largest):
 def test_chunks_in_rings_take_what_their_windows_do_not_hold_yet():
     memory, seq = memory_of("vllm-recompute:batching=sglang", window=RING), prompt()
     # 40 tokens are three blocks, two of which each window keeps; 100 are seven.
-    memory.place_chunk(seq, 40)
+    memory.take(seq, 40)
     assert (seq.num_blocks, memory.gpu.free) == (3, 30 - 3 - 2 * 2)
     assert [memory.blocks_missing(seq, tokens) for tokens in (48, 49, 100)] == [0, 1, 4]
     memory.take_chunk(seq, 100)

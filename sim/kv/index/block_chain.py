@@ -70,6 +70,10 @@ class BlockChain:
         self._next_private_key += count - len(found)
         return (*found, *range(first, self._next_private_key))
 
+    def named_of(self, request: Request) -> tuple[int, ...]:
+        """Of the blocks that a trace names alone."""
+        return self._named.of(request)
+
     def named(self, known: Iterable[int], keys: tuple[int, ...]) -> tuple[int, ...]:
         """The named blocks of a sequence, `known` ones, and those that have names now."""
         return self._named.extended(tuple(known), keys)

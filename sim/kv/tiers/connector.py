@@ -14,7 +14,7 @@ from sim.engine.limits import TierCounters
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.index.block_chain import BlockChain
-from sim.kv.paged import ALL_LAYERS
+from sim.kv.memory import ALL_LAYERS
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.jobs import Job, Offloaded, ranges_of
 from sim.kv.tiers.replacement import Access

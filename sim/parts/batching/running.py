@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import CONTINUED, IterationPlan, Origin
 from sim.engine.sequence import Sequence
-from sim.kv.paged import PagedMemory
+from sim.kv.memory import Memory
 from sim.parts.base import overrides
 from sim.parts.batching.base import Batching
 from sim.parts.needs import Need
@@ -58,13 +58,12 @@ class Running(Batching):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        assert isinstance(scheduler.memory, PagedMemory)
         self.paged = memory = scheduler.memory
         # vLLM counts its null block.
         self.watermark_blocks = int(self._watermark * (memory.gpu.num_blocks + 1))
         hooks = ("drop_unread", "decode_blocks_of", "take_next")
         # Whether a decode that neither begins a block nor fills one takes nothing.
-        self._takes_whole_blocks = not any(overrides(memory, hook, PagedMemory) for hook in hooks)
+        self._takes_whole_blocks = not any(overrides(memory, hook, Memory) for hook in hooks)
         self.by_priority = isinstance(scheduler.order, Priority)
 
     def _longest_chunk(self) -> int:

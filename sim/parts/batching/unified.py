@@ -87,7 +87,7 @@ class Unified(Running):
 
     def _start(self, plan: IterationPlan, seq: Sequence, cached: int, chunk: int, now_s: float) -> None:
         decodes = seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens
-        self.paged.place_chunk(seq, cached if decodes else cached + chunk)
+        self.paged.place(seq, cached if decodes else cached + chunk)
         self._run(plan, seq, chunk, now_s, decodes=decodes)
 
     def _run(self, plan: IterationPlan, seq: Sequence, chunk: int, now_s: float, *, decodes: bool) -> None:

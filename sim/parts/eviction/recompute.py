@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
+from sim.kv.memory import Swaps
 from sim.parts.base import Eviction
 
 
@@ -19,13 +20,19 @@ class Recompute(Eviction):
         self.scheduler.recompute(seq)
         self._preempted.append(seq)
 
+    @property
+    def swaps(self) -> Swaps:
+        """The memory, of those who move sequences whole."""
+        assert isinstance(self.memory, Swaps), "asked for by what the part needs"
+        return self.memory
+
     def swap_out(self, seq: Sequence, plan: IterationPlan) -> bool:
         """Swap a victim before the step, or have it computed again where the host is full; whether it was swapped."""
-        if not self.memory.can_swap_out(seq):
+        if not self.swaps.can_swap_out(seq):
             self.scheduler.counters.swap_space_exhausted += 1
             Recompute.evict(self, seq, plan)
             return False
-        self.memory.swap_out(seq, plan)
+        self.swaps.swap_out(seq, plan)
         seq.status = Status.SWAPPED
         seq.num_preemptions += 1
         return True

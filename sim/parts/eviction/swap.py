@@ -51,14 +51,14 @@ class Swap(Recompute):
             if memory.outgrew_gpu(seq):
                 self._give_up_head()
                 continue
-            if not memory.can_swap_in(seq, scheduler.admission.keep_free):
+            if not self.swaps.can_swap_in(seq, scheduler.admission.keep_free):
                 return
             # Not chunked, even under chunked prefill: the rest of a half-done prompt must fit the budget whole.
             num_new = seq.num_tokens - seq.num_computed if seq.prefilling else 1
             if num_new > budget or num_seqs >= scheduler.limits.max_num_seqs:
                 return
             self.swapped.popleft()
-            memory.swap_in(seq, plan)
+            self.swaps.swap_in(seq, plan)
             budget -= num_new
             num_seqs += 1
             seq.status = Status.RUNNING
@@ -74,7 +74,7 @@ class Swap(Recompute):
     def _give_up_head(self) -> None:
         seq = self.swapped.popleft()
         self.scheduler.tell_left(seq)
-        self.memory.drop_swapped(seq)
+        self.swaps.drop_swapped(seq)
         self.scheduler.ignore(seq, "swapped sequence outgrew the GPU blocks")
 
     def unblock(self) -> bool:
@@ -88,7 +88,7 @@ class Swap(Recompute):
         seq = self.swapped[0]
         if seq.prefilling and seq.num_tokens - seq.num_computed > scheduler.limits.max_num_batched_tokens:
             self.swapped.popleft()
-            self.memory.drop_swapped(seq)
+            self.swaps.drop_swapped(seq)
             seq.reset_for_recompute()
             scheduler.counters.preemptions += 1
             scheduler.order.put_back([seq])

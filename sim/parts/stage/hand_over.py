@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence, Status
+from sim.kv.memory import ReturnsKV
 from sim.parts.base import Stage
 from sim.parts.catalogue import class_at
 from sim.parts.stage.direct import Direct
@@ -61,6 +62,7 @@ class HandOver(Stage):
     def migrated(self, move: Move) -> None:
         seq, policy = move.seq, self.scheduler.counters.policy
         if move.target is Tier.GPU:
+            assert isinstance(self.memory, ReturnsKV)
             self.memory.insert(seq)
             return
         del self.leaving[seq]

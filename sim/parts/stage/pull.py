@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence
+from sim.kv.memory import ReturnsKV
 from sim.parts.base import Stage
 from sim.parts.needs import Need
 
@@ -64,23 +65,21 @@ class Pull(Stage):
     def prepare(self, now_s: float) -> None:
         while self.landed and self.scheduler.num_seated < self.max_num_seqs:
             self.scheduler.join_known(self.landed.popleft())
-        while self.offered:
-            self.memory.look_up_received(self.offered[0])
-            if not self._may_pull():
-                break
+        memory, keep_free = self.memory, self.scheduler.admission.keep_free
+        while self.offered and not self._waits_for():
+            seq = self.offered[0]
+            if memory.ever_fits(seq, keep_free):
+                if not self._few_wait():
+                    break
+                memory.look_up_received(seq)
+                if not memory.fits_received(seq, keep_free):
+                    break
             self._pull(self.offered.popleft())
 
-    def _may_pull(self) -> bool:
-        scheduler, memory, seq = self.scheduler, self.memory, self.offered[0]
-        if self._waits_for():
-            return False
-        keep_free = scheduler.admission.keep_free
-        if not memory.ever_fits(seq, keep_free):
-            return True
-        waiting = sum(other.num_blocks for other in chain(self.coming, self.landed))
-        return waiting * memory.unit < self.waiting_share * memory.gpu.num_blocks and memory.fits_received(
-            seq, keep_free
-        )
+    def _few_wait(self) -> bool:
+        """Whether those who were pulled and do not decode yet leave room for more of them."""
+        waiting = sum(seq.num_blocks for seq in chain(self.coming, self.landed))
+        return waiting * self.memory.unit < self.waiting_share * self.memory.gpu.num_blocks
 
     def _waits_for(self) -> bool:
         """Whether somebody is to come back before anybody else is pulled."""
@@ -99,6 +98,7 @@ class Pull(Stage):
 
     def migrated(self, move: Move) -> None:
         if move.target is Tier.PEER:
+            assert isinstance(self.memory, ReturnsKV)
             self.memory.returned(move.seq)
         elif move.seq in self.coming:
             del self.coming[move.seq]

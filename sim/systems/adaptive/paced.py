@@ -149,10 +149,11 @@ class Paced(Unified):
         free, seats = self.paged.gpu.free - self.park.headroom(), self.park.seats()
         found: list[tuple[Sequence, int]] = []
         for seq in self.order.kept():
-            self.paged.look_up(seq)
+            self.paged.look_up(seq, is_next=False)
             free -= self.paged.blocks_wanted(seq, seq.num_tokens)
             if free < 0 or len(found) >= seats or num_tokens <= 0:
                 break
+            self.paged.look_up(seq)
             tokens = seq.num_tokens - self.paged.cached_tokens(seq)
             found.append((seq, tokens))
             num_tokens -= tokens
@@ -272,5 +273,5 @@ class Paced(Unified):
         decodes = seq.num_tokens - cached == 1 and cached >= seq.request.prompt_tokens
         # The last of generated tokens may be left for a decode, which takes its block itself.
         whole = seq.num_tokens - 1 if seq.num_generated else seq.num_tokens
-        self.paged.place_chunk(seq, cached if decodes else max(whole, cached + chunk))
+        self.paged.place(seq, cached if decodes else max(whole, cached + chunk))
         self._run(plan, seq, chunk, now_s, decodes=decodes)

@@ -30,7 +30,7 @@ import numpy as np
 from sim.engine.changes import Direction, Move, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
-from sim.kv.paged import PagedMemory
+from sim.kv.memory import Swaps
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.needs import Need
 from sim.systems.adaptive.mechanism import Mechanism
@@ -90,7 +90,7 @@ class Park(Recompute):
         super().bind(scheduler)
         memory, order = scheduler.memory, scheduler.order
         assert isinstance(order, Triage)
-        assert isinstance(memory, PagedMemory)
+        assert isinstance(memory, Swaps)
         self.order, self.paged = order, memory
         self.prospects = Prospects(order)
         self.batching: Paced = scheduler.batching  # type: ignore[assignment]
@@ -183,7 +183,7 @@ class Park(Recompute):
         prompt = self._prompt()
         reserved = 0
         if prompt is not None:
-            self.paged.look_up(prompt)
+            self.paged.look_up(prompt, is_next=False)
             reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens)
         prompt_s = self.order.laxity_s(prompt, iteration_s) if prompt is not None else inf
         free, seats = self.gpu.free - self._growth - 1, self.seats()
@@ -286,7 +286,7 @@ class Park(Recompute):
             if not self.batching.is_due():
                 return 0, None
             for seq in self.order.kept():
-                self.paged.look_up(seq)
+                self.paged.look_up(seq, is_next=False)
                 wanted += self.paged.blocks_wanted(seq, seq.num_tokens)
                 tokens += seq.num_tokens
                 if tokens >= MOST_TOKENS:

@@ -99,13 +99,13 @@ class ProactiveSwap(Recompute):
                 del paused[seq]
                 self.away[seq] = None
                 seq.status = Status.SWAPPED
-                self.memory.send_out(seq)
+                self.swaps.send_out(seq)
                 shortage -= self.scheduler.beside[-1].num_freed
                 self.scheduler.counters.policy["proactive_swap_outs"] += 1
 
     def _may_leave(self, seq: Sequence) -> bool:
         """Whether the host has room, and the GPU will have when it returns."""
-        return self.memory.can_swap_out(seq) and not self.memory.outgrew_gpu(seq)
+        return self.swaps.can_swap_out(seq) and not self.memory.outgrew_gpu(seq)
 
     def _bring_in(self) -> None:
         keep_free = self.threshold
@@ -113,7 +113,7 @@ class ProactiveSwap(Recompute):
             if seq.status is Status.WAITING:
                 keep_free += self.memory.blocks_for(seq)
             elif self.is_out(seq):
-                if not self.memory.can_swap_in(seq, keep_free):
+                if not self.swaps.can_swap_in(seq, keep_free):
                     return
                 self.call_back(seq)
 
@@ -125,7 +125,7 @@ class ProactiveSwap(Recompute):
 
     def call_back(self, seq: Sequence) -> None:
         seq.status = Status.PROMOTING
-        self.memory.bring_in(seq)
+        self.swaps.bring_in(seq)
 
     def parked(self, seq: Sequence) -> None:
         self._has_paused = True

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sim.engine.changes import Move, Tier
 from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.sequence import Sequence, Status
+from sim.kv.memory import Swaps
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
 from sim.parts.needs import Need
 from sim.systems.fastserve.mlfq import Mlfq
@@ -143,7 +144,7 @@ class Quanta(Batching):
         """
         reason = ""
         if self._caches:
-            self.memory.look_up(seq)
+            self.memory.look_up(seq, is_next=False)
         if seq.num_tokens > self.prompt_limit:
             reason = TOO_LONG_AGAIN if seq.num_generated else TOO_LONG
         elif not self.memory.ever_fits(seq, self.admission.keep_free):
@@ -168,7 +169,10 @@ class Quanta(Batching):
 
     def _call_back(self, seq: Sequence, plan: IterationPlan, growth: int) -> None:
         """One of the first is on the host, or on the way: let it return, however many blocks shall be free."""
-        if self._may_take and self.eviction.is_out(seq) and self._take(seq, plan, self.memory.can_swap_in, growth):
+        if not self._may_take or not self.eviction.is_out(seq):
+            return
+        assert isinstance(self.memory, Swaps), "who is out was swapped"
+        if self._take(seq, plan, self.memory.can_swap_in, growth):
             self.eviction.call_back(seq)
 
     def _take(self, seq: Sequence, plan: IterationPlan, fits: Callable[[Sequence, int], bool], keep_free: int) -> bool:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.kv.paged import PagedMemory
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
 from sim.parts.needs import Need
 from sim.systems.radix.cache_aware import CacheAware
@@ -71,7 +70,6 @@ class Sglang(Batching):
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
         memory = scheduler.memory
-        assert isinstance(memory, PagedMemory)
         self.paged = memory
         self.block_size = memory.block_size
         self.pool_tokens = memory.gpu.num_blocks * self.block_size
@@ -160,7 +158,7 @@ class Sglang(Batching):
                 return
             order.pop()
             chunk = min(seq.num_tokens - cached, budget)
-            self.paged.place_chunk(seq, cached + chunk)
+            self.paged.place(seq, cached + chunk)
             scheduler.start(seq, now_s, placed=True)
             plan.add_chunk(seq, chunk, ADMITTED)
             is_whole = cached + chunk == seq.num_tokens
