@@ -32,11 +32,6 @@ NAMED = re.compile(r"_*(blocks|can|ever|has|is|longest|may|most|must|needs|next|
 WHOLE = (type, Enum, Request, DecisionLog, FunctionType, BuiltinFunctionType, GeneratorType, ModuleType, CodeType)
 OTHERS = ("sim.clock.", "sim.cost.", "sim.engine.itl", "sim.engine.limits", "sim.results.", "sim.specs.", "simpy.")
 """Classes, and modules of classes, of which it counts which object it is: constants, and what no part asks."""
-MENDED_WITH_MEMORY = {
-    "blocks_to_admit": "looks the prompt up", "blocks_wanted": "looks the prompt up", "fits": "looks the prompt up",
-    "cached_tokens": "brings those up to date whose blocks may be hit", "fits_received": "looks the prompt up",
-}  # fmt: skip
-"""Questions that memory with a cache does not answer without a change yet."""
 
 
 class _Writer(pickle.Pickler):
@@ -113,7 +108,7 @@ class _Asker:
         self.scheduler = scheduler
         # Engines of one workload ask much the same.
         self.num_asked = scheduler.gpu.num_blocks % EVERY
-        self._due, self._busy, self._is_excused = EVERY, False, False
+        self._due, self._busy = EVERY, False
 
     def twice(self, kind: type) -> type:
         """A class whose objects are asked twice."""
@@ -127,16 +122,12 @@ class _Asker:
         return type(kind)(kind.__name__, (kind,), body)
 
     def _asked(self, kind: type, name: str, question: Callable[..., Any]) -> Callable[..., Any]:
-        is_excused = name in MENDED_WITH_MEMORY
-
         def ask(*args: Any, **named: Any) -> Any:  # noqa: ANN401
             if self._busy:
-                self._is_excused |= is_excused and args[0].caches_prefixes
                 return question(*args, **named)
             self.num_asked += 1
             if self.num_asked < self._due:
                 return question(*args, **named)
-            self._is_excused = is_excused and args[0].caches_prefixes
             return self._compare(f"{kind.__name__}.{name}", lambda: question(*args, **named))
 
         return ask
@@ -147,8 +138,8 @@ class _Asker:
             before = state_of(self.scheduler)
             answer = question()
             after = state_of(self.scheduler)
-            assert before == after or self._is_excused, f"{name} is a question, and changes what it asks about"
-            if not (isinstance(answer, Iterator) or self._is_excused):
+            assert before == after, f"{name} is a question, and changes what it asks about"
+            if not isinstance(answer, Iterator):
                 again = question()
                 assert state_of(again) == state_of(answer), f"{name} is {answer}, and {again} when asked again"
         finally:

@@ -29,6 +29,7 @@ from sim.kv.memory import ALL_LAYERS, Memory
 class HybridMemory(Memory):
     """Pool blocks are those of one group; `unit` is a whole block's, one for each group."""
 
+    memoized = ("_looked_up",)
     can_receive = False
 
     def __init__(self, limits: Limits, *, schedules_ahead: bool) -> None:

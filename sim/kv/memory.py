@@ -40,6 +40,8 @@ class Memory(Part):
     """Why a device cannot carry out its plans, and what to do about it; empty where one can."""
     takes_chunks: ClassVar[bool] = True
     """Whether free GPU blocks alone decide if a prompt may start, so that a batching can weigh its first chunk."""
+    reserves: ClassVar[bool] = False
+    """Whether a prompt takes the blocks of all that it may ever generate."""
     can_receive: ClassVar[bool] = True
     """Whether KV can come from another engine; else `receive` is not called."""
     splits_layers: ClassVar[bool] = False

@@ -18,6 +18,7 @@ from sim.kv.paged import PagedMemory
 class ReservedMemory(PagedMemory):
     """ceil(max_model_len / block_size) blocks for everyone; more where a request of a trace outgrows that."""
 
+    reserves: ClassVar[bool] = True
     can_receive: ClassVar[bool] = False
 
     def __init__(self, limits: Limits) -> None:

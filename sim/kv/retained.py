@@ -42,6 +42,7 @@ NOTHING = Found((), (), 0)
 class RetentionMemory(Memory):
     """Blocks on demand; those of a conversation outlive its turns one by one."""
 
+    memoized = ("_looked_up", "_growth")
     caches_prefixes = True
 
     def __init__(self, limits: Limits, worth: Worth, threshold: float) -> None:

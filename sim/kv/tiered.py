@@ -30,6 +30,8 @@ NOWHERE = range(0)
 class TieredMemory(PrefixMemory):
     """The GPU's prefix cache, and the host's behind it."""
 
+    memoized = ("_looked_on_host",)
+
     def __init__(self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False) -> None:
         """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`."""
         super().__init__(limits, in_flight_hits=in_flight_hits)

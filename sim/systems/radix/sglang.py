@@ -44,6 +44,7 @@ class Sglang(Batching):
     options: ClassVar[type | None] = RadixOptions
     needs: ClassVar[tuple[Need, ...]] = (
         Need("memory", "takes blocks chunk by chunk", offers="takes_chunks"),
+        Need("memory", "expects sequences to take blocks as they grow", lacks="reserves"),
         Need("eviction", "computes victims again", lacks="moves_whole"),
         Need("stage", "computes victims again", lacks="brings_layers_back"),
     )
