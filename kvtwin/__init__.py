@@ -65,7 +65,7 @@ def __dir__() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for bad input, 130 or 143 when interrupted."""
     try:
-        # Whoever interrupts while modules load is told the same as later on.
+        # An interrupt while modules load is answered as one later on.
         from kvtwin.command_line import run_command  # noqa: PLC0415
 
         return run_command(argv)

@@ -160,7 +160,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _unread() -> int:
-    """The exit status when whoever read our output has left."""
+    """The exit status when what read our output has left."""
     # Python would complain when it flushes the rest at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE

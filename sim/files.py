@@ -137,7 +137,7 @@ class InOrder:
             self._next += 1
 
     def close(self) -> None:
-        """Write what is held, whoever is missing before it."""
+        """Write what is held, whatever is missing before it."""
         for _, row in sorted(self._held.items()):
             self._table.write(row)
         self._held.clear()

@@ -102,7 +102,7 @@ def ask_twice(scheduler: Scheduler) -> None:
 
 
 class _Asker:
-    """Who counts the questions about a scheduler."""
+    """Counts the questions about a scheduler, and asks each of them twice or one in many."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler

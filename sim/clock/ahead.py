@@ -21,7 +21,7 @@ class Flight(NamedTuple):
     ended: list[Sequence]
     """Whose last tokens they are."""
     prefilled: list[Sequence]
-    """Who leaves for another engine with them."""
+    """Sequences that leave for another engine with them."""
 
 
 class AheadMember(Member):

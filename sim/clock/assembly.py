@@ -62,14 +62,14 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
 
 
 def routers_of(policy: Policy) -> tuple[Router, Router]:
-    """Who of a system's engines prefills, and who decodes, where the user names no router."""
+    """What chooses the engine that prefills, and the one that decodes, where the user names no router."""
     if policy.names["memory"] == MEMPOOL:
         return PromptTrees(), PromptTrees()
     return FewestWaitingTokens(), LeastLoaded()
 
 
 def _hand_overs(engines: list[EngineParts], members: list[Member], decoders: range, router: Router) -> HandOvers:
-    """What goes from engine to engine over the links of the scenario, and who of `decoders` gets it."""
+    """What goes from engine to engine over the links of the scenario, and which of `decoders` gets it."""
     setup = engines[0].setup
     hand_overs = HandOvers(
         members,
@@ -111,7 +111,7 @@ def _decodes_at(pools: MixedPools, place: int, seq: Sequence) -> bool:
 
 
 def turns_of(member: Member) -> Callable[[float], int] | None:
-    """Who of a pipeline goes on with a sequence, where its loop stands still for what is pulled (DistServe)."""
+    """Which engine of a pipeline goes on with a sequence, where its loop waits for what is pulled (DistServe)."""
     if isinstance(member, VirtualEngine) and member.engine.scheduler.stage.blocking:
         return member.pipeline.next_place
     return None

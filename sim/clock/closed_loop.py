@@ -54,7 +54,7 @@ class ClosedLoop(Arrivals):
         self._front_end_s = front_end_s
         self._by_session = by_session
         self._unused = inf if max_concurrency is None else max_concurrency
-        # When places that somebody had became free, s.
+        # When places that were taken became free, s.
         self._free: list[float] = []
         self._sessions: dict[str, _Session] = {}
         self._ready: list[tuple[float, int, Request]] = []

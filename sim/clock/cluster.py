@@ -37,7 +37,7 @@ class Cluster:
         front: Sequence[int] | None = None,
         hand_overs: HandOvers | None = None,
     ) -> None:
-        """`hand_overs` take sequences from the `front` to other members; without any everybody does all of it."""
+        """`hand_overs` take sequences from the `front` to other members; without them each prefills and decodes."""
         self.env, self.members, self.arrivals, self.router = env, members, arrivals, router
         self._front = range(len(members)) if front is None else front
         self._views = [members[place] for place in self._front]
@@ -107,7 +107,7 @@ class Cluster:
             self._wake(place)
 
     def _wake(self, place: int) -> None:
-        """A boundary came forward; those who are about to decide are noted afterwards."""
+        """A boundary came forward; members that are about to decide are noted afterwards."""
         if place not in self._settling:
             self._note(place)
 

@@ -23,17 +23,17 @@ OUT, IN = "link out", "link in"
 
 
 class HandOvers:
-    """Who goes on with a prefilled sequence, and when its KV has come.
+    """Which engine goes on with a prefilled sequence, and when its KV has come.
 
     Args:
         members: all engines of the cluster.
         decoders: places of those that decode.
-        router: who of them is told of a sequence.
+        router: chooses which of them is told of a sequence.
         bytes_per_s: of every link, in each direction.
         block_bytes: of a whole block, over all GPUs of an engine.
         layers: of the model.
-        pools: say who decodes what, where engines of both pools may.
-        next_places: of the virtual engines of pipelines that take turns: who is next after a time, s.
+        pools: say which engine decodes what, where engines of both pools may.
+        next_places: of the virtual engines of pipelines that take turns: which is next after a time, s.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HandOvers:
         self.members, self.decoders, self.router = members, decoders, router
         self.s_per_block = block_bytes / bytes_per_s
         self.prefilled_by: dict[Seq, int] = {}
-        """Where those came from that decode or are to decode; whoever hears of a sequence's end takes it out."""
+        """Places where sequences that decode or are to decode were prefilled; removed when a sequence ends."""
         self.on_wake: Callable[[int], None] = lambda place: None
         """Hears of engines whose boundary came forward."""
         self._views = [members[place] for place in decoders]
@@ -96,7 +96,7 @@ class HandOvers:
         return self.next_places[chosen](seq.last_token_s) if chosen in self.next_places else chosen
 
     def take_back(self, place: int, member: Member, now_s: float) -> bool:
-        """Let `member`, at `place`, decode itself the oldest sequence that it prefilled for others and nobody pulled.
+        """Let `member`, at `place`, decode itself the oldest sequence that it prefilled for others and none pulled.
 
         Only if it can do nothing else, and prompts or KV have no room there: two engines may be full of what each is to
         have of the other.
@@ -114,7 +114,7 @@ class HandOvers:
         assert isinstance(other, Mixed)
         if goes_on in other.offered:
             other.offered.remove(goes_on)
-        # It may be on its way to being offered, and whoever was behind it may have room.
+        # It may be on its way to being offered, and what was behind it may have room.
         goes_on.status = Status.HANDED_OVER
         del self.prefilled_by[goes_on]
         self.pools.targets[seq.request.request_id] = place

@@ -62,8 +62,8 @@ class Instance:
     def serve(self) -> Generator[simpy.Event, None, None]:
         """Serve until every request of the trace has ended.
 
-        The process runs ahead of `env.now` as long as no other event is due before the end of an iteration: what nobody
-        else can notice need not be an event.
+        The process runs ahead of `env.now` as long as no other event is due before the end of an iteration: what
+        nothing else can notice need not be an event.
         """
         if self.engine.schedules_ahead:
             yield from self._serve_ahead()
@@ -105,8 +105,8 @@ class Instance:
     def _serve_ahead(self) -> Generator[simpy.Event, None, None]:
         """Two iterations in flight: as one begins, the next is scheduled, with the arrivals known then.
 
-        A plan is priced when it is made, so its tokens are counted at once; who ends with them is told when they come.
-        Nothing jumps before that, so that whom a closed loop sends then is seen in time.
+        A plan is priced when it is made, so its tokens are counted at once; the sequences that end with them are told
+        of when the tokens come. Nothing jumps before that: a closed loop may send a request then.
         """
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
         observer, peek, host, step = self.observer, env.peek, self.lanes.host, self.pricer.step

@@ -371,7 +371,7 @@ class RooflineCost(CostModel):
             read_s += self.window_s_per_token * plan.decode_window.tokens
         read_s += self.padding_s(num_decodes)
         if self.tile_tokens:
-            # Whoever asks takes off what is read together.
+            # What is read together is taken off by the caller.
             shared_s = self.unread_s(plan.decode_shared_tokens)
             work_s = self.linear_s(tokens) + self._tiled_s(plan, num_decodes, read_s - shared_s) + shared_s
         elif self.is_uniform:

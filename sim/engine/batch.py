@@ -1,7 +1,7 @@
 """`DecodeBatch`: the decoding sequences as aggregates, so that an iteration costs the same for 1 as for 256 of them.
 
 Members that share a layout, that is how many layer groups of their KV lie on the host, are a `Cohort`: what an
-iteration moves for them follows from its counts. Who lies wholly on the GPU needs none: nothing moves.
+iteration moves for them follows from its counts. Members whose KV is wholly on the GPU need none: nothing moves.
 
 Every member takes one token an iteration, so lengths need no updating: a member's context is `batch_offset + step`.
 Block growth depends only on that length modulo the block size (`_growth` counts members by residue), and completions
@@ -186,7 +186,7 @@ class DecodeBatch:
         if end <= size:
             needed = sum(growth[begin:end])
         else:
-            # Everybody but those whose turn comes neither at the end of this cycle nor early in the next.
+            # All members but those whose turn comes neither at the end of this cycle nor early in the next.
             cycles, needed = cycles + 1, -sum(growth[end - size : begin])
         return cycles * len(self.members) + needed
 
@@ -197,7 +197,7 @@ class DecodeBatch:
 
     @property
     def due(self) -> dict[int, list[Sequence]]:
-        """Steps at which members may complete; `finishing_at` says who does. To be read only."""
+        """Steps at which members may complete; `finishing_at` says which do. To be read only."""
         return self._finishing
 
     def steps_within(self, blocks: int) -> int:
@@ -274,7 +274,7 @@ class DecodeBatch:
     def advance_some(self, chosen: Collection[Sequence], end_s: float) -> list[Sequence]:
         """Give only the members `chosen` a token, move them to the right end, and take out the complete ones.
 
-        vLLM's chunked prefill does this when a half-done prompt eats the token budget: who was left out comes first.
+        vLLM's chunked prefill does this when a half-done prompt eats the token budget: members left out come first.
         """
         finished = []
         late = self._late

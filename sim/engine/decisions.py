@@ -4,7 +4,7 @@ import hashlib
 
 
 class DecisionLog:
-    """SHA-256 over a line a step: its number, entries `request:tokens` in the engine's order, who was preempted."""
+    """SHA-256 over a line a step: its number, entries `request:tokens` in the engine's order, the preempted."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

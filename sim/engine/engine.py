@@ -1,7 +1,7 @@
 """`Engine`: the sans-IO core that both clocks drive.
 
 It takes facts (a request arrived, a copy ended, an iteration ended, it is now t) and returns what to do next. It never
-waits, reads no clock and draws no random number: the simulator and the GPU runtime differ only in who measures time.
+waits, reads no clock and draws no random number: the simulator and the GPU runtime differ only in what measures time.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from traces.request import Request
 
 
 class Engine:
-    """One serving instance: a scheduler, what it predicts of output lengths, and who hears of ended sequences."""
+    """One serving instance: a scheduler, what it predicts of output lengths, and what is called for ended sequences."""
 
     __slots__ = ("_ended", "_predict", "on_end", "on_idle", "scheduler")
 
@@ -65,7 +65,7 @@ class Engine:
         return self.scheduler.batching.schedules_ahead
 
     def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
-        """`plan`, in flight, will be carried out, its tokens will come at `times`; who ends with them.
+        """`plan`, in flight, will be carried out, its tokens will come at `times`; the sequences that end with them.
 
         These keep what they hold, and compute no more, until `deliver`.
         """
@@ -82,7 +82,7 @@ class Engine:
         self.scheduler.truncate(seq, output_tokens)
 
     def cancel(self, seq: Sequence) -> None:
-        """Fact: nobody waits for `seq` any more. Its memory is free after its next token at the latest."""
+        """Event: the client of `seq` has left. Its memory is free after its next token at the latest."""
         self.scheduler.cancel(seq)
         if self._ended:
             self._report_ended()

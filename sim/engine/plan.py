@@ -1,7 +1,7 @@
 """`IterationPlan`: what the engine wants done next. An instance prices it (simulator) or executes it (GPU).
 
-A plan leaves nothing to guess: it says who computes how many tokens, which blocks change hands and in what order
-(`changes`), and what is copied before, beside and behind the computation and between its layers.
+A plan leaves nothing to guess: it says how many tokens of each sequence are computed, which blocks change hands and in
+what order (`changes`), and what is copied before, beside and behind the computation and between its layers.
 """
 
 from collections.abc import Callable, Collection
@@ -83,7 +83,7 @@ class IterationPlan(msgspec.Struct, eq=False):
     prefill_squares: int = 0
     num_sampled_prefills: int = 0
     decodes: Collection[Sequence] = ()
-    """Who takes a token, in order. The batch's own members where all do: read it before the plan is committed."""
+    """The sequences that take a token, in order. `batch.members` itself where all do: read it before the commit."""
     num_decodes: int = 0
     num_single_chunks: int = 0
     """Chunks of one generated token that sample nothing: a computation like a decode's, and priced as one."""
@@ -99,7 +99,7 @@ class IterationPlan(msgspec.Struct, eq=False):
     until_s: float = inf
     """A jump ends at the first boundary at or after this time: then some part has something to decide."""
     cut_on_arrival: bool = True
-    """False where a jump may run through arrivals: whoever is refused now stays refused, and nobody can overtake."""
+    """False where a jump may run through arrivals: what is refused now stays refused, and no arrival can overtake."""
     changes: tuple[Change, ...] = ()
     """What happens to blocks before the computation, in the order in which it was decided. Moves and Restores are
     copied on the computation's own stream (vLLM 0.5.5's swap)."""

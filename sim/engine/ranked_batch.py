@@ -1,6 +1,6 @@
 """`RankedBatch`: the decode batch of a GPU whose attention waits for the longest of unlike contexts.
 
-Who joins or leaves costs a search among the members' lengths; an iteration costs nothing.
+A member that joins or leaves costs a search among the members' lengths; an iteration costs nothing.
 """
 
 from bisect import bisect_left, insort

@@ -215,7 +215,7 @@ class Scheduler:
                 self.end(seq, end_s)
 
     def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
-        """The plan is in flight: count its tokens, and let those who end with them wait for `deliver`."""
+        """The plan is in flight: count its tokens, and let sequences that end with them wait for `deliver`."""
         members = self.batch.members
         if self.landed:
             for seq in self.landed.intersection(plan.decodes):
@@ -247,10 +247,10 @@ class Scheduler:
             delivered()
 
     def _end_in_order(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
-        """Who decoded and who was prefilled may end together: they give back their blocks as they ran."""
+        """Decoded and prefilled sequences may end together: they give back their blocks in the order of the step."""
         at_once = [chunk.seq for chunk in plan.chunks if self._ends_with(chunk)] if ended else []
         if not at_once:
-            # Chunks are in order, and prompts stand behind those who decode.
+            # Chunks are in order, and prompts stand behind decodes.
             for seq in self.batching.in_order(ended) if len(ended) > 1 else ended:
                 self.end(seq, end_s)
             self.batching.commit_chunks(plan, end_s)
@@ -285,7 +285,7 @@ class Scheduler:
             seq.output_tokens = output_tokens
 
     def cancel(self, seq: Sequence) -> None:
-        """Nobody waits for `seq` any more: it leaves the queue, or ends with its next token."""
+        """The client of `seq` has left: it leaves the queue, or ends with its next token."""
         if seq.status in (Status.FINISHED, Status.IGNORED):
             return
         if seq.status is Status.WAITING and self.order.remove(seq):
@@ -317,7 +317,7 @@ class Scheduler:
 
     @property
     def num_seated(self) -> int:
-        """Sequences that have a seat: who decodes, is partly prefilled, or is on the way back."""
+        """Sequences that have a seat: those that decode, are partly prefilled, or are on the way back."""
         return len(self.batch.members) + len(self.batching.partials) + self.stage.num_returning
 
     @property

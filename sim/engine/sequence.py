@@ -8,7 +8,7 @@ from traces.request import Request
 class Status(Enum):
     """Where a sequence stands (vLLM's words; PARKED: prefilled, not decoding, its KV held or on its way).
 
-    `TRANSITIONS` says who may follow whom.
+    `TRANSITIONS` says which may follow which.
     """
 
     WAITING = "waiting"

@@ -1,7 +1,7 @@
 """`WindowedBatch`: the decode batch of a model some of whose layers attend to a window of the context only.
 
-Such a layer reads min(context, window) tokens of each member and keeps a ring of as many blocks. Who is below a cap is
-counted by the step at which it gets there, as completions are: a step still costs no work per member.
+Such a layer reads min(context, window) tokens of each member and keeps a ring of as many blocks. A member below a cap
+is counted by the step at which it gets there, as completions are: a step still costs no work per member.
 """
 
 from heapq import heappop, heappush
@@ -28,7 +28,7 @@ class Below:
         # Sum of the members' `batch_offset`: their contexts together are offsets + size * step.
         self.offsets = 0
         self.growth = [0] * block_size
-        # Who has reached the cap by this step has left the counts.
+        # Members that have reached the cap by this step have left the counts.
         self.crossed = 0
         # Members by the step at which they reach the cap.
         self._reaching: dict[int, int] = {}
@@ -46,7 +46,7 @@ class Below:
             heappush(heap, step)
         reaching[step] = (known or 0) + sign
         while heap and not reaching[heap[0]]:
-            # Those who would have reached the cap then have left.
+            # The members that would have reached the cap then have left.
             del reaching[heappop(heap)]
 
     def _count(self, offset: int, count: int) -> None:
@@ -97,7 +97,7 @@ class WindowedBatch(DecodeBatch):
     def ring_blocks_needed(self, steps: int = 1) -> int:
         """Blocks that the rings of one group of layers grow by in the next `steps` iterations.
 
-        Only as far as `steps_to_finish` allows: nobody's ring is full before.
+        Only as far as `steps_to_finish` allows: no ring is full before.
         """
         ring = self._ring
         if ring is None:

@@ -6,8 +6,8 @@ One step of the scheduler asks them in this order:
 
 1. `prepare(now_s)` of every part that has one: bring sequences back, offload ahead of need, age the queue. Then
    `reserve()`: take what the coming step needs on top of what the batching will ask for.
-2. `Batching.fill(plan, now_s)`: the shape of the iteration. It asks `Order.head` and `Admission.admits` who may start,
-   `Memory` for blocks, and `Eviction.evict` whom to take them from.
+2. `Batching.fill(plan, now_s)`: the shape of the iteration. It asks `Order.head` and `Admission.admits` which
+   request may start, `Memory` for blocks, and `Eviction.evict` to take a victim's.
 3. `holds(plan, steps)` of every part that has one, where the plan could repeat itself: for how many iterations the
    answers just given stay the same. The scheduler takes the least.
 4. `complete(plan)` of every part that has one: what else is copied.
@@ -93,7 +93,7 @@ class Part:
         """For how many iterations like `plan`, 1 to `steps`, this part's answers stay what they are.
 
         A part that knows a time instead may lower `plan.until_s`. Arrivals are the order's business: where `sticky`, a
-        jump runs through them if somebody waits.
+        jump runs through them if a request waits.
         """
         return steps
 
@@ -101,7 +101,7 @@ class Part:
         """The plan was carried out."""
 
     def delivered(self) -> None:
-        """Of the plans that are committed ahead the oldest was carried out; who ended with it has left."""
+        """Of the plans that are committed ahead the oldest was carried out; sequences that ended with it have left."""
 
     def joined(self, seq: Sequence) -> None:
         """`seq` is in the decode batch from now on."""
@@ -124,7 +124,7 @@ class Part:
 
 
 class Order(Part, ABC):
-    """Who is next among those waiting."""
+    """Which waiting request is next."""
 
     sticky: ClassVar[bool]
     """Whether no arrival can overtake a head that was refused."""
@@ -145,7 +145,7 @@ class Order(Part, ABC):
 
     @abstractmethod
     def head(self) -> Sequence:
-        """Who is next; there must be somebody."""
+        """The next; at least one must wait."""
 
     @abstractmethod
     def pop(self) -> Sequence:
@@ -207,7 +207,7 @@ class Eviction(Part, ABC):
 
     @property
     def has_victims(self) -> bool:
-        """Whether this step has taken anybody's blocks."""
+        """Whether this step has taken a running sequence's blocks."""
         return False
 
     def settle(self) -> bool:
@@ -238,7 +238,7 @@ class Eviction(Part, ABC):
         raise NotImplementedError
 
     def unblock(self) -> bool:
-        """Nothing can be computed: give up or recompute who would wait for ever; whether that changed anything."""
+        """Nothing can be computed: give up or recompute what would wait for ever; whether that changed anything."""
         return False
 
     @property
@@ -279,7 +279,7 @@ class Stage(Part, ABC):
 
     @property
     def has_parked(self) -> bool:
-        """Whether somebody waits for memory between prefill and decode, who should not be passed."""
+        """Whether a sequence waits for memory between prefill and decode that should not be passed."""
         return False
 
     @property
@@ -289,7 +289,7 @@ class Stage(Part, ABC):
 
     @property
     def num_returning(self) -> int:
-        """Of those, who is on the way back to the batch: each has a seat."""
+        """Of those, the ones on the way back to the batch: each has a seat."""
         return 0
 
 

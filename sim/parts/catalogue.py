@@ -1,8 +1,8 @@
 """The parts that kvtwin knows, by kind and name: what `composition` and `--policy NAME:KIND=PART` speak of.
 
-A part's module is imported when somebody asks for the part. What is known of one beside its place is said by its class
+A part's module is imported when the part is asked for. What is known of one beside its place is said by its class
 (`sim.parts.base`). Other packages add theirs with `register_part` or, installed, as entry points, which are
-read when somebody asks for a name that is not known or for all:
+read when a name that is not known, or all of them, are asked for:
 
     [project.entry-points."kvtwin.parts"]
     "order.shortest-output" = "ranking:ShortestOutput"

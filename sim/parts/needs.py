@@ -33,7 +33,7 @@ class Need(NamedTuple):
 
     def going(self) -> list[str]:
         """The names of the parts that will do, as far as their classes say."""
-        # Who lacks something lacks it whatever a run asks for only where nothing else is said.
+        # A part lacks something in every run only where the need asks for nothing else.
         positive = self._replace(lacks=None) if self.names or self.offers is not None else self
         return [name for name, kind in CATALOGUE[self.kind].items() if positive.is_met(name, kind)]
 

@@ -22,13 +22,13 @@ class Step(NamedTuple):
     kind: str
     num_decodes: int
     context_tokens: int
-    """Contexts of those who decode in all, at the first iteration."""
+    """Contexts of the sequences that decode, in all, at the first iteration."""
     prefill_tokens: int
     num_prefills: int
     admitted: tuple[int, ...]
     """Request ids of those admitted, or admitted again."""
     num_waiting: int
-    """Who waits on after it was decided."""
+    """Requests that wait on after it was decided."""
     limit: str | None
     """What keeps the next of them from starting (`LIMITS`)."""
     reason: str
@@ -63,7 +63,7 @@ class Journal:
         self._end_s = times.end_s
 
     def _follow(self, plan: IterationPlan, start_s: float) -> None:
-        """Who is in which phase from here on."""
+        """Note which phase each sequence is in from here on."""
         scheduler = self._scheduler
         now: dict[Sequence, str] = dict.fromkeys(scheduler.batch.members, DECODE)
         now.update((seq, self._inside.get(seq, PREFILL)) for seq in scheduler.batching.partials)

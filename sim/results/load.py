@@ -11,7 +11,7 @@ from sim.results.schema import Result
 
 Floats = NDArray[np.float64]
 KEPT_UP = 0.95
-"""Share of those who came that must have ended for an engine to keep up."""
+"""Share of the requests that came that must have ended for an engine to keep up."""
 NOISE = 3.0
 """Growth counts from so many standard deviations of Poisson arrivals on."""
 

@@ -138,7 +138,7 @@ class RequestLog:
         self.completed = 0
         self.ignored = 0
         self.num_broken_off = 0
-        """Of those ignored, who had been scheduled before."""
+        """Of those ignored, the ones that had been scheduled before."""
         self.good = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
@@ -234,7 +234,7 @@ class RequestLog:
         most = 0
         for start in range(0, len(arrivals), PIECE):
             piece = arrivals[start : start + PIECE]
-            # Who ends as another arrives is gone.
+            # A request that ends as another arrives is gone.
             gone = np.searchsorted(ends, piece, side="right")
             most = max(most, int((np.arange(start + 1, start + 1 + len(piece)) - gone).max()))
         return most

@@ -160,7 +160,7 @@ class UsedEngineProfile(Struct, kw_only=True, frozen=True):
     sha256: str
     """SHA-256 of its content, hexadecimal."""
     assumed: list[str]
-    """Those of its constants that nobody measured."""
+    """Those of its constants that were not measured."""
 
 
 class Versions(Struct, kw_only=True, frozen=True):

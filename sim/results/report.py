@@ -239,7 +239,7 @@ def run_lines(result: Result, folder: Path) -> list[str]:
         lines.append(_row("Engine overhead", engine_overhead(result.engine_profile)))
     is_server = result.backend != "kvtwin-live" and result.scenario.gpu != "cpu"
     if is_server and result.scenario.policy_options.get("async_scheduling") is False:
-        # Whoever predicts a server of today has to know.
+        # A prediction of a server of today differs by it.
         lines.append(_row("Scheduling", "serial; vLLM's default is --async-scheduling"))
     if result.machine is not UNSET:
         machine = result.machine

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sim.results.metrics import RequestLog
 
 LIMITS = ("memory", "seats", "tokens", "slo", "policy", "copies", "engine", "compute")
-"""What binds an iteration. While somebody waits, what keeps the next from starting: KV memory (also while somebody's KV
-is away), `max_num_seqs`, `max_num_batched_tokens`, SLO-aware admission, or another rule of the policy. Else what the
+"""What binds an iteration. While requests wait, what keeps the next from starting: KV memory (also while a sequence's
+KV is away), `max_num_seqs`, `max_num_batched_tokens`, SLO-aware admission, or another rule of the policy. Else what the
 iteration waits for: copies, the engine's own processes, computation."""
 LIMIT_NAMES = {
     "memory": "KV memory",
@@ -45,7 +45,7 @@ class TimeUse:
         self._compute_s = self._host_s = 0.0
         self._num_preemptions = 0
         self.limit: str | None = None
-        """What keeps somebody from starting since the last iteration; None where nobody waits."""
+        """What keeps a request from starting since the last iteration; None where none waits."""
 
     def observe(self, plan: IterationPlan, start_s: float, times: StepTimes) -> None:
         """`plan` was carried out, and is yet to be committed."""
@@ -83,7 +83,7 @@ class TimeUse:
             self.bound_s[i] += share_s
 
     def _limit(self, plan: IterationPlan) -> str | None:
-        """What keeps somebody from starting; None where nobody waits."""
+        """What keeps a request from starting; None where none waits."""
         scheduler, limits = self._scheduler, self._scheduler.limits
         preemptions, self._num_preemptions = self._num_preemptions, scheduler.counters.preemptions
         away = scheduler.eviction.num_out or (scheduler.stage.num_parked and not scheduler.stage.hands_over)

@@ -121,7 +121,7 @@ def step_name(step: Step) -> str:
 
 
 def why(step: Step) -> str:
-    """Who was admitted and who was not, and why: `admitted 3: slack 41 ms; 12 wait: KV memory`."""
+    """How many were admitted and how many were not, and why: `admitted 3: slack 41 ms; 12 wait: KV memory`."""
     found = []
     if step.admitted:
         found.append(f"admitted {len(step.admitted)}")

@@ -20,7 +20,7 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")
 def read_json_object(path: Path, *, finite: bool = False) -> dict[str, Any]:
     """The JSON object in a file.
 
-    NaN and Infinity pass unless `finite`, so that whoever checks the values can name the field that holds them.
+    NaN and Infinity pass unless `finite`, so that what checks the values can name the field that has them.
 
     Raises:
         UserError: it cannot be read, is no JSON, repeats a field, is no object, or has what cannot be written again:

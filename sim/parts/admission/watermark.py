@@ -31,7 +31,7 @@ class Watermark(Admission):
 
 
 class MemoryAlone(Watermark):
-    """No share stays free: where memory is reserved for all there may be, or somebody else keeps some free."""
+    """No share stays free: where memory is reserved for all there may be, or another part keeps some free."""
 
     name: ClassVar[str] = "memory"
     share: ClassVar[float] = 0.0

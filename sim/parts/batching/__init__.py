@@ -1,1 +1,1 @@
-"""The shape of a step: who prefills, who decodes."""
+"""The shape of a step: which sequences prefill, which decode."""

@@ -22,7 +22,7 @@ NEVER_FITS = "prompt needs more KV blocks than the GPU has"
 
 
 class Batching(Part, ABC):
-    """The shape of a step: who prefills, who decodes, in what order they are asked."""
+    """The shape of a step: which sequences prefill, which decode, and in what order they are asked."""
 
     splits_prompts: ClassVar[bool] = False
     """Whether a prompt may be computed in chunks."""
@@ -37,10 +37,10 @@ class Batching(Part, ABC):
     reports_copies = False
     """Whether each step, one without work too, is in flight with the copies that had ended when it was launched."""
     frees_in_order: ClassVar[bool] = False
-    """Whether those who end in one step give their blocks back in the order in which they ran (`in_order`)."""
+    """Whether sequences that end in one step give their blocks back in the order in which they ran (`in_order`)."""
 
     record: DecisionLog | None = None
-    """Hears of every step: entries `request:tokens` in the engine's order, then who was preempted."""
+    """Hears of every step: entries `request:tokens` in the engine's order, then the preempted requests."""
     records_decisions: ClassVar[bool] = False
     """Whether it tells `record`."""
 
@@ -65,7 +65,7 @@ class Batching(Part, ABC):
         self._splits, self._caches = self.splits_prompts, self.memory.caches_prefixes
         self._delayed = self.admission.delayed if overrides(self.admission, "delayed", Admission) else None
         self.counts_out = overrides(self.eviction, "num_out", Eviction)
-        """Whether the eviction keeps victims whom nobody may pass."""
+        """Whether the eviction keeps victims that no other may pass."""
         self.partials: dict[Sequence, None] = {}
         """Half-done prompts, in order of admission."""
 
@@ -117,14 +117,14 @@ class Batching(Part, ABC):
                 self.scheduler.ignore(order.pop(), NEVER_FITS)
 
     def decode_all(self, plan: IterationPlan) -> None:
-        """Everybody in the batch takes a token; the memory has grown for it."""
+        """Each member of the batch takes a token; the memory has grown for it."""
         batch = self.batch
         plan.decodes = batch.members
         plan.num_decodes = len(batch.members)
         plan.decode_context_tokens = batch.context_tokens
 
     def decode_or_preempt(self, plan: IterationPlan) -> None:
-        """Everybody in the batch takes a token; where blocks run out, some are preempted."""
+        """Each member of the batch takes a token; where blocks run out, some are preempted."""
         if self.batch.members:
             if self.memory.grow(self.batch):
                 self.decode_all(plan)
@@ -132,7 +132,7 @@ class Batching(Part, ABC):
                 self.decode_exactly(plan)
 
     def decode_exactly(self, plan: IterationPlan) -> None:
-        """Visit the batch from the left as vLLM does; whoever finds no free block preempts from the right.
+        """Visit the batch from the left as vLLM does; a member that finds no free block preempts from the right.
 
         Half-done prompts stand at the right end: they have their blocks, and are the first to lose them.
         """

@@ -1,4 +1,4 @@
-"""`IterationLevel`: every iteration decodes everybody and prefills, whole, whoever could join (Orca, OSDI 2022)."""
+"""`IterationLevel`: every iteration decodes all and prefills, whole, the prompts that could join (Orca, OSDI 2022)."""
 
 from typing import ClassVar
 

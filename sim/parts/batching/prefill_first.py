@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PrefillFirst(Batching):
-    """Whole prompts if any can start (and nothing is swapped out), else one decode step of everybody."""
+    """Whole prompts if any can start (and nothing is swapped out), else one decode step of the whole batch."""
 
     name: ClassVar[str] = "vllm"
     has_choice: ClassVar[bool] = True
@@ -29,7 +29,7 @@ class PrefillFirst(Batching):
             self.admit(plan, now_s, self.budget, len(self.batch.members))
             if plan.chunks:
                 return
-        # While somebody is swapped out, no prompt is looked at.
+        # While a sequence is swapped out, no prompt is looked at.
         plan.cut_on_arrival = not num_out and not (waiting and self.order.sticky)
         self.decode_or_preempt(plan)
         if not eviction.settle():

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 class RequestLevel(PrefillFirst):
-    """Prompts are admitted, all in one step, only when nobody is running."""
+    """Prompts are admitted, all in one step, only when nothing is running."""
 
     name: ClassVar[str] = "request-level"
     has_choice: ClassVar[bool] = False
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        # An empty queue may be planned anew as soon as somebody is there.
+        # An empty queue may be planned anew as soon as a request is there.
         self._order_prepares = overrides(scheduler.order, "prepare", Order)
 
     def fill(self, plan: IterationPlan, now_s: float, *, may_start: bool = True) -> None:
         super().fill(plan, now_s, may_start=may_start and not self.scheduler.num_running)
         if plan.num_decodes and not plan.chunks:
-            # Nobody is looked at before the batch has ended.
+            # No request is looked at before the batch has ended.
             plan.cut_on_arrival = self._order_prepares and not self.order.waiting

@@ -1,6 +1,6 @@
-"""`Running`: what a step of `Unified` does for those who run, before it looks at those who wait.
+"""`Running`: what a step of `Unified` does for sequences that run, before it looks at those that wait.
 
-Everybody in order of admission: at the common step by counts alone, else one by one, as in vLLM's loop over `running`.
+All in order of admission: at the common step by counts alone, else one by one, as in vLLM's loop over `running`.
 """
 
 from typing import TYPE_CHECKING, ClassVar
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Running(Batching):
-    """One budget for prompts and decodes that run, and whom they preempt.
+    """One budget for prompts and decodes that run, and the choice of their victims.
 
     Args:
         long_prefill_threshold: most tokens of one prompt in a step; 0: no such limit.
         adaptive: raise it to an equal share of the budget where few requests are there.
-        watermark: share of the blocks kept free when somebody is admitted while others run.
-        reserve_whole_prompt: admit only who would fit with all tokens known of it.
+        watermark: share of the blocks kept free when a request is admitted while others run.
+        reserve_whole_prompt: admit a request only if it would fit with all tokens known of it.
         schedules_ahead: schedule a step while the one before it runs.
     """
 
@@ -50,10 +50,10 @@ class Running(Batching):
         self.schedules_ahead = schedules_ahead
         self.threshold, self.adaptive = long_prefill_threshold, adaptive
         self._watermark, self.reserve_whole_prompt = watermark, reserve_whole_prompt
-        # Who arrives shortens the first chunk of the head, which may fit then.
+        # An arrival shortens the first chunk of the head, which may fit then.
         self._arrivals_help = adaptive and long_prefill_threshold > 0 and not reserve_whole_prompt
         self.running: dict[Sequence, None] = {}
-        """In order of admission; half-done prompts and who decodes."""
+        """In order of admission: half-done prompts and decodes."""
         self._line = ""
 
     def bind(self, scheduler: "Scheduler") -> None:
@@ -74,11 +74,11 @@ class Running(Batching):
         return max(self.threshold, self.budget // requests) if self.adaptive else self.threshold
 
     def _run_running(self, plan: IterationPlan) -> int:
-        """Everybody who runs, as the budget lasts; returns what is left of it."""
+        """All that run, as the budget lasts; returns what is left of it."""
         if not self.running:
             return self.budget
         batch, memory = self.batch, self.paged
-        # At the common step everybody decodes, but perhaps for one prompt, the last to be admitted.
+        # At the common step all decode, but perhaps for one prompt, the last to be admitted.
         partials = self.partials
         if not self.threshold and (not partials or (len(partials) == 1 and next(reversed(self.running)) in partials)):
             for seq in list(partials):
@@ -127,7 +127,7 @@ class Running(Batching):
             plan.add_chunk(seq, chunk, origin)
 
     def _run_one_by_one(self, plan: IterationPlan) -> int:
-        """vLLM's loop over `running`: who finds no block preempts, and tries again."""
+        """vLLM's loop over `running`: a sequence that finds no block preempts, and tries again."""
         budget, longest, batch = self.budget, self._longest_chunk(), self.batch
         self.paged.catch_up()
         held, running, partials = self.scheduler.held, self.running, self.partials
@@ -136,7 +136,7 @@ class Running(Batching):
         preempted: list[Sequence] = []
         for seq in [seq for seq in running if seq in partials]:
             self._join_if_decode(seq)
-        # Victims leave the dictionary: a copy says who is next.
+        # Victims leave the dictionary: a copy says which is next.
         for seq in list(running):
             if budget <= 0:
                 break
@@ -176,7 +176,7 @@ class Running(Batching):
         return budget
 
     def _take(self, seq: Sequence, chunk: int) -> bool:
-        """Blocks for the next `chunk` tokens of one who runs; False where there are too few."""
+        """Blocks for the next `chunk` tokens of one that runs; False where there are too few."""
         memory = self.paged
         memory.drop_unread(seq)
         if seq in self.partials:
@@ -198,7 +198,7 @@ class Running(Batching):
         return max(self.running, key=lambda seq: urgency(seq)[:2]) if self.by_priority else next(reversed(self.running))
 
     def _may_preempt(self, victim: Sequence) -> bool:
-        """Whether a victim's blocks are free at once; else nobody is preempted."""
+        """Whether a victim's blocks are free at once; else none is preempted."""
         return True
 
     def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:

@@ -1,7 +1,8 @@
 """`StallFree`: no decode ever waits for a prompt (Sarathi-Serve, OSDI 2024; DeepSpeed-FastGen's Dynamic SplitFuse).
 
-Every iteration first takes one token of everybody who decodes, then goes on with the half-done prompt, then admits new
-ones in chunks, up to the token budget. Blocks for the whole prompt are taken at admission. As in Sarathi's public code.
+Every iteration first takes one token of each sequence that decodes, then goes on with the half-done prompt, then admits
+new ones in chunks, up to the token budget. Blocks for the whole prompt are taken at admission, as in Sarathi's public
+code.
 """
 
 from typing import ClassVar
@@ -35,7 +36,7 @@ class StallFree(Batching):
             self.scheduler.allow_jump(plan)
 
     def _has_unfed_partial(self, plan: IterationPlan) -> bool:
-        """Whether a half-done prompt got nothing: nobody behind it may."""
+        """Whether a half-done prompt got nothing: none behind it may."""
         return len(self.partials) > len(plan.chunks)
 
 

@@ -1,8 +1,8 @@
 """`Unified`: one token budget for all, no phases (vLLM v1's scheduler, 0.33).
 
 Every step raises what is computed of each sequence towards what is known of it: first for those that run, in order of
-admission, then for those that wait. Blocks are taken for what a step computes, not for a whole prompt. Who finds none
-preempts the last of those that run, or the least urgent; a step that preempted admits nobody.
+admission, then for those that wait. Blocks are taken for what a step computes, not for a whole prompt. A sequence
+that finds none preempts the last of those that run, or the least urgent; a step that preempted admits no request.
 """
 
 from typing import TYPE_CHECKING, ClassVar
@@ -58,7 +58,7 @@ class Unified(Running):
             self.scheduler.allow_jump(plan)
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
-        """Those who wait, in order, until one of them finds no room."""
+        """Requests that wait, in order, until one of them finds no room."""
         order, memory, limits = self.order, self.paged, self.limits
         longest = self._longest_chunk()
         while budget > 0 and order.waiting and len(self.running) < limits.max_num_seqs:
@@ -102,7 +102,7 @@ class Unified(Running):
             memory.publish(seq, batch.num_tokens_of(seq))
             plan.num_decodes += 1
             plan.decode_context_tokens += batch.num_tokens_of(seq)
-            # Some of those who run may find no room and preempt nobody.
+            # Some of those that run may find no room and preempt none.
             plan.decodes = batch.members if plan.num_decodes == len(batch.members) else [*plan.decodes, seq]
             return
         self._add_chunk(plan, seq, chunk, ADMITTED)

@@ -1,10 +1,10 @@
 """`UnifiedOffloading`: `Unified` with vLLM's OffloadingConnector.
 
-Who is to load a prefix takes its blocks and waits for the copy beside the queue (vLLM's `kv_holding_waiting`), first in
-line once it has come. Whom the connector puts off is passed by those behind.
+A request that is to load a prefix takes its blocks and waits for the copy beside the queue (vLLM's
+`kv_holding_waiting`), first in line once it has come. A request that the connector puts off is passed by those behind.
 
 With async scheduling, a step hears of the copies that have ended when it is launched, and the scheduler with that
-step's tokens. Steps without work are launched, too. Nobody is preempted whose step is in flight.
+step's tokens. Steps without work are launched, too. No sequence is preempted whose step is in flight.
 """
 
 from collections import deque
@@ -42,10 +42,10 @@ class UnifiedOffloading(Unified):
         self.connector.schedules_ahead = self.schedules_ahead
         scheduler.counters.tiers["host"] = self.connector.tier
         self.kv_holding: dict[Sequence, int] = {}
-        """Who loads, or has loaded and waits; how many tokens of each are computed then."""
-        # Whether the next step may decide otherwise about those who wait, though nothing seems to happen.
+        """Sequences that load, or have loaded and wait; how many tokens of each are computed then."""
+        # Whether the next step may decide otherwise about requests that wait, though nothing seems to happen.
         self._unsure = False
-        # Whether some request was refused whom no other may pass.
+        # Whether a request was refused that no other may pass.
         self._stopped = False
         # Steps in flight, each with the copies that had ended when it was launched.
         self._in_flight: deque[tuple[IterationPlan, list[Move]]] = deque()
@@ -89,7 +89,7 @@ class UnifiedOffloading(Unified):
             scheduler.allow_jump(plan)
 
     def _scheduled(self, plan: IterationPlan) -> Iterator[tuple[Sequence, int]]:
-        """Who computes in this step, in order, and how many of their tokens are computed then."""
+        """Sequences that compute in this step, in order, and how many of their tokens are computed then."""
         after = {chunk.seq: chunk.num_cached + chunk.num_new for chunk in plan.chunks}
         for seq in plan.decodes:
             after[seq] = self._num_known(seq)
@@ -100,7 +100,7 @@ class UnifiedOffloading(Unified):
         return self.batch.num_tokens_of(seq) - self.scheduler.num_unknown(seq)
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
-        """First those who hold blocks, then those who wait; both until one of them finds no room."""
+        """First those that hold blocks, then those that wait; both until one of them finds no room."""
         budget = self._admit_loaded(plan, now_s, budget)
         order, memory, connector = self.order, self.paged, self.connector
         passed: list[Sequence] = []

@@ -67,7 +67,7 @@ class Vllm055Chunked(Batching):
         return True
 
     def _run_exactly(self, plan: IterationPlan, budget: int) -> None:
-        """Visit `running` from the left as vLLM does; whoever finds no free block preempts from the right."""
+        """Visit `running` from the left as vLLM does; one that finds no free block preempts from the right."""
         batch, memory = self.batch, self.memory
         order = deque(batch.members)
         if self.partial is not None:

@@ -1,1 +1,1 @@
-"""Who is next among those waiting."""
+"""Which waiting request is next."""

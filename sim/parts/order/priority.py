@@ -17,7 +17,7 @@ def urgency(seq: Sequence) -> Urgency:
 
 
 class Priority(Order):
-    """A heap; who was preempted takes the place that its priority gives it."""
+    """A heap; a preempted sequence takes the place that its priority gives it."""
 
     name: ClassVar[str] = "priority"
     sticky: ClassVar[bool] = False

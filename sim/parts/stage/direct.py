@@ -1,4 +1,4 @@
-"""`Direct`: who is prefilled decodes, nothing in between."""
+"""`Direct`: a prefilled sequence decodes, with nothing in between."""
 
 from typing import ClassVar
 

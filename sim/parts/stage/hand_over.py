@@ -1,4 +1,4 @@
-"""`HandOver`: who is prefilled leaves for another engine, which pulls its KV when it has room (DistServe's way).
+"""`HandOver`: prefilled sequences leave for another engine, which pulls their KV when it has room (DistServe's way).
 
 The blocks stay taken here until the copy has ended, so that a slow decode pool holds prefills up.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HandOver(Stage):
-    """`leaving` hold KV that nobody has pulled yet; `prefilled` are those of them of whom no other engine knows.
+    """KV of sequences in `leaving` is still to be pulled; no other engine knows yet of those in `prefilled`.
 
     Args:
         layer_wise: whether a layer's KV may leave while later ones are computed.

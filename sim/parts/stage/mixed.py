@@ -48,13 +48,13 @@ class Mixed(Pull, HandOver):
         (HandOver if move.seq in self.leaving else Pull).migrated(self, move)
 
     def _waits_for(self) -> bool:
-        # Prompts that were never computed do not hold up those who come.
+        # Prompts that were never computed do not delay sequences that come.
         scheduler = self.scheduler
         computed = bool(scheduler.order.waiting) and scheduler.order.head().num_generated > 0
         return computed or scheduler.eviction.num_out > 0
 
     def take_back(self, seq: Sequence) -> None:
-        """`seq`, which nobody has pulled, decodes here."""
+        """`seq`, which no engine has pulled, decodes here."""
         del self.leaving[seq]
         self.landed.append(seq)
         self.scheduler.counters.policy["taken_back"] += 1

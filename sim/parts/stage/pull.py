@@ -1,7 +1,7 @@
 """`Pull`: sequences that were prefilled elsewhere are pulled, first come first served, when there is room for their KV.
 
-DistServe's rule: while those who are here and do not decode hold less than a share of the blocks, and the next one's
-fit. Room goes to those who lost theirs here before it goes to newcomers.
+DistServe's rule: while the sequences that are here and do not decode hold less than a share of the blocks, and the next
+one's blocks fit. Room goes to sequences that lost theirs here before it goes to newcomers.
 """
 
 from collections import deque
@@ -25,14 +25,14 @@ class Pull(Stage):
     """`offered` have their KV elsewhere, `coming` on its way, `landed` here and no seat yet.
 
     Args:
-        waiting_share: of the GPU's blocks that `coming` and `landed` may hold before nobody else is pulled.
+        waiting_share: of the GPU's blocks that `coming` and `landed` may hold before no more is pulled.
         blocking: whether the engine waits for what it pulls before it computes.
     """
 
     name: ClassVar[str] = "hand-over"
     needs: ClassVar[tuple[Need, ...]] = (
         Need("memory", "moves whole blocks between engines", offers="can_receive"),
-        # Who comes from elsewhere never stood in the queue, which others must know of who runs.
+        # A sequence from elsewhere never stood in the queue, and other orders must know each that runs from there.
         Need("order", "decodes in the order in which KV comes", offers="sticky"),
     )
     pulls: ClassVar[bool] = True
@@ -49,7 +49,7 @@ class Pull(Stage):
 
     @property
     def num_parked(self) -> int:
-        # Who is offered is counted where its KV is.
+        # An offered sequence is counted where its KV is.
         return len(self.coming) + len(self.landed)
 
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
@@ -82,7 +82,7 @@ class Pull(Stage):
         return waiting * self.memory.unit < self.waiting_share * self.memory.gpu.num_blocks
 
     def _waits_for(self) -> bool:
-        """Whether somebody is to come back before anybody else is pulled."""
+        """Whether a sequence is to come back before another is pulled."""
         return bool(self.scheduler.order.waiting) or self.scheduler.eviction.num_out > 0
 
     def _pull(self, seq: Sequence) -> None:

@@ -153,7 +153,7 @@ def percent_text(value: float) -> str:
 
 
 def ranking(what: str, values: Sequence[tuple[str, float]], text: Callable[[float], str]) -> str:
-    """`what` and who has least and most of it."""
+    """`what`, and which names have least and most of it."""
     if len(values) == 1:
         return f"{what} {text(values[0][1])}"
     low, high = min(values, key=lambda v: v[1]), max(values, key=lambda v: v[1])
