@@ -1,7 +1,7 @@
 """The systems kvtwin knows, by name. A system's module is imported when its name is asked for.
 
 Other packages add theirs with `register("name", "package.module:Class")` or, installed, as entry points, which are
-read when somebody asks for a name that is not known or for all:
+read when a name that is not known, or all of them, are asked for:
 
     [project.entry-points."kvtwin.systems"]
     vllm-ltr = "ranking:LearningToRank"

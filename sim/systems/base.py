@@ -77,7 +77,7 @@ class Policy(ABC):
     default_block_size: ClassVar[int] = 16
     default_prefix_caching: ClassVar[bool] = False
     num_null_blocks: ClassVar[int] = 0
-    """Blocks of the pool that nobody gets."""
+    """Blocks of the pool that are never allocated."""
 
     mixed: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     """Parts that replace the composition's: (kind, name)."""
@@ -91,7 +91,7 @@ class Policy(ABC):
 
     @property
     def can_cache_prefixes(self) -> bool:
-        """Whether blocks can be kept for others to hit: its memory shares them, and nobody moves sequences whole."""
+        """Whether blocks can be kept for others to hit: its memory shares them, and no sequence moves whole."""
         names = self.names
         return MEMORIES[names["memory"]].can_cache_prefixes and not EVICTIONS[names["eviction"]].moves_whole
 

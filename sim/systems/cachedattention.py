@@ -11,12 +11,12 @@ requests, S the mean KV of a turn, the former have their KV fetched from the dis
 the latter will load gives way last on either tier, that of the last in the queue first (3.3.2).
 
 Assumed: vLLM 0.5.5's batches and blocks, the GPU's blocks a cache as well; block by block, the longest unused given up
-first of what nobody waits for. What is saved goes to the disk at once, not when it leaves the host: the host can then
-give way at any time, and beside a larger disk it holds nothing that the disk lacks. A prompt that is admitted before
-its KV is on the host waits for the disk, and the iteration with it. No read buffer (a layer's copies begin with the
-iteration). Contexts are not truncated: prompts that are too long are ignored, as in vLLM. Loads that would be slower
-than computing again are not made, by price. The drive is the paper's 10 TB; its bandwidths, which differ from drive to
-drive, are options.
+first of what no request waits for. What is saved goes to the disk at once, not when it leaves the host: the host can
+then give way at any time, and beside a larger disk it holds nothing that the disk lacks. A prompt that is admitted
+before its KV is on the host waits for the disk, and the iteration with it. No read buffer (a layer's copies begin with
+the iteration). Contexts are not truncated: prompts that are too long are ignored, as in vLLM. Loads that would be
+slower than computing again are not made, by price. The drive is the paper's 10 TB; its bandwidths, which differ from
+drive to drive, are options.
 """
 
 from dataclasses import dataclass

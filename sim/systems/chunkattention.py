@@ -1,13 +1,13 @@
 """ChunkAttention (Ye et al., "ChunkAttention: Efficient Self-Attention with Prefix-Aware KV Cache and Two-Phase
 Partition", ACL 2024; arXiv 2402.15220).
 
-KV lies in chunks of 64 tokens in a prefix tree of those who run. A prompt takes the whole chunks that somebody has, and
-computes the rest. The kernel's first phase reads each shared chunk once a step for all who share it, its second phase
-the rest of each. A decode step of contexts s_i therefore reads
+KV lies in chunks of 64 tokens in a prefix tree of the sequences that run. A prompt takes the whole chunks that one of
+them has, and computes the rest. The kernel's first phase reads each shared chunk once a step for all that share it, its
+second phase the rest of each. A decode step of contexts s_i therefore reads
 
     sum(s_i) - sum over shared chunks of (sharers - 1) * 64   tokens,
 
-and still computes sum(s_i). Chunks are freed with the last who has them: nothing is cached for those to come.
+and still computes sum(s_i). Chunks are freed with the last sequence that has them: nothing is cached for those to come.
 
 Assumed:
 - Time is that of reading; what is read once for several is computed at the speed of prefills, not beside its reading.

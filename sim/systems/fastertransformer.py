@@ -1,9 +1,9 @@
 """FasterTransformer (NVIDIA), as Orca and vLLM describe their baseline: request-level batching on reserved memory.
 
-A batch is formed when nobody runs and then runs to its end; memory for the longest context is reserved for each.
+A batch is formed when nothing runs and then runs to its end; memory for the longest context is reserved for each.
 
 Assumed, in its favour: a request returns as soon as it has its own tokens, and those that have ended cost no more
-computation. Batches form from whoever waits, without a timer.
+computation. Batches form from what waits, without a timer.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,8 @@ Dynamic SplitFuse: every forward pass has the same size. Decodes come first; pro
 together and the last of them split as well, fill the rest of the budget exactly. Defaults as in DeepSpeed's inference
 v2: 768 tokens, 512 sequences.
 
-Assumed: blocks for the whole prompt at admission and vLLM's watermark, as for Sarathi; who finds no block preempts the
-tail, which is computed again.
+Assumed: blocks for the whole prompt at admission and vLLM's watermark, as for Sarathi; a sequence that finds no block
+preempts the tail, which is computed again.
 """
 
 from dataclasses import dataclass

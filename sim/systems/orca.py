@@ -1,8 +1,8 @@
 """Orca (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models", OSDI 2022).
 
-Iteration-level scheduling with selective batching: every iteration decodes everybody and prefills, whole, the prompts
-that could join. Memory for the longest context is reserved at admission, so nobody is ever preempted and no watermark
-is needed: ceil(max_model_len / block_size) blocks a request.
+Iteration-level scheduling with selective batching: every iteration decodes all and prefills, whole, the prompts that
+could join. Memory for the longest context is reserved at admission, so none is ever preempted and no watermark is
+needed: ceil(max_model_len / block_size) blocks a request.
 
 Assumed: the token budget bounds an iteration's prompts, not its decodes. This is the vLLM paper's "Orca (Max)";
 `--max-model-len` says what is reserved.

@@ -11,7 +11,7 @@ it is: its attention reads KV with gaps (section 4.4). Prefills and decodes shar
 
 Assumed: the cost of a chunk is what it adds to a prefill by the run's own prices, a parabola through three of them.
 Time since use is counted when a sequence starts or ends. The threshold for copies (`swap-out-threshold`) is a quarter
-of the blocks; the paper was not at hand for it. A chunk that has to give way before its copy has ended is lost. Who
+of the blocks; the paper was not at hand for it. A chunk that has to give way before its copy has ended is lost. What
 runs out of blocks is computed again, with what is left of its chunks. Loads that would be slower than computing again
 are not made.
 """

@@ -1,9 +1,9 @@
 """Sarathi-Serve (Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024).
 
-Stall-free batching: each iteration takes one token of everybody who decodes, then a chunk of the one half-done prompt,
+Stall-free batching: each iteration takes one token of each decode, then a chunk of the one half-done prompt,
 then a chunk of a new one, up to the chunk size (`--max-num-batched-tokens`, 512). One prompt an iteration, as in its
-public code without rolling prefills, its default. Blocks for the whole prompt at admission, above vLLM's watermark; who
-finds no block preempts the tail, which is computed again.
+public code without rolling prefills, its default. Blocks for the whole prompt at admission, above vLLM's watermark;
+what finds no block preempts the tail, which is computed again.
 """
 
 from dataclasses import dataclass

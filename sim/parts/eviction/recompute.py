@@ -22,7 +22,7 @@ class Recompute(Eviction):
 
     @property
     def swaps(self) -> Swaps:
-        """The memory, of those who move sequences whole."""
+        """The memory, of evictions that move sequences whole."""
         assert isinstance(self.memory, Swaps), "asked for by what the part needs"
         return self.memory
 

@@ -77,7 +77,7 @@ class Pull(Stage):
             self._pull(self.offered.popleft())
 
     def _few_wait(self) -> bool:
-        """Whether those who were pulled and do not decode yet leave room for more of them."""
+        """Whether those that were pulled and do not decode yet leave room for more."""
         waiting = sum(seq.num_blocks for seq in chain(self.coming, self.landed))
         return waiting * self.memory.unit < self.waiting_share * self.memory.gpu.num_blocks
 

@@ -1,6 +1,6 @@
 """`Mechanism`: whether one whose blocks others shall have is swapped or computed again, by price; and in what pieces.
 
-Blocks that are held without decoding are nobody's: b of B blocks for T seconds cost the engine T b / B seconds. A swap
+Blocks that are held without decoding serve nothing: b of B blocks for T seconds cost the engine T b / B seconds. A swap
 holds them until the copies ahead of it have gone, then until its own have, piece by piece, and again for as long as
 its way back takes. Computing it again frees them at once, and takes the prompt's price with its blocks held meanwhile.
 
@@ -26,7 +26,7 @@ class Mechanism:
     Args:
         cost, limits: of the engine.
         price: what its prompts take.
-        by_price: whether to compute again who costs less so; else all are swapped.
+        by_price: whether to compute again what costs less so; else all are swapped.
     """
 
     def __init__(self, cost: CostModel, limits: Limits, price: RequestPrice, *, by_price: bool) -> None:
@@ -55,7 +55,7 @@ class Mechanism:
         return self._price.prefill_s(num_tokens) * (1.0 + num_blocks / self._num_gpu_blocks)
 
     def recomputes(self, num_tokens: int, num_blocks: int, num_ahead: int, iteration_s: float) -> bool:
-        """Whether who leaves is computed again."""
+        """Whether a sequence that leaves is computed again."""
         if not self.by_price:
             return False
         return self.recompute_s(num_tokens, num_blocks) < self.swap_s(num_blocks, num_ahead, iteration_s)

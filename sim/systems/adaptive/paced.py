@@ -1,13 +1,13 @@
 """`Paced`: vLLM v1's batches with prompts in chunks as large as first tokens need, and no larger.
 
-Everybody who decodes takes a token first. Of the token budget, prompts get
+Every sequence that decodes takes a token first. Of the token budget, prompts get
 
     max(1.25 x kept prompt tokens a second, tokens ahead of a waiting prompt / time to half its TTFT) x iteration,
 
-at least `LEAST_CHUNK`: larger chunks would only lengthen everybody's iterations. A prompt from the shelf (`Triage`)
-starts when nobody who is kept waits or is parked and no prompt is half done, and leaves blocks free for those to come.
+at least `LEAST_CHUNK`: larger chunks would only lengthen the iterations of all. A deferred prompt (`Triage`) starts
+when none that is kept waits or is parked and no prompt is half done, and leaves blocks free for those to come.
 Its chunks are `SHELF_AHEAD` times those in which prompts spread evenly over the decodes. A prompt takes all its blocks
-when it starts. Nobody starts whose first token would be late, behind the iteration under way and the chunks of others.
+when it starts. None starts whose first token would be late, behind the iteration under way and the chunks of others.
 
 Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
 """
@@ -34,7 +34,7 @@ LEAST_SHELF_CHUNK = 256
 AHEAD = 1.25
 """Of the rate at which kept prompts arrive, what is computed of them."""
 DEFERRED_FREE, LATE_FREE, QUIET_FREE = 0.05, 0.3, 0.02
-"""Shares of the blocks that stay free when a deferred or a late prompt starts; with nobody arriving, a late one."""
+"""Shares of the blocks that stay free when a deferred or a late prompt starts; where none arrive, a late one."""
 ROUNDING = 1e-6
 CHUNKS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 NEAR = 1.05
@@ -79,7 +79,7 @@ class Paced(Unified):
         # Of chunks by their tokens, which are few and come again: a plan to put decodes beside, and seconds alone.
         self._plans: dict[int, IterationPlan] = {}
         self._seconds: dict[int, float] = {}
-        # Whether this step has started anybody.
+        # Whether this step has started a request.
         self._started = False
         # Whether prompts are computed by themselves in this step.
         self._alone = False
@@ -145,7 +145,7 @@ class Paced(Unified):
         return max(least, ceil(rate * order.decodes_s() / (1.0 - busy) - ROUNDING))
 
     def _starting(self, num_tokens: int) -> list[tuple[Sequence, int]]:
-        """Who is kept and has room now, first come first served, and what of each is to be computed: so much in all."""
+        """Those that are kept and have room now, first come first served, and the tokens of each: so many in all."""
         free, seats = self.paged.gpu.free - self.park.headroom(), self.park.seats()
         found: list[tuple[Sequence, int]] = []
         for seq in self.order.kept():
@@ -160,7 +160,7 @@ class Paced(Unified):
         return found
 
     def _late(self, chunk: int, now_s: float) -> list[Sequence]:
-        """Who would start in this iteration, of so many prompt tokens, and have its first token too late."""
+        """Those that would start in this iteration, of so many prompt tokens, and have their first token too late."""
         order, price = self.order, self.order.price
         if not order.num_kept:
             return []
@@ -253,7 +253,7 @@ class Paced(Unified):
         return self._has_blocks(seq)
 
     def _has_blocks(self, seq: Sequence) -> bool:
-        """Whether they are free for the head, and for those who decode while they last."""
+        """Whether they are free for the head, and for those that decode while they last."""
         park, order = self.park, self.order
         wanted = self.paged.blocks_wanted(seq, seq.num_tokens)
         gpu, kept = self.paged.gpu, order.is_kept(seq)

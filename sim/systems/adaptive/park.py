@@ -1,23 +1,24 @@
 """`Park`: sequences leave for the host, beside the computation, where others pay better, and return by rank.
 
 Rank is `Triage`'s place: kept before deferred before hopeless, the cheapest to finish first. One sequence leaves at a
-time, when somebody who is kept lacks room (a prompt that waits, or the first of those parked):
+time, when one that is kept lacks room (a prompt that waits, or the first of those parked):
 
-- who is not kept, the dearest first;
-- whoever has joined since and would stand behind the parked head;
-- else, where time is short, the laxest who can afford it and has more left than the head.
+- one that is not kept, the dearest first;
+- one that has joined since and would stand behind the parked head;
+- else, where time is short, the laxest that can afford it and has more left than the head.
 
-Who is cheaper to compute again gives its blocks up at once instead (`Mechanism`). Who returns takes its blocks when the
-link is about to be free, no sooner.
+A sequence that is cheaper to compute again gives its blocks up at once instead (`Mechanism`). One that returns takes
+its blocks when the link is about to be free, no sooner.
 
-Where the host is full, those there who are not kept and would return last are computed again: what nobody will serve in
-time must not hold up who could be.
+Where the host is full, those there that are not kept and would return last are computed again: what will not be served
+in time must not delay what could be.
 
-Who is scheduled ahead and has its last token in flight has left the batch, and neither leaves nor counts as room.
+Scheduled ahead, a sequence whose last token is in flight has left the batch, and neither leaves nor counts as room.
 
 Blocks that decodes will need while a sequence is copied out, at least for `HORIZON` iterations, are kept free. Where
 they run short all the same, the victim is copied out before the iteration or computed again, whichever costs the batch
-less. Blocks that others may hit never move: who holds any is computed again, and finds in the cache what is left.
+less. Blocks that others may hit never move: a sequence that holds any is computed again, and finds the rest in the
+cache.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,7 +48,7 @@ MOST_TOKENS = 1024
 HORIZON = 8
 """Iterations whose growth is kept free, at least."""
 SHORT_S = 2.0
-"""With less laxity than this, a head may take the room of who is kept, too."""
+"""With less laxity than this, a head may take the room of kept sequences, too."""
 MARGIN_S = 5.0
 """By how much that one must be laxer."""
 
@@ -55,7 +56,7 @@ MARGIN_S = 5.0
 class Park(Recompute):
     """`away` are on the host or on the way there, `promoting` on the way back.
 
-    `by_price`: who leaves is computed again where that is cheaper (`Mechanism`).
+    `by_price`: a sequence that leaves is computed again where that is cheaper (`Mechanism`).
     """
 
     name: ClassVar[str] = "park"
@@ -77,7 +78,7 @@ class Park(Recompute):
         # Of those on the way back.
         self._returning_blocks = 0
         self._short = False
-        # What `growth` says before anybody has joined in this step.
+        # What `growth` says before a sequence has joined in this step.
         self._growth = 0
         # Iterations whose growth is kept free, and for which theta it was found.
         self._horizon, self._num_thetas = HORIZON, 0
@@ -118,7 +119,7 @@ class Park(Recompute):
         return self.batch.blocks_needed(self._horizon)
 
     def headroom(self) -> int:
-        """The same, one who returns included."""
+        """The same, one that returns included."""
         return self.growth() + 1
 
     def seats(self) -> int:
@@ -167,7 +168,7 @@ class Park(Recompute):
     def _returning(self, judged: Judged) -> list[int]:
         """Their rows, in that order."""
         rows, kind = self.prospects.rows(AWAY), judged.kind
-        # Of those who are kept, too, the cheapest returns first.
+        # Of those that are kept, too, the cheapest returns first.
         key = np.where(kind == HOPELESS, judged.arrival_s, judged.rank_s)
         return rows[np.lexsort((judged.number[rows], key[rows], kind[rows]))].tolist()
 
@@ -176,7 +177,7 @@ class Park(Recompute):
         return self.order.head() if self.order.num_kept else None
 
     def _bring_back(self, judged: Judged, iteration_s: float) -> Sequence | None:
-        """Bring back whom there is room for; returns the first of those for whom there is none.
+        """Bring back those that there is room for; returns the first for which there is none.
 
         What the link cannot begin before the next step waits on the host: here its blocks would lie idle.
         """
@@ -230,7 +231,7 @@ class Park(Recompute):
     # -- making way ---------------------------------------------------------------------------------------------------
 
     def _make_way(self, iteration_s: float, judged: Judged | None, parked: Sequence | None) -> bool:
-        """Take members out until those who are kept and lack room have it, and decodes will; whether anybody left."""
+        """Take members out until those that are kept and lack room have it, and decodes will; whether any left."""
         batch, prospects = self.batch, self.prospects
         missing, head = self._missing(judged, parked)
         seats = self._seats_missing()
@@ -252,7 +253,7 @@ class Park(Recompute):
         rows = prospects.rows(DECODES)
         if short <= 0:
             rows = rows[pays[rows]]
-        # The dearest first, and who is not kept before all others.
+        # The dearest first, and those that are not kept before all others.
         rows = rows[np.lexsort((number[rows], rank_s[rows], kind[rows]))[::-1]]
         droppable = self._droppable(judged) if self.host.free < self.gpu.num_blocks else []
         for row, seq in [(row, prospects.seqs[row]) for row in rows.tolist()]:
@@ -277,7 +278,7 @@ class Park(Recompute):
         return len(batch.members) < members
 
     def _missing(self, judged: Judged | None, parked: Sequence | None) -> tuple[int, Sequence | None]:
-        """Blocks that those who are kept lack, copies under way counted, and who of them is first."""
+        """Blocks that those that are kept lack, copies under way counted, and the first of them."""
         free = self.gpu.free + self.paged.releasing - self._growth - 1
         head = self._prompt()
         if head is not None:
@@ -307,7 +308,7 @@ class Park(Recompute):
         return self._is_movable(seq) and self.paged.can_swap_out(seq)
 
     def _victim(self, iteration_s: float) -> Sequence | None:
-        """The member to leave because decodes lack blocks now: not kept, else the dearest who can afford it."""
+        """The member to leave because decodes lack blocks now: not kept, else the dearest that can afford it."""
         kind, rank_s, laxity_s, _, number = self.prospects.judged(iteration_s)
         rows = self.prospects.rows(DECODES)
         order = np.lexsort((number[rows], rank_s[rows], laxity_s[rows] >= MARGIN_S, kind[rows]))
@@ -336,7 +337,7 @@ class Park(Recompute):
         self.tally["parked_sequences"] += 1
 
     def _droppable(self, judged: Judged) -> list[Sequence]:
-        """Those on the host who are not kept, the last to return last."""
+        """Those on the host that are not kept, the last to return last."""
         rows = self._returning(judged)
         return [self.prospects.seqs[row] for row in rows if judged.kind[row] != KEPT]
 
@@ -362,7 +363,7 @@ class Park(Recompute):
     # -- too late ------------------------------------------------------------------------------------------------------
 
     def make_room(self, plan: IterationPlan) -> None:
-        """Blocks for this iteration's decodes, whoever has to leave for them."""
+        """Blocks for this iteration's decodes, whatever has to leave for them."""
         while self.batch.members and self.batch.blocks_needed(1) > self.gpu.free:
             iteration_s = self.order.iteration_s()
             victim = self._victim(iteration_s) or next(reversed(self.batch.members))
@@ -381,7 +382,7 @@ class Park(Recompute):
         self.tally["late_swap_outs"] += 1
 
     def unblock(self) -> bool:
-        """Nothing can be computed: who stands first comes back, whatever shall be free."""
+        """Nothing can be computed: the first comes back, whatever shall be free."""
         if self.away and not self.paged.copies_of:
             judged = self.prospects.judged(self.order.iteration_s())
             self._count_kept(judged)

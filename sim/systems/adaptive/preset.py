@@ -10,7 +10,7 @@ serves in time the cheapest that fit the load, in order of arrival, and leaves t
   where decodes beside them cost more.
 - Memory `paged`, with vLLM v1's prefix cache beside it.
 
-What it costs: past the knee who is hopeless or dear waits long, so that P99 of TTFT rises; `patience-s` bounds it.
+What it costs: past the knee hopeless and dear requests wait long, so that P99 of TTFT rises; `patience-s` bounds it.
 Known elsewhere: gain per resource (Andes, JITServe), decodes first (Sarathi), length history (Past-Future), swapping by
 predicted length (FastServe). The knapsack price theta with a prompt's share is, as far as we know, not.
 

@@ -1,6 +1,6 @@
-"""`Prospects`: class, rank and laxity of all who have had their first token, at once.
+"""`Prospects`: class, rank and laxity of all sequences that have had their first token, at once.
 
-`Triage` says the same of one sequence. Whom to park is asked several times a second of hundreds, so that here they are
+`Triage` says the same of one sequence. Which to park is asked several times a second of hundreds, so that here they are
 rows of a table, and the formulas go over its columns.
 """
 
@@ -16,13 +16,13 @@ from sim.systems.adaptive.triage import DEFERRED, FOREVER_S, HOPELESS, KEPT, TIE
 Floats = NDArray[np.float64]
 NUM_COLUMNS = 8
 STATE, GENERATED, PROMPT, MEDIAN, IS_EXACT, FIRST_S, ARRIVAL_S, NUMBER = range(NUM_COLUMNS)
-"""GENERATED: of who decodes less the batch's step. FIRST_S: when the first token came, -inf if it was late."""
+"""GENERATED: of those that decode, less the batch's step. FIRST_S: when the first token came, -inf if it was late."""
 DECODES, LEAVING, AWAY, RETURNING = range(4)
 """States: in the batch, on its way to the host, there, on its way back."""
 
 
 class Judged(NamedTuple):
-    """Of every row: its class, its price or before whom it comes, s, how long it could stand still, s."""
+    """Of every row: its class, its price or what it comes before, s, how long it could stand still, s."""
 
     kind: NDArray[np.int64]
     rank_s: Floats
@@ -33,7 +33,7 @@ class Judged(NamedTuple):
 
 
 class Prospects:
-    """Rows for those who decode and for those who are parked, in no order."""
+    """Rows for sequences that decode and for those that are parked, in no order."""
 
     def __init__(self, order: Triage) -> None:
         self.order = order
@@ -76,7 +76,7 @@ class Prospects:
             self.columns[:, row] = self.columns[:, len(self.seqs)]
 
     def rows(self, *states: int) -> NDArray[np.int64]:
-        """Of who is in one of `states`."""
+        """Of sequences in one of `states`."""
         state = self.columns[STATE, : len(self.seqs)]
         wanted = state == states[0]
         for one in states[1:]:

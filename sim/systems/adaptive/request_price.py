@@ -1,6 +1,6 @@
 """`RequestPrice`: seconds of the engine that a request still takes, by price and by prediction.
 
-Who decodes l more tokens from context c, m = c + l / 2 on average, takes
+A sequence that decodes l more tokens from context c, m = c + l / 2 on average, takes
 
     l (F max((m / block + 1/2) / blocks, 1 / max_num_seqs, (k m + h) / (P - F)) + k m + h)
 
@@ -10,7 +10,7 @@ be met. A prompt of p tokens takes a p + b p^2, and its share of F where time li
 F, k, h, a and b are read off the deployment's cost model, whatever its form.
 
 Lengths come from the predictor alone: a median that is exact (it is the lower bound, too) or a class's, which is
-mistrusted when nearly spent; without one the mean of what the last outputs had left at that point. Nobody is expected
+mistrusted when nearly spent; without one the mean of what the last outputs had left at that point. None is expected
 to get more than the engine lets a context grow to.
 """
 

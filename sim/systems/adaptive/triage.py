@@ -1,4 +1,4 @@
-"""`Triage`: whom it pays to serve in time comes first, in order of arrival; the others wait on a shelf behind them.
+"""`Triage`: requests that it pays to serve in time come first, in order of arrival; others wait, deferred, behind them.
 
 Requests are worth the same and cost differently, so goodput is greatest where the cheapest are served that fit the
 time: `theta` is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their span, and
@@ -51,7 +51,7 @@ EVERY = 20
 """theta is anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
 FILL = 0.92
 PACED_FILL = 0.8
-"""The same where TPOT limits the batch: nobody is parked there until there is time. Chosen by trials."""
+"""The same where TPOT limits the batch: no request is parked there until there is time. Chosen by trials."""
 PROMPT_SHARE = 0.2
 """Of theta, that a prompt must cost for its request to be deferred before it has started."""
 CHANCE = 0.04
@@ -95,7 +95,7 @@ class Triage(Order):
 
     Args:
         ttft_slo_s, tpot_slo_s: what requests are to meet.
-        patience_s: who has waited so long is kept whatever it costs; 0: nobody is.
+        patience_s: a request that has waited so long is kept whatever it costs; 0: none is.
     """
 
     name: ClassVar[str] = "triage"
@@ -107,7 +107,7 @@ class Triage(Order):
         self.ttft_slo_s, self.tpot_slo_s, self.patience_s = ttft_slo_s, tpot_slo_s, patience_s
         self._queue: list[tuple[Place, Sequence]] = []
         self._place: dict[Sequence, Place] = {}
-        # Of those who wait and have a predicted length: while they wait, theirs does not change.
+        # Of requests that wait and have a predicted length: while they wait, theirs does not change.
         self._outlooks: dict[Sequence, Outlook] = {}
         self.waiting = self._queue
         self._arrivals: deque[Arrival] = deque(maxlen=ARRIVALS)
@@ -116,16 +116,16 @@ class Triage(Order):
         self.tokens_per_iteration = 0.0
         """Prompt tokens of the last `ARRIVALS`, for each iteration that their decodes fill."""
         self.kept_tokens_per_s = 0.0
-        """Prompt tokens of those who were kept as they arrived, of the last `ARRIVALS`."""
+        """Prompt tokens of the requests that were kept as they arrived, of the last `ARRIVALS`."""
         self.num_kept = 0
-        """Of those who wait."""
+        """Of the requests that wait."""
         self._num_hopeless = 0
         self.num_thetas = 0
         """How often theta was found."""
         self.is_urgent = False
-        """Whether the first who is kept has waited for `URGENT` of its TTFT."""
+        """Whether the first that is kept has waited for `URGENT` of its TTFT."""
         self.is_quiet = False
-        """Whether nobody has arrived for `QUIET_S`."""
+        """Whether no request has arrived for `QUIET_S`."""
         self._next_tick_s = 0.0
         # Of the batch that was asked for last, and what its iteration takes without prompts.
         self._num_decodes = self._context_tokens = -1
@@ -184,7 +184,7 @@ class Triage(Order):
         return bool(self.patience_s) and self.scheduler.now_s >= seq.request.arrival_s + self.patience_s - TIE_S
 
     def rank_s(self, seq: Sequence) -> float:
-        """Who is kept and parked returns in this order, and leaves in the reverse: price; the impatient before all."""
+        """Kept and parked sequences return in this order, and leave in the reverse: price; the impatient before all."""
         return seq.request.arrival_s - FOREVER_S if self.is_impatient(seq) else self.remaining_s(seq)
 
     def iteration_s(self) -> float:
@@ -204,13 +204,13 @@ class Triage(Order):
         return self._decodes_s
 
     def first_due_s(self, seq: Sequence) -> float:
-        """When the first token of one who waits must have come; inf where it has, or is waited for however late."""
+        """When the first token of one that waits must have come; inf where it has, or is waited for however late."""
         if seq.first_token_s >= 0.0 or self.is_impatient(seq):
             return inf
         return seq.request.arrival_s + self.ttft_slo_s
 
     def most_decodes(self) -> float:
-        """How many may decode together, so that those who are kept meet their TPOT; no limit where none can be left."""
+        """How many may decode together so that all that are kept meet their TPOT; no limit where none can be left."""
         members = len(self.batch.members)
         if self.is_quiet or not members:
             return inf
@@ -265,7 +265,7 @@ class Triage(Order):
         self.most_prompt_s = min(PROMPT_SHARE * self.theta_s, first_beyond(prompts, CHANCE * span_s))
 
     def _room_s(self) -> float:
-        """Work of requests like those who decode that there is room for until it is full to `FILL`, s.
+        """Work of requests like those that decode that there is room for until it is full to `FILL`, s.
 
         None where TPOT limits the batch before room does: work that waits there would be late.
         """
@@ -292,7 +292,7 @@ class Triage(Order):
         return kind
 
     def _look(self, seq: Sequence) -> Outlook:
-        """The outlook of one who waits, anew."""
+        """The outlook of one that waits, anew."""
         outlook = self.outlook(seq)
         self._keep(seq, outlook)
         return outlook
@@ -308,7 +308,7 @@ class Triage(Order):
         self._num_hopeless += place[0] == HOPELESS
 
     def give_up(self, seq: Sequence) -> None:
-        """One who waits and is kept would have its first token too late."""
+        """One that waits and is kept would have its first token too late."""
         self.remove(seq)
         self._place_at(seq, (HOPELESS, seq.request.arrival_s, seq.request.request_id))
 
@@ -332,15 +332,15 @@ class Triage(Order):
         return True
 
     def is_kept(self, seq: Sequence) -> bool:
-        """Whether one who waits is kept."""
+        """Whether one that waits is kept."""
         return self._place[seq][0] == KEPT
 
     def is_hopeless(self, seq: Sequence) -> bool:
-        """Whether one who waits is hopeless."""
+        """Whether one that waits is hopeless."""
         return self._place[seq][0] == HOPELESS
 
     def kept(self) -> Iterator[Sequence]:
-        """Those who wait and are kept, in order."""
+        """Those that wait and are kept, in order."""
         return map(SEQ_OF, islice(self._queue, self.num_kept))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""`PrefixGroups`: who shares a prefix goes together, who generates the most for their prompts goes first (BatchLLM).
+"""`PrefixGroups`: requests that share a prefix go together, the most output for the prompts first (BatchLLM).
 
 Zheng et al., "BatchLLM: Optimizing Large Batched LLM Inference with Global Prefix Sharing and Throughput-oriented Token
 Batching", 2024; arXiv 2412.03594.
@@ -12,7 +12,7 @@ long starts early, and prompts are left to mix with it.
 With memory that is told (`prefix-groups`) a prefix stays as long as its group runs; with another that caches prefixes
 the group finds it there, as far as it has not been given up.
 
-Who arrives while a plan is carried out waits for the next one.
+A request that arrives while a plan is carried out waits for the next one.
 """
 
 from collections.abc import Iterator
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
 
 Group = tuple[int, list[int]]
-"""How many keys its members have in common, and who they are."""
+"""How many keys its members have in common, and which they are."""
 
 
 class _Node:
-    """A prefix of `depth` keys: who stays with it, and the groups that hang below it."""
+    """A prefix of `depth` keys: the requests that stay with it, and the groups that hang below it."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -77,7 +77,7 @@ def one_level(prompts: list[Keys]) -> list[Group]:
 
 
 class PrefixGroups(Fcfs):
-    """A plan over all who wait, then first come, first served by it."""
+    """A plan over all that wait, then first come, first served by it."""
 
     name: ClassVar[str] = "prefix-groups"
 

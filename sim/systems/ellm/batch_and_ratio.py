@@ -1,7 +1,7 @@
 """`BatchAndRatio`: eLLM's choice, every step, of how many sequences run and which share of their tokens is uncached.
 
-Who runs goes on. Among the batch sizes from there on the best by Eq. 5 is taken with the least uncached ratio that
-memory allows; where none keeps to the SLO nobody is admitted. If those who run can only be held with so many tokens
+What runs goes on. Among the batch sizes from there on the best by Eq. 5 is taken with the least uncached ratio that
+memory allows; where none keeps to the SLO none is admitted. If those that run can only be held with so many tokens
 uncached that T exceeds the SLO, the last is computed again. With memory that caches all tokens the ratio is 0, as in
 the paper's baselines, and only the batch is chosen.
 """
@@ -30,7 +30,7 @@ class BatchAndRatio(Admission):
 
     Args:
         times: what a step takes.
-        tpot_slo_s: that T(b, r), and the longest wait since anybody's last token, keep to together.
+        tpot_slo_s: that T(b, r), and the longest wait since a running sequence's last token, keep to together.
         printed: choose as the paper does: T with all layers computed again, the largest batch (Eq. 5 does not say
             which), M_o as for (3, 2) at first, then as for the configuration with the least bubble.
         fused, overlapped: as for `StepCosts.step_s`.
@@ -90,7 +90,7 @@ class BatchAndRatio(Admission):
         return self.batch.blocks_needed(1) * memory.unit <= memory.gpu.free
 
     def _choose(self, now_s: float) -> bool:
-        """Set batch size and ratio; False where those who run cannot go on."""
+        """Set batch size and ratio; False where those that run cannot go on."""
         batch, order, memory = self.batch, self.scheduler.order, self.token_wise
         running = len(batch.members)
         lengths = [batch.num_tokens_of(seq) for seq in batch.members]
@@ -137,7 +137,7 @@ class BatchAndRatio(Admission):
         )  # fmt: skip
 
     def _preempt_last(self) -> None:
-        """Those who run cannot go on whatever is uncached: the last is computed again."""
+        """Those that run cannot go on whatever is uncached: the last is computed again."""
         scheduler = self.scheduler
         seq = next(reversed(self.batch.members))
         scheduler.take_out(seq)
@@ -146,7 +146,7 @@ class BatchAndRatio(Admission):
         scheduler.changed = True
         scheduler.order.put_back([seq])
 
-    # -- who may start -----------------------------------------------------------------------------------------------
+    # -- what may start ----------------------------------------------------------------------------------------------
 
     def admits(self, seq: Sequence) -> bool:
         running = len(self.batch.members) + self._started

@@ -8,9 +8,9 @@ Blocks hold F layers (section 3.2).
 What the paper leaves open, and what is done here:
 - Eq. 5 as printed has no cost of a step: b then hangs on the solver's start. `equations="paper"` takes the largest b
   that memory and SLO allow. `corrected` prices reading as well and takes the b, r and configuration with the least T/b.
-- WT_max is the longest time since the last token of anybody who runs: waiting requests exceed any TPOT under load.
-- Who runs goes on: b is chosen from there up. Where no b keeps to the SLO nobody is admitted; where memory holds those
-  who run with no r whose T keeps to it, the last of them is computed again. One alone always goes on.
+- WT_max is the longest time since the last token of one that runs: waiting requests exceed any TPOT under load.
+- What runs goes on: b is chosen from there up. Where no b keeps to the SLO none is admitted; where memory holds those
+  that run with no r whose T keeps to it, the last of them is computed again. One alone always goes on.
 - Uncached tokens are computed again in the interleaved layers that the paper draws, though these need the output of the
   layers between. With `layer_order="contiguous"` the first layers compute and the last are copied, in whole blocks.
   That runs live as well, and waits for copies, of which few can run ahead.

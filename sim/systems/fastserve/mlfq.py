@@ -1,8 +1,8 @@
 """`Mlfq`: a skip-join multi-level feedback queue (Wu et al., "Fast Distributed Inference Serving for LLMs", FastServe).
 
-Level i has a quantum of base * factor^i. A request joins the first level whose quantum covers its prefill; who has used
-its quantum up goes to the tail of the next level (`Quanta` says when); who was preempted keeps its place. Every
-`check_every` iterations whoever has waited `starvation_s` or longer goes to level 0.
+Level i has a quantum of base * factor^i. A request joins the first level whose quantum covers its prefill; when it has
+used its quantum up, it goes to the tail of the next level (`Quanta` says when); preempted, it keeps its place. Every
+`check_every` iterations all that have waited `starvation_s` or longer go to level 0.
 
 Within a level requests stand by a key, so that those which hold KV (`residents`) and those which do not can be walked
 in one order without touching thousands that wait. Not sticky: an arrival may overtake a refused head.
@@ -59,7 +59,7 @@ class Mlfq(Order):
         self._level: dict[Sequence, int] = {}
         self._key: dict[Sequence, int] = {}
         self.idle_since_s: dict[Sequence, float] = {}
-        """Who does not run, and since when."""
+        """Sequences that do not run, and since when."""
         self.promoted: list[Sequence] = []
         """Residents that have come to level 0 since the batching last looked: their quanta begin anew."""
         self.version = 0
@@ -82,7 +82,7 @@ class Mlfq(Order):
             check_every=options.starvation_check,
         )
 
-    # -- as an order of those who wait -------------------------------------------------------------------------------
+    # -- as an order of those that wait ------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         last = len(self.quanta_s) - 1
@@ -109,7 +109,7 @@ class Mlfq(Order):
             self.version += 1
 
     def _insert(self, seq: Sequence) -> None:
-        """To its place in its level, past those who wait before it."""
+        """To its place in its level, past those that wait before it."""
         level, key = self.place_of(seq)
         queue = self._queues[level]
         ahead = list(takewhile(lambda other: queue[other] < key, queue))
@@ -145,10 +145,10 @@ class Mlfq(Order):
         for queue in self._queues:
             yield from queue
 
-    # -- those who hold KV, for batchings that preempt ---------------------------------------------------------------
+    # -- those that hold KV, for batchings that preempt --------------------------------------------------------------
 
     def keep(self, seq: Sequence) -> None:
-        """The head, or another who waits, starts and keeps its place."""
+        """The head, or another that waits, starts and keeps its place."""
         self.remove(seq)
         insort(self._residents[self._level[seq]], (self._key[seq], seq.request.request_id, seq))
 
@@ -157,7 +157,7 @@ class Mlfq(Order):
         return self._level[seq]
 
     def place_of(self, seq: Sequence) -> tuple[int, int]:
-        """Sorts all who hold KV or wait: level, and key within it."""
+        """Sorts all that hold KV or wait: level, and key within it."""
         return self._level[seq], self._key[seq]
 
     def demote(self, seq: Sequence) -> None:
@@ -184,9 +184,9 @@ class Mlfq(Order):
         self._gone.append(seq)
 
     def in_order(self, wanted: Callable[[], bool] | None = None) -> Iterator[Sequence]:
-        """Residents, the first to run first, and between them those who wait, as long as they are `wanted`.
+        """Residents, the first to run first, and between them those that wait, as long as they are `wanted`.
 
-        Who waits and is not kept after it was given out stops all behind it in its level.
+        One that waits and is not kept after it was given out stops all behind it in its level.
         """
         for queue, residents in zip(self._queues, self._residents, strict=True):
             entries, at = list(residents), 0
@@ -201,12 +201,12 @@ class Mlfq(Order):
             yield from [entry[2] for entry in entries[at:]]
 
     def residents_from_last(self) -> Iterator[Sequence]:
-        """Those who hold KV, the last to run first."""
+        """Those that hold KV, the last to run first."""
         for residents in reversed(self._residents):
             yield from [entry[2] for entry in reversed(residents)]
 
     def residents_behind(self, seq: Sequence) -> Iterator[Sequence]:
-        """Those who hold KV and stand behind `seq`, the last to run first."""
+        """Those that hold KV and stand behind `seq`, the last to run first."""
         level, key = self.place_of(seq)
         for residents in reversed(self._residents[level + 1 :]):
             yield from [entry[2] for entry in reversed(residents)]
@@ -221,7 +221,7 @@ class Mlfq(Order):
                     of_seq.pop(seq, None)
         self._gone.clear()
         if self._iterations >= self._next_check:
-            # Looks that a jump passed while nobody waited are over.
+            # Looks that a jump passed while none waited are over.
             self._next_check = (self._iterations // self.check_every + 1) * self.check_every
             if self._iterations % self.check_every == 0:
                 self._promote_starving(now_s)
@@ -246,7 +246,7 @@ class Mlfq(Order):
         self._iterations += times.iterations
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """Until the next look for who starves, if anybody could."""
+        """Until the next look for those that starve, if any could."""
         return min(steps, self._next_check - self._iterations) if self.idle_since_s else steps
 
 

@@ -7,23 +7,23 @@ and keeps its place when it is overtaken. Thresholds follow the paper's public c
 
 Assumed:
 - Prompts are computed whole, in one iteration with the decodes (Orca's selective batching, on which FastServe builds).
-- Every iteration's whole duration counts against the quantum of everybody in it.
-- Who goes out is the last in the queue; the paper estimates the next time each is scheduled, its code does as we do.
+- Every iteration's whole duration counts against the quantum of each sequence in it.
+- What goes out is the last in the queue; the paper estimates the next time each is scheduled, its code does as we do.
 - Memory follows the queue: a prompt, or one of the first on the host, takes the blocks that it lacks from those behind
   it, the last first. Those are swapped before the step, which waits.
 - It takes nothing where that is not enough, where the host has no room, or from one that fills the GPU and could not
-  return; it waits for copies that will free what it lacks. Meanwhile nobody behind it takes blocks, not even free ones;
-  who has its blocks runs on.
+  return; it waits for copies that will free what it lacks. Meanwhile none behind it takes blocks, not even free ones;
+  one that has its blocks runs on.
 - When decodes find no block, the last in the queue is swapped before the step, or computed again if the host is full.
-- Who is demoted or promoted goes to the tail of its new level; the public code puts it at the front.
+- A demoted or promoted sequence goes to the tail of its new level; the public code puts it at the front.
 
 Not modelled:
-- The public code lets the iteration wait until those of its batch who were on the host are back. Here they return
-  beside iterations of those who come next, and run at the first boundary after.
+- The public code lets the iteration wait until those of its batch that were on the host are back. Here they return
+  beside iterations of those that come next, and run at the first boundary after.
 - It runs those at the queue's front only whose blocks fit together beside the blocks that shall be free, and swaps the
-  rest of the batch. Here the threshold makes nobody stop who runs, and yields to who returns to the first places.
-- It takes blocks for the batch from those who do not run beside the computation, up to when they are written. Here only
-  leaving ahead of need is beside the computation.
+  rest of the batch. Here the threshold stops none that runs, and yields to those that return to the first places.
+- It takes blocks for the batch from those that do not run beside the computation, up to when they are written. Here
+  only leaving ahead of need is beside the computation.
 """
 
 from dataclasses import dataclass

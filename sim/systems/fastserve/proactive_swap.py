@@ -1,8 +1,8 @@
-"""`ProactiveSwap`: who will run last leaves for the host before blocks run out, who runs soon returns (FastServe).
+"""`ProactiveSwap`: what will run last leaves for the host before blocks run out, what runs soon returns (FastServe).
 
 Copies go on beside the computation. At least max(max_num_seqs, `min_free_blocks`) blocks are kept free: while fewer
 are, the last of the queue that do not run leave; else the first `max_num_seqs` of the queue that are away return, with
-no blocks that a prompt before them wants. Who comes first is called back all the same (`Quanta`). New prompts wait
+no blocks that a prompt before them wants. The first of all is called back all the same (`Quanta`). New prompts wait
 while less than a tenth of the host's blocks is free. Thresholds as in FastServe's public code.
 """
 
@@ -45,7 +45,7 @@ class ProactiveSwap(Recompute):
         self._min_free = min_free_blocks
         self.away: dict[Sequence, None] = {}
         """On the host, or on the way there or back."""
-        # Whether somebody has paused since who could leave was last looked at.
+        # Whether a sequence has paused since it was last looked at which could leave.
         self._has_paused = False
 
     @classmethod
@@ -78,7 +78,7 @@ class ProactiveSwap(Recompute):
     # -- ahead of need -----------------------------------------------------------------------------------------------
 
     def prepare(self, now_s: float) -> None:
-        # Who stands where depends on the quanta that have ended.
+        # Places depend on the quanta that have ended.
         self.batching.expire()
         self._has_paused = False
         free = self.memory.gpu.free + self.memory.releasing
@@ -90,7 +90,7 @@ class ProactiveSwap(Recompute):
 
     def _send_out(self, shortage: int) -> None:
         paused = self.batching.paused
-        # Who would be chosen next stays.
+        # Those that would be chosen next stay.
         soon = set(islice(self.order.in_order(), self.scheduler.limits.max_num_seqs))
         for seq in self.order.residents_from_last():
             if shortage <= 0:
@@ -137,13 +137,13 @@ class ProactiveSwap(Recompute):
             self.scheduler.park(move.seq)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """Until fewer blocks are free than shall be, if somebody could leave then."""
+        """Until fewer blocks are free than shall be, if a sequence could leave then."""
         if not self.batching.paused:
             return steps
         # Before this step.
         spare = self.memory.gpu.free + self.memory.releasing + self.batch.blocks_needed(1) - self.threshold
         if spare < 0:
-            # Too few were free, and who could leave then has been looked at.
+            # Too few were free, and those that could leave then have been looked at.
             return 1 if self._has_paused else steps
         return max(1, min(steps, self.batch.steps_within(spare)))
 

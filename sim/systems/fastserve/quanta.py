@@ -1,12 +1,12 @@
 """`Quanta`: the first `max_num_seqs` of a multi-level feedback queue run, and may be preempted at any iteration.
 
-FastServe's iteration-level preemption: who is overtaken pauses with its KV where it is. A sequence that has run for its
-level's quantum is demoted. Prompts are computed whole, in one iteration with the decodes (assumed: as in Orca).
+FastServe's iteration-level preemption: a sequence that is overtaken pauses with its KV where it is. One that has run
+for its level's quantum is demoted. Prompts are computed whole, in one iteration with the decodes (assumed: as in Orca).
 
 Memory goes in the same order. A prompt, or one of the first `max_num_seqs` that is on the host, takes the blocks it
 lacks from those behind it, the last first. It takes none where that is not enough (those before it hold the rest, the
 host has no room, or one fills the GPU and could not return), or where copies under way will do (it waits for them).
-Then nobody behind it takes any either, not even free ones; nor does who stands behind one that has just lost its own.
+Then none behind it takes any either, not even free ones; nor does one behind a sequence that has just lost its own.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ TIE_S = 1e-9
 
 
 class Quanta(Batching):
-    """Who runs is chosen anew whenever the order or memory has changed, else everybody goes on."""
+    """What runs is chosen anew whenever the order or memory has changed, else all go on."""
 
     name: ClassVar[str] = "quanta"
     needs: ClassVar[tuple[Need, ...]] = (
@@ -45,14 +45,14 @@ class Quanta(Batching):
         self._busy_s = 0.0
         self._expiry_s: dict[Sequence, float] = {}
         self._expiries: list[tuple[float, int, Sequence]] = []
-        # What is left of the quanta of those who pause.
+        # What is left of the quanta of those that pause.
         self._left_s: dict[Sequence, float] = {}
         self._chosen_version = -1
         self._memory_changed = False
         self._may_admit = self._may_take = False
         # Whether a prompt was refused for what the next iteration has anew.
         self._refused = False
-        # Place of the first who has lost its blocks to one before it: here the choice ends.
+        # Place of the first that has lost its blocks to one before it: here the choice ends.
         self._end = (0, 0)
         self.paused: dict[Sequence, None] = {}
 
@@ -79,7 +79,7 @@ class Quanta(Batching):
         if self.batch.members:
             self._make_room(plan)
         for seq in resumed:
-            # Who has to make room at once has waited on.
+            # A sequence that had to make room at once has waited on.
             if seq in self.batch.members:
                 del self.levels.idle_since_s[seq]
         if self.batch.members:
@@ -100,14 +100,14 @@ class Quanta(Batching):
     def _choose(self, plan: IterationPlan, now_s: float) -> list[Sequence]:
         """Let the first in the order run that can: residents on the GPU, and prompts as long as they fit.
 
-        Returns who had paused.
+        Returns those that had paused.
         """
         seats, budget = self.limits.max_num_seqs, self.budget
         self._may_admit = bool(self.levels) and self.eviction.may_admit()
         self._may_take, self._refused = True, False
         self._end = (len(self.levels.quanta_s), 0)
         chosen: dict[Sequence, None] = {}
-        # Blocks that those chosen so far begin in this step; who of the first is away.
+        # Blocks that those chosen so far begin in this step; how many of the first are away.
         growth = num_away = 0
         for seq in self.levels.in_order(self._wants_prompts):
             num_chosen = len(chosen) + len(plan.chunks)
@@ -140,7 +140,7 @@ class Quanta(Batching):
     def _start(self, seq: Sequence, plan: IterationPlan, budget: int, now_s: float, growth: int) -> None:
         """Admit a prompt, or let it and all other prompts wait.
 
-        `growth` blocks are left to those who stand before it and decode.
+        `growth` blocks are left to those that stand before it and decode.
         """
         reason = ""
         if self._caches:
@@ -171,7 +171,7 @@ class Quanta(Batching):
         """One of the first is on the host, or on the way: let it return, however many blocks shall be free."""
         if not self._may_take or not self.eviction.is_out(seq):
             return
-        assert isinstance(self.memory, Swaps), "who is out was swapped"
+        assert isinstance(self.memory, Swaps), "what is out was swapped"
         if self._take(seq, plan, self.memory.can_swap_in, growth):
             self.eviction.call_back(seq)
 
@@ -200,7 +200,7 @@ class Quanta(Batching):
         return True
 
     def _make_room(self, plan: IterationPlan) -> None:
-        """Where the batch cannot grow, those who would run last give up their blocks."""
+        """Where the batch cannot grow, those that would run last give up their blocks."""
         while self.batch.members and not self.memory.grow(self.batch, spare=0):
             self.preempt(next(filter(self._is_here, self.levels.residents_from_last())), plan)
 
@@ -245,16 +245,16 @@ class Quanta(Batching):
         self.scheduler.join(seq)
 
     def _next_expiry_s(self) -> float | None:
-        """The first end of a member's quantum, on the busy clock; None if nobody's ends."""
+        """The first end of a member's quantum, on the busy clock; None if none ends."""
         return self._expiries[0][0] if self._expiries else None
 
     def expire(self) -> None:
-        """Demote who has used its quantum up; who was promoted, while it did not run, has a whole one."""
+        """Demote those that have used their quanta up; one that was promoted while it did not run has a whole one."""
         for seq in self.levels.promoted:
             self._left_s.pop(seq, None)
         self.levels.promoted.clear()
         while due := self._take_due():
-            # Who steps down together keeps its order: sums of floats tell nothing about ends this close.
+            # Those that step down together keep their order: sums of floats tell nothing about ends this close.
             for seq in sorted(due, key=self.levels.place_of):
                 self.levels.demote(seq)
                 self._run(seq)
@@ -282,7 +282,7 @@ class Quanta(Batching):
             plan.until_s = min(plan.until_s, self.scheduler.now_s + (expiry_s - self._busy_s))
         return steps
 
-    # -- what changes who may run --------------------------------------------------------------------------------------
+    # -- what changes which may run ------------------------------------------------------------------------------------
 
     def transferred(self, move: Move) -> None:
         self._memory_changed = True

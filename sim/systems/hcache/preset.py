@@ -4,8 +4,8 @@ The input of every layer, its hidden state, is half the size of its keys and val
 makes them by one projection. Saved as it is computed, it brings a sequence back sooner than copies of KV or
 recomputation; the rest of the layers is copied or computed again, so that link and GPU are busy alike.
 
-`keeps` says whose states: those of everybody who runs, for who is preempted (as eLLM's authors rebuilt it within vLLM),
-or those of ended turns, for the next turn (`turns`, the paper's case).
+`keeps` says whose states: those of all that run, for when they are preempted (as eLLM's authors rebuilt it within
+vLLM), or those of ended turns, for the next turn (`turns`, the paper's case).
 
 States leave as they are computed, since KV does not give them back. Under `turns` the host has room for those of all
 that the GPU holds: any sequence's, when it ends, are to be kept.

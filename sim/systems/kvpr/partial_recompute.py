@@ -52,7 +52,7 @@ class BlockSeconds:
 
 
 class PartialRecompute(Stream):
-    """Everybody streams, and nobody's layers return to the GPU.
+    """All sequences stream, and no layers return to the GPU.
 
     Args:
         seconds: what T(l) is made of.

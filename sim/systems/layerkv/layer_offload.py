@@ -52,7 +52,7 @@ class LayerOffload(Recompute):
         self.horizon, self.one_block_a_step = horizon_steps, one_block_a_step
         self.lengths_known = lengths_known
         self._threshold_share = threshold
-        # At which of the batch's steps the median prediction lets whom end.
+        # Which sequences end, by the median prediction, at which of the batch's steps.
         self._expected: dict[int, list[Sequence]] = {}
         self._expected_step: dict[Sequence, int] = {}
         # Free host blocks with which not even half of any member's layers fitted; members only grow until one joins.
@@ -220,7 +220,7 @@ class LayerOffload(Recompute):
         return max(1, min(steps, batch.steps_within(spare) - horizon)) if spare >= 0 else 1
 
     def _stays_short(self) -> bool:
-        """Whether every forecast until somebody ends will be short, and no layer of anybody fits on the host."""
+        """Whether every forecast until a sequence ends will be short, and no layer of any fits on the host."""
         batch = self.batch
         if not self.lengths_known or self.one_block_a_step or self._short_at > batch.step + batch.steps_to_finish():
             return False

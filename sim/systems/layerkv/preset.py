@@ -1,7 +1,7 @@
 """LayerKV (Xiong et al., "LayerKV: Optimizing LLM Serving with Layer-wise KV Cache Management"), on vLLM 0.5.5.
 
 A prompt is admitted with the KV of as few as x layers on the GPU (Eq. 4); the other layers leave for the host behind
-the prefill, so that it need not queue for blocks. Admission follows the TPOT slack of everyone decoding (Algorithm 1,
+the prefill, so that it need not queue for blocks. Admission follows the TPOT slack of all that decode (Algorithm 1,
 Eq. 1-3, part `slack`). A forecast of free blocks (Eq. 5, part `layer-offload`) offloads retained layers in stages
 before memory runs out.
 
@@ -14,7 +14,7 @@ What the paper leaves open, and what is done here:
 - "x/2 layers, then all" is read as half of the retained layers, most recently processed first: parked sequences before
   decoding ones.
 - One request that can no longer meet its TPOT would stop every prefill: `drop_irrecoverable` leaves it out of Eq. 2.
-- `max_num_seqs` bounds who decodes or is on the way back; parked sequences wait outside it.
+- `max_num_seqs` bounds those that decode or are on the way back; parked sequences wait outside it.
 - If memory runs out all the same, the last sequence of the batch is offloaded whole before the step (counted), or
   recomputed when the host is full, as vLLM would.
 """

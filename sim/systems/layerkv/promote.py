@@ -1,7 +1,7 @@
 """`Promote`: sequences with layers on the host wait after their first token; once these are back, they join.
 
 LayerKV leaves open how they decode; this is its reading (ii), "included in the batch if the available blocks are
-sufficient". First come, first served; who was in the batch before stands first.
+sufficient". First come, first served; those that were in the batch before stand first.
 """
 
 from collections import OrderedDict
@@ -33,7 +33,7 @@ class Promote(Stage):
         self.retaining: OrderedDict[Sequence, None] = OrderedDict()
         self.promoting: dict[Sequence, None] = {}
         self.streaming: dict[Sequence, None] = {}
-        """Who decodes with layers on the host meanwhile (`Stream`)."""
+        """Sequences that decode with layers on the host meanwhile (`Stream`)."""
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -69,7 +69,7 @@ class Promote(Stage):
             self.scheduler.join(seq, first=first)
 
     def park(self, seq: Sequence, *, first: bool = False) -> None:
-        """Let `seq` wait for its layers, last or (who was in the batch before) first of all."""
+        """Let `seq` wait for its layers, last or (if it was in the batch before) first of all."""
         self.waiting[seq] = None
         if first:
             self.streaming.pop(seq, None)
@@ -142,7 +142,7 @@ class Promote(Stage):
             if other is not seq and other not in self.blocks.copies_of:
                 self.offload(other, len(self.blocks.groups_on_gpu[other]))
         if not self.blocks.releasing:
-            # The host is full too, and nobody is on the way: whoever came last is computed again.
+            # The host is full too, and none is on the way: the last that came is computed again.
             self._recompute_last(seq)
         return False
 

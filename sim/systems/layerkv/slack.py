@@ -1,4 +1,4 @@
-"""`SlackAdmission`: prefills only within the TPOT slack of everyone who decodes (LayerKV, Algorithm 1, Eq. 1-3).
+"""`SlackAdmission`: prefills only within the TPOT slack of all that decode (LayerKV, Algorithm 1, Eq. 1-3).
 
 Memory is asked first: its refusals last, slack changes with every iteration.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class SlackAdmission(Watermark):
-    """The head starts if it has blocks and all prefills of this step together leave everyone their TPOT (Eq. 2).
+    """The head starts if it has blocks and all prefills of this step together leave all their TPOT (Eq. 2).
 
     Args:
         num_gpu_blocks: of the pool, for the watermark.
         prefill_s: Eq. 3's time of a prompt of so many tokens.
         tpot_slo_s: what Eq. 1 defends.
-        drop_irrecoverable: leave who is late whatever happens out of Eq. 2.
+        drop_irrecoverable: leave out of Eq. 2 what is late whatever happens.
         lengths_known: the lower bounds predicted are the lengths themselves.
     """
 
@@ -102,7 +102,7 @@ class SlackAdmission(Watermark):
         self._refused_s = self._admitted_s + self.prefill_s(seq.num_tokens)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """Slack changes with time: as long as one who blocks is sure to go on blocking."""
+        """Slack changes with time: as long as one that blocks is sure to go on blocking."""
         if self._refused_s is None:
             return steps
         cost = self.scheduler.deployment.cost

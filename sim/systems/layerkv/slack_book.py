@@ -1,4 +1,4 @@
-"""LayerKV's Eq. 1 and 2 over everyone who decodes, as arrays: exact, in a few vector operations.
+"""LayerKV's Eq. 1 and 2 over all that decode, as arrays: exact, in a few vector operations.
 
 The slack of request i, with N_past and T_past counted from its first token and N_fut = max(1, lower bound - generated):
 
@@ -27,7 +27,7 @@ class SlackBook:
     memoized = ("_due_s", "_tpot_s", "_witnesses")
 
     def __init__(self, tpot_slo_s: float, *, drop_irrecoverable: bool, lengths_known: bool = False) -> None:
-        """`lengths_known`: lower bounds are the lengths themselves, which nobody outlives."""
+        """`lengths_known`: lower bounds are the lengths themselves, which no sequence outlives."""
         self.tpot_slo_s = tpot_slo_s
         self.lengths_known = lengths_known
         # Requests that are late whatever happens are left out of Eq. 2, if so asked.
@@ -79,11 +79,11 @@ class SlackBook:
         return slot
 
     def least_s(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> float:
-        """Right side of Eq. 2, s: the least slack of all; infinite with nobody to defend.
+        """Right side of Eq. 2, s: the least slack of all; infinite with none to defend.
 
         If it blocks prefills of `prefill_s`, the nearest to blocking are remembered as witnesses.
         """
-        # Slots that nobody has are infinitely slack.
+        # Slots without a sequence are infinitely slack.
         if tpot_s != self._tpot_s:
             self._tpot_s = tpot_s
             self._due_s = self._base_s - self._left * tpot_s

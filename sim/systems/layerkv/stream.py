@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Stream(Promote):
-    """As `Promote`, but who has its layers on the host decodes meanwhile.
+    """As `Promote`, but a sequence with layers on the host decodes meanwhile.
 
     Args:
-        tpot_slo_s: nobody starts to stream if the copies of a step then last longer; None: no bound.
+        tpot_slo_s: none starts to stream if the copies of a step then last longer; None: no bound.
     """
 
     name: ClassVar[str] = "stream"
@@ -59,7 +59,7 @@ class Stream(Promote):
         self.tally["streamed_sequences"] += 1
 
     def reserve(self) -> None:
-        """Take the host blocks that streaming sequences grow into; who finds none is computed again."""
+        """Take the host blocks that streaming sequences grow into; one that finds none is computed again."""
         batch, blocks = self.batch, self.blocks
         if not self.streaming and not blocks.host_reserved:
             return
@@ -87,15 +87,15 @@ class Stream(Promote):
                 self._stream(plan, hosted, batch.num_blocks_of(seq), 1, grown)
 
     def _stream(self, plan: IterationPlan, hosted: int, cached: int, members: int, grown: int) -> None:
-        """`members` with `hosted` layers on the host, who have `cached` blocks and begin `grown` more."""
+        """`members` with `hosted` layers on the host, which have `cached` blocks and begin `grown` more."""
         plan.streamed += (Streamed(hosted, hosted * cached, hosted * members),)
         if grown:
             self.blocks.grow_hosted(hosted * grown)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """Until one of those who stream begins a block."""
+        """Until one of those that stream begins a block."""
         if self.scheduler.changed:
-            # What was prepared did not see whom `reserve` has dropped since.
+            # What was prepared did not see what `reserve` has dropped since.
             return 1
         step = self.batch.step
         for cohort in self.batch.cohorts.values():

@@ -8,7 +8,7 @@ from sim.parts.options import option
 
 @dataclass(frozen=True)
 class MemPoolOptions:
-    """Who caches."""
+    """Which engines cache."""
 
     caching: Literal["prefill", "both", "return"] = option(
         "return", "engines that prefill cache; both kinds do, and pull the rest alone; and answers are sent back"

@@ -9,7 +9,7 @@ from sim.parts.options import option
 
 @dataclass(frozen=True)
 class ConductorOptions:
-    """Whom the conductor turns away, and when it moves a prefix."""
+    """Which requests the conductor turns away, and when it moves a prefix."""
 
     balancing_threshold: float = option(
         1.0, "a prefix is copied from another node where that has more than this many times as much of it"

@@ -1,12 +1,12 @@
-"""`CacheAware`: who hits the most of the cache comes first (SGLang's cache-aware scheduling).
+"""`CacheAware`: requests that hit the most of the cache come first (SGLang's cache-aware scheduling).
 
 - `lpm`: the longest cached prefix first (the paper's Algorithm 1).
 - `dfs-weight`: the order of a depth-first walk through the tree, into the branch for which the most wait first.
 
-The queue is sorted in place at every step, stably; who was preempted goes to its end (SGLang 0.3's code). Above
-`longest` who wait, `lpm` leaves the queue as it is and looks nothing up (the code since 0.4). Where nothing is cached,
+The queue is sorted in place at every step, stably; the preempted go to its end (SGLang 0.3's code). Above
+`longest` that wait, `lpm` leaves the queue as it is and looks nothing up (the code since 0.4). Where nothing is cached,
 both are first come, first served. `lpm` sorts by what any memory has cached; memory without a radix tree does not say
-when that has changed, so that no jump goes on while somebody waits.
+when that has changed, so that no jump goes on while a request waits.
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ class CacheAware(Fcfs):
         self.longest = longest
         self._radix: RadixMemory | None = None
         self.has_looked_up = False
-        """Whether this step has looked up everybody who waits."""
+        """Whether this step has looked up all that wait."""
         # What the last sorting saw; the tree's clock after it.
         self._is_sorted = False
         self._clock = -1

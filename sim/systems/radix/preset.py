@@ -2,7 +2,7 @@
 arXiv 2312.07104), as served by SGLang 0.3.
 
 From the paper: KV of all requests, those that run and those that have ended, is one radix tree in one pool; nodes that
-run are locked, others go leaf by leaf, the longest unused first; who waits is sorted by the length of its cached prefix
+run are locked, others go leaf by leaf, the longest unused first; the queue is sorted by the length of cached prefixes
 (Algorithm 1). From the code (0.3.0, `radix_cache.py`, `policy_scheduler.py`, `tp_worker.py`): tokens as blocks, chunks
 of 8,192 prompt tokens, prompts before decodes, admission by expected growth (`sim.systems.radix.sglang`), retraction,
 `dfs-weight`, and whole leaves evicted; from later code: no sorting of queues above 128.
@@ -12,7 +12,7 @@ Assumed:
   prompt fills of its last block is hit token by token.
 - The queue is looked at after every decode step, as with clients that stream; others wait for ten.
 - Requests ask for as many tokens as they generate (`max-new-tokens` says otherwise).
-- Who was preempted counts what it has yet to generate; 0.3.0 counts all of it, and such a request can wait for ever.
+- A preempted request counts what it has yet to generate; 0.3.0 counts all of it, and such a request can wait for ever.
 - A prompt that can never fit is ignored, with its answer; SGLang shortens either. `fcfs` puts those preempted first.
 - The pool is sized as vLLM's, with 1,024 seats; the code has 2,048 or more.
 """

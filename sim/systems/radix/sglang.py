@@ -1,12 +1,12 @@
-"""`Sglang`: prompts before decodes, admitted by what those who run are expected to grow (SGLang 0.3's scheduler).
+"""`Sglang`: prompts before decodes, admitted by what those that run are expected to grow (SGLang 0.3's scheduler).
 
-A step computes prompts, in chunks of the token budget at most, if any can go on or start, else one token of everybody.
+A step computes prompts, in chunks of the token budget at most, if any can go on or start, else a token of each decode.
 The head starts if it and its whole answer fit beside what runs:
 
-    prompt - hits + new tokens  <=  unused + idle - idle hits - ratio * (tokens that those who run have yet to generate)
+    prompt - hits + new tokens  <=  unused + idle - idle hits - ratio * (tokens that what runs has yet to generate)
 
 `ratio` is 0.7 when the engine was idle, falls by 0.001 a decode step down to 0.1 and is estimated anew whenever decodes
-run out of blocks: then those with the fewest tokens are computed again later, until 20 tokens are free for each who
+run out of blocks: then those with the fewest tokens are computed again later, until 20 tokens are free for each that
 stays. Constants and rules are those of its code (`PolicyScheduler`, `PrefillAdder`, `retract_decode`).
 """
 
@@ -61,7 +61,7 @@ class Sglang(Batching):
         self._max_new_tokens = max_new_tokens
         self._began_ratio = max(FIRST_RATIO, self._least_ratio)
         self._num_decays = 0
-        # Prompt and asked-for tokens of those who decode, and who of them may count less.
+        # Prompt and asked-for tokens of those that decode, and which of them may count less.
         self._asked: dict[Sequence, int] = {}
         self._asked_tokens = 0
         self._long: dict[Sequence, None] = {}
@@ -94,7 +94,7 @@ class Sglang(Batching):
         self._long.pop(seq, None)
 
     def _to_come(self, steps: int = 0) -> int:
-        """Tokens that those who decode are expected to generate yet, `steps` iterations from now."""
+        """Tokens that those that decode are expected to generate yet, `steps` iterations from now."""
         batch = self.batch
         tokens = self._asked_tokens - batch.context_tokens - steps * len(batch.members)
         for seq in self._long:
@@ -173,7 +173,7 @@ class Sglang(Batching):
 
     @property
     def _looked_up_by_order(self) -> bool:
-        """Whether the order has looked up everybody who waits."""
+        """Whether the order has looked up all that wait."""
         return isinstance(self.order, CacheAware) and self.order.has_looked_up
 
     def _continue(self, plan: IterationPlan, seq: Sequence, chunk: int) -> int:
@@ -208,7 +208,7 @@ class Sglang(Batching):
             return steps
         batch, size = self.batch, self.block_size
         free, taken = self.paged.gpu.free, batch.blocks_needed(1)
-        # From when the ratio stays, a whole block each is more than anybody gives back.
+        # From when the ratio stays, a whole block each is more than any gives back.
         falling = int((self._began_ratio - self._least_ratio) / RATIO_DECAY) - self._num_decays + 1
         for step in range(1, min(steps, max(0, falling) + size) + 1):
             room = (free - batch.blocks_needed(step) + taken) * size - self._ratio(step) * self._to_come(step)
