@@ -22,7 +22,7 @@ class BlockPool:
         self.num_released = 0
 
     def allocate(self, count: int) -> None:
-        """Take `count` blocks; more than are free is a bug of the caller, who must have asked first."""
+        """Take `count` blocks; more than are free is a bug of the caller, which must have asked first."""
         if count < 0 or count > self.free:
             raise InvariantError(f"{self.name}: {count} blocks asked for, {self.free} of {self.num_blocks} free")
         self.free -= count
@@ -41,7 +41,7 @@ class Evicts(Protocol):
 
     @property
     def num_idle(self) -> int:
-        """Cached blocks that nobody holds."""
+        """Cached blocks that no sequence holds."""
         ...
 
     def evict(self, num_blocks: int, /) -> None:

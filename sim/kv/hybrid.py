@@ -45,7 +45,7 @@ class HybridMemory(Memory):
         self.cache = BlockCache(self.num_groups)
         self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.cache)
         self._hit_blocks = -(-(window.tokens - 1) // self.block_size)
-        """Blocks of a windowed group that whoever goes on from a block's end reads."""
+        """Blocks of a windowed group that a sequence that goes on from a block's end reads."""
         in_flight = limits.max_num_batched_tokens * (2 if schedules_ahead else 1)
         self._most_in_window = -(-min(window.tokens - 1 + in_flight, limits.max_model_len) // self.block_size) + 1
         self._lag = 1 if schedules_ahead else 0
@@ -191,7 +191,7 @@ class HybridMemory(Memory):
         return self.scheduler.num_unknown(table.seq) if table.seq in self.batch.members else 0
 
     def _leave(self, table: Table, num_computed: int) -> None:
-        """Give back what nobody reads who computes on from there."""
+        """Give back what is not read by a computation that goes on from there."""
         begin = min(self._num_left(num_computed), table.end)
         if begin <= table.begin:
             return
@@ -257,7 +257,7 @@ class HybridMemory(Memory):
         heappush(self._heap, (table.due, table.number, table))
 
     def _due(self, step: int) -> Table | None:
-        """Somebody to whose blocks something may happen by `step`, in order of steps and admission."""
+        """A sequence to whose blocks something may happen by `step`, in order of steps and admission."""
         heap = self._heap
         while heap:
             due, number, table = heap[0]
@@ -267,7 +267,7 @@ class HybridMemory(Memory):
         return None
 
     def _pop_due(self, step: int) -> Table | None:
-        """The same, who is no longer listed."""
+        """The same, which is no longer listed."""
         table = self._due(step)
         if table is not None:
             heappop(self._heap)
@@ -301,7 +301,7 @@ class HybridMemory(Memory):
         due: list[Table] = []
         while (table := self._pop_due(batch.step)) is not None:
             due.append(table)
-        # Some may be overdue, who joined in the middle of a step: all go in order of admission.
+        # Some may be overdue, having joined in the middle of a step: all go in order of admission.
         for table in sorted(due, key=lambda table: table.number):
             self._decode(table, batch.step, self._num_in_flight(table), self.scheduler.num_unknown(table.seq))
         return True
@@ -312,7 +312,7 @@ class HybridMemory(Memory):
             self._decode(table, max(table.due, batch.step), self._lag, self._lag)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """As long as there are blocks, whatever is given back; where somebody waits, until something happens to any."""
+        """As long as there are blocks, whatever is given back; where requests wait, until something happens to any."""
         batch = self.batch
         # The first iteration's blocks are taken already.
         spare = self.gpu.free // self._num_growing + batch.blocks_needed(1)

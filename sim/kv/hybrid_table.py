@@ -20,7 +20,7 @@ class Match(NamedTuple):
 
     @property
     def num_idle(self) -> int:
-        """Blocks of these that nobody holds: they count as free until they are taken."""
+        """Blocks of these that no sequence holds: they count as free until they are taken."""
         return sum(not block.num_holders for cached in self.cached for block in cached.values())
 
 

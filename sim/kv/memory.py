@@ -55,11 +55,11 @@ class Memory(Part):
     num_groups: int
     """Layer groups: 1 where a block spans the model, the layer count where it holds one layer."""
     copies_of: dict[Sequence, int]
-    """Copies under way by sequence; nobody listed has none."""
+    """Copies under way by sequence, of those that have any."""
     releasing: int
     """GPU blocks that copies under way will free."""
     host_reserved = 0
-    """Host blocks set aside for the coming step that nobody holds yet."""
+    """Host blocks set aside for the coming step that no sequence holds yet."""
     num_cached_on_host = 0
     """Host blocks of cached content, beside those that sequences hold."""
 
@@ -196,7 +196,7 @@ class Memory(Part):
         return (tokens - 1) % self.block_size == 0
 
     def decode_blocks(self) -> int:
-        """Blocks that the next token of everybody in the batch takes."""
+        """Blocks that the next token of each in the batch takes, in all."""
         return self.unit * self.batch.blocks_needed(1)
 
     def decode_blocks_of(self, seq: Sequence) -> int:
@@ -236,7 +236,7 @@ class Memory(Part):
         """The whole batch decodes in this step, and has its blocks."""
 
     def catch_up(self) -> None:
-        """From now on, not all who decode may do so in each step."""
+        """From now on, not all that decode may do so in each step."""
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
         """As long as one whole block stays free: vLLM wants one for each sequence it visits, needed or not."""
@@ -286,7 +286,7 @@ class Memory(Part):
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
         return blocks
 
-    # -- told and asked by who executes plans ------------------------------------------------------------------------
+    # -- told and asked where plans are executed ---------------------------------------------------------------------
 
     def tell_blocks(self) -> None:
         """From now on, before anything runs, plans say which blocks are shared and cached (`changes.Keep`), and whose

@@ -1,8 +1,8 @@
 """`DiskTieredMemory`: a disk below the host, and windows over the queue (CachedAttention, section 3.3).
 
-What is saved on the host is written to the disk as well, so that it can give way on the host at once. Of who waits
+What is saved on the host is written to the disk as well, so that it can give way on the host at once. Of requests
 within the prefetch window, what is on the disk alone is fetched to the host while others compute (3.3.1); on both tiers
-blocks that somebody within the eviction window waits for give way last, those of the last in it first (3.3.2).
+blocks that a request within the eviction window waits for give way last, those of the last in it first (3.3.2).
 
 A prompt admitted before that waits for what it needs of the disk, where that is not slower than computing it, by price:
 all reads that are under way count as if they had just begun.
@@ -44,7 +44,7 @@ class DiskTieredMemory(TieredMemory):
         self._claims: dict[int, int] = {}
         self._awaited: dict[Move, None] = {}
         self._num_saves = self._saved_blocks = 0
-        # Who waits within the window, the keys of each by place in it, the first place of each key (None: not asked for
+        # Requests within the window, the keys of each by place in it, the first place of each key (None: not asked for
         # yet); what the last look for fetches saw.
         self._window: tuple[Sequence, ...] = ()
         self._keys_within: list[tuple[int, tuple[int, ...]]] = []
@@ -150,7 +150,7 @@ class DiskTieredMemory(TieredMemory):
     def complete(self, plan: IterationPlan) -> None:
         if self.look_ahead:
             self._prefetch()
-            # Who arrives is looked at when they do.
+            # Arrivals are looked at as they come.
             plan.cut_on_arrival = True
             if self.scheduler.beside:
                 plan.max_steps = 1
@@ -162,13 +162,13 @@ class DiskTieredMemory(TieredMemory):
     # -- windows over the queue --------------------------------------------------------------------------------------
 
     def _within(self, num_blocks: int) -> tuple[Sequence, ...]:
-        """The first who wait, as many as have room in so many blocks if they are as long as turns are on average."""
+        """The first that wait, as many as have room in so many blocks if they are as long as turns are on average."""
         if not self.look_ahead or not self._saved_blocks:
             return ()
         return tuple(islice(self.scheduler.order, int(num_blocks * self._num_saves / self._saved_blocks)))
 
     def _look_ahead(self) -> None:
-        """Note who waits within the eviction window."""
+        """Note which requests wait within the eviction window."""
         window = self._within(self.cache.num_chunks + self.disk.cache.num_chunks)
         if window != self._window:
             self._window, self._places = window, None
@@ -184,7 +184,7 @@ class DiskTieredMemory(TieredMemory):
         return self._places
 
     def _prefetch(self) -> None:
-        """Fetch what those within the prefetch window will load, as long as that takes nothing from who is before."""
+        """Fetch what those within the prefetch window will load, as long as that takes nothing from those before."""
         self._look_ahead()
         now = self._window, self.cache.version, self.disk.cache.version
         if now[0] is self._looked_ahead[0] and now[1:] == self._looked_ahead[1:]:

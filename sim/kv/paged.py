@@ -17,7 +17,7 @@ class PagedMemory(Memory, Swaps):
 
     def __init__(self, limits: Limits, num_groups: int = 1) -> None:
         super().__init__(limits, num_groups)
-        # GPU blocks that those hold yet who are copied out piece by piece.
+        # GPU blocks still held by sequences that are copied out piece by piece.
         self._to_send: dict[Sequence, int] = {}
 
     # What a step asks most often, without going by way of what may be defined otherwise.

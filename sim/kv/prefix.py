@@ -43,7 +43,7 @@ class PrefixMemory(PagedMemory):
         self._num_pending = 1
 
     def tell_blocks(self) -> None:
-        # Runs that nobody executes have no ids to keep.
+        # Runs that are not executed have no ids to keep.
         from sim.kv.telling import TellingIndex  # noqa: PLC0415
 
         self.index = self.pool.index = TellingIndex(self.published, self.scheduler)
@@ -62,7 +62,7 @@ class PrefixMemory(PagedMemory):
         return self._match(seq).num_blocks * self.block_size
 
     def _settled_match(self, seq: Sequence) -> Match:
-        """`_match`, with those who grow what it hits brought up to date."""
+        """`_match`, with the sequences that lengthen what it hits brought up to date."""
         known, version, match = self._looked_up
         if known is seq and version == self.index.version:
             return match
@@ -171,7 +171,7 @@ class PrefixMemory(PagedMemory):
         self._num_pending = 1
         self._may_grow = False
         if self._looked_up[2].growing:
-            # Who decodes may have lengthened it since, unseen by the index.
+            # Decodes may have lengthened it since, unseen by the index.
             self._looked_up = (None, -1, NOTHING)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
@@ -192,7 +192,7 @@ class PrefixMemory(PagedMemory):
         if not ended and full > (len(holding.keys) if holding is not None else 0):
             holding = self._name_private_blocks(seq)
         if holding is not None:
-            # Others have been scheduled once more than who was held.
+            # Others have been scheduled once more than one that was kept back.
             last = seq.prefilling or (ended and self.scheduler.batching.schedules_ahead)
             self.index.publish(holding, full, None if last else (-seq.num_tokens, holding.number))
             held = holding.num_blocks
@@ -207,7 +207,7 @@ class PrefixMemory(PagedMemory):
         self.scheduler.changes.append(make_release((seq,)))
 
     def _name_private_blocks(self, seq: Sequence) -> Holding:
-        """Keys for blocks that have none: who was preempted may hit its own when it comes back."""
+        """Keys for blocks that have none: a preempted sequence may hit its own when it comes back."""
         holding = self._holdings.get(seq)
         if holding is None:
             holding = self._holdings[seq] = Holding(seq, ())

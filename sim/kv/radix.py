@@ -2,7 +2,7 @@
 
 Blocks of one token, or pages of any size. A prompt is admitted with the longest cached prefix, but for its last token.
 Its own blocks enter the tree when they are computed, what it generates when it ends; where the tree has that content
-already, its own copy is freed. Who is preempted loses what it has generated, not its prompt.
+already, its own copy is freed. A preempted sequence loses what it has generated, not its prompt.
 
 Evictions are those of one allocation a step, as in SGLang 0.3: where too few blocks are unused, leaves go until as many
 are free as the whole step takes. What others have not locked by then may be among them.
@@ -77,11 +77,11 @@ class RadixMemory(Memory):
         self._prefixes: dict[Sequence, Prefix] = {}
         # A trace has no negative ids.
         self._next_private_key = -1
-        # Keys of what was generated, of those who run, where they are known by content.
+        # Keys of what was generated, of those that run, where they are known by content.
         self._named: dict[Sequence, Keys] = {}
 
     def tell_blocks(self) -> None:
-        # Runs that nobody executes have no ids to keep.
+        # Runs that are not executed have no ids to keep.
         from sim.kv.telling import TellingTree  # noqa: PLC0415
 
         self.tree = self.pool.tree = TellingTree(self.scheduler)
@@ -105,7 +105,7 @@ class RadixMemory(Memory):
         return (seq.request.prompt_tokens + seq.output_tokens) // self.block_size
 
     def private_keys(self, count: int) -> Keys:
-        """Keys that nobody else has."""
+        """Keys that no other sequence has."""
         first = self._next_private_key
         self._next_private_key = first - count
         return tuple(range(first, first - count, -1))
@@ -121,7 +121,7 @@ class RadixMemory(Memory):
         return self._prefixes[seq].node
 
     def _hits(self, seq: Sequence) -> tuple[int, int]:
-        """Blocks that a sequence would hit, and how many of them nobody uses."""
+        """Blocks that a sequence would hit, and how many of them are unused."""
         prefix, tree = self._prefixes.get(seq), self.tree
         if prefix is None:
             prefix = Prefix(self.named_keys(seq), tree.root)
@@ -196,7 +196,7 @@ class RadixMemory(Memory):
             before = needed
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        """While somebody waits, not beyond the blocks that hold nothing: then what they would hit may go."""
+        """While requests wait, not beyond the blocks without content: then what they would hit may go."""
         steps = super().holds(plan, steps)
         if steps > 1 and self.scheduler.order.waiting:
             # The first iteration's blocks are taken already, but not settled.

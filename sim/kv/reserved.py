@@ -1,7 +1,7 @@
 """`ReservedMemory`: as many blocks as the longest context takes, from admission to the end (FasterTransformer, Orca).
 
 What a request does not use is lost to all others until it ends: internal fragmentation 1 - (prompt + output) / longest.
-Nothing ever grows, so nobody is ever preempted.
+Nothing ever grows, so none is ever preempted.
 """
 
 from typing import ClassVar
@@ -16,7 +16,7 @@ from sim.kv.paged import PagedMemory
 
 
 class ReservedMemory(PagedMemory):
-    """ceil(max_model_len / block_size) blocks for everyone; more where a request of a trace outgrows that."""
+    """ceil(max_model_len / block_size) blocks for each; more where a request of a trace outgrows that."""
 
     reserves: ClassVar[bool] = True
     can_receive: ClassVar[bool] = False

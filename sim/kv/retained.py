@@ -56,12 +56,12 @@ class RetentionMemory(Memory):
         self.tier = TierCounters(num_blocks=limits.num_cpu_blocks)
         self._growth: tuple[float, float] | None = None
         self._keys: dict[Sequence, tuple[int, ...]] = {}
-        # Of who holds blocks: the chunks that were hit; and, while there is something to compute, where they are.
+        # Of sequences with blocks: the chunks that were hit; and, while there is something to compute, where they are.
         self._hits: dict[Sequence, list[Chunk]] = {}
         self._places: dict[Sequence, tuple[int, ...]] = {}
         self._looked_up: tuple[Sequence | None, int, Found] = (None, -1, NOTHING)
         self._loading: list[Chunk] = []
-        # Who is preempted twice may send the same out again before it has arrived: of equal moves the first ends first.
+        # One preempted twice may send the same out again before it has arrived: of equal moves the first ends first.
         self._leaving: dict[Move, list[list[Chunk]]] = {}
         self._tells = False
         # The store's version when chunks were to be copied to the host last, and it had no room.

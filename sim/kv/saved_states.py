@@ -56,7 +56,7 @@ def save_behind(plan: IterationPlan, chunk: PrefillChunk, block_size: int, split
 
 
 class SavedStates(PagedMemory):
-    """Blocks on demand. Host blocks hold the states of as many tokens; who finds none on the host runs unsaved.
+    """Blocks on demand. Host blocks have the states of as many tokens; a sequence that finds none runs unsaved.
 
     Args:
         limits: of the engine.
@@ -71,7 +71,7 @@ class SavedStates(PagedMemory):
         self.split, self.share = split, share
         self.host = BlockPool("host blocks of states", int(limits.num_cpu_blocks / share))
         self.saved: dict[Sequence, None] = {}
-        """Who runs and has its states on the host, the last to be placed last."""
+        """Sequences that run and have their states on the host, the last to be placed last."""
         self._unsaved: dict[Sequence, None] = {}
         self._tells = False
 
@@ -98,7 +98,7 @@ class SavedStates(PagedMemory):
             self._unsaved[seq] = None
 
     def _forget_newest(self) -> None:
-        """The host is full: whoever was placed last runs unsaved."""
+        """The host is full: the last that was placed runs unsaved."""
         seq, _ = self.saved.popitem()
         self.host.release(self.held_blocks(seq))
         self._unsaved[seq] = None
@@ -137,7 +137,7 @@ class SavedStates(PagedMemory):
         self.host.allocate(wanted)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:
-        # As if everybody were saved, the step that is planned among them: a bound.
+        # As if all were saved, the step that is planned among them: a bound.
         return max(1, min(super().holds(plan, steps), self.batch.steps_within(self.host.free)))
 
     def complete(self, plan: IterationPlan) -> None:
@@ -184,8 +184,8 @@ class SavedStates(PagedMemory):
 class TieredStates(TieredMemory):
     """`TieredMemory` that keeps states of ended turns instead of their KV, and restores them before the new tokens.
 
-    States of all that the GPU holds have room of their own on the host, since who ends next is not known: a turn that
-    ends leaves its there, and its blocks are free at once.
+    States of all that the GPU has have room of their own on the host, since it is not known which ends next: a turn
+    that ends leaves its there, and its blocks are free at once.
 
     Args:
         limits: of the engine; its host blocks are of KV.

@@ -1,6 +1,6 @@
 """Memory for kernels that read what several decodes share once a step, for all of them (`SharedReads`).
 
-`ChunkMemory` shares whole chunks of prompts between those who run (Ye et al., "ChunkAttention", ACL 2024);
+`ChunkMemory` shares whole chunks of prompts between those that run (Ye et al., "ChunkAttention", ACL 2024);
 `GroupMemory` the prefix of a group of requests that an order has planned together (Zheng et al., "BatchLLM", 2024).
 Neither shares what is generated.
 """
@@ -18,11 +18,11 @@ class SharedReads(RadixMemory):
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
-        # Who decodes, and where what the tree has of it ends.
+        # Sequences that decode, and where what the tree has of each ends.
         self._reading: dict[Sequence, Node] = {}
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
-        """Nobody hits what is generated."""
+        """What is generated is never hit."""
 
     def joined(self, seq: Sequence) -> None:
         if seq not in self._reading:
@@ -44,7 +44,7 @@ class SharedReads(RadixMemory):
 
 
 class ChunkMemory(SharedReads):
-    """Whole chunks of prompts are shared while somebody runs who has them, and freed with the last of them."""
+    """Whole chunks of prompts are shared while a sequence runs that has them, and freed with the last of these."""
 
     def keys_of(self, seq: Sequence) -> Keys:
         return self.named_keys(seq)
@@ -71,7 +71,7 @@ class GroupMemory(SharedReads):
         self._keys: dict[Sequence, Keys] = {}
 
     def share(self, seqs: list[Sequence], num_blocks: int) -> None:
-        """The first blocks of these prompts are the same; nobody else is to hit them."""
+        """The first blocks of these prompts are the same; no other is to hit them."""
         self._keys.update(dict.fromkeys(seqs, self.private_keys(num_blocks)))
 
     def keys_of(self, seq: Sequence) -> Keys:

@@ -8,7 +8,7 @@ layers that keep one, at the end of so many tokens (`MambaManager` of `single_ty
   the last but one back. So far that is `HybridMemory` with a window of two tokens. Chunks of prompts end where blocks
   do (`_mamba_block_aligned_split`), and where the state is cached: at the last block's end before the prompt's last
   token, and at a junction. GPUs whose kernels write a state out amid a chunk need no chunk's end at the former, but a
-  block more. Who would hit a state that is cached in this very step waits for the next.
+  block more. A request that would hit a state cached in this very step waits for the next.
 """
 
 from collections.abc import Sequence as Seq

@@ -14,8 +14,8 @@ from sim.kv.memory import Memory
 from traces.request import Request
 
 
-def nobody(request: Request) -> None:
-    """Nobody wants to know."""
+def unheard(request: Request) -> None:
+    """Not told on."""
 
 
 class StoredMemory(Memory):
@@ -27,7 +27,7 @@ class StoredMemory(Memory):
         super().__init__(limits)
         self.granted: dict[int, int] = {}
         """Tokens by request id, whole blocks and never all of a prompt."""
-        self.on_computed: Callable[[Request], None] = nobody
+        self.on_computed: Callable[[Request], None] = unheard
         """Hears of requests whose prompt's KV is complete."""
         self._loading = 0
 

@@ -1,4 +1,4 @@
-"""Caches that put into the plan what becomes of their blocks, for those who keep the ids (`gpu_runtime/kv/replay`).
+"""Caches that put into the plan what becomes of their blocks, for what keeps the ids (`gpu_runtime/kv/replay`).
 
 A memory has these in place of its own once it is asked to (`Memory.tell_blocks`). They append to the scheduler's
 changes, in order. Runs, nodes and chunks name themselves: each is cached on the GPU until it is evicted.

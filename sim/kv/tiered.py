@@ -2,7 +2,7 @@
 
 When a turn ends, what it filled is saved beside later computation; its blocks are free when that has ended. A prompt
 whose prefix goes on there is loaded layer by layer while its rest is computed, in one iteration, where that is not
-slower than computing it all, by price. Only blocks that the trace names are saved: nobody else could hit them.
+slower than computing it all, by price. Only blocks that the trace names are saved: no request could hit others.
 """
 
 from typing import TYPE_CHECKING
@@ -148,7 +148,7 @@ class TieredMemory(PrefixMemory):
 
     def complete(self, plan: IterationPlan) -> None:
         super().complete(plan)
-        # But for those who have lost their blocks in this step.
+        # But for those that have lost their blocks in this step.
         if self._loading and (loads := {seq: places for seq, _, places in self._loading if seq.num_blocks}):
             self._load(plan, list(loads.items()))
 

@@ -154,7 +154,7 @@ class TokenWiseMemory(Memory):
     # -- decodes -----------------------------------------------------------------------------------------------------
 
     def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
-        # Whoever chose the ratio has seen to it that there is room; none need be left.
+        # The ratio was chosen so that there is room; none need be left.
         return super().grow(batch, 0)
 
     def holds(self, plan: IterationPlan, steps: int) -> int:

@@ -1,7 +1,7 @@
 """`BlockCache`: cached blocks of several groups of layers, one by one, and which of them give way first.
 
 A key names what a block and all before it hold. Each group of layers has blocks of its own under the same keys, as in
-vLLM's hybrid KV cache manager: whoever leaves a window gives back the blocks of some groups and keeps those of others.
+vLLM's hybrid KV cache manager: what leaves a window gives back the blocks of some groups and keeps those of others.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ def chained(keys: tuple[int, ...]) -> Iterator[Key]:
 
 
 class CachedBlock:
-    """A block whose content others may hit. In the LRU order while nobody holds it."""
+    """A block whose content others may hit. In the LRU order while no sequence holds it."""
 
     __slots__ = ("group", "key", "num_holders")
 
@@ -42,7 +42,7 @@ class BlockCache:
 
     @property
     def num_idle(self) -> int:
-        """Cached blocks that nobody holds."""
+        """Cached blocks that no sequence holds."""
         return len(self._idle)
 
     def find(self, group: int, key: Key) -> CachedBlock | None:
@@ -64,7 +64,7 @@ class BlockCache:
         block.num_holders += 1
 
     def let_go(self, block: CachedBlock) -> bool:
-        """One sequence less does; whether nobody is left, and it is the last to give way so far."""
+        """One sequence less does; whether none is left, and it is the last to give way so far."""
         block.num_holders -= 1
         if block.num_holders:
             return False

@@ -42,7 +42,7 @@ class NamedChain(BlockKeys):
     def forget(self, keys_in_use: Callable[[], Iterable[int]]) -> None:
         """Forget links to none of the keys in use, which are asked for once there are twice as many as were kept.
 
-        Whoever comes with a forgotten prefix gets new keys for it: nobody holds the old ones.
+        A request with a forgotten prefix gets new keys for it: no sequence holds the old ones.
         """
         if len(self._links) <= max(FEWEST_LINKS, self._most_links):
             return

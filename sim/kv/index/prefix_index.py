@@ -1,7 +1,7 @@
-"""`PrefixIndex`: which blocks hold which prefix, who uses them, and which go first (vLLM's prefix cache, in runs).
+"""`PrefixIndex`: which blocks have which prefix, which sequences use them, and which go first (vLLM's cache, in runs).
 
 A radix tree over block keys; equal keys after equal prefixes mean equal KV. A node is a run of keys, and has a
-`CachedRun` of blocks for each time its content was computed: vLLM keeps duplicates and hits the oldest. Nobody's runs
+`CachedRun` of blocks for each time its content was computed: vLLM keeps duplicates and hits the oldest. Unused runs
 wait in one LRU list; a sequence gives its blocks back from the last to the first, so that tails are evicted before
 heads and what is cached is always closed under prefixes. Costs go with runs, not with blocks.
 """
@@ -16,7 +16,7 @@ Keys = tuple[int, ...]
 
 
 class CachedRun:
-    """The first `num_blocks` blocks of a node's content, computed once. In the LRU list while nobody holds them."""
+    """The first `num_blocks` blocks of a node's content, computed once. In the LRU list while none holds them."""
 
     __slots__ = ("after", "before", "holders", "node", "num_blocks")
 
@@ -39,11 +39,11 @@ class Node:
         self.children: dict[int, Node] = {}
         self.runs: list[CachedRun] = []
         self.growing: dict[Holding, None] = {}
-        """Whose last run is here (or who have none, at the root) and who may yet publish keys beyond it."""
+        """Sequences whose last run is here (at the root: that have none) and that may yet publish keys beyond it."""
 
 
 DEAD = Node(None, ())
-"""Where runs are that nobody can hit any more."""
+"""Where runs are that can no longer be hit."""
 
 
 class Holding:
@@ -69,24 +69,25 @@ class Match(NamedTuple):
     path: tuple[tuple[Node, int], ...]
     num_blocks: int
     num_idle: int
-    """Blocks of these that nobody holds: they count as free until they are taken."""
+    """Blocks of these that no sequence holds: they count as free until they are taken."""
     growing: bool
-    """Whether somebody who decodes may lengthen it."""
+    """Whether a sequence that decodes may lengthen it."""
 
 
 class PrefixIndex:
     """The cached blocks of one pool.
 
     Args:
-        published: how many blocks of a sequence that holds some are full by now, and its tokens; asked when somebody
-            looks closely. Sequences between two publications grow in step: the longer one has had each block first.
+        published: how many blocks of a sequence that holds some are full by now, and its tokens; asked when a
+            prefix is looked up closely. Sequences between two publications grow in step: the longer one has had each
+            block first.
     """
 
     def __init__(self, published: Callable[[Sequence], tuple[int, int]]) -> None:
         self.published = published
         self.root = Node(None, ())
         self.num_idle = 0
-        """Blocks that nobody holds; the next to be evicted stands first in the LRU list."""
+        """Blocks that no sequence holds; the next to be evicted stands first in the LRU list."""
         self.num_evicted = 0
         self.version = 0
         """Grows with every change that could lengthen or shorten a match."""
@@ -108,7 +109,7 @@ class PrefixIndex:
         return self._match(keys, limit, lambda node: None)
 
     def settle_and_match(self, keys: Keys, limit: int) -> Match:
-        """The same, once those who grow along it have published what they have filled."""
+        """The same, once sequences that grow along it have published what they have filled."""
         return self._match(keys, limit, self._publish_growing)
 
     def _match(self, keys: Keys, limit: int, settle: Callable[[Node], None]) -> Match:
@@ -133,7 +134,7 @@ class PrefixIndex:
         return Match(tuple(path), found, idle, growing)
 
     def _may_lengthen(self, path: list[tuple[Node, int]], keys: Keys, found: int) -> bool:
-        """Whether somebody on the way has `keys[found]` yet to come, wherever on the way it is now."""
+        """Whether a sequence on the way has `keys[found]` yet to come, wherever on the way it is now."""
         for node in (self.root, *(node for node, _ in path)):
             for holding in node.growing:
                 if len(holding.keys) > found and holding.keys[found] == keys[found]:
@@ -174,7 +175,7 @@ class PrefixIndex:
     def publish(self, holding: Holding, num_blocks: int, before: tuple[int, int] | None = None) -> None:
         """The first `num_blocks` blocks of a sequence are full: others may hit those that have keys.
 
-        What others have had for longer comes first: all that they have, or that of those who are `before` it.
+        What others have had for longer comes first: all that they have, or that of those that are `before` it.
         """
         keys = holding.keys
         end = min(num_blocks, len(keys))
@@ -183,7 +184,7 @@ class PrefixIndex:
         self.version += 1
         # Others that are brought up to date on the way shall not come back to this one.
         self._unlist(holding)
-        # Who computes the same content may be on its way there.
+        # What computes the same content may be on its way there.
         self._publish_growing(self.root, before)
         for run in list(holding.runs):
             self._publish_growing(run.node, before)
@@ -231,9 +232,9 @@ class PrefixIndex:
         holding.num_blocks += num_blocks
 
     def _publish_growing(self, node: Node, before: tuple[int, int] | None = None) -> None:
-        """Bring those who grow here up to date, or those of them who were `before` somebody else.
+        """Bring sequences that grow here up to date, or those of them that were `before` another.
 
-        They decode in step: of two who compute the same content, the longer one has each block first, and of two as
+        They decode in step: of two that compute the same content, the longer one has each block first, and of two as
         long the one admitted first.
         """
         if not node.growing:
@@ -318,7 +319,7 @@ class PrefixIndex:
         return freed
 
     def rest(self, num_blocks: int) -> None:
-        """Blocks that nobody can hit any more are idle: the last to be evicted so far."""
+        """Blocks that can no longer be hit are idle: the last to be evicted so far."""
         self.num_idle += num_blocks
         last = self._lru.before
         if last is not self._lru and last.node is DEAD:
@@ -332,7 +333,7 @@ class PrefixIndex:
         self.num_evicted += num_blocks
         oldest = self._lru.after
         if oldest.node is DEAD and oldest.num_blocks > num_blocks:
-            # Nobody could match any of these.
+            # No prompt could match any of these.
             oldest.num_blocks -= num_blocks
             return
         self.version += 1
@@ -369,7 +370,7 @@ class PrefixIndex:
 
 
 def _idle_within(node: Node, num_blocks: int) -> int:
-    """How many of the first blocks, each from the oldest copy that has it, nobody holds."""
+    """How many of the first blocks, each from the oldest copy that has it, no sequence holds."""
     idle = covered = 0
     for run in node.runs:
         if run.num_blocks > covered:

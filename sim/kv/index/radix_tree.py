@@ -1,8 +1,8 @@
-"""`RadixTree`: which prefixes are cached, who uses them, and which leaf goes first (SGLang's radix cache).
+"""`RadixTree`: which prefixes are cached, which sequences use them, and which leaf goes first (SGLang's radix cache).
 
-An edge of the tree is a run of block keys; equal keys after equal prefixes mean equal KV, which is kept once. Whoever
-uses a prefix locks all nodes on its way. Unlocked nodes are idle and count as free; the leaf that was looked at the
-longest ago is evicted first, whole, and its parent may be the next leaf.
+An edge of the tree is a run of block keys; equal keys after equal prefixes mean equal KV, which is kept once. A
+sequence that uses a prefix locks all nodes on its way. Unlocked nodes are idle and count as free; the leaf that was
+looked at the longest ago is evicted first, whole, and its parent may be the next leaf.
 """
 
 from collections import Counter
@@ -37,10 +37,10 @@ class RadixTree:
     def __init__(self) -> None:
         self.root = Node(None, ())
         self.num_idle = 0
-        """Blocks of nodes that nobody has locked."""
+        """Blocks of nodes that are not locked."""
         self.num_evicted = 0
         self.num_reread = 0
-        """`num_reread_by` of all who decode."""
+        """`num_reread_by` of all that decode."""
         self.clock = 0
         """Grows whenever something is looked at, inserted or evicted: the time of the LRU order."""
         self.version = 0
@@ -71,7 +71,7 @@ class RadixTree:
         return node, depth
 
     def count(self, keys: Keys, node: Node, depth: int, limit: int) -> tuple[int, int]:
-        """How many blocks `advance` would find, and how many of them nobody has locked."""
+        """How many blocks `advance` would find, and how many of them are not locked."""
         while not node.alive:
             depth -= len(node.keys)
             node = _parent(node)
@@ -96,7 +96,7 @@ class RadixTree:
             node = _parent(node)
 
     def num_idle_until(self, node: Node) -> int:
-        """Blocks of the prefix that ends with `node` which nobody has locked: its end, if any."""
+        """Blocks of the prefix that ends with `node` which are not locked: its end, if any."""
         idle = 0
         while not node.lock_ref and node is not self.root:
             idle += len(node.keys)
@@ -138,7 +138,7 @@ class RadixTree:
         return freed
 
     def insert(self, keys: Keys, node: Node, depth: int, end: int) -> tuple[Node, int]:
-        """Who has locked `depth` blocks, up to `node`, has computed `keys[:end]`, and from now on uses the tree's.
+        """A sequence that locks `depth` blocks, up to `node`, has computed `keys[:end]`, and now uses the tree's.
 
         Returns where that ends, and how many of the blocks beyond `depth` others were using already.
         """
@@ -190,7 +190,7 @@ class RadixTree:
             node = _parent(node)
 
     def num_reread_by(self, nodes: Iterable[Node]) -> int:
-        """Blocks that those who decode after these prefixes share: in all, less each of them once."""
+        """Blocks that those that decode after these prefixes share: in all, less each of them once."""
         readers: Counter[Node] = Counter()
         for node in nodes:
             while node is not self.root:

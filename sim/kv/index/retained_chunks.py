@@ -32,7 +32,7 @@ class Chunk:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is on the GPU and nobody holds it there."""
+        """Whether it is on the GPU and no sequence holds it there."""
         return self.on_gpu and not self.users
 
     @property
@@ -64,7 +64,7 @@ class ChunkStore:
 
     @property
     def num_idle(self) -> int:
-        """Chunks on the GPU that nobody holds."""
+        """Chunks on the GPU that no sequence holds."""
         return sum(self.num)
 
     def now(self, time_s: float) -> None:
@@ -129,7 +129,7 @@ class ChunkStore:
         self.left_gpu(chunk)
         chunk.on_gpu = False
         if chunk.is_leaving:
-            # Whoever takes its block overwrites what is being copied.
+            # The next to take its block overwrites what is being copied.
             self.left_host(chunk)
             chunk.is_leaving = False
             self.host_free += 1
@@ -137,7 +137,7 @@ class ChunkStore:
         self._forget_if_nowhere(chunk)
 
     def left_gpu(self, chunk: Chunk) -> None:
-        """A chunk is about to leave the GPU. For those who keep its block (`TellingChunks`)."""
+        """A chunk is about to leave the GPU. For what keeps its block's id (`TellingChunks`)."""
 
     def left_host(self, chunk: Chunk) -> None:
         """It, or its copy under way, is about to leave the host."""
@@ -190,7 +190,7 @@ class ChunkStore:
         self.version += 1
 
     def drop(self, key: int) -> None:
-        """Nobody will ask for it again. What somebody still reads goes by its age."""
+        """It will not be asked for again. What a sequence still reads goes by its age."""
         chunk = self.chunks.get(key)
         if chunk is None or chunk.users or chunk.copies:
             return

@@ -2,8 +2,8 @@
 
 Each step, chunks that the scheduled requests have filled are stored on the host, unless they are there; their copies
 start with the next step. A request whose prefix goes on there beyond what the GPU has is admitted to wait until that is
-loaded, at any price. Blocks are given back without waiting for their stores: who takes one whose store is under way
-waits for it, and so does a step that preempts. The scheduler sees a copy's end a step after it has happened.
+loaded, at any price. Blocks are given back without waiting for their stores: a sequence that takes one whose store is
+under way waits for it, and so does a step that preempts. The scheduler sees a copy's end a step after it has happened.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ class OffloadingConnector:
         block_size: tokens of a block.
         blocks_per_chunk: blocks that are stored and loaded together.
         prompts_only: store no generated tokens.
-        shares_loads: who finds a chunk being loaded for another waits for that, to hit it on the GPU.
+        shares_loads: a request that finds a chunk being loaded for another waits for that, to hit it on the GPU.
         load_s_per_block, store_s_per_block: of a copy; None: as the machine's constants say.
         worth: what is loaded all the same, by price; None: that is not counted.
     """
@@ -235,7 +235,7 @@ class OffloadingConnector:
     ) -> str:
         """What the step copies, which has decided everything else; in words.
 
-        `beside` are copies that it starts with. `scheduled` tells who computes, in order, and how many tokens of each
+        `beside` are copies that it starts with. `scheduled` tells what computes, in order, and how many tokens of each
         are computed then.
         """
         self._refused = False
@@ -299,7 +299,7 @@ class OffloadingConnector:
         return bool(finished)
 
     def holds(self, steps: int, running: Iterable[Sequence], num_tokens_of: Callable[[Sequence], int]) -> int:
-        """For how many steps of `running`, who all decode, nothing is stored and no copy is seen to end."""
+        """For how many steps of `running`, which all decode, nothing is stored and no copy is seen to end."""
         if self.stores or self._finished or self.fenced or self._refused:
             return 1
         if not self.prompts_only:

@@ -1,4 +1,4 @@
-"""`Fence`: free blocks whose stores are under way, and who hears when they are handed out again.
+"""`Fence`: free blocks whose stores are under way, and the call when they are handed out again.
 
 What was a sequence's block table is a run of blocks in the prefix index, or a piece of the stack of free blocks where
 nothing is cached: both hand out from the end.
@@ -68,7 +68,7 @@ class FencedIndex(PrefixIndex):
         """All blocks of `holding` are handed to it: to vLLM those that it hits are no different."""
         for run in holding.runs:
             for fence in self.fences.get(run, ()):
-                # It stays: until the scheduler sees the store's end, who hits them next waits as well.
+                # It stays: until the scheduler sees the store's end, the next to hit them waits as well.
                 self._reused(fence.job, range(fence.begin + fence.shift, fence.end + fence.shift))
 
     def _cut(self, run: CachedRun, num_blocks: int) -> None:

@@ -12,7 +12,7 @@ MOST_OFFERED = 64_000
 """Keys whose offers are counted; the longest not offered is forgotten first (vLLM's `max_tracker_size`)."""
 
 Wanted = Callable[[], Mapping[int, int]]
-"""Says of keys how far from the head of a queue the first stands who wants them; asked where somebody must give way."""
+"""Says of keys how far from the head of a queue the first stands that wants them; asked where a block must give way."""
 
 
 class HostCache:

@@ -82,7 +82,7 @@ class Lru(Replacement):
         self._chunks: dict[int, Chunk] = {}
         self._ranks: dict[int, tuple[int, int]] = {}
         self._idle: set[int] = set()
-        # Of idle chunks, stale entries among them; None: to be made when somebody must give way.
+        # Of idle chunks, stale entries among them; None: to be made when a chunk must give way.
         self._heap: list[tuple[tuple[int, int], int]] | None = None
         self._last_rank = 0
 
@@ -161,9 +161,9 @@ class Lru(Replacement):
         return self._drop(chosen) if enough else []
 
     def evict_unwanted(self, count: int, protected: Iterable[int], wanted: Mapping[int, int], before: int) -> list[int]:
-        """As `evict`, those that somebody in a queue wants after all others, the farthest from its head first.
+        """As `evict`, those that a request in a queue wants after all others, the farthest from its head first.
 
-        Who stands at most `before` places from the head keeps them.
+        A request at most `before` places from the head keeps them.
         """
         kept = set(protected)
         chosen = nsmallest(count, self._idle.difference(kept, wanted), key=self._ranks.__getitem__)

@@ -166,7 +166,7 @@ class LayerOffload(Recompute):
                     shortage -= self.parking.offload(seq, -(-len(groups[seq]) // share))
         batch, host = self.batch, self.host
         fits_none = True
-        if shortage <= 0 or host.free <= self._full_at or self._nobody_else_fits():
+        if shortage <= 0 or host.free <= self._full_at or self._cannot_offload():
             return
         for seq in list(reversed(batch.members)):
             kept = len(groups[seq])
@@ -182,12 +182,12 @@ class LayerOffload(Recompute):
             if layers * blocks <= host.free:
                 self._park_member(seq)
                 shortage -= self.parking.offload(seq, layers)
-                if shortage <= 0 or self._nobody_else_fits():
+                if shortage <= 0 or self._cannot_offload():
                     return
         if fits_none:
             self._full_at = host.free
 
-    def _nobody_else_fits(self) -> bool:
+    def _cannot_offload(self) -> bool:
         """The host has no room for a block of every layer, or only one sequence is left, which goes on."""
         return self.host.free < self.layers or len(self.batch.members) == 1
 
@@ -224,7 +224,7 @@ class LayerOffload(Recompute):
         batch = self.batch
         if not self.lengths_known or self.one_block_a_step or self._short_at > batch.step + batch.steps_to_finish():
             return False
-        return self.host.free <= self._full_at or self._nobody_else_fits()
+        return self.host.free <= self._full_at or self._cannot_offload()
 
     def _enough_for(self, available: int, steps: int) -> int:
         """After how many iterations, 1 to `steps`, the first forecast may be short: Eq. 5 from today's lengths.
