@@ -27,13 +27,13 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Each question is asked twice, not one of many; which were, and how often."""
     monkeypatch.setattr(asking, "EVERY", 1)
     monkeypatch.setattr(asking, "BYTES", 1 << 60)
-    asked, compare = Counter[str](), asking._Asker._compare
+    asked, compare = Counter[str](), asking.Asker.compare
 
-    def count(self: asking._Asker, name: str, question: Any) -> Any:
+    def count(self: asking.Asker, name: str, question: Any) -> Any:
         asked[name] += 1
         return compare(self, name, question)
 
-    monkeypatch.setattr(asking._Asker, "_compare", count)
+    monkeypatch.setattr(asking.Asker, "compare", count)
     return asked
 
 
@@ -153,7 +153,7 @@ def test_every_question_of_a_crowded_run_is_one(twice: Counter[str], name: str) 
     policy = parse_policy(name, {})[1]
     limit = conformance.limits_of(policy, limits(gpu=12, host=10, max_model_len=128), 4, 64)
     simulate(policy, requests(*rows), limit)
-    assert sum(twice.values()) > 100
+    assert sum(twice.values()) > 40
 
 
 @pytest.mark.parametrize("name", asking.CONTRACT)

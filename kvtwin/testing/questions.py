@@ -1,6 +1,6 @@
 """Questions change nothing: a checked engine asks them twice, and compares all that its scheduler leads to.
 
-A question is a property of a part or of the batch, a method that `sim.parts.base` or `sim.kv.memory` calls one
+A question is a property of a part, a method that `sim.parts.base` or `sim.kv.memory` calls one
 (`CONTRACT`), or one that is named as a question or an amount (`NAMED`): `is_urgent`, `num_waiting`, `laxity_s`.
 Iterators are not read. What only remembers an answer, and is named in `memoized` of its class, is not compared.
 
@@ -21,7 +21,7 @@ from sim.engine.decisions import DecisionLog
 from sim.engine.scheduler import Scheduler
 from traces.request import Request
 
-EVERY = 97
+EVERY = 61
 """A prime: what a step asks has many periods."""
 BYTES = 128
 CONTRACT = (
@@ -58,7 +58,7 @@ def _number(of_object: int) -> int:
 
 def _left_out(kind: type) -> "tuple[str, ...] | EllipsisType":
     """Names of the attributes that are not written; Ellipsis: none is."""
-    if issubclass(kind, WHOLE) or kind.__module__.startswith(OTHERS):
+    if issubclass(kind, (*WHOLE, Asker)) or kind.__module__.startswith(OTHERS):
         return ...
     return tuple(name for base in kind.__mro__ for name in vars(base).get("memoized", ()))
 
@@ -77,7 +77,6 @@ def state_of(root: object) -> bytes:
     return file.getvalue()
 
 
-@cache
 def questions_of(kind: type) -> dict[str, Callable[..., Any] | property]:
     """The questions that objects of a class are asked, by name."""
     found: dict[str, Callable[..., Any] | property] = {}
@@ -90,50 +89,29 @@ def questions_of(kind: type) -> dict[str, Callable[..., Any] | property]:
 
 
 def ask_twice(scheduler: Scheduler) -> None:
-    """From now on questions to the parts and the batch of a scheduler are asked twice: AssertionError if that changes
-    anything."""
-    asker = _Asker(scheduler)
-    for asked in (*scheduler.parts, scheduler.batch):
-        asked.__class__ = asker.twice(type(asked))
+    """From now on questions to the parts of a scheduler are asked twice: AssertionError if that changes anything."""
+    asker = Asker(scheduler)
+    for part in scheduler.parts:
+        part.__class__ = _twice(type(part))
+        vars(part)["asker"] = asker
     # What the scheduler had bound before.
     scheduler._holds = [hook.__self__.holds for hook in scheduler._holds]
     if scheduler._refusal is not None:
         scheduler._refusal = scheduler.batching.refusal
 
 
-class _Asker:
-    """Counts the questions about a scheduler, and asks each of them twice or one in many."""
+class Asker:
+    """Who counts the questions about a scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         # Engines of one workload ask much the same.
         self.num_asked = scheduler.gpu.num_blocks % EVERY
-        self._due, self._busy = EVERY, False
+        self.due, self.is_busy = EVERY, False
 
-    def twice(self, kind: type) -> type:
-        """A class whose objects are asked twice."""
-        body: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        for name, held in questions_of(kind).items():
-            if isinstance(held, property):
-                assert held.fget is not None
-                body[name] = property(self._asked(kind, name, held.fget), held.fset)
-            else:
-                body[name] = self._asked(kind, name, held)
-        return type(kind)(kind.__name__, (kind,), body)
-
-    def _asked(self, kind: type, name: str, question: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*args: Any, **named: Any) -> Any:  # noqa: ANN401
-            if self._busy:
-                return question(*args, **named)
-            self.num_asked += 1
-            if self.num_asked < self._due:
-                return question(*args, **named)
-            return self._compare(f"{kind.__name__}.{name}", lambda: question(*args, **named))
-
-        return ask
-
-    def _compare(self, name: str, question: Callable[[], Any]) -> Any:  # noqa: ANN401
-        self._busy = True
+    def compare(self, name: str, question: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """The answer to a question that is asked twice."""
+        self.is_busy = True
         try:
             before = state_of(self.scheduler)
             answer = question()
@@ -143,6 +121,34 @@ class _Asker:
                 again = question()
                 assert state_of(again) == state_of(answer), f"{name} is {answer}, and {again} when asked again"
         finally:
-            self._busy = False
-        self._due = self.num_asked + max(EVERY, len(after) // BYTES)
+            self.is_busy = False
+        self.due = self.num_asked + max(EVERY, len(after) // BYTES)
         return answer
+
+
+@cache
+def _twice(kind: type) -> type:
+    """A class whose objects are asked twice: one for all engines, since new classes are slow."""
+    body: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    for name, held in questions_of(kind).items():
+        if isinstance(held, property):
+            assert held.fget is not None
+            body[name] = property(_asked(kind, name, held.fget), held.fset)
+        else:
+            body[name] = _asked(kind, name, held)
+    return type(kind)(kind.__name__, (kind,), body)
+
+
+def _asked(kind: type, name: str, question: Callable[..., Any]) -> Callable[..., Any]:
+    label = f"{kind.__name__}.{name}"
+
+    def ask(part: Any, *args: Any, **named: Any) -> Any:  # noqa: ANN401
+        asker = part.asker
+        if asker.is_busy:
+            return question(part, *args, **named)
+        asker.num_asked += 1
+        if asker.num_asked < asker.due:
+            return question(part, *args, **named)
+        return asker.compare(label, lambda: question(part, *args, **named))
+
+    return ask
