@@ -23,7 +23,7 @@ def hash_blocks(tokens: list[int], block_tokens: int, parent: bytes = NO_PARENT)
 
 
 class BlockHashes:
-    """What the blocks of requests that run hold. Equal keys mean equal tokens, in the block and before it."""
+    """What is in the blocks of requests that run. Equal keys mean equal tokens, in the block and before it."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -47,7 +47,7 @@ class BlockHashes:
             self._grown.append((seq, (int.from_bytes(self._last[number]),)))
 
     def take(self) -> list[tuple[Sequence, tuple[int, ...]]]:
-        """Who has filled a block since this was last asked, and its key."""
+        """Sequences that have filled a block since this was last asked, and its key."""
         found, self._grown = self._grown, []
         return found
 

@@ -152,7 +152,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
 
 def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder: "Decoder") -> Scenario:
-    """The scenario as this machine can hold it. UserError for what a run on it would refuse."""
+    """The scenario with pools that this machine has memory for. UserError for what a run on it would refuse."""
     from gpu_runtime.live import check_lengths  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
     from sim.run.prepare import prepare  # noqa: PLC0415

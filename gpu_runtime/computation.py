@@ -65,7 +65,7 @@ class Computation:
         try:
             self._compute(plan, plan.chunks, decodes)
         except torch.OutOfMemoryError:
-            # The error holds the frames, and with them the tensors that filled the memory: leave it first.
+            # The error keeps the frames, and with them the tensors that filled the memory: leave it first.
             pass
         else:
             return

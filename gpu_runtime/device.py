@@ -1,7 +1,7 @@
 """`TorchDevice`: executes plans with torch and measures. The real clock's half of what the simulator prices.
 
 One iteration: the plan's changes are replayed on block ids, copies that must come first are made, copies beside the
-computation start, then the layers run (`computation`). `check_executed` holds what was done against the plan and the
+computation start, then the layers run (`computation`). `check_executed` compares what was done with the plan and the
 ids against the scheduler's counts.
 """
 
@@ -109,7 +109,7 @@ class TorchDevice:
     def ended_transfers(self) -> list[Move]:
         return self._transfers.take_ended()
 
-    def _settle(self, seq: Sequence) -> None:
+    def _await_copies(self, seq: Sequence) -> None:
         """Wait for every copy of a sequence, which is about to give its blocks back."""
         self._transfers.wait(seq)
         self._computation.tables.forget(seq)
@@ -125,7 +125,7 @@ class TorchDevice:
         num_tokens_of, placement = self.scheduler.batch.num_tokens_of, self.memory.placement
         copies, inputs, uncached = self.memory.copies, self.memory.inputs, self.memory.uncached
         decodes = [(seq, num_tokens_of(seq)) for seq in plan.decodes]
-        for copy in placement.replay(plan, self._settle):
+        for copy in placement.replay(plan, self._await_copies):
             # Before the computation, as vLLM 0.5.5 swaps: the same blocks may be written next.
             if isinstance(copy, StateRestore):
                 self._restore(copy)
@@ -176,8 +176,7 @@ class TorchDevice:
         self.tokens.forget(seq)
 
     def warm_up(self) -> None:
-        """Run every kernel that serving may reach, on blocks nobody holds, and capture graphs: no request shall pay for
-        set-up."""
+        """Run every kernel that serving may reach, on free blocks, and capture graphs: set-up delays no request."""
         limits = self.scheduler.limits
         run_kernels(self.decoder, self.memory.gpu, limits)
         run_copies(self.memory.engine, self.memory.gpu, self.memory.host)

@@ -1,4 +1,4 @@
-"""`DeviceMemory`: the KV blocks of one device on both tiers, who holds which, and the copies between them."""
+"""`DeviceMemory`: the KV blocks of one device on both tiers, their holders, and the copies between them."""
 
 import torch
 
@@ -33,22 +33,22 @@ def scratch_blocks(scheduler: Scheduler) -> int:
         return 0
     limits = scheduler.limits
     longest = -(-limits.max_model_len // limits.block_size)
-    # Who streams holds all its blocks, here or there.
+    # A sequence that streams holds all its blocks, here or there.
     whole = min(limits.num_gpu_blocks + limits.num_cpu_blocks, limits.max_num_seqs * longest)
     return min(SEND_BUFFER_LAYERS * whole, scheduler.host.num_blocks)
 
 
 class DeviceMemory:
-    """As many blocks as a scheduler counts, of as many layers as its memory's blocks hold.
+    """As many blocks as a scheduler counts, of as many layers as its memory's blocks have.
 
     Args:
-        decoder: whose KV they hold.
-        scheduler: of the engine, whose parts say how large the pools are, how many layers a block holds and what else
+        decoder: whose KV it is.
+        scheduler: of the engine, whose parts say how large the pools are, how many layers a block has and what else
             the host keeps; read, and asked to tell of cached blocks, else never changed.
         device: of the GPU's tier.
         dtype: of the KV.
         inline_copies: whether the computing thread copies, as it does on a CPU by default.
-        spare_blocks: more GPU blocks, which nobody is given.
+        spare_blocks: more GPU blocks, which no sequence is given.
 
     Raises:
         ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
@@ -129,7 +129,7 @@ class DeviceMemory:
                 owner.release()
 
     def check(self) -> None:
-        """InvariantError unless the ids balance: nobody holds a block twice, and pools list each free block once."""
+        """InvariantError unless the ids balance: no block is held twice, and pools list each free block once."""
         self.placement.check()
         self.counted.check()
         self.placement.host.check()
@@ -141,7 +141,7 @@ class DeviceMemory:
         memory = self.scheduler.memory
         for pool, ids, idle, reserved in (
             (memory.gpu, self.counted, self.placement.cached.num_blocks, 0),
-            # Set aside for the coming step, and nobody's.
+            # Set aside for the coming step, and held by no sequence.
             (
                 memory.host,
                 self.placement.host,

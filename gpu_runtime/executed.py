@@ -38,7 +38,7 @@ class Executed:
     """Inputs of single tokens and layers that went to the host beside their KV."""
     num_decodes: int = 0
     given_up: set[Sequence] = field(default_factory=set)
-    """Who could not be computed for lack of memory: what they copied nobody knows."""
+    """Sequences that could not be computed for lack of memory: what was copied for them is not known."""
 
     def add(self, copy: BlockCopy) -> None:
         """A copy before or beside the computation was started."""

@@ -1,4 +1,4 @@
-"""The real clock: facts in, plans out, a device that executes them. `sim.clock.instance` in real time.
+"""The real clock: events in, plans out, a device that executes them. `sim.clock.instance` in real time.
 
 The loop is the simulator's: deliver what has arrived, report copies that have ended, schedule, execute, commit. Nothing
 here knows torch; the device does the work and says when tokens came.
@@ -25,11 +25,11 @@ class Device(Protocol):
         ...
 
     def named(self, request: Request) -> Request:
-        """A request that has arrived; where prefixes are cached, with `hash_ids` of what its prompt really holds."""
+        """A request that has arrived; where prefixes are cached, with `hash_ids` of what its prompt really is."""
         ...
 
     def named_blocks(self) -> list[tuple[Sequence, tuple[int, ...]]]:
-        """Who has filled blocks with what it generated since this was last asked, and the keys of their content."""
+        """Sequences that have filled blocks with generated tokens since this was last asked, and the blocks' keys."""
         ...
 
     def execute(self, plan: IterationPlan) -> StepTimes:
@@ -41,7 +41,7 @@ class Device(Protocol):
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence has ended: nobody will ask for its tokens again. Its blocks come back with a plan."""
+        """A sequence has ended: its tokens are not asked for again. Its blocks come back with a plan."""
         ...
 
     def failures(self) -> list[tuple[Sequence, str]]:
@@ -88,7 +88,7 @@ class LiveInstance:
         is_open: Callable[[], bool] = lambda: False,
         ended: Callable[[Request, float], object] | None = None,
     ) -> None:
-        """`is_open` says whether requests that nobody knows of yet may still come, as to a server.
+        """`is_open` says whether requests that are not known yet may still come, as to a server.
 
         `ended` hears of every request that ended and when, s: clients in a closed loop wait for that.
         """

@@ -129,7 +129,7 @@ class ProjectingPass(LayerPass):
         if layer in self._arriving:
             assert self._batch is not None
             values, handle = self._arriving.pop(layer)
-            # The slots are free once what they held has left; the KV of the others may still be on its way.
+            # The slots are free once their KV has left; the KV of the others may still be on its way.
             left = [
                 member.leaving[earlier] for member in self._projecting if (earlier := member.before(layer)) is not None
             ]

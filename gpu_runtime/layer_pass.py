@@ -1,4 +1,4 @@
-"""`LayerPass`: one run over the layers. Who computes, where each one's KV is, and the copies its layers wait for.
+"""`LayerPass`: one run over the layers: its members, where their KV is, and the copies that layers wait for.
 
 Layers on the host (LayerKV, groups of one layer) pass through slots on the GPU, in turn. Their copies run ahead: the
 first ones start before the computation, the others as soon as the slot is free again (LayerKV section 3.1.2).
@@ -50,7 +50,7 @@ class LayerPass:
         self._loaded: set[int] = set()
         # The blocks that they fill.
         self.spoilt: list[tuple[Sequence, set[int]]] = []
-        """Who has computed on blocks that a copy failed to fill, and these."""
+        """Sequences that have computed on blocks that a copy failed to fill, and these."""
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -166,7 +166,7 @@ class LayerPass:
                 member.arriving[layer] = handle
 
     def _before_layer(self, layer: int) -> None:
-        """Wait until the slots of this layer are free and hold what was cached before."""
+        """Wait until the slots of this layer are free and have what was cached before."""
         if self._loads and not self._copies.wait_in_stream(self._readers(), self._loads[layer]):
             self.spoilt = [(seq, self._loaded) for seq in self._readers()]
         awaited: dict[CopyHandle, list[Sequence]] = {}
@@ -181,7 +181,7 @@ class LayerPass:
             self._copies.wait_in_stream(seqs, handle)
 
     def _readers(self) -> Iterator[Sequence]:
-        """Who reads what comes from the host's cache: those for whom it comes, and who hits that in the same pass."""
+        """Sequences that read what comes from the host's cache: for which it comes, or that hit it in the same pass."""
         return (m.seq for m in self.members if not self._loaded.isdisjoint(m.held.gpu[0]))
 
     def _after_layer(self, layer: int) -> None:

@@ -69,7 +69,7 @@ def check_device(device: str) -> None:
             f"--device cuda: torch {torch.__version__} is a build without CUDA: install another, or use --device cpu"
         )
     try:
-        # The first that asks the driver: there may be no device, an old driver, or somebody who has it to himself.
+        # The first that asks the driver: there may be no device, an old driver, or a process that has it to itself.
         torch.cuda.mem_get_info()
     except RuntimeError as error:
         raise UserError(

@@ -101,7 +101,7 @@ def telling_shortage() -> Iterator[None]:
 
 
 def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Decoder | None = None) -> Scenario:
-    """The scenario with pools of KV blocks that this machine can hold beside what computing takes.
+    """The scenario with pools of KV blocks that this machine has memory for beside what computing takes.
 
     The weights are there already. Pools of the policies' own defaults are made smaller; UserError where those asked for
     do not fit.

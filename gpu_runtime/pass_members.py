@@ -1,4 +1,4 @@
-"""`Member`: who computes in a pass, and which blocks its layers have. `BlockTables`: these as the kernels read them."""
+"""`Member`: a sequence in a pass, and which blocks its layers have. `BlockTables`: these as the kernels read them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

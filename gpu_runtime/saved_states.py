@@ -44,8 +44,8 @@ class LiveStates:
     Args:
         memory: says how each layer is restored.
         placement: whose blocks are where.
-        decoder, pool: compute and hold the KV.
-        engine, copies: make copies; of the latter whoever hears of failures.
+        decoder, pool: compute the KV; where it is.
+        engine, copies: make copies; `copies` also notes sequences whose copy fails.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LiveStates:
         return self._kv.save(layer - recomputed - hidden, values, rows, places)
 
     def await_saved(self, members: abc.Sequence[Member], handles: abc.Sequence[CopyHandle]) -> None:
-        """Wait until the states of a pass are on the host; where a copy fails, nobody's are."""
+        """Wait until the states of a pass are on the host; where a copy fails, those of no member are."""
         for member in members:
             self.copies.wait(member.seq, handles)
 
@@ -187,7 +187,7 @@ class LiveStates:
 
 
 class TurnStates(LiveStates):
-    """`LiveStates` of ended turns: what fails ends nobody, and is computed."""
+    """`LiveStates` of ended turns: what fails ends no sequence, and is computed."""
 
     placement: TurnPlacement
 

@@ -22,7 +22,7 @@ WORTH = 0.9
 def use_fastest_threads(config: DecoderConfig, dtype: torch.dtype) -> None:
     """Compute with the number of threads that a product of the model's MLP is fastest with.
 
-    Whoever sets `OMP_NUM_THREADS` has chosen already. Results and reports name the number.
+    `OMP_NUM_THREADS`, where set, is kept. Results and reports name the number.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if SETTING in os.environ or cores == 1:

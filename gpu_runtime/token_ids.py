@@ -27,7 +27,7 @@ class TokenIds:
         return request if self._hashes is None else self._hashes.named(request, prompt)
 
     def named_blocks(self) -> list[tuple[Sequence, tuple[int, ...]]]:
-        """Who has filled a block since this was last asked, and its name."""
+        """Sequences that have filled a block since this was last asked, and its name."""
         return [] if self._hashes is None else self._hashes.take()
 
     def of(self, seq: Sequence) -> list[int]:

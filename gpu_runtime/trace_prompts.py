@@ -10,12 +10,12 @@ BITS = 1 << 64
 
 
 class TracePrompts:
-    """Prompts that hold the same tokens where a trace names the same blocks, else random ones.
+    """Prompts with the same tokens where a trace names the same blocks, else random ones.
 
     The token at an offset of a named block depends on both and on the seed. Where an answer fills a block that the
-    trace names (`output_hash_ids`, and the prompt's last block), later prompts hold what was really generated there, so
+    trace names (`output_hash_ids`, and the prompt's last block), later prompts have what was really generated there, so
     that the next turn of a conversation goes on from this one's answer. A prompt is fixed when its request arrives: of
-    an answer that has not come by then it holds made-up tokens, as the trace says that it was sent before.
+    an answer that has not come by then it has made-up tokens, as the trace says that it was sent before.
     """
 
     def __init__(self, vocab_size: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Passes that bring KV that is not on the GPU back between the layers (eLLM, contiguous order).
+"""Passes that bring uncached tokens back, between the layers (eLLM, contiguous order).
 
 The first layers compute it again into lots of scratch (`uncached_placement`), in kernels of their own before those that
 decode; before the last ones it is copied in from the host. What becomes cached again goes to its own blocks on the same
@@ -49,7 +49,7 @@ class UncachedTokens:
         """There is no memory to give back."""
 
     def begin(self, plan: IterationPlan) -> None:
-        """Take notice of what a plan brings back."""
+        """Note what a plan brings back."""
         self.record = next((record for record in plan.streamed if isinstance(record, Rebuilt)), None)
         if self.record is not None:
             if self.record.recomputed != tuple(range(len(self.record.recomputed))):
@@ -79,11 +79,11 @@ class RebuildingPass(LayerPass):
         self._ids: dict[Sequence, abc.Sequence[int]] = {}
         # Token ids of decodes.
         self._back: list[Member] = []
-        # Those whose KV is brought back.
+        # Members whose KV is brought back.
         self._out: dict[Member, tuple[int, ...]] = {}
-        # Layer groups that leave, of whom.
+        # Layer groups that leave, by member.
         self._again: list[tuple[list[Member], AttentionBatch, Tensor]] = []
-        # Whose tokens compute again together, and their inputs to the next layer.
+        # Members whose tokens are computed again together, their batch, and their inputs to the next layer.
 
     def add_decode(self, seq: Sequence, num_tokens: int, tokens: abc.Sequence[int], num_new: int = 1) -> None:
         super().add_decode(seq, num_tokens, tokens, num_new)

@@ -17,7 +17,7 @@ FEW_TOKENS = 8
 
 
 def run_kernels(decoder: Decoder, pool: KVPool, limits: Limits) -> None:
-    """Compute batches of all kinds on the pool's first block, which nobody holds yet."""
+    """Compute batches of all kinds on the pool's first block, which is free."""
     for new, cached in batches(decoder, limits):
         width = -(-max(n + c for n, c in zip(new, cached, strict=True)) // pool.block_tokens)
         tables = np.zeros((pool.num_groups, len(new), width), dtype=np.int32)
@@ -50,7 +50,7 @@ def batches(decoder: Decoder, limits: Limits) -> Iterator[tuple[list[int], list[
 
 
 def run_copies(copies: CopyEngine, gpu: KVPool, host: KVPool) -> None:
-    """Copy blocks that nobody holds yet there and back: in a row, scattered on the GPU, scattered on both sides."""
+    """Copy free blocks there and back: in a row, scattered on the GPU, scattered on both sides."""
     count = min(gpu.num_blocks // 2, host.num_blocks, 2 * batched_copies.LEAST)
     row, apart = list(range(count)), list(range(0, 2 * count, 2))
     for here, there in ((row, row), (apart, row), (apart, row[::-1])):

@@ -2,8 +2,8 @@
 
 A session opens with one of the shared system prompts; each turn's prompt is everything said before it (its earlier
 prompts and answers) and some new input. Hash ids name the blocks of the prompt, output hash ids those that the answer
-fills after them: a full block keeps its id in every later turn, whoever filled it, and the last, partly filled one has
-an id of its own. The blocks that lie wholly in a system prompt are the same for all sessions of its group.
+fills after them: a full block keeps its id in every later turn, prompt or answer. The last block, partly filled, has an
+id of its own. The blocks that lie wholly in a system prompt are the same for all sessions of its group.
 """
 
 import heapq

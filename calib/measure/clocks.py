@@ -71,11 +71,11 @@ class CudaClock(Clock):
         self._lead = self._flush[: max(1, min(size, int(size * LEAD_S / seconds)))]
 
     def device_s(self, work: Work, *, lead: bool) -> float:
-        self._settle()
+        self._start_clean()
         return self._between(work, lead=lead)
 
     def host_s(self, work: Work) -> float:
-        self._settle()
+        self._start_clean()
         begun = perf_counter_ns()
         work()
         self.synchronize()
@@ -93,7 +93,7 @@ class CudaClock(Clock):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def _settle(self) -> None:
+    def _start_clean(self) -> None:
         self._flush.zero_()
         self.synchronize()
 

@@ -1,1 +1,1 @@
-"""Paged KV memory: block ids, pools, copies between the tiers, who holds what."""
+"""Paged KV memory: block ids, pools, copies between the tiers, which sequence holds what."""

@@ -17,7 +17,7 @@ NOT_SUPPORTED = frozenset({35, 36, 801})
 """CUDA errors: the bindings' runtime needs a newer driver than torch's; the call does; it is not supported."""
 
 LEGACY_STREAMS = frozenset({0, 1})
-"""CUDA's handles of its legacy default stream, which takes no batches. It is torch's current one where nobody chose."""
+"""CUDA's handles of its legacy default stream, which takes no batches. It is torch's current one by default."""
 
 Piece = tuple[int, int, int]
 """First block of the source, first of the target, how many."""
@@ -51,7 +51,7 @@ def copy_pieces(source: Tensor, target: Tensor, pieces: Sequence[Piece]) -> bool
     block_bytes = source[0].numel() * source.element_size()
     base, to = source.data_ptr(), target.data_ptr()
     attributes = runtime.cudaMemcpyAttributes()
-    # As for a copy of its own: after what the stream holds, and before what comes next.
+    # As for a copy of its own: after what is queued on the stream, and before what comes next.
     attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
     found = runtime.cudaMemcpyBatchAsync(
         [to + place * block_bytes for _, place, _ in pieces],

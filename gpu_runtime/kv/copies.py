@@ -22,11 +22,11 @@ class KVCopies:
 
     def __init__(self, engine: CopyEngine, gpu: KVPool, host: KVPool, fail: Callable[[Sequence, str], None]) -> None:
         self._engine, self._gpu, self._host, self.fail = engine, gpu, host, fail
-        # Holds nothing but waits: what is submitted on it follows another copy without holding up the computation.
+        # Has nothing but waits: what is submitted on it follows another copy, and the computation goes on.
         self._order = torch.cuda.Stream(gpu.device) if gpu.device.type == "cuda" else None
 
     def start(self, *copies: BlockCopy) -> CopyHandle:
-        """Start copies of one direction as one, which follows what the current stream holds."""
+        """Start copies of one direction as one, which follows what is queued on the current stream."""
         direction = copies[0].direction
         pools = (self._gpu, self._host) if direction is Direction.D2H else (self._host, self._gpu)
         source = [block for copy in copies for block in copy.source]
@@ -34,7 +34,7 @@ class KVCopies:
         return self._engine.copy_blocks(pools[0], source, pools[1], target, direction)
 
     def start_by_layer(self, *copies: BlockCopy) -> list[CopyHandle]:
-        """Start copies to the GPU of blocks that hold all layers: one for each layer, in order."""
+        """Start copies to the GPU of blocks of all layers: one for each layer, in order."""
         source = [block for copy in copies for block in copy.source]
         target = [block for copy in copies for block in copy.target]
         return [
@@ -60,7 +60,7 @@ class KVCopies:
         return well
 
     def went_well(self, handles: Iterable[CopyHandle]) -> bool:
-        """The same of copies whose failure ends nobody."""
+        """The same of copies whose failure ends no sequence."""
         return not list(_failures(handles))
 
     def wait_in_stream(self, seqs: Iterable[Sequence], handle: CopyHandle) -> bool:

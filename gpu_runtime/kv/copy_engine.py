@@ -27,7 +27,7 @@ class CopyEngine:
     """Copies that run beside the computation: a stream and a thread for each direction.
 
     A copy starts after what was queued on the current stream when it was submitted, and copies of one direction run in
-    order. Nobody else holds blocks back: those that a copy reads or writes may be freed only when it is `done`.
+    order. It keeps no block from being freed: do that to those that a copy reads or writes only when it is `done`.
     """
 
     def __init__(self, device: torch.device | str, *, inline: bool = False) -> None:

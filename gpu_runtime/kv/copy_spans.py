@@ -9,7 +9,7 @@ import torch
 from sim.engine.changes import Direction
 
 MOST_KEPT = 100_000
-"""Spans kept while nobody takes them; older ones are forgotten."""
+"""Spans kept until they are taken; older ones are forgotten."""
 
 Mark = float | torch.cuda.Event
 """A moment: `perf_counter` seconds, or an event of a stream that has yet to reach it."""

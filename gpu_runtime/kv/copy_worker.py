@@ -74,7 +74,7 @@ class CopyWorker:
         self._thread.start()
 
     def submit(self, job: Callable[[], None], handle: CopyHandle) -> None:
-        """Queue `job`, which marks `handle`; on CUDA after what the current stream holds so far."""
+        """Queue `job`, which marks `handle`; on CUDA after what is queued on the current stream."""
         if self.stream is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.stream.device))
@@ -86,7 +86,7 @@ class CopyWorker:
         """Finish what is queued, on CUDA's stream as well, and end the thread: blocks may be given back then."""
         self._jobs.put(None)
         self._thread.join()
-        self._settle()
+        self._finish_queued()
 
     def _on_stream(self, job: Callable[[], None], ready: torch.cuda.Event) -> None:
         assert self.stream is not None
@@ -94,7 +94,7 @@ class CopyWorker:
             self.stream.wait_event(ready)
             job()
 
-    def _settle(self) -> None:
+    def _finish_queued(self) -> None:
         """Wait for what has been queued: nothing of a failed copy shall be under way when its failure is known."""
         if self.stream is not None:
             with suppress(RuntimeError):
@@ -112,14 +112,14 @@ class CopyWorker:
         try:
             job()
         except Exception as error:
-            self._settle()
+            self._finish_queued()
             handle.finish(error)
         else:
             handle.finish(None)
 
 
 class InlineWorker(CopyWorker):
-    """Makes each copy at once, in the thread that asks: for a CPU, which has nobody else to copy for it."""
+    """Makes each copy at once, in the thread that asks: for a CPU, which has no engine that copies for it."""
 
     def __init__(self) -> None:
         self.stream = None

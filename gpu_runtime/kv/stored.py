@@ -40,7 +40,7 @@ def stored_dtype(name: str, computed: torch.dtype, device: torch.device | str) -
 
 
 def finite_limit(dtype: torch.dtype) -> float:
-    """Largest value of an 8-bit type; 0 for others, which hold whatever is computed."""
+    """Largest value of an 8-bit type; 0 for others, which take any value that is computed."""
     return torch.finfo(dtype).max if dtype in FLOAT8 else 0.0
 
 

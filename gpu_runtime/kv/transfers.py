@@ -30,7 +30,7 @@ class Transfers:
         transfer, copy = self._placement.begin(move)
         self._under_way.append((transfer, [self._copies.start(copy)]))
         if transfer.is_lost:
-            # Its blocks are somebody else's already.
+            # Its blocks belong to another sequence already.
             self.wait(move.seq)
         return copy
 

@@ -23,7 +23,7 @@ def paged_attention(
 
     Args:
         query: [N, num_heads, head_dim], rotated.
-        pool: holds the keys and values, those of the new tokens included (`write_kv`).
+        pool: with the keys and values, those of the new tokens included (`write_kv`).
         layer: of the model.
         batch: the iteration.
         new: keys and values [N, num_kv_heads, head_dim] of the new tokens, where they are at hand: a prompt with

@@ -75,7 +75,7 @@ class AttentionBatch:
             start += n
 
     def num_blocks(self, seq: int) -> int:
-        """Blocks that hold all tokens of a sequence, in each group."""
+        """Blocks of all tokens of a sequence, in each group."""
         return -(-(self.context[seq] + self.num_new[seq]) // self.block_tokens)
 
     @classmethod

@@ -7,7 +7,7 @@ COARSE_FROM, COARSE_STEP = 256, 16
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, as vLLM does: 1, 2, 4, multiples of 8 below 256 and of 16 from there on, until one holds
+    """Batch sizes to capture, as vLLM does: 1, 2, 4, multiples of 8 below 256 and of 16 from there on, until one fits
     `max_num_seqs`; 512 at most.
 
     ValueError unless `max_num_seqs` is positive.

@@ -14,7 +14,7 @@ from sim.specs.json_file import read_json_object
 
 INDEX = "model.safetensors.index.json"
 PLAIN = ("F32", "F16", "BF16")
-"""Element types that hold weights as they are."""
+"""Element types that keep weights as they are."""
 
 
 class Checkpoint:

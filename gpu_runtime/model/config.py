@@ -68,7 +68,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The model that a Hugging Face config describes.
 
         Args:
-            config: a `config.json`, the folder that holds one, or its decoded content.
+            config: a `config.json`, the folder with one, or its decoded content.
 
         Raises:
             UserError: unreadable file, or a field whose meaning the runtime does not compute.
@@ -83,9 +83,9 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_spec(cls, spec: ModelSpec) -> "DecoderConfig":
-        """The decoder with a spec's shapes; constants that a spec does not hold (theta, epsilon) take their defaults.
+        """The decoder with a spec's shapes; constants that a spec lacks (theta, epsilon) take their defaults.
 
-        Such a decoder is for seeded random weights: its times are the model's, its tokens are nobody's.
+        Such a decoder is for seeded random weights: its times are the model's, its tokens mean nothing.
 
         Raises:
             UserError: latent attention, experts, an ungated MLP, learned positions, LayerNorm or other biases.

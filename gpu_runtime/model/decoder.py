@@ -31,7 +31,7 @@ class DecoderLayer:
     ) -> Tensor:
         """The layer's output [N, h] for its input [N, h]; new KV is written to the pool.
 
-        The input is left as it is, unless nobody `keeps_input`.
+        `keeps_input`: whether the input is left as it is; else its memory may be written to.
         """
         c, w, kernels = self._config, self.weights, self.kernels
         normed = kernels.rms_norm(hidden, w.input_norm, c.rms_norm_eps)

@@ -77,7 +77,7 @@ class FlashinferKernels(Kernels):
         return out
 
     def _plan(self, batch: AttentionBatch, pool: KVPool) -> None:
-        """Choose who attends through the blocks, and plan it; `_rows` are theirs, None for everybody's."""
+        """Choose the sequences that attend through the blocks, and plan it; `_rows` are theirs, None for all rows."""
         self._check(pool)
         num_new, context = np.array(batch.num_new), np.array(batch.context)
         members = np.arange(len(num_new))
@@ -130,7 +130,7 @@ class FlashinferKernels(Kernels):
             last = _last_page_len(seq_lens, pool.block_tokens)
             wrapper.plan(_int32(_starts(pages)), _int32(indices), last, *self._shapes(pool), **self._types(pool))
 
-        # As long as contexts can be: the graph must hold whatever later plans ask for.
+        # As long as contexts can be: the graph must have room for any later plan.
         plan(np.full(size, batch.max_seq_len), np.zeros((most, size), dtype=np.int32))
         self._captured[batch] = wrapper
         return plan

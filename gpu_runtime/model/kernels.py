@@ -46,7 +46,7 @@ class Kernels:
         return None
 
     def working_bytes(self, num_graphs: int) -> int:
-        """Bytes of the device that they hold beside what a layer computes, with so many graphs."""
+        """Bytes of the device that they take beside what a layer computes, with so many graphs."""
         return 0
 
 

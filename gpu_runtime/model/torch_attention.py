@@ -10,7 +10,7 @@ from gpu_runtime.kv.stored import raw, to_stored
 from gpu_runtime.model.attention_batch import AttentionBatch
 
 GATHER_BYTES = 16 * 2**20
-"""Bytes of keys and values gathered at once for decodes: what caches hold until it is used."""
+"""Bytes of keys and values gathered at once for decodes: what stays in caches until it is used."""
 
 
 def write_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, block_tokens: int) -> None:

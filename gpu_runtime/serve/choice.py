@@ -9,10 +9,10 @@ from gpu_runtime.serve.ticket import Ticket, Token
 class Choice:
     """Grows token by token.
 
-    Text that may be the beginning of a stop string is held back until that is known.
+    Text that may be the beginning of a stop string is kept back until that is known.
 
     Args:
-        ticket: who computes it.
+        ticket: of the request that computes it.
         text_of: renders its tokens.
         stop: strings that end it, and are not part of it, once it has `ticket.min_tokens` tokens.
     """
@@ -40,7 +40,7 @@ class Choice:
         return text[: len(text) - kept]
 
     def end(self, reason: str) -> str:
-        """Nothing follows; the text that was held back."""
+        """Nothing follows; the text that was kept back."""
         self.reason = reason
         return self._held
 

@@ -1,6 +1,6 @@
 """`Connections`: those that have sent no whole header yet get little time, and there are not many of them.
 
-aiohttp waits for a header for ever. A client that sends none, or a byte a minute, would hold a connection as long.
+aiohttp waits for a header for ever. A client that sends none, or a byte a minute, would keep a connection as long.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Connections:
             self._wait(self._idle, IDLE_S, transport)
 
     def lost(self, transport: asyncio.BaseTransport) -> None:
-        """Nobody waits for a header of this connection any more."""
+        """A header of this connection is not waited for any more."""
         for waiting in (self._half_open, self._idle):
             if transport in waiting:
                 waiting.pop(transport).cancel()

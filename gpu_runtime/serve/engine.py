@@ -99,7 +99,7 @@ class EngineThread:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for a request any more, unless it has ended already."""
+        """The client of a request has left: drop it, unless it has ended already."""
         if not ticket.ended:
             self._left.append(ticket)
             self.device.wake()
@@ -141,14 +141,14 @@ class EngineThread:
         ticket.events.put_nowait((ticket.index, end))
 
     def _stop(self) -> None:
-        """The thread has ended; whoever still waits for an answer gets an error."""
+        """The thread has ended; requests without an answer get an error."""
         why = "the server was stopped" if self.error is None else "the engine failed"
         for ticket in list(self.unfinished):
             self._conclude(ticket, End("error", why, 500), "failed")
         self.ready.set()
         self.finished.set()
 
-    # -- the engine's side: facts in -----------------------------------------------------------------------------
+    # -- the engine's side: events in ----------------------------------------------------------------------------
 
     @property
     def next_s(self) -> float:
@@ -156,7 +156,7 @@ class EngineThread:
         return self._arrived[0].request.arrival_s if self._arrived else inf
 
     def deliver(self, until_s: float, to: Callable[[Request], object]) -> None:
-        """Hand over what has arrived, and take back what nobody waits for."""
+        """Hand over what has arrived, and take back requests whose client has left."""
         if self._aborted:
             raise Aborted
         while self._arrived and self._arrived[0].request.arrival_s <= until_s:

@@ -10,7 +10,7 @@ ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.05, 0.075, 0.1,
 
 
 class EngineState(NamedTuple):
-    """What the engine holds, seen between two iterations. Blocks are the policy's pool units."""
+    """The requests and blocks of the engine, seen between two iterations. Blocks are the policy's pool units."""
 
     running: int = 0
     waiting: int = 0
@@ -72,7 +72,7 @@ class Metrics:
         self.itl_s = Histogram(ITL_S)
 
     def text(self, state: EngineState, queued: int) -> str:
-        """The page, given what the engine holds and how many requests wait for their first token."""
+        """The page, given the state of the engine and how many requests wait for their first token."""
         lines: list[str] = []
 
         def family(name: str, kind: str, text: str, *series: str) -> None:

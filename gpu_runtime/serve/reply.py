@@ -63,7 +63,7 @@ class Reply:
         return before + b'"text":' + encode(text) + after + b"}]}\n\n"
 
     def end(self, index: int, text: str) -> bytes:
-        """What follows the last token of a choice, with text that was held back."""
+        """What follows the last token of a choice, with text that was kept back."""
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": self.choices[index].reason}
         choice |= {"delta": {"content": text} if text else {}} if self.ask.chat else {"text": text}
         return event({**self._head, "choices": [choice]})

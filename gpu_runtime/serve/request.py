@@ -157,7 +157,7 @@ class _Fields:
     def refuse_unless(self, name: str, neutral: tuple[Any, ...]) -> None:
         """Refuse a field that asks for what is not computed."""
         value = self._data.get(name)
-        # True == 1 in Python, but not to who reads `"n": true`.
+        # True == 1 in Python; `"n": true` is no number all the same.
         if value is not None and not any(
             value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
         ):

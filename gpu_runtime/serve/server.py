@@ -76,14 +76,14 @@ class Server:
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
-        # Names may hold slashes.
+        # Names may have slashes.
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics_page)
         self._limit = limit
         # A handler whose client has gone is cancelled, and its request with it.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        # What is no HTTP is answered with status 400; its traceback helps nobody.
+        # What is no HTTP is answered with status 400; its traceback does not help.
         logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
     async def start(self, bound: socket) -> None:
@@ -190,7 +190,7 @@ class Server:
             raise Refused(400, f"the body cannot be read ({reason}); send it whole, as its headers say") from None
         ask = read_ask(body, chat=chat)
         sized = await self._sized(ask)
-        # Nothing is awaited from these checks to the acceptance: they hold when it happens.
+        # Nothing is awaited from these checks to the acceptance: they are still true when it happens.
         self._refuse_if_draining()
         if len(self._thread.queued) + len(sized) * ask.n > self._options.max_queue:
             message = f"{self._options.max_queue} requests wait for their first token (--max-queue); try again later"
@@ -222,7 +222,7 @@ class Server:
             )
 
     async def _sized(self, ask: Ask) -> list[tuple[list[int], int]]:
-        """Token ids of each prompt, and output tokens: `Refused` unless the context holds both."""
+        """Token ids of each prompt, and output tokens: `Refused` unless both fit the context."""
         options = self._options
         if ask.model is not None and ask.model != options.model:
             raise Refused(404, f"model: {ask.model[:60]!r} is not served; use {options.model!r}", param="model")

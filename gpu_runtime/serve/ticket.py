@@ -33,7 +33,7 @@ class Ticket:
 
     Attributes:
         stop: token ids that end it once it has `min_tokens` tokens.
-        events: where its tokens and its end go, for whoever answers the client; `index` says whose they are.
+        events: where its tokens and its end go, to the handler that answers; `index` says which choice they are of.
         last_s: when its last token came, or it was accepted; device clock.
     """
 

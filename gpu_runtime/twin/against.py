@@ -60,7 +60,7 @@ class WorstRequest(msgspec.Struct, frozen=True):
 
 
 class Against(msgspec.Struct, frozen=True):
-    """What `against.json` holds of one policy: the metrics, and the requests that are furthest apart."""
+    """What `against.json` says of one policy: the metrics, and the requests that are furthest apart."""
 
     policy: str
     """Its label."""

@@ -53,7 +53,7 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 class Validation(msgspec.Struct, frozen=True):
-    """What `validation.json` holds of one policy."""
+    """What `validation.json` says of one policy."""
 
     policy: str
     """Its label."""

@@ -37,13 +37,13 @@ COLUMNS = {
     "measured_s": "From its decision to its tokens, s.",
     "simulated_s": "That, in the twin, s.",
     "error": "(simulated - measured) / measured.",
-    "priced_s": "What the twin's costs say of this very plan, s; empty where nobody asked.",
+    "priced_s": "What the twin's costs say of this very plan, s; empty where not asked for.",
 }
 """Columns of iterations.csv, and what they are."""
 
 
 class Decision(NamedTuple):
-    """Who computes what in an iteration, and what it waits for; contexts of decodes are left out."""
+    """What an iteration computes of each request, and what it waits for; contexts of decodes are left out."""
 
     decodes: tuple[int, ...]
     """Request ids."""
@@ -56,7 +56,7 @@ class Decision(NamedTuple):
 
     @property
     def request_ids(self) -> set[int]:
-        """Who computes."""
+        """Of the requests that it computes."""
         return {*self.decodes, *(request_id for request_id, _, _ in self.prefills)}
 
     @property
@@ -77,11 +77,11 @@ class Iteration(NamedTuple):
     decision: Decision
     kind: str
     context_tokens: int
-    """Contexts of those who decode in all."""
+    """Of all sequences that decode."""
     start_s: float
     duration_s: float
     priced_s: float | None = None
-    """What the twin's costs say of this very plan, with nothing else on the machine; None where nobody asked."""
+    """What the twin's costs say of this very plan, with nothing else on the machine; None where not asked for."""
 
 
 class IterationLog:

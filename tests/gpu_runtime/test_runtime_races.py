@@ -167,7 +167,7 @@ NEEDED = {
     "LiveStates.await_saved": "hcache",
     "TurnStates.await_saved": "turns",
     "Transfers.begin": "retained",
-    "TorchDevice._settle": "retained",
+    "TorchDevice._await_copies": "retained",
     "ProjectingPass._before_layer": "projecting",
     "RebuildingPass._before_layer": "rebuilding",
     "run_copies": "swap",

@@ -1,4 +1,4 @@
-"""`CachedBlocks`: the block ids of cached runs (`plan.Keep`); those that nobody holds count as free."""
+"""`CachedBlocks`: the block ids of cached runs (`plan.Keep`); those that no sequence holds count as free."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ class CachedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are cached and that nobody holds."""
+        """Blocks that are cached and that no sequence holds."""
         return sum(self._pool.num_users(block) == 1 for ids in self._ids.values() for block in ids)
 
     def lists(self) -> Iterable[list[int]]:

@@ -29,7 +29,7 @@ class Held:
     """Goes up whenever `gpu` or `host` changes."""
     room: int = 0
     room_of: int = -1
-    """Tokens that its blocks hold, as of that version."""
+    """Tokens that its blocks have room for, as of that version."""
     num_written: int = 0
     """Tokens whose KV is there, from the first on; kept where prefixes are cached."""
     ahead: set[int] = field(default_factory=set)
@@ -47,8 +47,8 @@ class Holders(dict[Sequence, Held]):
 class Transfer:
     """A copy beside or behind the computation whose end the engine is to hear of.
 
-    `leaving` are GPU blocks that it reads and nobody holds any more: free when it ends. `arriving` are GPU blocks of
-    each group that it writes: the sequence's when it ends. `stored` are keys of the host's cache that it fills.
+    `leaving` are GPU blocks that it reads and no sequence holds any more: free when it ends. `arriving` are GPU blocks
+    of each group that it writes: the sequence's when it ends. `stored` are keys of the host's cache that it fills.
     """
 
     move: Move

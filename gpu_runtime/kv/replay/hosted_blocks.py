@@ -11,7 +11,7 @@ from sim.errors import InvariantError
 
 
 class Blocks(Protocol):
-    """A pool of block ids that nobody shares (`gpu_runtime.kv.pool.KVPool`)."""
+    """A pool of block ids that are not shared (`gpu_runtime.kv.pool.KVPool`)."""
 
     num_blocks: int
 
@@ -48,7 +48,7 @@ class HostedBlocks:
         self._pool = pool
         self._ids: dict[int, int] = {}
         self._lost: set[int] = set()
-        # Keys whose blocks hold nothing, since the copy to them failed.
+        # Keys whose blocks are empty, since the copy to them failed.
         self._fillings: dict[Sequence, list[Filling]] = {}
         # Whose copies are about to begin, in order.
         self.loading: dict[Sequence, BlockCopy] = {}
@@ -108,7 +108,7 @@ class HostedBlocks:
             self._lost.discard(key)
 
     def lose(self, keys: Iterable[int]) -> None:
-        """Their blocks hold nothing: what was to be saved there was never computed, or the copy failed."""
+        """Their blocks are empty: what was to be saved there was never computed, or the copy failed."""
         self._lost.update(keys)
 
     def _of(self, key: int) -> int:

@@ -1,7 +1,7 @@
-"""`Placement`: which physical blocks hold which layers of which sequence. The ids behind the scheduler's counts.
+"""`Placement`: which physical blocks have which layers of which sequence. The ids behind the scheduler's counts.
 
 The scheduler counts blocks and decides; a plan's `changes` say in order what it took and gave back, and here that
-becomes block ids and copies. A *group* is what a block holds of the layers: all of them for vLLM, one for LayerKV.
+becomes block ids and copies. A *group* is the layers of a block: all of them for vLLM, one for LayerKV.
 Nothing is inferred: what a plan does not say does not happen, but for the blocks that computed tokens need.
 """
 
@@ -43,7 +43,7 @@ class Placement:
     Args:
         gpu, host: pools of ids, of the blocks that the scheduler counts.
         num_groups: groups of layers; 1 for vLLM.
-        block_tokens: tokens a block holds.
+        block_tokens: tokens of a block.
         hosted: what the host's cache keeps; None: blocks of its own of `host`.
     """
 
@@ -60,26 +60,26 @@ class Placement:
         """Copies that have begun and not been ended, in order."""
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of each group that hold `num_tokens` tokens."""
+        """Blocks of each group that `num_tokens` tokens fill."""
         return -(-num_tokens // self.block_tokens)
 
     # -- before the computation ----------------------------------------------------------------------------------
 
-    def replay(self, plan: IterationPlan, settle: Callable[[Sequence], None]) -> list[BlockCopy]:
+    def replay(self, plan: IterationPlan, await_copies: Callable[[Sequence], None]) -> list[BlockCopy]:
         """Carry out the plan's changes in order; returns the copies to make, one after the other, before computing.
 
-        `settle` waits for the copies of a sequence, which is about to give its blocks back.
+        `await_copies` waits for those of a sequence, which is about to give its blocks back.
         """
         copies: list[BlockCopy] = []
-        # A radix tree evicts once a step, for all that the step has given out (`RadixPool.settle`), less own copies
-        # of what somebody computes in the same step.
+        # A radix tree evicts once a step, for all blocks that the step has given out, less own
+        # copies of what is computed in it.
         self.gpu.borrows = any(type(change) in (Evict, Hit) for change in plan.changes)
         for change in plan.changes:
             match change:
                 case Place():
                     self._place(change)
                 case Release(seq):
-                    settle(seq)
+                    await_copies(seq)
                     self._release(seq)
                 case Move():
                     copies.append(self._move_at_once(change))
@@ -100,7 +100,7 @@ class Placement:
                 case Load():
                     self.prefixes.load(change)
                 case Drop(keys):
-                    self._settle_fillings(keys, settle)
+                    self._await_fillings(keys, await_copies)
                     self.hosted.drop(keys)
                 case Uncache():
                     copies += self._uncache(change)
@@ -180,7 +180,7 @@ class Placement:
         self._lose_unwritten(store, source)
 
     def _lose_unwritten(self, store: Store, source: Seq[int] = ()) -> None:
-        """What was never computed, since its sequence failed, nobody shall load."""
+        """What was never computed, since its sequence failed, shall not be loaded."""
         if source:
             written = [block not in self.cached.unwritten for block in source]
         else:
@@ -188,11 +188,11 @@ class Placement:
             written = [self.prefixes.is_written(held, place) for place in store.places]
         self.hosted.lose(key for key, is_there in zip(store.keys, written, strict=True) if not is_there)
 
-    def _settle_fillings(self, keys: Seq[int], settle: Callable[[Sequence], None]) -> None:
+    def _await_fillings(self, keys: Seq[int], await_copies: Callable[[Sequence], None]) -> None:
         """Blocks on the host that a copy still fills are free once it has ended."""
         for transfer in list(self.under_way):
             if not set(keys).isdisjoint(transfer.stored):
-                settle(transfer.move.seq)
+                await_copies(transfer.move.seq)
 
     def _note_states(self, change: Save | Unsave) -> None:
         raise InvariantError(f"{change.seq}: this device keeps no states on the host")
@@ -254,7 +254,7 @@ class Placement:
 
     def _fill(self, move: Move, filling: Filling) -> tuple[Transfer, BlockCopy]:
         store, source, target = filling
-        # Whoever had a cached run may have gone.
+        # The sequence that had a cached run may have gone.
         held = Held() if source else self.held[move.seq]
         source = source or tuple(held.gpu[0][place] for place in store.places)
         transfer = Transfer(move, held, stored=store.keys, is_lost=not self.hosted.has(filling))

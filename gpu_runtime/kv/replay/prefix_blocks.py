@@ -1,6 +1,6 @@
 """`PrefixBlocks`: blocks that sequences share with each other and with the caches, and what of them is yet to compute.
 
-Blocks here hold all layers, and a sequence's are those of its one group.
+Blocks here are of all layers, and a sequence's are those of its one group.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class PrefixBlocks:
         gpu: the pool of ids.
         cached, hosted: what is cached of that pool, and of the host's.
         held: what sequences hold.
-        block_tokens: tokens a block holds.
+        block_tokens: tokens of a block.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PrefixBlocks:
         self._cached.keep(keep.run, self._blocks_of(keep.seq, keep.first_block, keep.num_blocks))
 
     def load(self, load: Load) -> None:
-        """What it fills can be hit at once: whoever reads it is computed in the same pass, or later."""
+        """What it fills can be hit at once: a sequence that reads it is computed in the same pass, or later."""
         seq, first, keys = load
         held, end = self._held[seq], first + len(keys)
         self._cached.unwritten.update(self._hosted.load(load, held.gpu[0][first:end]))
@@ -101,8 +101,8 @@ class PrefixBlocks:
     def to_compute(self, spans: Seq[Span]) -> Seq[Span]:
         """The spans that sequences are to compute, each begun early enough that all it reads is there.
 
-        What a plan leaves out as cached may never have been computed: whoever was to do so was preempted in the same
-        step, or failed.
+        What a plan leaves out as cached may never have been computed: the sequence that was to do so was
+        preempted in the same step, or failed.
         """
         unwritten = self._cached.unwritten
         if not unwritten:

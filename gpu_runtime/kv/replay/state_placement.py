@@ -1,4 +1,4 @@
-"""Which blocks hold the states of sequences that run (HCache): blocks of the host beside those on the GPU."""
+"""Which blocks have the states of sequences that run (HCache): blocks of the host beside those on the GPU."""
 
 from collections import abc
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ class SavingPlacement(Placement):
     """`Placement` with state blocks on the host."""
 
     def states_of(self, spans: Iterable[Span]) -> dict[Sequence, abc.Sequence[int]]:
-        """State blocks, in order, of who is about to compute tokens [first, end), if these are saved."""
+        """State blocks, in order, of sequences that are to compute tokens [first, end), if these are saved."""
         raise NotImplementedError
 
 

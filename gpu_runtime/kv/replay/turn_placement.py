@@ -1,4 +1,4 @@
-"""States of all that the GPU holds, and of ended turns (HCache over turns): what a turn leaves, the next is made from.
+"""States of all KV on the GPU, and of ended turns (HCache over turns): what a turn leaves, the next is made from.
 
 Each GPU block has a block of states on the host, from the pass that begins to write it until another does. A turn that
 ends leaves those of its blocks to the host's cache, under their keys: nothing is copied. Blocks brought back have the
@@ -54,7 +54,7 @@ class StateBlocks:
         self.ids.free(state for state in self.of[blocks].tolist() if state != NONE)
 
     def check(self, kept: Iterable[int]) -> None:
-        """InvariantError unless GPU blocks and the host's cache, which has `kept`, are all who use them."""
+        """InvariantError unless GPU blocks and the host's cache, which has `kept`, are all that use them."""
         self.ids.check()
         users = Counter(state for state in self.of.tolist() if state != NONE)
         users.update(kept)
@@ -83,7 +83,7 @@ class KeptStates(HostedBlocks):
 
     def load(self, load: Load, ids: list[int]) -> list[int]:
         lost = super().load(load, ids)
-        # Those that hold nothing stand among the others.
+        # Empty ones stand among the others.
         source = tuple(self._of(key) for key in load.keys)
         self.loading[load.seq] = BlockCopy(load.seq, (0,), Direction.H2D, source, tuple(ids))
         return lost
@@ -131,7 +131,7 @@ class TurnPlacement(SavingPlacement):
             ids = self.held[seq].gpu[0][: self.blocks_for(end)]
             begun.update(dict.fromkeys(ids[self.blocks_for(first) :]))
             written.append((seq, ids))
-        # Who shares what was never computed may write it at once: once each.
+        # Sequences that share what was never computed may write it at once: once each.
         self.states.renew(list(begun))
         return {seq: self.states.of[ids].tolist() for seq, ids in written}
 

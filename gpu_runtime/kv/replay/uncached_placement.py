@@ -119,7 +119,7 @@ class UncachedPlacement(Placement):
     # -- a pass that brings KV back ----------------------------------------------------------------------------------
 
     def begin_pass(self, record: Rebuilt) -> dict[Sequence, tuple[int, ...]]:
-        """Make room on the host for what the pass is to leave there; which layer groups of whom that is."""
+        """Make room on the host for what the pass is to leave there; its layer groups by sequence."""
         lacking = {seq: mine.lacking * self.block_tokens for seq, mine in self.uncached.items() if mine.lacking}
         told = dict(record.tokens)
         if any(lacking.get(seq) != tokens for seq, tokens in told.items()):
