@@ -52,7 +52,7 @@ class HiddenRun(NamedTuple):
 
     @staticmethod
     def of(wait_s: float, gpu_s: float, slope_s: float, host_s: float, steps: int) -> "HiddenRun":
-        """Up to `steps` iterations; they end where their durations have a kink.
+        """Up to `steps` iterations; they end at a breakpoint of their durations.
 
         While the GPU takes less than the host, begins are `host_s` apart and each end follows its begin by the GPU's
         time: ends are host + slope apart.

@@ -53,7 +53,7 @@ class CostModel(ABC):
     """Whether all-reduces travel over the same lane as KV copies."""
     num_all_reduces: int = 0
     """All-reduces in one iteration."""
-    has_kinks: bool = False
+    has_breakpoints: bool = False
     """Whether decodes' durations bend with their context: then `straight_steps` says where."""
     follows_longest: bool = False
     """Whether decodes of unlike contexts take longer than alike ones: then plans say the longest."""
@@ -95,7 +95,7 @@ class CostModel(ABC):
         return first_s + self.added_host_s(num_decodes), slope_s
 
     def straight_steps(self, num_decodes: int, context_tokens: int) -> float:
-        """Iterations, at least 1, over which `decode_run` holds; asked where `has_kinks`."""
+        """Iterations, at least 1, over which `decode_run` is exact; asked where `has_breakpoints`."""
         return inf
 
     @abstractmethod

@@ -355,7 +355,7 @@ class Pricer:
             first_s -= self.cost.unread_s(plan.decode_shared_tokens)
         first_s += plan.lookup_s
         steps, host = plan.max_steps, self._host
-        if self.cost.has_kinks and steps > 1:
+        if self.cost.has_breakpoints and steps > 1:
             steps = int(min(steps, self.cost.straight_steps(plan.num_decodes, plan.decode_context_tokens)))
         if host is not None and host.hidden:
             if plan.streamed:

@@ -25,7 +25,7 @@ class TableCost(RooflineCost):
         UserError: another model, another type of weights or KV, or another number of GPUs.
     """
 
-    has_kinks = True
+    has_breakpoints = True
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__(model, hardware, profile, tp)

@@ -68,7 +68,7 @@ class Below:
 
 
 class WindowedBatch(DecodeBatch):
-    """As `DecodeBatch`; jumps end where a member's window or ring is full, since durations have a kink there."""
+    """As `DecodeBatch`; jumps end where a member's window or ring is full, a breakpoint of durations."""
 
     __slots__ = ("_reading", "_ring", "window")
 

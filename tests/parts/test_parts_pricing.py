@@ -258,7 +258,7 @@ def test_a_streamed_jump_is_its_iterations_one_by_one(
     context: int,
     share: float,
 ) -> None:
-    """Jumped as often as it takes, over kinks and cuts; and an iteration is the recurrence over its layers."""
+    """Jumped as often as it takes, over breakpoints and cuts; and an iteration is the recurrence over its layers."""
     decode = (base, 0.0, per_token)
     plan = streaming(num_read, num_written, steps, context)
     ends = stepped(priced(decode, block_s)[0], plan, 1.0)

@@ -145,7 +145,7 @@ def test_hidden_host_time_shows_at_first_and_where_the_gpu_is_faster(jump, polic
     until_ms=st.one_of(st.none(), st.floats(0.1, 900.0)),
 )
 def test_runs_of_iterations_are_the_iterations_one_by_one(gpu_ms, slope_us, host_ms, hidden, steps, until_ms):
-    """Jumped and stepped, with the kink where the GPU becomes slower than the host."""
+    """Jumped and stepped, with the breakpoint where the GPU becomes slower than the host."""
     decode = (gpu_ms / 1e3, 0.0, slope_us / 1e6)
     until_s = float("inf") if until_ms is None else until_ms / 1e3
 
