@@ -142,7 +142,7 @@ class Scenario:
         None, "engines behind --router, each with its own GPUs (default: 1)", most=MOST_ENGINES, sparse=True
     )
     router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity", "prefix-affinity"] | None = (
-        _flag(None, "who of several engines gets a request (default: round-robin)", sparse=True)
+        _flag(None, "which of several engines gets a request (default: round-robin)", sparse=True)
     )
     prefill_replicas: int | None = _count(
         None, "engines that only prefill and hand over to --decode-replicas; for policies that can (distserve)",

@@ -37,8 +37,8 @@ TUNE_HELP = (
     "need the fewest GPUs or cost least under SLOs, and say which limit binds and what more of it would buy."
 )
 MAP_HELP = (
-    "Run the policies of a study file over two parameters, by default prompt length and PCIe bandwidth, and draw who "
-    "wins where, by goodput or any other metric (docs/sweep.md)."
+    "Run the policies of a study file over two parameters, by default prompt length and PCIe bandwidth, and draw "
+    "which wins where, by goodput or any other metric (docs/sweep.md)."
 )
 
 

@@ -112,7 +112,7 @@ def lines(regimes: Regimes, found: Mapping[tuple[object, ...], Cell]) -> Iterato
     yield f"{shown(regimes.metric)} over {len(found)} places:"
     for winner, own in sorted(wins.items(), key=lambda item: -len(item[1])):
         if winner == NO_POLICY:
-            yield f"  nobody ahead by more than {TIE:.0%}: {len(own)}"
+            yield f"  no policy ahead by more than {TIE:.0%}: {len(own)}"
             continue
         ratio, place = max(own, key=lambda item: item[0])
         names = (regimes.x, regimes.y, regimes.panel)
@@ -133,10 +133,10 @@ def draw(regimes: Regimes, found: Mapping[tuple[object, ...], Cell]) -> Figure:
         _panel(ax, regimes, found, xs, ys, panel, policies)
     grid[0, 0].set_ylabel(with_unit(regimes.y), fontsize=9, color=INK)
     handles = [Patch(color=policy_colour(i), label=plain_text(policy)) for i, policy in enumerate(policies)]
-    handles.append(Patch(color="#EEEEEE", label=f"nobody ahead by {TIE:.0%}"))
+    handles.append(Patch(color="#EEEEEE", label=f"no policy ahead by {TIE:.0%}"))
     figure.legend(handles=handles, fontsize=9, frameon=False, loc="outside lower left", ncols=4)
     better = "least" if LESS_IS_BETTER[regimes.metric] else "most"
-    title = f"Who has the {better} {shown(regimes.metric)}, and by what factor before the second"
+    title = f"The policy with the {better} {shown(regimes.metric)}, and by what factor it is before the second"
     figure.suptitle(plain_text(title), fontsize=9, color=FAINT, x=0.01, ha="left")
     return figure
 

@@ -4,8 +4,8 @@
     python tests/pins/pinned.py diff main           # what has changed since a commit, text by text
     python tests/pins/pinned.py texts FOLDER        # writes the texts behind the digests
 
-Each takes `-k WORDS`, for configurations whose table and name have all these words. Whoever changes the code finds out
-which decisions, numbers and words the change touches, and reads them before pins are renewed.
+Each takes `-k WORDS`, for configurations whose table and name have all these words. It says
+which decisions, numbers and words a change of the code touches: read them before pins are renewed.
 
 A module `pinned_*.py` beside this one has `TABLES` of configurations. Each is run once and answers all questions of its
 table, as lines of text. Numbers have eight digits or fewer: the last digits differ between machines. Where the last of

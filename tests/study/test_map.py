@@ -1,4 +1,4 @@
-"""Maps: the winner of every place is the one with the best value there, and who leads by little has not won."""
+"""Maps: the winner of every place is the one with the best value there; to lead by little is not to win."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_a_winner_is_told_with_its_largest_lead():
         "Mean TTFT (ms) over 4 places:",
         "  a: 2, at most 3 times the second (input len 100, max num seqs 1)",
         "  b: 1, where no other has any (input len 800, max num seqs 1)",
-        "  nobody ahead by more than 1%: 1",
+        "  no policy ahead by more than 1%: 1",
     ]
 
 
