@@ -1,4 +1,4 @@
-"""Who may import whom, where clocks and randomness may be, and what no tracked file may mention."""
+"""Which package may import which, where clocks and randomness may be, and what no tracked file may mention."""
 
 import ast
 import re

@@ -107,7 +107,7 @@ def test_every_part_is_in_some_system_or_mix() -> None:
 
 
 class LastComeFirstServed(Fcfs):
-    """Says that nobody can overtake a refused head, and lets everybody do so."""
+    """Says that no request can overtake a refused head, and lets all do so."""
 
     def add(self, seq: Sequence) -> None:
         self._queue.appendleft(seq)
@@ -148,7 +148,7 @@ class HastyStage(Promote):
 
 
 class EagerBatching(PrefillFirst):
-    """Jumps as if nobody were swapped out."""
+    """Jumps as if no sequence were swapped out."""
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         super().fill(plan, now_s)

@@ -61,7 +61,7 @@ def put(place: str, value: Any) -> Change:
 WRONG_ENDS = {
     "one did not end": put("ended", lambda ended: ended[:1]),
     "one ended twice": put("ended", lambda ended: [*ended, ended[0]]),
-    "somebody is left": put("scheduler.has_unfinished", True),
+    "a sequence is left": put("scheduler.has_unfinished", True),
     "one runs": put("scheduler.num_running", 1),
     "one is swapped": put("scheduler.num_swapped", 1),
     "one waits": put("scheduler.num_waiting", 1),
@@ -118,7 +118,7 @@ WRONG_GAPS = {
     "the spread": put("gaps.found.std", 0.25 * (1 + 3e-6)),
     "the median": put("gaps.found.percentiles", {50.0: 0.75 + 4e-9, 99.0: 0.995}),
     "the tail": put("gaps.found.percentiles", {50.0: 0.75, 99.0: 0.995 - 4e-9}),
-    "gaps of nobody": put("tokens", {0: [3.0]}),
+    "gaps of none": put("tokens", {0: [3.0]}),
 }
 RIGHT_GAPS = {
     "as it is": put("gaps.found.count", 2),
@@ -212,7 +212,7 @@ def test_a_status_that_may_not_follow_is_seen_at_once(monkeypatch: pytest.Monkey
     engine = a_checked_engine(monkeypatch)
     seqs = [engine.add_request(request) for request in requests((0.0, 16, 3), (0.0, 16, 3))]
     getattr(engine, look)(*LOOKS[look])
-    # Of the first as of the last that came; nobody is on its way back who has not been away.
+    # Of the first as of the last that came; none is on its way back that has not been away.
     for seq in seqs:
         seq.status = Status.PROMOTING
         with pytest.raises(AssertionError, match="PROMOTING"):
@@ -237,7 +237,7 @@ def test_blocks_are_released_and_allocated_as_often_as_the_pool_says(
             setattr(pool, name, getattr(pool, name) + wrong)
             with pytest.raises(AssertionError):
                 getattr(engine, look)(*LOOKS[look])
-    # A block that is taken, and that nobody has, balances.
+    # A block that is taken, and that no sequence has, balances.
     lost = a_checked_engine(monkeypatch)
     lost.scheduler.gpu.allocate(1)
     with pytest.raises(AssertionError):

@@ -106,7 +106,7 @@ def test_faults_are_decided_and_the_tree_is_whole_again(tmp_path):
     assert child.returncode == 0
     rows = [json.loads(line) for line in (root / "found.jsonl").read_text().splitlines()]
     assert {row["by"] for row in rows if row["end"] == "caught"} == {"tests/test_half.py::test_half"}
-    # Nobody asks for the default.
+    # The default is not asked for.
     assert [row["fault"].partition(": ")[2] for row in rows if row["end"] == "missed"] == ["5 -> 6"]
     assert told.splitlines()[-1] == "3 faults drawn from 10 with seed 1: 2 caught, 1 missed"
     assert (root / "sim/half.py").read_text() == (tmp_path / "cache/tree-0/sim/half.py").read_text() == SOURCE

@@ -341,7 +341,7 @@ def test_no_run_exceeds_it(name, slo):
         good = outcome.log.good
         assert good <= bound.good_requests + 1e-6
         if good and outcome.log.completed == len(workload.arrivals):
-            # Who refuses requests may end before the last arrives: a rate over less time.
+            # An engine that refuses requests may end before the last arrives: a rate over less time.
             assert good / outcome.log.duration_s <= bound.goodput * (1 + 1e-6)
 
     conformance.over_workloads(policy, one, examples=12, shrink=False)

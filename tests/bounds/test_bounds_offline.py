@@ -1,4 +1,4 @@
-"""The offline scheduler of the benchmarks: whom it chooses, and that it is no better than the bound."""
+"""The offline scheduler of the benchmarks: which requests it chooses, and that it is no better than the bound."""
 
 import sys
 from itertools import combinations
@@ -29,20 +29,20 @@ def fits(chosen, arrivals, due, seconds) -> bool:
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 8)), min_size=1, max_size=8))
 def test_of_those_there_at_once_as_many_as_search_finds_are_in_time(rows):
     due, seconds = (np.array(column, float) for column in zip(*sorted(rows), strict=True))
-    arrivals, everybody = np.zeros(len(rows)), range(len(rows))
-    found = sorted(in_time(list(everybody), arrivals, due, seconds))
+    arrivals, everything = np.zeros(len(rows)), range(len(rows))
+    found = sorted(in_time(list(everything), arrivals, due, seconds))
     assert fits(found, arrivals, due, seconds)
     assert len(found) == max(
-        n for n in range(len(rows) + 1) if any(fits(c, arrivals, due, seconds) for c in combinations(everybody, n))
+        n for n in range(len(rows) + 1) if any(fits(c, arrivals, due, seconds) for c in combinations(everything, n))
     )
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=8), st.integers(1, 8))
 def test_nobody_is_left_where_all_can_be_in_time(rows, slo):
     gaps, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
-    arrivals, everybody = np.cumsum(gaps), list(range(len(rows)))
-    if fits(everybody, arrivals, arrivals + slo, seconds):
-        assert sorted(in_time(everybody, arrivals, arrivals + slo, seconds)) == everybody
+    arrivals, everything = np.cumsum(gaps), list(range(len(rows)))
+    if fits(everything, arrivals, arrivals + slo, seconds):
+        assert sorted(in_time(everything, arrivals, arrivals + slo, seconds)) == everything
 
 
 def test_it_serves_whom_it_chose_within_the_bound():

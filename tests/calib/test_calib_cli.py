@@ -158,7 +158,7 @@ def test_fit_writes_profile_report_and_figure_each_whole(capsys, measured, tmp_p
     status, out, error = attempt(capsys, *words)
     assert status == 0
     assert names(out_folder) == ["mine.json", "mine.md", "mine.png"]
-    # Nobody sees half a file: each is written under another name and moved.
+    # Half a file is never seen: each is written under another name and moved.
     assert moves == [(f"mine.{kind}.part", f"mine.{kind}") for kind in ("json", "md", "png")]
     assert [line for line in out.splitlines() if line.startswith("wrote")] == [
         f"wrote {out_folder / f'mine.{kind}'}" for kind in ("json", "md", "png")

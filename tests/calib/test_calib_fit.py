@@ -257,7 +257,7 @@ def test_decodes_of_unlike_contexts_give_the_longest_ones_rate_back():
     assert found.residuals == pytest.approx(
         {**dict.fromkeys(names, 0.0), **{f"unseen_model_{name}": 0.0 for name in names}}, abs=1e-6
     )
-    # What splits contexts says nothing, nor do GPUs whose tiles nobody knows.
+    # What splits contexts says nothing, nor do GPUs whose tiles are not known.
     split = [s for s in samples if s.batch_size == 8 and not s.decodes]
     assert fit_longest(split, models, known, None).fit is None
     assert fit_longest(samples, models, complete(A100), None).fit is None
@@ -662,7 +662,7 @@ def test_what_was_not_measured_is_carried_over_and_says_so(tmp_path):
         "allreduce_latency_s", "beta",
     ]  # fmt: skip
     assert report.carried == expected
-    # The host time of an engine is no GPU's: where nobody timed it, its engine profile has it.
+    # The host time of an engine is no GPU's: where it was not timed, its engine profile has it.
     assert "step_overhead_s" not in report.profile.constants
     for name in expected:
         constant, old = report.profile.constants[name], BASE.constants[name]

@@ -90,7 +90,7 @@ def test_the_device_is_timed_from_event_to_event_and_the_host_until_all_is_done(
 
 @pytest.fixture
 def streams(told, monkeypatch):
-    """A stream that tells who waits; a capture that does the work once, or fails as it is told."""
+    """A stream that tells what waits; a capture that does the work once, or fails as it is told."""
     stream = SimpleNamespace(
         wait_stream=lambda other: told.append(f"wait for {other}"), synchronize=lambda: told.append("synchronize")
     )

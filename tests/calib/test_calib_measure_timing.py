@@ -85,7 +85,7 @@ def test_few_repeats_do_only_beyond_the_patience():
     often = {"warmups": 0, "warmup_s": 0.0}
     assert len(run([0.5] * 10, budget_s=0.25, patience=6.0, **often)[0]) == 4
     assert len(run([0.5] * 10, budget_s=0.25, patience=2.0, **often)[0]) == 3
-    # Ten times 0.3 s, if nobody says otherwise.
+    # Ten times 0.3 s, by default.
     assert len(run([1.05] * 10, **often)[0]) == 3
 
 

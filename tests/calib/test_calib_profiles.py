@@ -199,7 +199,7 @@ def test_what_ships_as_derived_from_the_rtx_4090_is_derived_from_it(gpu):
 def test_the_l20_s_shares_are_those_of_an_earlier_fit():
     """It reads memory of the L40S's kind. Derived anew, all that is known of it beside the mixed kernel differs little.
 
-    Studies of the L20 are of these constants: whoever derives it anew has to run them again.
+    Studies of the L20 are of these constants: if it is derived anew, run them again.
     """
     shipped = load_profile("l20-derived")
     again = derived("l20", "rtx-4090-imported", memory=(load_profile("l40s-imported"), load_hardware("l40s")))

@@ -70,7 +70,7 @@ def test_iterations_are_recovered_from_the_times_of_tokens(tmp_path, policy, cha
 
 
 def test_iterations_of_prompts_only_are_waited_for(tmp_path):
-    # A prompt of many chunks alone: nobody hears of the iterations before its first token.
+    # A prompt of many chunks alone: nothing is heard of the iterations before its first token.
     described = setup("vllm-v1", workload="fixed", request_rate=0.05, input_len=3000, output_len=3, num_prompts=30)
     described = replace(described, limits=replace(described.limits, max_num_batched_tokens=512))
     serve(described, tmp_path / "run.json", unsteady=0.0, late_s=0.0)

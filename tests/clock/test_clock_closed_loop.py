@@ -1,4 +1,4 @@
-"""Closed loops: who is sent when, worked out by hand; jumps change nothing; nobody is lost."""
+"""Closed loops: which request is sent when, worked out by hand; jumps change nothing; none is lost."""
 
 import json
 

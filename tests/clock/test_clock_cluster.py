@@ -1,4 +1,4 @@
-"""Replicas behind a router: each is an engine of its own, jumps change nothing, nobody is lost."""
+"""Replicas behind a router: each is an engine of its own, jumps change nothing, no request is lost."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -229,7 +229,7 @@ PRESETS = [name for name in PRESET_NAMES if parse_policy(name, {})[1].names["sta
 @settings(max_examples=8, deadline=None)
 @given(rows=ROWS, gpu=st.integers(10, 40), cached=st.booleans())
 def test_every_preset_serves_beside_its_like_and_shares_prefixes(policy, rows, gpu, cached):
-    """Three engines in turn: as three runs of a third of the requests, whoever ends, jumped or stepped."""
+    """Three engines in turn: as three runs of a third of the requests, whichever ends, jumped or stepped."""
     kind, arrivals = parse_policy(policy, {})[1], drawn(rows)
     limit = limits_of(kind, limits(gpu, 30, max_model_len=256), 8, None)
     limit = replace(limit, enable_prefix_caching=cached and kind.can_cache_prefixes)

@@ -1,4 +1,4 @@
-"""`Member` and `Cluster` at their bounds: ties in time, what wakes whom, what is left when all have ended."""
+"""`Member` and `Cluster` at their bounds: ties in time, what wakes which, what is left when all have ended."""
 
 import pytest
 import simpy

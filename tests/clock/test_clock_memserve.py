@@ -1,4 +1,4 @@
-"""MemServe: who caches what of a conversation, what travels, and who is asked."""
+"""MemServe: which engine caches what of a conversation, what travels, and which is asked."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Splitwise's mixed pool: who turns mixed by hand-worked loads, and whole runs in which nobody waits for ever."""
+"""Splitwise's mixed pool: what turns mixed by hand-worked loads, and whole runs in which none waits for ever."""
 
 from random import Random
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ def test_prompts_go_to_the_shortest_queue_and_tokens_to_the_emptiest_machine():
     assert (moved, pools.mixed) == ([2], [2])
     # It is in the mixed pool, and next where the prompt pool is too busy; tokens go to the token pool first.
     assert route(3, 60, *views) == (2, 3)
-    # A long prompt where nobody waits is not too long.
+    # A long prompt where none waits is not too long.
     assert route(4, 5000, View(), *views[1:])[0] == 0
 
 

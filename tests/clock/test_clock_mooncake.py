@@ -63,7 +63,7 @@ class View:
 def conductor(store: GlobalStore, decoders: list[View], **rules):
     """A prompt takes 1 ms a token that is computed, a decode 1 ms a sequence, a transfer 0.1 ms a token.
 
-    Who decodes has room for 1,000 tokens.
+    What decodes has room for 1,000 tokens.
     """
     usual = {"threshold": 1.0, "rejection": "none", "ttft_slo_s": 1.0, "tbt_slo_s": 0.01, "decode_s": 2.0}
     told: dict[str, list[tuple]] = {"moved": [], "granted": []}
@@ -171,7 +171,7 @@ def test_the_load_that_counts_is_that_of_the_time_when_the_prefill_ends():
     routes = [found.route(prompt(i, 1, at_s=0.1 * i), [View()]) for i in range(12)]
     assert routes == [0] * 10 + [REJECT] * 2
     assert found.route(prompt(12, 1, at_s=2.05), [View()]) == 0
-    # Those that had ended by then are forgotten: nobody of before 0.034 s is left.
+    # Those that had ended by then are forgotten: none of before 0.034 s is left.
     assert len(found._decodes) == 10
 
 

@@ -1,4 +1,4 @@
-"""Pipelines: stages that batches pass through one after the other, a loop that launches them, and who joins which."""
+"""Pipelines: pipeline stages that batches pass through in turn, a loop that launches them, and what joins which."""
 
 from itertools import pairwise
 from math import inf

@@ -1,4 +1,4 @@
-"""Prefill and decode pools: KV moves once, is held on both sides until it has, and nobody is lost."""
+"""Prefill and decode pools: KV moves once, is held on both sides until it has, and no request is lost."""
 
 import random
 from dataclasses import replace
@@ -149,7 +149,7 @@ def test_who_waits_to_decode_holds_less_than_its_share_when_another_is_pulled(sh
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), seqs=st.integers(2, 4), gpu=st.sampled_from([30, 50]), tokens=st.integers(9, 32))
 def test_who_is_computed_again_in_chunks_has_a_seat(name, seed, seqs, gpu, tokens):
-    """`CheckedEngine` counts whom an iteration computes: no more than there are seats."""
+    """`CheckedEngine` counts the sequences of an iteration: no more than there are seats."""
     rng = random.Random(seed)
     rows = sorted((2 * rng.random(), rng.randint(1, 60), rng.randint(1, 60)) for _ in range(12))
     limit = limits(gpu=gpu, host=40, block_size=4, seqs=seqs, tokens=tokens, chunked=True, max_model_len=200)
@@ -232,7 +232,7 @@ def test_what_cannot_hand_over_is_refused(policy):
 
 
 def test_who_is_pulled_needs_all_its_blocks_although_some_could_be_hit():
-    """Who was computed again where it decodes has blocks that others hit; theirs are sent nevertheless."""
+    """A sequence computed again where it decodes has blocks that others hit; theirs are sent nevertheless."""
     rows = [
         r._replace(hash_ids=(1, 2, 3, 4 + r.request_id), hash_block_tokens=16)
         for r in requests(*((0.05 * i, 60, 20 + 15 * (i % 3)) for i in range(12)))

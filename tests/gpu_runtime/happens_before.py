@@ -1,4 +1,4 @@
-"""Who must have finished before whom: vector clocks of streams and host threads, and what each last did where.
+"""What must have finished before what: vector clocks of streams and host threads, and what each last did where.
 
 An access is a race unless everything that conflicts with it happens before it, whatever the device's own pace. So a run
 in which all went well by luck is found out too.
@@ -95,7 +95,7 @@ class Order:
                 self.found.append(f"{agent.name} {does} {memory.name} in {what}: {other.name} may still be reading it")
 
     def gone(self, memory: "Memory") -> None:
-        """A device's memory is given back: its stream may use it at once, whoever else still does."""
+        """A device's memory is given back: its stream may use it at once, whatever else still does."""
         with self._lock:
             owner = memory.owner
             if owner is None:

@@ -1,4 +1,4 @@
-"""CUDA's rules on a CPU: streams, events, page-locked memory and graphs that compute at once and watch who waited.
+"""CUDA's rules on a CPU: streams, events, page-locked memory and graphs that compute at once and watch what waited.
 
 Every operation on a tensor of the device belongs to the current stream, and `happens_before` knows which granules it
 reads and writes. Kernels of Triton are stood in for by torch (`pretended_kernels`).
@@ -108,7 +108,7 @@ class Machine(TorchDispatchMode):
         return 0
 
     def unlock(self, address: int) -> int:
-        """As if somebody wrote all of it: nothing may be under way."""
+        """As if all of it were written: nothing may be under way."""
         memory = self._pinned.pop(address)
         self.order.access(self.order.thread, "cudaHostUnregister", [], [(memory, slice(0, memory.count))])
         return 0

@@ -1,4 +1,4 @@
-"""Streams, events, graphs and host threads that note who waited for whom (`pretended_cuda`)."""
+"""Streams, events, graphs and host threads that note which waited for which (`pretended_cuda`)."""
 
 import threading
 from collections.abc import Callable
@@ -106,7 +106,7 @@ class Graph:
 
 
 class WatchedQueue(SimpleQueue):
-    """Who takes something knows all that was done before it was put there."""
+    """A thread that takes something knows all that was done before it was put there."""
 
     machine: "Machine"
 
@@ -120,7 +120,7 @@ class WatchedQueue(SimpleQueue):
 
 
 class WatchedFlag(threading.Event):
-    """Who has seen it set knows all that was done before."""
+    """A thread that has seen it set knows all that was done before."""
 
     machine: "Machine"
     clock: np.ndarray | None = None
@@ -143,7 +143,7 @@ class WatchedFlag(threading.Event):
 
 
 class WatchedThread(threading.Thread):
-    """Knows what its maker did, and whoever joins it what it did."""
+    """Knows what its maker did, and a thread that joins it what it did."""
 
     machine: "Machine"
 

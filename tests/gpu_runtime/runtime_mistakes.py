@@ -68,7 +68,7 @@ def running_out(owner: type, method: str, share: float) -> Iterator[None]:
 
 
 def check_failures(served: Served, rows: list[tuple[float, int, int]], message: str) -> list[Sequence]:
-    """Some failed, and each for that reason; who did not has the right tokens. Who failed."""
+    """Some failed, and each for that reason; the others have the right tokens. Returns the failed."""
     completed = live.check_tokens(served, requests(*rows))
     failed = [seq for seq in served.ended if seq.error]
     assert failed and len(failed) + len(completed) == len(rows)

@@ -66,7 +66,7 @@ class Service:
         await self.server.start(self.bound)
 
     async def stop(self):
-        """Drain; nothing may be held by anyone."""
+        """Drain; no blocks may be held."""
         self.gate.open.set()
         self.server.drain()
         await asyncio.wait_for(self.thread.finished.wait(), 20)

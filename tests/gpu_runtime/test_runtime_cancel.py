@@ -1,4 +1,4 @@
-"""Requests that end early, by a stop token or because their client left: pools balance, nobody is lost."""
+"""Requests that end early, by a stop token or because their client left: pools balance, no request is lost."""
 
 import random
 

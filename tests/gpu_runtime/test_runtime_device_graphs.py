@@ -55,7 +55,7 @@ def graphed(monkeypatch):
 
     monkeypatch.setattr(Decoder, "forward", computing)
     monkeypatch.setattr(DecodeGraph, "run", replayed)
-    # Plain torch has no place to write nowhere: padding writes to the last block, which is nobody's.
+    # Plain torch has no place to write nowhere: padding writes to the last block, which no sequence holds.
     options = {"kind": Graphed, "graph_batch_sizes": (1, 2, 4), "capture": lambda compute: compute, "spare_blocks": 1}
 
     def checked(variant, rows, **sizes):

@@ -114,16 +114,16 @@ def planned(**parts):
 
 RIGHT = {
     "computed back": ((BACK,), (), [BACK], [], ()),
-    "nobody came back who was given up": ((BACK,), (), [], [], (SEQ,)),
-    "copies of who was given up count": ((OUT,), (), [WENT], [], (SEQ,)),
+    "none came back that was given up": ((BACK,), (), [], [], (SEQ,)),
+    "copies of what was given up count": ((OUT,), (), [WENT], [], (SEQ,)),
     "those behind a prefill do not": ((), (OUT,), [], [WENT], (SEQ,)),
     "of others they do": ((BACK, OUT), (), [BACK, WENT], [], (OTHER,)),
 }
 WRONG = {
     "not computed back": ((BACK,), (), [], [], ()),
-    "who was not given up did not come back": ((BACK,), (), [], [], (OTHER,)),
-    "who was given up went out unplanned": ((), (), [WENT], [], (SEQ,)),
-    "a copy of who was given up is missing": ((OUT,), (), [], [], (SEQ,)),
+    "what was not given up did not come back": ((BACK,), (), [], [], (OTHER,)),
+    "what was given up went out unplanned": ((), (), [WENT], [], (SEQ,)),
+    "a copy of what was given up is missing": ((OUT,), (), [], [], (SEQ,)),
     "nothing left behind a prefill": ((), (OUT,), [], [], (OTHER,)),
     "more left behind a prefill": ((), (), [], [WENT], ()),
 }

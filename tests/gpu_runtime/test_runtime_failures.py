@@ -1,4 +1,4 @@
-"""Copies that fail and memory that runs out end the sequences they touch, nobody else; the pools balance after."""
+"""Copies that fail and memory that runs out end the sequences they touch, no others; the pools balance after."""
 
 import random
 
@@ -20,7 +20,7 @@ def serve(variant, **sizes):
 
 
 def check(served):
-    """Every request ended, those without an error with the right tokens; who failed."""
+    """Every request ended, those without an error with the right tokens; returns the failed."""
     completed = live.check_tokens(served, requests(*ROWS))
     failed = [seq for seq in served.ended if seq.error]
     assert len(completed) + len(failed) == len(ROWS)

@@ -73,7 +73,7 @@ def test_any_iterations_give_the_logits_of_plain_torch(steps, block_tokens, kv_d
 
 
 def test_a_layers_input_stays_for_who_keeps_it():
-    """Sums and norms are made in place; whoever acts behind a layer may save what entered it."""
+    """Sums and norms are made in place; what runs behind a layer may save what entered it."""
     ours, theirs = runners()
     for runner in (ours, theirs):
         runner.step({0: [1, 2, 3], 1: [4]})
@@ -101,7 +101,7 @@ def test_graphs_are_planned_anew_before_each_run():
     """Two sizes: buffers stay where the graph knows them, and padding has a block to read."""
     ours, theirs = runners()
     graph = DecodeGraph(theirs.decoder, theirs.pool, [2, 4], 12, capture=lambda compute: compute)
-    # Interpreted, padding would write to the last block: nobody may have it.
+    # Interpreted, padding would write to the last block: no sequence may have it.
     theirs.pool._ids._free.remove(theirs.pool.num_blocks - 1)
     captured = {len(batch.num_new): wrapper for batch, wrapper in theirs.decoder.kernels._captured.items()}
     places = {size: (w.indptr.data_ptr(), w.indices.data_ptr()) for size, w in captured.items()}

@@ -41,7 +41,7 @@ def both(policy, rows, limit, executing, *, jump=True):
 
 
 def test_planted_times_are_found():
-    """Who comes at once is decided alike whatever it takes: prefills at 0.8 of their price, decodes at 1.25."""
+    """Requests of one instant are decided alike whatever they take: prefills at 0.8 of the price, decodes at 1.25."""
     policy = policy_of("vllm-recompute")
     limit = limits_of(policy, limits(100, 0, max_model_len=512), 8, None)
     alike, pairs = compare(*_runs(policy, [(0.0, 40 + i, 10) for i in range(12)], limit))

@@ -96,7 +96,7 @@ def test_blocks_hold_what_was_written(seed, dtype):
 @pytest.mark.parametrize("policy", ["vllm-swap", "layerkv"])
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_tokens_survive_the_way_to_the_host_and_back(policy, dtype):
-    """Bytes travel: who was swapped out, or offloaded layer by layer, has the tokens of a run with room for all."""
+    """Bytes travel: what was swapped out, or offloaded layer by layer, has the tokens of a run with room for all."""
     preset, arrivals = parse_policy(policy, {})[1], requests(*ROWS)
     ample = limits(400, 400, block_size=BLOCK_SIZE, max_model_len=64)
     alone, tight = (serve(preset, arrivals, limit, dtype=dtype) for limit in (ample, tight_limits(preset)))

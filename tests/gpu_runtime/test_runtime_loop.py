@@ -35,7 +35,7 @@ class Failing(PretendedDevice):
 
 
 class Hearing(LiveInstance):
-    """Breaks who arrives."""
+    """Breaks requests that arrive."""
 
     def _add(self, request):
         seq = super()._add(request)
@@ -45,7 +45,7 @@ class Hearing(LiveInstance):
 
 
 def serve(rows, broken=(), *, asked=0):
-    """Who ended, the instance, and its device, which fails the requests `broken` after it was `asked` so often."""
+    """What ended, the instance, and its device, which fails the requests `broken` after it was `asked` so often."""
     ended = []
     machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0))
     engine = build_engine(VllmRecompute(), limits(seqs=1), machine, ended.append)
@@ -77,7 +77,7 @@ def test_what_fails_before_the_first_plan_is_in_none():
 
 @pytest.mark.parametrize(("asked", "iterations"), [(0, 3), (1, 4), (2, 5)])
 def test_a_failure_is_heard_of_before_a_plan_and_after_it(asked, iterations):
-    """Who waits never runs. Who runs ends with the first or second iteration; the other request takes three."""
+    """What waits never runs. What runs ends with the first or second iteration; the other request takes three."""
     ended, instance, _ = serve([(0.0, 10, 4), (0.0, 10, 3)], broken=(0,), asked=asked)
     assert ended[0].error and not ended[1].error
     assert instance.iterations == iterations
@@ -122,7 +122,7 @@ def test_a_device_sleeps_until_it_is_time_or_somebody_wakes_it():
     device.wait(began_s + 0.02)
     assert device.now_s() >= began_s + 0.02
     device.wake()
-    # For ever, if nobody had woken it.
+    # For ever, if it had not been woken.
     device.wait(began_s + 1e6)
     assert device.now_s() < began_s + 1e6
     device.close()

@@ -98,10 +98,10 @@ def test_a_gpu_that_has_less_free_gets_a_smaller_pool(monkeypatch):
     limits = prepare(SCENARIO, "", POLICIES["vllm-v1"]()).limits
     working = working_bytes(SMALL, torch.float32, limits, graphs=True) + held_bytes(limits, 1)
     whole = limits.num_gpu_blocks * limits.block_bytes + working
-    # As many as the simulator counts, beside what computes and a twentieth that nobody counts.
+    # As many as the simulator counts, beside what computes and a twentieth that is not counted.
     assert on_cuda(monkeypatch, whole / 0.95 + 1) == SCENARIO
     assert on_cuda(monkeypatch, (working + 100.5 * limits.block_bytes) / 0.95).num_gpu_blocks_override == 100
-    # Who names a number has it, as long as there is room.
+    # A number that is given is kept, as long as there is room.
     asked = replace(SCENARIO, num_gpu_blocks_override=100)
     assert on_cuda(monkeypatch, working + 100.5 * limits.block_bytes, asked) == asked
     asked = replace(SCENARIO, num_gpu_blocks_override=200)

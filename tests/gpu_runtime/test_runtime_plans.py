@@ -59,7 +59,7 @@ MISTAKES = {
     "a reservation is too small": ("orca", "changes", on(Place, num_blocks=less)),
     "a prompt has no blocks": ("vllm-recompute", "changes", without(Place)),
     "nothing is given back": ("vllm-recompute", "changes", without(Release)),
-    "somebody decodes unplanned": ("vllm-recompute", "decodes", lambda seq: None),
+    "a sequence decodes unplanned": ("vllm-recompute", "decodes", lambda seq: None),
     "a layer is elsewhere": ("layerkv", "changes", on(Place, gpu_groups=fewer)),
     "there is no send buffer": ("layerkv", "changes", on(Place, num_buffers=lambda _: 0)),
     "a block too few leaves behind a prefill": ("layerkv", "behind", on(Move, num_blocks=less)),

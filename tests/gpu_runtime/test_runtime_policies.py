@@ -117,7 +117,7 @@ def test_nor_does_any_mix_of_parts(parts, rows, chunked):
 
 
 def test_host_blocks_given_up_in_a_step_serve_those_offloaded_in_it():
-    # Found by hypothesis: who was offloaded came before who was preempted, and the host pool seemed too small.
+    # Found by hypothesis: the offloaded came before the preempted, and the host pool seemed too small.
     rows = [(0.0, 9, 15), (0.0, 9, 24), (0.0, 13, 13), (0.0, 14, 11), (0.0, 21, 7), (0.0, 25, 24), (0.01, 13, 6)]
     rows += [(0.01, 27, 15), (0.01, 29, 8), (0.02, 1, 20), (0.02, 10, 11), (0.02, 12, 2)]
     check(STREAM, rows, gpu=17, host=5, seqs=5, chunked=True)

@@ -156,7 +156,7 @@ def test_prompts_hold_the_same_tokens_where_they_have_the_same_names():
     assert one[4:8] != two[4:8] and one[8:] != two[8:]
     assert TracePrompts(1000, 4)(Request(0, 0.0, 8, 1, "", (7, 8), 4)) != one[:8]
     assert all(0 <= token < 1000 for token in one)
-    # Nobody's names: the request's own.
+    # Without names of blocks the tokens are the request's own.
     assert (
         prompts(Request(5, 0.0, 6, 1)) == TracePrompts(1000, 3)(Request(5, 1.0, 6, 2)) != prompts(Request(6, 0.0, 6, 1))
     )

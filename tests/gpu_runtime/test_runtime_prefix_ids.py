@@ -207,7 +207,7 @@ def test_what_is_hit_before_it_is_computed_is_computed_by_who_needs_it(facts):
     # Together `a` writes them; alone `b` has to.
     assert placement.prefixes.to_compute(both) == both
     assert placement.prefixes.to_compute([(b, 20, 24)]) == [(b, 12, 24)]
-    # One who failed has written nothing that it goes on from.
+    # One that failed has written nothing that it goes on from.
     placement.prefixes.computed([(a, 20, 21)])
     assert placement.prefixes.to_compute([(b, 20, 24)]) == [(b, 12, 24)]
     placement.prefixes.computed([(b, 12, 24)])

@@ -52,7 +52,7 @@ def on_cuda(seed=0, graphs=()):
 
     def serve_there(policy, arrivals, limit, **options):
         served = serve(policy, arrivals, limit, **options)
-        # Who asks for tokens afterwards computes them on the CPU.
+        # A thread that asks for tokens afterwards computes them on the CPU.
         served.device.decoder = options.get("decoder") or small_decoder()
         return served
 
@@ -172,7 +172,7 @@ NEEDED = {
     "RebuildingPass._before_layer": "rebuilding",
     "run_copies": "swap",
 }
-"""Functions that wait, and work in which somebody would come too early if they did not."""
+"""Functions that wait, and work in which something would come too early if they did not."""
 
 
 @pytest.mark.parametrize("function", NEEDED)

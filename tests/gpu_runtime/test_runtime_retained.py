@@ -156,7 +156,7 @@ def test_a_load_that_fails_ends_who_reads_it_and_nobody_else(variant, monkeypatc
 
 @pytest.mark.usefixtures("worthwhile")
 def test_copies_of_what_has_to_give_way_are_waited_for(monkeypatch):
-    """Who takes the block of a chunk on its way to the host would overwrite what is copied."""
+    """To take the block of a chunk on its way to the host would overwrite what is copied."""
     lost, right = [], ChunkStore._leave_gpu
 
     def leave(self, chunk):

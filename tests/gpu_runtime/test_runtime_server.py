@@ -1,4 +1,4 @@
-"""Completions over HTTP: the tokens are the model's whatever the policy does, and nobody's blocks are left behind."""
+"""Completions over HTTP: the tokens are the model's whatever the policy does, and no blocks are left behind."""
 
 import asyncio
 import random

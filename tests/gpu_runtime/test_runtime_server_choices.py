@@ -183,7 +183,7 @@ def test_a_header_that_does_not_come_is_not_waited_for(monkeypatch, data):
         reader, writer = await silent(service, data)
         assert await closed(reader)
         writer.close()
-        # Who is slow in reading its answer is none of these.
+        # A client that is slow in reading its answer is none of these.
         service.gate.pause_s = 0.1
         status, _, _ = await service.post({"prompt": [1, 2], "max_tokens": 5})
         assert status == 200

@@ -110,7 +110,7 @@ def test_a_signal_under_load_loses_no_accepted_request(arguments):
         found = [answer.result() for answer in answers]
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors
-    # Refused while it drains, or nobody listens any more.
+    # Refused while it drains, or the port is closed.
     assert late[0] in (503, 0)
     assert len(events_of(text)) == 101
     accepted = [i for i, (status, _) in enumerate(found) if status == 200]
@@ -262,7 +262,7 @@ def test_a_server_is_what_was_asked_for(arguments, tmp_path, monkeypatch, capsys
     )
     assert options == ServerOptions("mine", model, 256, 128, max_queue=1, api_key="k")
     assert live_options == live.LiveOptions("cpu", None, 5, "torch")
-    # Nobody without the key may use it.
+    # Without the key it may not be used.
     assert (out, error) == ("", "kvtwin: no more\n")
     error = asked(arguments, monkeypatch, capsys, "--host", "0.0.0.0")[-1]
     assert error == (

@@ -21,7 +21,7 @@ def named(fields):
 
 
 def shown(plan: IterationPlan, start_s: float, times: StepTimes):
-    """A decision in full, with its times: who computes what, and what moves."""
+    """A decision in full, with its times: what each sequence computes, and what moves."""
     parts = (plan.chunks, plan.changes, plan.beside, plan.behind, plan.streamed, plan.mixed_restores)
     sums = (
         plan.num_decodes, plan.decode_context_tokens, plan.prefill_tokens, plan.prefill_pairs, plan.swapped_out_blocks,

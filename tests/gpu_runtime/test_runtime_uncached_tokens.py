@@ -84,7 +84,7 @@ def test_uncached_tokens_come_back_in_every_configuration(monkeypatch, configura
 
 
 def test_those_that_compute_again_go_together_as_long_as_they_fit(monkeypatch):
-    """As many tokens as a prompt may have; who has more goes alone."""
+    """As many tokens as a prompt may have; a sequence with more goes alone."""
     parts, together, most = [], RebuildingPass._together, 48
     most_again = max(CONFIGURATIONS, key=lambda one: one.recomputed_layers(LAYERS))
 
@@ -177,7 +177,7 @@ MISTAKES = {
     "too many layers compute again": rebuilt(recomputed=lambda r: tuple(range(len(r.recomputed) + 2))),
     "layers between copied ones compute again": rebuilt(recomputed=lambda r: tuple(range(0, 2 * len(r.recomputed), 2))),
     "fewer tokens come back": rebuilt(tokens=lambda r: tuple((seq, tokens - 1) for seq, tokens in r.tokens)),
-    "nobody's tokens come back": rebuilt(tokens=lambda r: ()),
+    "no sequence's tokens come back": rebuilt(tokens=lambda r: ()),
     "a block too many is read": rebuilt(num_read=lambda r: r.num_read + 1),
     "a block too many is written": rebuilt(num_written=lambda r: r.num_written + 1),
     "all stay uncached": rebuilt(

@@ -309,7 +309,7 @@ def test_what_a_live_run_cannot_be_asked_for_is_refused(tmp_path, capsys, comman
 BLOCKS_HIT = (2 + 5) * 16
 """All but the block that the turn before did not fill: 2 and 5 of 3 and 6 blocks, in each conversation."""
 TOKENS_HIT = 47 + 95
-"""All that the turns before said, of 48 and 96 tokens, but the last token, whose KV nobody has."""
+"""All that the turns before said, of 48 and 96 tokens, but the last token, whose KV was never computed."""
 
 
 @pytest.mark.parametrize(

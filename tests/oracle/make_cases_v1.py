@@ -119,7 +119,7 @@ class Workload:
         )
 
     def window_options(self, *, async_scheduling: bool) -> Options:
-        """Layers of which some or all have a window, from one token to more than anybody has."""
+        """Layers of which some or all have a window, from one token to more than any request has."""
         dice = self.dice
         options = self.options()
         num_full = dice.choice([0, 1, 1, 1, 1, 2])

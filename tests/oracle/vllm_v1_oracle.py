@@ -159,7 +159,7 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
     if options.num_state:
         aligned = not options.no_prefix_caching
         cache.mamba_cache_mode = "align" if aligned else "none"
-        # Without prefix caching one state lasts a whole request; then nobody hashes, and sizes need a common multiple.
+        # Without prefix caching one state lasts a whole request; then no hash is made; sizes need a common multiple.
         size = BLOCK if aligned else math.lcm(BLOCK, options.max_model_len)
     config = VllmConfig(
         model_config=model,
@@ -288,7 +288,7 @@ class Oracle:
         if line:
             self.steps.append((now, line, self.pool.get_num_free_blocks(), self.evictions))
             if len(self.steps) > MOST_STEPS:
-                raise RuntimeError(f"{MOST_STEPS} steps: somebody waits for ever")
+                raise RuntimeError(f"{MOST_STEPS} steps: a request waits for ever")
         return output, self._price(chunks, contexts)
 
     def _price(self, chunks: list[int], contexts: list[int]) -> float:
@@ -301,7 +301,7 @@ class Oracle:
         return seconds
 
     def _deliver(self, output: Any, sampling: dict[str, int | None], now: float, copies: Any = None) -> list[str]:
-        """Give each request its next token; `sampling` says which one, None where it samples none. Who ended.
+        """Give each request its next token; `sampling` says which one, None where it samples none. Returns what ended.
 
         `copies` is what a connector's worker reports.
         """

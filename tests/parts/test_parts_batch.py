@@ -21,7 +21,7 @@ def test_a_cohort_by_hand() -> None:
         cohort.count(context, 1)
     assert (cohort.size, cohort.num_cached_blocks(0), cohort.blocks_needed(0)) == (3, 5, 2)
     # Where a block begins, these counts hold for one iteration only. At 1 (5, 8, 9 cached: 2, 2, 3 blocks) the second
-    # begins one, at 2 and 3 nobody does.
+    # begins one, at 2 and 3 none does.
     assert [cohort.steps_until_growth(step) for step in range(4)] == [1, 1, 2, 1]
     assert [cohort.num_cached_blocks(step) for step in range(4)] == [5, 7, 8, 8]
     assert [cohort.blocks_needed(step) for step in range(4)] == [2, 1, 0, 0]
@@ -101,7 +101,7 @@ def test_two_tokens_an_iteration() -> None:
 
 
 def test_several_tokens_an_iteration_after_one_that_left_somebody_out() -> None:
-    """Gaps begin at everybody's own last token: 0's at 0.4 s, 1's at 0."""
+    """Gaps begin at each one's own last token: 0's at 0.4 s, 1's at 0."""
     batch, gaps = logged()
     seqs = member(batch, 0, 3, 9), member(batch, 1, 8, 9)
     assert batch.advance_some([seqs[0]], 0.4) == []
@@ -128,7 +128,7 @@ def test_who_was_left_out_has_one_long_gap_the_others_short_ones() -> None:
     each = [0.4, 0.4, 0.3, 0.5, 0.8, 1.2]
     assert (found.count, found.mean, found.std) == pytest.approx((6, np.mean(each), np.std(each)))
     assert found.percentiles == pytest.approx({0.0: 0.3, 100.0: 1.2})
-    # Nobody is late any more.
+    # None is late any more.
     batch.advance(StepTimes(1, 1.3, 0.0, 0.0, 1.3, 1))
     found = gaps.statistics((0.0,))
     assert found is not None
@@ -200,7 +200,7 @@ def test_any_number_of_tokens_keeps_the_counts_of_the_members(
     st.integers(1, 5),
 )
 def test_a_ranked_batch_knows_its_longest_context(events: list[tuple[str, int]], block_size: int) -> None:
-    """Whoever joins, leaves, is left out of an iteration or completes."""
+    """Members join, leave, are left out of an iteration or complete."""
     batch, plan = RankedBatch(block_size, GapCollector()), IterationPlan()
     for i, (event, size) in enumerate(events):
         members = list(batch.members)

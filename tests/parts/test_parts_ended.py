@@ -1,4 +1,4 @@
-"""Whoever has ended is forgotten by every part: the strict form of what `conformance` asks of all systems."""
+"""What has ended is forgotten by every part: the strict form of what `conformance` asks of all systems."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator

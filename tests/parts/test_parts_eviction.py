@@ -1,4 +1,4 @@
-"""`Swap` and `Park` at their bounds: who is given up, and how far a jump may go."""
+"""`Swap` and `Park` at their bounds: what is given up, and how far a jump may go."""
 
 import pytest
 

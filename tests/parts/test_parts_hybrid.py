@@ -140,7 +140,7 @@ class Checked(HybridMemory):
         return found
 
     def check(self, seqs: list[Sequence]) -> None:
-        """Who decodes holds what is computed then, less what its token does not read."""
+        """A sequence that decodes holds what is computed then, less what its token does not read."""
         for seq in seqs:
             tokens = self.batch.num_tokens_of(seq)
             begin = max(0, tokens - self._window) // self.block_size

@@ -12,7 +12,7 @@ from sim.systems.adaptive.mechanism import Mechanism
 from sim.systems.adaptive.preset import Adaptive
 
 FAST, SLOW = 3e-4, 1.0
-"""Links, s a block, over which nobody and everybody is computed again."""
+"""Links, s a block, over which none and all are computed again."""
 
 
 def mechanism(blocks_per_s: float, *, by_price: bool = True) -> Mechanism:
@@ -51,7 +51,7 @@ def test_the_choice_turns_where_the_prices_cross(blocks_per_s, num_ahead, again)
 
 
 def test_late_it_is_computed_again_where_that_is_sooner_than_the_copy():
-    """30 blocks at 10 a second against 1 ms a token; whoever is to be swapped always is swapped here, too."""
+    """30 blocks at 10 a second against 1 ms a token; what is always to be swapped is swapped here, too."""
     assert [mechanism(10.0).recomputes_late(tokens, 30) for tokens in (2999, 3000)] == [True, False]
     assert not mechanism(10.0, by_price=False).recomputes_late(1, 30)
 

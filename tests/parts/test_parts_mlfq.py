@@ -1,4 +1,4 @@
-"""The skip-join queue as a plain order: levels, who is first in them, and who starves. By hand."""
+"""The skip-join queue as a plain order: levels, which is first in them, and which starves. By hand."""
 
 from types import SimpleNamespace
 

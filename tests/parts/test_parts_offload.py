@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector in small: times worked by hand, who gives way on the host, fences, and prices."""
+"""vLLM's OffloadingConnector in small: times worked by hand, what gives way on the host, fences, and prices."""
 
 from dataclasses import replace
 
@@ -167,7 +167,7 @@ def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
     assert run(*again[:2], caching=False, store_threshold=3).scheduler.counters.tiers["host"].stored_blocks == 0
 
 
-# -- who has it ------------------------------------------------------------------------------------------------------
+# -- what has it -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

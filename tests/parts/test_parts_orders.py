@@ -1,4 +1,4 @@
-"""Any order: who waits can be taken out, whoever it is, and the others keep their places."""
+"""Any order: any waiting request can be taken out, and the others keep their places."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ SYSTEMS = {
 
 
 def waiting_in(system):
-    """An order with five who wait, two of whom begin alike."""
+    """An order with five that wait, two of which begin alike."""
     policy = parse_policy(system, {})[1]
     limit = replace(limits(block_size=1 if "radix" in system else 16), enable_prefix_caching=policy.can_cache_prefixes)
     engine = build_engine(policy, limit, linear_machine(), lambda seq: None, checked=False)

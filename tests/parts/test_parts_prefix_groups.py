@@ -10,7 +10,7 @@ from sim.systems.batchllm.prefix_groups import one_level
 
 
 def groups(*texts):
-    """Groups as (prefix, who), the prefix read from the first of them."""
+    """Groups as (prefix, members), the prefix read from the first of them."""
     prompts = [tuple(map(ord, text)) for text in texts]
     return sorted((texts[members[0]][:depth], sorted(members)) for depth, members in one_level(prompts))
 
@@ -51,7 +51,7 @@ def test_everybody_is_in_one_group_whose_prefix_they_have(seed):
     for depth, members in found:
         assert len({prompts[i][:depth] for i in members}) == 1
         assert min(len(prompts[i]) for i in members) >= depth
-    # Never worse than to share the first key alone, with all who have it.
+    # Never worse than to share the first key alone, with all that have it.
     saved = sum((len(members) - 1) * depth for depth, members in found)
     firsts = [prompt[0] for prompt in prompts if prompt]
     assert saved >= sum(max(0, firsts.count(key) - 1) for key in set(firsts))

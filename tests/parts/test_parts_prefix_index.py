@@ -120,7 +120,7 @@ class Both:
         full = max(self.full[holding.seq], holding.num_blocks)
         self.index.publish(holding, full, (-full, holding.number) if self.lazy else None)
         held = holding.num_blocks
-        # What has no keys is nobody's to hit: hashed in vLLM, and so evicted in its turn.
+        # What has no keys cannot be hit: hashed in vLLM, and so evicted in its turn.
         private = max(0, full - held)
         for at in range(held, held + private):
             self.plain.prefix_of[blocks[at]] = (object(),)
@@ -160,9 +160,9 @@ def history(seed, both):
             elif step < 0.8 and not both.lazy:
                 both.grow(i, dice.randrange(1, 3))
             elif step < 0.8:
-                # Who decodes, decodes in step: whoever is longer had each block first.
-                for everybody in range(len(both.running) if both.pool.free >= len(both.running) else 0):
-                    both.grow(everybody, 1)
+                # Sequences decode in step: the longer had each block first.
+                for each in range(len(both.running) if both.pool.free >= len(both.running) else 0):
+                    both.grow(each, 1)
             else:
                 both.end(i)
         both.check()
@@ -174,7 +174,7 @@ def history(seed, both):
         both.check()
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["published at once", "published when somebody looks"])
+@pytest.mark.parametrize("lazy", [False, True], ids=["published at once", "published when looked up"])
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**9), num_blocks=st.integers(8, 48))
 def test_hits_and_evictions_are_those_of_single_blocks(lazy, seed, num_blocks):
@@ -194,7 +194,7 @@ def test_a_look_up_stays_true_while_only_private_blocks_give_way():
     looked_up = both.index.version
     both.admit((), 0, 4, 0)
     both.check()
-    # The one change is that somebody was admitted.
+    # The one change is that a sequence was admitted.
     assert both.index.num_evicted == 3 and both.index.version == looked_up + 1
     both.admit((), 0, 4, 0)
     both.check()

@@ -1,4 +1,4 @@
-"""vLLM's priority scheduling: the most urgent first, then who came first; anybody can leave the queue."""
+"""vLLM's priority scheduling: the most urgent first, then in order of arrival; any can leave the queue."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ from sim.kv.index.radix_tree import RadixTree
 
 
 class TokenByToken:
-    """Every cached prefix with the time of its last use. `ends` are prefixes where somebody's match or content ended:
+    """Every cached prefix with the time of its last use. `ends` are prefixes where a match or content ended:
     what is between two of them is one node."""
 
     def __init__(self):

@@ -45,7 +45,7 @@ def test_decodes_share_an_iteration_by_time_where_tpot_is_short():
     price.keep_pace(0.0205, prompt_s=0.001)
     assert price.most_decodes(805) == pytest.approx(0.0005 / (added_s + 0.001), rel=1e-2)
     assert iterations(price, 10, 800) == alone
-    # Weights take longer than that: time is no limit, nobody can be in time.
+    # Weights take longer than that: time is no limit, none can be in time.
     price.keep_pace(0.02)
     assert iterations(price, 10, 800) == pytest.approx(10 * 0.508, rel=1e-2)
     assert price.most_decodes(805) == float("inf")
@@ -84,7 +84,7 @@ def test_what_is_left_is_the_mean_of_what_longer_outputs_had():
 
 
 def test_at_least_a_token_is_left():
-    """Before anything has ended 256 are expected of each; later a quarter more of who outlives all."""
+    """Before anything has ended 256 are expected of each; later a quarter more of what outlives all."""
     history = LengthHistory()
     for generated, left in ((255, 1), (256, 1), (254, 2), (300, 1)):
         assert history.left_after(generated) == history.all_left_after(np.array([float(generated)]))[0] == left
@@ -129,7 +129,7 @@ def test_predictions_are_trusted_as_long_as_they_can_be(lower, median, generated
 
 
 def test_nobody_gets_more_than_the_context_has_room_for():
-    """A context of 100 tokens, 90 of them the prompt: ten in all, whatever the predictor says, or nobody does."""
+    """A context of 100 tokens, 90 of them the prompt: ten in all, whatever the predictor says, if there is one."""
     price = RequestPrice(linear_machine().cost, limits(), longest=100)
     seq = Sequence(Request(0, 0.0, 90, 10**6))
     generated, context = np.array([0.0, 4.0, 20.0]), np.array([90.0, 94.0, 110.0])

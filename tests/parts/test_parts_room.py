@@ -1,4 +1,4 @@
-"""Who fits, counted by hand: a pool of ten blocks of 16 tokens, and a prompt of 100 tokens, which are seven."""
+"""What fits, counted by hand: a pool of ten blocks of 16 tokens, and a prompt of 100 tokens, which are seven."""
 
 from dataclasses import replace
 
@@ -74,7 +74,7 @@ def test_who_returns_wants_a_block_more_and_takes_those_that_it_held(system, mor
 
 @pytest.mark.parametrize(("window", "largest"), [(None, 9), (RING, 10)], ids=["paged", "rings"])
 def test_who_fills_the_gpu_with_no_block_left_can_never_return(window, largest):
-    """Of rings 10 + 2 x 2 pool blocks and three of 30: who has all that the full layers could hold has not outgrown."""
+    """Of rings 10 + 2 x 2 pool blocks and three of 30: what has all that the full layers could has not outgrown."""
     memory, seq = memory_of("vllm-swap", window=window), prompt()
     for seq.num_blocks in (largest, largest + 1):
         assert memory.outgrew_gpu(seq) == (window is None and seq.num_blocks > largest)
@@ -98,7 +98,7 @@ def test_chunks_in_rings_take_what_their_windows_do_not_hold_yet():
 @pytest.mark.parametrize("system", ["vllm-v1:watermark=0.3", "vllm-v1:watermark=0.3,cpu-chunks=20"])
 @pytest.mark.parametrize("tokens", [100, 159])
 def test_the_watermark_is_kept_beside_others_alone(system, tokens):
-    """Three of ten blocks stay free while somebody runs; alone a prompt may take all ten."""
+    """Three of ten blocks stay free while any runs; alone a prompt may take all ten."""
     policy = parse_policy(f"{system},async-scheduling=false", {})[1]
     limit = limits(gpu=10, max_model_len=160, tokens=2048, chunked=True)
     outcome = simulate(policy, requests((0.0, tokens, 1), (0.0, 17, 1)), limit, jump=False)

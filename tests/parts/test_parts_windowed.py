@@ -119,7 +119,7 @@ def test_decodes_pay_for_what_windows_hold() -> None:
         base, per_token = plain.decode_run(8, 0)[0], plain.decode_run(1, 0)[1]
         assert first == pytest.approx(base + per_token * (1000 + window.tokens) / 2)
         assert slope == pytest.approx(per_token * (8 + window.num_growing) / 2)
-    # Where nobody says what the windows hold, they hold all.
+    # Where it is not said what is in the windows, all is.
     assert uneven.decode_run(8, 1000) == pytest.approx(plain.decode_run(8, 1000))
     linear = replace(linear_machine(), model=model)
     assert linear.model.kv_format().num_window_readers == 2
@@ -170,7 +170,7 @@ def test_half_of_yoco_computes_for_the_last_token_only() -> None:
 
 
 def test_a_bound_counts_the_same_pairs_of_prompts() -> None:
-    """210 of the first 20 tokens and 20 a token from there; who reads with its last token reads all once."""
+    """210 of the first 20 tokens and 20 a token from there; what reads with its last token reads all once."""
     layers = (
         KVLayers(num_layers=1, num_stored=1, window=20),
         KVLayers(num_layers=2, num_stored=1, last_token_only=True),

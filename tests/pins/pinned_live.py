@@ -79,7 +79,7 @@ class NotedDevice(CheckedDevice):
 
 
 def move(name: str) -> Answers:
-    """What a device does for requests in pools that are too small: who holds which blocks, and what is copied."""
+    """What a device does for requests in pools that are too small: which blocks each holds, and what is copied."""
     variant, caches = name.removesuffix(" caching"), name.endswith(" caching")
     policy = policy_of(variant)
     arrivals = alike(requests(*ALIKE[:6])) if caches else requests(*GROWING[:4])

@@ -87,7 +87,7 @@ def visit(look):
 
 
 async def _visit(look):
-    import aiohttp  # noqa: PLC0415 - who has no browser needs none
+    import aiohttp  # noqa: PLC0415 - needed with a browser alone
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         words = [PATH, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]

@@ -127,7 +127,7 @@ def moved(plan: IterationPlan, scheduler: Scheduler) -> list[Any]:
 
 
 def run(case: Case, *, jump: bool) -> tuple[Outcome, list[Any]]:
-    """Every iteration as [start, prefilled, who decodes (None: as before), what moves]; jumps spelled out."""
+    """Every iteration as [start, prefilled, what decodes (None: as before), what moves]; jumps spelled out."""
     policy = parse_policy(case.policy, {})[1]
     steps: list[Any] = []
 

@@ -42,7 +42,7 @@ def test_one_token_requests_one_at_a_time_queue_as_an_m_d_1() -> None:
     one_each = limits(seqs=1, max_model_len=10, tokens=10)
     outcome = simulate(VllmRecompute(), arrivals, one_each, machine=machine, checked=False)
     waited = np.frombuffer(outcome.log.queue_s, dtype=np.float32)
-    # Lindley's recursion: who comes waits for what is left of the work before it.
+    # Lindley's recursion: a request waits for what is left of the work before it.
     expected = [0.0]
     for before, after in pairwise(request.arrival_s for request in arrivals):
         expected.append(max(0.0, expected[-1] + service_s - (after - before)))

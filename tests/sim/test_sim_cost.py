@@ -105,7 +105,7 @@ def test_a_prompt_costs_by_its_square_and_a_prelude_by_its_tokens() -> None:
     """10 ms, 1 ms a token and 10 us a square; a prelude only where it is given."""
     cost = LinearCost((0.01, 1e-3, 1e-5), (0.02, 0.0, 2.0**-20), 3e-3, 4096.0)
     assert cost.prefill_s(100) == pytest.approx(0.01 + 0.1 + 0.1, rel=1e-12)
-    # Nobody said that layers have windows: what is read together is saved whole.
+    # It was not said that layers have windows: what is read together is saved whole.
     assert cost.unread_s(1024) == 2.0**-10
     plan = IterationPlan()
     plan.prefill_tokens, plan.decode_context_tokens = 30, 34

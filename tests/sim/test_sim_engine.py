@@ -1,4 +1,4 @@
-"""Facts that end a request early, and pools that notice what nobody should ask of them."""
+"""Events that end a request early, and pools that notice what should not be asked of them."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from sim.options.policies import parse_policy
 
 
 def started(*rows):
-    """An engine with these requests, and who has ended."""
+    """An engine with these requests, and those that have ended."""
     ended = []
     engine = build_engine(parse_policy("vllm-recompute", {})[1], limits(gpu=20), linear_machine(), ended.append)
     return engine, [engine.add_request(request) for request in requests(*rows)], ended
@@ -58,7 +58,7 @@ def test_who_has_ended_cannot_fail():
 
 
 def test_a_prompt_that_fills_the_pool_in_small_chunks_does_not_stand_still():
-    """vLLM 0.5.5's admission asks for the whole prompt and the watermark: nobody may wait for ever."""
+    """vLLM 0.5.5's admission asks for the whole prompt and the watermark: no request may wait for ever."""
     for prompt, outputs in ((64, (1, 2)), (63, (1, 2)), (48, (1, 20))):
         policy = parse_policy("vllm-recompute", {})[1]
         limit = limits(gpu=4, host=0, max_model_len=256, seqs=16, tokens=16, chunked=True)

@@ -185,7 +185,7 @@ def test_a_folder_without_rights_is_told(tmp_path):
 
 
 def test_a_lock_that_cannot_be_opened_is_told(tmp_path):
-    """A link is not followed: what it names is nobody's lock."""
+    """A link is not followed: what it names is no lock."""
     (tmp_path / LOCK_FILE).symlink_to("else")
     with pytest.raises(UserError) as caught, owning(tmp_path, "--to"):
         pytest.fail("it is owned")
@@ -195,7 +195,7 @@ def test_a_lock_that_cannot_be_opened_is_told(tmp_path):
 
 
 def test_a_lock_whose_file_went_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    """By who held it before: theirs is closed, and the file that is there is the one that is locked."""
+    """By what held it before: that is closed, and the file that is there is the one that is locked."""
     opened = []
 
     def slow(lock, folder, flag):

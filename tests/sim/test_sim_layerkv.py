@@ -95,7 +95,7 @@ def test_slack_of_one_request_by_hand() -> None:
 
 @pytest.mark.parametrize("drop", [True, False])
 def test_a_book_of_hundreds_has_the_least_slack_of_each(drop: bool) -> None:
-    """It has room for 256 at first, and for those who come in the place of those who left."""
+    """It has room for 256 at first, and for those that come in the place of those that left."""
     book, dice = SlackBook(0.2, drop_irrecoverable=drop), Random(3)
     here: dict[Sequence, bool] = {}
     for number in range(900):

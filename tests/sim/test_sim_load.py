@@ -28,7 +28,7 @@ def test_rate_offered_is_between_the_first_and_the_last():
 
 
 def test_an_engine_that_ends_eight_while_ten_come_is_overloaded():
-    # Who comes at t ends at 1.25 t + 1 s: from 50 to 100 s those who came between 39.2 and 79.2 s.
+    # A request of t ends at 1.25 t + 1 s: from 50 to 100 s those that came between 39.2 and 79.2 s.
     late = result_of(EVENLY_S, 0, EVENLY_S / 4.0 + 1.0)
     found = overload(late)
     assert found.arrived_per_s == 10.0
@@ -68,7 +68,7 @@ SECONDS = np.arange(33.0)
 
 
 def those(chosen, chosen_s, other_s=0.0):
-    """Seconds of those who are chosen, and of all others."""
+    """Seconds of those that are chosen, and of all others."""
     return np.where(chosen, chosen_s, other_s)
 
 
@@ -76,26 +76,26 @@ def those(chosen, chosen_s, other_s=0.0):
 def test_a_queue_grows_by_more_than_three_deviations(num, grows):
     """Of the sixteen so many are in the queue at the end of the arrivals, or in the engine."""
     late = 32 - num < SECONDS
-    # The first nine stay for a quarter: who has not ended tells nothing.
+    # The first nine stay for a quarter: what has not ended tells nothing.
     waiting = overload(result_of(SECONDS, those(late, 99.0), those(late, 99.0, 8.0)))
     unended = overload(result_of(SECONDS, 0.0, those(late, 99.0)))
     assert (waiting is not None, unended is not None) == (grows, grows)
     if grows:
         assert (unended.arrived_per_s, unended.ended_per_s) == (1.0, 3 / 16)
-        # After 8 s each: those who came at 9 to 19 s.
+        # After 8 s each: those that came at 9 to 19 s.
         assert waiting.ended_per_s == 11 / 16
     # A queue that stays as long grows no more than the arrivals do.
     assert overload(result_of(SECONDS, 15.0, 23.0)) is None
 
 
 def test_who_has_not_ended_counts_where_the_first_stay_for_less_than_a_quarter():
-    """On average of those who came in the first quarter, its end included: queues are left out."""
+    """On average of those that came in the first quarter, its end included: queues are left out."""
     late = SECONDS > 16
     first = SECONDS <= 8
     for stay_s, grows in ((7.99, True), (8.0, False), (8.01, False)):
         e2el_s = those(late, 99.0) + those(first, stay_s + 0.25)
         assert (overload(result_of(SECONDS, those(first, 0.25), e2el_s)) is not None) == grows
-    # 9 x 8 s of him who comes at 8 s alone.
+    # 9 x 8 s of the one that comes at 8 s alone.
     for stay_s, grows in ((71.9, True), (72.0, False)):
         e2el_s = those(late, 99.0) + those(SECONDS == 8, stay_s)
         assert (overload(result_of(SECONDS, 0.0, e2el_s)) is not None) == grows
@@ -105,10 +105,16 @@ def test_ends_count_from_the_middle_to_the_last_arrival():
     """Three of the late end in time; a fourth with the last arrival, or one of the early ones in the second half."""
     e2el_s = those(SECONDS > 19, 99.0)
     assert overload(result_of(SECONDS, 0.0, e2el_s)).ended_per_s == 3 / 16
-    for who, at_s, counts in ((20, 32.0, True), (20, 32.1, False), (1, 16.0, False), (1, 16.1, True), (1, 32.0, True)):
-        found = overload(result_of(SECONDS, 0.0, those(who == SECONDS, at_s - who, e2el_s)))
+    for came_s, at_s, counts in (
+        (20, 32.0, True),
+        (20, 32.1, False),
+        (1, 16.0, False),
+        (1, 16.1, True),
+        (1, 32.0, True),
+    ):
+        found = overload(result_of(SECONDS, 0.0, those(came_s == SECONDS, at_s - came_s, e2el_s)))
         assert (found is None) == counts
-    # He who comes in the middle is not late.
+    # The one that comes in the middle is not late.
     assert overload(result_of(SECONDS, 0.0, those(SECONDS > 16, 99.0))).arrived_per_s == 1.0
 
 

@@ -102,7 +102,7 @@ def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):
     shutil.copytree(compared / "vllm-recompute", tmp_path / "b")
     (section,) = read_sections([tmp_path / "a", tmp_path / "b"])
     assert [run.label for run in section.runs] == ["vllm-recompute (a)", "vllm-recompute (b)"]
-    # One whose label nobody else has keeps it.
+    # One whose label no other has keeps it.
     (section,) = read_sections([tmp_path / "a", compared / "layerkv_slo-aware=false"])
     assert [run.label for run in section.runs] == ["vllm-recompute", "layerkv:slo-aware=false"]
     # A run without a time series has the figures that need none.
@@ -141,7 +141,7 @@ def test_several_engines_have_a_figure_of_theirs(tmp_path):
 
 
 def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeypatch, capsys):
-    """Those who got no token are left out, as they are where arrays say why."""
+    """Those that got no token are left out, as they are where arrays say why."""
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,90,5\n0,5000,5\n0.5,70,1\n")
     words = ["--trace", str(tmp_path / "t.csv"), "--gpu", "l20", "--max-model-len", "1024", "--quiet"]
     for name, limit in (("arrays", 3), ("parquet", 2), ("csv", 2)):

@@ -1,4 +1,4 @@
-"""`--enable-prefix-caching` from the command line: what it saves, who can have it, and what is left without it."""
+"""`--enable-prefix-caching` from the command line: what it saves, what can have it, and what is left without it."""
 
 import json
 

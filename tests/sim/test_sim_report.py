@@ -53,7 +53,7 @@ def host_blocks(folder, **changes):
 
 
 def test_host_blocks_are_those_of_the_tier_that_keeps_prefixes_if_there_is_one(tmp_path):
-    """10,240 offloaded blocks in place of a swap space of 512 that nobody uses; a disk below is neither."""
+    """10,240 offloaded blocks in place of a swap space of 512 that is not used; a disk below is neither."""
     given = {"hit_tokens": 0, "num_loads": 0, "stored_blocks": 0, "evicted_blocks": 0, "saved_s": 0.0, "lost_s": 0.0}
     disk, host = TierUse(tier="disk", num_blocks=99, **given), TierUse(tier="host", num_blocks=10_240, **given)
     assert host_blocks(tmp_path) == host_blocks(tmp_path, tiers=[disk]) == "512 (4.0 GiB per GPU)"

@@ -340,7 +340,7 @@ def test_rows_are_written_in_order_as_soon_as_they_can_be(tmp_path):
         if expected is not None:
             assert [row[0] for row in written] == expected
     table.close()
-    # Who never ended is left out.
+    # What never ended is left out.
     assert [row[0] for row in written] == [0, 1, 2, 3, 4, 7, 9]
     assert path.read_text() == "id\n"
 

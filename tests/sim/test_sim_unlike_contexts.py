@@ -39,7 +39,7 @@ def test_the_longest_decode_adds_what_it_has_beyond_the_mean():
     # As they grow, what they differ by stays.
     later = [cost.decode_run(8, 8080, longest_tokens=n)[0] for n in (0, 3010)]
     assert later[1] - later[0] == pytest.approx(32 * 2000 * 512 / rate)
-    # Split among blocks, nobody waits for the longest.
+    # Split among blocks, none waits for the longest.
     assert cost.decode_run(3, 3000, longest_tokens=2000) == cost.decode_run(3, 3000)
 
 

@@ -286,7 +286,7 @@ def test_nothing_that_holds_is_said(tmp_path):
 
 @pytest.mark.parametrize(("goal", "places"), [("goodput", [3, 4, 1, 0, 2]), ("gpus", [0, 4, 1, 3, 2])])
 def test_the_best_is_first_and_of_equals_the_one_furthest_from_its_slos(goal, places):
-    """Who reaches nothing is behind who reaches little, and before who never met the SLOs; TTFT at most 100 ms."""
+    """What reaches nothing is behind what reaches little, and before what never met the SLOs; TTFT at most 100 ms."""
     goodput = {"goodput": ["ttft:100"]} if goal == "goodput" else {}
     asked = read_tune(FIXED | goodput | {"tune": {"goal": goal, "slo": ["p99_ttft_ms:100"]}}, "t")
 

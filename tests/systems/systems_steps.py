@@ -22,7 +22,7 @@ def machine(swap_s_per_block: float = 0.001) -> Machine:
 
 
 class Step(NamedTuple):
-    """One plan: who takes a token, who computes how many prompt tokens (by request id), and what stood around it."""
+    """One plan: what takes a token, what computes how many prompt tokens (by request id), and what stood around it."""
 
     start_s: float
     end_s: float
@@ -74,7 +74,7 @@ def over(policy: Policy, workload: Workload) -> tuple[list[Step], Outcome]:
 
 
 def work(steps: Iterable[Step]) -> list[tuple[tuple[int, ...], dict[int, int]]]:
-    """Who decodes and who computes how much of its prompt, iteration by iteration."""
+    """What decodes and what computes how much of its prompt, iteration by iteration."""
     return [(step.decodes, step.chunks) for step in steps]
 
 

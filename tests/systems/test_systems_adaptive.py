@@ -55,7 +55,7 @@ def test_chunks_go_alone_where_decodes_cost_more_beside_them(context, alone):
 
 
 def test_whose_first_token_is_late_lets_others_pass():
-    """One seat, taken for 4 s by one without time to spare: two are hopeless then (TTFT 1 s), who came last is not."""
+    """One seat, taken for 4 s by one without time to spare: two are hopeless then (TTFT 1 s), the last is not."""
     rows = requests((0.0, 16, 200), (0.1, 16, 10), (0.2, 16, 10), (3.9, 16, 10))
     policy = Adaptive(ttft_slo_ms=1000.0, tpot_slo_ms=25.0, predictor="oracle")
     ended = simulate(policy, rows, limits(seqs=1)).by_id()
@@ -79,7 +79,7 @@ def test_who_has_time_makes_room_for_a_prompt_and_returns():
 @pytest.mark.parametrize("tpot_ms", [24.0, 28.0])
 @pytest.mark.parametrize("predictor", ["oracle", "bucket"])
 def test_as_many_decode_together_as_a_short_tpot_allows(predictor, tpot_ms):
-    """Room for all. An iteration takes 20 ms, and for each sequence 20 us and 0.6 us a token: nobody is in time if all
+    """Room for all. An iteration takes 20 ms, and for each sequence 20 us and 0.6 us a token: none is in time if all
     decode."""
     arrivals = crowd(800, gap_s=0.015)
     limit = replace(ROOM, num_gpu_blocks=10_000, max_num_seqs=512)

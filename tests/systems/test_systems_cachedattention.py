@@ -85,7 +85,7 @@ def test_turns_of_conversations_are_answered_sooner():
 
 
 def test_single_turns_gain_nothing():
-    """What it must not show: the host cannot help whom nobody precedes. Victims hit their own blocks in either."""
+    """What it must not show: the host cannot help turns that none precedes. Victims hit their own blocks in either."""
     rows = requests(*((0.05 * i, 20 + 7 * i, 5 + i) for i in range(40)))
     limit = replace(limits(gpu=60, max_model_len=512), enable_prefix_caching=True)
     one, other = (simulate(policy, rows, limit) for policy in (VllmRecompute(), CachedAttention()))

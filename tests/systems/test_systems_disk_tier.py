@@ -49,7 +49,7 @@ def tiers(outcome: Outcome) -> tuple[int, int]:
     ],
 )
 def test_a_prompt_waits_for_the_disk_unless_computing_is_sooner(block_us, seconds, hits, jump):
-    """B's six blocks push A's four out of the host; C comes when nobody is there."""
+    """B's six blocks push A's four out of the host; C comes when no other is there."""
     outcome = run(disk(block_us=block_us), A, B, C, jump=jump)
     assert outcome.by_id()[2].first_token_s == pytest.approx(2.0 + seconds, abs=1e-9)
     assert tiers(outcome) == hits
@@ -150,7 +150,7 @@ def test_names_of_what_is_gone_are_forgotten_and_no_hit_with_them(data, disk_blo
 
 
 def test_names_do_not_pile_up(monkeypatch):
-    """400 prompts of 4 blocks that nobody else has: 6 of them fit on the GPU, 20 on the host, 30 on the disk."""
+    """400 prompts of 4 blocks that no other has: 6 of them fit on the GPU, 20 on the host, 30 on the disk."""
     monkeypatch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", 0)
     turns = (turn(i, 0.1 * i, tuple(range(4 * i, 4 * i + 4))) for i in range(400))
     outcome = run(disk(30), *turns, host=20)

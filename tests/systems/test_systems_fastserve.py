@@ -96,7 +96,7 @@ def test_by_hand() -> None:
 
 
 def test_two_seats_by_hand() -> None:
-    """Prompts are computed beside decodes; the iteration's whole duration counts for everybody in it.
+    """Prompts are computed beside decodes; the iteration's whole duration counts for all in it.
 
     | from | to | decodes | prompts | |
     |---|---|---|---|---|
@@ -139,11 +139,11 @@ def test_proactive_swap_by_hand() -> None:
 
     | from | to | computes | |
     |---|---|---|---|
-    | 0 | 90 | 0: 70 tokens | 5 blocks; 3 are free, but nobody pauses who could leave |
+    | 0 | 90 | 0: 70 tokens | 5 blocks; 3 are free, but none pauses that could leave |
     | 90 | 111 | 0 | to level 2; 1 came at 100 |
     | 111 | 141 | 1: 10 tokens | 1 block; 0 pauses on the GPU |
     | 141 | 162 | 1 ends | 2 blocks are free, 0 is last in the queue: its 5 leave meanwhile, 141 to 146 |
-    | 162 | 167 | nothing | 0 needs 5 blocks and one more to grow; 4 shall stay free, but nobody else is there |
+    | 162 | 167 | nothing | 0 needs 5 blocks and one more to grow; 4 shall stay free, but no other is there |
     | 167 | 251 | 0 | 4 tokens of 21 ms |
     """
     policy = FastServe(quantum_ms=50.0, min_free_blocks=4)
@@ -172,7 +172,7 @@ SHORT_EVERY_30_MS = ((0.0, 70, 3), *((0.03 * k, 10, 1) for k in range(10)))
 
 
 def test_who_waits_for_long_comes_first_by_hand() -> None:
-    """Looks after every second iteration for who has waited 100 ms.
+    """Looks after every second iteration for what has waited 100 ms.
 
     | from | to | computes | |
     |---|---|---|---|
@@ -185,8 +185,8 @@ def test_who_waits_for_long_comes_first_by_hand() -> None:
     """
     policy = FastServe(quantum_ms=50.0, starvation_s=0.1, starvation_check=2)
     steps, outcome = by_hand(policy, SHORT_EVERY_30_MS, ONE_SEAT)
-    who = [(*step.decodes, *step.chunks) for step in steps]
-    assert who == [(1,), (2,), (3,), (4,), (5,), (0,), (6,), (7,), (8,), (9,), (10,), (0,), (0,)]
+    computed = [(*step.decodes, *step.chunks) for step in steps]
+    assert computed == [(1,), (2,), (3,), (4,), (5,), (0,), (6,), (7,), (8,), (9,), (10,), (0,), (0,)]
     assert outcome.by_id()[0].first_token_s == pytest.approx(0.240, abs=1e-9)
     assert outcome.by_id()[0].finish_s == pytest.approx(0.432, abs=1e-9)
     assert outcome.scheduler.counters.policy["starvation_promotions"] == 2
@@ -231,14 +231,14 @@ class Seen(NamedTuple):
 
 
 def places(order: Mlfq) -> dict[object, Seen]:
-    """Level and place of all who hold KV."""
+    """Level and place of all that hold KV."""
     return {seq: Seen(order.level_of(seq), i) for i, seq in enumerate(order.in_order())}
 
 
 @some
 @given(data=st.data())
 def test_nobody_runs_while_another_on_the_gpu_stands_before_it(data: st.DataObject) -> None:
-    """So never does the last level overtake. Who leaves or returns over PCIe cannot run; all others can."""
+    """So never does the last level overtake. A sequence that leaves or returns over PCIe cannot run; all others can."""
     workload = data.draw(workloads(FastServe()))
     policy = FastServe(num_levels=data.draw(st.sampled_from([1, 2, 12])))
 
@@ -258,7 +258,7 @@ def test_nobody_runs_while_another_on_the_gpu_stands_before_it(data: st.DataObje
 @some
 @given(data=st.data())
 def test_prompts_start_in_the_queue_s_order(data: st.DataObject) -> None:
-    """Nobody who waits stands before one whose prompt is computed; within a level, arrivals keep their order."""
+    """No waiting request stands before one whose prompt is computed; within a level, arrivals keep their order."""
     workload = data.draw(workloads(FastServe()))
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
@@ -272,7 +272,7 @@ def test_prompts_start_in_the_queue_s_order(data: st.DataObject) -> None:
 @some
 @given(data=st.data())
 def test_nobody_waits_in_a_lower_level_beyond_the_bound(data: st.DataObject) -> None:
-    """With a look after every iteration: whoever has waited so long is in level 0 (waits for copies are none)."""
+    """With a look after every iteration: what has waited so long is in level 0 (waits for copies are none)."""
     workload = data.draw(workloads(FastServe()))
     policy = FastServe(starvation_s=0.1, starvation_check=1)
     end_s = -1.0
@@ -317,7 +317,7 @@ def test_nobody_runs_longer_at_a_stretch_than_its_quantum_and_one_iteration(data
 @some
 @given(data=st.data())
 def test_what_leaves_ahead_of_need_does_not_run(data: st.DataObject) -> None:
-    """Whoever is copied is not computed."""
+    """A sequence that is copied is not computed."""
     workload = data.draw(workloads(FastServe()))
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
@@ -346,7 +346,7 @@ def test_new_prompts_wait_while_less_than_a_tenth_of_the_host_is_free(data: st.D
 @some
 @given(data=st.data())
 def test_who_loses_its_blocks_stands_behind_all_who_keep_theirs(data: st.DataObject) -> None:
-    """Where blocks run out, or one who comes first has too few, the last in the queue is swapped before the step."""
+    """Where blocks run out, or one that comes first has too few, the last in the queue is swapped before the step."""
     workload = data.draw(workloads(FastServe()))
     policy = FastServe()
 
@@ -421,7 +421,7 @@ def test_who_stands_before_the_prompt_keeps_its_blocks_and_runs_with_it() -> Non
 def test_nothing_is_taken_where_it_is_not_enough() -> None:
     """Quanta of 100 ms and so on; 11 blocks. From 164 prompt 2 (120 ms: level 1) waits for 7 blocks behind 0, which has
     5. At 230 1 comes to level 1 as well, behind 2, but its block and the 5 free ones are 6: it runs on. 0 ends at 252,
-    2 has its blocks from nobody."""
+    2 has its blocks from no other."""
     policy = FastServe(quantum_ms=100.0)
     rows = ((0.0, 70, 8), (0.1, 10, 12), (0.15, 100, 2))
     steps, outcome = by_hand(policy, rows, limits(gpu=11, seqs=3, max_model_len=128))
@@ -468,21 +468,21 @@ def test_nobody_takes_what_is_left_of_the_blocks_of_one_before_it() -> None:
 
 
 def swapped_before(plan: IterationPlan) -> set[object]:
-    """Who goes out before the step."""
+    """Sequences that go out before the step."""
     return {c.seq for c in plan.changes if isinstance(c, Move) and c.target is Tier.HOST}
 
 
 @some
 @given(data=st.data())
-def test_who_stands_before_all_that_are_on_the_gpu_waits_for_copies_or_the_host_alone(data: st.DataObject) -> None:
-    """Whoever holds blocks there is behind, and gives them up: a prompt starts, one on the host returns. None gives up
+def test_what_stands_before_all_that_are_on_the_gpu_waits_for_copies_or_the_host_alone(data: st.DataObject) -> None:
+    """What holds blocks there is behind, and gives them up: a prompt starts, one on the host returns. None gives up
     more than the host has room for, nor all blocks of the GPU, to where it could not return."""
     workload = data.draw(workloads(FastServe()))
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
         order, batching, eviction = parts_of(scheduler)
         here = {*scheduler.batch.members, *batching.paused, *(chunk.seq for chunk in plan.chunks)}
-        # Where this step preempted somebody, that may have come after its choice.
+        # Where this step preempted, that may have come after its choice.
         if scheduler.changed or scheduler.memory.copies_of or not here:
             return
         memory, host_free = scheduler.memory, scheduler.host.free
@@ -534,7 +534,7 @@ def test_no_prompt_takes_the_blocks_that_a_decode_before_it_needs() -> None:
 def test_who_is_promoted_has_the_first_level_s_quantum() -> None:
     """Quanta of 50, 200, 800 ms. Request 0 (120 ms: level 1) goes to level 2 after 204 ms, runs 21 ms of 800, and waits
     from 225 for short ones that come every 30 ms. At 345 it has waited 100 ms and goes to level 0, behind the one that
-    came at 330, which runs to 375. Then it has 50 ms: three iterations, to 438, and is behind whoever came by then."""
+    came at 330, which runs to 375. Then it has 50 ms: three iterations, to 438, and is behind what came by then."""
     policy = FastServe(quantum_ms=50.0, quantum_factor=4.0, starvation_s=0.1, starvation_check=1)
     rows = ((0.0, 100, 30), *((0.21 + 0.03 * k, 10, 1) for k in range(8)))
     _, outcome = by_hand(policy, rows, limits(seqs=1, max_model_len=128))
@@ -589,20 +589,20 @@ def test_a_jump_stops_for_who_has_to_leave() -> None:
 
 
 def test_a_jump_that_ends_at_a_look_for_who_starves_looks() -> None:
-    """A look after every iteration, nobody shall wait at all. Request 1 (90 ms: level 1) comes in the middle of a jump
+    """A look after every iteration, none shall wait at all. Request 1 (90 ms: level 1) comes in the middle of a jump
     of request 0 in level 1 and goes to level 0 at once."""
     policy = FastServe(quantum_ms=50.0, starvation_s=0.0, starvation_check=1)
     check_jumps(policy, Workload(requests((0.0, 10, 30), (0.1, 70, 2)), ONE_SEAT, machine()))
 
 
 def test_quanta_that_end_together_end_in_the_queue_s_order() -> None:
-    """Sums of floats, which a jump rounds otherwise, once decided who of three went first to the next level."""
+    """Sums of floats, which a jump rounds otherwise, once decided which of three went first to the next level."""
     rows = ((0.0, 60, 20), (0.0, 64, 20), (0.0, 64, 20), (0.0, 1, 1), (0.0, 11, 6), (0.0, 14, 6))
     limit = limits(gpu=192, host=0, block_size=1, max_model_len=64, seqs=3)
     check_jumps(FastServe(), Workload(requests(*rows), limit, linear_machine()))
 
 
-# -- who never comes back ------------------------------------------------------------------------------------------
+# -- what never comes back -----------------------------------------------------------------------------------------
 
 
 def test_who_holds_all_blocks_is_not_swapped_for_another() -> None:
@@ -637,7 +637,7 @@ def test_who_is_given_up_holds_back_nobody(system: str) -> None:
 
 
 def test_nobody_is_sent_out_and_called_back_for_ever() -> None:
-    """7 blocks, and 20 shall be free: had three who need all of them been swapped, the first of the others would have
+    """7 blocks, and 20 shall be free: had three that need all of them been swapped, the first of the others would have
     been called back as one of the first three, and sent out again since it is not."""
     policy = FastServe(quantum_ms=1e-3, starvation_s=0.05, starvation_check=3, min_free_blocks=20)
     rows = (

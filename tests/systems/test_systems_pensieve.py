@@ -134,7 +134,7 @@ def test_turns_of_conversations_are_answered_sooner():
 
 
 def test_single_turns_gain_nothing():
-    """What it must not show: nobody's beginning is anybody else's, and nothing runs out."""
+    """What it must not show: no beginning is another's, and nothing runs out."""
     rows = requests(*((0.05 * i, 20 + 7 * i, 5 + i) for i in range(40)))
     limit = limits(gpu=600, max_model_len=512)
     ends = [
@@ -169,7 +169,7 @@ def check_tokens(outcome: Outcome) -> None:
         assert plan.prefill_pairs == sum(
             sum(range(cached + 1, cached + new + 1)) for _, new, cached, _ in plan.chunks if new
         )
-    # Of who was preempted there is more.
+    # Of what was preempted there is more.
     if not outcome.scheduler.counters.preemptions:
         for seq, spans in computed.items():
             assert spans == sorted(spans)

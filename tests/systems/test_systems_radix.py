@@ -182,7 +182,7 @@ def test_the_fewest_tokens_and_the_longest_prompt_are_computed_again():
 def test_who_is_left_has_room_for_twenty_tokens_each(gpu, preempted):
     """Three prompts of 10, 10 and 12 have 32 + 27 x 3 = 113 tokens when three more are wanted: the last gives 39 back.
 
-    Two who are left want 40, which a pool of 114 has then; one of 113 takes the second out as well.
+    Two that are left want 40, which a pool of 114 has then; one of 113 takes the second out as well.
     """
     rows = plain((0.0, 10, 30), (0.001, 10, 30), (0.001, 12, 30))
     ended = simulate(Radix(), rows, radix_limits(gpu)).by_id()
@@ -202,7 +202,7 @@ def test_long_prompts_go_on_before_others_start_or_decode():
 
 
 def test_who_computes_the_same_at_once_keeps_one_copy():
-    """Ten prompts of 50 equal tokens in one step: each is computed, as nobody was first, and 49 + 10 own are kept."""
+    """Ten prompts of 50 equal tokens in one step: each is computed, as none was first, and 49 + 10 own are kept."""
     rows = prompts(*((0.0, "x" * 50, 5) for _ in range(10)))
     outcome = simulate(Radix(), rows, radix_limits(1000))
     assert outcome.scheduler.counters.prefix_hit_tokens == 0
@@ -234,7 +234,7 @@ class With(Radix):
 
 
 class Sticky(CacheAware):
-    """Claims that nobody overtakes."""
+    """Claims that no request overtakes."""
 
     sticky = True
 

@@ -161,7 +161,7 @@ def test_a_victim_leaves_without_a_copy_and_returns_by_hidden_states():
     assert not more
     (restore,) = plan.mixed_restores
     assert restore.kv_groups == ()
-    # Each has six of the twelve blocks, and vLLM 0.5.5 wants one more for everybody; the 91st token is to be fed.
+    # Each has six of the twelve blocks, and vLLM 0.5.5 wants one more for each; the 91st token is to be fed.
     assert restore.num_tokens == 90
     # Behind the prompts' layers leaves what is kept of six blocks each.
     share = outcome.scheduler.memory.share

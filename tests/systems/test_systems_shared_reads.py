@@ -1,4 +1,4 @@
-"""ChunkAttention and BatchLLM on small engines, worked out by hand: what is shared, what is read, who goes first."""
+"""ChunkAttention and BatchLLM on small engines, worked out by hand: what is shared, what is read, what goes first."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def prompts(*rows):
 
 
 def decodes(outcome):
-    """(who decodes, context tokens, shared ones, first seconds, iterations) of every plan that decodes only."""
+    """(what decodes, context tokens, shared ones, first seconds, iterations) of every plan that decodes only."""
     return [
         (plan.num_decodes, plan.decode_context_tokens, plan.decode_shared_tokens, times.first_end_s - start_s)
         for plan, start_s, times in outcome.plans
@@ -59,7 +59,7 @@ def test_a_chunk_is_read_once_for_all_who_share_it():
 
 
 def test_memory_is_freed_with_the_last_sharer():
-    """Two share two chunks of three; the last who has them takes them away, and the third computes everything."""
+    """Two share two chunks of three; the last that has them takes them away, and the third computes everything."""
     rows = prompts((0.0, 1, 150, 10, 5), (0.001, 1, 150, 10, 30), (9.0, 1, 150, 10, 5))
     used = []
 
@@ -118,7 +118,7 @@ def test_what_is_read_again_is_counted_as_plans_go(text):
 
 @pytest.mark.parametrize("shared", [1024, 4096])
 def test_what_is_read_once_is_computed_for_each(shared):
-    """32 who share all but 64 tokens of a small Llama on an A100: sum(s_i) tokens are attended to, sum(s_i) - 31 shared
+    """32 share all but 64 tokens of a small Llama on an A100: sum(s_i) tokens are attended to, sum(s_i) - 31 shared
     ones read, and reading falls by less than the number of sharers."""
     cost = roofline_machine("a100-80g", 1.0).cost
     context, again = 32 * (shared + 64), 31 * shared

@@ -23,7 +23,7 @@ some = settings(max_examples=20, deadline=None, suppress_health_check=(HealthChe
 
 
 def with_room(workload: Workload) -> Workload:
-    """The same requests and budget where memory refuses nobody, and every prompt is computed whole."""
+    """The same requests and budget where memory refuses none, and every prompt is computed whole."""
     return replace(workload, limits=replace(workload.limits, num_gpu_blocks=10_000, enable_prefix_caching=False))
 
 
@@ -32,7 +32,7 @@ def test_sarathi_by_hand() -> None:
 
     | from | to | decodes | prompt | ms |
     |---|---|---|---|---|
-    | 0 | 30 | | 0: 10 | 20 + 10; 6 tokens are left, for nobody |
+    | 0 | 30 | | 0: 10 | 20 + 10; 6 tokens are left over |
     | 30 | 66 | 0 | 1: 15 | 20 + 16 |
     | 66 | 102 | 0 | 1: 15 (30) | 20 + 16 |
     | 102 | 133 | 0 | 1: 10 (40) | 20 + 11 |
@@ -60,7 +60,7 @@ def test_fastgen_by_hand() -> None:
     | 36 | 72 | 0 | 1: 15 (21) | 16 |
     | 72 | 108 | 0 | 1: 15 (36) | 16 |
     | 108 | 144 | 0 | 1: 4 (40), 2: 11 | 16 |
-    | 144 | 174 | 0 (ends), 1 (ends) | 2: 5 (16), 3: 3 (ends) | 10, nobody waits |
+    | 144 | 174 | 0 (ends), 1 (ends) | 2: 5 (16), 3: 3 (ends) | 10, none waits |
     | 174 | 195 | 2 (ends) | | 1 |
     """
     steps, outcome = by_hand(FastGen(), ROWS, SIXTEEN)
@@ -148,7 +148,7 @@ def test_sarathi_never_has_two_prompts_in_an_iteration_nor_two_half_done(data: s
     assert all(len(step.chunks) <= 1 for step in steps)
     workload = with_room(workload)
     steps, _ = over(Sarathi(), workload)
-    # Where nobody is preempted, a prompt that has begun is the only one until it is done.
+    # Where none is preempted, a prompt that has begun is the only one until it is done.
     order = [request_id for step in steps for request_id in step.chunks]
     assert order == sorted(order)
 

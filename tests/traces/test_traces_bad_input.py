@@ -211,7 +211,7 @@ def test_a_line_without_end_is_refused_and_not_held(tmp_path, monkeypatch, begin
     with path.open("w") as file:
         file.write(row * (rows > 0))
         file.write(begin)
-        # A hole in the file: 10 GB that nobody can read in this test's time.
+        # A hole in the file: 10 GB that cannot be read in this test's time.
         file.truncate(10**10)
     number = 1 + row.count("\n") * (rows > 0)
     with pytest.raises(TraceError, match=rf"long, line {number}: is longer than 262144 characters; is it a trace"):

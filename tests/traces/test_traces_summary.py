@@ -103,7 +103,7 @@ def test_every_rank_of_lengths_counted_by_value():
 
 
 def test_a_block_holds_nothing_before_a_token_of_it_was_computed():
-    """Four of a prompt fill block 1; the only token of the answer is not computed. Nor is what nobody asked for."""
+    """Four of a prompt fill block 1; the only token of the answer is not computed. Nor is what was not asked for."""
     asked = Request(1, 1.0, 5, 1, "", (1, 2), 4)
     for first in (Request(0, 0.0, 4, 1, "", (1,), 4, (2,)), Request(0, 0.0, 4, 1, "", (1,), 4)):
         assert summarize([first, asked]).infinite_cache_block_hits == 1 / (len(first.hash_ids) + 2)
