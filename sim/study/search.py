@@ -1,4 +1,4 @@
-"""Searches that ask for runs: how much load a deployment holds, how few GPUs hold the load.
+"""Searches that ask for runs: how much load a deployment sustains, how few GPUs sustain the load.
 
 A search is a generator: it yields the options of a run, hears how it ended, and returns its answer. `answers` drives
 many of them at once, so that workers have something to do and equal runs are made once.
@@ -22,8 +22,8 @@ PRECISION = 0.02
 MOST_DOUBLINGS = 12
 MOST_ENGINES = 1024
 STAYS = 5.0
-"""Arrivals must go on for so many mean latencies before a load that holds counts as held: seats and blocks have filled
-and emptied some times by then."""
+"""Arrivals must go on for so many mean latencies before a load counts as sustained: seats and blocks have filled and
+emptied some times by then."""
 STAGES = "pipeline_parallel_size"
 NO_LOAD = 2.0**-MOST_DOUBLINGS
 
@@ -37,7 +37,7 @@ class Ran(Struct, frozen=True):
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What result.json holds; None where the run failed."""
+        """What result.json says; None where the run failed."""
         return self.outcome.result
 
 
@@ -64,7 +64,7 @@ class Slo(Struct, frozen=True):
         return Slo(metric, bound)
 
     def met(self, result: Mapping[str, Any]) -> bool:
-        """Whether a run keeps to it."""
+        """Whether a run meets it."""
         value = result[self.metric]
         if value is None:
             return False
@@ -83,8 +83,8 @@ SERVED = 0.99
 """Share of the requests that must not be given up, whatever the SLOs."""
 
 
-def holds(ran: Ran, slos: Sequence[Slo]) -> bool:
-    """Whether a run kept to all SLOs and gave up hardly any request."""
+def meets(ran: Ran, slos: Sequence[Slo]) -> bool:
+    """Whether a run met all SLOs and gave up hardly any request."""
     result = ran.result
     if result is None:
         return False
@@ -92,7 +92,7 @@ def holds(ran: Ran, slos: Sequence[Slo]) -> bool:
 
 
 def too_short(result: Mapping[str, Any]) -> str:
-    """Why a run cannot tell whether its load is held: its arrivals end before a queue could show. Else empty."""
+    """Why a run cannot tell whether its load is sustained: its arrivals end before a queue could show. Else empty."""
     span_s, stay_ms = result.get("arrival_span_s"), result.get("mean_e2el_ms")
     if span_s is None or stay_ms is None or span_s >= STAYS * stay_ms / 1e3:
         return ""
@@ -105,11 +105,11 @@ def too_short(result: Mapping[str, Any]) -> str:
     )
 
 
-class Held(Struct, frozen=True):
-    """The most that held and the least that did not, with their runs; None where there was none.
+class Reached(Struct, frozen=True):
+    """The most that met the SLOs and the least that did not, with their runs; None where there was none.
 
     Attributes:
-        unknown: why more may hold than the search could tell; empty where `least_failing` did not hold.
+        unknown: why more may meet them than the search could tell; empty where `least_failing` did not.
     """
 
     most: float
@@ -119,12 +119,12 @@ class Held(Struct, frozen=True):
     unknown: str = ""
 
 
-def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float = PRECISION) -> Search[Held]:
-    """The greatest factor on the arrivals' rate at which the SLOs hold, by doubling and geometric bisection.
+def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float = PRECISION) -> Search[Reached]:
+    """The greatest factor on the arrivals' rate at which the SLOs are met, by doubling and geometric bisection.
 
-    It takes for granted that what holds at some load holds at any lower one. 0 where nothing down to `NO_LOAD` holds.
-    A run that is too short to tell (`too_short`) is no proof that its load is held: `unknown` says so, as it does where
-    no load fails.
+    It assumes that SLOs met at some load are met at any lower one. 0 where none down to `NO_LOAD` meets them.
+    A run that is too short to tell (`too_short`) is no proof that its load is sustained: `unknown` says so, as it does
+    where no load fails.
     """
     usual = options.get("rate_scale", 1.0)
     good: tuple[float, Ran | None] = (0.0, None)
@@ -135,13 +135,13 @@ def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float 
         ran = yield {**options, "rate_scale": usual * factor}
         if ran.outcome.error is not None and good[1] is None and bad[1] is None:
             # Refused as it is: no load changes that.
-            return Held(0.0, None, factor, ran)
-        if not holds(ran, slos):
+            return Reached(0.0, None, factor, ran)
+        if not meets(ran, slos):
             bad, unknown = (factor, ran), ""
         elif short := too_short(ran.result or {}):
             if ran.result and not ran.result["arrival_span_s"]:
                 # No load changes that.
-                return Held(0.0, None, None, None, short)
+                return Reached(0.0, None, None, None, short)
             bad, unknown = (factor, None), short
         else:
             good = (factor, ran)
@@ -153,13 +153,13 @@ def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float 
             break
         else:
             factor = (good[0] * bad[0]) ** 0.5
-    return Held(*good, *(bad if bad[1] is not None else (None, None)), unknown)
+    return Reached(*good, *(bad if bad[1] is not None else (None, None)), unknown)
 
 
-def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Held]:
-    """The fewest engines that hold the load, by doubling and bisection; `most` is their number, 0 where none do.
+def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Reached]:
+    """The fewest engines that sustain the load, by doubling and bisection; `most` is their number, 0 where none do.
 
-    It takes for granted that what some engines hold, more of them hold.
+    It assumes that what some engines sustain, more of them sustain.
     """
     usual = {"router": "least-loaded", **options}
     good: tuple[int, Ran | None] = (0, None)
@@ -171,8 +171,8 @@ def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[He
             del engines["router"]
         ran = yield engines
         if ran.outcome.error is not None and good[1] is None and count == 1:
-            return Held(0.0, None, 1, ran)
-        if holds(ran, slos):
+            return Reached(0.0, None, 1, ran)
+        if meets(ran, slos):
             good = (count, ran)
         else:
             bad = (count, ran)
@@ -182,14 +182,14 @@ def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[He
             break
         else:
             count = (good[0] + bad[0]) // 2
-    return Held(*good, *bad)
+    return Reached(*good, *bad)
 
 
-def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Held]:
+def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Reached]:
     """The fewest GPUs of engines that prefill and engines that decode, of all splits; `most` is their number.
 
-    As many of each are doubled until they hold; then splits of fewer GPUs are tried, by prefill engines. It takes for
-    granted that one engine more, of either kind, breaks nothing that held.
+    As many of each are doubled until they sustain the load; then splits of fewer GPUs are tried, by prefill engines. It
+    assumes that one engine more, of either kind, never turns met SLOs into missed ones.
     """
 
     def engines(prefill: int, decode: int) -> dict[str, Any]:
@@ -206,8 +206,8 @@ def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Held
     while good[1] is None and count <= MOST_ENGINES:
         ran = yield engines(count, count)
         if ran.outcome.error is not None and count == 1:
-            return Held(0.0, None, ran.num_gpus, ran)
-        if holds(ran, slos):
+            return Reached(0.0, None, ran.num_gpus, ran)
+        if meets(ran, slos):
             good = (ran.num_gpus, ran)
         else:
             bad = (ran.num_gpus, ran)
@@ -215,23 +215,23 @@ def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Held
     prefill = 1
     while (decode := (good[0] - 1 - prefill * weights[0]) // weights[1]) > 0:
         ran = yield engines(prefill, decode)
-        if holds(ran, slos):
+        if meets(ran, slos):
             good = (ran.num_gpus, ran)
         else:
             bad, prefill = (ran.num_gpus, ran), prefill + 1
-    return Held(*good, *bad)
+    return Reached(*good, *bad)
 
 
-def worst_of(searches: Sequence[Search[Held]], better: Callable[[float, float], bool]) -> Search[Held]:
+def worst_of(searches: Sequence[Search[Reached]], better: Callable[[float, float], bool]) -> Search[Reached]:
     """The worst answer of one or several searches one after the other, as of a deployment under several seeds."""
     first, *others = searches
     worst = yield from first
     for search in others:
         if worst.ran is None:
             break
-        held = yield from search
-        if held.ran is None or better(worst.most, held.most):
-            worst = held
+        reached = yield from search
+        if reached.ran is None or better(worst.most, reached.most):
+            worst = reached
     return worst
 
 

@@ -20,8 +20,8 @@ from sim.study.limits import Change, binding, changes
 from sim.study.points import policy_of, setup_of
 from sim.study.search import (
     PRECISION,
-    Held,
     Ran,
+    Reached,
     Search,
     Slo,
     answers,
@@ -49,22 +49,22 @@ class Candidate(Struct, frozen=True):
     """One policy with its knobs, and what it reached."""
 
     point: dict[str, Value]
-    held: Held
+    reached: Reached
     value: float | None
     """What is best most or least, by the goal; None where no run met the SLOs."""
 
     @property
     def ran(self) -> Ran | None:
         """The run that shows it, of the worst seed."""
-        return self.held.ran
+        return self.reached.ran
 
     @property
     def refusal(self) -> str | None:
         """Why it could not run, or could not be told apart from any other; None where it ran and missed the SLOs."""
         if self.value is not None:
             return None
-        error = self.held.failing.outcome.error if self.held.failing is not None else None
-        return error or self.held.unknown or None
+        error = self.reached.failing.outcome.error if self.reached.failing is not None else None
+        return error or self.reached.unknown or None
 
 
 class Gain(Struct, frozen=True):
@@ -82,7 +82,7 @@ class Tuned(Struct, frozen=True):
         candidates: the best first; those that never met the SLOs last, in the file's order.
         gains: of the best, by what was changed.
         low, high: the best's value on a GPU that much slower and faster than its profile says.
-        slack: most load over the traffic as it is that the best holds.
+        slack: most load over the traffic as it is that the best sustains.
     """
 
     study: Study
@@ -220,8 +220,8 @@ def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] 
     study = asked.study
 
     def reach(points: Sequence[dict[str, Value]]) -> list[Candidate]:
-        held = answers([_search(asked, point, {}) for point in points], store, means, begin)
-        return [Candidate(p, h, _value(asked, h)) for p, h in zip(points, held, strict=True)]
+        reached = answers([_search(asked, point, {}) for point in points], store, means, begin)
+        return [Candidate(p, h, _value(asked, h)) for p, h in zip(points, reached, strict=True)]
 
     if asked.trials is None:
         found = reach(study.points)
@@ -261,13 +261,13 @@ def _explained(
     speeds = [{"profile": _faster(base, factor)} for factor in (1.0 - error, 1.0 + error)]
     searches = [_loaded(asked, best.point, {**engines, **more}) for more in ({}, *(c.options for c in what_if))]
     searches += [_search(asked, best.point, more) for more in speeds]
-    held = answers(searches, store, means, begin)
-    at_first, changed, (slower, faster) = held[0], held[1:-2], held[-2:]
+    reached = answers(searches, store, means, begin)
+    at_first, changed, (slower, faster) = reached[0], reached[1:-2], reached[-2:]
     gains = []
     for change, one in zip(what_if, changed, strict=True):
         error_text = one.failing.outcome.error if one.failing is not None else None
         if one.ran is None:
-            gains.append(Gain(change, None, error_text or one.unknown or "no load holds"))
+            gains.append(Gain(change, None, error_text or one.unknown or "no load meets the SLOs"))
         else:
             gains.append(Gain(change, one.most / at_first.most - 1.0 if at_first.most else None, one.unknown))
     return Tuned(
@@ -297,7 +297,7 @@ def _options(asked: Asked, point: Mapping[str, Value], repeat: int, more: Mappin
     return {name: value for name, value in found.items() if GOES_WITH.get(name) != "prefill_replicas"}
 
 
-def _search(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Held]:
+def _search(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Reached]:
     """The goal's search for a candidate, the worst of its seeds."""
     if asked.goal in ("gpus", "cost"):
         given = [_options(asked, point, r, more) for r in range(asked.study.repeats)]
@@ -306,30 +306,30 @@ def _search(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -
     return _loaded(asked, point, more)
 
 
-def _loaded(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Held]:
-    """How much load a deployment holds, or its goodput where that is the goal."""
+def _loaded(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Reached]:
+    """How much load a deployment sustains, or its goodput where that is the goal."""
     given = [_options(asked, point, r, more) for r in range(asked.study.repeats)]
     if asked.goal == "goodput":
         return worst_of([_goodput(options) for options in given], lambda a, b: a > b)
     return worst_of([most_load(options, asked.slos) for options in given], lambda a, b: a > b)
 
 
-def _goodput(options: dict[str, Any]) -> Search[Held]:
+def _goodput(options: dict[str, Any]) -> Search[Reached]:
     ran = yield options
     if ran.result is None:
-        return Held(0.0, None, 1.0, ran)
-    return Held(ran.result["request_goodput"], ran, None, None)
+        return Reached(0.0, None, 1.0, ran)
+    return Reached(ran.result["request_goodput"], ran, None, None)
 
 
-def _value(asked: Asked, held: Held) -> float | None:
+def _value(asked: Asked, reached: Reached) -> float | None:
     """What the goal counts: load in requests/s, GPUs, their price an hour, or goodput in requests/s."""
-    ran = held.ran
+    ran = reached.ran
     if ran is None or ran.result is None:
         return None
     if asked.goal == "load":
         return offered_per_s(ran.result)
     if asked.goal == "goodput":
-        return held.most
+        return reached.most
     price = asked.prices[ran.options.get("gpu", Scenario.gpu)] if asked.goal == "cost" else 1.0
     return ran.num_gpus * price
 

@@ -66,7 +66,7 @@ def candidates_table(tuned: Tuned) -> Frame:
         row |= {"value": candidate.value, "unit": UNITS[tuned.goal], "error": candidate.refusal}
         ran = candidate.ran
         if ran is not None and ran.result is not None:
-            row |= {"num_gpus": ran.num_gpus, "load": candidate.held.most if tuned.goal == "load" else 1.0}
+            row |= {"num_gpus": ran.num_gpus, "load": candidate.reached.most if tuned.goal == "load" else 1.0}
             row |= {name: ran.result[name] for name in (*FRONT[:2], "mean_ttft_ms", "mean_tpot_ms", "request_goodput")}
             row |= {slo.metric: ran.result[slo.metric] for slo in tuned.slos}
             row[FRONT[2]] = ran.result["output_throughput"] / ran.num_gpus
@@ -96,7 +96,7 @@ def lines(tuned: Tuned) -> Iterator[str]:
         most = {"load": "whatever the load", "goodput": "at this traffic"}.get(
             tuned.goal, f"with {MOST_ENGINES} engines"
         )
-        yield f"No candidate holds {wanted}, {most}."
+        yield f"No candidate meets {wanted}, {most}."
         yield from _without_value(tuned)
         return
     yield f"{name_of(tuned, best)}: {_reached(tuned, best)} with {wanted}."
@@ -118,7 +118,7 @@ def _without_value(tuned: Tuned) -> Iterator[str]:
     """Candidates that ran and missed the SLOs, and, apart, those that could not be run or told, by their reasons."""
     missed = [c for c in tuned.candidates if c.value is None and c.refusal is None]
     if missed and tuned.best is not None:
-        yield f"  {len(missed)} never hold them: {', '.join(name_of(tuned, c) for c in missed[:MOST_NAMED])}"
+        yield f"  {len(missed)} never meet them: {', '.join(name_of(tuned, c) for c in missed[:MOST_NAMED])}"
     reasons: dict[str, list[Candidate]] = {}
     for candidate in tuned.candidates:
         if candidate.refusal is not None:
@@ -139,8 +139,8 @@ def _reached(tuned: Tuned, candidate: Candidate) -> str:
         return f"{value:.2f} an hour ({ran.num_gpus if ran else 0} GPUs)"
     if tuned.goal == "goodput":
         return f"{value:.3g} requests/s within the SLOs of the scenario"
-    least = "at least " if candidate.held.unknown else ""
-    return f"{least}{value:.3g} requests/s, {candidate.held.most:.3g} times the traffic"
+    least = "at least " if candidate.reached.unknown else ""
+    return f"{least}{value:.3g} requests/s, {candidate.reached.most:.3g} times the traffic"
 
 
 def _engines(ran: Ran | None) -> str:
@@ -164,17 +164,17 @@ def _figure(value: float) -> str:
 
 
 def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
-    held = best.held
-    if tuned.goal == "goodput" or held.ran is None:
+    reached = best.reached
+    if tuned.goal == "goodput" or reached.ran is None:
         return
-    text = f"There {_measured(tuned.slos, held.ran.result)}"
-    if held.failing is not None and held.least_failing:
-        few = held.least_failing
-        where = f"{few:.3g} times the traffic" if tuned.goal == "load" else _engines(held.failing)
-        text += f"; with {where} {_measured(tuned.slos, held.failing.result)}"
+    text = f"There {_measured(tuned.slos, reached.ran.result)}"
+    if reached.failing is not None and reached.least_failing:
+        few = reached.least_failing
+        where = f"{few:.3g} times the traffic" if tuned.goal == "load" else _engines(reached.failing)
+        text += f"; with {where} {_measured(tuned.slos, reached.failing.result)}"
     yield text + "."
-    if held.unknown:
-        yield f"More may hold: {held.unknown}."
+    if reached.unknown:
+        yield f"More may be sustained: {reached.unknown}."
 
 
 def _binding(tuned: Tuned) -> Iterator[str]:
@@ -202,8 +202,8 @@ def _confidence(tuned: Tuned, best: Candidate) -> str:
     ran = best.ran
     profile = (ran.result or {})["profile"] if ran is not None else {}
     seeds = tuned.study.repeats
-    sure = f"all of {seeds} seeds hold it" if seeds > 1 else "one seed was tried"
-    ends = [f"{end:.3g}" if end is not None else "none holds" for end in (tuned.low, tuned.high)]
+    sure = f"all of {seeds} seeds sustain it" if seeds > 1 else "one seed was tried"
+    ends = [f"{end:.3g}" if end is not None else "none meets them" for end in (tuned.low, tuned.high)]
     percent = f"{tuned.speed_error * 100:.0f} %"
     return (
         f"How sure: {sure}; on a GPU {percent} slower than {profile['name']} ({profile['status']}) says {ends[0]}, "
@@ -262,7 +262,7 @@ def draw(tuned: Tuned) -> Figure:
     swatches.append(Line2D([], [], color=FAINT, lw=0.8, ls=":", label=f"binds from {BINDS:.0%}"))
     right.legend(handles=swatches, fontsize=8.5, frameon=False, loc="lower right")
     dress(right, "more load, %" if tuned.goal != "goodput" else "more goodput, %")
-    set_title(right, f"What binds it: {tuned.binds}" if tuned.binds else "Nothing holds", 44)
+    set_title(right, f"What binds it: {tuned.binds}" if tuned.binds else "Nothing meets the SLOs", 44)
     return figure
 
 

@@ -14,7 +14,7 @@ import kvtwin
 from sim.study import knobs as drawing
 from sim.study.limits import BINDS, binding
 from sim.study.points import Outcome
-from sim.study.search import PRECISION, Held, Ran, Slo, fewest_engines, fewest_pools, most_load, worst_of
+from sim.study.search import PRECISION, Ran, Reached, Slo, fewest_engines, fewest_pools, most_load, worst_of
 from sim.study.tune import ENGINES, Candidate, Tuned, offered_per_s, ranked, read_tune
 from sim.study.tune_report import on_front
 
@@ -40,34 +40,36 @@ def test_the_most_load_is_found_to_the_precision(threshold, usual):
     def ttft_ms(options):
         return 50.0 if options["rate_scale"] <= threshold * usual else 150.0
 
-    held, count = driven(most_load({"rate_scale": usual}, SLOS), ttft_ms)
-    assert threshold / (1 + PRECISION) * 0.999999 <= held.most <= threshold * 1.000001
-    assert held.least_failing >= threshold * 0.999999
+    reached, count = driven(most_load({"rate_scale": usual}, SLOS), ttft_ms)
+    assert threshold / (1 + PRECISION) * 0.999999 <= reached.most <= threshold * 1.000001
+    assert reached.least_failing >= threshold * 0.999999
     assert count <= 18
 
 
 @given(st.integers(1, 1000))
 def test_the_fewest_engines_are_found_exactly(threshold):
-    held, count = driven(fewest_engines({}, SLOS), lambda options: 50.0 if options["replicas"] >= threshold else 150.0)
-    assert held.most == threshold and held.least_failing == threshold - 1
+    reached, count = driven(
+        fewest_engines({}, SLOS), lambda options: 50.0 if options["replicas"] >= threshold else 150.0
+    )
+    assert reached.most == threshold and reached.least_failing == threshold - 1
     assert count <= 21
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1), st.integers(1, 4), st.integers(1, 4))
 def test_the_fewest_gpus_of_two_pools_are_those_of_the_cheapest_split(least, prefill_tp, decode_tp):
-    """What holds is at least one of `least` in both pools, which any monotone rule is."""
+    """What sustains the load is at least one of `least` in both pools, which any monotone rule is."""
 
     def gpus(options):
         return options["prefill_replicas"] * prefill_tp + options["decode_replicas"] * decode_tp
 
     def ttft_ms(options):
-        held = any(options["prefill_replicas"] >= p and options["decode_replicas"] >= d for p, d in least)
-        return 50.0 if held else 150.0
+        reached = any(options["prefill_replicas"] >= p and options["decode_replicas"] >= d for p, d in least)
+        return 50.0 if reached else 150.0
 
     search = fewest_pools({"tp": prefill_tp, "decode_tp": decode_tp}, SLOS)
-    held, count = driven(search, ttft_ms, gpus)
-    assert held.most == min(p * prefill_tp + d * decode_tp for p, d in least) == gpus(held.ran.options)
-    assert ttft_ms(held.ran.options) == 50.0 and count <= 150
+    reached, count = driven(search, ttft_ms, gpus)
+    assert reached.most == min(p * prefill_tp + d * decode_tp for p, d in least) == gpus(reached.ran.options)
+    assert ttft_ms(reached.ran.options) == 50.0 and count <= 150
 
 
 def test_a_bound_that_is_just_reached_is_kept():
@@ -77,29 +79,29 @@ def test_a_bound_that_is_just_reached_is_kept():
 
 @pytest.mark.parametrize(("precision", "most", "runs"), [(1.0, 1.0, 2), (0.99, 2.0**0.5, 3), (0.25, 2.0**0.5, 4)])
 def test_a_search_ends_once_its_ends_are_as_near_as_asked(precision, most, runs):
-    """1.5 holds, 2 does not: 2 over 1 is within 100 %, over the square root of 2 within 99 %."""
+    """1.5 is sustained, 2 is not: 2 over 1 is within 100 %, over the square root of 2 within 99 %."""
     search = most_load({}, SLOS, precision)
-    held, count = driven(search, lambda options: 50.0 if options["rate_scale"] <= 1.5 else 150.0)
-    assert (held.most, count) == (most, runs)
+    reached, count = driven(search, lambda options: 50.0 if options["rate_scale"] <= 1.5 else 150.0)
+    assert (reached.most, count) == (most, runs)
 
 
-def test_a_load_that_nothing_holds_and_one_that_everything_holds():
-    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
-    assert held.most == 0.0 and held.ran is None and held.failing is not None
-    held, _ = driven(most_load({}, SLOS), lambda options: 50.0)
-    assert held.most == 4096.0 and held.least_failing is None
-    assert held.unknown == "no load up to 4,096 times the traffic fails"
+def test_a_load_that_is_never_sustained_and_one_that_always_is():
+    reached, _ = driven(most_load({}, SLOS), lambda options: 150.0)
+    assert reached.most == 0.0 and reached.ran is None and reached.failing is not None
+    reached, _ = driven(most_load({}, SLOS), lambda options: 50.0)
+    assert reached.most == 4096.0 and reached.least_failing is None
+    assert reached.unknown == "no load up to 4,096 times the traffic fails"
 
 
-def test_a_load_whose_arrivals_end_before_a_queue_shows_is_not_held():
+def test_a_load_whose_arrivals_end_before_a_queue_shows_is_not_sustained():
     """40 requests of 2 s within 8 s: beyond 0.8 times the traffic they arrive within 5 stays, which proves nothing."""
 
     def result(options):
         return {"arrival_span_s": 8.0 / options["rate_scale"], "mean_e2el_ms": 2000.0, "num_prompts": 40}
 
-    held, _ = driven(most_load({}, SLOS), lambda options: 50.0, result=result)
-    assert 0.8 / (1 + PRECISION) <= held.most <= 0.8 and held.least_failing is None
-    assert held.unknown.startswith("at more load 40 requests arrive within 9.93 s, where each stays 2 s: too few")
+    reached, _ = driven(most_load({}, SLOS), lambda options: 50.0, result=result)
+    assert 0.8 / (1 + PRECISION) <= reached.most <= 0.8 and reached.least_failing is None
+    assert reached.unknown.startswith("at more load 40 requests arrive within 9.93 s, where each stays 2 s: too few")
     at_once, count = driven(
         most_load({}, SLOS), lambda options: 50.0, result=lambda o: result(o) | {"arrival_span_s": 0.0}
     )
@@ -112,13 +114,13 @@ def test_what_is_refused_as_it_is_is_not_tried_with_less_or_more(searched, asked
     refused = Ran(next(search), 7, Outcome("k", None, "no such GPU"))
     with pytest.raises(StopIteration) as end:
         search.send(refused)
-    assert end.value.value == Held(0.0, None, asked, refused)
+    assert end.value.value == Reached(0.0, None, asked, refused)
 
 
-def test_the_worst_of_several_seeds_is_their_answer_and_one_that_holds_nothing_ends_it():
+def test_the_worst_of_several_seeds_is_their_answer_and_one_that_meets_no_slo_ends_it():
     def seed(most):
         ran = yield {"most": most}
-        return Held(most, ran if most else None, None, None)
+        return Reached(most, ran if most else None, None, None)
 
     def worst(mosts, better):
         search, told, ran = worst_of([seed(most) for most in mosts], better), [], None
@@ -135,7 +137,7 @@ def test_the_worst_of_several_seeds_is_their_answer_and_one_that_holds_nothing_e
 
 
 @pytest.mark.parametrize(("searched", "name"), [(fewest_engines, "replicas"), (fewest_pools, "decode_replicas")])
-def test_what_is_refused_for_more_engines_does_not_hold(searched, name):
+def test_what_is_refused_for_more_engines_does_not_meet_slos(searched, name):
     search = searched({}, SLOS)
     first = Ran(next(search), 1, Outcome("k", {"p99_ttft_ms": 150.0, "completed": 10, "num_prompts": 10}))
     second = search.send(first)
@@ -144,8 +146,8 @@ def test_what_is_refused_for_more_engines_does_not_hold(searched, name):
 
 
 @pytest.mark.parametrize("ttft_ms", [50.0, 150.0])
-def test_what_is_refused_at_some_load_does_not_hold(ttft_ms):
-    """The search goes on between it and what held, or below it."""
+def test_what_is_refused_at_some_load_does_not_meet_slos(ttft_ms):
+    """The search goes on between it and what was sustained, or below it."""
     search = most_load({}, SLOS)
     first = Ran(next(search), 1, Outcome("k", {"p99_ttft_ms": ttft_ms, "completed": 10, "num_prompts": 10}))
     second = search.send(first)
@@ -155,7 +157,7 @@ def test_what_is_refused_at_some_load_does_not_hold(ttft_ms):
     assert third["rate_scale"] == pytest.approx(2.0**0.5 if ttft_ms == 50.0 else 0.25)
 
 
-def test_who_is_given_up_does_not_hold():
+def test_what_is_given_up_does_not_meet_slos():
     search = most_load({}, SLOS)
     options = next(search)
     lost = Ran(options, 1, Outcome("k", {"p99_ttft_ms": 1.0, "completed": 98, "num_prompts": 100}))
@@ -216,7 +218,7 @@ def test_the_load_found_is_the_one_that_a_scan_finds(tmp_path):
     factors = [round(0.3 + 0.01 * i, 2) for i in range(15)]
     scan = kvtwin.sweep(scenario | {"sweep": {"grid": {"rate-scale": factors}}}, tmp_path / "s", jobs=1).table
     most = scan.loc[scan["p99_ttft_ms"] <= 2000, "rate_scale"].max()
-    assert found.best.held.most == pytest.approx(most, rel=0.04)
+    assert found.best.reached.most == pytest.approx(most, rel=0.04)
 
 
 def test_the_fewest_gpus_are_those_that_a_scan_finds(tmp_path, capsys):
@@ -231,12 +233,12 @@ def test_the_fewest_gpus_are_those_that_a_scan_finds(tmp_path, capsys):
         workload="fixed", num_prompts=60, request_rate=4.0, gpu="l20", input_len=200, output_len=60, max_num_seqs=2,
         router="least-loaded",
     )  # fmt: skip
-    holds = {}
+    meets = {}
     for count in (1, 2, 3, 4):
         several = kvtwin.Scenario(**(vars(scenario) | ({"replicas": count} if count > 1 else {"router": None})))
         for policy in ("vllm-v1", "vllm-recompute"):
-            holds[policy, count] = kvtwin.simulate(several, policy).result.p99_ttft_ms <= 2000
-    fewest = min(count for (_, count), held in holds.items() if held)
+            meets[policy, count] = kvtwin.simulate(several, policy).result.p99_ttft_ms <= 2000
+    fewest = min(count for (_, count), reached in meets.items() if reached)
     assert fewest > 1
     assert answer["value"] == 1.25 * fewest and answer["unit"] == "an hour"
     assert f"{1.25 * fewest:.2f} an hour ({fewest} GPUs)" in said and "What binds it: seats" in said
@@ -271,17 +273,17 @@ def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
     found = kvtwin.tune(study, tmp_path, jobs=1)
     assert found.tuned.best.point == {"max_num_seqs": 4}
     assert found.table["value"].is_monotonic_decreasing
-    assert "within the SLOs" in found.text and "all of 2 seeds hold it" in found.text
+    assert "within the SLOs" in found.text and "all of 2 seeds sustain it" in found.text
     left, middle = found.figure().axes[:2]
     assert [text.get_text() for text in left.get_yticklabels()] == ["1. max-num-seqs 4", "2. max-num-seqs 1"]
     numbers = {number for text in middle.texts for number in text.get_text().split(", ")}
     assert numbers == {"1", "2"}
 
 
-def test_nothing_that_holds_is_said(tmp_path):
+def test_that_nothing_meets_the_slos_is_said(tmp_path):
     found = kvtwin.tune(FIXED | {"tune": {"slo": ["p99_ttft_ms:0.001"]}}, tmp_path, jobs=1)
     assert found.tuned.best is None and found.tuned.gains == []
-    assert found.text.startswith("No candidate holds p99_ttft_ms <= 0.001")
+    assert found.text.startswith("No candidate meets p99_ttft_ms <= 0.001")
 
 
 @pytest.mark.parametrize(("goal", "places"), [("goodput", [3, 4, 1, 0, 2]), ("gpus", [0, 4, 1, 3, 2])])
@@ -292,7 +294,7 @@ def test_the_best_is_first_and_of_equals_the_one_furthest_from_its_slos(goal, pl
 
     def candidate(value, ttft_ms):
         ran = None if value is None else Ran({}, 1, Outcome("k", {"p99_ttft_ms": ttft_ms}))
-        return Candidate({}, Held(1.0, ran, None, None), value)
+        return Candidate({}, Reached(1.0, ran, None, None), value)
 
     given = [candidate(*it) for it in ((0.0, 50.0), (0.5, 60.0), (None, 0.0), (0.75, 90.0), (0.5, 40.0))]
     assert [given.index(c) for c in ranked(asked, given)] == places
@@ -304,7 +306,7 @@ def test_a_least_counts_beside_a_most_in_how_near_a_candidate_comes():
     asked = read_tune(FIXED | {"goodput": ["ttft:100"], "tune": {"goal": "goodput", "slo": words}}, "t")
     reached = ((50.0, 0.5), (60.0, 1.0), (90.0, 1.0), (40.0, 0.8), (10.0, 0.0))
     given = [
-        Candidate({"place": place}, Held(1.0, Ran({}, 1, Outcome("k", result)), None, None), 0.5)
+        Candidate({"place": place}, Reached(1.0, Ran({}, 1, Outcome("k", result)), None, None), 0.5)
         for place, (ttft_ms, share) in enumerate(reached)
         for result in [{"p99_ttft_ms": ttft_ms, "goodput_attainment": share}]
     ]
@@ -325,10 +327,10 @@ def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path, goal, wo
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     study = FIXED | {"goodput": ["ttft:300"], "tune": {"slo": TTFT, "grid": {"max-num-seqs": [1, 2]}}}
     asked = structs.replace(read_tune(study, "x"), goal=goal, trials=9, storage=url)
-    held, _ = driven(most_load({}, SLOS), lambda options: 150.0)
+    reached, _ = driven(most_load({}, SLOS), lambda options: 150.0)
 
     def reach(points):
-        return [Candidate(point, held, None if point["max_num_seqs"] == 2 else 7.5) for point in points]
+        return [Candidate(point, reached, None if point["max_num_seqs"] == 2 else 7.5) for point in points]
 
     found = {candidate.point["max_num_seqs"]: candidate.value for candidate in
              drawing.by_trials(asked, tmp_path, reach, None)}  # fmt: skip
@@ -414,7 +416,7 @@ def test_every_candidate_refused_is_told(tmp_path):
 def test_what_could_not_run_is_told_apart_from_what_missed_the_slos(tmp_path):
     study = FIXED | {"tune": {"slo": TTFT, "zip": {"tp": [1, 3]}}}
     text = kvtwin.tune(study, tmp_path, jobs=1).text
-    assert "never hold" not in text
+    assert "never meet" not in text
     assert re.search(r"1 could not be tried \(vllm-v1, tp 3\): .*heads", text)
 
 
@@ -425,7 +427,7 @@ def test_candidates_within_the_noise_are_a_tie_and_their_axis_makes_no_differenc
     def candidate(cached, value):
         result = {"num_prompts": 1000, "goodput_attainment": 0.96, "duration": 100.0}
         ran = Ran({}, 1, Outcome("k", result))
-        return Candidate({"enable_prefix_caching": cached}, Held(value, ran, None, None), value)
+        return Candidate({"enable_prefix_caching": cached}, Reached(value, ran, None, None), value)
 
     def tuned(second):
         found = [candidate(True, 9.60), candidate(False, second)]
