@@ -126,7 +126,7 @@ class LeakyMemory(PagedMemory):
 class TimelessSlack(SlackAdmission):
     """Says that slack, which changes with time, lasts."""
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         return steps
 
 

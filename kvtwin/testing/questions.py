@@ -25,8 +25,8 @@ EVERY = 61
 """A prime: what a step asks has many periods."""
 BYTES = 128
 CONTRACT = (
-    "admits", "cached_tokens", "delays", "fits", "fits_received", "head", "headroom", "held_blocks", "holds",
-    "in_order", "outgrew_gpu", "recount", "refusal", "room",
+    "admits", "cached_tokens", "delays", "fits", "fits_received", "head", "headroom", "held_blocks", "in_order",
+    "outgrew_gpu", "recount", "refusal", "repeats", "room",
 )  # fmt: skip
 NAMED = re.compile(r"_*(blocks|can|ever|has|is|longest|may|most|must|needs|next|num|steps|wants)_\w+|\w+_s")
 WHOLE = (type, Enum, Request, DecisionLog, FunctionType, BuiltinFunctionType, GeneratorType, ModuleType, CodeType)
@@ -95,7 +95,7 @@ def ask_twice(scheduler: Scheduler) -> None:
         part.__class__ = _twice(type(part))
         vars(part)["asker"] = asker
     # What the scheduler had bound before.
-    scheduler._holds = [hook.__self__.holds for hook in scheduler._holds]
+    scheduler._repeats = [hook.__self__.repeats for hook in scheduler._repeats]
     if scheduler._refusal is not None:
         scheduler._refusal = scheduler.batching.refusal
 

@@ -52,7 +52,6 @@ class Scheduler:
         "_fill",
         "_followed",
         "_frees_in_order",
-        "_holds",
         "_holds_back",
         "_joined",
         "_left",
@@ -60,6 +59,7 @@ class Scheduler:
         "_parked",
         "_prepare",
         "_refusal",
+        "_repeats",
         "_reports_copies",
         "_reserve",
         "_transferred",
@@ -126,7 +126,7 @@ class Scheduler:
         self._prepare = [part.prepare for part in self.parts if overrides(part, "prepare")]
         self._reserve = [part.reserve for part in self.parts if overrides(part, "reserve")]
         self._complete = [part.complete for part in self.parts if overrides(part, "complete")]
-        self._holds = [part.holds for part in self.parts if overrides(part, "holds")]
+        self._repeats = [part.repeats for part in self.parts if overrides(part, "repeats")]
         self._committed = [part.committed for part in self.parts if overrides(part, "committed")]
         self._delivered = [part.delivered for part in self.parts if overrides(part, "delivered")]
         self._joined = [part.joined for part in self.parts if overrides(part, "joined")]
@@ -388,10 +388,10 @@ class Scheduler:
         if plan.num_decodes != len(batch.members) or not plan.num_decodes or plan.has_swaps or self.beside:
             return
         steps = batch.steps_to_finish()
-        for holds in self._holds:
+        for repeats in self._repeats:
             if steps <= 1:
                 return
-            steps = holds(plan, steps)
+            steps = repeats(plan, steps)
         plan.max_steps = steps
 
     def emit_token(self, seq: Sequence, end_s: float) -> bool:

@@ -311,7 +311,7 @@ class HybridMemory(Memory):
         while (table := self._pop_due(last)) is not None:
             self._decode(table, max(table.due, batch.step), self._lag, self._lag)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """As long as there are blocks, whatever is given back; where requests wait, until something happens to any."""
         batch = self.batch
         # The first iteration's blocks are taken already.

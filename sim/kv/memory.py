@@ -238,7 +238,7 @@ class Memory(Part):
     def catch_up(self) -> None:
         """From now on, not all that decode may do so in each step."""
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """As long as one whole block stays free: vLLM wants one for each sequence it visits, needed or not."""
         batch = self.batch
         # The first iteration's blocks are taken already.

@@ -174,9 +174,9 @@ class PrefixMemory(PagedMemory):
             # Decodes may have lengthened it since, unseen by the index.
             self._looked_up = (None, -1, NOTHING)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Not beyond an iteration where the next prompt may hit what it computes."""
-        return 1 if self._may_grow else super().holds(plan, steps)
+        return 1 if self._may_grow else super().repeats(plan, steps)
 
     def may_leave(self, seq: Sequence) -> bool:
         return seq not in self._holdings

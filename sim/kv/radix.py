@@ -195,9 +195,9 @@ class RadixMemory(Memory):
             pool.settle()
             before = needed
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """While requests wait, not beyond the blocks without content: then what they would hit may go."""
-        steps = super().holds(plan, steps)
+        steps = super().repeats(plan, steps)
         if steps > 1 and self.scheduler.order.waiting:
             # The first iteration's blocks are taken already, but not settled.
             unused = self.pool.unused

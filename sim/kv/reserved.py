@@ -78,7 +78,7 @@ class ReservedMemory(PagedMemory):
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         """What they need is there."""
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         return steps
 
     def can_swap_in(self, seq: Sequence, keep_free: int) -> bool:

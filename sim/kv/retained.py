@@ -283,8 +283,8 @@ class RetentionMemory(Memory):
             self._leaving.setdefault(move, []).append(chunks)
             self.scheduler.beside.append(move)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
-        steps = super().holds(plan, steps)
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
+        steps = super().repeats(plan, steps)
         if steps > 1 and self.store.num[DIRTY] and self.store.num_host:
             room = self._spare - self.least_spare
             if self._stuck_at == self.store.version:

@@ -136,9 +136,9 @@ class SavedStates(PagedMemory):
             wanted -= -(-(tokens + steps - 1) // size) - -(-tokens // size)
         self.host.allocate(wanted)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         # As if all were saved, the step that is planned among them: a bound.
-        return max(1, min(super().holds(plan, steps), self.batch.steps_within(self.host.free)))
+        return max(1, min(super().repeats(plan, steps), self.batch.steps_within(self.host.free)))
 
     def complete(self, plan: IterationPlan) -> None:
         """States of prompts leave behind their layers."""

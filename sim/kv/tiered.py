@@ -156,8 +156,8 @@ class TieredMemory(PrefixMemory):
         """Layer by layer, while the rest is computed."""
         plan.streamed += (Streamed(1, sum(len(places) for _, places in loads), 0),)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
-        return 1 if self._loading else super().holds(plan, steps)
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
+        return 1 if self._loading else super().repeats(plan, steps)
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         for _, access, places in self._loading:

@@ -157,7 +157,7 @@ class TokenWiseMemory(Memory):
         # The ratio was chosen so that there is room; none need be left.
         return super().grow(batch, 0)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         if self.lacking or self.ratio:
             return 1
         batch = self.batch

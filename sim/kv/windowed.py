@@ -81,7 +81,7 @@ class WindowedMemory(PagedMemory):
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         self.gpu.allocate(self._needed(steps) - self._needed(1))
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         # The first iteration's blocks are taken already.
         spare = self.gpu.free + self._needed(1) - self.unit
         if self._needed(steps) <= spare:

@@ -8,7 +8,7 @@ One step of the scheduler asks them in this order:
    `reserve()`: take what the coming step needs on top of what the batching will ask for.
 2. `Batching.fill(plan, now_s)`: the shape of the iteration. It asks `Order.head` and `Admission.admits` which
    request may start, `Memory` for blocks, and `Eviction.evict` to take a victim's.
-3. `holds(plan, steps)` of every part that has one, where the plan could repeat itself: for how many iterations the
+3. `repeats(plan, steps)` of every part that has one, where the plan could repeat itself: for how many iterations the
    answers just given stay the same. The scheduler takes the least.
 4. `complete(plan)` of every part that has one: what else is copied.
 5. After the iteration: `committed(plan, times)`; of one scheduled ahead `delivered()`, `committed` when it is launched.
@@ -89,7 +89,7 @@ class Part:
     def complete(self, plan: IterationPlan) -> None:
         """The plan has its work: add what moves."""
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """For how many iterations like `plan`, 1 to `steps`, this part's answers stay what they are.
 
         A part that knows a time instead may lower `plan.until_s`. Arrivals are the order's business: where `sticky`, a
@@ -170,7 +170,7 @@ class Admission(Part, ABC):
 
     @abstractmethod
     def admits(self, seq: Sequence) -> bool:
-        """Whether `seq` may start now. Where it refuses for longer than `holds` says, only memory may change that."""
+        """Whether `seq` may start now. Where it refuses for longer than `repeats`, only memory may change that."""
 
     @property
     def refused_for_slo(self) -> bool:

@@ -242,8 +242,8 @@ class Sticky(CacheAware):
 class Careless(RadixMemory):
     """Claims that hits outlast evictions."""
 
-    def holds(self, plan, steps):
-        return Memory.holds(self, plan, steps)
+    def repeats(self, plan, steps):
+        return Memory.repeats(self, plan, steps)
 
 
 class AtOnce(RadixMemory):

@@ -298,7 +298,7 @@ class OffloadingConnector:
                 self.loaded.add(move.seq)
         return bool(finished)
 
-    def holds(self, steps: int, running: Iterable[Sequence], num_tokens_of: Callable[[Sequence], int]) -> int:
+    def repeats(self, steps: int, running: Iterable[Sequence], num_tokens_of: Callable[[Sequence], int]) -> int:
         """For how many steps of `running`, which all decode, nothing is stored and no copy is seen to end."""
         if self.stores or self._finished or self.fenced or self._refused:
             return 1

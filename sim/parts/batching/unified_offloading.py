@@ -228,7 +228,7 @@ class UnifiedOffloading(Unified):
     def delivered(self) -> None:
         self.connector.report(self._in_flight.popleft()[1])
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         if self._unsure or any(heard for _, heard in self._in_flight):
             return 1
-        return self.connector.holds(steps, plan.decodes, self._num_known)
+        return self.connector.repeats(steps, plan.decodes, self._num_known)

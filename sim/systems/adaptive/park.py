@@ -351,7 +351,7 @@ class Park(Recompute):
         self.order.put_back([seq])
         self.tally["dropped_sequences"] += 1
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """No further than the forecast is sure to find enough."""
         batch = self.batch
         if self._short:

@@ -373,7 +373,7 @@ class Triage(Order):
         self.is_urgent = waited_s >= URGENT * self.ttft_slo_s - TIE_S
         self._stale = False
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Until the next tick, if it could change anything; one iteration if the next looks anew anyway."""
         if self._queue or self.scheduler.eviction.num_out:
             if self._stale:

@@ -155,5 +155,5 @@ class BatchAndRatio(Admission):
     def admitted(self, seq: Sequence) -> None:
         self._started += 1
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         return 1 if self.scheduler.order.waiting else steps

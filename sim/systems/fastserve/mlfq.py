@@ -245,7 +245,7 @@ class Mlfq(Order):
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         self._iterations += times.iterations
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Until the next look for those that starve, if any could."""
         return min(steps, self._next_check - self._iterations) if self.idle_since_s else steps
 

@@ -136,7 +136,7 @@ class ProactiveSwap(Recompute):
             self.batching.paused[move.seq] = None
             self.scheduler.park(move.seq)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Until fewer blocks are free than shall be, if a sequence could leave then."""
         if not self.batching.paused:
             return steps

@@ -273,7 +273,7 @@ class Quanta(Batching):
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         self._busy_s += times.end_s - self.scheduler.now_s
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Until the first quantum of a member ends; not at all after a preemption, which makes room."""
         if self._must_choose:
             return 1

@@ -200,7 +200,7 @@ class LayerOffload(Recompute):
         seq.num_preemptions += 1
         self.parking.park(seq, first=True)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """No further than the forecast is sure to find enough, or as long as it is short and nothing can be done."""
         batch, horizon, members = self.batch, self.horizon, len(self.batch.members)
         if self._short_at:

@@ -101,7 +101,7 @@ class SlackAdmission(Watermark):
     def delayed(self, seq: Sequence) -> None:
         self._refused_s = self._admitted_s + self.prefill_s(seq.num_tokens)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Slack changes with time: as long as one that blocks is sure to go on blocking."""
         if self._refused_s is None:
             return steps

@@ -92,7 +92,7 @@ class Stream(Promote):
         if grown:
             self.blocks.grow_hosted(hosted * grown)
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Until one of those that stream begins a block."""
         if self.scheduler.changed:
             # What was prepared did not see what `reserve` has dropped since.

@@ -72,7 +72,7 @@ class CacheAware(Fcfs):
         if radix is not None:
             self._is_sorted, self._clock = True, radix.tree.clock
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         return 1 if self._looks_anew and self._queue else steps
 
     def _sort_by_branch(self, memory: RadixMemory, ends: list[Node]) -> None:

@@ -202,7 +202,7 @@ class Sglang(Batching):
         self._set_ratio(min(1.0, (generated + RETRACT_STEPS * len(running)) / asked))
         self._num_decays = -1
 
-    def holds(self, plan: IterationPlan, steps: int) -> int:
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
         """A refused head may start as the ratio falls: not beyond the first step at which it could."""
         if self._refused is None:
             return steps
