@@ -49,10 +49,10 @@ class Scheduler:
         "_committed",
         "_complete",
         "_delivered",
+        "_ended_ahead",
         "_fill",
         "_followed",
         "_frees_in_order",
-        "_holds_back",
         "_joined",
         "_left",
         "_moved",
@@ -76,10 +76,10 @@ class Scheduler:
         "finished",
         "gaps",
         "gpu",
-        "held",
         "host",
         "in_flight",
         "landed",
+        "last_in_flight",
         "limits",
         "memory",
         "now_s",
@@ -112,11 +112,11 @@ class Scheduler:
         self.decisions: DecisionLog | None = None
         self.in_flight = 0
         """Plans committed ahead whose tokens have not come."""
-        self.held: dict[Sequence, None] = {}
+        self.last_in_flight: dict[Sequence, None] = {}
         """Whose last tokens are in flight; they hold their blocks and seats."""
         self.landed: set[Sequence] = set()
         """Members of the batch that sampled nothing in the plan in flight."""
-        self._holds_back: list[Sequence] | None = None
+        self._ended_ahead: list[Sequence] | None = None
         self.order, self.memory, self.admission = parts.order, parts.memory, parts.admission
         self.eviction, self.stage, self.batching = parts.eviction, parts.stage, parts.batching
         self.gpu, self.host = parts.memory.gpu, parts.memory.host
@@ -224,11 +224,11 @@ class Scheduler:
             self.landed = set()
         if plan.num_decodes < len(members):
             self.landed = set(members).difference(plan.decodes)
-        ended = self._holds_back = []
+        ended = self._ended_ahead = []
         self.commit(plan, times)
-        self._holds_back = None
+        self._ended_ahead = None
         if ended:
-            self.held.update(dict.fromkeys(ended))
+            self.last_in_flight.update(dict.fromkeys(ended))
         self.in_flight += 1
         return ended
 
@@ -236,8 +236,8 @@ class Scheduler:
         """The oldest plan in flight was carried out, and `ended` with it."""
         self.in_flight -= 1
         for seq in ended:
-            if seq in self.held:
-                del self.held[seq]
+            if seq in self.last_in_flight:
+                del self.last_in_flight[seq]
                 self.end(seq, seq.last_token_s)
             else:
                 # Preempted with its last token in flight.
@@ -312,7 +312,7 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences admitted and not finished, parked or paused ones included, swapped ones not."""
         batching = self.batching
-        running = len(self.batch.members) + len(batching.partials) + len(self.held)
+        running = len(self.batch.members) + len(batching.partials) + len(self.last_in_flight)
         return running + batching.num_paused + self.stage.num_parked
 
     @property
@@ -334,7 +334,7 @@ class Scheduler:
         """Every sequence that holds blocks and is not in the decode batch, and where. For recounts."""
         for part in self.parts:
             yield from part.holders()
-        for seq in self.held:
+        for seq in self.last_in_flight:
             yield seq, Tier.GPU
 
     def record_tokens(self, log: dict[int, list[float]]) -> None:
@@ -413,9 +413,9 @@ class Scheduler:
 
     def end(self, seq: Sequence, end_s: float) -> None:
         """A sequence has all its tokens: its blocks are free for the next step."""
-        if self._holds_back is not None:
-            self._holds_back.append(seq)
-            self.memory.hold(seq)
+        if self._ended_ahead is not None:
+            self._ended_ahead.append(seq)
+            self.memory.await_last_token(seq)
             return
         if self._left:
             self.tell_left(seq)

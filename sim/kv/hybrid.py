@@ -330,7 +330,7 @@ class HybridMemory(Memory):
 
     # -- the way out -------------------------------------------------------------------------------------------------
 
-    def hold(self, seq: Sequence) -> None:
+    def await_last_token(self, seq: Sequence) -> None:
         # What is known of it has been published.
         self._tables[seq].due = NOT_DUE
 

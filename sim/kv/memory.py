@@ -249,7 +249,7 @@ class Memory(Part):
 
     # -- the way out -------------------------------------------------------------------------------------------------
 
-    def hold(self, seq: Sequence) -> None:
+    def await_last_token(self, seq: Sequence) -> None:
         """`seq`, in no batch, is released when its last token comes."""
 
     def release(self, seq: Sequence) -> None:

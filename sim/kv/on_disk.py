@@ -135,7 +135,7 @@ class DiskTieredMemory(TieredMemory):
             return None
         keys = [access.keys[place] for place in taken]
         self.tier.evicted_blocks = self.cache.num_evicted
-        self.disk.cache.hold(keys)
+        self.disk.cache.pin(keys)
         move = self._copy(seq, taken, Tier.DISK, Tier.HOST, self.disk.read_s(len(taken)))
         self._reads[move] = keys
         self._coming.update(dict.fromkeys(keys, move))
@@ -230,7 +230,7 @@ class DiskTieredMemory(TieredMemory):
             for key in keys:
                 del self._coming[key]
                 for _ in range(self._claims.pop(key, 0)):
-                    self.cache.hold((key,))
+                    self.cache.pin((key,))
         else:
             seq, keys = move.seq, self.keys.of(move.seq.request)
             super().transfer_done(move)
@@ -247,6 +247,6 @@ class DiskTieredMemory(TieredMemory):
         self.disk_tier.evicted_blocks = self.disk.cache.num_evicted
         if taken:
             written = [keys[place] for place in taken]
-            self.cache.hold(written)
+            self.cache.pin(written)
             self._writes[self._copy(seq, taken, Tier.HOST, Tier.DISK, self.disk.write_s(len(taken)))] = written
             self.disk_tier.stored_blocks += len(taken)

@@ -100,7 +100,7 @@ class PrefixMemory(PagedMemory):
         if seq in batch.members:
             tokens = batch.num_tokens_of(seq)
             return (tokens - self._num_pending - self.scheduler.num_unknown(seq)) // self.block_size, tokens
-        if seq in self.scheduler.held:
+        if seq in self.scheduler.last_in_flight:
             return (seq.num_tokens - 2) // self.block_size, seq.num_tokens
         return self.full_blocks(seq), seq.num_tokens
 
@@ -219,7 +219,7 @@ class PrefixMemory(PagedMemory):
     def _most_blocks(self, seq: Sequence) -> int:
         return (seq.request.prompt_tokens + seq.output_tokens) // self.block_size
 
-    def hold(self, seq: Sequence) -> None:
+    def await_last_token(self, seq: Sequence) -> None:
         self._num_pending = 1
         if (holding := self._holdings.get(seq)) is not None:
             full = (seq.num_tokens - 2) // self.block_size

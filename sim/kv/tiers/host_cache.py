@@ -49,11 +49,11 @@ class HostCache:
 
     def read(self, access: Access, places: Sequence[int]) -> None:
         """A copy of chunks that are there, and written, begins for a request."""
-        self.hold(access.keys[place] for place in places)
+        self.pin(access.keys[place] for place in places)
         self._saw(access, places, places)
 
-    def hold(self, keys: Iterable[int]) -> None:
-        """A copy of them begins, which is no use of them."""
+    def pin(self, keys: Iterable[int]) -> None:
+        """A copy of them begins, which is no use of them: they stay until `done_reading`."""
         for key in keys:
             chunk = self._of(key)
             if not chunk.num_copies:

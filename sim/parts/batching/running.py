@@ -130,7 +130,7 @@ class Running(Batching):
         """vLLM's loop over `running`: a sequence that finds no block preempts, and tries again."""
         budget, longest, batch = self.budget, self._longest_chunk(), self.batch
         self.paged.catch_up()
-        held, running, partials = self.scheduler.held, self.running, self.partials
+        in_flight, running, partials = self.scheduler.last_in_flight, self.running, self.partials
         step, size, takes_whole_blocks = batch.step, batch.block_size, self._takes_whole_blocks
         done: dict[Sequence, int] = {}
         preempted: list[Sequence] = []
@@ -140,7 +140,7 @@ class Running(Batching):
         for seq in list(running):
             if budget <= 0:
                 break
-            if seq not in running or seq in held:
+            if seq not in running or seq in in_flight:
                 continue
             chunk = 1
             if seq in partials:
@@ -210,8 +210,8 @@ class Running(Batching):
         if victim in self.partials:
             del self.partials[victim]
             victim.num_computed += scheduled
-        elif victim in scheduler.held:
-            del scheduler.held[victim]
+        elif victim in scheduler.last_in_flight:
+            del scheduler.last_in_flight[victim]
             hashed = -1
         else:
             hashed = scheduled - scheduler.num_unknown(victim)

@@ -54,7 +54,7 @@ class Unified(Running):
         plan.cut_on_arrival = not (waiting and self.order.sticky) or self._arrivals_help
         if self.record is not None and not preempted:
             self._note(plan, ())
-        if not plan.chunks and not self.partials and not preempted and not self.scheduler.held:
+        if not plan.chunks and not self.partials and not preempted and not self.scheduler.last_in_flight:
             self.scheduler.allow_jump(plan)
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:

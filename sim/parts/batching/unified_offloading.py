@@ -85,7 +85,7 @@ class UnifiedOffloading(Unified):
                 scheduler.changed |= bool(connector.has_finished or connector.stores)
             elif not plan.awaited and not plan.after:
                 scheduler.changed |= connector.report(connector.get_finished()) or bool(connector.stores)
-        elif not (plan.chunks or self.partials or preempted or plan.after or plan.awaited or scheduler.held):
+        elif not (plan.chunks or self.partials or preempted or plan.after or plan.awaited or scheduler.last_in_flight):
             scheduler.allow_jump(plan)
 
     def _scheduled(self, plan: IterationPlan) -> Iterator[tuple[Sequence, int]]:
@@ -206,7 +206,7 @@ class UnifiedOffloading(Unified):
         # What a step in flight writes to must not be loaded into (vLLM's `defer_block_free`).
         scheduler = self.scheduler
         for plan, _ in self._in_flight:
-            if victim in scheduler.held or any(chunk.seq is victim for chunk in plan.chunks):
+            if victim in scheduler.last_in_flight or any(chunk.seq is victim for chunk in plan.chunks):
                 return False
             if plan.num_decodes and victim in self.batch.members and victim not in scheduler.landed:
                 return False
