@@ -101,7 +101,7 @@ class FirstLayersAgain(TokenWiseMemory):
         own = self.configuration.recomputed_layers(self.num_layers)
         return tuple(range(max(own, (self.num_groups - kept) * self.layers_per_block)))
 
-    def _settle(self, lacking: dict[Sequence, int]) -> tuple[int, tuple[Uncache, ...]]:
+    def _update_host(self, lacking: dict[Sequence, int]) -> tuple[int, tuple[Uncache, ...]]:
         after: list[Uncache] = []
         for seq, tokens in lacking.items():
             uncached, had = self.uncached.get(seq, 0), self._kept(seq)

@@ -28,13 +28,13 @@ class MemPool(PrefixMemory, ReturnsKV):
         return ((seq, Tier.GPU) for seq in self._returning)
 
     def look_up_received(self, seq: Sequence) -> None:
-        self._may_grow |= self._settled_match(seq).growing
+        self._may_grow |= self._published_match(seq).growing
 
     def fits_received(self, seq: Sequence, keep_free: int) -> bool:
         return self.fits(seq, keep_free)
 
     def receive(self, seq: Sequence) -> int:
-        match, blocks = self._settled_match(seq), -(-(seq.num_tokens - 1) // self.block_size)
+        match, blocks = self._published_match(seq), -(-(seq.num_tokens - 1) // self.block_size)
         seq.num_blocks = blocks
         self._hold(seq, blocks)
         self._received.add(seq)
@@ -42,7 +42,7 @@ class MemPool(PrefixMemory, ReturnsKV):
         return blocks - match.num_blocks
 
     def _hold(self, seq: Sequence, num_blocks: int) -> None:
-        match = self._settled_match(seq)
+        match = self._published_match(seq)
         if (holding := self._holdings.get(seq)) is not None:
             self.index.take(holding, match)
             self.gpu.allocate(match.num_idle)
@@ -75,7 +75,7 @@ class MemPool(PrefixMemory, ReturnsKV):
         super().release(seq)
 
     def insert(self, seq: Sequence) -> None:
-        match = self._settled_match(seq)
+        match = self._published_match(seq)
         end = self._named_blocks(seq)
         if match.num_blocks < end and end - match.num_blocks + match.num_idle <= self.gpu.free:
             self._hold(seq, end)

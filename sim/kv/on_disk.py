@@ -193,7 +193,7 @@ class DiskTieredMemory(TieredMemory):
         for before, seq in enumerate(self._within(self.cache.num_chunks)):
             if not seq.request.hash_ids:
                 continue
-            access, first = self._access(seq), self._settled_match(seq).num_blocks
+            access, first = self._access(seq), self._published_match(seq).num_blocks
             read = self._unhosted(access.keys, self._nameable(seq, first))
             if read and super()._saved_s(seq, range(first, read[-1] + 1)) >= 0.0:
                 if self._fetch(seq, access, read, before) is None:

@@ -54,14 +54,14 @@ class PrefixMemory(PagedMemory):
     # -- looking up --------------------------------------------------------------------------------------------------
 
     def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
-        match = self._settled_match(seq)
+        match = self._published_match(seq)
         if is_next:
             self._may_grow = match.growing
 
     def cached_tokens(self, seq: Sequence) -> int:
         return self._match(seq).num_blocks * self.block_size
 
-    def _settled_match(self, seq: Sequence) -> Match:
+    def _published_match(self, seq: Sequence) -> Match:
         """`_match`, with the sequences that lengthen what it hits brought up to date."""
         known, version, match = self._looked_up
         if known is seq and version == self.index.version:
@@ -71,7 +71,7 @@ class PrefixMemory(PagedMemory):
             if not seq.request.hash_block_tokens:
                 return NOTHING
             holding = self._holdings[seq] = Holding(seq, self._keys_of(seq))
-        match = self.index.settle_and_match(holding.keys, self._limit(seq, holding.keys))
+        match = self.index.publish_and_match(holding.keys, self._limit(seq, holding.keys))
         self._looked_up = (seq, self.index.version, match)
         return match
 
@@ -124,7 +124,7 @@ class PrefixMemory(PagedMemory):
         return blocks - match.num_blocks + match.num_idle
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
-        match = self._settled_match(seq)
+        match = self._published_match(seq)
         blocks = seq.num_blocks = -(-num_tokens // self.block_size)
         if (holding := self._holdings.get(seq)) is not None:
             self.index.take(holding, match)

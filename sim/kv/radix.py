@@ -21,7 +21,7 @@ from sim.kv.memory import ALL_LAYERS, Memory
 
 
 class RadixPool(BlockPool):
-    """A pool in which idle blocks of the tree count as free. They give way when the step is complete (`settle`)."""
+    """A pool in which idle blocks of the tree count as free. They give way once the step is complete."""
 
     __slots__ = ("_pending", "tree")
 
@@ -43,8 +43,8 @@ class RadixPool(BlockPool):
         """Idle blocks, no longer so, are used as they are."""
         super().allocate(count)
 
-    def settle(self) -> None:
-        """What was allocated since the last time gets its blocks."""
+    def evict_deferred(self) -> None:
+        """Evict what was allocated since the last time, where too few blocks were unused."""
         if self._pending:
             if self.unused < 0:
                 self.tree.evict(self._pending)
@@ -165,7 +165,7 @@ class RadixMemory(Memory):
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
     def complete(self, plan: IterationPlan) -> None:
-        self.pool.settle()
+        self.pool.evict_deferred()
         for seq, num_new, num_cached, _ in plan.chunks:
             self.publish(seq, num_cached + num_new)
 
@@ -192,14 +192,14 @@ class RadixMemory(Memory):
         for step in range(2, steps + 1):
             needed = batch.blocks_needed(step)
             pool.allocate(needed - before)
-            pool.settle()
+            pool.evict_deferred()
             before = needed
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
         """While requests wait, not beyond the blocks without content: then what they would hit may go."""
         steps = super().repeats(plan, steps)
         if steps > 1 and self.scheduler.order.waiting:
-            # The first iteration's blocks are taken already, but not settled.
+            # The first iteration's blocks are taken already, but its evictions are deferred.
             unused = self.pool.unused
             return 1 if unused < 0 else min(steps, self.batch.steps_within(unused + self.batch.blocks_needed(1)))
         return steps

@@ -241,7 +241,7 @@ class TokenWiseMemory(Memory):
             threads = threads_for_recomputation(*kernels.allots.volumes(*sums), kernels.threads)
             loss = thread_loss(*kernels.times.volumes(*sums), threads / kernels.threads)
         self._tally(plan, tokens)
-        written, after = self._settle(lacking)
+        written, after = self._update_host(lacking)
         record = Rebuilt(0, read, written, tuple(lacking.items()), recomputed, loss, kernels.overlapped, after)
         plan.streamed = (*plan.streamed, record)
         for seq in lacking:
@@ -258,7 +258,7 @@ class TokenWiseMemory(Memory):
         now, before = self.configuration, self._before or self.configuration
         return tuple(i for i in range(self.num_layers) if now.is_recomputed(i) or before.is_recomputed(i))
 
-    def _settle(self, lacking: dict[Sequence, int]) -> tuple[int, tuple[Uncache, ...]]:
+    def _update_host(self, lacking: dict[Sequence, int]) -> tuple[int, tuple[Uncache, ...]]:
         """The pass brings this KV back: the host keeps what stays uncached. Blocks that go there, and what is said."""
         self._before = None
         for seq, held in list(self._hosted_blocks.items()):

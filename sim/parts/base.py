@@ -210,8 +210,8 @@ class Eviction(Part, ABC):
         """Whether this step has taken a running sequence's blocks."""
         return False
 
-    def settle(self) -> bool:
-        """The running sequences are through: put this step's victims in their queues; whether there were any."""
+    def requeue_victims(self) -> bool:
+        """All that run have been visited: put this step's victims in their queues; whether there were any."""
         return False
 
     def may_admit(self) -> bool:

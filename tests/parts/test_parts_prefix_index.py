@@ -78,7 +78,7 @@ class Both:
 
     def admit(self, keys, limit, num_new, publish):
         """A prompt of `keys` that hits at most `limit` blocks and takes `num_new` more, `publish` of them full."""
-        match = self.index.settle_and_match(keys, limit)
+        match = self.index.publish_and_match(keys, limit)
         hits = self.plain.hits(keys, limit)
         assert match.num_blocks == len(hits)
         assert match.num_idle == sum(not self.plain.users[block] for block in hits)
@@ -168,7 +168,7 @@ def history(seed, both):
         both.check()
         if dice.random() < 0.5:
             probe = keys()
-            assert both.index.settle_and_match(probe, len(probe)).num_blocks == len(both.plain.hits(probe, len(probe)))
+            assert both.index.publish_and_match(probe, len(probe)).num_blocks == len(both.plain.hits(probe, len(probe)))
     while both.running:
         both.end(dice.randrange(len(both.running)))
         both.check()
@@ -198,7 +198,7 @@ def test_a_look_up_stays_true_while_only_private_blocks_give_way():
     assert both.index.num_evicted == 3 and both.index.version == looked_up + 1
     both.admit((), 0, 4, 0)
     both.check()
-    assert both.index.settle_and_match((1, 2), 2).num_blocks == 0
+    assert both.index.publish_and_match((1, 2), 2).num_blocks == 0
 
 
 def test_the_tail_of_the_longest_unused_goes_first():
@@ -212,7 +212,7 @@ def test_the_tail_of_the_longest_unused_goes_first():
     assert both.pool.free == 6
     # Given back: 6, 5, then 4, 3, 2, 1.
     both.admit((), 0, 3, 0)
-    lengths = [both.index.settle_and_match(keys, 4).num_blocks for keys in ((1, 2, 5, 6), (1, 2, 3, 4))]
+    lengths = [both.index.publish_and_match(keys, 4).num_blocks for keys in ((1, 2, 5, 6), (1, 2, 3, 4))]
     assert lengths == [2, 3]
     both.check()
 

@@ -251,7 +251,7 @@ class AtOnce(RadixMemory):
 
     def grow_further(self, batch, steps):
         self.pool.allocate(batch.blocks_needed(steps) - batch.blocks_needed(1))
-        self.pool.settle()
+        self.pool.evict_deferred()
 
 
 # The first has 20 + 1,000 of 1,100 tokens; the second can never start beside it, the third hits it and can.

@@ -108,20 +108,20 @@ class PrefixIndex:
         """The longest cached prefix of `keys[:limit]`, without what growing sequences have not published yet."""
         return self._match(keys, limit, lambda node: None)
 
-    def settle_and_match(self, keys: Keys, limit: int) -> Match:
+    def publish_and_match(self, keys: Keys, limit: int) -> Match:
         """The same, once sequences that grow along it have published what they have filled."""
         return self._match(keys, limit, self._publish_growing)
 
-    def _match(self, keys: Keys, limit: int, settle: Callable[[Node], None]) -> Match:
+    def _match(self, keys: Keys, limit: int, publish: Callable[[Node], None]) -> Match:
         path: list[tuple[Node, int]] = []
         found = idle = 0
         node = self.root
-        settle(node)
+        publish(node)
         while found < limit:
             child = node.children.get(keys[found])
             if child is None:
                 break
-            settle(child)
+            publish(child)
             # That may have split it.
             node = node.children[keys[found]]
             shared = num_shared(node.keys, 0, keys, found, limit)

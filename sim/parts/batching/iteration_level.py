@@ -14,7 +14,7 @@ class IterationLevel(Batching):
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         eviction = self.eviction
         self.decode_or_preempt(plan)
-        any_victims = eviction.settle()
+        any_victims = eviction.requeue_victims()
         if not any_victims and eviction.num_out:
             eviction.bring_back(plan, self.budget, plan.num_decodes)
         if self.order.waiting and not eviction.num_out:

@@ -32,7 +32,7 @@ class PrefillFirst(Batching):
         # While a sequence is swapped out, no prompt is looked at.
         plan.cut_on_arrival = not num_out and not (waiting and self.order.sticky)
         self.decode_or_preempt(plan)
-        if not eviction.settle():
+        if not eviction.requeue_victims():
             if num_out:
                 eviction.bring_back(plan, self.budget - plan.num_decodes, plan.num_decodes)
             self.scheduler.allow_jump(plan)

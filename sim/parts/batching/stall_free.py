@@ -23,7 +23,7 @@ class StallFree(Batching):
         eviction = self.eviction
         self.decode_or_preempt(plan)
         budget = self.continue_partials(plan, self.budget - plan.num_decodes)
-        any_victims = eviction.settle()
+        any_victims = eviction.requeue_victims()
         if not any_victims and eviction.num_out:
             before = plan.num_decodes + plan.prefill_tokens
             eviction.bring_back(plan, budget, plan.num_decodes + len(self.partials))

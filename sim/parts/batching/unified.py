@@ -48,7 +48,7 @@ class Unified(Running):
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         waiting = self.order.waiting
         budget = self._run_running(plan)
-        preempted = self.eviction.settle()
+        preempted = self.eviction.requeue_victims()
         if waiting and not preempted:
             self._admit(plan, now_s, budget)
         plan.cut_on_arrival = not (waiting and self.order.sticky) or self._arrivals_help

@@ -70,7 +70,7 @@ class UnifiedOffloading(Unified):
         scheduler.beside += connector.begin()
         self._unsure = self._stopped = False
         budget = self._run_running(plan)
-        preempted = self.eviction.settle()
+        preempted = self.eviction.requeue_victims()
         if not preempted and budget > 0:
             self._admit(plan, now_s, budget)
         if self.record is not None and not preempted:

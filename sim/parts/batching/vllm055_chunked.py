@@ -42,7 +42,7 @@ class Vllm055Chunked(Batching):
             # Victims do not stop prompts; they are put in the queue afterwards.
             self.admit(plan, now_s, budget, plan.num_decodes + len(plan.chunks))
         plan.cut_on_arrival = not (self.order.waiting and self.order.sticky)
-        if not eviction.settle() and not plan.chunks:
+        if not eviction.requeue_victims() and not plan.chunks:
             self.scheduler.allow_jump(plan)
 
     # -- running sequences ---------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Recompute(Eviction):
     def has_victims(self) -> bool:
         return bool(self._preempted)
 
-    def settle(self) -> bool:
+    def requeue_victims(self) -> bool:
         if not self._preempted:
             return False
         self.scheduler.order.put_back(self._preempted)

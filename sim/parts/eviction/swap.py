@@ -35,8 +35,8 @@ class Swap(Recompute):
     def has_victims(self) -> bool:
         return bool(self._preempted or self._swapped_out)
 
-    def settle(self) -> bool:
-        any_recomputed = super().settle()
+    def requeue_victims(self) -> bool:
+        any_recomputed = super().requeue_victims()
         if not self._swapped_out:
             return any_recomputed
         self.swapped.extend(self._swapped_out)

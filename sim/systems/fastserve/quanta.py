@@ -84,7 +84,7 @@ class Quanta(Batching):
                 del self.levels.idle_since_s[seq]
         if self.batch.members:
             self.decode_all(plan)
-        self.eviction.settle()
+        self.eviction.requeue_victims()
         if not plan.chunks:
             self.scheduler.allow_jump(plan)
 

@@ -125,7 +125,7 @@ class Sglang(Batching):
         self.paged.grow(self.batch, 0)
         self.decode_all(plan)
         plan.cut_on_arrival = not (order.waiting and order.sticky)
-        if not self.eviction.settle():
+        if not self.eviction.requeue_victims():
             self.scheduler.allow_jump(plan)
 
     def _extend(self, plan: IterationPlan, now_s: float) -> None:
