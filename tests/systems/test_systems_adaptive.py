@@ -109,8 +109,8 @@ def test_nobody_starts_whose_first_token_would_be_late():
     ],
 )
 def test_a_burst_is_served_as_well_as_first_come_first_served(gpu, traffic_of, most_before):
-    """Llama-3.1-70B on four GPUs, 30/s: `most_before` were in time when arrivals alone told theta, and late prompts
-    started."""
+    """Llama-3.1-70B on four GPUs, 30/s: `most_before` were in time when arrivals alone told the limit, and late
+    prompts started."""
     slos = ("ttft:3000", "tpot:200")
     scenario = Scenario(model="llama-3.1-70b", gpu=gpu, tp=4, request_rate=30.0, seed=1, goodput=slos, **traffic_of)
     good = [
@@ -259,12 +259,12 @@ def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
         if self.seqs and len(seen) % 3 == 0:
             # Whose price is the bound is not beyond it.
             with monkeypatch.context() as patch:
-                patch.setattr(order, "theta_s", order.rank_s(self.seqs[-1]))
+                patch.setattr(order, "price_limit_s", order.rank_s(self.seqs[-1]))
                 patch.setattr(order, "most_prompt_s", 0.0)
                 kinds = judged(self, iteration_s).kind
                 for seq, row in self.row.items():
                     assert kinds[row] == order.class_of(seq, order.outlook(seq), iteration_s)
-                    num_equal.append(order.rank_s(seq) == order.theta_s and kinds[row] == KEPT)
+                    num_equal.append(order.rank_s(seq) == order.price_limit_s and kinds[row] == KEPT)
         return found
 
     monkeypatch.setattr(Prospects, "judged", compare)

@@ -6,8 +6,8 @@ Every sequence that decodes takes a token first. Of the token budget, prompts ge
 
 at least `LEAST_CHUNK`: larger chunks would only lengthen the iterations of all. A deferred prompt (`Triage`) starts
 when none that is kept waits or is parked and no prompt is half done, and leaves blocks free for those to come.
-Its chunks are `SHELF_AHEAD` times those in which prompts spread evenly over the decodes. A prompt takes all its blocks
-when it starts. None starts whose first token would be late, behind the iteration under way and the chunks of others.
+Its chunks are `DEFERRED_AHEAD` times those in which prompts spread evenly over the decodes. A prompt takes all its
+blocks when it starts. None starts whose first token would be late, behind the iteration under way and other chunks.
 
 Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sim.systems.builder import Builder
 
 LEAST_CHUNK = 128
-SHELF_AHEAD = 1.5
-LEAST_SHELF_CHUNK = 256
+DEFERRED_AHEAD = 1.5
+LEAST_DEFERRED_CHUNK = 256
 AHEAD = 1.25
 """Of the rate at which kept prompts arrive, what is computed of them."""
 DEFERRED_FREE, LATE_FREE, QUIET_FREE = 0.05, 0.3, 0.02
@@ -73,9 +73,9 @@ class Paced(Unified):
         assert isinstance(eviction, Park)
         self.order, self.park = order, eviction
         self.limit = self.budget
-        self._shelved: Sequence | None = None
-        """The head that was looked at last, where it is from the shelf."""
-        self._worth, self._num_thetas = 1, 0
+        self._looked_at: Sequence | None = None
+        """The head that was looked at last, where it is deferred or hopeless."""
+        self._worth, self._num_price_limits = 1, 0
         # Of chunks by their tokens, which are few and come again: a plan to put decodes beside, and seconds alone.
         self._plans: dict[int, IterationPlan] = {}
         self._seconds: dict[int, float] = {}
@@ -126,7 +126,7 @@ class Paced(Unified):
         """Prompt tokens of this iteration."""
         order, pending = self.order, self.pending()
         if not pending:
-            return max(self._worth, LEAST_SHELF_CHUNK, ceil(SHELF_AHEAD * order.tokens_per_iteration))
+            return max(self._worth, LEAST_DEFERRED_CHUNK, ceil(DEFERRED_AHEAD * order.tokens_per_iteration))
         self.find_worth()
         if not self.is_due(pending):
             return 0
@@ -192,25 +192,26 @@ class Paced(Unified):
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
         found = [*self.partials, *islice(self.order.kept(), LOOK_AHEAD + 1)]
-        if self._shelved is not None and self._shelved in found:
-            found.remove(self._shelved)
+        if self._looked_at is not None and self._looked_at in found:
+            found.remove(self._looked_at)
         return found[:LOOK_AHEAD]
 
     def find_worth(self) -> None:
-        """Where theta is new, find the least chunk whose tokens cost about as little as any chunk's beside the decodes.
+        """Find the least chunk whose tokens cost about as little as any chunk's beside the decodes.
 
-        Before `is_due`, which is asked in the middle of a step: the decodes are those of then.
+        Only where the price limit is new, and before `is_due`, which is asked in the middle of a step: the decodes are
+        those of then.
         """
         order = self.order
-        if self._num_thetas == order.num_thetas or not self.batch.members or self._is_due_anyway:
+        if self._num_price_limits == order.num_price_limits or not self.batch.members or self._is_due_anyway:
             return
-        self._num_thetas = order.num_thetas
+        self._num_price_limits = order.num_price_limits
         prices = [max(0.0, min(self._added_s(tokens), self._alone_s(tokens))) / tokens for tokens in CHUNKS]
         self._worth = next(t for t, s in zip(CHUNKS, prices, strict=True) if s <= NEAR * min(prices))
 
     @property
     def _is_due_anyway(self) -> bool:
-        return self.order.theta_s == inf or self.order.is_urgent
+        return self.order.price_limit_s == inf or self.order.is_urgent
 
     def is_due(self, pending: list[Sequence] | None = None) -> bool:
         """Whether it is time for a chunk of the `pending`: there is enough for one, or one of them has waited."""
@@ -249,7 +250,7 @@ class Paced(Unified):
     def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
         if self.park.seats() <= 0:
             return False
-        self._shelved = None if self.order.is_kept(seq) else seq
+        self._looked_at = None if self.order.is_kept(seq) else seq
         return self._has_blocks(seq)
 
     def _has_blocks(self, seq: Sequence) -> bool:

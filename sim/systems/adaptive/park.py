@@ -80,8 +80,8 @@ class Park(Recompute):
         self._short = False
         # What `growth` says before a sequence has joined in this step.
         self._growth = 0
-        # Iterations whose growth is kept free, and for which theta it was found.
-        self._horizon, self._num_thetas = HORIZON, 0
+        # Iterations whose growth is kept free, and for which price limit it was found.
+        self._horizon, self._num_price_limits = HORIZON, 0
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
@@ -128,8 +128,8 @@ class Park(Recompute):
         return most - len(self.scheduler.batching.running) - len(self.promoting)  # type: ignore[attr-defined]
 
     def prepare(self, now_s: float) -> None:
-        if self._num_thetas != self.order.num_thetas and self.batch.members:
-            self._num_thetas, self._horizon = self.order.num_thetas, self._copy_iterations()
+        if self._num_price_limits != self.order.num_price_limits and self.batch.members:
+            self._num_price_limits, self._horizon = self.order.num_price_limits, self._copy_iterations()
         self._growth = self.growth()
         self._short = self._is_short()
         if not self.order.changed and not self._short:

@@ -3,7 +3,7 @@
 Requests are worth the same and cost differently. It prices each (blocks or a seat over time, its context, its prompt),
 serves in time the cheapest that fit the load, in order of arrival, and leaves the others to the time that is left.
 
-- Order `triage`: classes by price, prediction and laxity; theta, the price up to which the load fits.
+- Order `triage`: classes by price, prediction and laxity; the price limit, up to which the load fits.
 - Eviction `park`: sequences leave for the host beside the computation, or are computed again where that costs less;
   those on the host return by rank.
 - Batching `paced`: vLLM v1's unified batches, decodes first, prompts in chunks as large as first tokens need; alone
@@ -12,7 +12,7 @@ serves in time the cheapest that fit the load, in order of arrival, and leaves t
 
 What it costs: past the knee hopeless and dear requests wait long, so that P99 of TTFT rises; `patience-s` bounds it.
 Known elsewhere: gain per resource (Andes, JITServe), decodes first (Sarathi), length history (Past-Future), swapping by
-predicted length (FastServe). The knapsack price theta with a prompt's share is, as far as we know, not.
+predicted length (FastServe). A knapsack's price limit with a prompt's share is, as far as we know, not.
 
 Assumed: the output lengths that a predictor of that accuracy gives (none ships with an engine); host memory for parked
 KV as large as LayerKV's. Blocks that several share are never moved: their owners are computed again.

@@ -94,7 +94,7 @@ class Prospects:
         left = price.all_tokens_left(median, is_exact != 0.0, generated, context)
         rank_s = price.decodes_s(left, context, np.maximum)
         laxity_s = first_s + order.tpot_slo_s * (generated + left - 1) - now_s - left * iteration_s
-        kind = (rank_s > order.theta_s) * DEFERRED
+        kind = (rank_s > order.price_limit_s) * DEFERRED
         kind[laxity_s < 0.0] = HOPELESS
         if order.patience_s:
             impatient = now_s >= arrival_s + order.patience_s - TIE_S

@@ -1,23 +1,23 @@
 """`Triage`: requests that it pays to serve in time come first, in order of arrival; others wait, deferred, behind them.
 
 Requests are worth the same and cost differently, so goodput is greatest where the cheapest are served that fit the
-time: `theta` is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their span, and
-the room that is left: while an engine fills up, work waits there at no cost.
+time. The price limit is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their
+span, and the room that is left: while an engine fills up, work waits there at no cost.
 
 - Hopeless: its first token is late, or will be; or the tokens expected of it no longer fit its TPOT.
-- Deferred: it costs more than theta, and its prompt too much to be computed on the chance that there will be time;
+- Deferred: it costs more than the limit, and its prompt too much to be computed on the chance that there will be time;
   once prefilled, what is left of it does.
 - Kept: all others, first come first served.
 
-A first token is cheap: prompts of up to `PROMPT_SHARE` of theta are computed whatever their request costs, the cheapest
-of them, as far as they fill `CHANCE` of the span.
+A first token is cheap: prompts of up to `PROMPT_SHARE` of the limit are computed whatever their request costs, the
+cheapest of them, as far as they fill `CHANCE` of the span.
 
 Where TPOT is short, time limits the batch before memory does: no more decode together than an iteration of `PACE` of
-it holds (`most_decodes`), prices share an iteration's fixed time among so many and the prompts beside them, and theta
-fills `PACED_FILL` alone.
+it holds (`most_decodes`), prices share an iteration's fixed time among so many and the prompts beside them, and the
+limit fills `PACED_FILL` alone.
 
-The shelf has the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for classes and
-laxities. All of it changes with facts and every `TICK_S` alone, so that jumps end there.
+Behind the kept wait the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for
+classes and laxities. All of it changes with events and every `TICK_S` alone, so that jumps end there.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -48,14 +48,14 @@ TIE_S = 1e-9
 TIE, GOLDEN = 1e-6, (sqrt(5.0) - 1.0) / 2.0
 ARRIVALS = 200
 EVERY = 20
-"""theta is anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
+"""The price limit is found anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
 FILL = 0.92
 PACED_FILL = 0.8
 """The same where TPOT limits the batch: no request is parked there until there is time. Chosen by trials."""
 PROMPT_SHARE = 0.2
-"""Of theta, that a prompt must cost for its request to be deferred before it has started."""
+"""Of the price limit, that a prompt must cost for its request to be deferred before it has started."""
 CHANCE = 0.04
-"""Of the time, that prompts may take whose requests cost more than theta."""
+"""Of the time, that prompts may take whose requests cost more than the limit."""
 PREFILL_MARGIN = 1.3
 """A prompt must fit so many times before the first token's deadline."""
 PACE = 0.9
@@ -75,7 +75,7 @@ def first_beyond(values: Iterable[float], limit: float) -> float:
 
 
 class Arrival(NamedTuple):
-    """What theta is found of."""
+    """What the price limit is found of."""
 
     arrival_s: float
     decodes_s: float
@@ -112,7 +112,7 @@ class Triage(Order):
         self.waiting = self._queue
         self._arrivals: deque[Arrival] = deque(maxlen=ARRIVALS)
         self._num_arrivals = 0
-        self.theta_s = self.most_prompt_s = inf
+        self.price_limit_s = self.most_prompt_s = inf
         self.tokens_per_iteration = 0.0
         """Prompt tokens of the last `ARRIVALS`, for each iteration that their decodes fill."""
         self.kept_tokens_per_s = 0.0
@@ -120,8 +120,8 @@ class Triage(Order):
         self.num_kept = 0
         """Of the requests that wait."""
         self._num_hopeless = 0
-        self.num_thetas = 0
-        """How often theta was found."""
+        self.num_price_limits = 0
+        """How often the price limit was found."""
         self.is_urgent = False
         """Whether the first that is kept has waited for `URGENT` of its TTFT."""
         self.is_quiet = False
@@ -228,7 +228,7 @@ class Triage(Order):
         due_s, num_left, prompt_s, work_s, first_s = outlook
         if due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s < 0.0:
             return HOPELESS
-        return KEPT if work_s <= self.theta_s or first_s <= self.most_prompt_s else DEFERRED
+        return KEPT if work_s <= self.price_limit_s or first_s <= self.most_prompt_s else DEFERRED
 
     # -- arrivals ----------------------------------------------------------------------------------------------------
 
@@ -242,15 +242,15 @@ class Triage(Order):
         self._arrivals.append(Arrival(arrival_s, decodes_s, num_tokens, prompt_s, left, *by_limit, kept))
         self._num_arrivals += 1
         if self._num_arrivals % EVERY == 0:
-            self._find_theta()
+            self._find_price_limit()
 
-    def _find_theta(self) -> None:
+    def _find_price_limit(self) -> None:
         """The price up to which the last arrivals fit their span, cheapest first; then the prompts of the others."""
         arrivals, price = self._arrivals, self.price
         span_s = arrivals[-1].arrival_s - arrivals[0].arrival_s
         if span_s <= 0.0:
             return
-        self.num_thetas += 1
+        self.num_price_limits += 1
         _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept = zip(*arrivals, strict=True)
         self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
         self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s)
@@ -260,9 +260,9 @@ class Triage(Order):
         self._outlooks.clear()
         self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
         work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
-        self.theta_s = first_beyond(work_s, (PACED_FILL if is_limit else FILL) * span_s + self._room_s())
-        prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.theta_s]
-        self.most_prompt_s = min(PROMPT_SHARE * self.theta_s, first_beyond(prompts, CHANCE * span_s))
+        self.price_limit_s = first_beyond(work_s, (PACED_FILL if is_limit else FILL) * span_s + self._room_s())
+        prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.price_limit_s]
+        self.most_prompt_s = min(PROMPT_SHARE * self.price_limit_s, first_beyond(prompts, CHANCE * span_s))
 
     def _room_s(self) -> float:
         """Work of requests like those that decode that there is room for until it is full to `FILL`, s.
