@@ -2,7 +2,7 @@
 
 As `Instance.serve` has it for one engine: two iterations are in flight, and the next is decided when the oldest ends.
 An idle engine decides on two at once. A jump is counted when its last iteration begins, and only then the next is
-decided: until then it can be priced again, so that a fact is seen as it would be iteration by iteration.
+decided: until then it can be priced again, so that an event is seen as it would be iteration by iteration.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class AheadMember(Member):
     _decides_s = inf
     """When the next plan may be decided, s: the latest is an iteration that begins, and its host time is over.
 
-    Infinite where there was nothing to decide: the next fact may change that.
+    Infinite where there was nothing to decide: the next event may change that.
     """
 
     def __init__(self, *args, **kwargs) -> None:  # noqa: ANN002, ANN003 - as Member's

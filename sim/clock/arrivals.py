@@ -8,7 +8,7 @@ from sim.engine.sequence import Sequence
 from traces.request import Request
 
 TIE_S = 1e-9
-"""Facts this close to a boundary count as simultaneous with it: sums of floats differ by less."""
+"""Events this close to a boundary count as simultaneous with it: sums of floats differ by less."""
 
 
 class Arrivals:

@@ -153,20 +153,20 @@ class Instance:
             yield env.timeout(now_s - env.now)
 
     def _run_ahead(self, plan: IterationPlan, start_s: float) -> StepTimes:
-        """A jump as `_run` has it, and one iteration more: that one is scheduled before the fact is known."""
+        """A jump as `_run` has it, and one iteration more: that one is scheduled before the event is known."""
         until_s = self._until_s(plan) - TIE_S
         if plan.max_steps == 1 or not self.jump or until_s <= start_s:
             return self.pricer.step(plan, start_s)
         return self.pricer.run(plan, start_s, until_s, more=1)
 
     def _run(self, plan: IterationPlan, now_s: float) -> StepTimes:
-        """Price like decode iterations as one event, up to the first boundary after the next fact."""
+        """Price like decode iterations as one event, up to the first boundary after the next event."""
         if not self.jump:
             return self.pricer.step(plan, now_s)
         return self.pricer.run(plan, now_s, self._until_s(plan) - TIE_S)
 
     def _until_s(self, plan: IterationPlan) -> float:
-        """When the next fact ends a jump, s."""
+        """When the next event ends a jump, s."""
         until_s = self.arrivals.next_s if plan.cut_on_arrival else inf
         if self._transfers and self._transfers[0][0] < until_s:
             until_s = self._transfers[0][0]

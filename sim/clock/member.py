@@ -1,7 +1,7 @@
 """`Member`: one engine among several on the virtual clock, whose next boundary is known and can be brought forward.
 
-A plan is priced when it is decided and committed when its time has come. A jump that a fact reaches under way is priced
-again, so that it ends at the first boundary after the fact: an engine need not stop for what goes to another.
+A plan is priced when it is decided and committed when its time has come. A jump that an event reaches under way is
+priced again, so that it ends at the first boundary after the event: an engine need not stop for what goes to another.
 """
 
 from collections import deque
@@ -54,7 +54,7 @@ class Inbox(Arrivals):
         return sum(request.prompt_tokens for request in self._sent)
 
 
-Fact = Move | Sequence | Request
+Event = Move | Sequence | Request
 """A copy that ended, a sequence that another engine has prefilled, or a request whose prefix had to come first."""
 Carry = Callable[["Member", Move, float], float]
 """Starts a copy from another engine at that time, s; returns its end, s."""
@@ -98,7 +98,7 @@ class Member(Instance):
         """For an engine that pulls."""
         self.take_back: Callable[[Member, float], bool] | None = None
         """For one that may decode what it prefilled for others: whether there was any."""
-        self._facts: list[tuple[float, int, Fact]] = cast(list[tuple[float, int, Fact]], self._transfers)
+        self._events: list[tuple[float, int, Event]] = cast(list[tuple[float, int, Event]], self._transfers)
         self._ended = ended
         self._log_end = engine.on_end
         engine.on_end = self._end
@@ -140,7 +140,7 @@ class Member(Instance):
             self._plan = self._times = None
 
     def decide(self) -> None:
-        """At the boundary `end_s`, settled: take the facts that are due and begin the next iterations."""
+        """At the boundary `end_s`, settled: take the events that are due and begin the next iterations."""
         self._settled = False
         now_s = self._began_s = self.end_s
         if not self._is_free(now_s):
@@ -162,29 +162,29 @@ class Member(Instance):
     @property
     def _wakes_s(self) -> float:
         """When an engine with nothing to do may have some again, s."""
-        inbox, facts = self.inbox, self._facts
-        return min(inbox.next_s, facts[0][0]) if facts else inbox.next_s
+        inbox, events = self.inbox, self._events
+        return min(inbox.next_s, events[0][0]) if events else inbox.next_s
 
     def _is_free(self, now_s: float) -> bool:
-        """Whether anything can be decided: takes the facts that are due, and pulls what the engine waits for."""
+        """Whether anything can be decided: takes the events that are due, and pulls what the engine waits for."""
         if now_s < self.busy_until_s - TIE_S:
             return False
-        engine, inbox, facts = self.engine, self.inbox, self._facts
+        engine, inbox, events = self.engine, self.inbox, self._events
         self.num_decisions += 1
         due_s = now_s + TIE_S
         if inbox.next_s <= due_s:
             inbox.deliver(due_s, engine.add_request)
-        while facts and facts[0][0] <= due_s:
-            fact = heappop(facts)[2]
-            if isinstance(fact, Sequence):
+        while events and events[0][0] <= due_s:
+            event = heappop(events)[2]
+            if isinstance(event, Sequence):
                 # Else it was taken back.
-                if fact.status is Status.PARKED:
-                    engine.offer(fact)
-            elif isinstance(fact, Request):
+                if event.status is Status.PARKED:
+                    engine.offer(event)
+            elif isinstance(event, Request):
                 self._num_coming -= 1
-                engine.add_request(fact)
+                engine.add_request(event)
             else:
-                engine.transfer_done(fact)
+                engine.transfer_done(event)
         if engine.scheduler.stage.blocking and (moves := engine.pull(now_s)):
             ready_s = self.drained_s(now_s)
             self.busy_until_s = max(self._pull(move, ready_s) for move in moves)
@@ -233,10 +233,10 @@ class Member(Instance):
         if self._ended is not None:
             self._ended(request, request.arrival_s)
 
-    def tell(self, at_s: float, fact: Fact) -> bool:
-        """`fact` is one from `at_s` on; whether the boundary came forward."""
+    def tell(self, at_s: float, event: Event) -> bool:
+        """`event` is one from `at_s` on; whether the boundary came forward."""
         self._num_transfers += 1
-        heappush(self._facts, (at_s, self._num_transfers, fact))
+        heappush(self._events, (at_s, self._num_transfers, event))
         return self._wake_at(at_s)
 
     def hears_ends(self, ended: Callable[[Request], None]) -> None:
@@ -251,7 +251,7 @@ class Member(Instance):
         return end_s
 
     def _wake_at(self, at_s: float) -> bool:
-        """A fact is due at `at_s`: wake up then, or end a jump at the first boundary after it."""
+        """An event is due at `at_s`: wake up then, or end a jump at the first boundary after it."""
         if self._settled:
             # It is about to look.
             return False

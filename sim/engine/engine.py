@@ -1,7 +1,8 @@
 """`Engine`: the sans-IO core that both clocks drive.
 
-It takes facts (a request arrived, a copy ended, an iteration ended, it is now t) and returns what to do next. It never
-waits, reads no clock and draws no random number: the simulator and the GPU runtime differ only in what measures time.
+It is told events (a request arrived, a copy ended, an iteration ended, it is now t) and returns what to do next. It
+never waits, reads no clock and draws no random number: the simulator and the GPU runtime differ only in what measures
+time.
 """
 
 from collections.abc import Callable
@@ -25,17 +26,17 @@ class Engine:
         self.on_end = on_end
         self._ended = scheduler.finished
         self.on_idle: Callable[[float], None] | None = None
-        """Hears when nothing can be done until another fact arrives."""
+        """Hears when nothing can be done until another event arrives."""
 
     def add_request(self, request: Request) -> Sequence:
-        """Fact: `request` arrived."""
+        """Event: `request` arrived."""
         seq = Sequence(request)
         seq.predicted_lower_tokens, seq.predicted_median_tokens = self._predict(request)
         self.scheduler.add(seq)
         return seq
 
     def offer(self, seq: Sequence) -> None:
-        """Fact: `seq`, new here, has its first token and its KV on another engine, where it may be pulled from."""
+        """Event: `seq`, new here, has its first token and its KV on another engine, where it may be pulled from."""
         self.scheduler.stage.offer(seq)
 
     def pull(self, now_s: float) -> list[Move]:
@@ -45,7 +46,7 @@ class Engine:
         return pulled
 
     def schedule(self, now_s: float) -> IterationPlan | None:
-        """What to do at `now_s`; None if nothing can be done until another fact arrives."""
+        """What to do at `now_s`; None if nothing can be done until another event arrives."""
         plan = self.scheduler.schedule(now_s)
         if self._ended:
             self._report_ended()
@@ -54,7 +55,7 @@ class Engine:
         return plan
 
     def commit(self, plan: IterationPlan, times: StepTimes) -> None:
-        """Fact: `plan` was carried out, its tokens came at `times`."""
+        """Event: `plan` was carried out, its tokens came at `times`."""
         self.scheduler.commit(plan, times)
         if self._ended:
             self._report_ended()
@@ -72,13 +73,13 @@ class Engine:
         return self.scheduler.commit_ahead(plan, times)
 
     def deliver(self, ended: list[Sequence]) -> None:
-        """Fact: the tokens of the oldest plan in flight came, the last ones of `ended`."""
+        """Event: the tokens of the oldest plan in flight came, the last ones of `ended`."""
         self.scheduler.deliver(ended)
         if self._ended:
             self._report_ended()
 
     def truncate(self, seq: Sequence, output_tokens: int) -> None:
-        """Fact: the `output_tokens`-th token of `seq`, yet to be committed or computed, is its last."""
+        """Event: the `output_tokens`-th token of `seq`, yet to be committed or computed, is its last."""
         self.scheduler.truncate(seq, output_tokens)
 
     def cancel(self, seq: Sequence) -> None:
@@ -88,7 +89,7 @@ class Engine:
             self._report_ended()
 
     def fail(self, seq: Sequence, reason: str) -> None:
-        """Fact: what `seq` computed or held is lost (a copy or a kernel failed). It ends as `cancel` says, in error."""
+        """Event: what `seq` computed or held is lost (a copy or kernel failed). It ends as `cancel` says, in error."""
         if seq.error or seq.status in (Status.FINISHED, Status.IGNORED):
             return
         self.scheduler.cancel(seq)
@@ -99,11 +100,11 @@ class Engine:
             self._report_ended()
 
     def transfer_done(self, move: Move) -> None:
-        """Fact: a background copy of an earlier plan, or one that another engine pulled, ended."""
+        """Event: a background copy of an earlier plan, or one that another engine pulled, ended."""
         self.scheduler.transfer_done(move)
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
-        """Fact: what `seq`, which runs, has generated fills more of its blocks; the `keys` of their content."""
+        """Event: what `seq`, which runs, has generated fills more of its blocks; the `keys` of their content."""
         self.scheduler.memory.name_blocks(seq, keys)
 
     @property

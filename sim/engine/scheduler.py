@@ -140,7 +140,7 @@ class Scheduler:
         self._frees_in_order = self.batching.frees_in_order
         self._reports_copies = self.batching.reports_copies
 
-    # -- facts -----------------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """A request arrived."""
@@ -150,7 +150,7 @@ class Scheduler:
         self.order.add(seq)
 
     def schedule(self, now_s: float) -> IterationPlan | None:
-        """Decide the next iteration, or None if there is nothing to do until another fact arrives."""
+        """Decide the next iteration, or None if there is nothing to do until another event arrives."""
         self.now_s = now_s
         while True:
             self.changed = False

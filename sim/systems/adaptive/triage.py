@@ -133,7 +133,7 @@ class Triage(Order):
         self._decode_share = 1.0
         """Of time, what is not for the prompts to be expected."""
         self.changed = True
-        """Whether this step follows a fact or a tick: else all answers are as they were."""
+        """Whether this step follows an event or a tick: else all answers are as they were."""
         self._stale = True
 
     @classmethod
