@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """What all parts have: what their class says, the scheduler that they serve, hooks into its step (see the module)."""
+    """What all parts have: what their class says, the scheduler that they serve, hooks into its step (see above)."""
 
     name: ClassVar[str]
     """As `--policy SYSTEM:KIND=NAME` speaks of it."""
