@@ -29,7 +29,7 @@ from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.errors import UserError
 from sim.results.metrics import TableSink
-from sim.results.parts import Machine
+from sim.results.sections import Machine
 from sim.run.prepare import Setup
 from sim.run.runs import Recording, Run, build_engine
 from sim.run.traffic import arrivals_of, traffic

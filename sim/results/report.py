@@ -11,9 +11,9 @@ from msgspec import UNSET
 
 from sim.results.load import offered, overload
 from sim.results.metrics import LATENCIES
-from sim.results.parts import ResolvedScenario, UsedEngineProfile, UsedProfile
 from sim.results.result import RESULT_FILE, SERIES_FILE
 from sim.results.schema import Result
+from sim.results.sections import ResolvedScenario, UsedEngineProfile, UsedProfile
 from sim.results.timeline import TIMELINE_FILE
 
 BESIDE = ("requests.parquet", "requests.csv", SERIES_FILE, TIMELINE_FILE, "figures")

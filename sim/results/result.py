@@ -18,7 +18,8 @@ from sim.errors import UserError
 from sim.files import write_atomically
 from sim.options.policies import options_of
 from sim.results.metrics import PERCENTILES, EndedRequest, RequestLog, gap_statistics
-from sim.results.parts import (
+from sim.results.schema import Result
+from sim.results.sections import (
     Counts,
     EngineUse,
     LanesUse,
@@ -30,7 +31,6 @@ from sim.results.parts import (
     UsedProfile,
     Versions,
 )
-from sim.results.schema import Result
 from sim.results.series import Series
 from sim.results.time_use import latency_parts
 from sim.run.prepare import Setup

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sim.results.parts import (
+from sim.results.sections import (
     Counts,
     EngineUse,
     LanesUse,

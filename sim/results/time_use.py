@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.results.parts import LatencyParts
+from sim.results.sections import LatencyParts
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

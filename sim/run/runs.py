@@ -15,8 +15,8 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.results.journal import Journal
 from sim.results.metrics import Goodput, RequestLog, TableSink
-from sim.results.parts import Machine
 from sim.results.schema import Backend
+from sim.results.sections import Machine
 from sim.results.series import SAMPLE_LIMIT, Series
 from sim.run.prepare import Setup
 

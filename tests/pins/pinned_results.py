@@ -22,9 +22,9 @@ from sim.results.figures.data import FigureRun, Floats, together
 from sim.results.load import offered, overload
 from sim.results.metrics import names
 from sim.results.page.charts import charts
-from sim.results.parts import EngineUse, LaneUse, LatencyParts, Machine, TierUse, UsedEngineProfile, UsedProfile
 from sim.results.report import metric_values, run_lines
 from sim.results.schema import Bounds, Result
+from sim.results.sections import EngineUse, LaneUse, LatencyParts, Machine, TierUse, UsedEngineProfile, UsedProfile
 from sim.results.series import COLUMNS
 from sim.results.time_use import LIMITS
 

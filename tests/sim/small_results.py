@@ -8,8 +8,8 @@ from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.options.values import flag
 from sim.results.metrics import names
-from sim.results.parts import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.results.schema import Result
+from sim.results.sections import Counts, LanesUse, LaneUse, ResolvedScenario, UsedProfile, Versions
 from sim.run.prepare import prepare
 from sim.run.runs import Recording, Run
 from sim.run.simulate import build_run, execute

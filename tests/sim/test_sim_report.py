@@ -9,8 +9,8 @@ from small_results import counts, lanes, small_result
 
 from sim.results.comparison import comparison_lines, print_comparison, table, write_comparison
 from sim.results.comparison_sentences import sentences
-from sim.results.parts import TierUse
 from sim.results.report import deployment, mean_decoding, metric_values, print_run, run_lines
+from sim.results.sections import TierUse
 
 
 def result_of(policy="vllm-recompute", **changes):

@@ -10,8 +10,8 @@ from small_results import CROWDED, counts, finished, scenario, small_result
 
 from sim.errors import UserError
 from sim.options.scenario import Scenario
-from sim.results.parts import Machine, ResolvedScenario, TierUse
 from sim.results.result import assemble, read_result, write_result
+from sim.results.sections import Machine, ResolvedScenario, TierUse
 from sim.run.runs import Recording
 
 MACHINE = Machine(device="cpu", torch="2", dtype="float32", threads="1")

@@ -1,4 +1,4 @@
-"""The parts of a `Result` (`sim.results.schema`): what ran, on what, and what was counted.
+"""The sections of a `Result` (`sim.results.schema`): what ran, on what, and what was counted.
 
 Every field is an entry of result.json under the same name; `docs/results.md` explains each.
 """
