@@ -39,6 +39,18 @@ class PagedMemory(Memory, Swaps):
         self.gpu.allocate(blocks)
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
+    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size) - seq.num_blocks
+
+    def take_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        blocks = -(-num_tokens // self.block_size)
+        if blocks > seq.num_blocks:
+            self.gpu.allocate(blocks - seq.num_blocks)
+            seq.num_blocks = blocks
+
+    def decode_blocks(self) -> int:
+        return self.batch.blocks_needed(1)
+
     def release(self, seq: Sequence) -> None:
         self.gpu.release(seq.num_blocks)
         seq.num_blocks = 0

@@ -145,7 +145,8 @@ def read_options(
     policies = [parse_policy(text, values) for text in texts]
     plain = {f.name for owner in (Scenario, Outputs) for f, _ in option_fields(owner)}
     for name in values.keys() - plain:
-        option = owned_option(name)
+        # Flags and keys have been read: what no policy known by now has is the command's own.
+        option = owned_option(name, installed=False)
         if option is not None and not any(has_option(policy.name, option) for _, policy in policies):
             raise UserError(f"{flag(name)}: an option of {option.policy}, which --policy does not name")
     if "out" not in values:

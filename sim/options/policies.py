@@ -42,10 +42,13 @@ def options_of(kind: type[Policy]) -> list[PolicyOption]:
     return [PolicyOption(kind.name, f.name, f, hint) for f, hint in option_fields(kind) if "help" in f.metadata]
 
 
-def owned_option(full_name: str) -> PolicyOption | None:
-    """The option that flags and files call `full_name`; None if no policy has it. Imports no other preset."""
+def owned_option(full_name: str, *, installed: bool = True) -> PolicyOption | None:
+    """The option that flags and files call `full_name`; None if no policy has it. Imports no other preset.
+
+    `installed`: of policies too that other distributions bring and that were not asked for yet.
+    """
     found = _owners(full_name)
-    if not found:
+    if not found and installed:
         read_systems()
         found = _owners(full_name)
     if len(found) > 1:

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ def _arrays(kept: list[EndedRequest] | None, detailed: dict[int, list[float]] | 
     if kept is None:
         return {"per_request": "more than 100000 requests: the arrays are in the per-request table"}
     rows = sorted(kept, key=itemgetter(0))
-    arrays: dict[str, Any] = {name: [getattr(row, own) for row in rows] for name, own in PER_REQUEST.items()}
+    arrays: dict[str, Any] = {name: list(map(attrgetter(own), rows)) for name, own in PER_REQUEST.items()}
     if detailed is not None:
         arrays["itls"] = [_gaps(detailed.get(row.request_id, [])) for row in rows]
     return arrays
