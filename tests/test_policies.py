@@ -113,6 +113,24 @@ def test_its_parts_mix_with_other_systems(install: Install):
     assert parse_policy("sarathi:order=last", {})[1].names["order"] == "last"
 
 
+def test_what_derives_from_vllm_v1_keeps_its_own_order_and_the_prices_of_unified_batches(install: Install):
+    code = MINE.replace("sim.systems.vllm055 import VllmRecompute", "sim.systems.vllm_v1 import VllmV1")
+    code = code.replace("VllmRecompute", "VllmV1").replace('"order": "last"', '"order": "last", "batching": "batches"')
+    code += """
+from sim.parts.batching.unified import Unified
+
+
+class Batches(Unified):
+    name = "batches"
+"""
+    install(ENTRIES + "batching.batches = mine:Batches\n", code)
+    mine, plain = parse_policy("mine", {})[1], parse_policy("vllm-v1", {})[1]
+    assert mine.names["order"] == "last"
+    for ahead in (False, True):
+        assert mine.with_async_scheduling(ahead).engine_profile == plain.with_async_scheduling(ahead).engine_profile
+    assert parse_policy("mine:scheduling-policy=priority", {})[1].names["order"] == "priority"
+
+
 def test_it_is_listed_and_its_options_are_flags(install: Install, capsys: pytest.CaptureFixture[str]):
     install()
     assert main(["policies"]) == 0

@@ -22,7 +22,7 @@ from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES
-from sim.systems.builder import UNIFIED, Builder, build_parts, options_among
+from sim.systems.builder import Builder, build_parts, options_among
 from sim.systems.layerkv.options import LayerKVOptions
 
 if TYPE_CHECKING:
@@ -96,15 +96,20 @@ class Policy(ABC):
         return MEMORIES[names["memory"]].can_cache_prefixes and not EVICTIONS[names["eviction"]].moves_whole
 
     @property
+    def is_unified(self) -> bool:
+        """Whether its batching is vLLM v1's: what follows of async scheduling, host time and prefixes is v1's, too."""
+        return BATCHINGS[self.names["batching"]].is_unified
+
+    @property
     def has_hybrid_manager(self) -> bool:
         """Whether layers with a window have vLLM v1's KV cache manager, which caches their prefixes, too."""
-        wanted = {"batching": "unified", "memory": "paged", "eviction": "recompute", "stage": "direct"}
-        return all(self.names[kind] == name for kind, name in wanted.items())
+        wanted = {"memory": "paged", "eviction": "recompute", "stage": "direct"}
+        return self.is_unified and all(self.names[kind] == name for kind, name in wanted.items())
 
     @property
     def async_scheduling_asked(self) -> bool | None:
         """What `--async-scheduling` says; None where it was left open, False where the batching has no such thing."""
-        if self.names["batching"] not in UNIFIED:
+        if not self.is_unified:
             return False
         return options_among((self, *self.mixed_options), AsyncScheduling).async_scheduling
 
@@ -130,7 +135,7 @@ class Policy(ABC):
     @property
     def engine_profile(self) -> str:
         """Name of the engine profile that prices it unless another is asked for."""
-        if self.names["batching"] not in UNIFIED:
+        if not self.is_unified:
             return "vllm-0.5"
         return "vllm-v1-async" if self.schedules_ahead else "vllm-v1"
 

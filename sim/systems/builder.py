@@ -24,8 +24,6 @@ MEMPOOL = "mempool"
 """The memory of engines that cache prefixes and send one another what they lack."""
 STORED = "stored"
 """The memory of engines whose prompts a store of the cluster may have."""
-UNIFIED = ("unified", "paced")
-"""Batchings with vLLM v1's one budget, whose host time is its."""
 
 Options = TypeVar("Options")
 

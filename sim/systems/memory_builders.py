@@ -7,7 +7,7 @@ from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.kv.tiered_options import RetentionOptions, TieredOptions
 from sim.parts.batching.unified_options import VllmV1Options
-from sim.systems.builder import HAND_OVER, UNIFIED, Builder, KnownMemory
+from sim.systems.builder import HAND_OVER, Builder, KnownMemory
 from sim.systems.ellm.options import TokenWiseOptions
 from sim.systems.hcache.options import StatesOptions, split_of
 from sim.systems.kvpr.options import PartialRecomputeOptions
@@ -62,7 +62,7 @@ def paged(b: Builder) -> "Memory":
     if b.limits.enable_prefix_caching:
         from sim.kv.prefix import PrefixMemory
 
-        return PrefixMemory(b.limits, in_flight_hits=b.names["batching"] in UNIFIED)
+        return PrefixMemory(b.limits, in_flight_hits=b.policy.is_unified)
     if b.limits.has_window_groups:
         from sim.kv.windowed import WindowedMemory
 
@@ -89,7 +89,7 @@ def tiered(b: Builder) -> "Memory":
         raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
     no_layer_keeps_a_window(b, "memory=tiered")
     worth = worth_of(b)
-    options, in_flight_hits = b.options(TieredOptions), b.names["batching"] in UNIFIED
+    options, in_flight_hits = b.options(TieredOptions), b.policy.is_unified
     block_bytes = b.limits.block_bytes * b.deployment.tensor_parallel_size
     num_blocks = options.num_disk_blocks(block_bytes)
     if not num_blocks:
@@ -199,7 +199,7 @@ def mempool(b: Builder) -> "Memory":
     from sim.kv.mempool import MemPool
 
     no_layer_keeps_a_window(b, "memory=mempool")
-    return MemPool(b.limits, returns=options.caching == "return", in_flight_hits=b.names["batching"] == "unified")
+    return MemPool(b.limits, returns=options.caching == "return", in_flight_hits=b.policy.is_unified)
 
 
 def reserved(b: Builder) -> "Memory":

@@ -41,7 +41,9 @@ class VllmV1(OffloadOptions, VllmV1Options, Policy):
 
     @property
     def names(self) -> dict[str, str]:
-        return {**self.composition, "order": self.scheduling_policy, **dict(self.mixed)}
+        # A system that derives from this one has an order of its own where arrival decides here.
+        by_priority = {"order": "priority"} if self.scheduling_policy == "priority" else {}
+        return {**self.composition, **by_priority, **dict(self.mixed)}
 
     def engine_limits(self, asked: Asked) -> EngineLimits:
         """The API server's defaults by GPU (`EngineArgs.get_batch_defaults`)."""

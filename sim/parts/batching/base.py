@@ -28,6 +28,8 @@ class Batching(Part, ABC):
     """Whether a prompt may be computed in chunks."""
     has_choice: ClassVar[bool] = False
     """Whether `--enable-chunked-prefill` chooses among classes by one name, of which some do."""
+    is_unified: ClassVar[bool] = False
+    """Whether it is vLLM v1's, with one budget and its engine's host time, and can be scheduled ahead."""
     default_budget: ClassVar[int | None] = None
     """Tokens of an iteration where the user names none; None: vLLM 0.5.5's, by the longest context."""
     stops_at_max_model_len: ClassVar[bool] = False

@@ -25,6 +25,7 @@ class Unified(Running):
 
     name: ClassVar[str] = "unified"
     options: ClassVar[type | None] = VllmV1Options
+    is_unified = True
     stops_at_max_model_len = True
 
     @classmethod
