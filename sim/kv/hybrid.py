@@ -12,6 +12,7 @@ before a junction, where a prompt left a prefix that only the full groups had (v
 
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import make_place, make_release
@@ -25,12 +26,20 @@ from sim.kv.index.block_cache import BlockCache, CachedBlock, Key, chained
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.memory import ALL_LAYERS, Memory
 
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
+
 
 class HybridMemory(Memory):
     """Pool blocks are those of one group; `unit` is a whole block's, one for each group."""
 
+    name: ClassVar[str] = "paged"
     memoized = ("_looked_up",)
     can_receive = False
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls(b.limits, schedules_ahead=b.policy.schedules_ahead)
 
     def __init__(self, limits: Limits, *, schedules_ahead: bool) -> None:
         """`schedules_ahead`: a step's blocks are taken while the step before it runs."""

@@ -6,15 +6,20 @@ copied out and missing ones back in, beside the computation. `copies_of` has who
 
 from collections.abc import Callable
 from itertools import filterfalse
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import GPU, HOST, Move, Tier, make_move, make_place, make_release, make_streamed
 from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
+from sim.errors import UserError
 from sim.kv.memory import Memory
 from sim.parts.needs import Need
+from sim.systems.layerkv.options import Equations, LayerKVOptions, remembered
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class LayerBlocks(Memory):
@@ -26,10 +31,21 @@ class LayerBlocks(Memory):
         minimum_layers: Eq. 4's x for a prompt of so many tokens.
     """
 
+    name: ClassVar[str] = "layers"
+    options: ClassVar[type | None] = LayerKVOptions
     needs: ClassVar[tuple[Need, ...]] = (Need("stage", "leaves layers on the host", offers="brings_layers_back"),)
     takes_chunks: ClassVar[bool] = False
     can_receive: ClassVar[bool] = False
     splits_layers: ClassVar[bool] = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> "LayerBlocks":
+        model = b.deployment.model
+        if model.num_stored_layers < model.num_layers:
+            raise UserError(
+                f"memory=layers keeps each layer's KV apart, and layers of {model.name} share theirs: use memory=paged"
+            )
+        return cls(b.limits, model.num_layers, remembered(Equations.of(b).minimum_layers))
 
     def __init__(self, limits: Limits, num_layers: int, minimum_layers: Callable[[int], int]) -> None:
         super().__init__(limits, num_layers)

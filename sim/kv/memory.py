@@ -9,7 +9,7 @@ not every memory offers is a class of its own, a capability: `Swaps`, `ReturnsKV
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import Move, Tier, make_place, make_release
@@ -18,6 +18,9 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.block_pool import BlockPool
 from sim.parts.base import Part
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 ALL_LAYERS = (0,)
 """The one layer group of memory whose blocks span the model."""
@@ -62,6 +65,10 @@ class Memory(Part):
     """Host blocks set aside for the coming step that no sequence holds yet."""
     num_cached_on_host = 0
     """Host blocks of cached content, beside those that sequences hold."""
+
+    @classmethod
+    def build(cls, b: "Builder") -> "Memory":
+        return cls(b.limits)
 
     def __init__(self, limits: Limits, num_groups: int = 1) -> None:
         self.limits = limits

@@ -6,16 +6,35 @@ ends, so that the next turn hits the answer where it is prefilled. Blocks stay t
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier, make_place
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
 from sim.kv.memory import ALL_LAYERS, ReturnsKV
+from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
+from sim.systems.memserve.options import MemPoolOptions
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class MemPool(PrefixMemory, ReturnsKV):
     """Blocks on demand, shared where prefixes are, with other engines' memory beside it."""
+
+    name: ClassVar[str] = "mempool"
+    options: ClassVar[type | None] = MemPoolOptions
+    runs_live: ClassVar[bool] = False
+
+    @classmethod
+    def build(cls, b: "Builder") -> PagedMemory:
+        """Paged memory for engines that are not to cache."""
+        caching = b.options(MemPoolOptions).caching
+        if not b.limits.enable_prefix_caching or (b.deployment.role == "decode" and caching == "prefill"):
+            return PagedMemory(b.limits)
+        b.refuse_windows("memory=mempool")
+        return cls(b.limits, returns=caching == "return", in_flight_hits=b.policy.is_unified)
 
     def __init__(self, limits: Limits, *, returns: bool, in_flight_hits: bool = False) -> None:
         """`returns`: what sequences that came from other engines generate is sent back."""

@@ -1,5 +1,7 @@
 """`OffloadingMemory`, `OffloadingPaged`: the GPU's blocks with vLLM's OffloadingConnector, prefixes cached or not."""
 
+from typing import TYPE_CHECKING, ClassVar, Self
+
 from sim.engine.changes import Move
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
@@ -10,6 +12,9 @@ from sim.kv.prefix import PrefixMemory
 from sim.kv.tiers.connector import OffloadingConnector
 from sim.kv.tiers.fences import FencedIndex, FencedStack
 
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
+
 
 def has_ended(seq: Sequence) -> bool:
     """Whether a sequence that gives its blocks back has all its tokens."""
@@ -18,6 +23,10 @@ def has_ended(seq: Sequence) -> bool:
 
 class OffloadingMemory(PrefixMemory):
     """Shared blocks; what a load brings is shared once it is seen to have ended."""
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls(b.limits, OffloadingConnector.of(b))
 
     def __init__(self, limits: Limits, connector: OffloadingConnector) -> None:
         super().__init__(limits, in_flight_hits=True)
@@ -62,6 +71,12 @@ class OffloadingMemory(PrefixMemory):
 
 class OffloadingPaged(Memory):
     """Blocks of one sequence each."""
+
+    name: ClassVar[str] = "paged"
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls(b.limits, OffloadingConnector.of(b))
 
     def __init__(self, limits: Limits, connector: OffloadingConnector) -> None:
         super().__init__(limits)

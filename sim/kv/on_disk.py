@@ -10,7 +10,7 @@ all reads that are under way count as if they had just begun.
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from sim.engine.changes import Move, Tier
 from sim.engine.limits import Limits, TierCounters
@@ -19,16 +19,31 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.tiered import TieredMemory
+from sim.kv.tiered_options import TieredOptions
 from sim.kv.tiers.disk import Disk
 from sim.kv.tiers.replacement import Access
 from sim.kv.tiers.worth import Worth
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
 
 
 class DiskTieredMemory(TieredMemory):
     """The GPU's prefix cache, the host's behind it, and the disk's behind that."""
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        options = b.options(TieredOptions)
+        disk = Disk(
+            options.num_disk_blocks(b.block_bytes),
+            b.block_bytes,
+            read_bytes_per_s=options.disk_read_gb_per_s * 1e9,
+            write_bytes_per_s=options.disk_write_gb_per_s * 1e9,
+            latency_s=options.disk_latency_us / 1e6,
+            s_per_block=options.disk_block_us / 1e6,
+        )
+        return cls(b.limits, Worth.of(b), disk, look_ahead=options.look_ahead, in_flight_hits=b.policy.is_unified)
 
     def __init__(
         self, limits: Limits, worth: Worth, disk: Disk, *, look_ahead: bool = True, in_flight_hits: bool = False

@@ -4,16 +4,43 @@ A prompt gets its blocks as it starts, a decode one more whenever its last block
 """
 
 from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Restore, Tier, make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.memory import ALL_LAYERS, Memory, Swaps
+from sim.parts.catalogue import class_at
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class PagedMemory(Memory, Swaps):
     """Blocks on demand; sequences go to the host and come back whole."""
+
+    name: ClassVar[str] = "paged"
+    can_cache_prefixes: ClassVar[bool] = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> Memory:
+        """What the model's layers and the options ask for."""
+        limits = b.limits
+        if limits.states is not None:
+            place = "sim.kv.states:StateMemory"
+        elif b.offloading.offloads:
+            kind = "OffloadingMemory" if limits.enable_prefix_caching else "OffloadingPaged"
+            place = f"sim.kv.offloading:{kind}"
+        elif limits.has_window_groups and b.policy.has_hybrid_manager:
+            place = "sim.kv.hybrid:HybridMemory"
+        elif limits.enable_prefix_caching:
+            place = "sim.kv.prefix:PrefixMemory"
+        elif limits.has_window_groups:
+            place = "sim.kv.windowed:WindowedMemory"
+        else:
+            return PagedMemory(limits)
+        return class_at(place).build(b)
 
     def __init__(self, limits: Limits, num_groups: int = 1) -> None:
         super().__init__(limits, num_groups)

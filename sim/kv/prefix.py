@@ -5,6 +5,8 @@ token, which must be computed; the blocks of those that ended stay until room is
 Blocks without ids (private prompts, generated tokens) can only be hit by their own sequence, computed again.
 """
 
+from typing import TYPE_CHECKING
+
 from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
@@ -14,6 +16,9 @@ from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Holding, Keys, Match, PrefixIndex
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.paged import PagedMemory
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 NOTHING = Match((), 0, 0, False)
 FIRST_PRIVATE_KEY = 1 << 64
@@ -25,6 +30,10 @@ class PrefixMemory(PagedMemory):
 
     can_swap = False
     caches_prefixes = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> PagedMemory:
+        return cls(b.limits, in_flight_hits=b.policy.is_unified)
 
     def __init__(self, limits: Limits, *, in_flight_hits: bool = False) -> None:
         """`in_flight_hits`: what an iteration computes can be hit in the same one (vLLM v1)."""

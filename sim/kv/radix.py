@@ -8,6 +8,8 @@ Evictions are those of one allocation a step, as in SGLang 0.3: where too few bl
 are free as the whole step takes. What others have not locked by then may be among them.
 """
 
+from typing import TYPE_CHECKING, ClassVar
+
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
@@ -18,6 +20,10 @@ from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Keys
 from sim.kv.index.radix_tree import Node, RadixTree
 from sim.kv.memory import ALL_LAYERS, Memory
+from sim.kv.paged import PagedMemory
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class RadixPool(BlockPool):
@@ -67,7 +73,14 @@ class Prefix:
 class RadixMemory(Memory):
     """Blocks on demand, shared through a radix tree."""
 
+    name: ClassVar[str] = "radix"
+    can_cache_prefixes: ClassVar[bool] = True
     caches_prefixes = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> Memory:
+        """Paged memory where prefixes are not to be cached."""
+        return cls(b.limits) if b.limits.enable_prefix_caching else PagedMemory.build(b)
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)

@@ -4,7 +4,7 @@ What a request does not use is lost to all others until it ends: internal fragme
 Nothing ever grows, so none is ever preempted.
 """
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import make_place, make_release
@@ -14,12 +14,21 @@ from sim.engine.sequence import Sequence
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.paged import PagedMemory
 
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
+
 
 class ReservedMemory(PagedMemory):
     """ceil(max_model_len / block_size) blocks for each; more where a request of a trace outgrows that."""
 
+    name: ClassVar[str] = "reserved"
+    can_cache_prefixes: ClassVar[bool] = False
     reserves: ClassVar[bool] = True
     can_receive: ClassVar[bool] = False
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls(b.limits)
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)

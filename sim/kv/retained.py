@@ -8,7 +8,7 @@ again, each gap as a chunk of its own (section 4.3.4). Before blocks run out, ch
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from sim.engine.changes import Hit, Keep, Load, Move, Release, Store, Streamed, Tier, make_place
 from sim.engine.limits import Limits, TierCounters
@@ -19,10 +19,12 @@ from sim.kv.block_pool import CachingPool
 from sim.kv.index.block_chain import FIRST_PRIVATE_KEY, BlockChain
 from sim.kv.index.retained_chunks import DIRTY, Chunk, ChunkStore
 from sim.kv.memory import ALL_LAYERS, Memory
+from sim.kv.tiered_options import RetentionOptions
 from sim.kv.tiers.worth import Worth
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
 
 Span = tuple[int, int]
 """Tokens of a sequence, by position: the first, and the one behind the last."""
@@ -42,8 +44,17 @@ NOTHING = Found((), (), 0)
 class RetentionMemory(Memory):
     """Blocks on demand; those of a conversation outlive its turns one by one."""
 
+    name: ClassVar[str] = "retained"
+    options: ClassVar[type | None] = RetentionOptions
+    can_cache_prefixes: ClassVar[bool] = True
+    always_caches: ClassVar[bool] = True
     memoized = ("_looked_up", "_growth")
     caches_prefixes = True
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        b.refuse_windows("memory=retained")
+        return cls(b.limits, Worth.of(b), b.options(RetentionOptions).swap_out_threshold)
 
     def __init__(self, limits: Limits, worth: Worth, threshold: float) -> None:
         """`threshold`: share of the GPU's blocks that are to be free or to have a copy on the host."""

@@ -10,7 +10,7 @@ carries in a step of 20 ms.
 
 from dataclasses import replace
 from math import ceil
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.cost.lanes import restored_s
 from sim.cost.model import CostModel
@@ -26,6 +26,11 @@ from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
 from sim.kv.tiered import TieredMemory
 from sim.kv.tiers.worth import Worth
+from sim.parts.needs import Need
+from sim.systems.hcache.options import StatesOptions, split_of
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 def restore_of(seq: Sequence, num_tokens: int, num_blocks: int, split: LayerSplit) -> Restore:
@@ -64,7 +69,19 @@ class SavedStates(PagedMemory):
         share: bytes saved of a token, of those of its KV: the host has room for that many more.
     """
 
+    name: ClassVar[str] = "saved-states"
+    options: ClassVar[type | None] = StatesOptions
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("eviction", "needs no copies to let go of a sequence", names=("swap", "recompute")),
+    )
+    can_cache_prefixes: ClassVar[bool] = False
     can_receive: ClassVar[bool] = False
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        b.refuse_unlike_layers()
+        split, share, _ = split_of(b.deployment, b.limits)
+        return cls(b.limits, split, share)
 
     def __init__(self, limits: Limits, split: LayerSplit, share: float) -> None:
         super().__init__(limits)
@@ -194,6 +211,15 @@ class TieredStates(TieredMemory):
         split, share: as for `SavedStates`.
         state: bytes that are copied.
     """
+
+    name: ClassVar[str] = "tiered-states"
+    options: ClassVar[type | None] = StatesOptions
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        b.refuse_unlike_layers()
+        split, share, state = split_of(b.deployment, b.limits)
+        return cls(b.limits, Worth.of(b), b.deployment.cost, split, share, state)
 
     def __init__(
         self, limits: Limits, worth: Worth, cost: CostModel, split: LayerSplit, share: float, state: StateBytes

@@ -5,12 +5,15 @@
 Neither shares what is generated.
 """
 
+from typing import ClassVar
+
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.index.prefix_index import Keys
 from sim.kv.index.radix_tree import Node
 from sim.kv.radix import RadixMemory
+from sim.parts.needs import Need
 
 
 class SharedReads(RadixMemory):
@@ -46,6 +49,8 @@ class SharedReads(RadixMemory):
 class ChunkMemory(SharedReads):
     """Whole chunks of prompts are shared while a sequence runs that has them, and freed with the last of these."""
 
+    name: ClassVar[str] = "chunks"
+
     def keys_of(self, seq: Sequence) -> Keys:
         return self.named_keys(seq)
 
@@ -65,6 +70,9 @@ class ChunkMemory(SharedReads):
 
 class GroupMemory(SharedReads):
     """The prefix of each group is computed once and shared by its members; idle, it goes as a leaf of the tree does."""
+
+    name: ClassVar[str] = "prefix-groups"
+    needs: ClassVar[tuple[Need, ...]] = (Need("order", "keeps what an order has planned", names=("prefix-groups",)),)
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)

@@ -13,17 +13,32 @@ layers that keep one, at the end of so many tokens (`MambaManager` of `single_ty
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import TYPE_CHECKING, Self
 
 from sim.engine.limits import Limits, WindowLimits
 from sim.engine.sequence import Sequence
-from sim.errors import InvariantError
+from sim.errors import InvariantError, UserError
 from sim.kv.hybrid import HybridMemory
 from sim.kv.hybrid_table import Table
 from sim.kv.index.block_cache import Key
+from sim.parts.batching.unified_options import VllmV1Options
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class StateMemory(HybridMemory):
     """Windowed groups are those that keep a state."""
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        if b.offloading.offloads:
+            raise UserError(
+                f"--kv-offloading-size: {b.deployment.model.name} has layers that keep a state; leave it out"
+            )
+        budget = b.limits.max_num_batched_tokens
+        most = min(budget, b.options(VllmV1Options).long_prefill_token_threshold or budget)
+        return cls(b.limits, schedules_ahead=b.policy.schedules_ahead, most_prompt_tokens=most)
 
     def __init__(self, limits: Limits, *, schedules_ahead: bool, most_prompt_tokens: int) -> None:
         """`most_prompt_tokens`: of one prompt in a step; where blocks are longer, chunks end within them."""

@@ -5,12 +5,15 @@ rest is computed. Prompts that were computed are told to the store, which keeps 
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from sim.engine.changes import Streamed
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.memory import Memory
+from sim.parts.needs import Need
+from sim.systems.mooncake.options import ConductorOptions
 from traces.request import Request
 
 
@@ -21,6 +24,12 @@ def unheard(request: Request) -> None:
 class StoredMemory(Memory):
     """Blocks on demand; a prompt starts with the tokens `granted` to its request, which are in the host's memory."""
 
+    name: ClassVar[str] = "stored"
+    options: ClassVar[type | None] = ConductorOptions
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("stage", "is for engines that prefill for others", names=("hand-over",)),
+        Need("eviction", "computes victims again", lacks="moves_whole"),
+    )
     caches_prefixes = True
 
     def __init__(self, limits: Limits) -> None:

@@ -5,7 +5,7 @@ whose prefix goes on there is loaded layer by layer while its rest is computed, 
 slower than computing it all, by price. Only blocks that the trace names are saved: no request could hit others.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Load, Move, Store, Streamed, Tier
 from sim.engine.limits import Limits, TierCounters
@@ -15,14 +15,17 @@ from sim.errors import UserError
 from sim.kv.index.block_chain import NamedChain
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.prefix import PrefixMemory
+from sim.kv.tiered_options import TieredOptions
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Access
 from sim.kv.tiers.worth import Worth
+from sim.parts.catalogue import class_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
 
 NOWHERE = range(0)
 
@@ -30,7 +33,20 @@ NOWHERE = range(0)
 class TieredMemory(PrefixMemory):
     """The GPU's prefix cache, and the host's behind it."""
 
+    name: ClassVar[str] = "tiered"
+    options: ClassVar[type | None] = TieredOptions
+    always_caches: ClassVar[bool] = True
     memoized = ("_looked_on_host",)
+
+    @classmethod
+    def build(cls, b: "Builder") -> "TieredMemory":
+        """With a disk where one is asked for."""
+        if b.offloading.offloads:
+            raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
+        b.refuse_windows("memory=tiered")
+        if b.options(TieredOptions).num_disk_blocks(b.block_bytes):
+            return class_at("sim.kv.on_disk:DiskTieredMemory").build(b)
+        return cls(b.limits, Worth.of(b), in_flight_hits=b.policy.is_unified)
 
     def __init__(self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False) -> None:
         """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`."""

@@ -5,8 +5,9 @@ Some layers compute it again, the others copy it in from the host, where it lies
 pass holds of it at a time is scratch (M_o). A map table finds the blocks.
 """
 
+from dataclasses import replace
 from math import floor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import Move, Rebuilt, Tier, Uncache, make_place, make_release
@@ -15,6 +16,8 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.memory import Memory
+from sim.parts.catalogue import class_at
+from sim.parts.needs import Need
 from sim.systems.ellm.equations import (
     CONFIGURATIONS,
     Configuration,
@@ -22,8 +25,12 @@ from sim.systems.ellm.equations import (
     thread_loss,
     threads_for_recomputation,
 )
+from sim.systems.ellm.options import TokenWiseOptions
 from sim.systems.ellm.solver import Batch, feasible_ratios
 from sim.systems.ellm.solver import Memory as Room
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class Kernels(NamedTuple):
@@ -52,12 +59,31 @@ class TokenWiseMemory(Memory):
         by_longest: whether room for scratch is planned as for sequences as long as the longest.
     """
 
+    name: ClassVar[str] = "token-wise"
+    options: ClassVar[type | None] = TokenWiseOptions
+    needs: ClassVar[tuple[Need, ...]] = (Need("admission", "is told what to leave uncached", names=("token-wise",)),)
     takes_chunks = False
     can_receive = False
     unexecutable = (
         "ellm layer-order: interleaved layers cannot compute uncached KV again on a device, since their inputs are the "
         "outputs of the copied layers between them: give layer-order=contiguous, or simulate it"
     )
+
+    @classmethod
+    def build(cls, b: "Builder") -> "TokenWiseMemory":
+        """With layers in the order asked for."""
+        b.refuse_unlike_layers()
+        options = b.options(TokenWiseOptions)
+        times = replace(options, equations="corrected").step_times(b.deployment, b.limits.block_size)
+        allots = options.step_times(b.deployment, b.limits.block_size)
+        lookup_s = options.map_lookup_us / 1e6
+        kernels = Kernels(times, allots, options.fused, options.overlapped, options.threads, lookup_s)
+        kind = class_at("sim.kv.first_layers:FirstLayersAgain") if options.layer_order == "contiguous" else cls
+        return kind(
+            b.limits, b.deployment.model.num_layers, options.layers_per_block, kernels,
+            least_ratio=options.least_uncached_ratio, most_ratio=options.most_uncached_ratio,
+            by_longest=options.printed,
+        )  # fmt: skip
 
     def __init__(
         self,

@@ -6,6 +6,8 @@ min(B, ceil(window / block_size)) for every group with a window: vLLM 0.5.5's ri
 one. `HybridMemory` has vLLM 1's way, which frees blocks that have left the window.
 """
 
+from typing import TYPE_CHECKING, Self
+
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import make_release
 from sim.engine.limits import Limits
@@ -15,9 +17,16 @@ from sim.engine.windowed_batch import WindowedBatch
 from sim.errors import InvariantError
 from sim.kv.paged import PagedMemory
 
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
+
 
 class WindowedMemory(PagedMemory):
     """Pool blocks are those of one group; `unit` is a whole block's, one for each group."""
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls(b.limits)
 
     def __init__(self, limits: Limits) -> None:
         window = limits.window

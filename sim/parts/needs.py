@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from sim.errors import UserError
-from sim.parts.catalogue import CATALOGUE, class_at
+from sim.parts.catalogue import CATALOGUE
 
 if TYPE_CHECKING:
     from sim.parts.base import Part
@@ -39,8 +39,6 @@ class Need(NamedTuple):
 
 
 def _has(part: object, what: type | str) -> bool:
-    if place := getattr(part, "class_place", ""):
-        part = class_at(place)
     if isinstance(what, str):
         return bool(getattr(part, what, False))
     return issubclass(part, what) if isinstance(part, type) else isinstance(part, what)

@@ -162,8 +162,7 @@ class Policy(ABC):
 
     def parts(self, limits: Limits, deployment: Deployment) -> "Parts":
         """The system's parts, new ones. UserError where they do not go together."""
-        moves_whole = EVICTIONS[self.names["eviction"]].moves_whole
-        return build_parts(Builder(self, self.names, self.mixed_options, limits, deployment, moves_whole=moves_whole))
+        return build_parts(Builder(self, self.names, self.mixed_options, limits, deployment))
 
     def scheduler(self, limits: Limits, gaps: "GapCollector", deployment: Deployment) -> "Scheduler":
         """The parts, put together."""

@@ -1,9 +1,7 @@
 """What building a part is given, and how the parts of a system are built and found to go together."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
-
-import msgspec
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
@@ -43,13 +41,9 @@ class Builder:
         options: tuple[object, ...],
         limits: Limits,
         deployment: Deployment,
-        *,
-        moves_whole: bool,
     ) -> None:
         self.policy, self.names, self.limits, self.deployment = policy, names, limits, deployment
         self._options = options
-        self.moves_whole = moves_whole
-        """Whether the eviction moves sequences whole."""
 
     def options(self, kind: type[Options]) -> Options:
         """The options of a kind: the preset itself, those given with a part, or the defaults."""
@@ -63,24 +57,21 @@ class Builder:
             raise UserError(f"--kv-offloading-size: goes with batching=unified, not {self.names['batching']}")
         return options
 
+    @property
+    def block_bytes(self) -> float:
+        """Bytes of a block on all GPUs of the engine together."""
+        return self.limits.block_bytes * self.deployment.tensor_parallel_size
 
-Part = TypeVar("Part", covariant=True)
+    def refuse_windows(self, asked: str, remedy: str = "") -> None:
+        """UserError for models of which some layers have rings of blocks, where `asked` keeps whole prefixes."""
+        if self.limits.has_window_groups:
+            raise UserError(f"{asked}: {self.deployment.model.name} has layers that keep a window only{remedy}")
 
-
-class Known(msgspec.Struct, Generic[Part], frozen=True):
-    """A part whose class does not build it yet: how it is built, and what its class will say."""
-
-    build: Callable[[Builder], Part]
-    options: type | None = None
-
-
-class KnownMemory(Known["Memory"], frozen=True):
-    """A memory, and where its class is."""
-
-    class_place: str = ""
-    can_cache_prefixes: bool = False
-    always_caches: bool = False
-    runs_live: bool = True
+    def refuse_unlike_layers(self) -> None:
+        """UserError for models whose layers share their KV or keep a window."""
+        model = self.deployment.model
+        if model.num_stored_layers < model.num_layers or self.limits.window is not None:
+            raise UserError(f"memory={self.names['memory']}: layers of {model.name} share their KV or keep a window")
 
 
 def build_parts(b: Builder) -> "Parts":

@@ -15,7 +15,7 @@ from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice,
 from sim.cost.restoring import LayerSplit, StateBytes, state_share  # noqa: E402
 from sim.engine.changes import Move, Restore, Save  # noqa: E402
 from sim.errors import InvariantError  # noqa: E402
-from sim.systems import memory_builders  # noqa: E402
+from sim.kv import saved_states  # noqa: E402
 
 STATE = StateBytes(SMALL.hidden_size * 4.0, BLOCK_SIZE * 2 * SMALL.kv_size * 4.0)
 """Bytes of the small decoder's hidden state of a token, and of a block of KV of a layer."""
@@ -27,7 +27,7 @@ def serve(monkeypatch, split, rows=GROWING, **sizes):
     """Serve where layers are split so."""
     kind, inline = sizes.pop("kind", CheckedDevice), sizes.pop("inline", False)
     share = state_share(split, BLOCK_SIZE, STATE)
-    monkeypatch.setattr(memory_builders, "split_of", lambda deployment, limits: (split, share, STATE))
+    monkeypatch.setattr(saved_states, "split_of", lambda deployment, limits: (split, share, STATE))
     policy = policy_of(sizes.pop("policy", "hcache"))
     return live.serve(policy, requests(*rows), tight_limits(policy, **sizes), kind=kind, inline_copies=inline)
 

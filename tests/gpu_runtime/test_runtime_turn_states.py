@@ -25,8 +25,8 @@ from sim.engine.changes import Load, Place, Restore, Store
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
+from sim.kv import saved_states
 from sim.kv.saved_states import TieredStates
-from sim.systems import memory_builders
 from traces.request import Request
 
 TURNS = "hcache:keeps=turns"
@@ -37,7 +37,7 @@ SPLIT = LayerSplit(1, 2, 1)
 def split_so(patch, split):
     """Layers are restored so, and restores are always worth it: what they take is not the question here."""
     share = state_share(split, BLOCK_SIZE, STATE)
-    patch.setattr(memory_builders, "split_of", lambda deployment, limits: (split, share, STATE))
+    patch.setattr(saved_states, "split_of", lambda deployment, limits: (split, share, STATE))
     patch.setattr(TieredStates, "_restore_s", lambda self, places: 0.0)
 
 

@@ -7,7 +7,7 @@ under way waits for it, and so does a step that preempts. The scheduler sees a c
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from sim.engine.changes import Move, Tier
 from sim.engine.limits import TierCounters
@@ -21,7 +21,7 @@ from sim.kv.tiers.replacement import Access
 from sim.kv.tiers.worth import Worth
 
 if TYPE_CHECKING:
-    pass
+    from sim.systems.builder import Builder
 
 
 class OffloadingConnector:
@@ -76,6 +76,22 @@ class OffloadingConnector:
         self._flushed: dict[Job, None] = {}
         self._finished: list[Move] = []
         self._refused = False
+
+    @classmethod
+    def of(cls, b: "Builder") -> Self:
+        """Of an engine, by its options. UserError for models of which some layers keep a window."""
+        b.refuse_windows("--kv-offloading-size", "; --disable-hybrid-kv-cache-manager keeps whole prefixes")
+        options = b.offloading
+        return cls(
+            HostCache(options.num_chunks(b.block_bytes), options.eviction_policy, options.store_threshold),
+            b.limits.block_size,
+            blocks_per_chunk=options.blocks_per_chunk,
+            prompts_only=not options.offload_outputs,
+            shares_loads=b.limits.enable_prefix_caching,
+            load_s_per_block=options.load_s_per_block,
+            store_s_per_block=options.store_s_per_block,
+            worth=Worth.of(b, options.load_s_per_block),
+        )
 
     @property
     def copies(self) -> bool:

@@ -1,6 +1,7 @@
 """`Worth`: what loading a part of a prompt takes, and what computing it would, by the run's own prices."""
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Self
 
 from sim.cost.lanes import streamed_s
 from sim.cost.model import CostModel
@@ -9,6 +10,9 @@ from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
 from traces.request import Request
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class Worth:
@@ -24,6 +28,11 @@ class Worth:
     def __init__(self, cost: CostModel, limits: Limits, layers: int, load_s_per_block: float | None = None) -> None:
         self._cost, self._layers, self._load_s_per_block = cost, layers, load_s_per_block
         self._block_bytes, self._budget = limits.block_bytes, limits.max_num_batched_tokens
+
+    @classmethod
+    def of(cls, b: "Builder", load_s_per_block: float | None = None) -> Self:
+        """Of the engine whose parts are built."""
+        return cls(b.deployment.cost, b.limits, b.deployment.model.num_layers, load_s_per_block)
 
     def load_s(self, num_blocks: int) -> float:
         """A copy of so many blocks to the GPU, alone on its lane, s."""
