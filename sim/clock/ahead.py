@@ -72,7 +72,7 @@ class AheadMember(Member):
         now_s, flying = self.end_s, self._flying
         if self._plan is None and (now_s >= self._decides_s or self._decides_s == inf):
             self._starts_s = max(now_s, flying[0].end_s) if flying else now_s
-            if not self._is_free(now_s):
+            if not self._take_events(now_s):
                 self._decides_s = self.busy_until_s
             elif (plan := self._schedule(now_s)) is None:
                 self._decides_s = inf

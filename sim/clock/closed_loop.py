@@ -87,7 +87,7 @@ class ClosedLoop(Arrivals):
             else:
                 assert request is not None
                 super()._read()
-                if not self._by_session or self._may_go(request):
+                if not self._by_session or self._join_session(request):
                     self._send(request, to)
             self._foresee()
 
@@ -99,8 +99,8 @@ class ClosedLoop(Arrivals):
             heappop(self._free)
         to(request if sent_s == request.arrival_s else request._replace(arrival_s=sent_s))
 
-    def _may_go(self, request: Request) -> bool:
-        """Whether a request just read may be sent at its arrival; else it is kept until it may."""
+    def _join_session(self, request: Request) -> bool:
+        """A request was just read: whether it is sent at its arrival; else its session keeps it until it may be."""
         if not request.session_id:
             raise TraceError(f"request {request.request_id}: has no session id; leave --closed-sessions out")
         session = self._sessions.get(request.session_id)

@@ -143,7 +143,7 @@ class Member(Instance):
         """At the boundary `end_s`, settled: take the events that are due and begin the next iterations."""
         self._settled = False
         now_s = self._began_s = self.end_s
-        if not self._is_free(now_s):
+        if not self._take_events(now_s):
             self.end_s = self.busy_until_s
             return
         self._plan = plan = self._schedule(now_s)
@@ -165,8 +165,8 @@ class Member(Instance):
         inbox, events = self.inbox, self._events
         return min(inbox.next_s, events[0][0]) if events else inbox.next_s
 
-    def _is_free(self, now_s: float) -> bool:
-        """Whether anything can be decided: takes the events that are due, and pulls what the engine waits for."""
+    def _take_events(self, now_s: float) -> bool:
+        """Take the events that are due, and pull what the engine waits for; whether anything can be decided now."""
         if now_s < self.busy_until_s - TIE_S:
             return False
         engine, inbox, events = self.engine, self.inbox, self._events
