@@ -18,11 +18,12 @@ class RequestLevel(PrefillFirst):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        # An empty queue may be planned anew as soon as a request is there.
+        # An empty queue may be planned anew as soon as a request is there, and one that is not sticky sorted anew.
         self._order_prepares = overrides(scheduler.order, "prepare", Order)
 
     def fill(self, plan: IterationPlan, now_s: float, *, may_start: bool = True) -> None:
         super().fill(plan, now_s, may_start=may_start and not self.scheduler.num_running)
         if plan.num_decodes and not plan.chunks:
             # No request is looked at before the batch has ended.
-            plan.cut_on_arrival = self._order_prepares and not self.order.waiting
+            order = self.order
+            plan.cut_on_arrival = self._order_prepares and not (order.waiting and order.sticky)
