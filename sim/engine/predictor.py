@@ -6,7 +6,7 @@ request and a seed, so a policy that uses it stays deterministic and the engine 
 
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -26,6 +26,15 @@ class LengthPredictor(Protocol):
 
     def predict(self, request: Request) -> tuple[int, int]:
         """Lower bound and median of the output length in tokens; median 0 means no idea."""
+        ...
+
+
+@runtime_checkable
+class PredictsLengths(Protocol):
+    """Options that say what an engine is to know of output lengths."""
+
+    def length_predictor(self, seed: int) -> LengthPredictor:
+        """Itself; draws depend on `seed` and the request alone."""
         ...
 
 

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import Field
+from dataclasses import Field, replace
 from typing import Any
 
 import msgspec
@@ -127,23 +127,27 @@ def parse_policy(text: str, given: Mapping[str, Any]) -> tuple[str, Policy]:
             values[key] = convert(f"--policy {text}: {key}", value, own[key].hint)
         else:
             others[key] = value
-    part_options = _part_options(text, kind, mixed, others)
-    return text, kind(**values, mixed=tuple(mixed.items()), mixed_options=part_options)
+    preset = kind(**values, mixed=tuple(mixed.items()))
+    return text, replace(preset, mixed_options=_part_options(text, preset, mixed, others))
 
 
-def _part_options(
-    text: str, kind: type[Policy], mixed: Mapping[str, str], words: Mapping[str, str]
-) -> tuple[object, ...]:
-    """Options of replaced parts of kinds that the preset does not have; UserError for words that no part has."""
+def _part_options(text: str, preset: Policy, mixed: Mapping[str, str], words: Mapping[str, str]) -> tuple[object, ...]:
+    """Options of replaced parts of kinds that the preset does not have; UserError for words that no part has.
+
+    What several of them have of one name, and what the preset has of it, is one option: one engine has one predictor of
+    output lengths, and one TPOT to meet. The preset's stands, or what is given, or the first's default.
+    """
+    kind = type(preset)
     kinds = {known_part(part, name).options for part, name in mixed.items()}
     wanted = sorted((k for k in kinds if k is not None and not issubclass(kind, k)), key=lambda k: k.__name__)
+    said = {option.name: getattr(preset, option.name) for option in options_of(kind)}
     left, found = dict(words), []
     for options in wanted:
         hints = {f.name: hint for f, hint in option_fields(options)}
-        values = {
-            key: convert(f"--policy {text}: {key}", left.pop(key), hint) for key, hint in hints.items() if key in left
-        }
-        found.append(options(**values))
+        for key in hints.keys() & left.keys():
+            said[key] = convert(f"--policy {text}: {key}", left.pop(key), hints[key])
+        found.append(options(**{key: said[key] for key in hints.keys() & said.keys()}))
+        said |= {key: getattr(found[-1], key) for key in hints}
     if left:
         known = [option.name for option in options_of(kind)]
         known += [f.name for options in wanted for f, _ in option_fields(options)]

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import msgspec
 
 from sim.engine.limits import Deployment, Limits
-from sim.engine.predictor import LengthPredictor, NoPredictor
+from sim.engine.predictor import LengthPredictor, NoPredictor, PredictsLengths
 from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES
 from sim.systems.builder import Builder, build_parts, options_among
-from sim.systems.layerkv.options import LayerKVOptions
 
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
@@ -173,7 +172,7 @@ class Policy(ABC):
     def length_predictor(self, seed: int) -> LengthPredictor:
         """What the engine is to know of output lengths; nothing unless the policy or a part mixed in asks for it."""
         for options in self.mixed_options:
-            if isinstance(options, LayerKVOptions):
+            if isinstance(options, PredictsLengths):
                 return options.length_predictor(seed)
         return NoPredictor()
 

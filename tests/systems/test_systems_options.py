@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from sim.engine.predictor import BucketPredictor, NoPredictor, OraclePredictor
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.systems import POLICIES, policy_named, register
@@ -114,6 +115,34 @@ def test_an_accuracy_goes_with_a_predictor_that_has_one(system: str) -> None:
     parse_policy(f"{system}:predictor=bucket,predictor-accuracy=0.5", {})
     with pytest.raises(UserError, match="goes with predictor=bucket, not oracle"):
         parse_policy(f"{system}:predictor=oracle,predictor-accuracy=0.5", {})
+
+
+def test_an_engine_has_the_predictor_that_a_part_mixed_in_asks_for() -> None:
+    """Whichever system the part is of: those of `adaptive` were told nothing under another preset."""
+    for text, kind in (
+        ("vllm-v1", NoPredictor),
+        ("vllm-v1:order=triage", BucketPredictor),
+        ("vllm-v1:order=triage,predictor=oracle", OraclePredictor),
+        ("vllm-v1:order=triage,predictor=none", NoPredictor),
+        ("sarathi:admission=slack", OraclePredictor),
+        ("layerkv:order=triage", OraclePredictor),
+    ):
+        assert isinstance(parse_policy(text, {})[1].length_predictor(0), kind), text
+
+
+@pytest.mark.parametrize(
+    ("text", "predictor", "tpot_slo_ms"),
+    [
+        ("adaptive:admission=slack,predictor=none,tpot-slo-ms=30", "none", 30.0),
+        ("vllm-recompute:order=triage,admission=slack", "bucket", 200.0),
+        ("vllm-recompute:order=triage,admission=slack,predictor=oracle,tpot-slo-ms=30", "oracle", 30.0),
+    ],
+)
+def test_options_of_one_name_are_one(text: str, predictor: str, tpot_slo_ms: float) -> None:
+    """Slack took lengths for known where the engine's predictor was another's, and words reached one part of two."""
+    policy = parse_policy(text, {})[1]
+    for options in (policy, *policy.mixed_options) if "adaptive" in text else policy.mixed_options:
+        assert (options.predictor, options.tpot_slo_ms) == (predictor, tpot_slo_ms)
 
 
 def test_the_hosts_pool_is_as_large_as_asked() -> None:
