@@ -114,6 +114,14 @@ class SavedStates(PagedMemory):
         else:
             self._unsaved[seq] = None
 
+    def joined(self, seq: Sequence) -> None:
+        """Where the last token of a prompt is left for a decode, so is the block that it begins."""
+        surplus = seq.num_blocks - self.held_blocks(seq)
+        if surplus > 0:
+            self.gpu.release(surplus)
+            if seq in self.saved:
+                self.host.release(surplus)
+
     def _forget_newest(self) -> None:
         """The host is full: the last that was placed runs unsaved."""
         seq, _ = self.saved.popitem()
