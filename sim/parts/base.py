@@ -7,7 +7,8 @@ One step of the scheduler asks them in this order:
 1. `prepare(now_s)` of every part that has one: bring sequences back, offload ahead of need, age the queue. Then
    `reserve()`: take what the coming step needs on top of what the batching will ask for.
 2. `Batching.fill(plan, now_s)`: the shape of the iteration. It asks `Order.head` and `Admission.admits` which
-   request may start, `Memory` for blocks, and `Eviction.evict` to take a victim's.
+   request may start, `Memory` for blocks, and `Eviction.evict` to take a victim's. `Unified` and `Sglang` ask no
+   admission: they admit by memory alone.
 3. `repeats(plan, steps)` of every part that has one, where the plan could repeat itself: for how many iterations the
    answers just given stay the same. The scheduler takes the least.
 4. `complete(plan)` of every part that has one: what else is copied.
