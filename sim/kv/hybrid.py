@@ -128,9 +128,6 @@ class HybridMemory(Memory):
         blocks = -(-seq.num_tokens // self.block_size)
         return len(self._full) * blocks + len(self._windowed) * min(blocks, self._most_in_window)
 
-    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free
-
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         match, blocks = self._match(seq), -(-num_tokens // self.block_size)
         return self.num_groups * (blocks - match.num_blocks) + match.num_idle
@@ -144,9 +141,6 @@ class HybridMemory(Memory):
         windowed = max(0, min(blocks, self._most_in_window) - match.num_blocks)
         full = blocks - match.num_blocks
         return max(wanted, len(self._full) * full + len(self._windowed) * windowed + match.num_idle)
-
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
 
     def place(self, seq: Sequence, num_tokens: int) -> None:
         self.take(seq, num_tokens)

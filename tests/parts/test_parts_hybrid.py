@@ -85,6 +85,15 @@ def test_what_leaves_the_window_is_free_by_hand() -> None:
     assert used[1:] == [3 * -(-n // 16) - 2 * ((n - 33) // 16) for n in range(101, 160)]
 
 
+def test_blocks_kept_free_are_whole_ones() -> None:
+    """40 blocks of three groups, of which a prompt of 100 tokens takes 7 each: 33 whole ones are left, not 99."""
+    limit = replace(limits(gpu=40, window=WINDOW), enable_prefix_caching=True)
+    memory, seq = HybridMemory(limit, schedules_ahead=False), Sequence(Request(0, 0.0, 100, 5))
+    assert memory.gpu.num_blocks == 3 * 40
+    assert memory.fits(seq, 33) and memory.ever_fits(seq, 33)
+    assert not memory.fits(seq, 34) and not memory.ever_fits(seq, 34)
+
+
 def test_evictions_take_what_was_never_cached_first_and_then_the_longest_idle() -> None:
     cache = BlockCache(2)
     first, second, twin = (cache.add(0, key) for key in ("a", "b", "a"))
