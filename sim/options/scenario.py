@@ -59,7 +59,8 @@ def _of_workload(name: str, metavar: str, unit: str | None = None) -> Any:  # no
     return _flag(None, option_help(name), metavar, unit=unit, sparse=True)
 
 
-@dataclass(frozen=True)
+# Written out for every field, comparison and text would cost each start more than any run asks of them.
+@dataclass(frozen=True, eq=False, repr=False)
 class Scenario:
     """Traffic, deployment, engine limits and what to measure. Units are in the names or in the help texts."""
 
@@ -204,6 +205,18 @@ class Scenario:
     )  # fmt: skip
 
     goodput: tuple[str, ...] = _flag((), "SLOs a request must meet, ms: ttft:3000 tpot:200 e2el:60000")
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def __eq__(self, other: object) -> bool:
+        return self._values() == other._values() if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values().values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
 
     @property
     def num_engines(self) -> int:

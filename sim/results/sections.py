@@ -189,7 +189,7 @@ def _resolved(option: str) -> Any:  # noqa: ANN401
     return dataclasses.field(metadata={**metadata, "resolved": True})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ResolvedScenario(Scenario):
     """The scenario as it ran: the options in their order, some of them resolved, then what else they resolved to.
 
