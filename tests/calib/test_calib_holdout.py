@@ -81,8 +81,9 @@ def test_no_region_leans_by_more_than_10_percent(refit):
 
 def test_the_refit_is_the_shipped_profile(refit):
     fitted, shipped = refit.report.profile, refit.shipped
+    # Where a solver ends differs by some millionths between processors' BLAS.
     assert {n: fitted.value(n) for n in fitted.constants} == pytest.approx(
-        {n: shipped.value(n) for n in shipped.constants}, rel=1e-6, abs=1e-12
+        {n: shipped.value(n) for n in shipped.constants}, rel=2e-5, abs=1e-12
     )
     assert (fitted.gpu, fitted.form, fitted.status, fitted.range) == (
         shipped.gpu,
