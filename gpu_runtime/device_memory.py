@@ -19,8 +19,8 @@ from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
-from sim.kv.first_layers import FirstLayersAgain
-from sim.kv.saved_states import SavedStates, TieredStates
+from sim.systems.ellm.first_layers import FirstLayersAgain
+from sim.systems.hcache.saved_states import SavedStates, TieredStates
 from sim.systems.kvpr.partial_recompute import PartialRecompute
 
 

@@ -21,13 +21,13 @@ from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
-from sim.kv.saved_states import TieredStates
 from sim.options.scenario import Scenario
 from sim.parts.catalogue import MEMORIES
 from sim.run.prepare import GIB, prepare
 from sim.run.runs import Recording, build_engine
 from sim.systems.base import Policy
 from sim.systems.builder import options_among
+from sim.systems.hcache.saved_states import TieredStates
 
 DEFAULT_SHARE = 4
 """Unless told otherwise a pool takes at most one part in so many of the memory that is free."""

@@ -27,7 +27,7 @@ from gpu_runtime.pass_members import BlockTables, Member
 from gpu_runtime.to_device import to_device
 from sim.engine.changes import Restore
 from sim.errors import InvariantError
-from sim.kv.saved_states import SavedStates, TieredStates
+from sim.systems.hcache.saved_states import SavedStates, TieredStates
 
 AHEAD = 2
 """Layers whose states are on their way to the GPU at a time."""

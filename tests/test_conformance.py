@@ -14,7 +14,6 @@ from sim.engine.plan import IterationPlan
 from sim.engine.scheduler import Parts
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.kv.layer_blocks import LayerBlocks
 from sim.kv.paged import PagedMemory
 from sim.options.policies import parse_policy
 from sim.parts.batching.prefill_first import PrefillFirst
@@ -24,6 +23,7 @@ from sim.parts.eviction.swap import Swap
 from sim.parts.order.fcfs import Fcfs
 from sim.systems import POLICIES
 from sim.systems.base import Policy
+from sim.systems.layerkv.layer_blocks import LayerBlocks
 from sim.systems.layerkv.preset import LayerKV
 from sim.systems.layerkv.promote import Promote
 from sim.systems.layerkv.slack import SlackAdmission

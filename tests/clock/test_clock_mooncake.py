@@ -12,9 +12,9 @@ from kvtwin.testing import limits, linear_machine
 from kvtwin.testing.clusters import simulate_pools
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
-from sim.kv.stored import StoredMemory
 from sim.options.policies import parse_policy
 from sim.systems.mooncake.preset import Mooncake
+from sim.systems.mooncake.stored import StoredMemory
 from sim.topology.conductor import Conductor, Estimates, Rules
 from sim.topology.routers import REJECT
 from sim.topology.store import GlobalStore

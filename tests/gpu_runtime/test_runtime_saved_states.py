@@ -15,7 +15,7 @@ from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice,
 from sim.cost.restoring import LayerSplit, StateBytes, state_share  # noqa: E402
 from sim.engine.changes import Move, Restore, Save  # noqa: E402
 from sim.errors import InvariantError  # noqa: E402
-from sim.kv import saved_states  # noqa: E402
+from sim.systems.hcache import saved_states  # noqa: E402
 
 STATE = StateBytes(SMALL.hidden_size * 4.0, BLOCK_SIZE * 2 * SMALL.kv_size * 4.0)
 """Bytes of the small decoder's hidden state of a token, and of a block of KV of a layer."""

@@ -25,8 +25,8 @@ from sim.engine.changes import Load, Place, Restore, Store
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.kv import saved_states
-from sim.kv.saved_states import TieredStates
+from sim.systems.hcache import saved_states
+from sim.systems.hcache.saved_states import TieredStates
 from traces.request import Request
 
 TURNS = "hcache:keeps=turns"

@@ -4,7 +4,7 @@ import pytest
 
 from kvtwin.testing import limits, requests
 from sim.engine.sequence import Sequence
-from sim.kv.hosted_layers import HostedLayers
+from sim.systems.kvpr.hosted_layers import HostedLayers
 
 LAYERS, KEEP_FREE = 4, 1
 SEQ = Sequence(requests((0.0, 17, 1))[0])

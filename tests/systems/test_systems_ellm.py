@@ -15,13 +15,13 @@ from sim.engine.plan import IterationPlan, Origin, StepTimes, WindowTokens
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
-from sim.kv.token_wise import TokenWiseMemory
 from sim.options.policies import parse_policy
 from sim.specs.models import load_model
 from sim.systems.ellm.batch_and_ratio import BatchAndRatio
 from sim.systems.ellm.equations import CONFIGURATIONS, Configuration
 from sim.systems.ellm.preset import Ellm
 from sim.systems.ellm.solver import Choice
+from sim.systems.ellm.token_wise import TokenWiseMemory
 
 AFFINE = (0.02, 0.001, 0.0)
 """20 ms an iteration and 1 ms a token that it computes, of prompts and decodes alike."""

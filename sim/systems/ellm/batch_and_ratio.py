@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.kv.token_wise import TokenWiseMemory
 from sim.parts.admission.watermark import WATERMARK
 from sim.parts.base import Admission
 from sim.parts.needs import Need
 from sim.systems.ellm.equations import CONFIGURATIONS, Configuration, StepCosts
 from sim.systems.ellm.options import TokenWiseOptions
 from sim.systems.ellm.solver import Batch, Choice, Memory, best, least_bubble
+from sim.systems.ellm.token_wise import TokenWiseMemory
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

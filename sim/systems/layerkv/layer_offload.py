@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.kv.layer_blocks import LayerBlocks
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.needs import Need
+from sim.systems.layerkv.layer_blocks import LayerBlocks
 from sim.systems.layerkv.options import LayerKVOptions
 from sim.systems.layerkv.promote import Promote
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import GPU, Move, Tier
 from sim.engine.sequence import IGNORED, PROMOTING, Sequence
-from sim.kv.layer_blocks import LayerBlocks
 from sim.parts.base import Stage
 from sim.parts.needs import Need
+from sim.systems.layerkv.layer_blocks import LayerBlocks
 from sim.systems.layerkv.options import LayerKVOptions
 
 if TYPE_CHECKING:

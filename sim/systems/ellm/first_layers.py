@@ -12,8 +12,8 @@ from operator import itemgetter
 
 from sim.engine.changes import Uncache
 from sim.engine.sequence import Sequence
-from sim.kv.token_wise import TokenWiseMemory
 from sim.systems.ellm.equations import Configuration
+from sim.systems.ellm.token_wise import TokenWiseMemory
 
 
 class FirstLayersAgain(TokenWiseMemory):

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.sequence import Sequence
-from sim.kv.layer_blocks import LayerBlocks
 from sim.systems.kvpr.options import PartialRecomputeOptions
 from sim.systems.kvpr.partial_recompute import BlockSeconds
+from sim.systems.layerkv.layer_blocks import LayerBlocks
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder

@@ -78,7 +78,9 @@ class TokenWiseMemory(Memory):
         allots = options.step_times(b.deployment, b.limits.block_size)
         lookup_s = options.map_lookup_us / 1e6
         kernels = Kernels(times, allots, options.fused, options.overlapped, options.threads, lookup_s)
-        kind = class_at("sim.kv.first_layers:FirstLayersAgain") if options.layer_order == "contiguous" else cls
+        kind = (
+            class_at("sim.systems.ellm.first_layers:FirstLayersAgain") if options.layer_order == "contiguous" else cls
+        )
         return kind(
             b.limits, b.deployment.model.num_layers, options.layers_per_block, kernels,
             least_ratio=options.least_uncached_ratio, most_ratio=options.most_uncached_ratio,
