@@ -18,7 +18,7 @@ class TieredOptions:
     disk_latency_us: float = option(100.0, "time before each copy from or to the disk begins, us")
     disk_block_us: float = option(10.0, "time of each block of such a copy beside its bytes, us")
     look_ahead: bool = option(
-        True, "fetch from the disk what those who wait will load, and keep it longer than what nobody waits for"
+        True, "fetch from the disk what waiting requests will load, and keep it longer than what none waits for"
     )
 
     def __post_init__(self) -> None:

@@ -151,7 +151,7 @@ class Policy(ABC):
             names = self.names
             raise UserError(
                 f"--enable-prefix-caching: {self.name} has memory={names['memory']} and eviction={names['eviction']}; "
-                "it takes memory=paged, radix or tiered, and an eviction that moves nobody whole; leave it out"
+                "it takes memory=paged, radix or tiered, and an eviction that moves none whole; leave it out"
             )
         return asked
 

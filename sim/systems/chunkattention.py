@@ -28,7 +28,7 @@ class ChunkAttention(Policy):
     """Shared chunks are kept once and read once a step."""
 
     name: ClassVar[str] = "chunkattention"
-    summary: ClassVar[str] = "ChunkAttention: prompts' chunks shared between those who run, read once a step"
+    summary: ClassVar[str] = "ChunkAttention: prompts' chunks shared between sequences that run, read once a step"
     default_prefix_caching: ClassVar[bool] = True
     default_block_size: ClassVar[int] = 64
     default_max_num_seqs: ClassVar[int] = 32

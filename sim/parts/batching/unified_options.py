@@ -13,7 +13,8 @@ class VllmV1Options(AsyncScheduling):
     """`SchedulerConfig` of vLLM 0.33, as far as it decides."""
 
     scheduling_policy: Literal["fcfs", "priority"] = vllm_option(
-        "fcfs", "who waits and who is preempted: by arrival, or by the trace's priority column (lower is more urgent)"
+        "fcfs",
+        "what comes next, what is preempted: by arrival, or by the trace's priority column (lower is more urgent)",
     )
     long_prefill_token_threshold: int = vllm_option(0, "most tokens of one prompt in an iteration; 0: no such limit")
     long_prefill_token_threshold_adaptive: bool = vllm_option(

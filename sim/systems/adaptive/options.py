@@ -15,9 +15,9 @@ class AdaptiveOptions(AsyncScheduling):
 
     ttft_slo_ms: float = option(3000.0, "TTFT that requests are to meet, ms")
     tpot_slo_ms: float = option(200.0, "TPOT that requests are to meet, ms")
-    patience_s: float = option(0.0, "who has waited so long is served whatever it costs, s; 0: nobody is")
+    patience_s: float = option(0.0, "what has waited so long is served whatever it costs, s; 0: nothing is")
     mechanism: Literal["price", "swap"] = option(
-        "price", "who leaves is swapped, or computed again where that costs less (price), or always swapped (swap)"
+        "price", "what leaves is swapped, or computed again where that costs less (price), or always swapped (swap)"
     )
     predictor: Literal["oracle", "bucket", "none"] = option(
         "bucket", "output lengths are known, predicted by class with predictor-accuracy, or unknown"

@@ -53,7 +53,7 @@ class Paced(Unified):
     needs: ClassVar[tuple[Need, ...]] = (
         *Unified.needs,
         Need("order", "asks for classes and deadlines", offers=Triage),
-        Need("eviction", "asks who is parked", offers=Park),
+        Need("eviction", "asks what is parked", offers=Park),
     )
 
     @classmethod

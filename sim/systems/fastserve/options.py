@@ -13,8 +13,8 @@ class MlfqOptions:
     quantum_ms: float = option(10.0, "quantum of the first level, ms")
     quantum_factor: float = option(2.0, "how much longer each level's quantum is")
     num_levels: int = option(12, "levels; the last has no quantum")
-    starvation_s: float = option(3.0, "who has waited so long goes to the first level")
-    starvation_check: int = option(1000, "iterations between looks for who starves")
+    starvation_s: float = option(3.0, "a request that has waited so long goes to the first level")
+    starvation_check: int = option(1000, "iterations between looks for requests that starve")
     min_free_blocks: int = option(0, "GPU blocks that proactive swapping keeps free, at least max-num-seqs")
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class ProactiveSwap(Recompute):
     options: ClassVar[type | None] = MlfqOptions
     needs: ClassVar[tuple[Need, ...]] = (
         Need("order", "looks down the queue's levels", offers=Mlfq),
-        Need("batching", "moves who is paused", offers=Quanta),
+        Need("batching", "moves what is paused", offers=Quanta),
         Need("memory", "moves whole sequences", offers="can_swap"),
     )
     moves_whole: ClassVar[bool] = True

@@ -18,7 +18,7 @@ class StatesOptions:
     """Whose states are kept."""
 
     keeps: Literal["running", "turns"] = option(
-        "running", "states of who runs, restored after a preemption, or of ended turns, restored for the next"
+        "running", "states of what runs, restored after a preemption, or of ended turns, restored for the next"
     )
 
 

@@ -37,7 +37,7 @@ class LayerOffload(Recompute):
     options: ClassVar[type | None] = LayerKVOptions
     needs: ClassVar[tuple[Need, ...]] = (
         Need("memory", "moves single layers", offers=LayerBlocks),
-        Need("stage", "parks whom it offloads", offers=Promote),
+        Need("stage", "parks what it offloads", offers=Promote),
     )
 
     def __init__(

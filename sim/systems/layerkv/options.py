@@ -20,7 +20,7 @@ MAX_HORIZON_STEPS = 10_000
 class LayerKVOptions:
     """What slack admission, layer-blocks, forecast and the stages between prefill and decode can be told."""
 
-    slo_aware: bool = option(True, "admit prefills only within the TPOT slack of who decodes (Algorithm 1)")
+    slo_aware: bool = option(True, "admit prefills only within the TPOT slack of decodes (Algorithm 1)")
     tpot_slo_ms: float = option(200.0, "TPOT that Algorithm 1 defends, ms")
     decode: Literal["promote", "stream"] = option(
         "promote", "sequences with layers on the host wait and copy them back once, or stream them every step"

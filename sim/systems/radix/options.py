@@ -12,7 +12,7 @@ class RadixOptions:
     """The order of the queue, and how cautiously prompts are admitted."""
 
     schedule_policy: Literal["lpm", "dfs-weight", "fcfs"] = option(
-        "lpm", "who comes first: the longest cached prefix, the heaviest branch of the tree, or who arrived first"
+        "lpm", "what comes first: the longest cached prefix, the heaviest branch of the tree, or the first to arrive"
     )
     lpm_longest: int = option(128, "lpm leaves a longer queue than this as it is; 0: sorts any")
     schedule_conservativeness: float = option(1.0, "multiplies the least share of what runs that is kept room for")
