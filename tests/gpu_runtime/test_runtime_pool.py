@@ -49,20 +49,22 @@ def test_a_block_that_is_not_allocated_cannot_be_freed(wrong):
         ids.free(wrong)
 
 
-def test_a_cached_run_is_kept_hit_and_taken_as_it_is():
+def test_a_cached_run_is_kept_hit_and_evicted_as_it_is():
+    """The cache is one more user of a run's blocks: they are free once it alone has them, and gone when it gives up."""
     pool = BlockIds(4)
     cached, ids = CachedBlocks(pool), pool.allocate(2)
     cached.keep("run", ids)
+    assert cached.num_blocks == 0
+    pool.free(ids)
     assert cached.num_blocks == 2 and cached.hit("run", 2) == ids and cached.num_blocks == 0
-    for mistake, words in (
-        (lambda: cached.keep("run", ids), "kept twice"),
-        (lambda: cached.hit("run", 1), "1 are hit"),
-        (lambda: cached.take("run", 3), "3 are to be taken"),
-    ):
+    for run, words in (("run", "1 are hit"), ("other", "not there")):
         with pytest.raises(InvariantError, match=words):
-            mistake()
-    assert [pool.num_users(block) for block in ids] == [2, 2]
-    assert cached.take("run", 2) == ids and not list(cached.lists())
+            cached.hit(run, 1)
+    pool.free(ids)
+    cached.evict("run", 1)
+    assert [*cached.lists()] == [ids[:1]] and pool.num_free == 3
+    cached.evict("run", 0)
+    assert not list(cached.lists()) and pool.num_free == 4
 
 
 @pytest.mark.parametrize(("layer_group", "groups"), [(1, 4), (2, 2), (3, 2), (4, 1)])

@@ -91,7 +91,7 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag):
         ("layerkv:slo=1", ["'slo' is no option of layerkv", "slo_aware", "batching"]),
         ("layerkv:slo-aware", ["'slo-aware' is not option=value"]),
         ("layerkv:batching=sarati", ["batching=sarati: no such part", "did you mean 'sarathi'?"]),
-        ("vllm-recompute:eviction=layer-offload", ["eviction=layer-offload", "stage=promote"]),
+        ("vllm-recompute:eviction=layer-offload", ["eviction=layer-offload", "memory=layers"]),
         ("fastserve:order=fcfs", ["batching=quanta", "order=mlfq"]),
         ("sarathi:admission=slack,tpot-slo=3", ["'tpot_slo' is no option of sarathi", "tpot_slo_ms"]),
         ("layerkv:decode=later", ["decode: 'later' is not promote or stream"]),
