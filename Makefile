@@ -21,14 +21,10 @@ demo: $(BIN)/kvtwin
 	$(BIN)/kvtwin report $(DEMO)/azure-hour $(DEMO)/sharegpt --out $(DEMO)/report.html
 	@echo "Look at $(DEMO)/report.html; $(DEMO)/*/ have the files behind it."
 
-# What other tests leave in their process makes these fail: each has one of its own until that is found.
-ALONE := tests/gpu_runtime/test_runtime_turn_states.py tests/gpu_runtime/test_runtime_races.py
-
 # More threads than cores make small fits slower.
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(ALONE))
-	for file in $(ALONE); do $(BIN)/python -m pytest $$file || exit 1; done
+	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pytest --nbmake notebooks
 
 # Examples anew each time, where `test` has the same ones.

@@ -101,7 +101,7 @@ def ask_twice(scheduler: Scheduler) -> None:
 
 
 class Asker:
-    """Who counts the questions about a scheduler."""
+    """Counts the questions about a scheduler, and says when one is asked twice."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -131,18 +131,17 @@ def _twice(kind: type) -> type:
     """A class whose objects are asked twice: one for all engines, since new classes are slow."""
     body: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     for name, held in questions_of(kind).items():
-        if isinstance(held, property):
-            assert held.fget is not None
-            body[name] = property(_asked(kind, name, held.fget), held.fset)
-        else:
-            body[name] = _asked(kind, name, held)
+        body[name] = property(_asked(kind, name), held.fset) if isinstance(held, property) else _asked(kind, name)
     return type(kind)(kind.__name__, (kind,), body)
 
 
-def _asked(kind: type, name: str, question: Callable[..., Any]) -> Callable[..., Any]:
+def _asked(kind: type, name: str) -> Callable[..., Any]:
     label = f"{kind.__name__}.{name}"
 
     def ask(part: Any, *args: Any, **named: Any) -> Any:  # noqa: ANN401
+        # Looked up each time: a test may have put another in its place for a while.
+        held = getattr(kind, name)
+        question: Any = held.fget if isinstance(held, property) else held
         asker = part.asker
         if asker.is_busy:
             return question(part, *args, **named)
