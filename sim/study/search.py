@@ -128,32 +128,34 @@ def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float 
     """
     usual = options.get("rate_scale", 1.0)
     good: tuple[float, Ran | None] = (0.0, None)
-    bad: tuple[float | None, Ran | None] = (None, None)
+    failing: tuple[float | None, Ran | None] = (None, None)
+    # The least factor that is not known to be sustained.
+    limit: float | None = None
     unknown = f"no load up to {1 / NO_LOAD:,.0f} times the traffic fails"
     factor = 1.0
     while NO_LOAD <= factor <= 1 / NO_LOAD:
         ran = yield {**options, "rate_scale": usual * factor}
-        if ran.outcome.error is not None and good[1] is None and bad[1] is None:
+        if ran.outcome.error is not None and good[1] is None and failing[1] is None:
             # Refused as it is: no load changes that.
             return Reached(0.0, None, factor, ran)
         if not meets(ran, slos):
-            bad, unknown = (factor, ran), ""
+            limit, failing, unknown = factor, (factor, ran), ""
         elif short := too_short(ran.result or {}):
             if ran.result and not ran.result["arrival_span_s"]:
                 # No load changes that.
                 return Reached(0.0, None, None, None, short)
-            bad, unknown = (factor, None), short
+            limit, failing, unknown = factor, (None, None), short
         else:
             good = (factor, ran)
-        if bad[0] is None:
+        if limit is None:
             factor *= 2.0
         elif good[1] is None:
             factor /= 2.0
-        elif bad[0] / good[0] <= 1.0 + precision:
+        elif limit / good[0] <= 1.0 + precision:
             break
         else:
-            factor = (good[0] * bad[0]) ** 0.5
-    return Reached(*good, *(bad if bad[1] is not None else (None, None)), unknown)
+            factor = (good[0] * limit) ** 0.5
+    return Reached(*good, *failing, unknown)
 
 
 def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Reached]:
