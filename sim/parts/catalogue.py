@@ -8,7 +8,7 @@ read when a name that is not known, or all of them, are asked for:
     "order.shortest-output" = "ranking:ShortestOutput"
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -154,24 +154,27 @@ def register_part(kind: str, name: str, place: str) -> None:
 @cache
 def read_parts() -> None:
     """Make the parts known that other distributions bring. UserError, with the distribution, where that cannot be."""
-    for name, place in installed("kvtwin.parts"):
-        kind, dot, part = name.partition(".")
-        if not dot:
-            raise UserError(f"{ORIGINS[place]}: a part is named KIND.NAME, the kind one of {', '.join(KINDS)}")
-        try:
-            register_part(kind, part, place)
-        except UserError as error:
-            raise UserError(f"{ORIGINS[place]}: {error}") from None
+    read_entry_points("kvtwin.parts", _register_named)
 
 
-def installed(group: str) -> Iterator[tuple[str, str]]:
-    """Name and place of each entry point of a group."""
+def _register_named(name: str, place: str) -> None:
+    kind, dot, part = name.partition(".")
+    if not dot:
+        raise UserError(f"a part is named KIND.NAME, the kind one of {', '.join(KINDS)}")
+    register_part(kind, part, place)
+
+
+def read_entry_points(group: str, register: Callable[[str, str], None]) -> None:
+    """Register name and place of each entry point of a group. What is refused is told with the distribution."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - takes longer to import than a short run
 
     for entry in entry_points(group=group):
         distribution = entry.dist.name if entry.dist else "a distribution"
-        ORIGINS[entry.value] = f"{distribution}: entry point {entry.name!r} of {group}"
-        yield entry.name, entry.value
+        origin = ORIGINS[entry.value] = f"{distribution}: entry point {entry.name!r} of {group}"
+        try:
+            register(entry.name, entry.value)
+        except UserError as error:
+            raise UserError(f"{origin}: {error}") from None
 
 
 def known_part(kind: str, name: str) -> "type[Part]":
@@ -180,7 +183,11 @@ def known_part(kind: str, name: str) -> "type[Part]":
     if name not in known:
         read_parts()
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"{kind}={name}: no such part; {hint}known: {', '.join(known)}")
+        raise UserError(f"{kind}={name}: no such part; {known_instead(name, known)}")
     return known[name]
+
+
+def known_instead(name: str, known: Collection[str]) -> str:
+    """The nearest of the names that are known, and all of them, for a refusal of `name`."""
+    near = get_close_matches(name, known, n=1)
+    return f"{f'did you mean {near[0]!r}? ' if near else ''}known: {', '.join(known)}"

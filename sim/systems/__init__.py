@@ -8,12 +8,11 @@ read when a name that is not known, or all of them, are asked for:
 """
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING
 
 from sim.errors import UserError
-from sim.parts.catalogue import ORIGINS, installed, named_class
+from sim.parts.catalogue import known_instead, named_class, read_entry_points
 
 if TYPE_CHECKING:
     from sim.systems.base import Policy
@@ -76,11 +75,7 @@ def register(name: str, place: str) -> None:
 @cache
 def read_systems() -> None:
     """Make the presets known that other distributions bring. UserError, with the distribution, where that cannot be."""
-    for name, place in installed("kvtwin.systems"):
-        try:
-            register(name, place)
-        except UserError as error:
-            raise UserError(f"{ORIGINS[place]}: {error}") from None
+    read_entry_points("kvtwin.systems", register)
 
 
 def policy_named(name: str) -> "type[Policy]":
@@ -88,7 +83,5 @@ def policy_named(name: str) -> "type[Policy]":
     if name not in _PLACES:
         read_systems()
     if name not in _PLACES:
-        near = get_close_matches(name, _PLACES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"--policy: unknown policy {name!r}; {hint}known: {', '.join(_PLACES)}")
+        raise UserError(f"--policy: unknown policy {name!r}; {known_instead(name, _PLACES)}")
     return POLICIES[name]

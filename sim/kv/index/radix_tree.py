@@ -56,9 +56,7 @@ class RadixTree:
         `node` and `depth` are what was found before (the root and 0 at first), evicted since or not. A node is split
         where the prefix ends inside it.
         """
-        while not node.alive:
-            depth -= len(node.keys)
-            node = _parent(node)
+        node, depth = _still_cached(node, depth)
         while depth < limit:
             child = node.children.get(keys[depth])
             if child is None:
@@ -72,9 +70,7 @@ class RadixTree:
 
     def count(self, keys: Keys, node: Node, depth: int, limit: int) -> tuple[int, int]:
         """How many blocks `advance` would find, and how many of them are not locked."""
-        while not node.alive:
-            depth -= len(node.keys)
-            node = _parent(node)
+        node, depth = _still_cached(node, depth)
         idle = self.num_idle_until(node)
         while depth < limit:
             child = node.children.get(keys[depth])
@@ -242,6 +238,14 @@ class RadixTree:
             found.append(node)
             left.extend(node.children.values())
         return found
+
+
+def _still_cached(node: Node, depth: int) -> tuple[Node, int]:
+    """What is left of a prefix of `depth` blocks that ended with `node`, part of which may be evicted since."""
+    while not node.alive:
+        depth -= len(node.keys)
+        node = _parent(node)
+    return node, depth
 
 
 def _parent(node: Node) -> Node:
