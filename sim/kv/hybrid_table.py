@@ -34,7 +34,7 @@ class Table:
         "begin", "cached", "chunk", "chunk_step", "due", "end", "junction", "keys", "num_published", "number", "seq",
         "states",
     )  # fmt: skip
-    # Named as far as somebody has asked.
+    # Named as far as was asked for.
     memoized = ("keys",)
 
     def __init__(self, seq: Sequence, keys: list[Key], num_groups: int) -> None:

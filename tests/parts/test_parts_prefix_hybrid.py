@@ -1,7 +1,7 @@
 """`HybridMemory` with one group that keeps all is `PrefixMemory`: each is the other's oracle.
 
 The one has a list of blocks a sequence and one LRU order of blocks, the other a radix tree of runs that is brought up
-to date when somebody looks. Prompts hit as much, as many blocks are free and have been evicted after every iteration.
+to date at a look-up. Prompts hit as much, as many blocks are free and have been evicted after every iteration.
 """
 
 from dataclasses import replace
