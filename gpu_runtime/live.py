@@ -17,7 +17,7 @@ from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
 from gpu_runtime.live_memory import check_weights, telling_shortage
 from gpu_runtime.live_timeline import WARNING, Profiler
-from gpu_runtime.model.backend import check_backend
+from gpu_runtime.model.backend import activate_flash, check_backend
 from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
@@ -100,6 +100,8 @@ def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
     config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(options.weights or model)
     check_backend(options.attention_backend, options.device, DTYPES[dtype], config.head_dim)
     check_weights(config, DTYPES[dtype], options.device)
+    if options.device == "cuda":
+        activate_flash(torch.device(options.device))
     if options.device == "cpu":
         use_fastest_threads(config, DTYPES[dtype])
     if options.weights is not None:
@@ -223,4 +225,5 @@ def describe_machine(decoder: Decoder) -> Machine:
         torch=version("torch"),
         dtype=str(decoder.dtype).removeprefix("torch."),
         threads=str(torch.get_num_threads()),
+        attention=decoder.kernels.attention_of(decoder.dtype, decoder.config.head_dim, decoder.device),
     )

@@ -1,7 +1,8 @@
 """`Bench`: from a point to the seconds of its repeats. Holds what points share: a model's layers, buffers, a clock."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import repeat as again
 
 import torch
 from torch import Tensor
@@ -78,23 +79,23 @@ class Bench:
         if point.op == "step":
             repeats = rule.min_repeats * 2 if rule.budget_s else rule.min_repeats
             return engine_steps(self._model_work(point.model).decoder, self._models[point.model], point, repeats)
-        work = self._as_served(point, self._work(point))
+        works = self._as_served(point, self._works(point))
         if point.op in TOKEN_OPS:
-            self._clock.keep_busy(work, rule.steady_s)
+            self._clock.keep_busy(next(works), rule.steady_s)
         self._clock.synchronize()
-        return repeat(self._once(point, work), rule)
+        return repeat(self._once(point, works), rule)
 
-    def _once(self, point: Point, work: Work) -> Callable[[], float]:
+    def _once(self, point: Point, works: Iterator[Work]) -> Callable[[], float]:
         clock = self._clock
         if point.op in HOST_TIMED:
-            return lambda: clock.host_s(work)
+            return lambda: clock.host_s(next(works))
         # A copy is asked for when its turn has come: what asking costs belongs to it.
         lead = point.op not in COPY_OPS
-        return lambda: clock.device_s(work, lead=lead)
+        return lambda: clock.device_s(next(works), lead=lead)
 
-    def _as_served(self, point: Point, work: Work) -> Work:
+    def _as_served(self, point: Point, works: Iterator[Work]) -> Iterator[Work]:
         """A point's own work, from a graph where it says so."""
-        return self._captured(work) if point.graph and point.op not in OWN_GRAPHS else work
+        return again(self._captured(next(works))) if point.graph and point.op not in OWN_GRAPHS else works
 
     def _captured(self, work: Work) -> Work:
         """A graph of the work. Once a capture has failed no other is tried: it leaves torch's allocator in disorder."""
@@ -106,12 +107,13 @@ class Bench:
             self._graph_fault = str(fault)
             raise
 
-    def _work(self, point: Point) -> Work:
+    def _works(self, point: Point) -> Iterator[Work]:
+        """What executes a point, execution by execution."""
         if point.op == "launch":
-            return self._launch(point)
+            return again(self._launch(point))
         if point.op in COPY_OPS:
-            return self._copies.work(point)
-        return self._model_work(point.model).work(point)
+            return again(self._copies.work(point))
+        return self._model_work(point.model).works(point)
 
     def _launch(self, point: Point) -> Work:
         """Additions to a single element, one after the other."""

@@ -1,11 +1,12 @@
 """Whole iterations as the live runtime runs them, engine and all: from one decision to the next."""
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import inf
 
 import msgspec
 
+from calib.measure.lengths import drawn_lengths, spread_lengths
 from calib.measure.model_points import BLOCK_TOKENS
 from calib.measure.points import Point
 from gpu_runtime.device import TorchDevice
@@ -29,11 +30,11 @@ WARM_UPS = 2
 
 
 class Waves:
-    """An inbox that sends the next wave of requests, the same as the last, once the engine has ended that one."""
+    """An inbox that sends the next wave of requests once the engine has ended the one before."""
 
     def __init__(self, point: Point, waves: int, output_tokens: int) -> None:
-        # Prompts are equal; contexts differ as those of served requests do, which costs attention that pads them.
-        self._lengths = spread_lengths(point) if point.context_tokens else [point.new_tokens] * point.batch_size
+        # Contexts differ as those of served requests do, which costs attention that pads them.
+        self._lengths = repeat(spread_lengths(point)) if point.context_tokens else drawn_lengths(point, 0)
         self._left, self._output_tokens = waves, output_tokens
         self._sent = 0
         self.unfinished = 0
@@ -48,17 +49,10 @@ class Waves:
         if self.unfinished or not self._left:
             return
         self._left -= 1
-        for length in self._lengths:
+        for length in next(self._lengths):
             to(Request(self._sent, until_s, length, self._output_tokens))
             self._sent += 1
             self.unfinished += 1
-
-
-def spread_lengths(point: Point) -> list[int]:
-    """Contexts of a point's decodes: evenly from 3/4 to 5/4 of its context tokens, which are their mean."""
-    last = point.batch_size - 1
-    away = (point.context_tokens * (2 * i - last) / (4 * max(1, last)) for i in range(point.batch_size))
-    return [point.context_tokens + round(tokens) for tokens in away]
 
 
 def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) -> list[float]:
@@ -67,12 +61,12 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
     Args:
         decoder: of the layers that `point.num_layers` says.
         spec: the model's shape.
-        point: equal prompts computed whole, or decodes whose contexts grow by one token a repeat; with `graph` they are
+        point: prompts computed whole, or decodes whose contexts grow by one token a repeat; with `graph` they are
             replayed from one, as live runs do.
     """
     decodes = point.context_tokens > 0
     waves, output = (1, repeats + WARM_UPS + 2) if decodes else (repeats + WARM_UPS, 2)
-    longest = max(spread_lengths(point)) + output if decodes else point.new_tokens + output
+    longest = max(spread_lengths(point)) + output if decodes else point.length + output
     blocks = point.batch_size * (-(-longest // BLOCK_TOKENS) + 1)
     budget = point.batch_size * (longest - output)
     model = msgspec.structs.replace(spec, num_layers=point.num_layers)

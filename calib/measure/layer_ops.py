@@ -1,5 +1,7 @@
 """Work of one model: the live runtime's own layers, over paged KV in place, at the model's true shapes."""
 
+from collections.abc import Iterator
+from itertools import repeat
 from zlib import crc32
 
 import msgspec
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from calib.measure.clocks import Unmeasurable, Work
+from calib.measure.lengths import drawn_lengths
 from calib.measure.points import BLOCK_TOKENS, Point
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention import AttentionBatch
@@ -60,14 +63,23 @@ class ModelWork:
         """The layers built."""
         return self._decoder
 
-    def work(self, point: Point) -> Work:
-        """What executes a point of this model, on fresh random data."""
+    def works(self, point: Point) -> Iterator[Work]:
+        """What executes a point of this model, execution by execution, on random data; prompts of new lengths each."""
         seed = crc32(msgspec.json.encode(point), self._seed)
         if point.op == "lm_head":
             rows = self._hidden(point.batch_size, seed)
-            return lambda: self._decoder.logits(rows)
-        batch = self._batch(point, self._tables(point, np.random.default_rng(seed)))
-        hidden = self._hidden(point.tokens, seed)
+            yield from repeat(lambda: self._decoder.logits(rows))
+        tables = self._tables(point, np.random.default_rng(seed))
+        hidden = self._hidden(point.batch_size * (point.new_tokens + point.draw), seed)
+        cached = [point.context_tokens] * point.batch_size
+        work: Work | None = None
+        for lengths in drawn_lengths(point, seed):
+            if work is None or point.draw:
+                batch = AttentionBatch.build(lengths, cached, tables, BLOCK_TOKENS, self._decoder.device)
+                work = self._work(point, batch, hidden[: sum(lengths)])
+            yield work
+
+    def _work(self, point: Point, batch: AttentionBatch, hidden: Tensor) -> Work:
         built = len(self._decoder.layers)
         order = [(self._decoder.layers[index % built], index % built) for index in range(point.num_layers)]
         pool = self._pool
@@ -83,10 +95,6 @@ class ModelWork:
                 layer.restore_kv(hidden, batch, pool, index)
 
         return restore if point.op == "restore" else run_layers
-
-    def _batch(self, point: Point, tables: np.ndarray) -> AttentionBatch:
-        new, cached = [point.new_tokens] * point.batch_size, [point.context_tokens] * point.batch_size
-        return AttentionBatch.build(new, cached, tables, BLOCK_TOKENS, self._decoder.device)
 
     def _tables(self, point: Point, rng: np.random.Generator) -> np.ndarray:
         """Block ids [layers, sequences, blocks], int32; a recomputed prefix is dropped, so its layers share theirs."""

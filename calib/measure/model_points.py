@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from calib.measure.capacity import Capacity
 from calib.measure.grid import Grid
-from calib.measure.points import BLOCK_TOKENS, Point, readable_bytes
+from calib.measure.points import BLOCK_TOKENS, DRAWN_OPS, Point, mean_tokens, readable_bytes
 from calib.terms import terms_of
 from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE
 from sim.specs.model_spec import ModelSpec
@@ -77,6 +77,8 @@ class ModelPoints:
 
     def _layers(self, batch: int, tokens: int, context: int, *, op: str = "layers", graph: int = 0) -> Point:
         layers = self._many if batch * tokens <= QUICK_TOKENS else self.built
+        if op in DRAWN_OPS and not context:
+            tokens = mean_tokens(tokens)
         return Point(
             op=op,
             model=self._name,

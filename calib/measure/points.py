@@ -11,6 +11,10 @@ from calib.samples import Sample, spread_s
 KIB = 1024
 BLOCK_TOKENS = 16
 """Tokens per KV block."""
+DRAWN_OPS = frozenset({"layers", "recompute", "step"})
+DRAWN_SHARE = 64
+"""Prompts of a grid's n tokens have n - n / 32 to n: half as far from their mean, n - n / 64. Up to n, since kernels
+compute whole tiles and n is full of them."""
 UNITS = ((KIB**3, "GiB"), (KIB**2, "MiB"), (KIB, "KiB"))
 
 
@@ -35,9 +39,15 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return self.batch_size * self.new_tokens
 
     @property
+    def draw(self) -> int:
+        """How far the lengths of its prompts lie from `new_tokens` at most (`calib.measure.lengths`)."""
+        is_prompt = self.op in DRAWN_OPS and not self.context_tokens and not self.graph
+        return self.new_tokens // (DRAWN_SHARE - 1) if is_prompt else 0
+
+    @property
     def length(self) -> int:
-        """Tokens of one of its sequences in the end."""
-        return self.context_tokens + self.new_tokens
+        """Tokens of its longest sequence in the end."""
+        return self.context_tokens + self.new_tokens + self.draw
 
     @property
     def blocks(self) -> int:
@@ -73,6 +83,11 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         """The sample that these repeats (seconds each) make of the point."""
         fields: dict[str, Any] = msgspec.structs.asdict(self) | {"num_bytes": float(self.num_bytes)}
         return Sample(latency_s=median(repeats_s), spread_s=spread_s(repeats_s), repeats=len(repeats_s), **fields)
+
+
+def mean_tokens(tokens: int) -> int:
+    """Mean of the prompts that are drawn for a grid's `tokens`."""
+    return tokens - tokens // DRAWN_SHARE
 
 
 def readable_bytes(count: int) -> str:

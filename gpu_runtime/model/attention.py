@@ -1,10 +1,10 @@
-"""Paged attention on any device: plain torch on a CPU, Triton on CUDA."""
+"""Paged attention on any device: plain torch on a CPU; on CUDA Triton, and FlashAttention for prompts."""
 
 import torch
 from torch import Tensor
 
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.model import backend, torch_attention
+from gpu_runtime.model import backend, flash_prompts, torch_attention
 from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch
 
 __all__ = ["AttentionBatch", "paged_attention", "write_kv"]
@@ -39,11 +39,18 @@ def paged_attention(
 
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     chunks = batch.chunk_seqs
-    if new is not None:
+    if new is not None and batch.max_prompt_len:
         # Stored in fewer bits, a prompt's own keys are better taken as they are.
         is_exact = cache.dtype == query.dtype
-        torch_attention.attend_prompts(query, *new, batch, out, least=LONG_PROMPT if is_exact else 2)
-        chunks = chunks[: batch.num_batched_chunks if is_exact else batch.num_cached_chunks]
+        if backend.uses_flash(query):
+            attended = flash_prompts.attend_prompts(query, *new, batch)
+            if len(attended) == len(query):
+                return attended
+            out[batch.prompt_rows] = attended
+            chunks = chunks[: batch.num_cached_chunks]
+        else:
+            torch_attention.attend_prompts(query, *new, batch, out, least=LONG_PROMPT if is_exact else 2)
+            chunks = chunks[: batch.num_batched_chunks if is_exact else batch.num_cached_chunks]
     if len(chunks):
         triton_attention.attend_chunks(query, cache, tables, batch, chunks, out)
     if len(batch.decode_seqs):

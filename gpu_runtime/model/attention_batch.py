@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from gpu_runtime.to_device import to_device
 NOWHERE = -1
 """A slot that `write_kv` skips on CUDA: padding of a captured batch."""
 LONG_PROMPT = 512
-"""Prompts of so many tokens fill a GPU alone, each in a kernel of its own; all shorter ones of a batch share one."""
+"""Where FlashAttention is not to be had (`backend.uses_flash`), prompts of so many tokens, which fill a GPU alone, have
+a kernel of their own each; all shorter ones of a batch share one."""
 
 TablesLike = Sequence[Sequence[Sequence[int]]] | np.ndarray
 """Block ids per layer group and sequence; or an int32 array [num_groups, B, max_blocks], padded with any id."""
@@ -33,6 +35,10 @@ class AttentionBatch:
         slot_mapping: [num_groups, N] where each new token's KV goes: block * block_tokens + offset; -1: nowhere.
         decode_seqs: indices of the sequences with one new token.
         chunk_seqs: indices of the others: those with cached context, then prompts, long ones last.
+        prompt_starts: [P + 1] of the P prompts, which have more than one new token and nothing cached: first row of
+            each among the rows of prompts alone, then how many these are.
+        prompt_rows: those rows among all: a slice where they are in a row, else their indices.
+        max_prompt_len: most tokens of a prompt; 0 without any.
         num_cached_chunks: how many of `chunk_seqs` have cached context.
         num_batched_chunks: how many have, or are prompts shorter than `LONG_PROMPT`.
         block_tokens: tokens per block.
@@ -50,6 +56,9 @@ class AttentionBatch:
     slot_mapping: Tensor
     decode_seqs: Tensor
     chunk_seqs: Tensor
+    prompt_starts: Tensor
+    prompt_rows: slice | Tensor
+    max_prompt_len: int
     num_cached_chunks: int
     num_batched_chunks: int
     block_tokens: int
@@ -108,6 +117,9 @@ class AttentionBatch:
         positions = np.arange(start[-1]) - start[owner] + cached[owner]
         slots = tables[:, owner, positions // block_tokens] * block_tokens + positions % block_tokens
         chunks = np.flatnonzero(new > 1)
+        is_prompt = (new > 1) & (cached == 0)
+        rows = np.flatnonzero(is_prompt[owner])
+        in_a_row = not len(rows) or rows[-1] - rows[0] + 1 == len(rows)
         # Cached, short, long; each in order.
         kind = np.where(cached[chunks] > 0, 0, np.where(new[chunks] < LONG_PROMPT, 1, 2))
         parts = {
@@ -119,7 +131,13 @@ class AttentionBatch:
             "slot_mapping": slots,
             "decode_seqs": np.flatnonzero(new == 1),
             "chunk_seqs": chunks[np.argsort(kind, kind="stable")],
+            "prompt_starts": np.concatenate(([0], np.cumsum(new[is_prompt]))),
         }
+        if not in_a_row:
+            parts["prompt_rows"] = rows
+        sent: dict[str, Any] = dict(_to_device(parts, torch.device(device)))
+        if in_a_row:
+            sent["prompt_rows"] = slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
         return cls(
             num_new=tuple(new.tolist()),
             context=tuple(cached.tolist()),
@@ -128,7 +146,8 @@ class AttentionBatch:
             block_tokens=block_tokens,
             max_query_len=int(new.max()),
             max_seq_len=int(total.max()),
-            **_to_device(parts, torch.device(device)),
+            max_prompt_len=int(new[is_prompt].max(initial=0)),
+            **sent,
         )
 
 

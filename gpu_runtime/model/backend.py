@@ -1,8 +1,10 @@
 """Which kernels compute what lies on a device."""
 
+from contextlib import suppress
 from importlib.util import find_spec
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from sim.errors import UserError
@@ -12,6 +14,11 @@ OF_DEVICE = {"cuda": ("auto", "triton", "flashinfer"), "cpu": ("auto", "torch")}
 FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """That its kernels are compiled for."""
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_HEAD_DIM, FLASH_HEAD_STEP, FLASH_CAPABILITY = 256, 8, 8
+"""Largest head of FlashAttention-2 (torch's own), what it must be a multiple of, and the first GPUs that it runs on."""
+NEWER_FLASH = {9: "FA3", 10: "FA4"}
+"""torch's names of newer ones, by the compute capability that they are for."""
 
 
 def check_backend(name: str, device: str, dtype: torch.dtype, head_dim: int) -> None:
@@ -33,6 +40,36 @@ def check_backend(name: str, device: str, dtype: torch.dtype, head_dim: int) -> 
 def uses_triton(tensor: Tensor) -> bool:
     """Triton's kernels on CUDA, plain torch elsewhere."""
     return tensor.is_cuda
+
+
+def uses_flash(query: Tensor) -> bool:
+    """Whether FlashAttention attends for such queries [N, heads, head_dim]."""
+    return query.is_cuda and has_flash(query.dtype, query.shape[2], query.device)
+
+
+def has_flash(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether FlashAttention computes such heads on a CUDA device: in 16 bits, from Ampere on."""
+    fits = dtype in FLASH_DTYPES and head_dim % FLASH_HEAD_STEP == 0 and head_dim <= FLASH_HEAD_DIM
+    return fits and torch.cuda.get_device_capability(device)[0] >= FLASH_CAPABILITY
+
+
+def activate_flash(device: torch.device) -> None:
+    """Let the newest FlashAttention that is installed for this CUDA device take the place of torch's own, the second.
+
+    torch knows how from 2.10 on, and does so only where it is asked.
+    """
+    wanted = NEWER_FLASH.get(torch.cuda.get_device_capability(device)[0])
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if wanted is not None and activate is not None:
+        # It may not be installed, lack its kernels, or be unknown to this torch.
+        with suppress(ImportError, RuntimeError, ValueError):
+            activate(wanted)
+
+
+def current_flash() -> str:
+    """Which FlashAttention computes: FA2, torch's own, or what was activated."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return (current() if current is not None else None) or "FA2"
 
 
 def finish(device: torch.device) -> None:

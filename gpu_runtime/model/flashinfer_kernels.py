@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.model import torch_attention
+from gpu_runtime.model import backend, flash_prompts, torch_attention
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.kernels import Kernels, PlanDecodes
 from gpu_runtime.to_device import to_device
@@ -55,6 +55,9 @@ class FlashinferKernels(Kernels):
         self._library.fused_add_rmsnorm(update, hidden, weight, epsilon)
         return hidden, update
 
+    def attention_of(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
+        return "flashinfer"
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._library.silu_and_mul(gate_up)
 
@@ -71,7 +74,10 @@ class FlashinferKernels(Kernels):
             return self._runs.run(query, cache)
         out = torch.empty_like(query)
         # Stored in fewer bits, a prompt's own keys are better taken as they are.
-        torch_attention.attend_prompts(query, *new, batch, out)
+        if batch.max_prompt_len and backend.uses_flash(query):
+            out[batch.prompt_rows] = flash_prompts.attend_prompts(query, *new, batch)
+        else:
+            torch_attention.attend_prompts(query, *new, batch, out)
         if self._runs is not None:
             out[self._rows] = self._runs.run(query[self._rows], cache)
         return out

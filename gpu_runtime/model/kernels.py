@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
@@ -36,6 +37,13 @@ class Kernels:
     ) -> Tensor:
         """As `attention.paged_attention`."""
         return paged_attention(query, pool, layer, batch, new)
+
+    def attention_of(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
+        """What attends on a device, in words."""
+        if device.type == "cpu":
+            return "torch"
+        flash = backend.has_flash(dtype, head_dim, device)
+        return f"{backend.current_flash() if flash else 'torch'} for long prompts, else Triton"
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[N, f] of [N, 2 f]: SiLU of the left half times the right one (SwiGLU, Shazeer 2020)."""

@@ -181,6 +181,8 @@ class Machine(Struct, kw_only=True, frozen=True):
     """Type of the weights and of the KV cache."""
     threads: str
     """Threads that torch may use."""
+    attention: str | UnsetType = UNSET
+    """Kernels that attend: of prompts, and of what has KV cached; absent: an earlier version."""
 
 
 def _resolved(option: str) -> Any:  # noqa: ANN401

@@ -61,7 +61,7 @@ def small(tmp_path_factory):
 
 def changed(work, point):
     """How many of the pool's blocks a point writes to."""
-    execute = work.work(point)
+    execute = next(work.works(point))
     before = work._pool.data.clone()
     with torch.inference_mode():
         execute()
@@ -77,8 +77,8 @@ def test_each_layer_writes_the_kv_of_its_own_blocks(small):
     assert changed(small, Point(op="layers", new_tokens=1, context_tokens=20, batch_size=4, **shape)) == 8
     assert changed(small, Point(op="recompute", new_tokens=33, model="small", num_layers=3)) in (3, 6)
     with torch.inference_mode():
-        assert small.work(Point(op="layers", new_tokens=5, batch_size=2, **shape))().shape == (10, 64)
-        assert small.work(Point(op="lm_head", batch_size=3, new_tokens=1, model="small"))().shape == (3, 500)
+        assert next(small.works(Point(op="layers", new_tokens=5, batch_size=2, **shape)))().shape == (10, 64)
+        assert next(small.works(Point(op="lm_head", batch_size=3, new_tokens=1, model="small")))().shape == (3, 500)
 
 
 def test_a_wave_is_sent_once_the_one_before_has_ended():
@@ -168,5 +168,5 @@ def test_prompts_are_timed_alone(monkeypatch):
     point = Point(op="step", batch_size=1, new_tokens=64, num_layers=2)
     assert engine_steps.engine_steps(DECODER, load_model("llama-2-7b"), point, 2) == [4.0, 8.0]
     limits = run.limits
-    assert (limits.num_gpu_blocks, limits.max_model_len, limits.max_num_batched_tokens) == (6 + 2, 66, 66)
+    assert (limits.num_gpu_blocks, limits.max_model_len, limits.max_num_batched_tokens) == (6 + 2, 67, 67)
     assert (run.graphs, run.sent) == ((), 1)

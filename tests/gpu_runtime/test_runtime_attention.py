@@ -96,6 +96,7 @@ def test_a_batch_is_laid_out_sequence_after_sequence():
     assert batch.decode_seqs.tolist() == [1]
     assert batch.chunk_seqs.tolist() == [0, 3, 2]
     assert (batch.num_cached_chunks, batch.num_batched_chunks) == (2, 3)
+    assert (batch.prompt_rows, batch.prompt_starts.tolist(), batch.max_prompt_len) == (slice(3, 6), [0, 3], 3)
     assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (3, 7, 8)
     assert {t.dtype for t in vars(batch).values() if isinstance(t, torch.Tensor)} == {torch.int32}
 

@@ -31,13 +31,43 @@ def launched(monkeypatch):
     return calls
 
 
+class Flash:
+    """In the place of `aten::_flash_attention_forward`: what it documents, and the lengths of every call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, q, k, v, starts, k_starts, longest, k_longest, dropout, causal, mask, *, scale):
+        lengths = starts.diff().tolist()
+        assert starts.equal(k_starts) and starts.dtype == torch.int32 and (dropout, causal, mask) == (0.0, True, False)
+        assert longest == k_longest == max(lengths) and len(q) == len(k) == len(v) == sum(lengths)
+        self.calls.append(lengths)
+        parts = []
+        for one in zip(*(part.split(lengths) for part in (q, k, v)), strict=True):
+            q_, k_, v_ = (part.transpose(0, 1)[None] for part in one)
+            parts.append(REAL_SDPA(q_, k_, v_, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        return torch.cat(parts), None, None, None, None
+
+
+REAL_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.fixture
+def flash(launched, monkeypatch):
+    """On a GPU for which it is there."""
+    found = Flash()
+    monkeypatch.setattr(backend, "uses_flash", lambda query: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", found)
+    return found
+
+
 def attend(num_new, context, kv_dtype=torch.float32):
     width = max((n + c + 15) // 16 for n, c in zip(num_new, context, strict=True))
     pool = KVPool(SMALL, width, 16, 4, "cpu", kv_dtype)
     tables = [[list(range(width))] * len(num_new)]
     batch = AttentionBatch.build(num_new, context, tables, 16, "cpu")
     query, key, value = (torch.randn(sum(num_new), heads, 16) for heads in (6, 2, 2))
-    attention.paged_attention(query, pool, 0, batch, (key, value))
+    return attention.paged_attention(query, pool, 0, batch, (key, value)), query, key, value, batch
 
 
 def test_short_prompts_share_a_kernel_with_each_other_and_with_chunks(launched):
@@ -51,6 +81,33 @@ def test_short_prompts_share_a_kernel_with_each_other_and_with_chunks(launched):
 def test_a_prompt_that_fills_the_gpu_has_its_own(launched):
     attend([LONG_PROMPT, 40, LONG_PROMPT + 3], [0, 0, 0])
     assert launched == ["alone", "alone", ("chunks", [1])]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_prompts_of_an_iteration_share_one_call_whatever_their_lengths(launched, flash, kv_dtype):
+    """A call a prompt through torch's SDPA is cuDNN's on Hopper, whose plan for each new length takes tens of ms."""
+    attend([513, 700, 2, 611], [0] * 4, kv_dtype)
+    assert flash.calls == [[513, 700, 2, 611]] and launched == []
+
+
+def test_prompts_attend_as_in_plain_torch_where_chunks_lie_between_them(launched, flash, monkeypatch):
+    found, query, key, value, batch = attend([5, 1, 30, 9, 4], [0, 7, 16, 0, 0])
+    assert flash.calls == [[5, 9, 4]] and launched == [("chunks", [2]), ("decodes", [1])]
+    assert batch.prompt_rows.tolist() == [*range(5), *range(36, 49)]
+    monkeypatch.setattr(torch_attention, "scaled_dot_product_attention", REAL_SDPA)
+    expected = torch.empty_like(query)
+    torch_attention.attend_prompts(query, key, value, batch, expected)
+    torch.testing.assert_close(found[batch.prompt_rows], expected[batch.prompt_rows])
+
+
+def test_without_flash_a_long_prompt_never_takes_cudnn(monkeypatch):
+    """In fp32, or before Ampere; what torch chooses among is what is allowed when it is asked."""
+    allowed = []
+    monkeypatch.setattr(
+        torch_attention, "_attend_prompts", lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    torch_attention.attend_prompts(SimpleNamespace(is_cuda=True), None, None, None, None)
+    assert allowed == [False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_warming_up_reaches_the_longest_prompt_the_most_tokens_and_the_most_sequences():
