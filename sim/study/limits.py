@@ -5,7 +5,7 @@ since sequences then leave their seats and their memory sooner: compute binds un
 as much.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from sim.errors import UserError
 from sim.run.prepare import Setup
 from sim.specs.kv_format import kv_dtype
 from sim.study.points import setup_of
+from sim.study.search import Reached
 
 MORE = 1.5
 """Each limit is raised by this factor, one at a time."""
@@ -24,6 +25,11 @@ OF_COMPUTE = 0.5
 """Least share of a faster GPU's gain with which another limit binds."""
 TEN_GB = 10e9
 COMPUTE = "compute"
+SPEED_ERRORS = {"derived": 0.1, "imported": 0.05, "measured": 0.05, "measured-from-server": 0.05}
+"""How much faster or slower than a profile of that status the GPU might be, for the range of the answer.
+
+Held-out errors of imported profiles are 2.5 to 4.7 %; those of derived ones are not known, and 10 % is a guess.
+"""
 
 
 class Change(Struct, frozen=True):
@@ -32,6 +38,31 @@ class Change(Struct, frozen=True):
     name: str
     kind: Literal["limit", "purchase"]
     options: dict[str, Any]
+
+
+class Gain(Struct, frozen=True):
+    """What one change brings: the share by which load (or goodput) rises; None where it cannot be had."""
+
+    change: Change
+    gain: float | None
+    reason: str = ""
+
+
+def gains_of(tried: Sequence[Change], at_first: Reached, changed: Sequence[Reached]) -> list[Gain]:
+    """What each change brings, by what was reached without it and with it."""
+    gains = []
+    for change, one in zip(tried, changed, strict=True):
+        error_text = one.failing.outcome.error if one.failing is not None else None
+        if one.ran is None:
+            gains.append(Gain(change, None, error_text or one.unknown or "no load meets the SLOs"))
+        else:
+            gains.append(Gain(change, one.most / at_first.most - 1.0 if at_first.most else None, one.unknown))
+    return gains
+
+
+def faster(options: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """The option by which the GPU is that much faster."""
+    return _profile(options, f"gpu_speed={factor!r}")
 
 
 def changes(options: Mapping[str, Any]) -> list[Change]:
@@ -45,9 +76,10 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
         Change("KV memory", "limit", {"num_gpu_blocks_override": blocks}),
         Change("seats", "limit", {"max_num_seqs": seats, **held}),
         Change("token budget", "limit", {"max_num_batched_tokens": budget}),
-        Change("PCIe", "limit", _profile(options, f"pcie_bytes_per_s={MORE * _pcie(setup)!r}")),
-        Change(COMPUTE, "limit", _profile(options, f"gpu_speed={MORE!r}")),
+        Change(COMPUTE, "limit", faster(options, MORE)),
     ]
+    if pcie := _pcie(setup):
+        found.insert(3, Change("PCIe", "limit", _profile(options, f"pcie_bytes_per_s={MORE * pcie!r}")))
     if setup.scenario.link_gbps is not None:
         found.append(Change("link", "limit", {"link_gbps": MORE * setup.scenario.link_gbps}))
     ten = limits.num_gpu_blocks + int(TEN_GB / limits.block_bytes)
@@ -85,6 +117,12 @@ def _pcie(setup: Setup) -> float:
 def _profile(options: Mapping[str, Any], change: str) -> dict[str, Any]:
     base = options.get("profile") or ""
     return {"profile": f"{base},{change}" if "=" in base else f"{base}:{change}"}
+
+
+def bound_by(gains: Sequence[Gain]) -> str | None:
+    """The limit that binds; None where none was tried."""
+    found = {g.change.name: g.gain for g in gains if g.change.kind == "limit" and g.gain is not None}
+    return binding(found) if found else None
 
 
 def binding(gains: Mapping[str, float]) -> str:

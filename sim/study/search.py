@@ -119,8 +119,15 @@ class Reached(Struct, frozen=True):
     unknown: str = ""
 
 
-def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float = PRECISION) -> Search[Reached]:
-    """The greatest factor on the arrivals' rate at which the SLOs are met, by doubling and geometric bisection.
+def most_load(
+    options: Mapping[str, Any],
+    slos: Sequence[Slo],
+    precision: float = PRECISION,
+    *,
+    start: float = 1.0,
+    step: float = 2.0,
+) -> Search[Reached]:
+    """The greatest factor on the arrivals' rate at which the SLOs are met, by steps and geometric bisection.
 
     It assumes that SLOs met at some load are met at any lower one. 0 where none down to `NO_LOAD` meets them.
     A run that is too short to tell (`too_short`) is no proof that its load is sustained: `unknown` says so, as it does
@@ -132,7 +139,7 @@ def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float 
     # The least factor that is not known to be sustained.
     limit: float | None = None
     unknown = f"no load up to {1 / NO_LOAD:,.0f} times the traffic fails"
-    factor = 1.0
+    factor = start
     while NO_LOAD <= factor <= 1 / NO_LOAD:
         ran = yield {**options, "rate_scale": usual * factor}
         if ran.outcome.error is not None and good[1] is None and failing[1] is None:
@@ -148,9 +155,9 @@ def most_load(options: Mapping[str, Any], slos: Sequence[Slo], precision: float 
         else:
             good = (factor, ran)
         if limit is None:
-            factor *= 2.0
+            factor *= step
         elif good[1] is None:
-            factor /= 2.0
+            factor /= step
         elif limit / good[0] <= 1.0 + precision:
             break
         else:
@@ -246,13 +253,21 @@ def answers(
     for place, search in enumerate(searches):
         _step(found, asked, place, search, None)
     while asked:
-        planned = {place: place_of(options, {}) for place, options in asked.items()}
-        perform_missing(list(planned.values()), store, means, begin)
+        ended = dict(zip(asked, runs(list(asked.values()), store, means, begin), strict=True))
         asked.clear()
-        for place, run in planned.items():
-            outcome = run.outcome if run.outcome.error else store.get(run.outcome.key) or run.outcome
-            _step(found, asked, place, searches[place], Ran(run.options, run.num_gpus, outcome))
+        for place, ran in ended.items():
+            _step(found, asked, place, searches[place], ran)
     return [found[place] for place in range(len(searches))]
+
+
+def runs(
+    asked: Sequence[dict[str, Any]], store: Store, means: Means, begin: Callable[[int], Told] | None = None
+) -> list[Ran]:
+    """Perform runs by their options, those that are not kept yet; how each ended, in order."""
+    planned = [place_of(options, {}) for options in asked]
+    perform_missing(planned, store, means, begin)
+    outcomes = (p.outcome if p.outcome.error else store.get(p.outcome.key) or p.outcome for p in planned)
+    return [Ran(p.options, p.num_gpus, outcome) for p, outcome in zip(planned, outcomes, strict=True)]
 
 
 def _step(

@@ -54,6 +54,8 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / POINTS
+        self.traces: dict[str, SharedTrace | None] = {}
+        """What was read of traces, for all runs; None where one is bad."""
         make_folder(self.folder, "--out")
 
     def get(self, key: str) -> Outcome | None:
@@ -122,7 +124,7 @@ def perform_missing(
 ) -> None:
     """Perform the runs that are not kept yet, each key once."""
     missing: dict[str, Task] = {}
-    traces: dict[str, SharedTrace | None] = {}
+    traces = store.traces
     for place in planned:
         key, trace = place.outcome.key, place.options.get("trace")
         if place.outcome.error is not None or key in missing or not _wanted(store.get(key), means):

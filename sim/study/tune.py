@@ -16,7 +16,7 @@ from sim.errors import UserError
 from sim.options.scenario import GOES_WITH, Scenario
 from sim.options.values import convert
 from sim.study.axes import Study, Value, options_at, read_study
-from sim.study.limits import Change, binding, changes
+from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import policy_of, setup_of
 from sim.study.search import (
     PRECISION,
@@ -38,11 +38,6 @@ ENGINES = ("replicas", "prefill_replicas", "decode_replicas")
 GOALS: tuple[Goal, ...] = get_args(Goal)
 EXTRA = {"goal": str, "slo": tuple[str, ...], "trials": int, "storage": str}
 DEFAULT_SLO = "goodput_attainment:0.99"
-SPEED_ERRORS = {"derived": 0.1, "imported": 0.05, "measured": 0.05, "measured-from-server": 0.05}
-"""How much faster or slower than a profile of that status the GPU might be, for the range of the answer.
-
-Held-out errors of imported profiles are 2.5 to 4.7 %; those of derived ones are not known, and 10 % is a guess.
-"""
 
 
 class Candidate(Struct, frozen=True):
@@ -65,14 +60,6 @@ class Candidate(Struct, frozen=True):
             return None
         error = self.reached.failing.outcome.error if self.reached.failing is not None else None
         return error or self.reached.unknown or None
-
-
-class Gain(Struct, frozen=True):
-    """What one change brings: the share by which load (or goodput) rises; None where it cannot be had."""
-
-    change: Change
-    gain: float | None
-    reason: str = ""
 
 
 class Tuned(Struct, frozen=True):
@@ -127,8 +114,7 @@ class Tuned(Struct, frozen=True):
     @property
     def binds(self) -> str | None:
         """The limit that binds the best."""
-        found = {g.change.name: g.gain for g in self.gains if g.change.kind == "limit" and g.gain is not None}
-        return binding(found) if found else None
+        return bound_by(self.gains)
 
 
 class Asked(Struct, frozen=True):
@@ -255,30 +241,18 @@ def _explained(
     if asked.goal in ("gpus", "cost"):
         engines = {name: best.ran.options[name] for name in (*ENGINES, "router") if name in best.ran.options}
     base = _options(asked, best.point, 0, engines)
-    what_if = [change for change in changes(base) if change.options.get("profile") != ":pcie_bytes_per_s=0.0"]
-    setup = setup_of(base)
-    error = SPEED_ERRORS[setup.profile.status]
-    speeds = [{"profile": _faster(base, factor)} for factor in (1.0 - error, 1.0 + error)]
+    what_if = changes(base)
+    error = SPEED_ERRORS[setup_of(base).profile.status]
+    speeds = [faster(base, factor) for factor in (1.0 - error, 1.0 + error)]
     searches = [_loaded(asked, best.point, {**engines, **more}) for more in ({}, *(c.options for c in what_if))]
     searches += [_search(asked, best.point, more) for more in speeds]
     reached = answers(searches, store, means, begin)
-    at_first, changed, (slower, faster) = reached[0], reached[1:-2], reached[-2:]
-    gains = []
-    for change, one in zip(what_if, changed, strict=True):
-        error_text = one.failing.outcome.error if one.failing is not None else None
-        if one.ran is None:
-            gains.append(Gain(change, None, error_text or one.unknown or "no load meets the SLOs"))
-        else:
-            gains.append(Gain(change, one.most / at_first.most - 1.0 if at_first.most else None, one.unknown))
+    at_first, changed, (slow, fast) = reached[0], reached[1:-2], reached[-2:]
+    gains = gains_of(what_if, at_first, changed)
     return Tuned(
-        asked.study, asked.goal, asked.slos, found, gains, _value(asked, slower), _value(asked, faster),
+        asked.study, asked.goal, asked.slos, found, gains, _value(asked, slow), _value(asked, fast),
         error, None if asked.goal == "goodput" else at_first.most,
     )  # fmt: skip
-
-
-def _faster(options: Mapping[str, Any], factor: float) -> str:
-    base = options.get("profile") or ""
-    return f"{base},gpu_speed={factor!r}" if "=" in base else f"{base}:gpu_speed={factor!r}"
 
 
 def _hands_over(options: Mapping[str, Any]) -> bool:

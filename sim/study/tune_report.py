@@ -18,11 +18,11 @@ from matplotlib.ticker import MaxNLocator
 
 from sim.files import write_atomically
 from sim.results.figures.style import FAINT, dress, new_figure, plain_text, policy_colour, save_figure, set_title
-from sim.study.limits import BINDS, MORE
+from sim.study.limits import BINDS, MORE, Gain
 from sim.study.search import MOST_ENGINES, Ran
 from sim.study.sweep import told_where
 from sim.study.tables import Frame
-from sim.study.tune import Candidate, Gain, Tuned
+from sim.study.tune import Candidate, Tuned
 
 FRONT = ("p99_ttft_ms", "p99_tpot_ms", "output_throughput_per_gpu")
 """What the Pareto front is over: least, least, most."""
@@ -110,7 +110,7 @@ def lines(tuned: Tuned) -> Iterator[str]:
     for other in others[:MOST_BARS]:
         yield f"  {name_of(tuned, other)}: {_reached(tuned, other)}"
     yield from _without_value(tuned)
-    yield from _binding(tuned)
+    yield from gain_lines(tuned.gains, tuned.binds, "goodput" if tuned.goal == "goodput" else "load")
     yield _confidence(tuned, best)
 
 
@@ -177,15 +177,15 @@ def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
         yield f"More may be sustained: {reached.unknown}."
 
 
-def _binding(tuned: Tuned) -> Iterator[str]:
-    measure = "goodput" if tuned.goal == "goodput" else "load"
-    if tuned.binds is None:
+def gain_lines(gains: Sequence[Gain], binds: str | None, measure: str) -> Iterator[str]:
+    """What binds, by what half as much again of each limit brings, and what more would buy."""
+    if binds is None:
         return
-    yield f"What binds it: {tuned.binds}. Half as much again of each limit carries more {measure}:"
+    yield f"What binds it: {binds}. Half as much again of each limit carries more {measure}:"
     for kind in ("limit", "purchase"):
         if kind == "purchase":
             yield f"What more would buy, in {measure}:"
-        own = [gain for gain in tuned.gains if gain.change.kind == kind]
+        own = [gain for gain in gains if gain.change.kind == kind]
         for gain in sorted(own, key=lambda g: -(g.gain if g.gain is not None else -1e9)):
             yield f"  {gain.change.name:<30} {_gain_text(gain)}"
 
