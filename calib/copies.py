@@ -1,7 +1,8 @@
 """Fits of copies and of all-reduces.
 
-T_copy = max(launch * pieces, bytes / X): pieces are asked for while others are on their way (per direction; LayerKV's
-    beta is not one constant for small copies).
+T_copy = setup + max(launch * pieces, bytes / X): pieces are asked for while others are on their way (per direction;
+    LayerKV's beta is not one constant for small copies). Fewer than `BATCHED_COPIES` pieces are asked for one by one:
+    T_copy = lone + max(lone * (pieces - 1), bytes / X).
 T_all-reduce = launch + 2 (G - 1) latency + r / X + 2 sqrt(chunk r / X), r = 2 (G - 1) / G * bytes: a ring of G GPUs, as
     a pipeline of chunks. k chunks cost k chunk + (r / X) / k beside, least at k = sqrt((r / X) / chunk).
 """
@@ -12,8 +13,13 @@ import numpy as np
 
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.samples import Sample
+from sim.cost.model import BATCHED_COPIES
 from sim.errors import UserError
 
+COPY_COSTS = ("copy_lone_s", "copy_setup_s", "copy_launch_s")
+MOST_ERROR = 0.25
+"""Mean error beyond which copies follow another law than this one."""
+LEAST_S = 1e-9
 LEAST_SIZES = 3
 OFF = 0.8
 LEAST_SPAN = 16.0
@@ -35,32 +41,81 @@ def check_sizes(samples: Sequence[Sample], op: str) -> None:
         )
 
 
-def copy_s(constants: Mapping[str, float], samples: Sequence[Sample], *, overlap: bool = True) -> Array:
-    """Seconds of each copy, shape (samples,); without `overlap` asking and moving take turns, as the papers have it."""
-    rates = np.array([constants[f"{s.op}_bytes_per_s"] for s in samples])
-    asked_s, moved_s = constants["copy_launch_s"] * _pieces(samples), _bytes(samples) / rates
-    return np.maximum(asked_s, moved_s) if overlap else asked_s + moved_s
+def copy_s(constants: Mapping[str, float], samples: Sequence[Sample]) -> Array:
+    """Seconds of each copy, shape (samples,), as `sim.cost.roofline` prices it."""
+    pieces, moved_s = _pieces(samples), _moved_s(constants, samples)
+    batched_s = constants.get("copy_setup_s", 0.0) + np.maximum(constants["copy_launch_s"] * pieces, moved_s)
+    lone = constants.get("copy_lone_s", 0.0)
+    if not lone:
+        return batched_s
+    return np.where(pieces < BATCHED_COPIES, lone + np.maximum(lone * (pieces - 1), moved_s), batched_s)
 
 
-def fit_copies(samples: Sequence[Sample], *, overlap: bool = True) -> Fit | None:
-    """copy_launch_s (one for both directions) and {h2d,d2h}_bytes_per_s; None where no copy was measured."""
+def fit_copies(samples: Sequence[Sample]) -> Fit | None:
+    """copy_lone_s, copy_setup_s, copy_launch_s (for both directions) and {h2d,d2h}_bytes_per_s; None without copies.
+
+    A set-up is told where copies of several numbers of pieces are asked for together, what lone ones cost where there
+    are any: else these constants are left out.
+    """
     chosen = [s for op in ("h2d", "d2h") for s in plain_copies(samples, op)]
     if not chosen:
         return None
-    ops = sorted({s.op for s in chosen})
-    for op in ops:
-        check_sizes([s for s in chosen if s.op == op], op)
-    measured = _measured(chosen)
+    batched = [s for s in chosen if s.num_copies >= BATCHED_COPIES]
+    parameters = _rates(chosen)
     # Starts lie off what the samples say, where a maximum has no slope.
-    least_s = OFF * max(float(np.min(measured / _pieces(chosen))), 1e-9)
-    parameters = {"copy_launch_s": Parameter(least_s, log=False)}
-    for op in ops:
-        best = max(s.num_bytes / s.latency_s for s in chosen if s.op == op)
-        parameters[f"{op}_bytes_per_s"] = Parameter(best / OFF)
-    found = fit_relative(lambda values: copy_s(values, chosen, overlap=overlap), measured, parameters)
+    lone = [s.latency_s for s in chosen if s.num_copies < BATCHED_COPIES]
+    if lone and batched:
+        parameters["copy_lone_s"] = Parameter(max(OFF * min(lone), LEAST_S), log=False)
+    asked = batched or chosen
+    if len({s.num_copies for s in batched}) > 1:
+        parameters["copy_setup_s"] = Parameter(max(float(np.min(_measured(batched))) / 2, LEAST_S), log=False)
+    parameters["copy_launch_s"] = Parameter(
+        max(OFF * float(np.min(_measured(asked) / _pieces(asked))), LEAST_S), log=False
+    )
+    found = fit_relative(lambda values: copy_s(values, chosen), _measured(chosen), parameters)
+    for name in COPY_COSTS:
+        if name in found.estimates and not found.estimates[name].told:
+            # Too small to be seen beside the rest: of a launch, every piece was longer on its way than asked for.
+            found.estimates[name] = Estimate(0.0, None, 0.0, 0.0)
+    return found
+
+
+def fault_of_copies(samples: Sequence[Sample], fit: Fit) -> str:
+    """Why a fit says nothing of the link; empty where it does."""
+    for name, estimate in fit.estimates.items():
+        if name.endswith("_per_s") and not estimate.told:
+            low, high = f"{estimate.low:.3g}", f"{estimate.high:.3g}"
+            return f"they do not tell {name}: {estimate.value:.3g}, 95 % interval {low} to {high}"
+    chosen = [s for op in ("h2d", "d2h") for s in plain_copies(samples, op)]
+    error = float(np.mean(np.abs(copy_s(fit.values, chosen) / _measured(chosen) - 1)))
+    return f"the fit misses them by {100 * error:.0f} %" if error > MOST_ERROR else ""
+
+
+def turns_s(constants: Mapping[str, float], samples: Sequence[Sample]) -> Array:
+    """Seconds of each copy where asking and moving take turns, as the papers have it; shape (samples,)."""
+    return constants["copy_launch_s"] * _pieces(samples) + _moved_s(constants, samples)
+
+
+def fit_turns(samples: Sequence[Sample]) -> Fit | None:
+    """copy_launch_s and rates of `turns_s`; None without copies."""
+    chosen = [s for op in ("h2d", "d2h") for s in plain_copies(samples, op)]
+    if not chosen:
+        return None
+    least_s = OFF * max(float(np.min(_measured(chosen) / _pieces(chosen))), LEAST_S)
+    parameters = {"copy_launch_s": Parameter(least_s, log=False)} | _rates(chosen)
+    found = fit_relative(lambda values: turns_s(values, chosen), _measured(chosen), parameters)
     if not found.estimates["copy_launch_s"].told:
-        # Every piece was on its way for longer than the next took to be asked for.
         found.estimates["copy_launch_s"] = Estimate(0.0, None, 0.0, 0.0)
+    return found
+
+
+def _rates(samples: Sequence[Sample]) -> dict[str, Parameter]:
+    """A rate to find for each direction; UserError where sizes cannot tell it."""
+    found: dict[str, Parameter] = {}
+    for op in sorted({s.op for s in samples}):
+        check_sizes([s for s in samples if s.op == op], op)
+        best = max(s.num_bytes / s.latency_s for s in samples if s.op == op)
+        found[f"{op}_bytes_per_s"] = Parameter(best / OFF)
     return found
 
 
@@ -128,6 +183,10 @@ def all_reduce_points(samples: Sequence[Sample]) -> dict[str, list[tuple[float, 
 
 def _measured(samples: Sequence[Sample]) -> Array:
     return np.array([s.latency_s for s in samples])
+
+
+def _moved_s(constants: Mapping[str, float], samples: Sequence[Sample]) -> Array:
+    return _bytes(samples) / np.array([constants[f"{s.op}_bytes_per_s"] for s in samples])
 
 
 def _bytes(samples: Sequence[Sample]) -> Array:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from calib.copies import all_reduce_points, fit_all_reduce, fit_copies, fit_host_memcpy
+from calib.copies import COPY_COSTS, all_reduce_points, fault_of_copies, fit_all_reduce, fit_copies, fit_host_memcpy
 from calib.experts import ExpertSample, fit_experts
 from calib.gdn import GdnSample, fit_gdn
 from calib.holdout import (
@@ -123,7 +123,8 @@ def fit_profile(
     terms, measured = terms_of(chosen, models), np.array([s.latency_s for s in chosen])
     estimates: dict[str, Estimate] = {}
     scatter: dict[str, float] = {}
-    for fit in (fit_all_reduce(samples), fit_copies(samples), fit_host_memcpy(samples)):
+    copies, copies_fault = _copies(samples)
+    for fit in (fit_all_reduce(samples), copies, fit_host_memcpy(samples)):
         if fit is not None:
             estimates |= fit.estimates
             scatter |= dict.fromkeys(fit.estimates, fit.scatter)
@@ -141,7 +142,8 @@ def fit_profile(
     for fit in [*quantized.fits, *([longest.fit] if longest.fit else ()), *(kind.fit for kind in routed)]:
         estimates |= fit.estimates
         scatter |= dict.fromkeys(fit.estimates, fit.scatter)
-    papers = paper_constants([s for s in samples if not s.is_quantised], models, hardware, constants)
+    for_papers = [s for s in samples if not s.is_quantised and not (copies_fault and s.op in ("h2d", "d2h"))]
+    papers = paper_constants(for_papers, models, hardware, constants)
     alpha = eq3_alpha(papers)
     if alpha is not None:
         estimates["alpha"] = alpha
@@ -156,7 +158,8 @@ def fit_profile(
         status=status,
         form="roofline",
         constants=fitted,
-        provenance={**provenance, "base": f"{base.name}, for what the samples do not tell"},
+        provenance={**provenance, "base": f"{base.name}, for what the samples do not tell"}
+        | ({"copies": f"not fitted, taken from the base: {copies_fault}"} if copies_fault else {}),
         range=range_of(chosen),
         residuals=_residuals(chosen, errors, (by_model, by_rows), large, found)
         | quantized.residuals
@@ -171,6 +174,20 @@ def fit_profile(
         profile, chosen, terms, measured, measured * (1 + errors), estimates, found, by_model, large, papers, carried,
         by_rows,
     )  # fmt: skip
+
+
+def _copies(samples: Sequence[Sample]) -> tuple[Fit | None, str]:
+    """The fit of copies, or why they say nothing of the link: all else that was measured is not lost for that."""
+    try:
+        fit = fit_copies(samples)
+    except UserError as error:
+        return None, str(error)
+    if fit is None:
+        return None, ""
+    if fault := fault_of_copies(samples, fit):
+        return None, fault
+    # Costs that were not told are none: the base's belong to its own launch and rates.
+    return replace(fit, estimates=dict.fromkeys(COPY_COSTS, Estimate(0.0, None, 0.0, 0.0)) | fit.estimates), ""
 
 
 def with_latents(report: FitReport, samples: Sequence[LatentSample], hardware: HardwareSpec) -> FitReport:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from calib.copies import fit_copies
+from calib.copies import fit_turns
 from calib.fit import FitReport, check_enough, range_of, with_graphs
 from calib.holdout import Holdout, is_decode, regions
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
@@ -51,7 +51,7 @@ def fit_linear_profile(
         built = steps[0].num_layers
         raise UserError(f"samples: steps of {built} of {model.num_layers} layers: form linear needs whole iterations")
     check_enough(steps)
-    copies = fit_copies(samples, overlap=False)
+    copies = fit_turns(samples)
     if copies is None:
         raise UserError("samples: form linear needs copies (h2d or d2h) for swap_s_per_block: measure some")
     measured = np.array([s.latency_s for s in steps])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calib.copies import check_sizes, copy_s, fit_copies, plain_copies
+from calib.copies import check_sizes, fit_turns, plain_copies, turns_s
 from calib.holdout import PROMPT_TOKENS
 from calib.robust import Array, Estimate, Parameter, fit_relative
 from calib.roofline import ridge_s
@@ -154,12 +154,12 @@ def _layerkv_eq4(copies: Sequence[Sample], hardware: HardwareSpec) -> list[Paper
     measured = np.array([s.latency_s for s in copies])
     ideal = np.array([s.num_bytes / hardware.pcie_bytes_per_s for s in copies])
     printed = _scaled("LayerKV Eq. 4", "beta", "1", {"printed": ideal}, measured, divides=False)
-    fit = fit_copies(copies, overlap=False)
+    fit = fit_turns(copies)
     assert fit is not None
     rate = fit.estimates["d2h_bytes_per_s"]
     x = hardware.pcie_bytes_per_s
     beta = Estimate(x / rate.value, None, x / rate.high, x / rate.low)
-    mape = float(np.mean(np.abs(copy_s(fit.values, copies, overlap=False) / measured - 1)))
+    mape = float(np.mean(np.abs(turns_s(fit.values, copies) / measured - 1)))
     return [*printed, PaperConstant("LayerKV Eq. 4", "corrected", "beta", "1", beta, mape, len(copies))]
 
 
@@ -206,9 +206,9 @@ def _ellm_eq6(copies: Sequence[Sample]) -> list[PaperConstant]:
     found = []
     for form in ("printed", "corrected"):
         asked = copies if form == "corrected" else [_one_piece(s) for s in copies]
-        fit = fit_copies(asked, overlap=False)
+        fit = fit_turns(asked)
         assert fit is not None
-        mape = float(np.mean(np.abs(copy_s(fit.values, asked, overlap=False) / measured - 1)))
+        mape = float(np.mean(np.abs(turns_s(fit.values, asked) / measured - 1)))
         rate, beta = fit.estimates["h2d_bytes_per_s"], fit.estimates["copy_launch_s"]
         alpha = Estimate(1 / rate.value, None, 1 / rate.high, 1 / rate.low)
         found.append(PaperConstant("eLLM Eq. 6", form, "alpha", "s/B", alpha, mape, len(copies)))

@@ -120,6 +120,8 @@ def write_report(report: "FitReport", out: Path) -> int:
         print(f"\n{constants_table(report)}\n\n{errors_table(report)}\n")
         if report.papers:
             print(f"The papers' constants:\n{papers_table(report)}\n")
+        if fault := profile.provenance.get("copies"):
+            print(f"warning: copies were {fault}", file=sys.stderr)
         if report.carried:
             print(f"not measured, carried over: {', '.join(report.carried)}", file=sys.stderr)
         files: dict[str, Callable[[Any], object]] = {

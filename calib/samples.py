@@ -20,7 +20,7 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 | `longest_context_tokens` | cached before the longest decode, where the above is their mean | 0, alike |
 | `num_bytes` | bytes moved, all pieces together | 0 |
 | `num_copies` | pieces they were moved in | 1 |
-| `memory` | host memory: `pinned` or `pageable` | pinned |
+| `memory` | host memory: `pinned`, `pageable` or `pinned-row`: there in a row, scattered on the device | pinned |
 | `beside` | `op` that ran on another stream or lane at the same time; empty: alone | empty |
 | `graph` | 1 if replayed from a CUDA graph | 0 |
 | `quantization` | `fp8` or `nvfp4`: weights and activations are, the head not; empty: neither | empty |
@@ -64,7 +64,7 @@ TOKEN_OPS = frozenset({"layers", "products", "linear", "elementwise", "step", "l
 PASSES = frozenset({"layers", "products", "step", "recompute"})
 """Operations that take tokens through whole layers."""
 COPY_OPS = frozenset({"h2d", "d2h", "host_memcpy", "all_reduce"})
-MEMORIES = ("pinned", "pageable")
+MEMORIES = ("pinned", "pageable", "pinned-row")
 QUANTIZATIONS, KV_TYPES = ("", *PRODUCT_FORMATS), ("", "fp8")
 MADS = 1.4826
 """Median absolute deviations to a standard deviation, for normal errors."""

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from gpu_runtime.kv import batched_copies
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decoder import Decoder, greedy
+from sim.cost.model import BATCHED_COPIES
 from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 
@@ -51,7 +51,7 @@ def batches(decoder: Decoder, limits: Limits) -> Iterator[tuple[list[int], list[
 
 def run_copies(copies: CopyEngine, gpu: KVPool, host: KVPool) -> None:
     """Copy free blocks there and back: in a row, scattered on the GPU, scattered on both sides."""
-    count = min(gpu.num_blocks // 2, host.num_blocks, 2 * batched_copies.LEAST)
+    count = min(gpu.num_blocks // 2, host.num_blocks, 2 * BATCHED_COPIES)
     row, apart = list(range(count)), list(range(0, 2 * count, 2))
     for here, there in ((row, row), (apart, row), (apart, row[::-1])):
         copies.copy_blocks(gpu, here, host, there, Direction.D2H).wait()

@@ -17,6 +17,7 @@ from calib.measure.plan import Plan
 from calib.measure.points import Point
 from calib.measure.timing import Rule, repeat
 from calib.samples import COPY_OPS, TOKEN_OPS, fault_of
+from sim.errors import UserError
 from sim.specs.model_spec import ModelSpec
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
@@ -112,7 +113,10 @@ class Bench:
         if point.op == "launch":
             return again(self._launch(point))
         if point.op in COPY_OPS:
-            return again(self._copies.work(point))
+            try:
+                return again(self._copies.work(point))
+            except UserError as error:
+                raise Unmeasurable(str(error)) from error
         return self._model_work(point.model).works(point)
 
     def _launch(self, point: Point) -> Work:

@@ -10,6 +10,7 @@ from torch.cuda import nccl
 from calib.measure.clocks import Work
 from calib.measure.points import Point
 from gpu_runtime.kv.copy_engine import copy_now
+from gpu_runtime.kv.page_locked import page_locked
 from sim.engine.changes import Direction
 
 TILE_BYTES = 16 * 2**20
@@ -37,15 +38,21 @@ class CopyBuffers:
 
         Args:
             point: its op is h2d, d2h or host_memcpy.
+
+        Raises:
+            UserError: the driver refuses to page-lock so much memory.
         """
         if point.op == "host_memcpy":
             return self._memcpy(point)
-        device, host = self._buffer("device"), self._buffer(point.memory)
+        device, host = self._buffer("device"), self._buffer(point.memory.removesuffix("-row"))
         piece, count = point.piece_bytes, point.num_copies
         slots = self._size // piece
         rounds = max(1, min(slots, PIECES) // count)
         rng = np.random.default_rng(self._seed + point.num_bytes)
         sources, targets = (rng.permutation(slots)[: rounds * count].tolist() for _ in range(2))
+        if point.memory == "pinned-row":
+            row = list(range(rounds * count))
+            sources, targets = (sources, row) if point.op == "d2h" else (row, targets)
         blocks = [buffer[: slots * piece].view(slots, piece) for buffer in (device, host)]
         direction = Direction(point.op)
         source, target = blocks if direction is Direction.D2H else reversed(blocks)
@@ -73,9 +80,12 @@ class CopyBuffers:
     def _buffer(self, kind: str) -> Tensor:
         if kind not in self._buffers:
             on_device = kind == "device"
-            pin = kind == "pinned" and self._device.type == "cuda"
-            device = self._device if on_device else torch.device("cpu")
-            buffer = torch.empty(self._size, dtype=torch.uint8, device=device, pin_memory=pin)
+            if kind == "pinned" and self._device.type == "cuda":
+                # As the runtime's pools are, and not as torch pins memory.
+                buffer, _ = page_locked((self._size,), torch.uint8, self)
+            else:
+                device = self._device if on_device else torch.device("cpu")
+                buffer = torch.empty(self._size, dtype=torch.uint8, device=device)
             generator = torch.Generator().manual_seed(self._seed + len(self._buffers))
             tile = torch.randint(256, (min(TILE_BYTES, self._size),), dtype=torch.uint8, generator=generator)
             for part in buffer.split(len(tile)):

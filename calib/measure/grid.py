@@ -20,6 +20,7 @@ class Grid:
         copies: bytes of single copies between device and host, pinned.
         pageable: the same, pageable.
         scattered: (bytes of a piece, pieces), pinned.
+        staged: the same where the host's side is in a row: they pass through a buffer on the device.
         memcpys: bytes copied from pinned to pageable memory.
         all_reduces: bytes on each GPU.
         launches: empty operations in a row.
@@ -37,6 +38,7 @@ class Grid:
     copies: tuple[int, ...]
     pageable: tuple[int, ...]
     scattered: tuple[tuple[int, int], ...]
+    staged: tuple[tuple[int, int], ...]
     memcpys: tuple[int, ...]
     all_reduces: tuple[int, ...]
     launches: tuple[int, ...]
@@ -70,6 +72,7 @@ FULL = Grid(
         (512 * KIB, 256),
         (2 * MIB, 64),
     ),
+    staged=((16 * KIB, 256), (128 * KIB, 256), (128 * KIB, 2048)),
     memcpys=(64 * KIB, MIB, 16 * MIB, 256 * MIB, GIB),
     all_reduces=(8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 256 * MIB),
     launches=(1, 10, 100),
@@ -89,7 +92,8 @@ QUICK = Grid(
     ),
     copies=(4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB),
     pageable=(256 * KIB, 16 * MIB),
-    scattered=((16 * KIB, 64), (128 * KIB, 64)),
+    scattered=((4 * KIB, 64), (4 * KIB, 512), (128 * KIB, 64)),
+    staged=((128 * KIB, 64),),
     memcpys=(64 * KIB, MIB, 16 * MIB),
     all_reduces=(64 * KIB, 4 * MIB, 64 * MIB),
     launches=(1, 100),

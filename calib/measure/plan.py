@@ -90,8 +90,9 @@ def _machine_points(grid: Grid, limits: Capacity) -> Iterator[Point]:
             yield Point(op=op, num_bytes=size)
         for size in grid.pageable:
             yield Point(op=op, num_bytes=size, memory="pageable")
-        for piece, count in grid.scattered:
-            yield Point(op=op, num_bytes=piece * count, num_copies=count)
+        for memory, pieces in (("pinned", grid.scattered), ("pinned-row", grid.staged)):
+            for piece, count in pieces:
+                yield Point(op=op, num_bytes=piece * count, num_copies=count, memory=memory)
     for size in grid.memcpys:
         yield Point(op="host_memcpy", num_bytes=size)
     for size in grid.all_reduces:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST = 4
-"""Fewer copies are asked for one by one."""
 NOT_SUPPORTED = frozenset({35, 36, 801})
 """CUDA errors: the bindings' runtime needs a newer driver than torch's; the call does; it is not supported."""
 

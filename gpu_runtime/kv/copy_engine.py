@@ -11,6 +11,7 @@ from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.copy_worker import CopyFailed, CopyHandle, CopyWorker, InlineWorker
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.to_device import to_device
+from sim.cost.model import BATCHED_COPIES
 from sim.engine.changes import Direction
 
 __all__ = ["CopyEngine", "CopyFailed", "CopyHandle"]
@@ -166,7 +167,7 @@ def _copy_runs(src: Tensor, src_ids: Sequence[int], dst: Tensor, dst_ids: Sequen
     found = pieces(src_ids, dst_ids, max(1, PIECE_BYTES // (src[0].numel() * src.element_size())))
     host = dst if src.is_cuda else src
     # Of pageable memory the driver's batches promise nothing.
-    batches = (src.is_cuda or dst.is_cuda) and len(found) >= batched_copies.LEAST and host.is_pinned()
+    batches = (src.is_cuda or dst.is_cuda) and len(found) >= BATCHED_COPIES and host.is_pinned()
     if batches and batched_copies.copy_pieces(src, dst, found):
         return
     for start, to, count in found:

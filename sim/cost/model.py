@@ -44,6 +44,10 @@ class LayerTimes(NamedTuple):
     d2h_s: float
 
 
+BATCHED_COPIES = 4
+"""So many pieces or more are asked for in one call of the driver, fewer one by one."""
+
+
 class CostModel(ABC):
     """Seconds of iterations, layers and copies. Deterministic; its one state is what it was asked beyond its range."""
 

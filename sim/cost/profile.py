@@ -101,6 +101,8 @@ ROOFLINE_UNITS = {
     **GDN_UNITS,
     "h2d_bytes_per_s": "B/s",
     "d2h_bytes_per_s": "B/s",
+    "copy_lone_s": "s",
+    "copy_setup_s": "s",
     "copy_launch_s": "s",
     "host_memcpy_bytes_per_s": "B/s",
     "allreduce_bytes_per_s": "B/s",
@@ -114,6 +116,8 @@ ROOFLINE_UNITS = {
 
 `alpha` and `beta` are LayerKV's corrections of Eq. 3 (prefill over peak FLOP/s) and Eq. 4 (copy over the PCIe rate);
 `roofline_exponent` is the sharpness p of the ridge between compute and memory (`sim.cost.model.ridge`);
+`copy_lone_s` is what each piece of a copy costs where they are asked for one by one, `copy_setup_s` and `copy_launch_s`
+what a call and each of its pieces cost where it asks for `sim.cost.model.BATCHED_COPIES` or more;
 `allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them,
 `allreduce_chunk_s` per chunk of the pipeline, `allreduce_launch_s` per all-reduce.
 `step_overhead_s` and `step_s_per_sequence` are the host time of the live runtime's own engine, where its iterations
@@ -136,6 +140,8 @@ OPTIONAL: dict[str, str | float] = {
     "fp8_kv_layer_overhead_s": 0.0,
     "elementwise_bytes_per_s": inf,
     "elementwise_launch_s": 0.0,
+    "copy_lone_s": 0.0,
+    "copy_setup_s": 0.0,
     "allreduce_chunk_s": 0.0,
     "allreduce_launch_s": 0.0,
     "step_overhead_s": 0.0,

@@ -39,7 +39,7 @@ from math import ceil, inf, sqrt
 from sim.cost.gated_delta_net import delta_net_price
 from sim.cost.kernels import grid_of, value_at
 from sim.cost.latents import latent_price
-from sim.cost.model import ACTIVATION_BYTES, CostModel, ridge
+from sim.cost.model import ACTIVATION_BYTES, BATCHED_COPIES, CostModel, ridge
 from sim.cost.profile import FittedRange, Profile, product_name
 from sim.engine.changes import D2H, Direction
 from sim.engine.plan import IterationPlan, WindowTokens
@@ -224,6 +224,7 @@ class RooflineCost(CostModel):
         self.d2h_s_per_byte = share / value("d2h_bytes_per_s")
         self.h2d_s_per_byte = share / value("h2d_bytes_per_s")
         self.copy_launch_s = value("copy_launch_s")
+        self.copy_setup_s, self.copy_lone_s = value("copy_setup_s"), value("copy_lone_s")
 
     def _set_all_reduce(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile) -> None:
         tp, value = self.tp, profile.value
@@ -452,9 +453,13 @@ class RooflineCost(CostModel):
         return ceil(self.pieces_per_layer * num_blocks * layers)
 
     def copy_s(self, num_bytes: float, num_copies: int, direction: Direction) -> float:
-        per_byte = self.d2h_s_per_byte if direction is D2H else self.h2d_s_per_byte
+        moved_s = num_bytes * (self.d2h_s_per_byte if direction is D2H else self.h2d_s_per_byte)
+        if not num_copies:
+            return moved_s
         # The next piece is asked for while the last is on its way.
-        return max(self.copy_launch_s * num_copies, num_bytes * per_byte)
+        if num_copies < BATCHED_COPIES and self.copy_lone_s:
+            return self.copy_lone_s + max(self.copy_lone_s * (num_copies - 1), moved_s)
+        return self.copy_setup_s + max(self.copy_launch_s * num_copies, moved_s)
 
     def all_reduce_s(self, num_tokens: int) -> float:
         if self.tp == 1:

@@ -3,22 +3,35 @@
 import msgspec
 import numpy as np
 import pytest
-from calib_small import BASE, HARDWARE, copies, noise, planted, shapes, timed
+from calib_small import A100, BASE, HARDWARE, copies, noise, planted, shapes, timed
+from measure_small import GPU
 
 from calib.copies import (
     all_reduce_points,
     all_reduce_s,
     copy_s,
+    fault_of_copies,
     fit_all_reduce,
     fit_copies,
     fit_host_memcpy,
     plain_copies,
 )
 from calib.fit import fit_profile
+from calib.measure.plan import make_plan
 from calib.samples import Sample
+from sim.cost.profile import Constant, load_profile
+from sim.cost.roofline import RooflineCost
+from sim.engine.changes import Direction
 from sim.errors import UserError
+from sim.specs.models import load_model
 
-LINK = {"copy_launch_s": 2.5e-6, "h2d_bytes_per_s": 2.5e10, "d2h_bytes_per_s": 2.2e10}
+LINK = {
+    "copy_lone_s": 7e-6,
+    "copy_setup_s": 5e-6,
+    "copy_launch_s": 2.5e-6,
+    "h2d_bytes_per_s": 2.5e10,
+    "d2h_bytes_per_s": 2.2e10,
+}
 RING = {
     "allreduce_bytes_per_s": 9e10,
     "allreduce_latency_s": 4e-6,
@@ -44,14 +57,26 @@ def reductions(gpus=(2, 4, 8), sizes=tuple(8192.0 * 4**i for i in range(8))):
     ]
 
 
-def test_a_copy_is_pieces_times_asking_or_bytes_over_the_rate():
+def test_a_copy_is_a_set_up_and_then_pieces_times_asking_or_bytes_over_the_rate():
+    """Fewer than four pieces are asked for one by one, 8 us each; where that is not known they cost what others do."""
     samples = [
         Sample(op="h2d", latency_s=1.0, num_bytes=1e9, num_copies=4),
         Sample(op="d2h", latency_s=1.0, num_bytes=3e6),
+        Sample(op="d2h", latency_s=1.0, num_bytes=3e4, num_copies=3),
         Sample(op="d2h", latency_s=1.0, num_bytes=3e6, num_copies=100),
     ]
     constants = {"copy_launch_s": 1e-5, "h2d_bytes_per_s": 2e10, "d2h_bytes_per_s": 1e10}
-    assert copy_s(constants, samples).tolist() == pytest.approx([0.05, 0.0003, 0.001])
+    assert copy_s(constants, samples).tolist() == pytest.approx([0.05, 0.0003, 3e-5, 0.001])
+    costs = constants | {"copy_lone_s": 8e-6, "copy_setup_s": 2e-6}
+    assert copy_s(costs, samples).tolist() == pytest.approx([0.050002, 0.000308, 2.4e-5, 0.001002])
+    # As the simulator prices them.
+    profile = load_profile("a100-80g-derived")
+    found = {name: Constant(value, None, "s", "test") for name, value in costs.items()}
+    profile = msgspec.structs.replace(profile, constants=profile.constants | found)
+    cost = RooflineCost(load_model("llama-2-7b"), HARDWARE, profile, 1)
+    for sample, expected in zip(samples, copy_s(costs, samples), strict=True):
+        assert cost.copy_s(sample.num_bytes, sample.num_copies, Direction(sample.op)) == pytest.approx(expected)
+    assert cost.copy_s(0.0, 0, Direction.D2H) == 0.0
 
 
 def test_an_all_reduce_is_a_ring():
@@ -77,7 +102,7 @@ def test_exact_copies_give_their_constants_back():
 def test_one_direction_alone_gives_the_rate_of_that_direction():
     fit = fit_copies([s for s in both_ways() if s.op == "d2h"])
     assert fit is not None
-    assert fit.values == pytest.approx({n: LINK[n] for n in ("copy_launch_s", "d2h_bytes_per_s")}, rel=1e-4)
+    assert fit.values == pytest.approx({n: v for n, v in LINK.items() if n != "h2d_bytes_per_s"}, rel=1e-4)
 
 
 def test_exact_copies_in_host_memory_give_their_rate_back():
@@ -172,8 +197,32 @@ def test_sizes_that_cannot_part_asking_from_moving_are_refused_by_name(op, sizes
 def test_copies_that_only_ask_tell_no_rate(tmp_path):
     """Ten microseconds whatever the size: the rate could be anything, so no profile holds one."""
     same = [Sample(op="h2d", latency_s=1e-5, num_bytes=64.0 * 4**i) for i in range(6)]
-    with pytest.raises(UserError, match="do not tell h2d_bytes_per_s"):
-        fit_profile([*planted(shapes()), *same], tmp_path, HARDWARE, BASE, name="x", status="measured", provenance={})
+    report = fit_profile(
+        [*planted(shapes(("llama-2-7b",))), *same], tmp_path, HARDWARE, BASE, name="x", status="measured", provenance={}
+    )
+    # What else was measured is kept.
+    assert report.profile.value("flops_per_s") == pytest.approx(A100["flops_per_s"], rel=1e-3)
+    assert "h2d_bytes_per_s" in report.carried and not any(name.startswith("copy") for name in report.estimates)
+    assert report.profile.provenance["copies"].startswith(
+        "not fitted, taken from the base: they do not tell h2d_bytes_per_s"
+    )
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("lone_us", [2, 10, 20])
+def test_the_grids_tell_a_fast_links_rate_from_what_asking_costs(quick, lone_us):
+    """A lone copy's fixed cost was once taken for a lower rate: 0.73 of 55 GB/s by the quick grid."""
+    true = LINK | {"copy_lone_s": lone_us * 1e-6, "h2d_bytes_per_s": 5.5e10, "d2h_bytes_per_s": 5.5e10}
+    true["copy_launch_s"] = 0.7e-6
+    plan = make_plan({}, GPU, quick=quick, element_bytes=2, ops=["h2d", "d2h"])
+    points = [p for p in plan.points if p.memory == "pinned"]
+    rng = np.random.default_rng(lone_us)
+    exact = copy_s(true, [p.sample([1.0]) for p in points])
+    samples = [p.sample((s * rng.normal(1.0, 0.01, 9)).tolist()) for p, s in zip(points, exact, strict=True)]
+    fit = fit_copies(samples)
+    assert fit is not None and not fault_of_copies(samples, fit)
+    assert fit.values == pytest.approx(true, rel=0.15)
+    assert fit.values["d2h_bytes_per_s"] == pytest.approx(5.5e10, rel=0.02)
 
 
 def test_of_machines_that_timed_a_size_the_fastest_counts():

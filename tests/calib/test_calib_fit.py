@@ -568,6 +568,8 @@ def test_everything_measured_leaves_nothing_to_carry_over(everything):
         "h2d_bytes_per_s": 2.4e10,
         "d2h_bytes_per_s": 2.2e10,
         "copy_launch_s": 3e-6,
+        "copy_lone_s": 7e-6,
+        "copy_setup_s": 5e-6,
         **RING,
         "beta": 1.0,
     }

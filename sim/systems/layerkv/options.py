@@ -92,7 +92,8 @@ class Equations:
         else:
             kv_bytes = model.kv_bytes_per_token_layer(tp)
             self._offload_s_per_token_layer = value("beta") * kv_bytes * d2h_s_per_byte
-            self._launch_s_per_layer = 2 * value("copy_launch_s")
+            # Keys and values are too few pieces to be asked for together.
+            self._launch_s_per_layer = 2 * (value("copy_lone_s") or value("copy_launch_s"))
 
     @classmethod
     def of(cls, b: "Builder") -> Self:
