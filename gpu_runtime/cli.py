@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.cost.engine_profile import OURS, shipped_engines
+from sim.cost.engine_profile import OF_POLICY, OURS, shipped_engines
 from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import folder_name
@@ -189,7 +189,7 @@ def of_our_engine(scenario: Scenario) -> Scenario:
     """With the host time of the live runtime, whose engine this is; UserError where another was asked for."""
     from sim.run.prepare import FORMS_WITH_ENGINE  # noqa: PLC0415 - numpy is slow to import
 
-    if scenario.engine_profile in shipped_engines() and scenario.engine_profile != OURS:
+    if scenario.engine_profile in (OF_POLICY, *shipped_engines()) and scenario.engine_profile != OURS:
         raise UserError(
             f"--engine-profile {scenario.engine_profile}: the live runtime's engine is {OURS}; leave it out, or give a "
             "file of its own times"

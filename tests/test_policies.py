@@ -127,7 +127,10 @@ class Batches(Unified):
     mine, plain = parse_policy("mine", {})[1], parse_policy("vllm-v1", {})[1]
     assert mine.names["order"] == "last"
     for ahead in (False, True):
-        assert mine.with_async_scheduling(ahead).engine_profile == plain.with_async_scheduling(ahead).engine_profile
+        assert (
+            mine.with_async_scheduling(ahead).own_engine_profile
+            == plain.with_async_scheduling(ahead).own_engine_profile
+        )
     assert parse_policy("mine:scheduling-policy=priority", {})[1].names["order"] == "priority"
 
 

@@ -12,7 +12,7 @@ from sim.options.flags import read_options
 from sim.options.values import flag
 from sim.run.folders import owning
 from sim.run.prepare import prepare
-from sim.run.served import read_run
+from sim.run.served import as_served, read_run
 from sim.specs.hardware import load_hardware
 from sim.systems import DEFAULT_POLICY
 
@@ -33,7 +33,8 @@ def fit_bench(arguments: argparse.Namespace) -> int:
         raise UserError(f"{flag(name)}: {scenario.num_engines} engines; constants are fitted to a server of one")
     name = own["name"] or f"{load_hardware(scenario.gpu).name}-measured-from-server"
     served = read_run(own["bench"], scenario)
-    found = fit_server(prepare(scenario, *policies[0]), served, name=name, constants=own["constants"])
+    setup = prepare(as_served(scenario), *policies[0])
+    found = fit_server(setup, served, name=name, constants=own["constants"])
     text = report(found)
     with owning(out):
         for file_name, data in ((f"{name}.json", found.profile.to_json()), (f"{name}.md", text.encode())):

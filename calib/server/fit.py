@@ -23,6 +23,7 @@ from calib.server.constants import (
 )
 from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
+from sim.cost.engine_profile import shipped_engines
 from sim.cost.profile import Constant, Profile
 from sim.errors import UserError
 from sim.run.prepare import Setup
@@ -262,6 +263,9 @@ def _profile(
     trace = setup.scenario.trace
     if trace is not None and Path(trace) != served.path:
         provenance |= {"trace": Path(trace).name, "trace_sha256": sha256_of(Path(trace))}
+    engine = setup.engine_profile
+    if engine is not None and engine.name not in shipped_engines():
+        provenance["engine_profile"] = f"{engine.name}, a file: give it as --engine-profile with this profile"
     residuals = {f"unseen_requests_{key}": round(abs(error), 5) for key, error in held_out.items()}
     return Profile(
         name=name,
@@ -275,6 +279,7 @@ def _profile(
         linear_factors=base.linear_factors,
         fp8_linear_factors=base.fp8_linear_factors,
         nvfp4_linear_factors=base.nvfp4_linear_factors,
+        engine_profile=engine.name if engine is not None and engine.name in shipped_engines() else None,
     )
 
 

@@ -15,7 +15,7 @@ from sim.results.schema import Result
 from sim.run.files import draw_result, print_result, record, simulator
 from sim.run.folders import clear, owning
 from sim.run.prepare import prepare
-from sim.run.served import Times, measured_times, read_run, times_in
+from sim.run.served import Times, as_served, measured_times, read_run, times_in
 from sim.systems import DEFAULT_POLICY
 from traces.served import ServedRun
 
@@ -100,7 +100,7 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
         arguments.trace = str(path)
     scenario, policies, folder, outputs = read_options(arguments, DEFAULT_POLICY)
     served = read_run(path, scenario)
-    setups = [prepare(scenario, label, policy) for label, policy in policies]
+    setups = [prepare(as_served(scenario), label, policy) for label, policy in policies]
     parts = []
     with owning(folder):
         clear(folder, below=[folder_name(setup.label) for setup in setups])

@@ -22,6 +22,10 @@ from sim.specs.json_file import built_in_names, convert, find_file, read_json_ob
 SHIPPED = Path(__file__).parent / "engines"
 OURS = "kvtwin"
 """The live runtime's own engine."""
+OF_POLICY = "own"
+"""Instead of a profile's name: that of the engine of the policy's time (`Policy.own_engine_profile`)."""
+TODAYS, TODAYS_SERIAL = "vllm-v1-async", "vllm-v1"
+"""What prices every policy unless another is asked for, and where no host time can be hidden."""
 UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
 """Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
 request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""

@@ -224,6 +224,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         linear_factors: what the matrix products of a layer take over their roofline, by tokens, rising: between them
             the factor is interpolated, beyond them it is that of the edge. Of dense models alone.
         fp8_linear_factors, nvfp4_linear_factors: the same of products in these formats (absent: `linear_factors`).
+        engine_profile: name of the engine profile of the server it was fitted to, which prices every policy on it.
     """
 
     name: str
@@ -239,6 +240,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     linear_factors: list[Point] | None = None
     fp8_linear_factors: list[Point] | None = None
     nvfp4_linear_factors: list[Point] | None = None
+    engine_profile: str | None = None
 
     def value(self, name: str) -> float:
         """One constant, in the unit of its name. UserError where the profile's form has none of that name."""

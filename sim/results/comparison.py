@@ -9,7 +9,7 @@ from textwrap import wrap
 import msgspec
 
 from sim.files import make_folder, write_atomically
-from sim.results.comparison_sentences import bound_sentences, factor_text, sentences
+from sim.results.comparison_sentences import all_sentences, engine_sentences, factor_text, sentences
 from sim.results.load import overload
 from sim.results.report import (
     METRICS,
@@ -19,7 +19,6 @@ from sim.results.report import (
     engine_overhead,
     labels,
     metric_values,
-    overload_sentences,
     ratio,
 )
 from sim.results.schema import Bounds, Comparison, Result
@@ -61,7 +60,7 @@ def comparison_lines(
         lines.append("")
     if len(results) > 1:
         lines += ["(x) ratio to the first policy; * best where they differ", ""]
-    for sentence in (*overload_sentences(results), *sentences(results), *bound_sentences(bounds)):
+    for sentence in all_sentences(results, bounds):
         # wrap() breaks at spaces but not at no-break spaces: a number keeps its unit.
         bound = re.sub(r"(?<=\d) (?=(%|ms|s)(\W|$))", "\xa0", sentence)
         broken = wrap(bound, WIDTH, break_on_hyphens=False, break_long_words=False)
@@ -163,7 +162,7 @@ def write_comparison(
             name: {key: ratio(value, baseline[key]) for key, value in found.items()} for name, found in values.items()
         },
         overloaded=[result.policy for result in results if overload(result) is not None],
-        sentences=sentences(results),
+        sentences=[*engine_sentences(results), *sentences(results)],
         profiles={name: result.profile for name, result in zip(names, results, strict=True)},
         **msgspec.structs.asdict(bounds or Bounds()),
     )
@@ -181,8 +180,7 @@ def markdown_lines(results: list[Result], bounds: Bounds | None = None, *, figur
         return ["# Comparison", "", "No policy was run."]
     names = [f"`{_cell(name)}`" for name in labels(results)]
     lines = [f"# {' against '.join(names) if len(names) < 3 else f'{len(names)} policies'}", "", deployment(results[0])]
-    told = (*overload_sentences(results), *sentences(results), *bound_sentences(bounds))
-    lines += ["", *(line for sentence in told for line in (sentence, ""))]
+    lines += ["", *(line for sentence in all_sentences(results, bounds) for line in (sentence, ""))]
     lines += [f"| | {' | '.join(names)} |", "|:--|" + "--:|" * len(results)]
     lines += [f"| {row.name} | {' | '.join(_markdown(cell) for cell in row.cells)} |" for row in table(results)]
     lines += ["", "In parentheses: ratio to the first policy. Bold: the best, where they differ.", ""]

@@ -3,13 +3,14 @@
 TTFT is queueing plus prefill by definition, so its causes can be named; what only goes together is told so.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from sim.results.report import METRICS, NONE, labels, mean_decoding, number, queue_share, ratio
+from sim.results.report import METRICS, NONE, labels, mean_decoding, number, overload_sentences, queue_share, ratio
 from sim.results.schema import Bounds, Result
 
 SAME = 0.01
 """Relative differences up to this are called the same in sentences."""
+DIFFER = "The engines differ"
 
 
 def sentences(results: Sequence[Result]) -> list[str]:
@@ -21,6 +22,29 @@ def sentences(results: Sequence[Result]) -> list[str]:
         found = list(_differences(results[0], other, labels(results)[0], name))
         paragraphs.append(" ".join(found))
     return paragraphs
+
+
+def all_sentences(results: Sequence[Result], bounds: Bounds | None) -> list[str]:
+    """All that is said of a comparison: its engines first, then the load, the policies, and what bounds them."""
+    told = (engine_sentences(results), overload_sentences(results), sentences(results), bound_sentences(bounds))
+    return [sentence for part in told for sentence in part]
+
+
+def engine_sentences(results: Sequence[Result]) -> list[str]:
+    """On which engine the policies ran; where there are several, that differences are the engines' as well."""
+    used = [profile.name if (profile := result.engine_profile) else "" for result in results]
+    return engines_told(zip(labels(results), used, strict=True))
+
+
+def engines_told(runs: Iterable[tuple[str, str]]) -> list[str]:
+    """The same of (label, name of the engine profile, "" for none) of each run."""
+    used: dict[str, dict[str, None]] = {}
+    for label, engine in runs:
+        used.setdefault(engine or "prices without an engine", {})[label] = None
+    if len(used) > 1:
+        each = "; ".join(f"{' and '.join(own)} on {name}" for name, own in used.items())
+        return [f"{DIFFER} ({each}), so differences are theirs as well as the policies'."]
+    return [f"All on the engine {name}." for name, own in used.items() if len(own) > 1]
 
 
 def bound_sentences(bounds: Bounds | None) -> list[str]:

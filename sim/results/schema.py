@@ -209,6 +209,6 @@ class Comparison(Bounds, kw_only=True, frozen=True):
     """Labels of the policies whose queue grew to the end of the arrivals: in their second half more requests came than
     ended, or than were first scheduled, by over three standard deviations of Poisson arrivals."""
     sentences: list[str]
-    """What differs from the first policy, a paragraph for each further one."""
+    """Which engines the policies ran on, then what differs from the first policy, a paragraph for each further one."""
     profiles: dict[str, UsedProfile]
     """Label: `profile` of its result."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from sim.cost.changed_profile import profile_named
-from sim.cost.engine_profile import EngineProfile, load_engine_profile
+from sim.cost.engine_profile import OF_POLICY, TODAYS, TODAYS_SERIAL, EngineProfile, load_engine_profile
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Profile, product_name
@@ -115,11 +115,11 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
     pp = _stages(scenario, model, policy, label)
     limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, warnings)
-    engine_profile = _engine_profile(scenario, profile, policy)
+    engine_profile = _engine_profile(scenario, hardware, profile, policy, pp)
     if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
         raise UserError(
             f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
-            "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-0.5)"
+            "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-v1)"
         )
     block_bytes = limits.block_bytes * pp
     cost = build_cost(model, hardware, profile, scenario.tp, block_bytes, scenario.cost_form, engine_profile)
@@ -291,23 +291,38 @@ def _hides_host(scenario: Scenario) -> bool:
     Nor where there is nothing to hide: prices without an engine, and an engine that the user says is serial.
     """
     hardware = load_hardware(scenario.gpu)
-    form = scenario.cost_form or profile_named(scenario.profile, hardware).form
+    profile = profile_named(scenario.profile, hardware)
+    form = scenario.cost_form or profile.form
     if form not in FORMS_WITH_ENGINE or hardware.name == "cpu":
         return False
-    return scenario.engine_profile is None or load_engine_profile(scenario.engine_profile).host == "hidden"
+    name = scenario.engine_profile or profile.engine_profile or TODAYS
+    return name == OF_POLICY or load_engine_profile(name).host == "hidden"
 
 
-def _engine_profile(scenario: Scenario, profile: Profile, policy: Policy) -> EngineProfile | None:
-    """The engine's own costs, by name or the policy's; none in forms whose prices are all there is."""
+def _engine_profile(
+    scenario: Scenario, hardware: HardwareSpec, profile: Profile, policy: Policy, pp: int
+) -> EngineProfile | None:
+    """The engine's own costs; none in forms whose prices are all there is.
+
+    Unless asked otherwise one engine prices all policies, so that they differ in themselves alone: that of the server
+    to which the profile was fitted, else today's vLLM. Its host time is hidden behind the GPU, except on a CPU, in
+    pipelines, and where a unified scheduler was told to work between iterations.
+    """
     form = scenario.cost_form or profile.form
     if form not in FORMS_WITH_ENGINE:
-        if scenario.engine_profile is not None:
+        if scenario.engine_profile not in (None, OF_POLICY):
             raise UserError(
                 f"--engine-profile {scenario.engine_profile}: prices of form {form} are all there is, nothing is added "
                 f"to them ({profile.name}); leave it out"
             )
         return None
-    found = load_engine_profile(scenario.engine_profile or policy.engine_profile).measured_by(profile)
+    name = scenario.engine_profile or profile.engine_profile
+    if name == OF_POLICY:
+        name = policy.own_engine_profile
+    elif name is None:
+        is_serial = hardware.name == "cpu" or pp > 1 or (policy.is_unified and not policy.schedules_ahead)
+        name = TODAYS_SERIAL if is_serial else TODAYS
+    found = load_engine_profile(name).measured_by(profile)
     if policy.schedules_ahead and found.host == "serial":
         raise UserError(
             f"--engine-profile {found.name}: its host time is added to each iteration, and async scheduling hides it; "

@@ -1,13 +1,14 @@
 """A server's run beside its simulation: the same requests, and what each took there and here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.cost.engine_profile import OF_POLICY
 from sim.errors import UserError
 from sim.options.scenario import SHAPING, Scenario
 from sim.options.values import flag
@@ -50,6 +51,11 @@ def read_run(path: Path, scenario: Scenario) -> ServedRun:
             raise UserError(f"{flag(name)}: {value} changes the traffic, but {path} is of what was sent: leave it out")
     own = scenario.trace is None or Path(scenario.trace) == path
     return read_served(path, None if own else list(traffic(scenario)))
+
+
+def as_served(scenario: Scenario) -> Scenario:
+    """With the engine of the policy's own time, unless another is asked for: policies are what the server ran."""
+    return replace(scenario, engine_profile=scenario.engine_profile or OF_POLICY)
 
 
 def measured_times(served: ServedRun) -> Times:

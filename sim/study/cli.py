@@ -20,7 +20,7 @@ from sim.run.folders import owning
 from sim.run.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
-    from sim.study.sweep import Means, Told
+    from sim.study.sweep import Means, Place, Told
 
 REPRODUCE_HELP = (
     "Run the setups of papers that ship with kvtwin: the paper's numbers beside ours with their ratio, a verdict, and "
@@ -161,7 +161,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
         from sim.study.overview import print_points  # noqa: PLC0415
 
         print_points(study, found)
-        print("\n".join(_told(study.where, folder, [place.outcome.error for place in places])))
+        print("\n".join(_told(study.where, folder, places)))
     return 0
 
 
@@ -230,13 +230,18 @@ def map_command(arguments: argparse.Namespace) -> int:
         found = write(folder, regimes, means_table(regimes.study, write_tables(folder, regimes.study, places, "csv")))
     if not arguments.quiet:
         print("\n".join(lines(regimes, found)))
-        print("\n".join(_told(regimes.study.where, folder, [place.outcome.error for place in places])))
+        print("\n".join(_told(regimes.study.where, folder, places)))
     return 0
 
 
-def _told(where: str, folder: Path, errors: list[str | None]) -> Iterator[str]:
+def _told(where: str, folder: Path, places: "list[Place]") -> Iterator[str]:
     """What a sweep says when it ends."""
+    errors = [place.outcome.error for place in places]
     failed = [error for error in errors if error is not None]
+    from sim.study.sweep import engines_differ  # noqa: PLC0415
+
+    if told := engines_differ(place.outcome.result for place in places):
+        yield f"{where}: {told}"
     yield f"{where}: {len(errors)} runs, {len(failed)} of them failed; tables and figures are in {folder}"
     kinds = list(dict.fromkeys(failed))
     for error in kinds[:5]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from sim.cost.engine_profile import OF_POLICY
 from sim.errors import UserError
 from sim.study.points import Outcome, key_of, setup_of
 from sim.study.setup_files import Claim, PaperSetup, value_of
@@ -21,12 +22,19 @@ MOST_QUEUE_MS = 2000.0
 Point = tuple[str, float | int | None, str]
 
 
+Results = Mapping[Point, Mapping[str, Any]]
+
+
 class Found(Struct, frozen=True):
-    """What the runs of one setup gave, by case, x and label."""
+    """What the runs of one setup gave, by case, x and label: `results` and `errors` on engines of the papers' time.
+
+    `todays` are results of the same on one engine, today's: what of a claim is the policy's, and what its engine's.
+    """
 
     setup: PaperSetup
     results: dict[Point, dict[str, Any]]
     errors: dict[Point, str]
+    todays: dict[Point, dict[str, Any]] = {}
 
 
 class Row(NamedTuple):
@@ -36,61 +44,61 @@ class Row(NamedTuple):
     ours: float | None
     verdict: str
 
-    @property
-    def ratio(self) -> float | None:
-        """Ours over the paper's."""
-        return self.ours / self.claim.paper if self.ours is not None and self.claim.paper else None
-
 
 def run_setups(setups: Iterable[PaperSetup], folder: Path, means: Means, begin: Any = None) -> list[Found]:  # noqa: ANN401
     """Perform what is not kept in `folder` yet."""
     store = Store(folder)
-    planned = [(setup, [_planned(*point) for point in setup.points()]) for setup in setups]
-    perform_missing([place for _, places in planned for _, place in places], store, means, begin)
+    planned = [(setup, [_planned(*point, of_time) for of_time in (True, False) for point in setup.points()])
+               for setup in setups]  # fmt: skip
+    perform_missing([place for _, places in planned for *_, place in places], store, means, begin)
     found = []
     for setup, places in planned:
-        results, errors = {}, {}
-        for point, place in places:
+        one = Found(setup, {}, {}, {})
+        for of_time, point, place in places:
             outcome = store.get(place.outcome.key) or place.outcome
             if outcome.result is not None:
-                results[point] = outcome.result
+                (one.results if of_time else one.todays)[point] = outcome.result
             else:
-                errors[point] = outcome.error or "not run"
-        found.append(Found(setup, results, errors))
+                one.errors[point] = outcome.error or "not run"
+        found.append(one)
     return found
 
 
-def _planned(case: str, x: float | None, label: str, options: dict[str, Any]) -> tuple[Point, Place]:
+def _planned(
+    case: str, x: float | None, label: str, options: dict[str, Any], of_time: bool
+) -> tuple[bool, Point, Place]:
+    if of_time:
+        options = {**options, "engine_profile": OF_POLICY}
     try:
         setup = setup_of(options)
-        return (case, x, label), Place({}, 0, options, Outcome(key_of(setup)), num_gpus(setup))
+        return of_time, (case, x, label), Place({}, 0, options, Outcome(key_of(setup)), num_gpus(setup))
     except UserError as error:
-        return (case, x, label), Place({}, 0, options, Outcome("", error=str(error)))
+        return of_time, (case, x, label), Place({}, 0, options, Outcome("", error=str(error)))
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(found: Found) -> list[Row]:
+def rows_of(setup: PaperSetup, results: Results) -> list[Row]:
     """Each claim with our number, where the runs have it."""
     rows = []
-    for claim in found.setup.claims:
-        ours = _ours(claim, found)
+    for claim in setup.claims:
+        ours = _ours(claim, results)
         rows.append(Row(claim, ours, _verdict(claim, ours)))
     return rows
 
 
-def _ours(claim: Claim, found: Found) -> float | None:
+def _ours(claim: Claim, results: Results) -> float | None:
     if claim.kind == "capacity":
-        most = [_capacity(claim, label, found.results) for label in (claim.of, claim.over)]
+        most = [_capacity(claim, label, results) for label in (claim.of, claim.over)]
         return most[0] / most[1] if most[0] and most[1] else None
     values = []
-    for (case, x, label), result in found.results.items():
+    for (case, x, label), result in results.items():
         if label != claim.of or claim.case not in (None, case) or claim.at not in (None, x):
             continue
         value = value_of(result, claim.metric)
         if claim.over is not None:
-            other = found.results.get((case, x, claim.over))
+            other = results.get((case, x, claim.over))
             if other is None:
                 return None
             base = value_of(other, claim.metric)
@@ -106,7 +114,7 @@ def _ours(claim: Claim, found: Found) -> float | None:
     return max(values) if claim.pick == "max" else min(values)
 
 
-def _capacity(claim: Claim, label: str | None, results: Mapping[Point, Mapping[str, Any]]) -> float:
+def _capacity(claim: Claim, label: str | None, results: Results) -> float:
     good = [
         x
         for (_, x, other), result in results.items()
@@ -137,16 +145,21 @@ def digits(value: float) -> str:
 
 
 def table(found: Iterable[Found]) -> str:
-    """Claims as Markdown: paper, ours, their ratio, and the verdict."""
-    lines = ["| figure | claim | paper | here | here / paper | verdict |", "|:--|:--|--:|--:|--:|:--|"]
+    """Claims as Markdown: the paper's number; ours and the verdict, on engines of the time and on today's."""
+    lines = ["| figure | claim | paper | engine of its time | verdict | today's engine | verdict |",
+             "|:--|:--|--:|--:|:--|--:|:--|"]  # fmt: skip
     for one in found:
-        for row in rows_of(one):
+        both = (rows_of(one.setup, results) for results in (one.results, one.todays))
+        for row, todays in zip(*both, strict=True):
             sign = {"most": "≤ ", "least": "≥ "}.get(row.claim.kind, "")
-            ours = "-" if row.ours is None else digits(row.ours)
-            ratio = "-" if row.ratio is None or sign else digits(row.ratio)
-            cells = one.setup.figure, row.claim.says, sign + digits(row.claim.paper), ours, ratio, row.verdict
+            ours = [cell for this in (row, todays) for cell in (_digits(this.ours), this.verdict)]
+            cells = one.setup.figure, row.claim.says, sign + digits(row.claim.paper), *ours
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _digits(value: float | None) -> str:
+    return "-" if value is None else digits(value)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`run_study`: every run of a study, each kept as it ends, so that what was interrupted goes on where it was."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from msgspec import Struct
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.options.scenario import READING
+from sim.results.comparison_sentences import DIFFER, engines_told
 from sim.run.prepare import Setup
 from sim.study.axes import Study, Value, options_at
 from sim.study.backends import Backend, outcomes
@@ -82,6 +83,13 @@ def told_where(folder: Path, remedy: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"--out: cannot write into {folder} ({error.strerror or error}); {remedy}") from error
+
+
+def engines_differ(results: Iterable[Mapping[str, Any] | None]) -> str | None:
+    """What is to be said first of runs on engines that differ; None where there is one."""
+    ran = (result for result in results if result is not None)
+    told = engines_told((result["policy"], result.get("engine_profile", {}).get("name", "")) for result in ran)
+    return next((text for text in told if text.startswith(DIFFER)), None)
 
 
 def run_study(study: Study, folder: Path, means: Means, begin: Callable[[int], Told] | None = None) -> list[Place]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 
+from sim.cost.engine_profile import TODAYS, TODAYS_SERIAL
 from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor, PredictsLengths
 from sim.errors import UserError
@@ -132,11 +133,11 @@ class Policy(ABC):
         return replace(self, mixed_options=(*others, *decided))
 
     @property
-    def engine_profile(self) -> str:
-        """Name of the engine profile that prices it unless another is asked for."""
+    def own_engine_profile(self) -> str:
+        """Name of the engine profile of its own time, which prices it where that is asked for (`own`)."""
         if not self.is_unified:
             return "vllm-0.5"
-        return "vllm-v1-async" if self.schedules_ahead else "vllm-v1"
+        return TODAYS if self.schedules_ahead else TODAYS_SERIAL
 
     def prefix_caching(self, asked: bool | None) -> bool:
         """Whether prefixes are cached, as asked or by default; UserError where that cannot be."""

@@ -117,7 +117,7 @@ def test_other_systems_with_those_batches_do_as_it_does():
     assert chosen("adaptive") == (True, "vllm-v1-async")
     assert chosen("adaptive:async-scheduling=false") == (False, "vllm-v1")
     assert chosen("layerkv:batching=paced,order=triage,eviction=park,memory=paged,stage=direct")[0]
-    assert chosen("vllm-v1:batching=sarathi") == chosen("sarathi") == (False, "vllm-0.5")
+    assert chosen("vllm-v1:batching=sarathi") == chosen("sarathi") == (False, "vllm-v1-async")
 
 
 def test_one_flag_is_for_all_that_have_it(tmp_path, capsys):

@@ -23,9 +23,14 @@ from sim.engine.changes import Direction
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.results.comparison_sentences import all_sentences
 from sim.results.result import assemble
+from sim.run.prepare import prepare
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
+from sim.study.sweep import engines_differ
 from sim.systems.vllm055 import VllmRecompute
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -225,7 +230,7 @@ def test_sampling_costs_by_token_and_vocabulary():
 
 
 def test_a_result_says_which_engine_priced_it_and_what_of_it_is_assumed():
-    result = assemble(finished("vllm-recompute"))
+    result = assemble(finished("vllm-recompute", options=replace(CROWDED, engine_profile="own")))
     used, shipped = result.engine_profile, load_engine_profile("vllm-0.5")
     assert (used.name, used.sha256, used.assumed) == (
         "vllm-0.5",
@@ -236,6 +241,35 @@ def test_a_result_says_which_engine_priced_it_and_what_of_it_is_assumed():
     other = assemble(finished("vllm-recompute", options=replace(CROWDED, engine_profile="kvtwin")))
     assert (other.engine_profile.name, other.scenario.engine_profile) == ("kvtwin", "kvtwin")
     assert other.engine_profile.sha256 != used.sha256
+
+
+def test_one_engine_prices_all_policies_unless_each_is_to_have_its_own(tmp_path):
+    """A profile fitted to a server brings that of the server; no host time hides behind batches in flight."""
+
+    def engine(policy="layerkv", **options):
+        options = {"workload": "fixed", "gpu": "a100-80g", **options}
+        setup = prepare(Scenario(**options), *parse_policy(policy, {}))
+        return setup.engine_profile.name
+
+    assert [engine(name) for name in ("layerkv", "vllm-recompute", "vllm-v1")] == ["vllm-v1-async"] * 3
+    own = [engine(name, engine_profile="own") for name in ("layerkv", "vllm-v1", "vllm-v1:async-scheduling=false")]
+    assert own == ["vllm-0.5", "vllm-v1-async", "vllm-v1"]
+    assert engine("vllm-recompute", pipeline_parallel_size=2) == "vllm-v1"
+    fitted = msgspec.structs.replace(load_profile("a100-80g-imported"), name="mine", engine_profile="vllm-0.5")
+    (path := tmp_path / "mine.json").write_bytes(fitted.to_json())
+    assert [engine(name, profile=str(path)) for name in ("layerkv", "vllm-v1")] == ["vllm-0.5"] * 2
+
+
+def test_a_comparison_on_several_engines_says_so_first():
+    own = replace(CROWDED, engine_profile="own")
+    old, new = assemble(finished("vllm-recompute", options=own)), assemble(finished("vllm-v1", options=own))
+    differ = "The engines differ (vllm-recompute on vllm-0.5; vllm-v1 on vllm-v1-async)"
+    assert all_sentences([old, new], None)[0].startswith(differ)
+    dumped = [json.loads(msgspec.json.encode(result)) for result in (old, new)]
+    assert engines_differ([None, *dumped]).startswith(differ)
+    assert engines_differ(dumped[:1] * 2) is None
+    one = [assemble(finished(name)) for name in ("vllm-recompute", "vllm-v1")]
+    assert all_sentences(one, None)[0] == "All on the engine vllm-v1-async."
 
 
 LINEAR = {"form": "linear", "prefill": [0.01, 1e-5, 0.0], "decode": [0.02, 0.0, 0.0], "swap_s_per_block": 1e-3}

@@ -154,7 +154,7 @@ def test_pipelines_want_an_engine_whose_host_time_is_serial():
         return prepare(scenario, *parse_policy("vllm-recompute", {}))
 
     assert asked("vllm-0.5").engine_profile.host == "serial"
-    with pytest.raises(UserError, match=r"--engine-profile vllm-v1-async: its host time is hidden .* \(vllm-0.5\)$"):
+    with pytest.raises(UserError, match=r"--engine-profile vllm-v1-async: its host time is hidden .* \(vllm-v1\)$"):
         asked("vllm-v1-async")
 
 

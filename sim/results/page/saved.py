@@ -12,9 +12,8 @@ from msgspec import UNSET
 from sim.errors import UserError
 from sim.files import folder_name, read_text
 from sim.options.scenario_file import ASKED_FILE
-from sim.results.comparison_sentences import bound_sentences, sentences
+from sim.results.comparison_sentences import all_sentences
 from sim.results.figures.data import FigureRun, Floats, together
-from sim.results.report import overload_sentences
 from sim.results.result import PER_REQUEST, RESULT_FILE, SERIES_FILE, read_result
 from sim.results.schema import Bounds, Comparison
 from sim.specs.json_file import convert, read_json_object
@@ -62,7 +61,7 @@ def _comparison(folder: Path) -> Section:
 
 def _section(runs: list[FigureRun], bounds: Bounds | None, folder: Path | None, verb: str) -> Section:
     results = [run.result for run in runs]
-    told = [*overload_sentences(results), *sentences(results), *bound_sentences(bounds)]
+    told = all_sentences(results, bounds)
     path = folder / ASKED_FILE if folder is not None else None
     if path is None or not path.is_file():
         return Section(runs, told, None, None)
