@@ -34,6 +34,8 @@ OnToken = Callable[[Sequence, int, float], None]
 """Hears of every token: whose, which, and when, s."""
 WAKE_S = 0.05
 """Longest sleep while nothing is known to happen, s."""
+NAP_S = 1e-4
+"""Longest sleep while copies are under way, s."""
 
 
 class TorchDevice:
@@ -87,9 +89,10 @@ class TorchDevice:
             left_s = until_s - self.now_s()
             if left_s <= 0 or self._transfers.any_ended:
                 return
-            # Copies end without a signal: look again soon while there are any.
-            awake = self._stays_awake and left_s != inf
-            sleep_s = 1e-4 if self.copies_pending else WAKE_S
+            # Copies end without a signal: look again soon while there are any. Awake this thread would hardly let go of
+            # the interpreter's lock, which the threads that queue copies, piece by piece, need.
+            sleep_s = NAP_S if self.copies_pending else WAKE_S
+            awake = self._stays_awake and left_s != inf and not (self.copies_pending and left_s > 2 * NAP_S)
             if self._woken.wait(0.0 if awake else min(left_s, sleep_s)):
                 self._woken.clear()
                 return
