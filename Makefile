@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo-out
 
-.PHONY: demo test fuzz pins pins-diff mutants check bench clean
+.PHONY: demo test kernels fuzz pins pins-diff mutants check bench clean
 
 $(BIN)/kvtwin: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pytest --nbmake notebooks
+
+# Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`: eight minutes. `test` has the hard ones.
+kernels: $(VENV)/dev
+	for gpu in 80 89 90 100; do $(BIN)/python tests/gpu_runtime/triton_compiles.py $$gpu all || exit 1; done
 
 # Examples anew each time, where `test` has the same ones.
 fuzz: $(VENV)/dev

@@ -28,7 +28,7 @@ FP32_CHUNK_ROWS = 32
 WIDE_HEAD = 128
 """Heads of more elements leave registers and shared memory for tiles of half the size."""
 MIN_ROWS = 16
-"""Least rows of a matrix product."""
+"""Least rows, columns and terms of a matrix product."""
 SPLIT_TOKENS = 256
 """A split of a decode's context has at least so many tokens, lest combining cost more than splitting saves."""
 MAX_SPLITS = 64
@@ -220,7 +220,12 @@ def attend_chunks(
 def _tiling(query: Tensor) -> tuple[int, int]:
     """Rows of a program on a chunk, and tokens of a tile."""
     rows, tile = (FP32_CHUNK_ROWS, FP32_TILE_TOKENS) if query.dtype == torch.float32 else (CHUNK_ROWS, TILE_TOKENS)
-    return (rows // 2, tile // 2) if query.shape[2] > WIDE_HEAD else (rows, tile)
+    return (rows // 2, max(MIN_ROWS, tile // 2)) if query.shape[2] > WIDE_HEAD else (rows, tile)
+
+
+def _stages(query: Tensor) -> int:
+    """Tiles on their way at a time: of wide heads in fp32 three do not fit the shared memory of consumer GPUs."""
+    return 2 if query.dtype == torch.float32 and query.shape[2] > WIDE_HEAD else 3
 
 
 def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
@@ -271,5 +276,5 @@ def _launch(
         TILE=_tiling(query)[1],
         SPLIT=splits > 1,
         num_warps=8 if rows >= CHUNK_ROWS else 4,
-        num_stages=3,
+        num_stages=_stages(query),
     )

@@ -10,6 +10,7 @@ import torch
 import triton
 from runtime_small import SMALL, Runner
 from triton.runtime import interpreter
+from triton_compiles import LAYOUTS, SHAPES
 
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.stored import FLOAT8
@@ -33,20 +34,6 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 # Triton's interpreter multiplies bf16 as if it were integers.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-SHAPES = {
-    "mha": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 32},
-    "gqa": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64},
-    "group-of-7": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 20},
-    "mqa": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 16},
-    "head-of-80": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 80},
-    "head-of-96": {"num_heads": 5, "num_kv_heads": 1, "head_dim": 96},
-    "head-of-128": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 128},
-    "head-of-256": {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256},
-}
-LAYOUTS = [
-    ("mha", 16), ("gqa", 16), ("group-of-7", 3), ("mqa", 8), ("head-of-80", 16), ("head-of-96", 32),
-    ("head-of-128", 16), ("head-of-256", 32),
-]  # fmt: skip
 
 
 def on_device(batch: AttentionBatch) -> AttentionBatch:

@@ -1,0 +1,127 @@
+"""Compiles Triton's kernels for a GPU that is not here: its compiler needs no device, and is stricter than its
+interpreter.
+
+`python triton_compiles.py CAPABILITY [all]` compiles the cases that have failed or come near a limit, with `all` every
+case that `-m gpu` runs on a GPU (`triton_cases.py`), and prints each. A process compiles for one GPU: Triton keeps what
+it has compiled by device.
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+from gpu_runtime.kv.pool import KVPool  # noqa: E402
+from gpu_runtime.kv.stored import FLOAT8  # noqa: E402
+from gpu_runtime.model import triton_attention, triton_layer  # noqa: E402
+from gpu_runtime.model.attention_batch import AttentionBatch  # noqa: E402
+from kvtwin.testing.live import SMALL  # noqa: E402
+
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""What a block of threads may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+SHAPES = {
+    "mha": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 32},
+    "gqa": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64},
+    "group-of-7": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 20},
+    "mqa": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 16},
+    "head-of-80": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 80},
+    "head-of-96": {"num_heads": 5, "num_kv_heads": 1, "head_dim": 96},
+    "head-of-128": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 128},
+    "head-of-256": {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256},
+}
+LAYOUTS = [
+    ("mha", 16), ("gqa", 16), ("group-of-7", 3), ("mqa", 8), ("head-of-80", 16), ("head-of-96", 32),
+    ("head-of-128", 16), ("head-of-256", 32),
+]  # fmt: skip
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HARD = {
+    80: [("head-of-256", 32, torch.float32, None), ("head-of-128", 16, torch.float16, torch.float8_e5m2)],
+    89: [("head-of-256", 32, torch.float32, None), ("head-of-256", 32, torch.bfloat16, None)],
+    90: [("head-of-256", 32, torch.float32, None), ("head-of-128", 16, torch.bfloat16, torch.float8_e4m3fn)],
+    100: [("head-of-256", 32, torch.float32, None), ("head-of-128", 16, torch.bfloat16, torch.float8_e4m3fn)],
+}
+"""Layout, block's tokens, computed type and stored type (None: the same), by compute capability."""
+FP8_E4M3_FROM = 89
+
+
+class Absent:
+    """Triton's driver of a device that it only compiles for."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def cases(capability, everything):
+    if not everything:
+        return HARD[capability]
+    stored = [kind for kind in FLOAT8 if kind is not torch.float8_e4m3fn or capability >= FP8_E4M3_FROM]
+    return [
+        (shape, tokens, computed, kind)
+        for shape, tokens in LAYOUTS
+        for computed in DTYPES
+        for kind in (None, *(stored if shape == "gqa" else ()))
+    ]
+
+
+def compile_case(shape, block_tokens, computed, stored):
+    """Ask for every kernel that a decoder of this shape launches: decodes whole and split, chunks, rotation, SwiGLU."""
+    config = msgspec.structs.replace(SMALL, num_layers=1, **SHAPES[shape])
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    num_new, context = [1, 20], [150, 17]
+    counts = [-(-(n + c) // block_tokens) for n, c in zip(num_new, context, strict=True)]
+    pool = KVPool(config, sum(counts), block_tokens, 1, "cpu", stored or computed)
+    batch = AttentionBatch.build(
+        num_new, context, [[list(range(counts[0])), list(range(counts[0], sum(counts)))]], block_tokens, "cpu"
+    )
+    query = torch.zeros(21, heads, head_dim, dtype=computed)
+    place = pool.key_value(0), batch.block_tables[0], batch
+    for splits in (1, 3):
+        triton_attention.attend_decodes(query, *place, torch.empty_like(query), splits)
+    triton_attention.attend_chunks(query, *place, batch.chunk_seqs, torch.empty_like(query))
+    norms, table = (torch.ones(head_dim, dtype=computed),) * 2, torch.zeros(200, head_dim)
+    for rows, weights in ((heads + 2 * kv_heads, norms), (heads + 2 * kv_heads, None), (2 * kv_heads, None)):
+        projected = torch.zeros(21, rows * head_dim, dtype=computed)
+        slots = batch.slot_mapping[0]
+        triton_layer.rotate_and_write(projected, weights, 1e-5, table, batch.positions, slots, pool.key_value(0))
+    triton_layer.silu_and_mul(torch.zeros(3, 2 * 688, dtype=computed))
+
+
+def main(capability: int, everything: bool) -> int:
+    """How many cases failed; each is printed with the shared memory that its largest kernel takes."""
+    run, failed = JITFunction.run, 0
+    shared: list[int] = []
+
+    def compile_only(self, *arguments, grid, warmup, **named):
+        kernel = run(self, *arguments, grid=grid, warmup=True, **named)
+        shared.append(kernel.metadata.shared)
+
+    JITFunction.run = compile_only
+    driver.set_active(Absent(capability))
+    for case in cases(capability, everything):
+        shared.clear()
+        try:
+            compile_case(*case)
+            word = f"{max(shared)} bytes shared, {len(shared)} kernels"
+            fault = max(shared) > SHARED_BYTES[capability] or len(shared) != 8
+        except Exception as error:
+            word, fault = f"{type(error).__name__}: {str(error).splitlines()[-1][:200]}", True
+        failed += fault
+        print("FAILS" if fault else "compiles", f"sm_{capability}", *case, word, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(int(sys.argv[1]), "all" in sys.argv[2:])))
