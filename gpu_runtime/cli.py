@@ -14,7 +14,7 @@ from sim.files import folder_name
 from sim.options.flags import add_flags, read_options
 from sim.options.scenario import Outputs, Scenario
 from sim.options.scenario_file import read_scenario
-from sim.run.folders import clear, owning
+from sim.run.folders import renewing
 from sim.specs.hardware import gpu_called, load_hardware
 from sim.systems.base import Policy
 from traces.request import Request
@@ -95,10 +95,11 @@ def run_live(arguments: argparse.Namespace) -> int:
     scenario, decoder = decoder_for(scenario, options)
     label, policy = policies[0]
     scenario = _fitted(scenario, policy, options, decoder)
-    with owning(folder):
-        run, result = execute_live(scenario, label, policy, folder, outputs, decoder, options)
-        draw_result(run, result, folder, outputs)
-    return print_result(run, result, folder, outputs)
+    with renewing(folder) as new:
+        run, result = execute_live(scenario, label, policy, new.place, outputs, decoder, options)
+        draw_result(run, result, new.place, outputs)
+        new.whole = result.complete
+    return print_result(run, result, new.home, outputs)
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
@@ -125,29 +126,31 @@ def run_validate(arguments: argparse.Namespace) -> int:
     scenario, policies, folder, outputs = read_options(arguments)
     options = replace(options, seed=scenario.seed)
     scenario, decoder = decoder_for(scenario, options)
-    # All are checked before anything of an earlier command goes.
+    # All are checked before the first runs.
     planned = [(_fitted(scenario, policy, options, decoder), label, policy) for label, policy in policies]
     places = [folder_name(label) for label, _ in policies]
     names = ["simulated", *(f"live-{number}" for number in range(1, runs + 1))]
-    with owning(folder):
+    below, ended = [*(f"{place}/{name}" for place in places for name in names), *places], None
+    with renewing(folder, below=below) as new:
         probe = Probe(scenario, decoder, options, max_drift)
-        clear(folder, below=[*(f"{place}/{name}" for place in places for name in names), *places])
 
         def execute(
             fitting: Scenario, label: str, policy: Policy, place: Path, watch: "Observer"
         ) -> "tuple[Run, Result]":
             return execute_live(fitting, label, policy, place, outputs, decoder, options, series=True, watch=watch)
 
-        validator = Validator(folder, outputs, runs, probe, execute)
+        validator = Validator(new.place, outputs, runs, probe, execute)
         try:
             for fitting, label, policy in planned:
                 validator.validate(fitting, label, policy)
         except BrokenOff as end:
             draw_result(end.run, end.result, end.folder, outputs)
-            return print_result(end.run, end.result, end.folder, outputs)
+            ended, new.whole = end, False
+    if ended is not None:
+        return print_result(ended.run, ended.result, new.home / ended.folder.relative_to(new.place), outputs)
     if not outputs.quiet:
         print(validator.text)
-        print(f"wrote {folder / 'validation.md'} and a figure for each policy")
+        print(f"wrote {new.home / 'validation.md'} and a figure for each policy")
     return 0 if validator.agrees else 1
 
 

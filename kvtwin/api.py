@@ -29,6 +29,7 @@ from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
 from sim.results.schema import Result
+from sim.run.folders import settle
 from sim.run.prepare import prepare, with_one_swap_space
 from sim.run.runs import EngineParts, Recording
 from sim.run.simulate import build_run, execute
@@ -200,6 +201,7 @@ def load_result(folder: str | Path) -> RunResult:
         UserError: the folder holds no result, or files that are none.
     """
     folder = Path(folder)
+    settle(folder)
     path = folder if folder.name == RESULT_FILE else folder / RESULT_FILE
     result, folder = read_result(path), path.parent
     table = next((file for file in (folder / "requests.parquet", folder / "requests.csv") if file.exists()), None)

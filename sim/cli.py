@@ -9,7 +9,7 @@ from sim.errors import UserError
 from sim.files import folder_name
 from sim.options.flags import add_bound_flags, add_flags, asked_values, read_options
 from sim.options.scenario_file import write_asked
-from sim.run.folders import clear, owning
+from sim.run.folders import renewing, settle
 from sim.run.interrupts import INTERRUPTED
 from sim.systems import DEFAULT_POLICY
 
@@ -57,6 +57,8 @@ def report_command(arguments: argparse.Namespace) -> int:
     from sim.results.page.saved import read_sections  # noqa: PLC0415
 
     path = arguments.out or arguments.folders[0] / "report.html"
+    for folder in arguments.folders:
+        settle(folder)
     write_page(path, read_sections(arguments.folders))
     print(f"The report is {path}: open it in a browser")
     return 0
@@ -74,6 +76,7 @@ def explain_command(arguments: argparse.Namespace) -> int:
     """`kvtwin explain`."""
     from sim.results.explain import explain  # noqa: PLC0415 - matplotlib is slow to import
 
+    settle(arguments.folder)
     print("\n".join(explain(arguments.folder, arguments.request)))
     return 0
 
@@ -86,17 +89,18 @@ def run_command(arguments: argparse.Namespace) -> int:
     if len(policies) != 1:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
     label, policy = policies[0]
-    with owning(folder):
-        run, result = simulate(scenario, label, policy, folder, outputs)
-        write_asked(folder, asked_values(arguments, DEFAULT_POLICY))
-        draw_result(run, result, folder, outputs)
-    return print_result(run, result, folder, outputs)
+    with renewing(folder) as new:
+        run, result = simulate(scenario, label, policy, new.place, outputs)
+        write_asked(new.place, asked_values(arguments, DEFAULT_POLICY))
+        draw_result(run, result, new.place, outputs)
+        new.whole = result.complete
+    return print_result(run, result, new.home, outputs)
 
 
 def compare_command(arguments: argparse.Namespace) -> int:
     """`kvtwin compare`."""
     from sim.results.comparison import print_comparison, write_comparison  # noqa: PLC0415
-    from sim.run.files import exit_status, record, simulator  # noqa: PLC0415
+    from sim.run.files import exit_status, record, simulator, tell_end  # noqa: PLC0415
     from sim.run.prepare import prepare, with_one_swap_space  # noqa: PLC0415 - as for `run`
     from sim.run.traffic import requests_of  # noqa: PLC0415
 
@@ -108,15 +112,14 @@ def compare_command(arguments: argparse.Namespace) -> int:
     if len(set(labels)) != len(labels):
         raise UserError(f"--policy: {', '.join(labels)} names one twice")
     scenario = with_one_swap_space(scenario, (policy for _, policy in policies))
-    # All are checked before the first runs, and before anything of an earlier command goes.
+    # All are checked before the first runs.
     planned = [(setup, requests_of(setup)) for setup in (prepare(scenario, *policy) for policy in policies)]
-    with owning(folder):
-        clear(folder, below=[folder_name(label) for label in labels])
+    with renewing(folder, below=[folder_name(label) for label in labels]) as new:
         results: list[Result] = []
         drawn = []
-        status = 0
+        status, ended = 0, None
         for setup, requests in planned:
-            place = folder / folder_name(setup.label)
+            place = new.place / folder_name(setup.label)
             try:
                 run, result = record(setup, place, outputs, simulator(outputs), series=True, requests=requests)
             except KeyboardInterrupt:
@@ -130,6 +133,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
                 drawn.append(drawing.FigureRun.of(run, result))
             status = exit_status(run)
             if status:
+                ended = run, folder_name(setup.label)
                 break
         bounds = None
         if not status and (scenario.goodput or arguments.bound or arguments.bounds):
@@ -141,10 +145,14 @@ def compare_command(arguments: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 print("kvtwin: interrupted; the policies are compared without bounds", file=sys.stderr)
                 status = INTERRUPTED
-        write_comparison(folder, results, bounds, figures=drawing is not None)
-        write_asked(folder, asked_values(arguments))
+        write_comparison(new.place, results, bounds, figures=drawing is not None)
+        write_asked(new.place, asked_values(arguments))
         if drawing is not None:
-            drawing.write_figures(folder / "figures", drawn)
+            drawing.write_figures(new.place / "figures", drawn)
+        # Bounds alone may be missing.
+        new.whole = len(results) == len(planned) and ended is None
+    if ended is not None:
+        tell_end(ended[0], new.home / ended[1])
     if not outputs.quiet:
-        print_comparison(results, folder, bounds, figures=drawing is not None)
+        print_comparison(results, new.home, bounds, figures=drawing is not None)
     return status

@@ -94,17 +94,19 @@ def folder_name(label: str) -> str:
 class CsvTable:
     """Rows to a CSV file as they come; complete lines only, so that an interrupted run leaves a readable file."""
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], flush_rows: int = FLUSH_ROWS) -> None:
         self.path = path
+        self._flush_rows = flush_rows
         self._file = path.open("wb")
         self._file.write(",".join(columns).encode() + b"\n")
+        self._file.flush()
         self._encoder = msgspec.json.Encoder()
         self._rows: list[tuple[object, ...]] = []
 
     def write(self, row: tuple[object, ...]) -> None:
         """Append a row of numbers and plain words."""
         self._rows.append(row)
-        if len(self._rows) >= FLUSH_ROWS:
+        if len(self._rows) >= self._flush_rows:
             self._flush()
 
     def _flush(self) -> None:

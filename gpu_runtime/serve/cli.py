@@ -12,7 +12,7 @@ from sim.options.flags import add_flags, read_options
 from sim.options.scenario import READING, SHAPING
 from sim.options.scenario_file import read_scenario
 from sim.options.values import flag
-from sim.run.folders import owning
+from sim.run.folders import clear, owning
 
 if TYPE_CHECKING:
     from sim.run.prepare import Setup
@@ -72,7 +72,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from gpu_runtime.serve.run import bind, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
     from gpu_runtime.serve.server import ServerOptions  # noqa: PLC0415
     from gpu_runtime.serve.text import load_codec  # noqa: PLC0415
-    from sim.run.files import draw_result, print_result, record  # noqa: PLC0415
+    from sim.run.files import RowsAtOnce, draw_result, print_result, record, table_columns  # noqa: PLC0415
     from sim.run.prepare import prepare  # noqa: PLC0415
 
     api_key = arguments.api_key or os.environ.get(API_KEY) or None
@@ -106,16 +106,24 @@ def run_serve(arguments: argparse.Namespace) -> int:
         api_key=api_key,
     )
 
+    table = RowsAtOnce(folder, table_columns(setup))
+
+    def begin() -> None:
+        if not table.is_open:
+            clear(folder)
+            table.open()
+
     def announce() -> None:
         if not outputs.quiet:
             what = f"{options.model} with {setup.label} on {arguments.device}, {setup.limits.num_gpu_blocks} KV blocks"
             print(f"kvtwin: serving {what}: {url_of(bound)}", flush=True)
 
     def on_device(setup: "Setup", requests: object, table: Any, keep: Any) -> "Run":  # noqa: ANN401
-        return perform(setup, table, keep, decoder, live, codec, options, bound, folder=folder, announce=announce)
+        how = {"folder": folder, "begin": begin, "announce": announce}
+        return perform(setup, table, keep, decoder, live, codec, options, bound, **how)
 
     with owning(folder):
-        run, result = record(setup, folder, outputs, on_device, requests=())
+        run, result = record(setup, folder, outputs, on_device, requests=(), table=table)
         draw_result(run, result, folder, outputs)
     status = print_result(run, result, folder, outputs)
     return FAILED if run.error else status

@@ -78,12 +78,14 @@ def perform(
     bound: socket.socket,
     *,
     folder: Path,
+    begin: Callable[[], object],
     announce: Callable[[], object],
 ) -> Run:
     """Serve until told to stop by SIGTERM or SIGINT and every accepted request has ended; a second one ends at once.
 
     Args:
         folder: where the traceback of a crash goes.
+        begin: called before the first request is taken, or when there is a crash to be told.
         announce: called when requests are taken.
 
     Raises:
@@ -94,14 +96,18 @@ def perform(
     thread = EngineThread(parts.engine, device, Metrics(), parts.lanes, parts.series)
     machine = describe_machine(device.decoder)
     run = Run(engines=[parts], instances=[thread.instance], backend="kvtwin-live", machine=machine)
-    crash = folder / CRASH_FILE
-    crash.unlink(missing_ok=True)
-    run.interrupted = asyncio.run(serve(thread, codec, options, bound, announce))
+
+    def ready() -> None:
+        begin()
+        announce()
+
+    run.interrupted = asyncio.run(serve(thread, codec, options, bound, ready))
     if isinstance(thread.error, UserError):
         raise thread.error
     if thread.error is not None:
         run.error = f"the engine failed: {type(thread.error).__name__}: {thread.error}".splitlines()[0]
-        crash.write_text("".join(traceback.format_exception(thread.error)), encoding="utf-8")
+        begin()
+        (folder / CRASH_FILE).write_text("".join(traceback.format_exception(thread.error)), encoding="utf-8")
     return run
 
 

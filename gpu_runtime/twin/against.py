@@ -13,7 +13,7 @@ from sim.results.metrics import summary
 from sim.results.report import METRICS
 from sim.results.schema import Result
 from sim.run.files import draw_result, print_result, record, simulator
-from sim.run.folders import clear, owning
+from sim.run.folders import renewing
 from sim.run.prepare import prepare
 from sim.run.served import Times, as_served, measured_times, read_run, times_in
 from sim.systems import DEFAULT_POLICY
@@ -102,14 +102,15 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
     served = read_run(path, scenario)
     setups = [prepare(as_served(scenario), label, policy) for label, policy in policies]
     parts = []
-    with owning(folder):
-        clear(folder, below=[folder_name(setup.label) for setup in setups])
+    ended = None
+    with renewing(folder, below=[folder_name(setup.label) for setup in setups]) as new:
         for setup in setups:
-            place = folder / folder_name(setup.label)
+            place = new.place / folder_name(setup.label)
             run, result = record(setup, place, outputs, simulator(outputs), requests=served.requests)
             if run.interrupted or run.error:
                 draw_result(run, result, place, outputs)
-                return print_result(run, result, place, outputs)
+                ended, new.whole = (run, result, folder_name(setup.label)), False
+                break
             beside = Beside(
                 setup.label, setup.policy.scheduling, served, times_in(run.log, served), measured_times(served)
             )
@@ -119,10 +120,12 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
             save_figure(place / "against.png", draw_against(setup.label, served, beside.simulated, beside.measured))
             parts.append(markdown(found))
             text = "# Simulated and measured\n\n" + "\n".join(parts)
-            write_atomically(folder / "validation.md", lambda file, text=text: file.write(text.encode()))
+            write_atomically(new.place / "validation.md", lambda file, text=text: file.write(text.encode()))
+    if ended is not None:
+        return print_result(ended[0], ended[1], new.home / ended[2], outputs)
     if not outputs.quiet:
         print("\n".join(parts))
-        print(f"wrote {folder / 'validation.md'}, and against.json and against.png for each policy")
+        print(f"wrote {new.home / 'validation.md'}, and against.json and against.png for each policy")
     return 0
 
 

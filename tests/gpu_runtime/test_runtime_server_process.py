@@ -234,7 +234,7 @@ def test_the_key_may_come_from_the_environment_and_is_written_nowhere(arguments)
 def asked(arguments, monkeypatch, capsys, *more):
     """Options, live options, and what is told of a server that ends as it begins."""
 
-    def refuse(setup, table, keep, decoder, live_options, codec, options, bound, *, folder, announce):
+    def refuse(setup, table, keep, decoder, live_options, codec, options, bound, *, folder, begin, announce):
         announce()
         bound.close()
         assert (setup.scenario.gpu, setup.scenario.workload) == ("cpu", "http")

@@ -305,12 +305,20 @@ def test_a_bad_row_half_way_keeps_what_finished_before(tmp_path, capsys, name):
     assert 0 < result["completed"] == len(rows_of(folder)) == len(result["ttfts"]) <= 9_000
 
 
-def test_a_bad_first_row_leaves_no_result_of_an_earlier_run(tmp_path, capsys):
-    assert attempt(capsys, command(tmp_path / "out", *WORKLOAD)) == (0, "")
+@pytest.mark.parametrize("row", [1, 9_000])
+def test_a_bad_row_replaces_no_earlier_result(tmp_path, capsys, row):
+    """What had finished before it is beside, until a run that comes to its end."""
+    out = tmp_path / "out"
+    assert attempt(capsys, command(out, *WORKLOAD, "--timeline")) == (0, "")
+    before = {path: path.read_bytes() for path in out.iterdir()}
     path = tmp_path / "bad.csv"
-    path.write_text(HEADER + "0.0,-5,2\n")
-    refused(capsys, command(tmp_path / "out", "--trace", path), ["line 2"])
-    assert not (tmp_path / "out" / "result.json").exists()
+    path.write_text(HEADER + "".join(f"{i * 0.5},20,2\n" for i in range(row - 1)) + "10000.0,-5,2\n")
+    refused(capsys, command(out, "--trace", path), [f"line {row + 1}"])
+    if row > 1:
+        assert json.loads((out / "unfinished" / "result.json").read_text())["completed"] > 0
+    assert {path: path.read_bytes() for path in out.iterdir() if path in before} == before
+    assert attempt(capsys, command(out, *WORKLOAD)) == (0, "")
+    assert not (out / "unfinished").exists() and not (out / "timeline.json.gz").exists()
 
 
 def test_swapping_without_host_memory_recomputes_counts_and_warns_once(tmp_path, capsys):

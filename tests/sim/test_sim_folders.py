@@ -3,9 +3,12 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ import kvtwin
 from sim.errors import UserError
 from sim.files import write_atomically
 from sim.run import folders
-from sim.run.folders import LOCK_FILE, clear, owning
+from sim.run.folders import LOCK_FILE, clear, owning, renewing, settle
 
 SMALL = ["--workload", "fixed", "--num-prompts", "5", "--input-len", "20", "--output-len", "3", "--gpu", "l20"]
 TABLES = ("requests.csv", "requests.parquet")
@@ -99,17 +102,85 @@ def test_a_comparison_replaces_another_and_a_run(tmp_path):
     assert {"comparison.md", "vllm-swap/result.json"} < found
 
 
+def contents(folder):
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL: nothing is tidied behind it."""
+
+
+def test_a_command_killed_at_any_step_leaves_old_results_or_new_ones(tmp_path, monkeypatch):
+    """Each change of the file system in turn is the last that is made; the next reader makes up for the rest."""
+    seen = set()
+    for step in range(60):
+        folder = tmp_path / str(step)
+        with renewing(folder, below=["a", "b"]) as new:
+            for name in ("comparison.json", "a/result.json", "b/result.json", "figures/lanes.png"):
+                (new.place / name).parent.mkdir(exist_ok=True)
+                (new.place / name).write_bytes(b"old")
+        old, left = contents(folder), [step]
+
+        def counted(do, left=left):
+            def act(*words, **named):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KilledError
+                return do(*words, **named)
+
+            return act
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "unlink", "rmdir", "mkdir", "write_text"):
+                patch.setattr(Path, name, counted(getattr(Path, name)))
+            patch.setattr("shutil.rmtree", counted(shutil.rmtree))
+            with suppress(KilledError), renewing(folder, below=["b", "c"]) as new:
+                for name in ("comparison.json", "b/result.json", "c/result.json"):
+                    (new.place / name).parent.mkdir(exist_ok=True)
+                    (new.place / name).write_bytes(b"new")
+        settle(folder)
+        with owning(folder):
+            pass
+        new_ones = dict.fromkeys(("comparison.json", "b/result.json", "c/result.json"), b"new")
+        assert contents(folder) in (old, new_ones), step
+        seen.add(contents(folder) == old)
+        if left[0] > 0:
+            assert step > 15
+            break
+    assert seen == {True, False}
+
+
+def test_what_stands_in_the_way_is_told_before_anything_changes(tmp_path):
+    with renewing(tmp_path) as new:
+        (new.place / "result.json").write_bytes(b"old")
+    (tmp_path / "figures").write_bytes(b"mine")
+    with pytest.raises(UserError, match="a file where a folder goes"), renewing(tmp_path) as new:
+        (new.place / "figures").mkdir()
+        for name in ("result.json", "figures/lanes.png"):
+            (new.place / name).write_bytes(b"new")
+    assert contents(tmp_path) == {"result.json": b"old", "figures": b"mine"}
+
+
+@pytest.mark.parametrize("where", ["out/vllm-v1", "out/vllm-v1/live-1", "."])
+def test_folders_above_and_below_one_that_is_written_to_are_refused(tmp_path, capsys, other, where):
+    assert kvtwin.main(small("run", tmp_path / where)) == 2
+    assert "another command writes into" in capsys.readouterr().err
+
+
+def test_a_folder_in_the_same_process_is_another_threads(tmp_path):
+    with owning(tmp_path), ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="another command"):
+        pool.submit(owning(tmp_path / "below").__enter__).result()
+
+
 @pytest.mark.parametrize("command", ["run", "compare"])
 def test_what_is_refused_leaves_the_old_results(tmp_path, capsys, command):
-    def contents():
-        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
     figures = ["--no-figures"] if command == "compare" else []
     assert kvtwin.main(small(command, tmp_path, "--policy", "vllm-recompute", *figures)) == 0
-    before = contents()
+    before = contents(tmp_path)
     assert kvtwin.main(small(command, tmp_path, "--policy", "layerkv", "--gpu-memory-utilization", "0.01")) == 2
     assert capsys.readouterr().err
-    assert contents() == before
+    assert contents(tmp_path) == before
 
 
 def test_every_file_that_commands_write_is_known(tmp_path):

@@ -111,6 +111,26 @@ def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):
     assert "What was asked" in render(read_sections([tmp_path / "a"]))
 
 
+def test_runs_of_two_scenarios_say_in_what_they_differ(compared, tmp_path):
+    place = tmp_path / "other"
+    assert (
+        kvtwin.main(["run", *WORDS, "--request-rate", "6", "--policy", "vllm-swap", "--out", str(place), "--quiet"])
+        == 0
+    )
+    (section,) = read_sections([compared / "vllm-recompute", place])
+    assert section.sentences[0].startswith("These runs are not of one scenario: ")
+    assert "request-rate is 12.0 in vllm-recompute, 6.0 in vllm-swap" in section.sentences[0]
+    assert "one scenario" not in read_sections([compared])[0].sentences[0]
+
+
+def test_a_run_put_where_a_comparison_had_one_is_refused(compared, tmp_path, capsys):
+    shutil.copytree(compared, tmp_path / "compared")
+    place = tmp_path / "compared" / "vllm-recompute"
+    assert kvtwin.main(["run", *WORDS, "--num-prompts", "3", "--out", str(place), "--quiet"]) == 0
+    assert kvtwin.main(["report", str(tmp_path / "compared")]) == 2
+    assert f"{place}/result.json: completed is 3, in comparison.json above it 60: " in capsys.readouterr().err
+
+
 def test_a_far_slo_leaves_the_curves_room_and_rounding_reads_as_nothing(compared):
     (section,) = read_sections([compared])
     run = section.runs[0]

@@ -17,6 +17,7 @@ import kvtwin
 from sim.files import CsvTable, InOrder, ParquetTable
 from sim.results import metrics
 from sim.results.series import COLUMNS
+from sim.run.files import RowsAtOnce
 
 POLICIES = ["vllm-recompute", "vllm-swap", "layerkv"]
 # p0 + p1 tokens + p2 squares; d0 + d1 batch + d2 context: every time below is worked out from these.
@@ -322,6 +323,17 @@ def test_gap_percentiles_do_not_need_the_gaps_themselves(tmp_path):
     plain = simulate(tmp_path, crowded(), *(word for word in CROWDED if word != "--save-detailed"))
     assert detailed.pop("itls") and detailed.pop("max_output_tokens_per_s")
     assert plain == detailed
+
+
+def test_a_servers_row_is_in_the_file_when_its_request_has_ended(tmp_path):
+    """SIGKILL may come next."""
+    table = RowsAtOnce(tmp_path, ["id", "word"])
+    table.open()
+    for number, text in ((2, '2,"x"\n'), (10, '2,"x"\n10,"x"\n'), (0, '2,"x"\n10,"x"\n0,"x"\n')):
+        table.write((number, "x"))
+        assert table.path.read_text() == "id,word\n" + text
+    table.close()
+    assert table.path.read_text() == 'id,word\n0,"x"\n2,"x"\n10,"x"\n'
 
 
 def test_rows_are_written_in_order_as_soon_as_they_can_be(tmp_path):

@@ -1,8 +1,8 @@
 """Runs as they were saved: what the figures need, read back from a run's folder or a comparison's."""
 
 import csv
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,11 +11,15 @@ from msgspec import UNSET
 
 from sim.errors import UserError
 from sim.files import folder_name, read_text
+from sim.options.scenario import Scenario
 from sim.options.scenario_file import ASKED_FILE
+from sim.options.values import flag
 from sim.results.comparison_sentences import all_sentences
 from sim.results.figures.data import FigureRun, Floats, together
+from sim.results.report import metric_values
 from sim.results.result import PER_REQUEST, RESULT_FILE, SERIES_FILE, read_result
 from sim.results.schema import Bounds, Comparison
+from sim.results.sections import ResolvedScenario
 from sim.specs.json_file import convert, read_json_object
 
 COMPARISON_FILE = "comparison.json"
@@ -56,16 +60,46 @@ def _comparison(folder: Path) -> Section:
     runs = [read_run(folder / folder_name(label)) for label in compared.policies]
     if not runs:
         raise UserError(f"{path}: no policy was run; compare some")
+    for label, run in zip(compared.policies, runs, strict=True):
+        found = metric_values(run.result)
+        for key, value in compared.metrics.get(label, {}).items():
+            if found.get(key, value) != value:
+                raise UserError(
+                    f"{folder / folder_name(label) / RESULT_FILE}: {key} is {_shown(found[key])}, in {path.name} "
+                    f"above it {_shown(value)}: another command wrote there; compare again, or report it by itself"
+                )
     return _section(runs, compared, folder, "compare")
+
+
+def _shown(value: float | None) -> str:
+    return "null" if value is None else f"{value:.6g}"
 
 
 def _section(runs: list[FigureRun], bounds: Bounds | None, folder: Path | None, verb: str) -> Section:
     results = [run.result for run in runs]
-    told = all_sentences(results, bounds)
+    told = [*unlike_sentences(runs), *all_sentences(results, bounds)]
     path = folder / ASKED_FILE if folder is not None else None
     if path is None or not path.is_file():
         return Section(runs, told, None, None)
     return Section(runs, told, f"kvtwin {verb} --scenario {ASKED_FILE} --out out/", read_text(path))
+
+
+MOST_UNLIKE = 5
+"""Options that are told where runs differ in them."""
+
+
+def unlike_sentences(runs: Sequence[FigureRun]) -> list[str]:
+    """In what runs side by side differ beside the policy and what it resolves; nothing where that is nothing."""
+    unlike: list[str] = []
+    for option in fields(Scenario):
+        values = [getattr(run.result.scenario, option.name) for run in runs]
+        if option.name not in ResolvedScenario.__annotations__ and any(value != values[0] for value in values):
+            several = ", ".join(f"{value} in {run.label}" for run, value in zip(runs, values, strict=True))
+            unlike.append(f"{flag(option.name)[2:]} is {several}")
+    if not unlike:
+        return []
+    more = f"; and {len(unlike) - MOST_UNLIKE} options more" if len(unlike) > MOST_UNLIKE else ""
+    return [f"These runs are not of one scenario: {'; '.join(unlike[:MOST_UNLIKE])}{more}."]
 
 
 def _told_apart(runs: list[tuple[Path, FigureRun]]) -> list[FigureRun]:
