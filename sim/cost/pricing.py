@@ -277,7 +277,7 @@ class Pricer:
         out_s = self._out_s(written) if written else 0.0
         in_s = self._in_s(read)
         for record in plan.streamed:
-            if isinstance(record, Projected):
+            if isinstance(record, Projected) and record.num_tokens:
                 # Inputs of a layer lie together: one piece each.
                 layers = record.num_groups * self.unit_layers
                 in_s += self.cost.copy_s(layers * record.num_tokens * self.hidden_bytes, layers, H2D)

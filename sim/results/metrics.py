@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.cost.host import TIE_S
 from sim.engine.itl import GapStatistics
 from sim.engine.sequence import IGNORED, Sequence
 from sim.errors import UserError
@@ -231,11 +232,11 @@ class RequestLog:
         ends = arrivals + np.frombuffer(self.e2el_s, dtype=np.float64)
         ends.sort()
         arrivals = np.sort(arrivals)
-        most = 0
+        most = 1
         for start in range(0, len(arrivals), PIECE):
             piece = arrivals[start : start + PIECE]
-            # A request that ends as another arrives is gone.
-            gone = np.searchsorted(ends, piece, side="right")
+            # A request that ends as another arrives is gone: at one boundary, which sums round differently.
+            gone = np.searchsorted(ends, piece + TIE_S, side="right")
             most = max(most, int((np.arange(start + 1, start + 1 + len(piece)) - gone).max()))
         return most
 

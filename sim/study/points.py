@@ -156,7 +156,6 @@ def perform(task: Task, trace: SharedTrace | None) -> Outcome:
     if run.error:
         return Outcome(task.key, error=run.error)
     data = {name: value for name, value in result_data(assemble(run)).items() if name not in ARRAYS}
-    data["max_concurrent_requests"] = most_in_flight(run)
     data["arrival_span_s"] = arrival_span_s(run)
     return Outcome(task.key, msgspec.to_builtins(data))
 
@@ -171,19 +170,6 @@ def _give_up_after(run: Run, seconds: float) -> None:
 
     for instance in run.instances:
         instance.observer = look
-
-
-def most_in_flight(run: Run) -> int | None:
-    """Most requests between arrival and last token at once; None where the requests were not kept."""
-    if run.log.requests is None:
-        return None
-    times = np.array([(row.arrival_s, row.arrival_s + row.e2el_s) for row in run.log.requests if not row.error])
-    if not len(times):
-        return 0
-    moments = np.concatenate([times[:, 0], times[:, 1]])
-    # Requests that leave at a moment make room for those that come.
-    order = np.lexsort((np.repeat([1, 0], len(times)), moments))
-    return int(np.cumsum(np.repeat([1, -1], len(times))[order]).max())
 
 
 def arrival_span_s(run: Run) -> float | None:

@@ -158,6 +158,9 @@ def test_most_in_flight_does_not_depend_on_what_was_asked_before():
     # Whose end is another's arrival is no longer in flight.
     log.e2el_s[:] = array("d", [2.0, 1.5, 1.0])
     assert log.max_concurrent_requests() == 2
+    # As it is where the end is a sum that rounds up, in a jump or because the arrival is not 0.
+    log.e2el_s[:] = array("d", [2.0 + 1e-12, 1.5, 1.0])
+    assert log.max_concurrent_requests() == 2
 
 
 def test_tokens_are_counted_only_where_each_has_a_time(tmp_path):

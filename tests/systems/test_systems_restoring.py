@@ -362,6 +362,17 @@ def test_a_steps_copies_and_projections_by_hand():
     assert times.end_s - start_s == pytest.approx(expected_s, rel=1e-6)
 
 
+def test_a_step_without_inputs_is_charged_for_kv_alone():
+    machine, outcome = four_of_2048("kvpr:partial-recompute=false", "llama-2-7b", "l20")
+    plan, start_s, times = next(each for each in outcome.plans if each[0].num_decodes == 4)
+    (record,) = plan.streamed
+    assert (record.num_tokens, record.num_written) == (0, 128)
+    kv_s = machine.cost.copy_s(record.num_read * 16 * KV_TOKEN, record.num_read, H2D)
+    out_s = machine.cost.copy_s(128 * 16 * KV_TOKEN, 128, D2H)
+    expected_s = streamed_s(machine.cost.iteration_s(plan), 32, kv_s, out_s, 0.0)
+    assert times.end_s - start_s == pytest.approx(expected_s, rel=1e-9)
+
+
 def test_with_grouped_queries_no_inputs_are_kept():
     _, outcome = four_of_2048("kvpr", "llama-3.1-8b", "a100-80g")
     assert sum(plan.behind_blocks for plan, *_ in outcome.plans) == 4 * 128 * 32
