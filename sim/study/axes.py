@@ -21,6 +21,7 @@ Axes that begin with `profile-` change constants of the profile (`sim.cost.chang
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +38,8 @@ PROFILE = "profile_"
 DIGITS = 6
 """Significant digits of values on a range: 1.58114, not 1.5811388300841898."""
 RANGES = ("log", "linear")
+MOST_RUNS = 100_000
+"""Of a study: each is a file, and one of 10 ms with all others is a quarter of an hour."""
 
 
 class Study(Struct, frozen=True):
@@ -45,7 +48,7 @@ class Study(Struct, frozen=True):
     Attributes:
         fixed: options of every point by field, `policy` among them.
         axes: names in the order of the file.
-        points: the values of each point by axis.
+        groups: what varies together, as the values of its axes at each of its places; groups vary independently.
         repeats: runs of a point, with seeds one apart.
         extra: what else stood in the study's table.
     """
@@ -53,11 +56,31 @@ class Study(Struct, frozen=True):
     where: str
     fixed: dict[str, Any]
     axes: tuple[str, ...]
-    points: list[dict[str, Value]]
+    groups: list[list[dict[str, Value]]]
     repeats: int
     extra: dict[str, Any]
     drawn: tuple[str, ...] = ()
     """Axes whose values were drawn at random."""
+
+    @property
+    def points(self) -> list[dict[str, Value]]:
+        """The values of each point by axis."""
+        return [{name: value for part in parts for name, value in part.items()} for parts in product(*self.groups)]
+
+    def values(self, name: str) -> list[Value]:
+        """The values of an axis, each once."""
+        return list(dict.fromkeys(place[name] for group in self.groups if name in group[0] for place in group))
+
+
+def _check_runs(study: Study) -> None:
+    """UserError where a study's runs are too many."""
+    runs = prod(map(len, study.groups)) * study.repeats
+    if runs > MOST_RUNS:
+        sizes = " x ".join(f"{len(group):,}" for group in study.groups)
+        raise UserError(
+            f"{study.where}: {sizes} points, {study.repeats:,} times each, are {runs:,} runs; a study has at most "
+            f"{MOST_RUNS:,}: take fewer values, or draw some at random"
+        )
 
 
 def _fixed(table: Mapping[str, Any], section: str, where: str) -> dict[str, Any]:
@@ -92,6 +115,7 @@ def read_study(table: Mapping[str, Any], section: str, where: str, extra: Mappin
     repeats = convert(f"{where}: {section}.repeats", own.get("repeats", 1), int)
     if repeats < 1:
         raise UserError(f"{where}: {section}.repeats = {repeats}; give 1 or more")
+    _check_size(f"{where}: {section}.repeats", repeats)
     found = {key: convert(f"{where}: {section}.{key}", own[key], kind) for key, kind in extra.items() if key in own}
 
     drawn = _random(own, section, where, fixed)
@@ -108,15 +132,22 @@ def read_study(table: Mapping[str, Any], section: str, where: str, extra: Mappin
         if name in fixed or (name == "seed" and repeats > 1):
             other = f"[{section}] repeats, which sets it" if name not in fixed else "as a fixed value too"
             raise UserError(f"{where}: {shown!r} is an axis and stands {other}; keep one")
-    points = [{name: value for part in parts for name, value in part.items()} for parts in product(*groups)]
-    study = Study(where, fixed, tuple(axes), points, repeats, found, tuple(drawn[0][0]) if drawn else ())
+    study = Study(where, fixed, tuple(axes), groups, repeats, found, tuple(drawn[0][0]) if drawn else ())
     _owned(study)
+    # Whoever tries knobs one by one does not run every combination.
+    if "trials" not in found:
+        _check_runs(study)
     return study
+
+
+def _check_size(place: str, number: int) -> None:
+    if number > MOST_RUNS:
+        raise UserError(f"{place} = {number}: a study has at most {MOST_RUNS:,} runs; give fewer")
 
 
 def _owned(study: Study) -> None:
     """UserError for options of policies that no point runs."""
-    texts = {str(point.get("policy", "")) for point in study.points} | set(study.fixed.get("policy", ()))
+    texts = {str(policy) for policy in study.values("policy")} | set(study.fixed.get("policy", ()))
     names = {text.partition(":")[0] for text in texts if text} or {"vllm-v1"}
     for name in (*study.fixed, *study.axes):
         option = None if name in ("policy", PREEMPTION_MODE) or name.startswith(PROFILE) else owned_option(name)
@@ -171,6 +202,7 @@ def _random(own: Mapping[str, Any], section: str, where: str, fixed: Mapping[str
     samples = convert(f"{place} samples", table.pop("samples", 0), int)
     if samples < 1:
         raise UserError(f"{place}: samples is missing or less than 1; say how many points to draw")
+    _check_size(f"{place} samples", samples)
     draw = np.random.default_rng(fixed.get("seed", 0))
     columns: dict[str, list[Value]] = {}
     for key, given in table.items():
@@ -208,6 +240,7 @@ def _span(given: dict[str, Any], hint: Any, place: str) -> list[Value]:  # noqa:
     num = convert(f"{place} num", given.get("num", 0), int)
     if num < 1:
         raise UserError(f"{place}: num is missing or less than 1, so the range is empty; say how many values")
+    _check_size(f"{place} num", num)
     space = np.geomspace if kind == "log" else np.linspace
     found = [_rounded(number, hint, place) for number in space(low, high, num).tolist()]
     # Whole numbers close together round alike.

@@ -39,7 +39,7 @@ def by_trials(
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = asked.study
-    values = {name: list(dict.fromkeys(point[name] for point in study.points)) for name in study.axes}
+    values = {name: study.values(name) for name in study.axes}
     what = [study.fixed, values, study.repeats, asked.goal, [str(slo) for slo in asked.slos], asked.prices]
     name = hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
     try:

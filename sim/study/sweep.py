@@ -104,16 +104,16 @@ def run_study(study: Study, folder: Path, means: Means, begin: Callable[[int], T
     Raises:
         UserError: every run is refused for one reason, the folder cannot be written, or a worker died.
     """
-    store = Store(folder)
+    points, store = study.points, Store(folder)
     asked = {"where": study.where, "fixed": study.fixed, "axes": study.axes, "repeats": study.repeats}
     versions = {"kvtwin": VERSION, "code_sha256": code_hash()}
-    text = json.dumps(asked | {"points": len(study.points), "versions": versions}, indent=1).encode() + b"\n"
+    text = json.dumps(asked | {"points": len(points), "versions": versions}, indent=1).encode() + b"\n"
     with told_where(folder, "name another folder"):
         write_atomically(folder / STUDY_FILE, lambda file: file.write(text))
 
     planned = [
         place_of(dict(options_at(study, point, repeat)), point, repeat)
-        for point in study.points
+        for point in points
         for repeat in range(study.repeats)
     ]
     refused = {place.outcome.error for place in planned if place.outcome.error is not None}

@@ -15,7 +15,7 @@ from msgspec import Struct
 from sim.errors import UserError
 from sim.options.scenario import GOES_WITH, Scenario
 from sim.options.values import convert
-from sim.study.axes import Study, Value, options_at, read_study
+from sim.study.axes import MOST_RUNS, Study, Value, options_at, read_study
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import policy_of, setup_of
 from sim.study.search import (
@@ -155,6 +155,8 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
     trials = extra.get("trials")
     if trials is not None and trials < 1:
         raise UserError(f"{where}: tune.trials = {trials}; give 1 or more, or leave it out for every combination")
+    if trials is not None and trials > MOST_RUNS:
+        raise UserError(f"{where}: tune.trials = {trials} is more than {MOST_RUNS:,}; give fewer")
     if extra.get("storage") and trials is None:
         raise UserError(f"{where}: tune.storage is where trials are kept; give trials, or leave it out")
     return Asked(study, goal, slos, _prices(price, study), trials, extra.get("storage"))
@@ -174,7 +176,7 @@ def _check_slos(slos: Sequence[Slo], study: Study) -> None:
 def _prices(given: object, study: Study) -> dict[str, float]:
     """Price of an hour by GPU; UserError where one is missing or no price."""
     where = f"{study.where}: tune.price"
-    gpus = sorted({str({**study.fixed, **point}.get("gpu", Scenario.gpu)) for point in study.points})
+    gpus = sorted({str(gpu) for gpu in study.values("gpu") or [study.fixed.get("gpu", Scenario.gpu)]})
     if given is None:
         return {}
     table = given if isinstance(given, dict) else dict.fromkeys(gpus, given)

@@ -70,6 +70,12 @@ def test_repeats_move_the_seed_and_changed_constants_join_the_profile():
     assert dict(options_at(plain, plain.points[0], 0)) == {"profile": ":beta=2.0"}
 
 
+def test_knobs_that_are_tried_one_by_one_may_have_more_combinations_than_a_study_has_runs():
+    found = study(f"[tune]\ntrials = 5\n[tune.grid]\nseed = {[*range(400)]}\nmax-num-seqs = {[*range(1, 301)]}", "tune",
+                  {"trials": int})  # fmt: skip
+    assert found.values("max_num_seqs") == [*range(1, 301)]
+
+
 GRID = "[sweep.grid]\n"
 
 
@@ -96,6 +102,13 @@ GRID = "[sweep.grid]\n"
         ("[[sweep.zip]]\ntp = [1, 2]\ngpu = ['l20']", "their numbers differ: tp 2, gpu 1"),
         ("[sweep.random]\ntp = [1]", "samples is missing"),
         ("[sweep.random]\nsamples = 3\nrequest-rate = { log = [1, 8], num = 3 }", "is not a range"),
+        ("[sweep]\nrepeats = 1000000000000", "repeats = 1000000000000: a study has at most 100,000 runs"),
+        (GRID + "request-rate = { log = [1, 8], num = 1000000000 }", "num = 1000000000: a study has at most"),
+        ("[sweep.random]\nsamples = 1000000000000\ntp = [1]", "samples = 1000000000000: a study has at most"),
+        (
+            f"{GRID}seed = {[*range(400)]}\nmax-num-seqs = {[*range(1, 301)]}",
+            "400 x 300 points, 1 times each, are 120,000",
+        ),
         (GRID + "layerkv-threshold = [0.1]", "is an option of layerkv, which no point runs"),
     ],
 )
