@@ -3,8 +3,12 @@
 Each gives outcomes as they come, in any order. Traces are handed over once, not with every task.
 """
 
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from time import sleep
 from typing import Any, Literal, get_args
 
 from sim.errors import UserError
@@ -13,6 +17,8 @@ from sim.study.shared_trace import SharedTrace
 
 Backend = Literal["loky", "dask", "ray"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+WATCH_S = 1.0
+"""Between looks of a worker whether the process that started it is alive."""
 PACKAGES = {"dask": "distributed", "ray": "ray"}
 """What a backend imports; extras of these names install it."""
 
@@ -58,10 +64,26 @@ def _loky(tasks: Sequence[Task], traces: Mapping[str, SharedTrace], jobs: int | 
         n_jobs=workers, backend="loky", batch_size=1, return_as="generator_unordered", max_nbytes=1024
     )
     try:
-        yield from parallel(joblib.delayed(perform)(task, _of(task, traces)) for task in tasks)
+        yield from parallel(joblib.delayed(_perform)(os.getpid(), task, _of(task, traces)) for task in tasks)
     except BrokenProcessPool as error:
         text = "a worker died (killed, or out of memory); give fewer --jobs"
         raise UserError(f"{text}; finished points are kept, and the same command goes on") from error
+
+
+def _perform(parent: int, task: Task, trace: SharedTrace | None) -> Outcome:
+    """In a worker, that ends with the process that wants its outcomes, even if that is killed."""
+    _end_with(parent)
+    return perform(task, trace)
+
+
+@cache
+def _end_with(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            sleep(WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _of(task: Task, traces: Mapping[str, SharedTrace]) -> SharedTrace | None:

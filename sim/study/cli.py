@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,9 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     from sim.study.sweep import run_study  # noqa: PLC0415
 
     study = read_study(study_table(arguments, "sweep"), "sweep", str(arguments.study))
+    if arguments.table == "parquet" and find_spec("pyarrow") is None:
+        # Said before the runs are made.
+        raise UserError("--table parquet: pyarrow is not installed: pip install 'kvtwin[parquet]', or take csv")
     means, folder = means_of(arguments), arguments.out
     with owning(folder):
         with progress("sweep", arguments.quiet) as begin:

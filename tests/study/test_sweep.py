@@ -100,8 +100,10 @@ kvtwin.main(sys.argv[1:])
 
 def test_points_through_kill_9_are_those_of_an_uninterrupted_sweep(tmp_path):
     path = written(tmp_path / "s.toml", SMALL)
-    words = command(path, tmp_path / "killed", "--jobs", "1")
-    process = subprocess.run([sys.executable, "-c", KILLED, *words], cwd=ROOT, check=False)
+    words = command(path, tmp_path / "killed", "--jobs", "2")
+    # Workers that outlived it would hold its pipes, and this would wait for them.
+    whole = [sys.executable, "-c", KILLED, *words]
+    process = subprocess.run(whole, cwd=ROOT, capture_output=True, timeout=100, check=False)
     assert process.returncode == -signal.SIGKILL
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "killed" / "points").glob("*.json")}
     assert len(kept) == 5
@@ -115,6 +117,14 @@ def test_points_through_kill_9_are_those_of_an_uninterrupted_sweep(tmp_path):
     assert kvtwin.main(command(path, tmp_path / "whole", "--jobs", "1", "--quiet")) == 0
     for name in ("table.csv", "means.csv", "summary.json"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_parquet_table_without_pyarrow_is_refused_before_any_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sim.study.cli.find_spec", lambda name: None)
+    words = command(written(tmp_path / "s.toml", SMALL), tmp_path / "out", "--table", "parquet")
+    assert kvtwin.main(words) == 2
+    assert "--table parquet: pyarrow is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("backend", "package"), [("dask", "distributed"), ("ray", "ray")])
