@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 import msgspec
 
 from calib.robust import Estimate, Parameter
+from sim.cost.engine_profile import KNOWN_UNITS, MEASURED
 from sim.cost.forms import build_cost
-from sim.cost.profile import MAY_BE_ZERO, UNITS, Constant, product_name
+from sim.cost.profile import MAY_BE_ZERO, Constant, product_name
 from sim.errors import UserError
 from sim.run.prepare import Setup
 from sim.specs.quantization import PRODUCT_FORMATS
@@ -18,6 +20,7 @@ FITTED = {
 }
 """By form: what is fitted unless told otherwise; what a run tells least comes last."""
 MOST_CONSTANTS = 4
+"""Beside those of the front end, which TTFT tells apart from all others."""
 SPAN = 30.0
 """A constant is looked for within this factor of where it starts."""
 LEAST_OVERHEAD_S = 1e-3
@@ -28,6 +31,11 @@ MOST_RELATIVE_ERROR = 0.5
 
 HOST = "step_overhead_s"
 """The engine's host time of an iteration: of its engine profile, and of a profile fitted to a server that ran it."""
+FRONT_END, PER_TOKEN = "front_end_s", "front_end_s_per_token"
+"""What HTTP and tokeniser take for a request, and for a token of its prompt: likewise of the engine."""
+OF_FRONT_END = (FRONT_END, PER_TOKEN)
+TOKENISER_S = 1e-6
+"""Scale on which a tokeniser's time a token is looked for."""
 
 WEIGHTS_RATE, KV_RATE = "hbm_bytes_per_s", "kv_bytes_per_s"
 """Requests hardly tell the two apart, so that one follows the other; by itself, the first is one with the host time."""
@@ -35,27 +43,45 @@ ATTENTION_RATE = "attention_flops_per_s"
 
 
 def constants_of(setup: Setup) -> dict[str, Constant]:
-    """The profile's constants, and the host time of the engine that prices are for."""
+    """The profile's constants, and the host and the front end of the engine that prices are for."""
     constants = dict(setup.profile.constants)
-    if setup.engine_profile is not None:
-        host = setup.engine_profile.constants["host_base_s"]
-        constants[HOST] = Constant(host.value, None, host.unit, f"of engine profile {setup.engine_profile.name}")
+    engine = setup.engine_profile
+    if engine is not None:
+        source = f"of engine profile {engine.name}"
+        for name in (HOST, *OF_FRONT_END):
+            own = MEASURED[name]
+            constants[name] = Constant(engine.value(own), None, KNOWN_UNITS[own], source)
     return constants
 
 
-def chosen_constants(setup: Setup, names: Sequence[str] | None) -> list[str]:
-    """The constants to fit: those named, else those of the profile's form. UserError for what the form has not."""
-    form = setup.profile.form
+def chosen_constants(setup: Setup, names: Sequence[str] | None, *, cached: bool = False) -> list[str]:
+    """The constants to fit: those named, else those of the profile's form, and the front end's where there is one.
+
+    Args:
+        cached: whether prompts have prefixes that were cached. They take the tokeniser as long as others but the GPU
+            less, so that the two are told apart.
+
+    Raises:
+        UserError: for what the form has not.
+    """
+    form, known = setup.profile.form, constants_of(setup)
     if names is None:
         if form not in FITTED:
             raise UserError(f"--base: {setup.profile.name} is of form {form}: give one of {' or '.join(FITTED)}")
-        return [of_model(setup, name) for name in FITTED[form]]
+        front_end = OF_FRONT_END if cached else (FRONT_END,)
+        return [of_model(setup, name) for name in FITTED[form]] + [name for name in front_end if name in known]
     for name in names:
-        if name not in constants_of(setup):
-            raise UserError(f"--constants: {name!r} is none of form {form}: known are {', '.join(UNITS[form])}")
-    if not 1 <= len(set(names)) <= MOST_CONSTANTS:
-        raise UserError(f"--constants: {len(set(names))} named: a run tells few apart, name 1 to {MOST_CONSTANTS}")
-    return list(dict.fromkeys(names))
+        if name not in known:
+            close = get_close_matches(name, known, 3) or [n for n in (*FITTED.get(form, ()), FRONT_END) if n in known]
+            raise UserError(
+                f"--constants: {name!r} is none of this run's: try {', '.join(close)} (kvtwin profile show "
+                f"{setup.profile.name} has the GPU's)"
+            )
+    chosen = list(dict.fromkeys(names))
+    count = sum(name not in OF_FRONT_END for name in chosen)
+    if not chosen or count > MOST_CONSTANTS:
+        raise UserError(f"--constants: {count} named: a run tells few apart, name 1 to {MOST_CONSTANTS}")
+    return chosen
 
 
 def of_model(setup: Setup, name: str) -> str:
@@ -76,6 +102,9 @@ def parameters_of(setup: Setup, names: Sequence[str]) -> dict[str, Parameter]:
     found = {}
     for name in names:
         constant = constants_of(setup)[name]
+        if name == PER_TOKEN:
+            found[name] = Parameter(max(constant.value, TOKENISER_S), 0.0, SPAN * TOKENISER_S, log=False)
+            continue
         if name in MAY_BE_ZERO:
             scale = max(constant.value, LEAST_OVERHEAD_S if constant.unit == "s" else constant.value or 1e-9)
             found[name] = Parameter(scale, 0.0, SPAN * scale, log=False)
@@ -104,6 +133,10 @@ def with_constants(setup: Setup, values: Mapping[str, float]) -> Setup:
                 rate = kv.value * value / constants[name].value
                 constants[follower] = msgspec.structs.replace(kv, value=rate, source=source)
         constants[name] = msgspec.structs.replace(constants[name], value=value)
+    for name in OF_FRONT_END:
+        # The engine's own stays with it unless a run says otherwise.
+        if name not in values and name not in setup.profile.constants:
+            constants.pop(name, None)
     profile = msgspec.structs.replace(setup.profile, constants=constants, status="measured-from-server")
     engine = setup.engine_profile and setup.engine_profile.measured_by(profile)
     form, block_bytes = setup.scenario.cost_form, setup.limits.block_bytes

@@ -1,8 +1,9 @@
 """From a server's run to a `Profile`: what the run tells is fitted, the rest carried over from the base profile."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,10 @@ import numpy as np
 from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
 from calib.server.constants import (
     ATTENTION_RATE,
+    FRONT_END,
     KV_RATE,
+    OF_FRONT_END,
+    PER_TOKEN,
     SPAN,
     WEIGHTS_RATE,
     chosen_constants,
@@ -21,6 +25,7 @@ from calib.server.constants import (
     parameters_of,
     with_constants,
 )
+from calib.server.front_end import FrontEnd, find_front_end
 from calib.server.iterations import predict_steps_s, replay
 from calib.server.requests import fit_requests
 from sim.cost.engine_profile import shipped_engines
@@ -32,6 +37,8 @@ from traces.served import ServedRun
 
 FitWith = Callable[[Setup, ServedRun, int, Mapping[str, Parameter]], Fit]
 """Fits constants to the measured times of the first so many requests of a run."""
+FrontEndOf = Callable[[int, Sequence[str]], FrontEnd]
+"""The front end told by the first so many requests, of these constants of it."""
 
 LEAST_REQUESTS = 20
 MOST_STEPS = 4000
@@ -40,6 +47,12 @@ LEAST_MATCHED = 0.5
 """Share of steps whose tokens must agree about their end, if steps are to be fitted."""
 LEAST_WEIGHT = 0.02
 """Relative change of iterations (root mean square) that a constant of twice the size must make to be fitted."""
+LEAST_LEFT = 0.1
+"""Share of its price that an iteration takes at least, however the front end is moved."""
+LEAST_PAUSES = 10
+"""Iterations after a pause from which on their durations tell the front end's time."""
+UNIFORM = 12**0.5
+"""Width of an interval over the standard deviation of a value that is anywhere in it."""
 REMEDY = "run `vllm bench serve` at a --request-rate between idle and saturated, with prompts of many lengths"
 
 
@@ -81,11 +94,17 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
     count = len(served.requests)
     if count < LEAST_REQUESTS:
         raise UserError(f"{served.path}: {count} requests are too few to fit: run `vllm bench serve` with more prompts")
-    names = chosen_constants(setup, constants)
-    fit_with, method, notes = _way(setup, served)
+    cached = setup.limits.enable_prefix_caching and any(request.hash_ids for request in served.requests)
+    names = chosen_constants(setup, constants, cached=cached)
+
+    @cache
+    def front_end_of(known: int, own: tuple[str, ...]) -> FrontEnd:
+        return find_front_end(setup, served, known, own)
+
+    fit_with, method, notes = _way(setup, served, names, front_end_of)
     if constants is None and fit_with is fit_requests:
         # Attention over prompts hides in TTFT behind everything else: it takes iterations to see it.
-        names = names[:3]
+        names = names[:3] + [name for name in names[3:] if name in OF_FRONT_END]
     fit, untold, together = _fit_told(setup, served, names, fit_with, is_asked=constants is not None)
     kv_rate = of_model(setup, KV_RATE)
     if constants is None and ATTENTION_RATE in untold and kv_rate in constants_of(setup):
@@ -118,7 +137,9 @@ def _at_limits(setup: Setup, fit: Fit) -> Iterator[str]:
             )
 
 
-def _way(setup: Setup, served: ServedRun) -> tuple[FitWith, str, list[str]]:
+def _way(
+    setup: Setup, served: ServedRun, names: Sequence[str], front_end_of: FrontEndOf
+) -> tuple[FitWith, str, list[str]]:
     """How to fit the run, that in words, and why not better."""
     requests = f"TTFT and TPOT of {len(served.requests)} requests"
     if not served.has_token_times:
@@ -127,25 +148,47 @@ def _way(setup: Setup, served: ServedRun) -> tuple[FitWith, str, list[str]]:
             requests,
             ["the file does not say when each token came: fitted to requests, not iterations"],
         )
-    found = replay(setup, served, len(served.requests))
+    own, count = _of_front_end(names), len(served.requests)
+    found = replay(with_constants(setup, front_end_of(count, own).values) if own else setup, served, count)
     if found.matched < LEAST_MATCHED:
+        given = "" if own else f", its front end takes another time ({FRONT_END})"
         note = (
             f"tokens agree about the end of {found.matched:.0%} of the iterations only: the server schedules otherwise "
-            f"than {setup.label} with these limits, or streams in bursts; fitted to requests, not iterations"
+            f"than {setup.label} with these limits{given}, or streams in bursts; fitted to requests, not iterations"
         )
         return fit_requests, requests, [note]
-    return _fit_steps, f"{len(found.steps)} iterations, {found.matched:.0%} of those seen", []
+    method = f"{len(found.steps)} iterations, {found.matched:.0%} of those seen"
+    return partial(_fit_steps, front_end_of), method, []
 
 
-def _fit_steps(setup: Setup, served: ServedRun, known: int, parameters: Mapping[str, Parameter]) -> Fit:
-    """Constants that hardly show in any iteration are left out of the estimates."""
-    steps = replay(setup, served, known).steps
+def _of_front_end(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in OF_FRONT_END if name in names)
+
+
+def _fit_steps(
+    front_end_of: FrontEndOf, setup: Setup, served: ServedRun, known: int, parameters: Mapping[str, Parameter]
+) -> Fit:
+    """Constants that hardly show in any iteration are left out of the estimates.
+
+    The front end's are those with which tokens agree about iterations, as close as those after a pause tell them.
+    """
+    own = _of_front_end(parameters)
+    front_end = front_end_of(known, own) if own else FrontEnd({}, {}, 1.0)
+    there = with_constants(setup, front_end.values)
+    steps = replay(there, served, known).steps
     steps = steps[:: -(-len(steps) // MOST_STEPS)]
     if not steps:
         raise UserError(f"{served.path}: no iteration whose tokens agree about its end; {REMEDY}")
+    after_pause = np.array([step.before is None for step in steps])
+    first = [step.plans[0].chunks for step in steps]
+    prompts = after_pause * np.array([float(chunks[0].seq.num_tokens) if chunks else 0.0 for chunks in first])
 
     def predicted(values: Mapping[str, float]) -> Array:
-        return predict_steps_s(with_constants(setup, values).cost, steps)
+        # An iteration after a pause begins once its request has passed the front end.
+        more = {name: value - front_end.values[name] for name, value in values.items() if name in own}
+        later_s = more.get(FRONT_END, 0.0) * after_pause + more.get(PER_TOKEN, 0.0) * prompts
+        priced_s = predict_steps_s(with_constants(there, values).cost, steps)
+        return np.maximum(priced_s + later_s, LEAST_LEFT * priced_s)
 
     start = predicted({})
 
@@ -153,10 +196,25 @@ def _fit_steps(setup: Setup, served: ServedRun, known: int, parameters: Mapping[
         doubled = predicted({name: 2 * (constants_of(setup)[name].value or parameters[name].start)})
         return float(np.sqrt(np.mean(np.log(doubled / start) ** 2)))
 
-    shown = {name: parameter for name, parameter in parameters.items() if weight(name) >= LEAST_WEIGHT}
+    shown = {
+        name: parameter for name, parameter in parameters.items() if name not in own and weight(name) >= LEAST_WEIGHT
+    }
     if not shown:
-        raise _untold_error(served, list(parameters))
-    return fit_relative(predicted, np.array([step.seconds for step in steps]), shown)
+        raise _untold_error(served, [name for name in parameters if name not in own])
+    within: dict[str, Parameter] = {}
+    for name, (least, most) in front_end.limits.items():
+        within[name] = Parameter(front_end.values[name] or (least + most) / 2, least, most, log=False)
+    fit = fit_relative(predicted, np.array([step.seconds for step in steps]), shown | within)
+    inside = all(
+        limits.least < fit.estimates[name].low <= fit.estimates[name].high < limits.most
+        for name, limits in within.items()
+    )
+    if not inside or after_pause.sum() < LEAST_PAUSES:
+        # Durations tell the front end less well than what was scheduled when.
+        for name, limits in within.items():
+            stderr = (limits.most - limits.least) / UNIFORM
+            fit.estimates[name] = Estimate(front_end.values[name], stderr, limits.least, limits.most)
+    return fit
 
 
 def _fit_told(

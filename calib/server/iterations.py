@@ -19,6 +19,7 @@ import numpy as np
 
 from calib.robust import Array
 from sim.clock.arrivals import TIE_S, Arrivals
+from sim.clock.tokeniser import Tokeniser
 from sim.cost.model import CostModel
 from sim.engine.plan import IterationPlan, StepTimes, make_times
 from sim.engine.sequence import Sequence
@@ -85,9 +86,11 @@ def replay(setup: Setup, served: ServedRun, known: int) -> Replay:
         known: only the tokens of the first so many requests are looked at.
     """
     parts = build_engine(setup, None, Recording())
+    front_end_s, s_per_token = setup.engine_profile.front_end() if setup.engine_profile else (0.0, 0.0)
     engine, arrivals, cost = parts.engine, Arrivals(served.requests), setup.cost
+    if s_per_token:
+        arrivals = Tokeniser(arrivals, s_per_token)
     most = 2 if engine.schedules_ahead else 1
-    front_end_s = setup.engine_profile.value("front_end_s") if setup.engine_profile else 0.0
     times_s = [[at_s - front_end_s for at_s in served.token_times_s(i)] for i in range(known)]
     left = sum(map(len, times_s))
     flying: deque[_Flight] = deque()

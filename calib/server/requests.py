@@ -10,7 +10,7 @@ from scipy.special import stdtrit
 
 from calib.robust import Array, Estimate, Fit, Parameter
 from calib.samples import MADS
-from calib.server.constants import HOST, with_constants
+from calib.server.constants import FRONT_END, HOST, with_constants
 from sim.run.prepare import Setup
 from sim.run.served import Times, measured_times, simulated_times
 from traces.served import ServedRun
@@ -27,7 +27,7 @@ MOST_FINER = 4
 LAST_BOX, LAST_ROUNDS = 0.1, 5
 """Of the last rounds, how far they differ from one another and their median from the best is part of the interval."""
 HOST_SHARE = 0.3
-"""Of TPOT: the unit in which host time is looked for."""
+"""Of TPOT: the unit in which host time is looked for; of TTFT, of the front end's time."""
 MEDIAN_VARIANCE = 1.57
 """Variance of a median over that of the mean, of normal values."""
 MOST_REPEATS = 6
@@ -204,11 +204,11 @@ class _Surface:
 
 
 def _scaled(name: str, parameter: Parameter, measured: Times) -> Parameter:
-    """Host time in units of what it may be of an iteration: else boxes creep along valleys."""
-    tpot_s = measured.tpot_s[np.isfinite(measured.tpot_s)]
-    if name != HOST or not tpot_s.size:
+    """Host and front end in units of what they may be of an iteration, a TTFT: else boxes creep along valleys."""
+    part_of = {HOST: measured.tpot_s[np.isfinite(measured.tpot_s)], FRONT_END: measured.ttft_s}
+    if name not in part_of or not part_of[name].size:
         return parameter
-    return replace(parameter, start=max(parameter.start, HOST_SHARE * float(np.median(tpot_s))))
+    return replace(parameter, start=max(parameter.start, HOST_SHARE * float(np.median(part_of[name]))))
 
 
 def _loss(errors: Array, scale: Array, groups: Sequence[slice]) -> float:

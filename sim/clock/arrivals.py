@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import ClassVar
 
 from sim.engine.sequence import Sequence
 from traces.request import Request
@@ -16,14 +15,16 @@ class Arrivals:
 
     __slots__ = ("_iterator", "_next", "next_s")
 
-    hears_ends: ClassVar[bool] = False
-    """Whether `ended` is to be called."""
-
     def __init__(self, requests: Iterable[Request]) -> None:
         self._iterator = iter(requests)
         self._next: Request | None = None
         self.next_s = -inf
         self._read()
+
+    @property
+    def hears_ends(self) -> bool:
+        """Whether `ended` is to be called."""
+        return False
 
     def _read(self) -> None:
         self._next = next(self._iterator, None)

@@ -41,8 +41,6 @@ class ClosedLoop(Arrivals):
 
     __slots__ = ("_by_session", "_free", "_front_end_s", "_ready", "_sessions", "_unused")
 
-    hears_ends = True
-
     def __init__(
         self,
         requests: Iterable[Request],
@@ -59,6 +57,11 @@ class ClosedLoop(Arrivals):
         self._sessions: dict[str, _Session] = {}
         self._ready: list[tuple[float, int, Request]] = []
         super().__init__(requests)
+
+    @property
+    def hears_ends(self) -> bool:
+        """All ends: the next request may wait for one."""
+        return True
 
     def _read(self) -> None:
         super()._read()

@@ -29,10 +29,18 @@ TODAYS, TODAYS_SERIAL = "vllm-v1-async", "vllm-v1"
 UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
 """Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
 request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""
-OPTIONAL_UNITS = {"sampling_s_per_logit": "s"}
+OPTIONAL_UNITS = {"sampling_s_per_logit": "s", "front_end_s_per_token": "s/token"}
 """Zero where absent. What the GPU takes for each token that it samples and each entry of the vocabulary, beside the LM
-head: nothing for the most likely token, a sort where top-k and top-p cut the rest off."""
+head: nothing for the most likely token, a sort where top-k and top-p cut the rest off. What a request spends in the
+front end for each token of its prompt, before it is scheduled: the tokeniser's time, cached prefix or not."""
 KNOWN_UNITS = {**UNITS, **OPTIONAL_UNITS}
+MEASURED = {
+    "step_overhead_s": "host_base_s",
+    "step_s_per_sequence": "host_s_per_sequence",
+    "front_end_s": "front_end_s",
+    "front_end_s_per_token": "front_end_s_per_token",
+}
+"""Constants of a profile that are the engine's it was measured with, and what they are called here."""
 
 
 class EngineConstant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +93,10 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         """The host's part of iterations."""
         return Host(self.value("host_base_s"), self.value("host_s_per_sequence"), hidden=self.host == "hidden")
 
+    def front_end(self) -> tuple[float, float]:
+        """What a request spends in the HTTP server and the tokeniser, s, and for a token of its prompt, s/token."""
+        return self.value("front_end_s"), self.value("front_end_s_per_token")
+
     def padding(self) -> Callable[[int], int]:
         """The tokens that a decode batch's linear layers compute: the next captured size, or its own beyond them."""
         sizes = self.graph_batch_sizes
@@ -95,24 +107,17 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return lambda batch: padded[batch] if batch <= most else batch
 
     def measured_by(self, profile: Profile) -> "EngineProfile":
-        """With the host time found: our own engine's by a calibration, that of whatever a fitted server ran."""
-        found = profile.constants.get("step_overhead_s")
+        """With what a profile found: our own engine's host time by a calibration, whatever a fitted server ran."""
         of_ours = self.name == OURS and profile.status == "measured"
-        if found is None or not (of_ours or profile.status == "measured-from-server"):
+        if "step_overhead_s" not in profile.constants or not (of_ours or profile.status == "measured-from-server"):
             return self
-        carried = found.source.startswith("carried over")
-        status = "assumed" if carried else "measured"
         constants = dict(self.constants)
-        constants["host_base_s"] = EngineConstant(
-            found.value, "s", status, f"step_overhead_s of {profile.name}: {found.source}"
-        )
-        each = profile.constants.get("step_s_per_sequence")
-        if each is not None:
-            source = f"step_s_per_sequence of {profile.name}: {each.source}"
-            carried = each.source.startswith("carried over")
-            constants["host_s_per_sequence"] = EngineConstant(
-                each.value, "s/sequence", "assumed" if carried else "measured", source
-            )
+        for name, own in MEASURED.items():
+            found = profile.constants.get(name)
+            if found is not None:
+                status = "assumed" if found.source.startswith("carried over") else "measured"
+                source = f"{name} of {profile.name}: {found.source}"
+                constants[own] = EngineConstant(found.value, KNOWN_UNITS[own], status, source)
         return msgspec.structs.replace(self, constants=constants)
 
 

@@ -96,6 +96,8 @@ ROOFLINE_UNITS = {
     "layer_overhead_s": "s",
     "step_overhead_s": "s",
     "step_s_per_sequence": "s/sequence",
+    "front_end_s": "s",
+    "front_end_s_per_token": "s/token",
     **{names[name]: EXPERT_UNITS[name] for names in map(expert_names, EXPERT_QUANTIZATIONS) for name in names},
     **LATENT_UNITS,
     **GDN_UNITS,
@@ -121,8 +123,8 @@ what a call and each of its pieces cost where it asks for `sim.cost.model.BATCHE
 `allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them,
 `allreduce_chunk_s` per chunk of the pipeline, `allreduce_launch_s` per all-reduce.
 `step_overhead_s` and `step_s_per_sequence` are the host time of the live runtime's own engine, where its iterations
-were timed whole: absent otherwise, and of no other engine (`sim.cost.engine_profile`). `docs/calibration.md` has them
-all.
+were timed whole: absent otherwise, and of no other engine (`sim.cost.engine_profile`). `front_end_s` and
+`front_end_s_per_token` are of a server that a profile was fitted to. `docs/calibration.md` has them all.
 """
 OPTIONAL: dict[str, str | float] = {
     **{product_name(kind, name): absent for kind in PRODUCT_FORMATS for name, (_, absent) in PRODUCT_UNITS.items()},
@@ -146,6 +148,8 @@ OPTIONAL: dict[str, str | float] = {
     "allreduce_launch_s": 0.0,
     "step_overhead_s": 0.0,
     "step_s_per_sequence": 0.0,
+    "front_end_s": 0.0,
+    "front_end_s_per_token": 0.0,
 }
 """Constants that a profile may lack, and what then counts: another constant, or a value at which their term is free."""
 LINEAR_UNITS = {

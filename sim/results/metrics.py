@@ -132,10 +132,11 @@ class RequestLog:
         self, table: TableSink | None = None, goodput: Goodput | None = None, front_end_s: float = 0.0
     ) -> None:
         """`front_end_s` passes between a client and the engine, there and back: the engine's clock is that much behind
-        the clients'."""
+        the clients'. Before a request arrives there, `front_end_s_per_token` passes for each token of its prompt."""
         self.table = table
         self.goodput = goodput
         self.front_end_s = front_end_s
+        self.front_end_s_per_token = 0.0
         self.completed = 0
         self.ignored = 0
         self.num_broken_off = 0
@@ -165,12 +166,13 @@ class RequestLog:
     def end(self, seq: Sequence, where: tuple[int, ...] = ()) -> None:
         """Take the figures of a sequence that ended; `where` are the values of `ENGINE_COLUMNS`."""
         request_id, arrival_s, prompt_tokens = seq.request[:3]
+        arrival_s -= self.front_end_s_per_token * prompt_tokens
         if where:
             self.ended_at[where[0]] += 1
         if arrival_s < self.first_arrival_s:
             self.first_arrival_s = arrival_s
         if seq.status is IGNORED or seq.error:
-            self._ignore(seq, where)
+            self._ignore(seq, arrival_s, where)
             return
         front_end_s, num_output = self.front_end_s, seq.num_generated
         finish_s = seq.finish_s + front_end_s
@@ -199,13 +201,13 @@ class RequestLog:
                 (request_id, arrival_s, prompt_tokens, num_output, *times, seq.num_preemptions, "completed", *where)
             )
 
-    def _ignore(self, seq: Sequence, where: tuple[int, ...]) -> None:
+    def _ignore(self, seq: Sequence, arrival_s: float, where: tuple[int, ...]) -> None:
         request = seq.request
         self.ignored += 1
         self.num_broken_off += seq.first_scheduled_s >= 0.0
-        self._keep((request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, seq.error))
+        self._keep((request.request_id, arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, seq.error))
         if self.table is not None:
-            row = (request.request_id, request.arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, 0.0)
+            row = (request.request_id, arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, 0.0)
             self.table.write((*row, seq.num_preemptions, "ignored", *where))
 
     def _keep(self, row: tuple[int, float, int, int, float, float, float, str]) -> None:

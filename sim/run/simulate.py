@@ -35,10 +35,10 @@ def build_run(
 ) -> SimulatedRun:
     """Put engines and what drives them together; `execute` sets it going."""
     env, scenario = simpy.Environment(), setup.scenario
-    front_end_s = setup.engine_profile.value("front_end_s") if setup.engine_profile else 0.0
-    arrivals = arrivals_of(scenario, requests, front_end_s)
+    front_end_s, s_per_token = setup.engine_profile.front_end() if setup.engine_profile else (0.0, 0.0)
+    arrivals = arrivals_of(scenario, requests, front_end_s, s_per_token)
     engines = build_engines(setup, table, keep)
-    engines[0].log.front_end_s = front_end_s
+    engines[0].log.front_end_s, engines[0].log.front_end_s_per_token = front_end_s, s_per_token
     if scenario.num_engines > 1 or setup.pp > 1:
         from sim.clock.assembly import build_cluster  # noqa: PLC0415 - most runs have one engine
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sim.clock.arrivals import Arrivals
+from sim.clock.tokeniser import Tokeniser
 from sim.options.scenario import READING, Scenario
 from sim.run.prepare import Setup
 from sim.systems.builder import STORED
@@ -122,11 +123,19 @@ def _generated(scenario: Scenario) -> Iterator[Request]:
     )
 
 
-def arrivals_of(scenario: Scenario, requests: Iterable[Request], front_end_s: float = 0.0) -> Arrivals:
-    """The requests as they are sent: as they arrive, or in the scenario's closed loop, whose clients hear of an end
-    `front_end_s` later."""
-    if scenario.max_concurrency is None and not scenario.closed_sessions:
-        return Arrivals(requests)
-    from sim.clock.closed_loop import ClosedLoop  # noqa: PLC0415 - most runs are open
+def arrivals_of(
+    scenario: Scenario, requests: Iterable[Request], front_end_s: float = 0.0, front_end_s_per_token: float = 0.0
+) -> Arrivals:
+    """The requests as they reach the engine.
 
-    return ClosedLoop(requests, scenario.max_concurrency, by_session=scenario.closed_sessions, front_end_s=front_end_s)
+    They are sent as they arrive, or in the scenario's closed loop, whose clients hear of an end `front_end_s` later.
+    Each takes the front end `front_end_s_per_token` more for a token of its prompt.
+    """
+    if scenario.max_concurrency is None and not scenario.closed_sessions:
+        sent = Arrivals(requests)
+    else:
+        from sim.clock.closed_loop import ClosedLoop  # noqa: PLC0415 - most runs are open
+
+        by_session = scenario.closed_sessions
+        sent = ClosedLoop(requests, scenario.max_concurrency, by_session=by_session, front_end_s=front_end_s)
+    return Tokeniser(sent, front_end_s_per_token) if front_end_s_per_token else sent

@@ -315,6 +315,29 @@ def test_the_front_end_shifts_what_clients_see_and_no_decision(tmp_path):
     assert runs[1].makespan_s == pytest.approx(runs[0].makespan_s + 0.25)
 
 
+@pytest.mark.parametrize("closed", [{}, {"max_concurrency": 3}])
+def test_the_tokeniser_delays_long_prompts(tmp_path, closed):
+    """A long prompt reaches the engine after a short one sent later; clients measure from when they sent it."""
+
+    def edit(data):
+        constant = {"value": 2e-3, "unit": "s/token", "status": "assumed", "source": "made up"}
+        data["constants"]["front_end_s_per_token"] = constant
+
+    path = tmp_path / "trace.csv"
+    rows = ["arrival_s,prompt_tokens,output_tokens", "0.0,1000,4", "0.5,50,4", "0.625,50,4", "9.0,500,4"]
+    path.write_text("\n".join(rows))
+    changes = {"workload": None, "num_prompts": None, "request_rate": None, "trace": str(path), **closed}
+    delayed, plain = (
+        assemble(finished("vllm-v1", options=replace(CROWDED, engine_profile=profile, **changes)))
+        for profile in (edited(tmp_path, edit), "vllm-v1")
+    )
+    assert delayed.start_times == pytest.approx([0.0, 0.5, 0.625, 9.0])
+    # Each is alone at the engine, and takes what it did and its tokeniser's time.
+    for i, tokens in enumerate((1000, 50, 50, 500)):
+        assert delayed.ttfts[i] == pytest.approx(plain.ttfts[i] + 2e-3 * tokens, abs=0.02)
+        assert delayed.queue_times[i] >= 2e-3 * tokens
+
+
 def test_clients_in_a_closed_loop_wait_for_the_front_end(tmp_path):
     """One at a time: each is sent when the answer before has come, front end included."""
     options = replace(
