@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo-out
 
-.PHONY: demo test kernels fuzz pins pins-diff mutants check bench clean
+.PHONY: demo test docs kernels fuzz pins pins-diff mutants check bench clean
 
 $(BIN)/kvtwin: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +13,10 @@ $(BIN)/kvtwin: pyproject.toml
 
 $(VENV)/dev: pyproject.toml $(BIN)/kvtwin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+$(VENV)/docs: pyproject.toml $(BIN)/kvtwin
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	touch $@
 
 demo: $(BIN)/kvtwin
@@ -30,6 +34,12 @@ test: $(VENV)/dev
 # Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`: eight minutes. `test` has the hard ones.
 kernels: $(VENV)/dev
 	for gpu in 80 89 90 100; do $(BIN)/python tests/gpu_runtime/triton_compiles.py $$gpu all || exit 1; done
+
+# The documentation as a site, site/index.html; a link that leads nowhere is an error.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/docs
+	$(BIN)/mkdocs build --quiet
+	@echo "Look at site/index.html."
 
 # Examples anew each time, where `test` has the same ones.
 fuzz: $(VENV)/dev
@@ -50,7 +60,7 @@ SEED ?= 1
 mutants: $(VENV)/dev
 	$(BIN)/python benchmarks/mutants.py --seed $(SEED) --out mutants-$(SEED).jsonl
 
-check: $(VENV)/dev
+check: $(VENV)/dev $(VENV)/docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -59,4 +69,4 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/replay_speed.py
 
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info
+	rm -rf $(VENV) $(DEMO) site build *.egg-info

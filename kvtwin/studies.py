@@ -66,7 +66,8 @@ def sweep(
     Args:
         study: a study file (`docs/sweep.md`), or what would stand in one.
         out: folder in which every run is kept as it ends.
-        backend, address: this machine's cores, or a cluster of Dask or Ray.
+        backend: this machine's cores (loky), or a cluster of Dask or Ray.
+        address: where that cluster is.
         jobs: processes, by default one a core.
         max_seconds: of a run, after which it is given up, s.
         retry_failed: run again what failed before.
