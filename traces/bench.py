@@ -58,8 +58,11 @@ class _Result(msgspec.Struct):
     errors: list[str | None] | None = None
 
 
-def read_bench(path: Path) -> list[BenchRow]:
-    """The requests of a result, in file order. Raises `TraceError` for a file that is none or lacks the details."""
+def read_bench(path: Path, *, measured: bool = True) -> list[BenchRow]:
+    """The requests of a result, in file order, with their times if `measured`.
+
+    Raises `TraceError` for a file that is none or lacks the details.
+    """
     text = "".join(pieces(path))
     try:
         found = _decoded(text)
@@ -70,6 +73,8 @@ def read_bench(path: Path) -> list[BenchRow]:
     prompts = _array(path, "input_lens", found.input_lens, None)
     count = len(prompts)
     outputs = _array(path, "output_lens", found.output_lens, count)
+    if not measured:
+        found = _without_times(found, count)
     ttfts = _array(path, "ttfts", found.ttfts, count)
     errors = [""] * count if found.errors is None else _array(path, "errors", found.errors, count)
     starts = [None] * count if found.start_times is None else _array(path, "start_times", found.start_times, count)
@@ -86,6 +91,15 @@ def read_bench(path: Path) -> list[BenchRow]:
         rows.append(row._replace(failed=bool(errors[i]) or output == 0 or (ttfts[i] == 0.0 and latencies[i] == 0.0)))
         check_row(f"{path}: request {i}", rows[-1])
     return rows
+
+
+UNKNOWN_S = 1.0
+
+
+def _without_times(found: _Result, count: int) -> _Result:
+    """The result with times that are never looked at where it has none: failures are told by the errors alone then."""
+    times = found.ttfts if found.ttfts is not None and len(found.ttfts) == count else [UNKNOWN_S] * count
+    return msgspec.structs.replace(found, ttfts=times, latencies=times, itls=None)
 
 
 def _decoded(text: str) -> _Result:
@@ -134,15 +148,18 @@ def check_row(where: str, row: BenchRow) -> None:
 
 
 class BenchReader(Reader):
-    """A result as a trace: arrivals and lengths of the requests that did not fail, in order of arrival."""
+    """A result as a trace: arrivals and lengths of the requests that did not fail, in order of arrival.
+
+    Without times all arrive at 0, where another rate replaces them (`needs_times`). What was measured may be missing.
+    """
 
     time_field = "start_times"
 
     def raw_columns(self) -> Iterator[Columns]:
         """Yield all requests at once."""
-        rows = [row for row in read_bench(self.path) if not row.failed or self._skip()]
-        if any(row.arrival_s is None for row in rows):
-            raise TraceError(f"{self.path}: field start_times is missing; {NO_TIMES}")
+        rows = [row for row in read_bench(self.path, measured=False) if not row.failed or self._skip()]
+        if self.options.needs_times and any(row.arrival_s is None for row in rows):
+            raise TraceError(f"{self.path}: field start_times is missing; {NO_TIMES}, or give arrivals: --request-rate")
         rows.sort(key=lambda row: row.arrival_s or 0.0)
         yield Columns(
             [row.arrival_s or 0.0 for row in rows],

@@ -49,7 +49,13 @@ def _parser(
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading")
-    group.add_argument("--format", metavar="NAME", help="format of the input (default: told by its first line)")
+    group.add_argument(
+        "--trace-format",
+        "--format",
+        dest="format",
+        metavar="NAME",
+        help="format of the input (default: told by its first line)",
+    )
     group.add_argument(
         "--time-unit", choices=TIME_UNITS, help="unit of numeric times, where it is not the format's (Mooncake: ms)"
     )
@@ -163,6 +169,8 @@ def _open(path: Path, args: argparse.Namespace) -> Trace:
         zero_tokens=args.zero_tokens,
         sharegpt_filter=args.sharegpt_filter,
         sort=args.sort,
+        # Lengths can be looked at without, and --request-rate makes others.
+        needs_times="request_rate" in args and args.request_rate is None,
     )
 
 

@@ -13,7 +13,10 @@ Formats and how they are told apart (by the header's columns or the first object
     bailian        the same with "chat_id" and "parent_chat_id" a line                                (s)
     vllm-custom    {"prompt", "output_tokens"} a line                                                 (no times)
     sharegpt       [{"conversations": [{"value"}, {"value"}]}]                                        (no times)
-    vllm-bench     {"input_lens", "output_lens", "start_times", "ttfts"}: what `vllm bench serve` and we save       (s)
+    vllm-bench     {"input_lens", "output_lens", "start_times"}: what `vllm bench serve` and we save, and, without
+                   times, older ones and SGLang's `bench_serving --output-details`                  (s)
+    aiperf, guidellm, genai-perf, otlp, openai
+                   what clients, gateways and tracing keep of requests (`traces.clients`)              (own)
 
 Any of them may be gzipped, begin with a byte-order mark, end its lines with CRLF and lack the last newline.
 """
@@ -36,7 +39,10 @@ from traces.rows import Columns, Reader, ReadOptions, ZeroTokens
 from traces.text_reader import ShareGptReader, VllmCustomReader, load_tokenizer
 
 BENCH_KEYS = {"completed", "request_throughput"}
-FORMATS = (*CSV_FORMATS, *JSONL_FORMATS, "vllm-custom", "sharegpt", "vllm-bench")
+CLIENTS = ("aiperf", "guidellm", "genai-perf", "otlp", "openai")
+"""Formats that `traces.clients` reads."""
+FORMATS = (*CSV_FORMATS, *JSONL_FORMATS, "vllm-custom", "sharegpt", "vllm-bench", *CLIENTS)
+ALL_FORMATS = f"known formats: {', '.join(FORMATS)}; --trace-format names one"
 
 # `Request(*row)` with a third of its cost: a named tuple's own constructor is a Python function, the tuple's is not.
 _request = cast(Callable[[tuple[object, ...]], Request], partial(tuple.__new__, Request))
@@ -77,6 +83,10 @@ class Trace:
             from traces.bench import BenchReader  # noqa: PLC0415 - msgspec is slow to import, and few traces need it
 
             return BenchReader(self.path, self.options)
+        if self.format in CLIENTS:
+            from traces.clients import ClientReader  # noqa: PLC0415 - likewise
+
+            return ClientReader(self.path, self.options, self.format)
         return (VllmCustomReader if self.format == "vllm-custom" else ShareGptReader)(self.path, self.options)
 
     def _blocks(self) -> Iterator[Iterator[Request]]:
@@ -99,10 +109,8 @@ class Trace:
 
 
 def _detect_jsonl(where: Where, line: str) -> str:
-    if line == "{":
-        # Printed over many lines: one object, not one a line.
-        return "vllm-bench"
-    keys = parse_object(where, line).keys()
+    row = parse_object(where, line)
+    keys = row.keys()
     for name, form in JSONL_FORMATS.items():
         if keys >= set(form.required):
             return name
@@ -112,8 +120,21 @@ def _detect_jsonl(where: Where, line: str) -> str:
         return "vllm-custom"
     if keys >= BENCH_KEYS:
         return "vllm-bench"
-    known = "; ".join(f"{name}: {','.join(form.required)}" for name, form in JSONL_FORMATS.items())
-    raise where.error("keys", ",".join(keys), "belong to no known format", f"they need to hold one of {known}")
+    from traces.clients import told_by_keys  # noqa: PLC0415 - most traces are told by now
+
+    if (client := told_by_keys(row)) is not None:
+        return client
+    own = "; ".join(f"{name}: {','.join(form.required)}" for name, form in JSONL_FORMATS.items())
+    remedy = f"write one of {own} a line, or name the format ({ALL_FORMATS})"
+    raise where.error("keys", ",".join(keys), "belong to no known format", remedy)
+
+
+KEYS_OF_WHOLE = {"otlp": "resourceSpans", "genai-perf": "experiments", "guidellm": "benchmarks"}
+"""Keys that tell files of one object over many lines, or one long line; else they are a benchmark's result."""
+
+
+def _detect_whole(start: str) -> str:
+    return next((name for name, key in KEYS_OF_WHOLE.items() if f'"{key}"' in start), "vllm-bench")
 
 
 def _detect_csv(where: Where, line: str) -> str:
@@ -130,7 +151,7 @@ def _detect_csv(where: Where, line: str) -> str:
     hint = "rename column {!r} to {!r}".format(*close[0]) if close else f"add {','.join(missing)}"
     if not overlap[nearest] and not close:
         hint = f"write the columns {','.join(form.required)}"
-    raise where.error("header", line, f"belongs to no known format (nearest: {nearest})", hint)
+    raise where.error("header", line, f"belongs to no known format (nearest: {nearest})", f"{hint} ({ALL_FORMATS})")
 
 
 def detect(path: Path) -> str:
@@ -138,9 +159,11 @@ def detect(path: Path) -> str:
     start = next(filter(None, map(str.lstrip, pieces(path))), "")
     if start.startswith("["):
         return "sharegpt"
-    if start.startswith("{") and "\n" not in start and all(f'"{key}"' in start for key in BENCH_KEYS):
-        # On one line, which may be long.
-        return "vllm-bench"
+    if start.startswith("{") and ("\n" not in start or start.split("\n", 1)[0].strip() == "{"):
+        # One object, on one line, which may be long, or printed over many.
+        found = _detect_whole(start)
+        if found != "vllm-bench" or "\n" in start or all(f'"{key}"' in start for key in BENCH_KEYS):
+            return found
     for number, text in text_blocks(path):
         for offset, line in enumerate(text.split("\n")):
             start = line.strip()
@@ -162,6 +185,7 @@ def open_trace(
     zero_tokens: ZeroTokens = "error",
     sharegpt_filter: bool = True,
     sort: bool = False,
+    needs_times: bool = True,
 ) -> Trace:
     """Open a trace file; its rows are read as the returned `Trace` is iterated over, a block at a time.
 
@@ -175,6 +199,7 @@ def open_trace(
       tokenizer is a function from text to a count, a path to a tokenizer.json, or "bytes:4" for an estimate.
     - `zero_tokens`: what a row of zero prompt or output tokens is: an "error", to "drop", or a request of "one".
     - `sharegpt_filter`: apply vLLM's rule of which conversations to keep.
+    - `needs_times`: whether a result of a benchmark without the times of its requests is an error; else they are 0.
     - `sort`: sort by time, stably, holding the whole trace in memory; otherwise a time that steps back is an error.
 
     Raises `TraceError`, at once for a file that cannot be opened or told, while iterating for a bad row.
@@ -197,5 +222,6 @@ def open_trace(
         default_prompt_tokens=default_prompt_tokens,
         default_output_tokens=default_output_tokens,
         sharegpt_filter=sharegpt_filter,
+        needs_times=needs_times,
     )
     return Trace(path, format, options)

@@ -36,6 +36,7 @@ class ReadOptions:
     default_prompt_tokens: int | None = None
     default_output_tokens: int | None = None
     sharegpt_filter: bool = True
+    needs_times: bool = True
 
     def __post_init__(self) -> None:
         if self.time_unit is not None:

@@ -1,6 +1,7 @@
 """`ServedRun`: requests that a real server was sent, and when each had its first and its last token.
 
-Read from a result of `vllm bench serve` (`traces.bench`) or from a table (CSV) with a row a request, whose columns are
+Read from a result of `vllm bench serve` (`traces.bench`), from what other clients keep where it has both times
+(`traces.clients`), or from a table (CSV) with a row a request, whose columns are
 
     arrival_s or issue_s; prompt_tokens or prompt_len; output_tokens or output_len     (or a trace beside it)
     first_token_s, s of the same clock; or ttft_s, ttft_ms after arrival
@@ -8,15 +9,18 @@ Read from a result of `vllm bench serve` (`traces.bench`) or from a table (CSV) 
 """
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from traces.bench import NO_TIMES, BenchRow, check_row, read_bench
+from traces.clients import read_sent
 from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import reading
+from traces.readers import CLIENTS, detect
 from traces.request import Request
+from traces.rows import ReadOptions
 
 ARRIVAL = ("arrival_s", "issue_s")
 PROMPT, OUTPUT = ("prompt_tokens", "prompt_len"), ("output_tokens", "output_len")
@@ -77,7 +81,11 @@ def read_served(path: Path, trace: Sequence[Request] | None = None) -> ServedRun
     """
     with reading(path), path.open("rb") as file:
         is_result = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"\x1f")
-    rows = read_bench(path) if is_result else list(_table(path))
+    client = _client(path) if is_result else None
+    if client is not None:
+        rows = list(_of_client(path, client))
+    else:
+        rows = read_bench(path) if is_result else list(_table(path))
     if trace is not None:
         rows = list(_beside(path, rows, trace))
     pairs = zip(rows, [None] * len(rows) if trace is None else trace, strict=True)
@@ -94,6 +102,32 @@ def read_served(path: Path, trace: Sequence[Request] | None = None) -> ServedRun
         [row.gaps_s for _, row in kept],
         len(rows) - len(kept),
     )
+
+
+def _client(path: Path) -> str | None:
+    """The format of a file that a client wrote, if it is one of those that `traces.clients` reads."""
+    try:
+        name = detect(path)
+    except TraceError:
+        return None
+    return name if name in CLIENTS else None
+
+
+def _of_client(path: Path, name: str) -> Iterator[BenchRow]:
+    for i, sent in enumerate(read_sent(path, name, ReadOptions())):
+        if sent is None or not sent.output_tokens:
+            yield BenchRow(0.0, None, None, 0.0, 0.0, failed=True)
+            continue
+        if sent.ttft_s is None or sent.e2el_s is None:
+            lacks = "first token" if sent.ttft_s is None else "last token"
+            raise TraceError(
+                f"{path}: request {i} has no time of its {lacks}: a run is compared by both; keep the requests that "
+                "were streamed, or read the file as a trace"
+            )
+        gaps = sent.gaps_s if len(sent.gaps_s) == sent.output_tokens - 1 else ()
+        row = BenchRow(sent.start_ns / 1e9, sent.prompt_tokens, sent.output_tokens, sent.ttft_s, sent.e2el_s, gaps)
+        check_row(f"{path}: request {i}", row)
+        yield row
 
 
 def _sent(path: Path, is_result: bool, row: BenchRow, known: Request | None) -> Request:

@@ -15,7 +15,12 @@ from traces.request import Request
 from traces.workloads import ABOUT
 
 DEFAULT_WORKLOAD_PROMPTS = 1000
-SKIPPED = {"sharegpt": "vLLM's rule for ShareGPT", "vllm-bench": "they failed"}
+FAILED = "they failed, were cancelled or warmed up"
+SKIPPED = {
+    "sharegpt": "vLLM's rule for ShareGPT",
+    "vllm-bench": "they failed",
+    **dict.fromkeys(readers.CLIENTS, FAILED),
+}
 """Why the readers of these formats leave rows out."""
 
 
@@ -45,7 +50,8 @@ class ReadTrace(Protocol):
 def open_trace(scenario: Scenario) -> readers.Trace:
     """The scenario's trace, to be read with its options."""
     reading = {name: value for name in READING if (value := getattr(scenario, name)) is not None}
-    return readers.open_trace(scenario.trace or "", format=scenario.trace_format, **reading)
+    needs_times = scenario.request_rate is None and scenario.max_concurrency is None
+    return readers.open_trace(scenario.trace or "", format=scenario.trace_format, needs_times=needs_times, **reading)
 
 
 def requests_of(setup: Setup, trace: ReadTrace | None = None) -> Iterable[Request]:
