@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 EXPLAIN_HELP = "What became of one request of a saved run and why it waited, in sentences."
 REPORT_HELP = (
     "Runs that run, compare or live have saved as one HTML page: what was asked, tables, interactive figures, where "
-    "the time went, which limit bound when. It opens offline. A folder of compare is a section; single runs share one."
+    "the time went, which limit bound when. It opens offline. A folder of compare is a section; single runs share one. "
+    "Folders of sweep, map, tune, plan and validate: their answer, pictures and table."
 )
 RUN_HELP = "Simulate one policy on a trace or a generated workload and write the results to a folder."
 COMPARE_HELP = (
@@ -47,19 +48,22 @@ def add_report(parser: Any) -> None:  # noqa: ANN401
     """`report`."""
     parser.description = REPORT_HELP
     parser.set_defaults(run=report_command)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="what run, compare or live wrote")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="what a command wrote")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the first DIR)")
 
 
 def report_command(arguments: argparse.Namespace) -> int:
     """`kvtwin report`."""
     from sim.results.page.page import write_page  # noqa: PLC0415 - matplotlib is slow to import
-    from sim.results.page.saved import read_sections  # noqa: PLC0415
+    from sim.results.page.saved import COMPARISON_FILE, read_sections  # noqa: PLC0415
+    from sim.results.page.studies import kind_of, read_study  # noqa: PLC0415
 
     path = arguments.out or arguments.folders[0] / "report.html"
     for folder in arguments.folders:
         settle(folder)
-    write_page(path, read_sections(arguments.folders))
+    kinds = {folder: None if (folder / COMPARISON_FILE).is_file() else kind_of(folder) for folder in arguments.folders}
+    sections = read_sections(folder for folder, kind in kinds.items() if kind is None)
+    write_page(path, sections, [read_study(folder, kind) for folder, kind in kinds.items() if kind is not None])
     print(f"The report is {path}: open it in a browser")
     return 0
 

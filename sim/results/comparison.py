@@ -9,7 +9,7 @@ from textwrap import wrap
 import msgspec
 
 from sim.files import make_folder, write_atomically
-from sim.results.comparison_sentences import all_sentences, engine_sentences, factor_text, sentences
+from sim.results.comparison_sentences import SAME, all_sentences, engine_sentences, factor_text, sentences
 from sim.results.load import overload
 from sim.results.report import (
     METRICS,
@@ -59,7 +59,7 @@ def comparison_lines(
             lines.append("  ".join((f"{name:<{name_width}}", *cells)).rstrip())
         lines.append("")
     if len(results) > 1:
-        lines += ["(x) ratio to the first policy; * best where they differ", ""]
+        lines += ["(x) ratio to the first policy; * best, or within 1 % of it, where they differ", ""]
     for sentence in all_sentences(results, bounds):
         # wrap() breaks at spaces but not at no-break spaces: a number keeps its unit.
         bound = re.sub(r"(?<=\d) (?=(%|ms|s)(\W|$))", "\xa0", sentence)
@@ -139,11 +139,13 @@ def table(results: Sequence[Result]) -> list[Row]:
 
 
 def _best(metric: Metric, numbers: Sequence[float | None], texts: Sequence[str]) -> set[str]:
-    """Texts of the best values; none where all print alike or neither direction is better."""
+    """Texts of the best value and of those like it (`SAME`); none where all are, or no direction is better."""
     known = [(number, text) for number, text in zip(numbers, texts, strict=True) if number is not None]
-    if metric.less_is_better is None or len({text for _, text in known}) < 2:
+    if metric.less_is_better is None or not known:
         return set()
-    return {(min if metric.less_is_better else max)(known)[1]}
+    best = (min if metric.less_is_better else max)(number for number, _ in known)
+    alike = {text for number, text in known if abs(number - best) <= SAME * abs(best)}
+    return alike if len(alike) < len({text for _, text in known}) else set()
 
 
 def write_comparison(
@@ -183,7 +185,8 @@ def markdown_lines(results: list[Result], bounds: Bounds | None = None, *, figur
     lines += ["", *(line for sentence in all_sentences(results, bounds) for line in (sentence, ""))]
     lines += [f"| | {' | '.join(names)} |", "|:--|" + "--:|" * len(results)]
     lines += [f"| {row.name} | {' | '.join(_markdown(cell) for cell in row.cells)} |" for row in table(results)]
-    lines += ["", "In parentheses: ratio to the first policy. Bold: the best, where they differ.", ""]
+    key = "In parentheses: ratio to the first policy. Bold: the best, or within 1 % of it, where they differ."
+    lines += ["", key, ""]
     for file, caption in FIGURES.items() if figures else ():
         lines += [f"## {caption}", "", f"![{caption}](figures/{file})", ""]
     lines += ["## Where the times come from", "", "The times are simulated, from these fitted constants:", ""]

@@ -19,6 +19,7 @@ from sim.results.page import saved
 from sim.results.page.charts import charts
 from sim.results.page.page import render
 from sim.results.page.saved import Section, read_run, read_sections
+from sim.results.page.studies import MOST_ROWS
 
 pytest.importorskip("jinja2")
 pytest.importorskip("plotly")
@@ -102,6 +103,10 @@ def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):
     shutil.copytree(compared / "vllm-recompute", tmp_path / "b")
     (section,) = read_sections([tmp_path / "a", tmp_path / "b"])
     assert [run.label for run in section.runs] == ["vllm-recompute (a)", "vllm-recompute (b)"]
+    # Folders of one name are told apart by their paths.
+    other = shutil.copytree(tmp_path / "a", tmp_path / "c" / "a")
+    (section,) = read_sections([tmp_path / "a", other])
+    assert [run.label for run in section.runs] == [f"vllm-recompute ({place})" for place in (tmp_path / "a", other)]
     # One whose label no other has keeps it.
     (section,) = read_sections([tmp_path / "a", compared / "layerkv_slo-aware=false"])
     assert [run.label for run in section.runs] == ["vllm-recompute", "layerkv:slo-aware=false"]
@@ -109,6 +114,24 @@ def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):
     (tmp_path / "a" / "series.csv").unlink()
     assert [chart.name for chart in charts([read_run(tmp_path / "a")])] == ["parts", "ttft", "tpot", "arrivals"]
     assert "What was asked" in render(read_sections([tmp_path / "a"]))
+
+
+def test_a_folder_of_many_runs_shows_its_answer_its_pictures_and_its_table(tmp_path, capsys):
+    """Of the commands that make many runs, each known by its file; nothing of a file becomes markup."""
+    place = tmp_path / "best"
+    place.mkdir()
+    (place / "tune.json").write_text("{}")
+    (place / "tune.txt").write_text("vllm-v1: 4 GPUs <b>")
+    rows = "".join(f"p{i},{i / 3},\n" for i in range(MOST_ROWS + 7))
+    (place / "candidates.csv").write_text("policy,value,error\n" + rows)
+    (place / "tune.png").write_bytes(b"\x89PNG")
+    assert kvtwin.main(["report", str(place)]) == 0
+    page = (place / "report.html").read_text()
+    assert "vllm-v1: 4 GPUs &lt;b&gt;" in page and "data:image/png;base64,iVBORw==" in page
+    assert "<td>0.33333</td>" in page and "7 rows more are there" in page and ">error<" not in page
+    (place / "candidates.csv").unlink()
+    assert kvtwin.main(["report", str(place)]) == 2
+    assert "candidates.csv: not a table" in capsys.readouterr().err
 
 
 def test_runs_of_two_scenarios_say_in_what_they_differ(compared, tmp_path):

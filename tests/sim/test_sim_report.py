@@ -155,6 +155,15 @@ def test_comparison_shows_ratios_to_the_first_and_stars_the_best(tmp_path, capsy
     assert "SLOs met (% of requests) 75.0 90.0 (1.20x) *" in lines
 
 
+def test_what_is_the_same_within_one_percent_is_no_winner():
+    """A tie at the top is starred together; where all are the same no policy is."""
+    runs = [result_of(), layerkv(mean_tpot_ms=41.3), layerkv("layerkv:slo-aware=false", mean_tpot_ms=82.0)]
+    (row,) = [row for row in table(runs) if row.key == "mean_tpot_ms"]
+    assert [cell.best for cell in row.cells] == [True, True, False]
+    (row,) = [row for row in table(runs[:2]) if row.key == "mean_tpot_ms"]
+    assert not any(cell.best for cell in row.cells)
+
+
 @pytest.mark.parametrize("count", [1, 6])
 def test_comparison_of_many_policies_keeps_to_80_columns(count):
     names = ["layerkv:slo_aware=false,drop_irrecoverable=false,horizon_steps=16", "vllm-swap", "layerkv"]

@@ -15,6 +15,7 @@ from sim.results.comparison import Row, table
 from sim.results.figures.data import FigureRun
 from sim.results.page.charts import Chart, charts
 from sim.results.page.saved import Section
+from sim.results.page.studies import Study
 from sim.results.report import constants, deployment, engine_overhead
 from sim.version import VERSION
 
@@ -55,14 +56,14 @@ class View:
     asked: str | None
 
 
-def write_page(path: Path, sections: Sequence[Section]) -> None:
-    """Write the sections as one self-contained HTML page; UserError where what it needs is not installed."""
-    page = render(sections)
+def write_page(path: Path, sections: Sequence[Section], studies: Sequence[Study] = ()) -> None:
+    """Write all as one self-contained HTML page; UserError where what it needs is not installed."""
+    page = render(sections, studies)
     make_folder(path.parent, "--out")
     write_atomically(path, lambda file: file.write(page.encode()))
 
 
-def render(sections: Sequence[Section]) -> str:
+def render(sections: Sequence[Section], studies: Sequence[Study] = ()) -> str:
     """The page."""
     missing = [name for name in ("jinja2", "plotly") if find_spec(name) is None]
     if missing:
@@ -76,6 +77,8 @@ def render(sections: Sequence[Section]) -> str:
     )
     return environment.get_template("page.html.j2").render(
         views=views,
+        studies=studies,
+        titles=[*(view.title for view in views), *(study.title for study in studies)],
         version=VERSION,
         style=_inlined(HERE / "page.css"),
         script=_inlined(HERE / "page.js"),

@@ -48,7 +48,9 @@ def read_sections(folders: Iterable[Path]) -> list[Section]:
             single.append((folder, read_run(folder)))
         else:
             what = f"neither {RESULT_FILE} nor {COMPARISON_FILE}" if folder.is_dir() else "no such folder"
-            raise UserError(f"{folder}: {what}; give folders that kvtwin run, compare or live has written")
+            raise UserError(
+                f"{folder}: {what}; give folders that kvtwin run, compare, live, sweep, tune or map has written"
+            )
     if single:
         found.append(_section(_told_apart(single), None, single[0][0] if len(single) == 1 else None, "run"))
     return found
@@ -103,11 +105,14 @@ def unlike_sentences(runs: Sequence[FigureRun]) -> list[str]:
 
 
 def _told_apart(runs: list[tuple[Path, FigureRun]]) -> list[FigureRun]:
-    """Runs whose labels are alike carry their folders' names."""
+    """Runs whose labels are alike carry their folders' names, or paths where those are alike as well."""
     labels = [run.label for _, run in runs]
+    named = [f"{run.label} ({folder.name})" for folder, run in runs]
     return [
-        replace(run, label=f"{run.label} ({folder.name})") if labels.count(run.label) > 1 else run
-        for folder, run in runs
+        replace(run, label=f"{run.label} ({folder})" if named.count(name) > 1 else name)
+        if labels.count(run.label) > 1
+        else run
+        for (folder, run), name in zip(runs, named, strict=True)
     ]
 
 
